@@ -1,0 +1,70 @@
+"""Every error that drivetrain raises on purpose.
+
+Each message says what was given, what is allowed and how to fix it. `nearest` finds the name a user most
+likely meant, so that no module writes its own spelling help.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class DrivetrainError(Exception):
+    """Base of all errors raised by drivetrain; catch this to catch them all."""
+
+
+class ConfigError(DrivetrainError, ValueError):
+    """An argument, or a combination of arguments, that cannot work."""
+
+
+class DataError(DrivetrainError):
+    """Data that is empty, raises, or has a shape the task cannot use; names the batch."""
+
+
+class CheckpointError(DrivetrainError):
+    """A checkpoint that cannot be written, found, verified or fitted to the task."""
+
+
+class StrategyError(DrivetrainError):
+    """A strategy that cannot run here, or cannot do what was asked of it."""
+
+
+class RankFailure(DrivetrainError):  # noqa: N818 - the design's public name
+    """The first failure among the ranks of a distributed run."""
+
+
+class NonFiniteError(DrivetrainError, ArithmeticError):
+    """A loss or metric became NaN or infinite; names the update, the rank and the metrics."""
+
+
+class MissingDependencyError(DrivetrainError, ImportError):
+    """An optional package is not installed; names the extra that brings it."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(
+            f"{purpose} needs the package {package!r}, which is not installed. "
+            f"Install it with: pip install 'drivetrain[{extra}]'"
+        )
+        self._arguments = (package, extra, purpose)
+
+    def __reduce__(self) -> tuple[type[MissingDependencyError], tuple[str, str, str]]:
+        """Pickle by the constructor's arguments: errors travel between processes."""
+        return type(self), self._arguments
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """A sentence that helps after a wrong name: the closest allowed one, then all of them.
+
+    Args:
+        name: What was given; upper and lower case count as the same.
+        allowed: All valid names.
+    """
+    names = sorted(allowed)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    if not close:
+        by_lower_case = {each.lower(): each for each in names}
+        found = difflib.get_close_matches(name.lower(), by_lower_case, n=1, cutoff=0.5)
+        close = [by_lower_case[each] for each in found]
+    hint = f"Did you mean {close[0]!r}? " if close else ""
+    return f"{hint}Allowed: {', '.join(repr(each) for each in names) or 'none'}."

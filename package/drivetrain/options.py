@@ -1,0 +1,110 @@
+"""Checks of what a user writes in a configuration: numbers, and the options of other functions."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+from drivetrain.errors import ConfigError, nearest
+
+
+def number(
+    name: str,
+    value: object,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+) -> float:
+    """A finite number within bounds, as a float.
+
+    Args:
+        name: How the user knows the value; stands in the message.
+        value: What was given; a bool is not a number.
+        above: The value must be greater.
+        at_least: The value must be this or greater.
+        below: The value must be less.
+        at_most: The value must be this or less.
+
+    Raises:
+        ConfigError: `value` is no finite number, or out of bounds.
+    """
+    bounds: tuple[tuple[str, float | None, Callable[[float, float], bool]], ...] = (
+        ("above", above, lambda given, bound: given > bound),
+        ("at least", at_least, lambda given, bound: given >= bound),
+        ("below", below, lambda given, bound: given < bound),
+        ("at most", at_most, lambda given, bound: given <= bound),
+    )
+    wanted = " and ".join(f"{words} {bound:g}" for words, bound, _ in bounds if bound is not None)
+    if not isinstance(value, bool) and isinstance(value, numbers.Real):
+        given = float(value)
+        if math.isfinite(given) and all(bound is None or within(given, bound) for _, bound, within in bounds):
+            return given
+    raise ConfigError(f"{name} must be a finite number{' ' if wanted else ''}{wanted}, not {value!r}")
+
+
+def count(name: str, value: object, *, at_least: int = 0) -> int:
+    """A whole number, as an int.
+
+    Raises:
+        ConfigError: `value` is not whole (a bool or a float is not), or less than `at_least`.
+    """
+    if not isinstance(value, bool) and isinstance(value, numbers.Integral) and int(value) >= at_least:
+        return int(value)
+    raise ConfigError(f"{name} must be a whole number, at least {at_least}, not {value!r}")
+
+
+def flag(name: str, value: object) -> bool:
+    """True or False, and nothing that merely counts as one of them (the text "no" counts as true).
+
+    Raises:
+        ConfigError: `value` is no bool.
+    """
+    if isinstance(value, bool):
+        return value
+    raise ConfigError(f"{name} must be True or False, not {value!r}")
+
+
+def one_of(name: str, value: object, allowed: Collection[str]) -> str:
+    """One of a few words.
+
+    Raises:
+        ConfigError: `value` is none of them; names the nearest.
+    """
+    if isinstance(value, str) and value in allowed:
+        return value
+    raise ConfigError(f"unknown {name} {value!r}. {nearest(str(value), allowed)}")
+
+
+def keywords(function: Callable[..., Any]) -> frozenset[str] | None:
+    """The names that `function` (or a class's constructor) takes as keywords; None when it takes any."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a callable written in C may have no signature: it must judge for itself
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return frozenset(parameter.name for parameter in parameters if parameter.kind in named)
+
+
+def check_names(owner: str, given: Iterable[str], allowed: Collection[str] | None) -> None:
+    """Refuse options that `owner` does not take.
+
+    Args:
+        owner: Who takes the options, as the user knows it: "the optimizer 'sgd'".
+        given: The options' names.
+        allowed: The names it takes, or None for any.
+
+    Raises:
+        ConfigError: One is unknown; names the nearest and all.
+    """
+    if allowed is None:
+        return
+    for name in given:
+        if name not in allowed:
+            raise ConfigError(f"{owner} has no option {name!r}. {nearest(name, allowed)}")

@@ -1,0 +1,85 @@
+"""Every test proves that it leaks nothing, and none writes outside its own directory."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from torch.utils.data._utils.signal_handling import _set_SIGCHLD_handler
+
+torch.set_num_threads(1)
+# torch names its compiler's cache in the environment when the first optimizer of a process is made.
+torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+# Its DataLoader installs this handler for good when it first starts workers.
+_set_SIGCHLD_handler()
+
+
+def _open_files() -> set[str]:
+    """The regular files that this process has open; empty where the system does not tell."""
+    found = set()
+    descriptors = Path("/proc/self/fd")
+    if not descriptors.is_dir():
+        return found
+    for each in os.listdir(descriptors):
+        try:
+            target = os.readlink(descriptors / each)
+        except OSError:  # the descriptor of the listing itself
+            continue
+        if target.startswith("/") and os.path.isfile(target) and not target.startswith(("/proc", "/dev")):
+            found.add(target)
+    return found
+
+
+def _state() -> dict[str, Any]:
+    cudnn = torch.backends.cudnn
+    return {
+        # pytest itself notes the running test in the environment.
+        "environment": {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"},
+        "threads": {thread.name for thread in threading.enumerate()},
+        "signal handlers": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "process group": torch.distributed.is_available() and torch.distributed.is_initialized(),
+        "determinism": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            cudnn.benchmark,
+            cudnn.deterministic,
+        ),
+        "default dtype": torch.get_default_dtype(),
+        "gradient mode": torch.is_grad_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "working directory": os.getcwd(),
+        "open files": _open_files(),
+        "fault handler": faulthandler.is_enabled(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def leaks_nothing() -> Iterator[None]:
+    """Fail a test after which the process is not as it was before."""
+    before = _state()
+    yield
+    after = _state()
+    wrong = []
+    for name, was in before.items():
+        now = after[name]
+        if name in ("threads", "open files"):
+            extra = now - was
+            if extra:
+                wrong.append(f"{name}: {sorted(extra)}")
+        elif now != was:
+            wrong.append(f"{name}: {was!r} became {now!r}")
+    assert not wrong, "this test leaks: " + "; ".join(wrong)
+
+
+@pytest.fixture(autouse=True)
+def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaks_nothing: None) -> None:
+    """Run in a directory of the test's own, so that a default run directory lands there."""
+    monkeypatch.chdir(tmp_path)
