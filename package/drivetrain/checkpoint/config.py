@@ -1,0 +1,81 @@
+"""When checkpoints are saved, and which of them are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+from drivetrain.errors import ConfigError, nearest
+from drivetrain.types import Every
+
+_MODES = ("min", "max")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When to save, and what to keep. Two separate ideas, and one checkpoint may serve both.
+
+    *Resume points* are saved every so often, and the newest few are kept, so that a run can go on. *Keepers*
+    are the best few by a metric, so that the best model is still there at the end.
+
+    Attributes:
+        every: The interval between resume points ("500 steps", "1 epoch", "10 minutes"...); None saves only
+            at the end.
+        keep_last: How many resume points to keep. The newest checkpoint stays in any case until the next is
+            committed.
+        best: How many keepers to keep; 0 for none.
+        by: The metric that ranks keepers, by its full name; None for no keepers.
+        mode: Whether a "min"imal or a "max"imal value is best. NaN is never best, and of equals the earlier
+            is better.
+        asynchronous: Write in the background.
+
+    Raises:
+        ConfigError: A value that is not allowed.
+    """
+
+    every: Every | str | int | float | timedelta | None = "1 epoch"
+    keep_last: int = 2
+    best: int = 1
+    by: str | None = "validation/loss"
+    mode: str = "min"
+    asynchronous: bool = False
+
+    def __post_init__(self) -> None:
+        """Check each value, and read the interval."""
+        for name in ("keep_last", "best"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ConfigError(f"CheckpointConfig: {name} must be a whole number from 0 on, not {value!r}")
+        if self.mode not in _MODES:
+            raise ConfigError(
+                f"CheckpointConfig: unknown mode {self.mode!r}. {nearest(str(self.mode), _MODES)}"
+            )
+        by: object = self.by
+        if by is not None and (not isinstance(by, str) or not by):
+            raise ConfigError(
+                f"CheckpointConfig: by must be a metric's name such as 'validation/loss', or None; not {by!r}"
+            )
+        if not isinstance(self.asynchronous, bool):
+            raise ConfigError(
+                f"CheckpointConfig: asynchronous must be True or False, not {self.asynchronous!r}"
+            )
+        if self.asynchronous:
+            raise ConfigError(
+                "CheckpointConfig: asynchronous saving is not available yet; use asynchronous=False"
+            )
+        if self.every is not None:
+            object.__setattr__(self, "every", Every(self.every))
+
+    @property
+    def interval(self) -> Every | None:
+        """`every`, read: an interval, or None for only at the end."""
+        return None if self.every is None else Every(self.every)
+
+    @property
+    def keepers(self) -> int:
+        """How many keepers are kept; 0 also when no metric ranks them."""
+        return 0 if self.by is None else self.best
+
+    def is_better(self, value: float, other: float) -> bool:
+        """Whether `value` is strictly better than `other`; never when it is NaN."""
+        return value < other if self.mode == "min" else value > other

@@ -1,0 +1,180 @@
+"""The index of a directory of checkpoints, `index.json`: their order, and what each is kept for."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from drivetrain.checkpoint.config import CheckpointConfig
+from drivetrain.checkpoint.files import (
+    DamagedCheckpointError,
+    HashedReader,
+    read_json_bytes,
+    seal,
+    unseal,
+    write_atomically,
+)
+from drivetrain.checkpoint.format import FORMAT_VERSION, Snapshot, check_version, dump_metrics, load_metrics
+from drivetrain.types import Json
+
+INDEX = "index.json"
+
+PURPOSE = "checkpoint"
+"""The object inside a checkpoint that repeats its entry, so that a lost index can be rebuilt exactly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One committed checkpoint.
+
+    Attributes:
+        name: Of its directory, relative to the index, so that the run directory may be moved.
+        order: Counts the saves; the newest has the highest. Not the update, which goes back when a run
+            is resumed from an earlier checkpoint.
+        update: The number of updates made before it.
+        epoch: The number of epochs made before it.
+        metrics: The metric that ranks keepers, if it was known.
+        resume: Whether it is one of the rolling resume points.
+        keeper: Whether it is one of the best.
+    """
+
+    name: str
+    order: int
+    update: int
+    epoch: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    resume: bool = True
+    keeper: bool = False
+
+    def to_json(self) -> dict[str, Json]:
+        """The entry as strict JSON."""
+        return {
+            "name": self.name,
+            "order": self.order,
+            "update": self.update,
+            "epoch": self.epoch,
+            "metrics": dump_metrics(self.metrics),
+            "resume": self.resume,
+            "keeper": self.keeper,
+        }
+
+
+def write_index(directory: str, entries: Sequence[Entry]) -> None:
+    """Replace the index in one step.
+
+    Raises:
+        CheckpointError: It could not be written; the old one is intact.
+    """
+    listed: list[Json] = [entry.to_json() for entry in entries]
+    body: dict[str, Json] = {"format_version": FORMAT_VERSION, "checkpoints": listed}
+    write_atomically(os.path.join(directory, INDEX), [seal(body, INDEX)])
+
+
+def read_index(directory: str) -> list[Entry] | None:
+    """The entries, oldest first, or None when there is no index.
+
+    Raises:
+        DamagedCheckpointError: The index is not what was written.
+        CheckpointError: It is of a newer format, or cannot be read.
+    """
+    path = os.path.join(directory, INDEX)
+    if not os.path.lexists(path):
+        return None
+    with HashedReader(path) as reader:
+        body = unseal(read_json_bytes(reader), repr(path))
+    check_version(body, repr(path))
+    listed = body.get("checkpoints")
+    if not isinstance(listed, list):
+        raise DamagedCheckpointError(f"{path!r} has no list of checkpoints")
+    entries = [_entry(value, path) for value in listed]
+    if len({entry.name for entry in entries}) != len(entries):
+        raise DamagedCheckpointError(f"{path!r} lists a checkpoint twice")
+    return sorted(entries, key=lambda entry: entry.order)
+
+
+def _entry(value: Json, path: str) -> Entry:
+    what = f"{path!r}: an entry"
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise DamagedCheckpointError(f"{what} is no object with a name")
+    name = str(value["name"])
+    if os.path.basename(name) != name or name.startswith(".") or "\\" in name or ":" in name or not name:
+        raise DamagedCheckpointError(f"{what} has the name {name[:80]!r}, which leads out of the directory")
+    return _with_fields(Entry(name, 0, 0, 0), value, f"{path!r}: the entry {name!r}")
+
+
+def _with_fields(entry: Entry, fields: dict[str, Json], what: str) -> Entry:
+    resume, keeper = fields.get("resume"), fields.get("keeper")
+    if not isinstance(resume, bool) or not isinstance(keeper, bool):
+        raise DamagedCheckpointError(f"{what}: resume and keeper must be true or false")
+    return replace(
+        entry,
+        order=_count(fields, "order", what),
+        update=_count(fields, "update", what),
+        epoch=_count(fields, "epoch", what),
+        metrics=load_metrics(fields.get("metrics"), f"{what}: metrics"),
+        resume=resume,
+        keeper=keeper,
+    )
+
+
+def _count(fields: dict[str, Json], name: str, what: str) -> int:
+    value = fields.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise DamagedCheckpointError(f"{what}: {name} must be a whole number from 0 on")
+    return value
+
+
+def entry_from_snapshot(name: str, snapshot: Snapshot) -> Entry:
+    """The entry of a checkpoint that the index lacks, as the checkpoint itself tells it.
+
+    One that no manager saved is taken for a resume point at the count of updates in its progress, older than
+    all others.
+
+    Raises:
+        DamagedCheckpointError: What it tells makes no sense.
+    """
+    purpose = snapshot.objects.get(PURPOSE)
+    if isinstance(purpose, dict):
+        return _with_fields(Entry(name, 0, 0, 0), purpose, f"the checkpoint {name!r}")
+    update, epoch = snapshot.progress.get("updates"), snapshot.progress.get("epoch")
+    return Entry(name, 0, update if isinstance(update, int) else 0, epoch if isinstance(epoch, int) else 0)
+
+
+def retain(entries: Sequence[Entry], config: CheckpointConfig) -> tuple[list[Entry], list[Entry]]:
+    """Apply the policy: the newest `keep_last` resume points, the best keepers, and always the newest of all.
+
+    Args:
+        entries: Oldest first.
+        config: The policy.
+
+    Returns:
+        The entries that stay, with the flags that they stay for, and those that go; both oldest first.
+    """
+    points = [entry.name for entry in entries if entry.resume]
+    points = points[max(0, len(points) - config.keep_last) :]
+    best = {entry.name for entry in rank(entries, config)[: config.keepers]}
+    flagged = [replace(entry, resume=entry.name in points, keeper=entry.name in best) for entry in entries]
+    stays = [entry.resume or entry.keeper or entry is flagged[-1] for entry in flagged]
+    return (
+        [entry for entry, stay in zip(flagged, stays, strict=True) if stay],
+        [entry for entry, stay in zip(flagged, stays, strict=True) if not stay],
+    )
+
+
+def rank(entries: Sequence[Entry], config: CheckpointConfig) -> list[Entry]:
+    """The keepers by the configured metric, best first, and of equals the earlier first.
+
+    Args:
+        entries: Oldest first. A keeper without the metric (it was chosen by another one) comes last.
+        config: Says which metric, and which direction.
+    """
+    keepers = [entry for entry in entries if entry.keeper]
+    sign = 1.0 if config.mode == "min" else -1.0
+
+    def key(entry: Entry) -> tuple[bool, float]:
+        value = entry.metrics.get(config.by or "", math.nan)
+        return (True, 0.0) if math.isnan(value) else (False, sign * value)
+
+    return sorted(keepers, key=key)

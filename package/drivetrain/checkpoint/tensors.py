@@ -1,0 +1,251 @@
+"""Reading and writing of safetensors files, one tensor at a time.
+
+The format (https://github.com/huggingface/safetensors, "Format"): 8 bytes little-endian length of the header,
+the header in JSON (name -> dtype, shape, data_offsets), then the tensors' bytes in C order, without gaps. Any
+safetensors reader reads what is written here. We do it ourselves because the package's writer wants all
+tensors contiguous, unshared and on the CPU at once, which doubles the memory of a tied or sharded model, and
+gives no bytes to hash on the way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drivetrain.checkpoint.files import (
+    MAX_JSON_BYTES,
+    Bytes,
+    DamagedCheckpointError,
+    HashedReader,
+    dump_json,
+    parse_json,
+)
+from drivetrain.errors import CheckpointError
+from drivetrain.types import Json
+
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+"""The format's names of the dtypes."""
+
+CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
+
+_MAX_DIMENSIONS = 64
+_METADATA = "__metadata__"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpan:
+    """Where one tensor lies in a file.
+
+    Attributes:
+        name: The tensor's name.
+        dtype: A key of `DTYPES`.
+        shape: The size of each dimension.
+        start: The first byte after the header that belongs to it.
+        stop: The first that does not.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def check_tensor(tensor: Tensor, where: str) -> None:
+    """Refuse what a safetensors file cannot hold.
+
+    Args:
+        tensor: On any device.
+        where: What to call it in the message.
+
+    Raises:
+        CheckpointError: A sparse or quantised tensor, one without data, or a dtype that the format lacks.
+    """
+    if tensor.layout != torch.strided:
+        raise CheckpointError(
+            f"{where}: a tensor of layout {tensor.layout} cannot be stored; call .to_dense() on it"
+        )
+    if tensor.device.type == "meta":
+        raise CheckpointError(f"{where}: the tensor is on the meta device and has no data to store")
+    if tensor.dtype not in CODES:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in CODES)
+        raise CheckpointError(f"{where}: dtype {tensor.dtype} cannot be stored; allowed: {allowed}")
+
+
+def plan_spans(tensors: Mapping[str, Tensor], what: str) -> list[TensorSpan]:
+    """Lay the tensors out: widest dtype first, as the reference writer does, so that each is aligned.
+
+    Raises:
+        CheckpointError: A tensor that cannot be stored, or the one name that the format keeps for itself.
+    """
+    spans = []
+    start = 0
+    for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
+        tensor = tensors[name]
+        check_tensor(tensor, f"{what}, {name!r}")
+        if name == _METADATA:
+            raise CheckpointError(
+                f"{what}: the safetensors format does not allow the name {name!r}; rename the tensor"
+            )
+        stop = start + tensor.numel() * tensor.element_size()
+        spans.append(TensorSpan(name, CODES[tensor.dtype], tuple(tensor.shape), start, stop))
+        start = stop
+    return spans
+
+
+def tensor_chunks(tensors: Mapping[str, Tensor], what: str) -> Iterator[Bytes]:
+    """The bytes of a safetensors file, for `files.write_file`.
+
+    Tensors that share memory are each written in full. At most one tensor at a time is copied: one that is on
+    another device, or is not contiguous.
+
+    Args:
+        tensors: By name; any device and strides.
+        what: What to call them in a message.
+    """
+    spans = plan_spans(tensors, what)
+    header: dict[str, Json] = {
+        _METADATA: {"format": "pt"}
+    }  # transformers refuses a file that does not say so
+    for span in spans:
+        header[span.name] = {
+            "dtype": span.dtype,
+            "shape": list(span.shape),
+            "data_offsets": [span.start, span.stop],
+        }
+    text = dump_json(header, f"the header of {what}")
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for span in spans:
+        if span.stop > span.start:
+            # No name for the copy: it would keep it alive while the next is made.
+            yield _bytes_of(tensors[span.name].detach().to("cpu").resolve_conj().resolve_neg().contiguous())
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    # as_strided, because a single element may keep whatever stride it had, and is contiguous all the same.
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    array: Any = flat.view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def read_tensors(reader: HashedReader) -> dict[str, Tensor]:
+    """All tensors of a safetensors file, on the CPU, each in memory of its own.
+
+    Own memory, because a view into one large buffer would keep all of it alive, and would lie where the
+    math libraries' results may differ in the last bit from those on an aligned tensor.
+
+    Args:
+        reader: At the file's start; at its end afterwards. The caller compares its hash before using the
+            tensors.
+
+    Raises:
+        DamagedCheckpointError: Not a well-formed safetensors file.
+    """
+    result = {}
+    for span in read_header(reader):
+        try:
+            tensor = torch.empty(span.shape, dtype=DTYPES[span.dtype])
+        except (RuntimeError, OverflowError) as error:
+            # Bytes that the file really has, but the memory has not, are no damage; an empty tensor takes
+            # none.
+            kind = CheckpointError if span.stop > span.start else DamagedCheckpointError
+            raise kind(
+                f"{reader.path!r}: no room for {span.name!r} of shape {list(span.shape)}: {error}"
+            ) from error
+        if span.stop > span.start:
+            reader.read_into(_bytes_of(tensor))
+        result[span.name] = tensor
+    return result
+
+
+def read_header(reader: HashedReader) -> list[TensorSpan]:
+    """The tensors that a safetensors file holds, in the order of their bytes.
+
+    The spans lie side by side and end with the file, so what they promise is bounded by the file's size.
+
+    Raises:
+        DamagedCheckpointError: Not a well-formed safetensors file.
+    """
+    what = f"the header of {reader.path!r}"
+    room = reader.size - 8
+    length = int.from_bytes(reader.read(8), "little") if room >= 0 else -1
+    if not 0 < length <= min(room, MAX_JSON_BYTES):
+        raise DamagedCheckpointError(
+            f"{reader.path!r} is no safetensors file: {reader.size} bytes cannot hold a header of {length}"
+        )
+    header = parse_json(reader.read(length), what)
+    if not isinstance(header, dict):
+        raise DamagedCheckpointError(f"{what} is no JSON object")
+    header.pop(_METADATA, None)
+    spans = sorted(
+        (_span(name, entry, what) for name, entry in header.items()), key=lambda span: (span.start, span.stop)
+    )
+    position = 0
+    for span in spans:
+        if span.start != position:
+            raise DamagedCheckpointError(
+                f"{what}: {span.name!r} begins at byte {span.start}, not at {position}"
+            )
+        position = span.stop
+    if position != room - length:
+        raise DamagedCheckpointError(
+            f"{what} describes {position} bytes of tensors; the file has {room - length}"
+        )
+    return spans
+
+
+def _span(name: str, entry: Json, what: str) -> TensorSpan:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise DamagedCheckpointError(f"{what}: {name!r} must have dtype, shape and data_offsets")
+    dtype = entry["dtype"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise DamagedCheckpointError(f"{what}: {name!r} has the unknown dtype {dtype!r}")
+    shape = read_sizes(entry["shape"], f"{what}: the shape of {name!r}")
+    offsets = read_sizes(entry["data_offsets"], f"{what}: the data_offsets of {name!r}")
+    if len(offsets) != 2 or offsets[1] - offsets[0] != math.prod(shape) * DTYPES[dtype].itemsize:
+        raise DamagedCheckpointError(
+            f"{what}: {name!r} has the bytes {list(offsets)}, which do not fit {dtype} of shape {list(shape)}"
+        )
+    return TensorSpan(name, dtype, shape, offsets[0], offsets[1])
+
+
+def read_sizes(value: Json, where: str) -> tuple[int, ...]:
+    """A list of sizes or offsets out of a file.
+
+    Raises:
+        DamagedCheckpointError: Not a short list of whole numbers that fit in 63 bits.
+    """
+    if not isinstance(value, list) or len(value) > _MAX_DIMENSIONS:
+        raise DamagedCheckpointError(f"{where} is no list of at most {_MAX_DIMENSIONS} sizes")
+    sizes = []
+    for each in value:
+        if isinstance(each, bool) or not isinstance(each, int) or not 0 <= each < 1 << 63:
+            raise DamagedCheckpointError(f"{where} holds {str(each)[:40]!r}, which is no size")
+        sizes.append(each)
+    return tuple(sizes)
