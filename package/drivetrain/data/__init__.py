@@ -1,0 +1,22 @@
+"""From a user's data to micro-batches on the device, in an order that any run can resume."""
+
+from drivetrain.data.batch import batch_size, map_tensors, move, to_host
+from drivetrain.data.feed import Feed, Measure, Window, as_source, evaluation_sources, pin_memory_for
+from drivetrain.data.sources import Source
+from drivetrain.data.transfer import MicroBatch, Transfer
+
+__all__ = [
+    "Feed",
+    "Measure",
+    "MicroBatch",
+    "Source",
+    "Transfer",
+    "Window",
+    "as_source",
+    "batch_size",
+    "evaluation_sources",
+    "map_tensors",
+    "move",
+    "pin_memory_for",
+    "to_host",
+]

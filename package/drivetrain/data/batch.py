@@ -1,0 +1,136 @@
+"""What a batch may be: counting its samples, and mapping a function over its tensors."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from drivetrain.types import Batch
+
+
+def batch_size(batch: Batch) -> int | None:
+    """The length of the first dimension of a batch's first tensor, which is its number of samples.
+
+    An object of another kind is counted by its `num_graphs` (torch_geometric's batches) or, when it can be
+    moved by `to(device)`, by its length. None when there is nothing to count: such a batch is of an unknown
+    kind.
+    """
+    kind = type(batch)
+    if kind is Tensor:
+        return int(batch.shape[0]) if batch.ndim else None
+    if kind is dict:
+        for value in batch.values():  # the usual batch, answered without a second call
+            if type(value) is Tensor and value.ndim:
+                return int(value.shape[0])
+        values: Any = batch.values()
+    elif kind is tuple or kind is list:
+        values = batch
+    elif isinstance(batch, Tensor):
+        return int(batch.shape[0]) if batch.ndim else None
+    elif isinstance(batch, Mapping):
+        values = batch.values()
+    elif isinstance(batch, PackedSequence):  # its first tensor holds time steps, its second counts samples
+        return int(batch.batch_sizes[0])
+    elif isinstance(batch, (tuple, list)):
+        values = batch
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        values = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+    else:
+        length = getattr(batch, "num_graphs", None)  # graph batches (torch_geometric) count graphs
+        if length is None and _moves_itself(batch) and hasattr(batch, "__len__"):
+            length = len(batch)
+        return length if isinstance(length, int) else None
+    for value in values:
+        size = batch_size(value)
+        if size is not None:
+            return size
+    return None
+
+
+def map_tensors(
+    function: Callable[[Tensor], Any], batch: Batch, other: Callable[[Any], Any] | None = None
+) -> Batch:
+    """The same structure with `function` applied to every tensor.
+
+    Args:
+        function: What to do with a tensor.
+        batch: Tensors in mappings, sequences and dataclasses, nested as deep as one likes; named tuples,
+            dataclasses and mappings keep their types.
+        other: What to do with an object that has a `to` method of its own; None leaves it as it is, as it
+            leaves everything else that is no tensor.
+    """
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if type(batch) is dict:
+        return {key: map_tensors(function, value, other) for key, value in batch.items()}
+    if type(batch) is list:
+        return [map_tensors(function, value, other) for value in batch]
+    if other is not None and type(batch) is not tuple and _moves_itself(batch):
+        return other(batch)
+    if isinstance(batch, tuple):
+        mapped = [map_tensors(function, value, other) for value in batch]
+        return batch._make(mapped) if hasattr(batch, "_make") else tuple(mapped)  # a named tuple's own
+    if isinstance(batch, list):
+        return [map_tensors(function, value, other) for value in batch]
+    if isinstance(batch, Mapping):
+        return _like(batch, {key: map_tensors(function, value, other) for key, value in batch.items()})
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        # Not dataclasses.replace: it runs the constructor, which may convert, count or ask for more.
+        clone = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            object.__setattr__(
+                clone, field.name, map_tensors(function, getattr(batch, field.name), other)
+            )  # past the guard of a frozen one
+        return clone
+    return batch
+
+
+def _moves_itself(batch: Any) -> bool:
+    return callable(getattr(batch, "to", None)) and not isinstance(batch, (Tensor, type))
+
+
+def _like(original: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
+    if isinstance(original, (dict, UserDict)):  # a copy keeps a default factory, attributes and the order
+        copied = copy.copy(original)
+        copied.update(values)
+        return copied
+    try:
+        made: Mapping[Any, Any] = type(original)(values)  # type: ignore[call-arg]
+    except TypeError:  # a mapping whose constructor takes something else; a step reads it by key all the same
+        return values
+    return made
+
+
+def move(
+    batch: Batch, device: torch.device, dtype: torch.dtype | None = None, non_blocking: bool = False
+) -> Batch:
+    """A batch on a device, its floating-point tensors in `dtype` when one is given.
+
+    Objects with a `to` method of their own, a packed sequence or a tokeniser's output, are moved by it,
+    wherever in the batch they stand; what can be seen inside of them is cast.
+    """
+
+    def move_tensor(tensor: Tensor) -> Tensor:
+        wanted = dtype if dtype is not None and tensor.is_floating_point() else None
+        return tensor.to(device, wanted, non_blocking=non_blocking)
+
+    def cast(tensor: Tensor) -> Tensor:  # and leave it where its owner put it
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    def move_other(value: Any) -> Any:
+        moved = value.to(device)
+        return moved if dtype is None else map_tensors(cast, moved)
+
+    return map_tensors(move_tensor, batch, move_other)
+
+
+def to_host(outputs: Any) -> Any:
+    """Outputs detached and on the CPU; bfloat16 and others keep their dtype."""
+    return map_tensors(lambda tensor: tensor.detach().cpu(), outputs, lambda value: value.to("cpu"))

@@ -1,0 +1,305 @@
+"""From a user's data to windows of micro-batches: what the training and evaluation loops read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from drivetrain.data.batch import batch_size
+from drivetrain.data.indexed import IndexedSource
+from drivetrain.data.sources import BatchSource, IterableSource, Source
+from drivetrain.data.transfer import MicroBatch, Transfer
+from drivetrain.errors import DataError
+from drivetrain.types import Batch
+
+Count = Callable[[Batch], Any]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How a batch is counted; None stands for the default.
+
+    Attributes:
+        weight: What the loss is a mean over; default is the number of samples.
+        tokens: The number of tokens; default is not to count them.
+    """
+
+    weight: Count | None = None
+    tokens: Count | None = None
+
+
+class Window(NamedTuple):
+    """The micro-batches of one update.
+
+    Attributes:
+        micro_batches: On the device, in order.
+        last: Whether it is the last window of its epoch.
+    """
+
+    micro_batches: list[MicroBatch]
+    last: bool
+
+
+def as_source(
+    data: Any,
+    name: str,
+    seed: int,
+    *,
+    batch_size: int | None = None,
+    num_workers: int = 0,
+    shuffle: bool = False,
+    in_order: bool = False,
+    every_sample: bool = False,
+    pin_memory: bool = False,
+) -> Source:
+    """The source that reads a user's data.
+
+    Args:
+        data: A DataLoader, a Dataset, a list or tuple of batches, or any other iterable of batches.
+        name: Whose data it is ("training", "validation", ...), for messages.
+        seed: The run's seed.
+        batch_size: For a bare Dataset that has no `batch_size` of its own.
+        num_workers: Worker processes for a bare Dataset.
+        shuffle: Whether a bare Dataset is shuffled.
+        in_order: Read in the dataset's own order even when the loader shuffles.
+        every_sample: Read the last, short batch too when the loader would drop it.
+        pin_memory: For copies to an accelerator.
+
+    Raises:
+        DataError: Data of a kind that cannot be read, empty data, or a Dataset without a batch size.
+    """
+    loader = data
+    if isinstance(data, Dataset):
+        size = _batch_size_of(data, name, batch_size)
+        if size is not None:
+            loader = DataLoader(data, batch_size=size, shuffle=shuffle, num_workers=num_workers)
+    if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
+        if not isinstance(loader.dataset, IterableDataset) and hasattr(loader.dataset, "__len__"):
+            _check_samples(loader.dataset, name)
+            return IndexedSource(
+                name, loader, seed, in_order=in_order, every_sample=every_sample, pin_memory=pin_memory
+            )
+    elif isinstance(loader, (list, tuple)):
+        return BatchSource(name, _ready_batches(loader, name))
+    if isinstance(loader, (str, bytes, Mapping, Tensor)) or not hasattr(loader, "__iter__"):
+        raise DataError(
+            f"the {name} data is a {type(data).__name__}, which gives no batches. Allowed: a DataLoader, a"
+            " Dataset, a list of batches, any iterable of batches, or an object with train_data() and so on"
+        )
+    return IterableSource(name, loader, seed)
+
+
+def _batch_size_of(dataset: Any, name: str, batch_size: int | None) -> int | None:
+    """The batch size of a bare Dataset; None for one that is iterated and gives ready batches."""
+    kind = type(dataset).__name__
+    if isinstance(dataset, IterableDataset):
+        if batch_size is None:
+            return None
+        raise DataError(
+            f"the {name} data is an IterableDataset ({kind}), which is read as ready batches, but"
+            f" batch_size={batch_size} was given. Pass DataLoader(dataset, batch_size={batch_size})"
+        )
+    size = getattr(dataset, "batch_size", None) or batch_size
+    if not isinstance(size, int) or size < 1:
+        raise DataError(
+            f"the {name} data is a Dataset ({kind}) without a batch size. Give Trainer(batch_size=32), give"
+            " the dataset a batch_size attribute, or pass DataLoader(dataset, batch_size=32)"
+        )
+    if not hasattr(dataset, "__len__"):
+        raise DataError(
+            f"the {name} data is a Dataset ({kind}) without a length. Give it __len__, pass"
+            " DataLoader(dataset, sampler=...), or make it an IterableDataset"
+        )
+    _check_samples(dataset, name)
+    return size
+
+
+def _ready_batches(batches: list[Batch] | tuple[Batch, ...], name: str) -> list[Batch] | tuple[Batch, ...]:
+    kind = type(batches).__name__
+    if not batches:
+        raise DataError(f"the {name} data is empty: its {kind} has no batches")
+    if isinstance(batches[0], (DataLoader, Dataset)):
+        raise DataError(
+            f"the {name} data is a {kind} of loaders. For evaluation on several, give them names:"
+            ' {"first": loader, "second": other}; training takes one loader'
+        )
+    return batches
+
+
+def _check_samples(dataset: Any, name: str) -> None:
+    if len(dataset) == 0:
+        raise DataError(f"the {name} data is empty: its dataset ({type(dataset).__name__}) has no samples")
+
+
+class Feed:
+    """A source, counted, grouped into windows and brought to the device.
+
+    Args:
+        source: Where batches come from.
+        transfer: Brings them to the device.
+        measure: How they are counted.
+        accumulation: Micro-batches per window.
+        limit: At most this many micro-batches an epoch; None for all.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        transfer: Transfer,
+        measure: Measure | None = None,
+        accumulation: int = 1,
+        limit: int | None = None,
+    ) -> None:
+        self.source = source
+        self.accumulation = accumulation
+        self._transfer = transfer
+        self._measure = measure or Measure()
+        self._limit = limit
+        self._state: dict[str, Any] | None = None
+
+    @property
+    def batches_per_epoch(self) -> int | None:
+        """Micro-batches in an epoch; None when that is not known."""
+        count = self.source.count()
+        if self._limit is None or count is None:
+            return count
+        return min(count, self._limit)
+
+    @property
+    def updates_per_epoch(self) -> int | None:
+        """Windows in an epoch; None when that is not known."""
+        count = self.batches_per_epoch
+        return None if count is None else -(-count // self.accumulation)
+
+    def micro_batches(
+        self, epoch: int = 0, position: int = 0, limit: int | None = None
+    ) -> Iterator[MicroBatch]:
+        """The counted micro-batches of an epoch from a position on, on the device."""
+        counted = self._counted(epoch, position, self._limit if limit is None else limit)
+        return self._transfer.ahead(counted, early=not self.source.stateful)
+
+    def windows(self, epoch: int, position: int = 0, done: int = 0) -> Generator[Window, None, None]:
+        """The windows of an epoch from a position on; the last one may be short and is marked.
+
+        Args:
+            epoch: Which epoch.
+            position: Where to begin; see `Source`.
+            done: Micro-batches already used in this epoch, for the limit.
+
+        Raises:
+            DataError: No batch at all, a batch of an unknown kind, or data that raised.
+        """
+        limit = None if self._limit is None else self._limit - done
+        left = self.source.count(position) if self.source.exact else None
+        if left is not None and limit is not None:
+            left = min(left, limit)
+        micro_batches = self.micro_batches(epoch, position, limit)
+        size = self.accumulation
+        if left is None:
+            yield from self._looking_ahead(micro_batches, size)
+            return
+        window: list[MicroBatch] = []
+        for micro_batch in micro_batches:
+            left -= 1
+            window.append(micro_batch)
+            if left == 0 or len(window) == size:
+                yield Window(window, left == 0)
+                window = []
+
+    def _looking_ahead(self, micro_batches: Iterator[MicroBatch], size: int) -> Generator[Window, None, None]:
+        # Without a length, whether a window is the last shows only when the next batch is asked for. The
+        # data's own state is taken before that, as it must not count a batch that no update has used.
+        window: list[MicroBatch] = []
+        self._state = self.source.snapshot()
+        for micro_batch in micro_batches:
+            if len(window) == size:
+                yield Window(window, False)
+                window = []
+            window.append(micro_batch)
+            if len(window) == size:
+                self._state = self.source.snapshot()
+        if window:
+            self._state = self.source.snapshot()
+            yield Window(window, True)
+        self._state = None
+
+    def snapshot(self) -> dict[str, Any] | None:
+        """The data's own state as of the last window handed out."""
+        return self._state if self._state is not None else self.source.snapshot()
+
+    def _counted(self, epoch: int, position: int, limit: int | None) -> Iterator[MicroBatch]:
+        weigh, count_tokens = self._measure.weight, self._measure.tokens
+        number = 0
+        if limit is not None and limit <= 0:
+            return
+        for batch, advance, samples in self.source.batches(epoch, position):
+            if samples is None:
+                samples = batch_size(batch)
+                if samples is None:
+                    raise self._unknown_kind(batch, epoch, position + number)
+            weight: float | Tensor = samples if weigh is None else _on_host(weigh(batch))
+            if not isinstance(weight, Tensor) and not 0 <= weight < math.inf:
+                raise DataError(
+                    f"loss_weight gave {weight} for batch {position + number} of epoch {epoch} of the"
+                    f" {self.source.name} data; a weight is a number of samples or tokens, 0 or more"
+                )
+            tokens = 0 if count_tokens is None else int(count_tokens(batch))
+            number += 1
+            yield MicroBatch(batch, weight, samples, tokens, advance)
+            if number == limit:
+                return
+        if number == 0 and position == 0:
+            raise DataError(
+                f"the {self.source.name} data is empty: it gave no batch in epoch {epoch}. A dataset smaller"
+                " than its batch size with drop_last=True does that; so does an iterator that was used up"
+                " before"
+            )
+
+    def _unknown_kind(self, batch: Batch, epoch: int, number: int) -> DataError:
+        inside = (
+            f" of {', '.join(sorted({type(value).__name__ for value in batch}))}"
+            if isinstance(batch, (list, tuple))
+            else ""
+        )
+        return DataError(
+            f"batch {number} of epoch {epoch} of the {self.source.name} data is a"
+            f" {type(batch).__name__}{inside} with no tensor in it whose first dimension could count samples."
+            " A batch is a tensor, a mapping, a sequence or a dataclass of tensors; use a collate_fn that"
+            " makes one"
+        )
+
+
+def _on_host(weight: Any) -> float | Tensor:
+    # A weight on an accelerator stays there: reading it would wait for the device in every step.
+    if isinstance(weight, Tensor):
+        return float(weight) if weight.device.type == "cpu" else weight
+    return float(weight)
+
+
+def evaluation_sources(data: Any, name: str, seed: int, **options: Any) -> list[tuple[str | None, Source]]:
+    """The sources of evaluation data: one without a name, or one for each named loader.
+
+    Raises:
+        DataError: No loaders, or a loader that cannot be read.
+    """
+    if not isinstance(data, Mapping):
+        return [(None, as_source(data, name, seed, **options))]
+    if not data:
+        raise DataError(f"the {name} data is a mapping without any loader")
+    sources: list[tuple[str | None, Source]] = []
+    for key, loader in data.items():
+        if not isinstance(key, str) or not key or "/" in key:
+            raise DataError(f"the name {key!r} of a {name} loader must be a non-empty text without '/'")
+        sources.append((key, as_source(loader, f"{name} ({key})", seed, **options)))
+    return sources
+
+
+def pin_memory_for(device: torch.device) -> bool:
+    """Whether batches for a device are worth putting into page-locked memory."""
+    return device.type == "cuda"

@@ -1,0 +1,336 @@
+"""Datasets with a length: an order that is a function of (seed, epoch), read from any position.
+
+The user's DataLoader is taken as a description (dataset, batch size, sampler, collation, workers). Its
+sampler is replaced by index batches that carry their own key (seed, epoch, position), so that a batch is the
+same whether it is made here or in a worker, and whatever was made before it.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Subset,
+    TensorDataset,
+    default_collate,
+    default_convert,
+    get_worker_info,
+)
+
+from drivetrain.data.order import Order, unshuffled
+from drivetrain.data.sources import Fetched, Source
+from drivetrain.errors import DataError
+from drivetrain.streams import ORDER, HostDraws, batch_stream, mix, mix_next, seed_host
+
+
+class IndexBatch(list[Any]):
+    """The indices of one batch; a list, so that any dataset can read it, that travels to workers with its
+    place.
+
+    Attributes:
+        epoch: The epoch that it belongs to.
+        start: The position of its first sample in the epoch's order.
+        seed: The seed of its random stream, a function of (seed, epoch, start).
+    """
+
+    epoch: int = 0
+    start: int = 0
+    seed: int = 0
+
+
+class KeyedDataset:
+    """A dataset whose batches are made under the random stream of their key, in whichever process.
+
+    Args:
+        dataset: The user's.
+        draws: Whether making a batch may draw from the host's generators.
+        many: Whether samples may be asked for together, by `__getitems__` where the dataset has it.
+
+    Attributes:
+        notes_draws: Set where batches are made by workers.
+        before: Where the host's generators stood when the last batch was begun, when that is noted.
+    """
+
+    def __init__(self, dataset: Any, draws: bool, many: bool) -> None:
+        self.dataset = dataset
+        self.before: HostDraws | None = None
+        self.notes_draws = False
+        self._draws = draws
+        self._many = getattr(dataset, "__getitems__", None) if many else None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, indices: IndexBatch) -> Any:
+        """The samples of a batch, drawn under its own random stream.
+
+        Raises:
+            RuntimeError: The dataset raised StopIteration, which would otherwise end the batch, or the epoch,
+                without a word.
+        """
+        if self._draws:
+            seed_host(indices.seed)
+            self.before = HostDraws() if self.notes_draws else None
+        if self._many is not None:
+            return self._many(list(indices))
+        samples = list(map(self.dataset.__getitem__, indices))
+        if len(samples) != len(indices):
+            raise RuntimeError(f"the dataset raised StopIteration for index {indices[len(samples)]}")
+        return samples
+
+
+def _may_draw(dataset: Any, collate: Any) -> bool:
+    """Whether making a batch may draw from the host's generators: not where all code that runs is torch's.
+
+    Seeding them for each batch would cost as much as the rest of our step.
+    """
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    ours = collate is default_collate or collate is default_convert
+    return not (ours and type(dataset) in (TensorDataset, torch.Tensor, list, tuple, range))
+
+
+class _WithDraws:
+    """Collation in a worker: the batch, and where the host's generators stand if making it drew from them."""
+
+    def __init__(self, dataset: KeyedDataset, collate: Callable[[Any], Any]) -> None:
+        self.dataset = dataset  # the worker's own, which it notes in what it began with
+        self.dataset.notes_draws = True
+        self.collate = collate
+
+    def __call__(self, samples: Any) -> tuple[Any, HostDraws | None]:
+        batch = self.collate(samples)
+        before = self.dataset.before
+        return batch, None if before is None else before.if_moved()
+
+
+class _OnlyItem:
+    """Collation for datasets that give ready batches: the only item, converted as the user's loader would."""
+
+    def __init__(self, convert: Callable[[Any], Any]) -> None:
+        self.convert = convert
+
+    def __call__(self, items: Sequence[Any]) -> Any:
+        return self.convert(items[0])
+
+
+class _WorkerStart:
+    """What a worker does first: makes `get_worker_info().dataset` the user's own dataset, as it is without
+    us, then calls the user's `worker_init_fn`.
+    """
+
+    def __init__(self, then: Callable[[int], Any] | None) -> None:
+        self.then = then
+
+    def __call__(self, worker: int) -> None:
+        info = get_worker_info()
+        if info is not None and isinstance(info.dataset, KeyedDataset):
+            object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
+        if self.then is not None:
+            self.then(worker)
+
+
+class _EpochBatches:
+    """The batch sampler given to worker processes; remembers what is under way, for error messages."""
+
+    def __init__(self) -> None:
+        self.coming: Iterator[IndexBatch] = iter(())
+        self.under_way: deque[IndexBatch] = deque()
+
+    def __iter__(self) -> Iterator[IndexBatch]:
+        self.under_way.clear()
+        for indices in self.coming:
+            self.under_way.append(indices)
+            yield indices
+
+
+class IndexedSource(Source):
+    """A dataset with a length; the position counts samples.
+
+    Args:
+        name: Whose data it is, for messages.
+        loader: The user's DataLoader, read as a description.
+        seed: The run's seed.
+        every_sample: Read the last, short batch too when the loader would drop it: an evaluation counts every
+            sample.
+        in_order: Read the dataset in its own order even if the loader shuffles; a batch sampler of the user's
+            is not used then, as nothing is known of its order.
+        pin_memory: Have workers' batches put into page-locked memory, for copies to an accelerator. The
+            loader's own flag is not looked at: without an accelerator torch warns of it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        loader: DataLoader[Any],
+        seed: int,
+        *,
+        in_order: bool = False,
+        every_sample: bool = False,
+        pin_memory: bool = False,
+    ) -> None:
+        self.name = name
+        self._seed = seed
+        self._loader = loader
+        ready = loader.batch_sampler is None
+        self._draws = _may_draw(loader.dataset, loader.collate_fn)
+        self._dataset = KeyedDataset(loader.dataset, self._draws, not ready)
+        size = len(self._dataset)
+        # A BatchSampler that the user gave, unlike one that the loader made, leaves the loader's batch_size
+        # None and its sampler sequential; the batch sampler itself is right in both cases.
+        plain = type(loader.batch_sampler) is BatchSampler
+        described: Any = loader.batch_sampler if plain else loader
+        sampler = unshuffled(described.sampler, size) if in_order else described.sampler
+        self._order = Order(name, sampler, size, seed)
+        self._batch_sampler = None if ready or plain or in_order else loader.batch_sampler
+        batch_size = described.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        self._batch_size = batch_size if isinstance(batch_size, int) and not ready else 1
+        self._numbers: dict[int, int] = {}  # of a user's batch sampler: each batch's number by its start
+        self._drop_last = bool(described.drop_last) and not ready and not every_sample
+        self._knows_samples = not ready
+        # The length of a user's own sampler may be a guess; of torch's two it is not.
+        self.exact = self._batch_sampler is None and self._order.known
+        self._collate: Callable[[Any], Any] = _OnlyItem(loader.collate_fn) if ready else loader.collate_fn
+        self._epoch_batches = _EpochBatches()
+        self._worker_loader = self._with_workers(pin_memory) if loader.num_workers else None
+
+    def _with_workers(self, pin_memory: bool) -> DataLoader[Any]:
+        loader = self._loader
+        return DataLoader(
+            self._dataset,  # type: ignore[arg-type]
+            batch_sampler=self._epoch_batches,
+            num_workers=loader.num_workers,
+            collate_fn=_WithDraws(self._dataset, self._collate),
+            pin_memory=pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=_WorkerStart(loader.worker_init_fn),
+            multiprocessing_context=loader.multiprocessing_context,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+            # The workers' base seed comes from here, so that starting them does not move the global stream.
+            generator=torch.Generator().manual_seed(mix(ORDER, self._seed)),
+        )
+
+    def index_batches(self, epoch: int, position: int) -> Iterator[IndexBatch]:
+        """The index batches of an epoch from a position on, each with its key; the order is drawn at once.
+
+        Raises:
+            DataError: The sampler raised.
+        """
+        return self._keyed(self._slices(epoch, position), epoch)
+
+    def _keyed(self, slices: Iterator[tuple[int, Any]], epoch: int) -> Iterator[IndexBatch]:
+        stream = batch_stream(self._seed, epoch)
+        for start, indices in slices:
+            batch = IndexBatch(indices.tolist() if isinstance(indices, torch.Tensor) else indices)
+            batch.epoch, batch.start, batch.seed = epoch, start, mix_next(stream, start)
+            yield batch
+
+    def _slices(self, epoch: int, position: int) -> Iterator[tuple[int, Any]]:
+        if self._batch_sampler is not None:
+            return self._sampled(self._order.replayed(self._batch_sampler, epoch), position)
+        if self._order.length() is None:
+            return self._streamed(epoch, position)
+        order, size = self._order.indices(epoch), self._batch_size
+        end = len(order) - size + 1 if self._drop_last else len(order)
+        starts = range(position, end, size)
+        # Iterators of Python's own: a generator here would be one more call in every step.
+        ends = range(position + size, end + size, size)
+        return zip(starts, map(order.__getitem__, map(slice, starts, ends)), strict=True)
+
+    def _streamed(self, epoch: int, position: int) -> Iterator[tuple[int, Any]]:
+        indices = islice(self._order.drawn(self._order.sampler, epoch), position, None)
+        while batch := list(islice(indices, self._batch_size)):
+            if self._drop_last and len(batch) < self._batch_size:
+                return
+            yield position, batch
+            position += len(batch)
+
+    def _sampled(self, batches: Iterable[Any], position: int) -> Iterator[tuple[int, Any]]:
+        start = 0
+        for number, indices in enumerate(batches):
+            end = start + len(indices)
+            if end > position:
+                # Made of other batches before, a position may lie inside of one of these.
+                used = max(0, position - start)
+                self._numbers[start + used] = number
+                yield start + used, indices[used:] if used else indices
+            start = end
+
+    def batches(self, epoch: int, position: int) -> Iterator[Fetched]:
+        """The batches of an epoch from a position on."""
+        if self._worker_loader is not None:  # a DataLoader is false without a length
+            return self._made_by_workers(epoch, position)
+        return self._made_here(epoch, position)
+
+    def _made_here(self, epoch: int, position: int) -> Iterator[Fetched]:
+        fetch, collate, knows = self._dataset.__getitems__, self._collate, self._knows_samples
+        for indices in self.index_batches(epoch, position):
+            try:
+                batch = collate(fetch(indices))
+            except Exception as error:
+                raise self._failure_of(error, indices) from error
+            size = len(indices)
+            yield batch, size, size if knows else None
+
+    def _made_by_workers(self, epoch: int, position: int) -> Iterator[Fetched]:
+        sampler = self._epoch_batches
+        sampler.coming = self.index_batches(epoch, position)  # before workers are started in vain
+        loader = self._worker_loader
+        assert loader is not None
+        assert loader.generator is not None
+        # Workers begin with seeds drawn from this, which must not depend on the epochs that ran before.
+        loader.generator.manual_seed(mix(ORDER, self._seed, epoch))
+        iterator: Iterator[Any] | None = None
+        while True:
+            try:
+                if iterator is None:
+                    iterator = iter(loader)
+                batch, draws = next(iterator)
+            except Exception as error:
+                if isinstance(error, StopIteration) and not sampler.under_way:
+                    return
+                # The traceback would keep the workers; ended together with it, each takes five seconds.
+                traceback.clear_frames(error.__traceback__)
+                iterator = None
+                # A StopIteration before the end is the collate_fn's.
+                raise self._failure_of(error, next(iter(sampler.under_way), None)) from error
+            indices = sampler.under_way.popleft()
+            # As after a batch made here, so that a step that draws from the host's generators does not
+            # depend on the number of workers.
+            if self._draws:
+                seed_host(indices.seed)
+                if draws is not None:
+                    draws.restore()
+            yield batch, len(indices), len(indices) if self._knows_samples else None
+
+    def _failure_of(self, error: Exception, indices: IndexBatch | None) -> DataError:
+        if indices is None:
+            return DataError(
+                f"the {self.name} data raised before its first batch: {type(error).__name__}: {error}"
+            )
+        start = indices.start
+        shown = ", ".join(str(index) for index in indices[:8]) + (", ..." if len(indices) > 8 else "")
+        detail = f" (samples {start} to {start + len(indices) - 1} of its order, dataset indices [{shown}])"
+        number = self._numbers.get(start, start // self._batch_size)
+        return self.failure(error, number, indices.epoch, detail)
+
+    def count(self, position: int = 0) -> int | None:
+        """The batches from a position on; for a user's batch sampler its length, at position 0 only."""
+        if self._batch_sampler is not None:
+            try:
+                return len(self._batch_sampler) if position == 0 else None  # type: ignore[arg-type]
+            except TypeError:
+                return None
+        length = self._order.length()
+        if length is None:
+            return None
+        left = max(0, length - position)
+        return left // self._batch_size if self._drop_last else -(-left // self._batch_size)

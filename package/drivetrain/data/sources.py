@@ -1,0 +1,178 @@
+"""The three kinds of data and how each is read from any position of any epoch.
+
+- indexed: a dataset with a length behind a DataLoader; its order is a function of (seed, epoch), its position
+  is the number of samples already used, and resuming fetches nothing that was already used;
+- batches: a list or tuple of ready batches;
+- iterable: anything else that can be iterated; resumed by its own state when it has one.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+from drivetrain.errors import DataError
+from drivetrain.streams import batch_stream, mix_next, seed_after, seed_batch, seed_host
+from drivetrain.types import Batch, Stateful
+
+Fetched: TypeAlias = tuple[Batch, int, int | None]
+"""A batch as its source gave it, on the host; how far it moves the position; its number of samples when the
+source knows it."""
+
+
+class Source(ABC):
+    """Data that can be read from a position.
+
+    Attributes:
+        name: Whose data it is, for error messages.
+        exact: Whether `count` can be relied on; an iterable's own length may be a guess.
+        stateful: Whether it is resumed by its own state rather than by the position.
+    """
+
+    name: str
+    exact: bool = True
+    stateful: bool = False
+
+    @abstractmethod
+    def batches(self, epoch: int, position: int) -> Iterator[Fetched]:
+        """The batches of `epoch` from `position` on.
+
+        Raises:
+            DataError: The data raised; names the batch.
+        """
+
+    @abstractmethod
+    def count(self, position: int = 0) -> int | None:
+        """How many batches an epoch has from `position` on; None when that is not known."""
+
+    def snapshot(self) -> dict[str, Any] | None:
+        """The data's own state, for data that can only be resumed by it."""
+        return None
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Take over what `snapshot` gave, before `batches` is called with the matching position."""
+
+    def failure(self, error: Exception, number: int, epoch: int, detail: str = "") -> DataError:
+        """The error that says which batch could not be had."""
+        return DataError(
+            f"the {self.name} data raised at batch {number} of epoch {epoch}{detail}: "
+            f"{type(error).__name__}: {error}"
+        )
+
+
+class BatchSource(Source):
+    """Ready batches in a list or tuple; the position counts batches."""
+
+    def __init__(self, name: str, batches: Sequence[Batch]) -> None:
+        self.name = name
+        self._batches = batches
+
+    def batches(self, epoch: int, position: int) -> Iterator[Fetched]:
+        """The batches from `position` on, in their order."""
+        batches = self._batches if position == 0 else itertools.islice(self._batches, position, None)
+        return zip(batches, itertools.repeat(1), itertools.repeat(None))
+
+    def count(self, position: int = 0) -> int | None:
+        """What is left of the list."""
+        return max(0, len(self._batches) - position)
+
+
+class IterableSource(Source):
+    """Any other iterable; the position counts batches.
+
+    Each batch is drawn under a random stream of (seed, epoch, number), so that augmentation in this process
+    is resumed exactly. What was already used is skipped by the iterable's own `state_dict` and
+    `load_state_dict` when it has them; without them it has to be drawn again, and a warning says so. The
+    state is asked for at every update, so it should be small.
+
+    Args:
+        name: Whose data it is, for messages.
+        data: What is iterated.
+        seed: The run's seed.
+    """
+
+    def __init__(self, name: str, data: Iterable[Batch], seed: int) -> None:
+        self.name = name
+        self._data = data
+        self._seed = seed
+        self.exact = False
+        self.stateful = isinstance(data, Stateful)
+        self._restored = False
+        self._used_up = False
+        self._one_shot = iter(data) is data if isinstance(data, Iterator) else False
+
+    def batches(self, epoch: int, position: int) -> Iterator[Fetched]:
+        """The batches of an epoch."""
+        if self._one_shot and self._used_up:
+            raise DataError(
+                f"the {self.name} data is an iterator and was used up by an earlier epoch; pass something"
+                " that can be iterated again (a list, a DataLoader, an object with __iter__), or"
+                " max_epochs=1"
+            )
+        if self.stateful and epoch and not self._restored and not position:
+            # As a run does that resumes here, so that both go on from the same state.
+            self.restore(self.snapshot())
+        number = 0 if not self._restored else position
+        # A state taken at the end of an epoch may say "used up", which the next iteration forgets.
+        once_more = self._restored and not position
+        if position and not self._restored:
+            warnings.warn(
+                f"the {self.name} data cannot be resumed from its middle: its first {position} batches are"
+                " drawn again and dropped. Give it state_dict and load_state_dict, or use a dataset with a"
+                " length",
+                stacklevel=2,
+            )
+        self._restored = False
+        iterator = self._begin(epoch, number)
+        stream = batch_stream(self._seed, epoch)
+        while True:
+            seed = mix_next(stream, number)
+            seed_host(seed)
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                if once_more:
+                    once_more, iterator = False, self._begin(epoch, number)
+                    continue
+                self._used_up = True
+                return
+            except Exception as error:
+                raise self.failure(error, number, epoch) from error
+            once_more = False
+            seed_after(seed)
+            number += 1
+            if number > position:
+                yield batch, 1, None
+
+    def _begin(self, epoch: int, number: int) -> Iterator[Batch]:
+        for owner in (self._data, getattr(self._data, "dataset", None), getattr(self._data, "sampler", None)):
+            set_epoch = getattr(owner, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
+        # Loaders with workers draw the workers' seeds here; those must not depend on what ran before.
+        seed_batch(self._seed, epoch, -1)
+        try:
+            return iter(self._data)
+        except Exception as error:
+            raise self.failure(error, number, epoch) from error
+
+    def count(self, position: int = 0) -> int | None:
+        """Known when the iterable has a length."""
+        try:
+            return max(0, len(self._data) - position)  # type: ignore[arg-type]
+        except TypeError:
+            return None
+
+    def snapshot(self) -> dict[str, Any] | None:
+        """The iterable's own state, when it has one; a copy, as data is drawn from before it is stored."""
+        return copy.deepcopy(self._data.state_dict()) if self.stateful else None  # type: ignore[attr-defined]
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Hand the iterable its own state back."""
+        if isinstance(self._data, Stateful) and state is not None:
+            self._data.load_state_dict(copy.deepcopy(state))
+            self._restored = True

@@ -1,0 +1,95 @@
+"""Bringing batches to the device, one ahead of the step that uses them.
+
+On an accelerator the copy of the next batch is started on a stream of its own before the current one is
+handed out, so that it runs beside the current step. On the CPU there is nothing to copy and nothing runs
+ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from drivetrain.data.batch import map_tensors, move
+from drivetrain.types import Batch
+
+
+class MicroBatch(NamedTuple):
+    """A batch with what the engine needs to know of it.
+
+    Attributes:
+        batch: The batch, on the device once it comes out of a feed.
+        weight: What its loss is a mean over; see `TaskModule.loss_weight`.
+        samples: Its number of samples.
+        tokens: Its number of tokens, 0 when the task counts none.
+        advance: How far it moves the data's position.
+    """
+
+    batch: Batch
+    weight: float | torch.Tensor
+    samples: int = 0
+    tokens: int = 0
+    advance: int = 1
+
+
+class Transfer:
+    """Moves batches to one device.
+
+    Args:
+        device: Where to.
+        dtype: What floating-point tensors are cast to; None leaves them.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        self.device = device
+        self.dtype = dtype
+        self.idle = device.type == "cpu" and dtype is None
+        cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
+
+    def __call__(self, batch: Batch) -> Batch:
+        """The batch on the device, ready to use."""
+        return batch if self.idle else move(batch, self.device, self.dtype)
+
+    def ahead(self, micro_batches: Iterator[MicroBatch], early: bool = True) -> Iterator[MicroBatch]:
+        """The micro-batches on the device.
+
+        Args:
+            micro_batches: On the host.
+            early: Whether the next one may be drawn, and its copy started, before this one is handed out.
+                Data that is resumed by its own state must not be drawn from early.
+        """
+        if self.idle:
+            return micro_batches
+        if self._stream is None or not early:
+            return (each._replace(batch=self(each.batch)) for each in micro_batches)
+        return self._on_own_stream(micro_batches, self._stream)
+
+    def _on_own_stream(
+        self, micro_batches: Iterator[MicroBatch], stream: torch.cuda.Stream
+    ) -> Iterator[MicroBatch]:
+        ready: MicroBatch | None = None
+        for micro_batch in micro_batches:
+            with torch.cuda.stream(stream):
+                moved = move(micro_batch.batch, self.device, self.dtype, non_blocking=True)
+            if ready is not None:
+                yield ready
+            self._hand_over(moved, stream)
+            ready = micro_batch._replace(batch=moved)
+        if ready is not None:
+            yield ready
+
+    def _hand_over(self, batch: Batch, stream: torch.cuda.Stream) -> None:
+        current = torch.cuda.current_stream(self.device)
+        current.wait_stream(stream)
+
+        def record(tensor: torch.Tensor) -> torch.Tensor:
+            # Allocated on the copying stream but used on the current one: without this its memory could be
+            # given to the next copy while a kernel still reads it.
+            if tensor.is_cuda:
+                tensor.record_stream(current)
+            return tensor
+
+        map_tensors(record, batch)

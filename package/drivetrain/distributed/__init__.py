@@ -1,0 +1,1 @@
+"""Processes: what watches them, and, in later versions, what connects them."""

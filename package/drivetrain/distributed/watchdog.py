@@ -1,0 +1,95 @@
+"""A watchdog for one process: ends a run that no longer makes progress, and says where it stood."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from types import TracebackType
+
+EXIT_HANG = 75
+"""The exit code of a process that was ended because it hung; `EX_TEMPFAIL` of sysexits.h: try again."""
+
+_WRITING = 10.0
+"""Seconds that writing the stacks may take."""
+
+
+class Watchdog:
+    """Ends the process when `heartbeat` gives the same value for longer than `timeout`.
+
+    A thread asks a few times per timeout, so that the step itself pays nothing. On expiry the stacks of all
+    threads go to standard error and to `hang-stacks.txt` in `directory`, and the process exits with
+    `EXIT_HANG` without unwinding: a main thread that is stuck in a system call or a kernel cannot be
+    interrupted. A process that is itself suspended, as by a laptop's lid, does not count as hung.
+
+    Args:
+        timeout: Seconds without progress that count as a hang.
+        heartbeat: Changes whenever progress is made.
+        describe: Says where the run is.
+        directory: Where the stacks are written too; None for standard error only.
+    """
+
+    def __init__(
+        self,
+        timeout: float,
+        heartbeat: Callable[[], Hashable],
+        describe: Callable[[], str],
+        directory: Path | None = None,
+    ) -> None:
+        self._timeout = timeout
+        self._heartbeat = heartbeat
+        self._describe = describe
+        self._directory = directory
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="drivetrain-watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        checks = 10
+        last, unchanged = self._heartbeat(), 0
+        while not self._done.wait(self._timeout / checks):
+            now = self._heartbeat()
+            unchanged = unchanged + 1 if now == last else 0
+            last = now
+            if unchanged >= checks:
+                self._expire()
+
+    def _expire(self) -> None:
+        # What hangs may be what is written to, a pipe or a network's disk: the end does not wait for it.
+        end = threading.Timer(_WRITING, os._exit, (EXIT_HANG,))
+        end.daemon = True
+        end.start()
+        try:
+            text = (
+                f"drivetrain: no progress for {self._timeout:g} seconds ({self._where()}); stacks of all"
+                f" threads follow, then exit {EXIT_HANG}\n"
+            )
+            sys.stderr.write(text)
+            sys.stderr.flush()
+            faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+            if self._directory is not None:
+                self._directory.mkdir(parents=True, exist_ok=True)
+                with open(self._directory / "hang-stacks.txt", "w", encoding="utf-8") as file:
+                    file.write(text)
+                    file.flush()
+                    faulthandler.dump_traceback(file=file, all_threads=True)
+        finally:
+            os._exit(EXIT_HANG)
+
+    def _where(self) -> str:
+        try:
+            return self._describe()
+        except Exception as error:  # the process has to end all the same
+            return f"where, cannot be told: {type(error).__name__}: {error}"

@@ -1,0 +1,118 @@
+"""The strategy's contract: where a step runs, and how its pieces are realised there."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.precision import Precision
+from drivetrain.task import StepModule
+
+MakeOptimizers = Callable[[nn.Module], dict[str, Optimizer]]
+"""Given the module as the strategy has wrapped or sharded it, returns the optimizers by name."""
+
+
+class Support(NamedTuple):
+    """Whether something can be done; true or false, with the reason when false."""
+
+    ok: bool
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What `Strategy.prepare` gives back.
+
+    Attributes:
+        model: What to call with a micro-batch: the step module, wrapped as the strategy needs it.
+        optimizers: The optimizers by name; a single one is named "default".
+    """
+
+    model: nn.Module
+    optimizers: dict[str, Optimizer]
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The only optimizer."""
+        (optimizer,) = self.optimizers.values()
+        return optimizer
+
+
+class Strategy(ABC):
+    """Where and how a step runs. Strategies are final: none inherits from another concrete one.
+
+    Attributes:
+        name: What a user writes.
+        device: Where this process's model lives.
+        rank: This process's number, from 0.
+        world_size: How many processes train together.
+    """
+
+    name: str
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+
+    @abstractmethod
+    def supports(self, precision: Precision) -> Support:
+        """Whether this precision works here; asked when a Trainer or Engine is constructed."""
+
+    def setup(self) -> None:
+        """Take what the run needs: process groups, devices."""
+
+    def teardown(self) -> None:
+        """Release what `setup` took."""
+
+    @abstractmethod
+    def prepare(
+        self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision
+    ) -> Prepared:
+        """Place, wrap or shard the module and have its optimizers made, in the order this strategy needs."""
+
+    def prepare_data(self, data: Any) -> Any:
+        """A user's loader for this rank; one process takes it as it is."""
+        return data
+
+    def microbatch(self, model: nn.Module, last: bool) -> None:
+        """Told before each micro-batch: gradients need synchronising in the window's last only."""
+
+    @abstractmethod
+    def backward(
+        self, loss: Tensor, share: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
+    ) -> None:
+        """Add the gradients of `share` times a loss: to all parameters, or to `inputs` alone.
+
+        Args:
+            loss: A scalar.
+            share: The micro-batch's share of its window's weight; None for the whole.
+            inputs: The parameters to add to; None for all.
+        """
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Bring gradients of a scaled loss back to their size; called once before they are looked at."""
+
+    @abstractmethod
+    def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
+        """Clip by the global norm of the unsharded, unscaled gradient and return that norm (0-d)."""
+
+    @abstractmethod
+    def optimizer_step(self, optimizer: Optimizer) -> bool:
+        """Make the update; False when it was skipped because a scaled gradient overflowed. A loss scale is
+        updated here too.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the strategy itself must remember, such as a loss scale."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave."""

@@ -1,0 +1,378 @@
+"""The task: what a user writes, and the module that strategies wrap."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Self, TypeVar
+
+from torch import Tensor, nn
+
+from drivetrain.data.batch import batch_size
+from drivetrain.errors import ConfigError, DataError, nearest
+from drivetrain.module_state import has_extras, load_module_state
+from drivetrain.optim import OptimizerConfig
+from drivetrain.options import check_names
+from drivetrain.stored_task import read_extras, read_task
+from drivetrain.types import Batch, StepOutput
+
+TARGETS = ("label", "labels", "target", "targets", "y")
+"""The columns that `metric_inputs` looks for, in this order."""
+
+
+_Task = TypeVar("_Task", bound="TaskModule")
+
+
+class _Forward(NamedTuple):
+    """What a forward's signature says: its parameters, those without a default, how many are positional, and
+    `**`.
+    """
+
+    names: tuple[str, ...]
+    required: tuple[str, ...]
+    positional: int
+    takes_all: bool
+
+
+@functools.lru_cache(maxsize=256)
+def _forward_of(kind: type[nn.Module]) -> _Forward:
+    parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    star = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return _Forward(
+        tuple(p.name for p in named),
+        tuple(p.name for p in named if p.default is p.empty),
+        1_000_000 if star else len(positional),
+        any(p.kind is p.VAR_KEYWORD for p in parameters),
+    )
+
+
+class TaskModule(nn.Module):
+    """What to train: subclass it and write `forward`, `loss` and, where wanted, `metrics` and
+    `configure_optimizers`.
+
+    Nothing in a task knows about devices, processes, precision or files, and every method can be called
+    without a trainer. Constructor arguments are recorded as `hparams` and stored in checkpoints.
+
+    Example:
+        ```python
+        class Digits(TaskModule):
+            def __init__(self, hidden: int = 128):
+                super().__init__()
+                self.net = nn.Sequential(nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 10))
+
+            def forward(self, image):
+                return self.net(image)
+
+            def loss(self, outputs, batch):
+                return F.cross_entropy(outputs, batch["label"])
+        ```
+    """
+
+    hparams: dict[str, Any]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> TaskModule:
+        """Record the constructor's arguments before the constructor runs."""
+        task = super().__new__(cls)
+        parameters = _constructor(cls)
+        try:
+            bound = inspect.Signature(parameters).bind(*args, **kwargs)
+        except TypeError:
+            # Copying and unpickling make the object without arguments and then fill its __dict__.
+            return task
+        bound.apply_defaults()
+        values = dict(bound.arguments)
+        for parameter in parameters:
+            if parameter.kind is parameter.VAR_KEYWORD:
+                values.update(values.pop(parameter.name, {}))
+        # As they are now: the constructor may go on to change a list that it was given.
+        object.__setattr__(task, "hparams", {name: _containers_copied(each) for name, each in values.items()})
+        return task
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _RESERVED:
+            raise ConfigError(
+                f"{type(self).__name__}.{name} is a method of TaskModule, which an attribute would hide."
+                f" Choose another name for the attribute, such as {name + '_function'!r}"
+            )
+        if name == "hparams":
+            raise ConfigError(
+                f"{type(self).__name__}.hparams is recorded by TaskModule and holds the constructor's"
+                " arguments already. Remove the assignment, or choose another name for the attribute"
+            )
+        super().__setattr__(name, value)
+
+    # What a task is about.
+
+    def loss(self, outputs: Any, batch: Batch) -> Tensor | Mapping[str, Any]:
+        """The scalar to minimise, or a mapping whose "loss" is minimised and whose other values are logged.
+
+        The default takes the loss out of the outputs, as models that compute their own do.
+
+        Args:
+            outputs: What `forward` returned.
+            batch: The whole batch, on the device.
+        """
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+        if isinstance(loss, Tensor):
+            return loss
+        raise ConfigError(
+            f"{type(self).__name__} has no loss: define `loss(self, outputs, batch)`, or let `forward` return"
+            f" something with a `loss` (it returned a {type(outputs).__name__})"
+        )
+
+    def metrics(self) -> Mapping[str, Any]:
+        """Metrics by name: objects with `update`, `compute` and `reset`, such as torchmetrics'. Default:
+        none.
+        """
+        return {}
+
+    def configure_optimizers(self) -> Any:
+        """How to optimise; an early-built optimizer is refused, because a strategy may have to shard first.
+
+        Returns:
+            An `OptimizerConfig`; a mapping of names to them for several optimizers; or a callable that is
+            given the list of trainable parameters and returns an optimizer or `(optimizer, schedule)`, the
+            schedule a `torch.optim.lr_scheduler.LRScheduler` stepped once per update.
+        """
+        return OptimizerConfig("adamw")
+
+    # What a step does.
+
+    def training_step(self, batch: Batch) -> Any:
+        """One micro-batch: a scalar loss, a mapping with "loss", or a `StepOutput`.
+
+        It may also be a generator for several optimizers: `yield "discriminator", d_loss`, then `yield
+        "generator", g_loss`; at each yield the named optimizer makes its update before the body goes on.
+        """
+        outputs = call_forward(self, self.inputs(batch))
+        return StepOutput(self.loss(outputs, batch), outputs)
+
+    def validation_step(self, batch: Batch) -> Any:
+        """One validation batch; returns what `training_step` may, or None. Default: outputs and loss."""
+        outputs = call_forward(self, self.inputs(batch))
+        return StepOutput(self.loss(outputs, batch), outputs)
+
+    def test_step(self, batch: Batch) -> Any:
+        """One test batch; default is `validation_step`."""
+        return self.validation_step(batch)
+
+    def predict_step(self, batch: Batch) -> Any:
+        """One batch to predict; default is the model's outputs."""
+        return call_forward(self, self.inputs(batch))
+
+    # How a batch is read.
+
+    def inputs(self, batch: Batch) -> Any:
+        """What `forward` gets: a mapping is passed by name, a tuple by position, anything else as the only
+        argument.
+
+        From a mapping batch the keys that `forward`'s parameters name; from a sequence its first items, as
+        many as `forward` takes; a tensor is itself.
+
+        Raises:
+            DataError: A parameter without a default has no column; lists the batch's columns.
+        """
+        kind = type(batch)
+        forward = _forward_of(type(self))  # type: ignore[arg-type]
+        if kind is dict or isinstance(batch, Mapping):
+            columns = {}
+            for name in forward.names:
+                if name in batch:
+                    columns[name] = batch[name]
+                elif name in forward.required:
+                    raise self._missing(name, batch)
+            return batch if forward.takes_all else columns
+        if kind is tuple or kind is list or isinstance(batch, (tuple, list)):
+            if len(batch) < len(forward.required):
+                raise DataError(
+                    f"{type(self).__name__}.forward needs {len(forward.required)} inputs"
+                    f" ({', '.join(forward.required)}), but the batch is a sequence of {len(batch)}. Override"
+                    " `inputs(batch)` to say what forward gets"
+                )
+            return tuple(batch[: forward.positional])
+        return batch
+
+    def _missing(self, name: str, batch: Mapping[str, Any]) -> DataError:
+        return DataError(
+            f"{type(self).__name__}.forward has a parameter {name!r}, but the batch has no such column. "
+            f"{nearest(name, map(str, batch)).replace('Allowed:', 'The batch has:')} Rename the parameter or "
+            "the column, or override `inputs(batch)`"
+        )
+
+    def metric_inputs(self, outputs: Any, batch: Batch) -> tuple[Any, ...]:
+        """What each metric's `update` gets; default: the outputs and the target.
+
+        The target is the batch's column `label`, `labels`, `target`, `targets` or `y`, or a sequence's last
+        item.
+
+        Raises:
+            DataError: No target can be told; lists the batch's columns.
+        """
+        if isinstance(batch, Mapping):
+            for name in TARGETS:
+                if name in batch:
+                    return outputs, batch[name]
+            raise DataError(
+                f"no target for the metrics: the batch's columns are {', '.join(map(repr, batch))}, none of "
+                f"{', '.join(map(repr, TARGETS))}. Override `metric_inputs(outputs, batch)`"
+            )
+        if isinstance(batch, (tuple, list)):
+            return outputs, batch[-1]
+        raise DataError(
+            f"no target for the metrics: the batch is a {type(batch).__name__}. Override"
+            " `metric_inputs(outputs, batch)`"
+        )
+
+    def loss_weight(self, batch: Batch) -> float | Tensor:
+        """What the loss is a mean over; default: the number of samples.
+
+        A loss that averages over unmasked tokens returns their number here, so that any split of a batch
+        gives the same gradient: sum(weight x loss) / sum(weight). It is called on the host, before the batch
+        is moved.
+        """
+        size = batch_size(batch)
+        return 1 if size is None else size
+
+    def tokens(self, batch: Batch) -> int:
+        """How many tokens a batch has, for intervals and throughput; default: they are not counted."""
+        return 0
+
+    def overrides(self, method: str) -> bool:
+        """Whether this task defines the named method itself."""
+        return getattr(type(self), method) is not getattr(TaskModule, method)
+
+    @classmethod
+    def from_checkpoint(cls, path: str | os.PathLike[str], **overrides: Any) -> Self:
+        """A task rebuilt from a checkpoint: its recorded constructor arguments, then its weights.
+
+        Args:
+            path: A checkpoint, or a run directory (its newest good checkpoint).
+            overrides: Constructor arguments to use in place of the recorded ones, or for those that a file
+                cannot hold.
+
+        Raises:
+            CheckpointError: Nothing readable there, or weights that do not fit the task.
+            ConfigError: A constructor argument that could not be stored and is not given, or that the task
+                does not take.
+        """
+        parameters = _constructor(cls)
+        if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+            check_names(cls.__name__, overrides, [each.name for each in parameters])
+        stored = read_task(os.fspath(path))
+        arguments = {**stored.hparams, **overrides}
+        lacking = sorted(name for name in stored.unstored if name not in overrides)
+        if lacking:
+            raise ConfigError(
+                f"{cls.__name__} was made with arguments that a file cannot hold ({', '.join(lacking)}); pass"
+                f" them: {cls.__name__}.from_checkpoint(path, {lacking[0]}=...)"
+            )
+        task = _construct(cls, arguments, stored.path)
+        extras = read_extras(stored.path) if has_extras(task) else {}
+        load_module_state(task, stored.tensors, extras, where=stored.path, adopt_dtypes=True)
+        return task
+
+
+_RESERVED = frozenset(
+    name for name, value in vars(TaskModule).items() if inspect.isfunction(value) and not name.startswith("_")
+)
+
+
+def _constructor(cls: type[nn.Module]) -> list[inspect.Parameter]:
+    """The parameters of a constructor, `self` left out; none if the class has no constructor of its own."""
+    if cls.__init__ is nn.Module.__init__:  # which says *args and **kwargs, and takes none
+        return []
+    return list(inspect.signature(cls.__init__).parameters.values())[1:]
+
+
+def _containers_copied(value: Any) -> Any:
+    if type(value) is dict:
+        return {key: _containers_copied(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_containers_copied(each) for each in value)
+    return value
+
+
+def _construct(cls: type[_Task], arguments: Mapping[str, Any], where: str) -> _Task:
+    """A task from its recorded arguments, each passed as its constructor takes it.
+
+    Raises:
+        ConfigError: An argument that the constructor does not take, or one that it needs and has not got.
+    """
+    parameters = _constructor(cls)
+    keywords = dict(arguments)
+    star = next((each.name for each in parameters if each.kind is each.VAR_POSITIONAL), None)
+    if star is not None and not keywords.get(star):
+        keywords.pop(star, None)
+        star = None
+    positional: list[Any] = []
+    for each in parameters:
+        if each.kind is each.VAR_POSITIONAL:
+            positional += keywords.pop(each.name, ())
+        # With values for *args, what stands before them can only be passed by position.
+        elif each.name in keywords and (
+            each.kind is each.POSITIONAL_ONLY
+            or (star is not None and each.kind is each.POSITIONAL_OR_KEYWORD)
+        ):
+            positional.append(keywords.pop(each.name))
+    signature = inspect.Signature(parameters)
+    try:
+        signature.bind(*positional, **keywords)
+    except TypeError as error:
+        raise ConfigError(
+            f"{cls.__name__}{signature} does not take the arguments of {where}: {error}. It was"
+            " saved by another task, or by an earlier version of this one; its arguments are"
+            f" {', '.join(map(repr, arguments)) or 'none'}"
+        ) from None
+    return cls(*positional, **keywords)
+
+
+def call_forward(task: nn.Module, inputs: Any) -> Any:
+    """`task(...)` on what `inputs` returned: a mapping by name, a tuple by position, or the only argument."""
+    kind = type(inputs)
+    if kind is dict:
+        return task(**inputs)
+    if kind is tuple:
+        return task(*inputs)
+    if isinstance(inputs, Mapping):
+        return task(**{str(name): value for name, value in inputs.items()})
+    return task(inputs)
+
+
+class StepModule(nn.Module):
+    """The module that strategies wrap: its forward runs the step of the current stage under the precision's
+    context.
+
+    Because the wrapped thing is the whole step, a wrapper's forward hooks see every parameter that the step
+    uses, also those used in the loss only.
+
+    Args:
+        task: The task, or any module whose forward is to run under the context.
+        context: A factory of the context, or None; see `Precision.forward_context`.
+    """
+
+    def __init__(
+        self, task: nn.Module, context: Callable[[], AbstractContextManager[object]] | None = None
+    ) -> None:
+        super().__init__()
+        self.task = task
+        self.context = context
+        self.step: Callable[..., Any]
+        self.use(task)
+
+    def use(self, step: Callable[..., Any]) -> None:
+        """Run this step from now on."""
+        # Past nn.Module's own bookkeeping: a module that is the step must not be registered as a second
+        # child.
+        object.__setattr__(self, "step", step)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The current step on one micro-batch."""
+        if self.context is None:
+            return self.step(*args, **kwargs)
+        with self.context():
+            return self.step(*args, **kwargs)

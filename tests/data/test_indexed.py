@@ -1,0 +1,321 @@
+"""Datasets with a length: the order and the batches are functions of the seed, the epoch and the position."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.support.indexed import (
+    SEED,
+    SIZE,
+    Augmented,
+    ByLength,
+    batches,
+    disturb,
+    flat,
+    indices,
+    loader,
+    source,
+)
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from drivetrain.data import Source, as_source
+from drivetrain.streams import preserved
+
+
+@pytest.fixture(autouse=True)
+def own_streams() -> Iterator[None]:
+    with preserved():
+        yield
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_is_the_same_in_any_process_and_after_anything(workers: int) -> None:
+    read = source()
+    expected = {epoch: batches(read, epoch) for epoch in range(3)}
+    other = source(workers=workers)
+    for epoch in (2, 0, 1):
+        disturb()
+        assert batches(other, epoch) == expected[epoch]
+
+
+def test_every_epoch_has_each_sample_once_in_an_order_of_its_own() -> None:
+    orders = [flat(indices(source(), epoch)) for epoch in range(4)]
+    assert all(sorted(order) == list(range(SIZE)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 4
+    assert flat(indices(source(seed=6))) != orders[0]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("position", [3, 9, 11])
+def test_reading_begins_at_a_position_and_fetches_nothing_before_it(
+    workers: int, position: int, tmp_path: Path
+) -> None:
+    note = tmp_path / "fetched"
+    note.touch()
+    expected = batches(source(), epoch=1)
+    assert batches(source(Augmented(note), workers=workers), 1, position) == expected[-(-position // 3) :]
+    fetched = sorted(int(line) for line in note.read_text(encoding="utf-8").split())
+    assert fetched == sorted(flat(indices(source(), 1, position)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 20])
+def test_another_batch_size_from_a_position_sees_each_remaining_sample_once(size: int) -> None:
+    order = flat(indices(source(), epoch=2))
+    rest = indices(source(batch_size=size), 2, position=3)
+    assert flat(rest) == order[3:]
+    assert [len(batch) for batch in rest[:-1]] == [size] * (len(rest) - 1)
+
+
+class Evens(Sampler[int]):
+    """Draws in every way that a sampler may, its own generator and the epoch included."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+        self.generator = torch.Generator()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        chosen = list(range(0, SIZE, 2))
+        random.shuffle(chosen)
+        chosen.append(int(np.random.randint(SIZE)))
+        chosen.append(int(torch.randint(SIZE, ())))
+        chosen.append(int(torch.randint(SIZE, (), generator=self.generator)))
+        return iter([*chosen, self.epoch])
+
+
+SAMPLERS: dict[str, Callable[[], Sampler[int]]] = {
+    "weighted": lambda: WeightedRandomSampler([1.0] * SIZE, 20),
+    "weighted, with its own generator": lambda: WeightedRandomSampler(
+        [1.0] * SIZE, 20, generator=torch.Generator()
+    ),
+    "subset": lambda: SubsetRandomSampler([1, 4, 5, 7, 9, 10]),
+    "with replacement": lambda: RandomSampler(range(SIZE), replacement=True, num_samples=14),
+    "part": lambda: RandomSampler(range(SIZE), num_samples=7),
+    "of one's own": Evens,
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS.keys())
+def test_a_sampler_gives_the_same_in_any_process_and_from_any_position(
+    make: Callable[[], Sampler[int]], workers: int
+) -> None:
+    read = source(sampler=make())
+    expected = [batches(read, epoch) for epoch in range(2)]
+    assert [[s[0] for s in b] for b in expected[0]] != [[s[0] for s in b] for b in expected[1]]
+    disturb()
+    other = source(sampler=make(), workers=workers)
+    assert batches(other, 1, position=3) == expected[1][1:]
+    assert batches(other, 0) == expected[0]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_sampler_is_read_from_any_position(workers: int) -> None:
+    expected = batches(source(batch_sampler=ByLength()), epoch=1)
+    sizes = [len(batch) for batch in expected]
+    assert sorted(sizes) == [1, 2, 4, 4]
+    read = source(batch_sampler=ByLength(), workers=workers)
+    for used in range(5):
+        assert batches(read, 1, position=sum(sizes[:used])) == expected[used:]
+    assert [read.count(position) for position in (0, 1)] == [4, None]
+    assert not read.exact
+
+
+def test_a_position_inside_a_batch_of_a_batch_sampler_leaves_the_rest_of_it() -> None:
+    order = flat(indices(source(batch_sampler=ByLength()), epoch=1))
+    for position in range(SIZE + 1):
+        assert flat(indices(source(batch_sampler=ByLength()), 1, position)) == order[position:]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_torchs_batch_sampler_passed_by_hand_is_what_the_loader_would_make(drop_last: bool) -> None:
+    passed = BatchSampler(RandomSampler(range(SIZE)), 4, drop_last)
+    by_hand = source(batch_sampler=passed)
+    made = source(batch_size=4, drop_last=drop_last)
+    assert batches(by_hand, 1) == batches(made, 1)
+    assert by_hand.exact
+    assert by_hand.count() == made.count() == (2 if drop_last else 3)
+
+
+def test_a_sampler_over_fewer_samples_than_the_dataset_has_is_believed() -> None:
+    assert indices(source(sampler=SequentialSampler(range(4)))) == [[0, 1, 2], [3]]
+
+
+def test_drop_last_leaves_the_short_batch_out() -> None:
+    read = source(drop_last=True)
+    assert [len(batch) for batch in indices(read)] == [3, 3, 3]
+    assert flat(indices(read)) == flat(indices(source()))[:9]
+    assert [read.count(position) for position in (0, 3, 9)] == [3, 2, 0]
+
+
+def test_the_number_of_batches_is_known_from_any_position() -> None:
+    read = source()
+    assert read.exact
+    for position in (0, 3, 4, 11, 20):
+        assert read.count(position) == len(batches(read, 0, position))
+    sampled = source(sampler=WeightedRandomSampler([1.0] * SIZE, 20))
+    assert (sampled.count(), sampled.exact) == (7, False)
+
+
+class Ready(Dataset[Tensor]):
+    """Gives whole batches, for a loader with batch_size=None."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int | list[int]) -> Tensor:
+        rows = torch.tensor(index if isinstance(index, list) else [index] * 2).float()
+        return torch.stack([rows, torch.rand(len(rows))], dim=1)
+
+    def __getitems__(self, many: list[int]) -> Any:
+        raise AssertionError("torch does not ask for several ready batches together")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_of_ready_batches_counts_batches(workers: int) -> None:
+    read = source(Ready(), batch_size=None, workers=workers)
+    expected = batches(source(Ready(), batch_size=None), epoch=1)
+    assert len(expected) == 4
+    assert batches(read, 1, position=1) == expected[1:]
+    # How many samples are in it, only a look at the batch tells.
+    assert [(advance, samples) for _, advance, samples in read.batches(0, 0)] == [(1, None)] * 4
+
+
+def test_a_sampler_of_index_lists_reads_a_dataset_in_bulk() -> None:
+    sampler = BatchSampler(RandomSampler(range(4)), 3, drop_last=False)
+    read = source(Ready(), batch_size=None, sampler=sampler)
+    assert [len(batch) for batch in indices(read)] == [3, 1]
+    assert sorted(flat(indices(read))) == [0, 1, 2, 3]
+    assert indices(read, 1, position=1) == indices(read, 1)[1:]
+
+
+class Together(Augmented):
+    """Fetches a batch's samples at once."""
+
+    def __getitems__(self, many: list[int]) -> list[Tensor]:
+        return [torch.tensor([index, -1.0]) for index in many]
+
+
+def test_datasets_that_fetch_a_batch_at_once_are_asked_to() -> None:
+    assert batches(source(Together(), shuffle=False))[0] == [[0, -1], [1, -1], [2, -1]]
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        [torch.tensor([float(i)]) for i in range(SIZE)],
+        Subset(Augmented(), range(SIZE)),
+        ConcatDataset([Augmented(), Augmented()]),
+    ],
+    ids=["list", "subset", "concatenated"],
+)
+def test_other_datasets_are_read_alike(dataset: Any) -> None:
+    expected = batches(source(dataset), epoch=1)
+    disturb()
+    assert batches(source(dataset, workers=1), 1, position=3) == expected[1:]
+    assert sorted(flat(indices(source(dataset)))) == sorted(int(sample[0]) for sample in dataset)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"batch_sampler": BatchSampler(RandomSampler(range(SIZE)), 3, False)}]
+)
+def test_a_dataset_can_be_read_in_its_own_order(options: dict[str, Any]) -> None:
+    read = as_source(loader(**options), "predict", SEED, in_order=True)
+    assert indices(read, epoch=1) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
+
+
+def test_workers_that_stay_give_the_same_over_epochs_an_early_end_and_a_resume() -> None:
+    expected = [batches(source(), epoch) for epoch in range(3)]
+    read = source(workers=2, persistent_workers=True)
+    assert batches(read, 0) == expected[0]
+    taken = read.batches(1, 0)
+    assert next(taken)[0].tolist() == expected[1][0]
+    del taken  # as a limit does: what was made ahead is not used
+    assert batches(read, 1, position=6) == expected[1][2:]
+    assert batches(read, 2) == expected[2]
+
+
+def test_workers_that_are_started_afresh_give_the_same(
+    monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> None:
+    monkeypatch.syspath_prepend(pytestconfig.rootpath)  # a fresh process imports the dataset by its name
+    read = source(workers=1, multiprocessing_context="spawn")
+    assert batches(read, 1, position=6) == batches(source(), 1, position=6)
+
+
+def note_seed(worker: int) -> None:
+    Path(f"worker-{worker}").write_text(str(torch.initial_seed()), encoding="utf-8")
+
+
+def test_workers_begin_with_seeds_of_the_epoch() -> None:
+    def begin(read: Source, epoch: int) -> list[str]:
+        batches(read, epoch)
+        return [Path(f"worker-{worker}").read_text(encoding="utf-8") for worker in range(2)]
+
+    resumed = begin(source(workers=2, worker_init_fn=note_seed), 1)
+    read = source(workers=2, worker_init_fn=note_seed)
+    first = begin(read, 0)
+    assert begin(read, 1) == resumed
+    assert len({*first, *resumed}) == 4
+
+
+def test_reading_leaves_the_users_generator_and_loader_alone() -> None:
+    generator = torch.Generator().manual_seed(1)
+    before = generator.get_state()
+    batches(source(generator=generator))
+    assert torch.equal(generator.get_state(), before)
+
+
+# The step's streams.
+
+
+def step_draws(read: Source, position: int = 0) -> list[tuple[float, ...]]:
+    """What a step that draws from the host's generators draws, by batch."""
+    return [
+        (random.random(), float(np.random.rand()), float(torch.rand(()))) for _ in read.batches(0, position)
+    ]
+
+
+def test_a_step_draws_the_same_for_any_number_of_workers_and_not_what_the_batch_drew() -> None:
+    # Of Python's and numpy's generators; torch's is seeded for every update.
+    draws = [each[:2] for each in step_draws(source())]
+    assert [each[:2] for each in step_draws(source(workers=2))] == draws
+    assert [each[:2] for each in step_draws(source(), position=6)] == draws[2:]
+    assert len({each[0] for each in draws}) == len(draws)
+    drawn_by_data = {sample[1] for batch in batches(source()) for sample in batch}
+    assert not drawn_by_data & {torch.tensor(each[0]).item() for each in draws}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_data_that_cannot_draw_leaves_the_steps_streams_alone(workers: int) -> None:
+    dataset = Subset(TensorDataset(torch.arange(9.0).unsqueeze(1)), range(9))
+    with preserved():
+        expected = [(random.random(), float(np.random.rand()), float(torch.rand(()))) for _ in range(3)]
+    assert step_draws(source(dataset, workers=workers)) == expected
+
+
+def test_a_sampler_that_draws_leaves_the_steps_streams_alone() -> None:
+    dataset = [torch.tensor([float(i)]) for i in range(SIZE)]
+    with preserved():
+        expected = random.random(), float(np.random.rand()), float(torch.rand(()))
+    assert step_draws(source(dataset, sampler=Evens(), batch_size=20))[0] == expected

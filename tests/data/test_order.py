@@ -1,0 +1,161 @@
+"""Samplers of the user's: endless ones, those that choose, and what their drawing leaves alone."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.support.indexed import Augmented
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    get_worker_info,
+)
+
+from drivetrain.data import as_source
+from drivetrain.data.order import Order
+from drivetrain.streams import preserved
+
+SIZE = 7
+
+
+@pytest.fixture(autouse=True)
+def own_streams() -> Iterator[None]:
+    with preserved():
+        yield
+
+
+class Endless(Sampler[int]):
+    """Draws from all of the host's generators and never ends."""
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield (
+                random.randrange(SIZE) + int(np.random.randint(SIZE)) + int(torch.randint(SIZE, ()))
+            ) % SIZE
+
+
+class EndlessBatches(Sampler[list[int]]):
+    """Batches of endless indices, of lengths that differ."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = iter(Endless())
+        for number in itertools.count():
+            yield list(itertools.islice(indices, 2 + number % 2))
+
+
+class Numbers(Dataset[int]):
+    """Gives its indices; knows in a worker whose dataset it is."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def first(count: int, epoch: int = 0, position: int = 0, **options: Any) -> list[list[int]]:
+    """The first batches from a position on."""
+    read = as_source(DataLoader(Numbers(), **options), "training", 5)
+    found = itertools.islice(read.batches(epoch, position), count)
+    return [batch.tolist() for batch, _, _ in found]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sampler_may_be_endless_and_is_resumed_anywhere(workers: int) -> None:
+    expected = first(12, sampler=Endless(), batch_size=3)
+    assert [len(batch) for batch in expected] == [3] * 12
+    assert expected != first(12, epoch=1, sampler=Endless(), batch_size=3)
+    random.seed(99)
+    resumed = first(4, position=24, sampler=Endless(), batch_size=3, num_workers=workers)
+    assert resumed == expected[8:]
+
+
+def test_a_batch_of_an_endless_order_is_drawn_from_its_own_place() -> None:
+    def read(count: int, position: int) -> list[Any]:
+        data = as_source(DataLoader(Augmented(), sampler=Endless(), batch_size=3), "training", 5)
+        return [batch.tolist() for batch, _, _ in itertools.islice(data.batches(0, position), count)]
+
+    whole = read(8, 0)
+    assert read(3, 15) == whole[5:]
+    noise = [sample[1] for batch in whole for sample in batch]
+    assert len(set(noise)) == len(noise)
+
+
+def test_a_batch_sampler_may_be_endless_and_is_resumed_anywhere() -> None:
+    expected = first(12, batch_sampler=EndlessBatches())
+    assert [len(batch) for batch in expected] == [2, 3] * 6
+    assert first(4, position=20, batch_sampler=EndlessBatches()) == expected[8:]
+
+
+def test_the_length_of_an_endless_sampler_is_not_known() -> None:
+    read = as_source(DataLoader(Numbers(), sampler=Endless(), batch_size=3), "training", 5)
+    assert read.count() is None
+    assert not read.exact
+
+
+def test_an_order_longer_than_is_drawn_at_once_goes_on_in_its_own_stream() -> None:
+    """What others draw between two pieces does not move it, and it does not move them."""
+    order = Order("training", Endless(), SIZE, seed=3)
+    expected = list(itertools.islice(order.drawn(Endless(), 0), 30_000))
+    drawn = order.drawn(Endless(), 0)
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    right = random.random(), np.random.rand(), float(torch.rand(()))
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    found = list(itertools.islice(drawn, 15_000))
+    assert (random.random(), np.random.rand(), float(torch.rand(()))) == right
+    assert [*found, *itertools.islice(drawn, 15_000)] == expected
+    assert expected[:10_000] != expected[10_000:20_000]
+
+
+@pytest.mark.parametrize(
+    ("sampler", "expected"),
+    [
+        (RandomSampler(range(SIZE)), [0, 1, 2, 3, 4, 5, 6]),
+        (RandomSampler(range(SIZE), replacement=True, num_samples=20), [0, 1, 2, 3, 4, 5, 6]),
+        (SubsetRandomSampler([5, 1, 4]), [1, 4, 5]),
+        (SubsetRandomSampler(torch.tensor([5, 1])), [1, 5]),  # type: ignore[arg-type]
+        ([6, 0, 2], [6, 0, 2]),
+    ],
+    ids=["shuffled", "with replacement", "subset", "subset in a tensor", "of one's own"],
+)
+def test_reading_in_order_gives_up_the_shuffling_and_keeps_the_choice(
+    sampler: Any, expected: list[int]
+) -> None:
+    loader = DataLoader(Numbers(), batch_size=2, sampler=sampler)
+    read = as_source(loader, "predict", 5, in_order=True)
+    assert [i for batch, _, _ in read.batches(0, 0) for i in batch.tolist()] == expected
+
+
+class Opened(Dataset[Tensor]):
+    """Has to be opened in each worker, as files and connections are."""
+
+    handle = -1
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor(self.handle)
+
+
+def open_dataset(worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    assert isinstance(info.dataset, Opened)
+    info.dataset.handle = 40 + worker
+
+
+def test_a_worker_is_begun_on_the_users_own_dataset() -> None:
+    loader = DataLoader(Opened(), batch_size=4, num_workers=2, worker_init_fn=open_dataset)
+    read = as_source(loader, "training", 5)
+    assert [batch.tolist() for batch, _, _ in read.batches(0, 0)] == [[40] * 4, [41] * 3]

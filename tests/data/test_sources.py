@@ -1,0 +1,219 @@
+"""Lists and other iterables, read from any position."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from drivetrain.data import Source, as_source
+from drivetrain.errors import DataError
+from drivetrain.streams import preserved
+
+
+@pytest.fixture(autouse=True)
+def own_streams() -> Iterator[None]:
+    with preserved():
+        yield
+
+
+def values(source: Source, epoch: int = 0, position: int = 0) -> list[Any]:
+    """The batches as lists of numbers."""
+    return [batch.tolist() for batch, _, _ in source.batches(epoch, position)]
+
+
+class Noise:
+    """Batches drawn from all of the host's generators."""
+
+    def __init__(self, count: int = 5) -> None:
+        self.count = count
+        self.started = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.started += 1
+        for _ in range(self.count):
+            yield torch.rand(2) + random.random() + float(np.random.rand())
+
+
+class Cursor(Noise):
+    """The same, resumed by its own state, which it changes in place."""
+
+    def __init__(self, count: int = 5) -> None:
+        super().__init__(count)
+        self.state = {"used": [0]}
+        self.given = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.state["used"][0] < self.count:
+            self.state["used"][0] += 1
+            self.given += 1
+            yield torch.rand(2) + self.state["used"][0]
+        self.state["used"][0] = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+class Sized(Noise):
+    """An iterable that knows its length."""
+
+    def __len__(self) -> int:
+        return self.count
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_list_is_read_from_any_position(kind: Callable[[Any], Any]) -> None:
+    source = as_source(kind(torch.tensor([[float(i)]]) for i in range(4)), "training", seed=0)
+    assert [source.count(position) for position in (0, 3, 4, 9)] == [4, 1, 0, 0]
+    assert values(source) == [[[0.0]], [[1.0]], [[2.0]], [[3.0]]]
+    assert values(source, epoch=1, position=2) == [[[2.0]], [[3.0]]]
+    assert [advance for _, advance, _ in source.batches(0, 0)] == [1] * 4
+
+
+def test_an_iterable_draws_the_same_in_any_process_and_after_anything() -> None:
+    source = as_source(Noise(), "training", seed=3)
+    first, second = values(source, epoch=0), values(source, epoch=1)
+    assert not any(batch in second for batch in first)
+    random.random(), np.random.rand(), torch.rand(3)
+    fresh = as_source(Noise(), "training", seed=3)
+    assert values(fresh, epoch=1) == second
+    assert values(fresh, epoch=0) == first
+    assert values(as_source(Noise(), "training", seed=4)) != first
+
+
+def test_what_is_drawn_between_batches_does_not_move_an_iterable() -> None:
+    expected = values(as_source(Noise(), "training", seed=3))
+    got = []
+    for batch, _, _ in as_source(Noise(), "training", seed=3).batches(0, 0):
+        got.append(batch.tolist())
+        torch.rand(7), random.random(), np.random.rand(3)
+    assert got == expected
+
+
+def test_an_iterable_without_state_is_drawn_again_and_says_so() -> None:
+    expected = values(as_source(Noise(), "training", seed=3), epoch=1)
+    source = as_source(Noise(), "training", seed=3)
+    with pytest.warns(UserWarning, match="first 2 batches are drawn again.*state_dict"):
+        assert values(source, epoch=1, position=2) == expected[2:]
+
+
+def test_a_stateful_iterable_goes_on_from_its_own_state() -> None:
+    expected = values(as_source(Cursor(), "training", seed=3))
+    before = as_source(Cursor(), "training", seed=3)
+    assert before.stateful
+    batches = before.batches(0, 0)
+    next(batches), next(batches)
+    state = before.snapshot()
+    rest = [batch.tolist() for batch, _, _ in batches]  # changes in place what it gave as its state
+    data = Cursor()
+    after = as_source(data, "training", seed=3)
+    after.restore(state)
+    assert values(after, position=2) == rest == expected[2:]
+    assert data.given == 3
+    assert values(after, epoch=1) == values(before, epoch=1)
+
+
+def test_taking_a_state_over_leaves_the_checkpoint_alone() -> None:
+    source = as_source(Cursor(), "training", seed=3)
+    state = {"used": [2]}
+    source.restore(state)
+    values(source, position=2)
+    assert state == {"used": [2]}
+
+
+def test_an_iterables_own_length_is_told_but_not_relied_on() -> None:
+    source = as_source(Sized(), "training", seed=0)
+    assert not source.exact
+    assert [source.count(position) for position in (0, 2, 7)] == [5, 3, 0]
+    assert as_source(Noise(), "training", seed=0).count() is None
+
+
+def test_a_generator_that_was_used_up_says_so() -> None:
+    source = as_source((torch.ones(2, 1) for _ in range(2)), "training", seed=0)
+    assert len(values(source)) == 2
+    with pytest.raises(DataError, match=r"the training data is an iterator and was used up.*max_epochs=1"):
+        values(source, epoch=1)
+
+
+def test_an_iterable_that_raises_names_the_batch_and_keeps_the_cause() -> None:
+    def batches() -> Iterator[Tensor]:
+        yield torch.ones(2, 1)
+        raise OSError("the disk is gone")
+
+    taken = as_source(batches(), "validation (night)", seed=0).batches(4, 0)
+    next(taken)
+    message = r"the validation \(night\) data raised at batch 1 of epoch 4: OSError: the disk is gone"
+    with pytest.raises(DataError, match=message) as caught:
+        next(taken)
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_an_iterable_that_cannot_begin_says_so() -> None:
+    class Closed:
+        def __iter__(self) -> Iterator[Tensor]:
+            raise OSError("no connection")
+
+    with pytest.raises(DataError, match="training data raised at batch 0 of epoch 2: OSError: no connection"):
+        values(as_source(Closed(), "training", seed=0), epoch=2)
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_a_request_to_stop_passes_through(stop: type[BaseException]) -> None:
+    def batches() -> Iterator[Tensor]:
+        yield torch.ones(2, 1)
+        raise stop
+
+    with pytest.raises(stop):
+        values(as_source(batches(), "training", seed=0))
+
+
+class Stream(IterableDataset[Tensor]):
+    """Samples split over the workers, each with noise, in an order of the epoch's."""
+
+    def __init__(self, count: int = 6) -> None:
+        self.count = count
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Tensor]:
+        worker = torch.utils.data.get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for index in range(first, self.count, step):
+            yield torch.tensor([index + 100 * self.epoch + random.random() / 2 + float(torch.rand(())) / 2])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_over_an_iterable_dataset_gives_the_same_in_every_run(workers: int) -> None:
+    def source() -> Source:
+        return as_source(DataLoader(Stream(), batch_size=2, num_workers=workers), "training", seed=3)
+
+    expected = values(source(), epoch=1)
+    random.random(), torch.rand(1)
+    again = source()
+    values(again, epoch=0)
+    assert values(again, epoch=1) == expected
+    indices = sorted(int(sample[0]) for batch in expected for sample in batch)
+    assert indices == [100, 101, 102, 103, 104, 105]  # each once, and the dataset was told the epoch
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_step_draws_the_same_whatever_the_iterable_drew(workers: int) -> None:
+    """The host's generators after a batch, where a step may draw from them."""
+    draws = []
+    for count in (workers, None):
+        data: Any = Noise(4) if count is None else DataLoader(Stream(8), batch_size=2, num_workers=count)
+        for _ in as_source(data, "training", seed=3).batches(0, 0):
+            draws.append((random.random(), float(np.random.rand())))
+    assert draws[:4] == draws[4:]
+    assert len(set(draws)) == 4

@@ -1,0 +1,76 @@
+"""Batches come to the device once, in order, and no earlier than they may."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from drivetrain.data import MicroBatch, Transfer
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def micro_batches(count: int, drawn: list[int]) -> Iterator[MicroBatch]:
+    """Counted batches; notes what was drawn."""
+    for number in range(count):
+        drawn.append(number)
+        yield MicroBatch({"features": torch.full((2, 3), float(number)), "index": torch.arange(2)}, 2.0, 2, 5)
+
+
+def test_on_the_cpu_nothing_is_touched() -> None:
+    transfer = Transfer(CPU)
+    batch = {"features": torch.ones(2)}
+    assert transfer.idle
+    assert transfer(batch) is batch
+    given = micro_batches(2, [])
+    assert transfer.ahead(given) is given
+
+
+def test_a_dtype_casts_floating_point_tensors_also_on_the_cpu() -> None:
+    transfer = Transfer(CPU, torch.float64)
+    for micro_batch in (
+        *transfer.ahead(micro_batches(2, [])),
+        MicroBatch(transfer({"index": torch.ones(1)}), 1),
+    ):
+        dtypes = {name: tensor.dtype for name, tensor in micro_batch.batch.items()}
+        assert dtypes in ({"features": torch.float64, "index": torch.int64}, {"index": torch.float64})
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_what_is_counted_travels_with_the_moved_batch(early: bool) -> None:
+    drawn: list[int] = []
+    moved = list(Transfer(META).ahead(micro_batches(3, drawn), early))
+    assert [each.batch["features"].device for each in moved] == [META] * 3
+    assert [each[1:] for each in moved] == [(2.0, 2, 5, 1)] * 3
+    assert drawn == [0, 1, 2]
+
+
+@pytest.mark.parametrize("device", [META, pytest.param(torch.device("cuda", 0), marks=needs_cuda)], ids=str)
+def test_data_that_must_not_be_drawn_from_early_is_not(device: torch.device) -> None:
+    drawn: list[int] = []
+    moved = Transfer(device).ahead(micro_batches(3, drawn), early=False)
+    for number in range(3):
+        next(moved)
+        assert drawn == list(range(number + 1))
+
+
+@needs_cuda
+@pytest.mark.parametrize("early", [True, False])
+def test_an_accelerator_gets_every_batch_whole_and_in_order(early: bool) -> None:
+    drawn: list[int] = []
+    sums: list[Tensor] = []
+    for each in Transfer(torch.device("cuda", 0), torch.float64).ahead(micro_batches(50, drawn), early):
+        assert each.batch["features"].dtype == torch.float64
+        sums.append(each.batch["features"].sum())
+    assert [float(value) for value in sums] == [6.0 * number for number in range(50)]
+
+
+@needs_cuda
+def test_an_accelerators_next_batch_is_copied_beside_the_current_step() -> None:
+    drawn: list[int] = []
+    next(Transfer(torch.device("cuda", 0)).ahead(micro_batches(3, drawn)))
+    assert drawn == [0, 1]

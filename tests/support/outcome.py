@@ -1,0 +1,63 @@
+"""What a run left behind, in a form that two runs can be compared by."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.checkpoint import LocalCheckpointIO, Snapshot, pack, resolve, unpack
+
+
+def bits(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
+    """Tensors as their bytes, so that equality is of every bit (also of NaN, and of the sign of zero)."""
+    return {
+        name: (each.dtype, tuple(each.shape), each.detach().cpu().contiguous().numpy().tobytes())
+        for name, each in tensors.items()
+    }
+
+
+def weights(module: nn.Module) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
+    """A module's parameters and buffers, to the bit."""
+    return bits(module.state_dict())
+
+
+def state_of(snapshot: Snapshot) -> dict[str, Any]:
+    """Everything of a checkpoint but wall times."""
+    tree = unpack(snapshot.objects["state"], snapshot.tensors["state"])
+    assert isinstance(tree, dict)
+    tree.pop("timing")
+    structure, tensors = pack(tree)
+    return {
+        "weights": bits(snapshot.tensors["model"]),
+        "optimizer": bits(snapshot.tensors["optimizer"]),
+        "state": structure,
+        "state's tensors": bits(tensors),
+        "progress": {name: value for name, value in snapshot.progress.items() if name != "seconds"},
+        "metrics": dict(snapshot.metrics),
+    }
+
+
+def outcome(run_dir: Path) -> dict[str, Any]:
+    """The last checkpoint of a run but for wall times, its log files, its finished weights, and what it keeps
+    as its best.
+    """
+    found = state_of(LocalCheckpointIO().load(resolve(run_dir)))
+    for name in ("metrics.csv", "metrics.jsonl", "model.safetensors"):
+        found[name] = (run_dir / name).read_bytes()
+    index = json.loads((run_dir / "checkpoints" / "index.json").read_text(encoding="utf-8"))
+    found["kept"] = [
+        (each["update"], each["metrics"], each["resume"], each["keeper"]) for each in _entries(index)
+    ]
+    return found
+
+
+def _entries(node: Any) -> list[dict[str, Any]]:
+    # Wherever they stand in the file: the format of the index is tested elsewhere.
+    if isinstance(node, dict):
+        return [node] if "keeper" in node else [e for value in node.values() for e in _entries(value)]
+    return [e for value in node for e in _entries(value)] if isinstance(node, list) else []
