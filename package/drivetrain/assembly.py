@@ -1,0 +1,382 @@
+"""From a Trainer's arguments to the objects of a run."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.callbacks.checkpoint import CheckpointSaver
+from drivetrain.callbacks.progress_bar import ProgressBar
+from drivetrain.callbacks.summary import ModelSummary
+from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, LocalCheckpointIO, Snapshot, resolve
+from drivetrain.checkpoint.index import rank, read_index
+from drivetrain.data import Feed, Measure, as_source, evaluation_sources, pin_memory_for
+from drivetrain.declared_metrics import DeclaredMetrics
+from drivetrain.engine import Engine
+from drivetrain.errors import CheckpointError, ConfigError, nearest
+from drivetrain.loggers import build_loggers
+from drivetrain.module_state import has_extras, load_module_state
+from drivetrain.precision import as_precision
+from drivetrain.run import Run, Totals, Triggers
+from drivetrain.run_state import snapshot_run
+from drivetrain.stored_task import read_extras
+from drivetrain.task import TaskModule
+from drivetrain.types import Every, Trigger
+
+if TYPE_CHECKING:
+    from drivetrain.trainer import Trainer
+
+CHECKPOINTS = "checkpoints"
+"""The directory of checkpoints in a run directory."""
+
+
+def check_task(task: object) -> TaskModule:
+    """The task, if it is one.
+
+    Raises:
+        ConfigError: It is a class, or no TaskModule.
+    """
+    if isinstance(task, TaskModule):
+        return task
+    if isinstance(task, type) and issubclass(task, TaskModule):
+        raise ConfigError(f"the task is the class {task.__name__}; pass an instance: {task.__name__}(...)")
+    raise ConfigError(
+        f"the task is a {type(task).__name__}, not a TaskModule. Subclass drivetrain.TaskModule, or use"
+        " drivetrain.Engine for a loop of your own over any nn.Module"
+    )
+
+
+def pick_data(data: Any, stage: str) -> Any:
+    """A stage's data: what was given, or what an object with `train_data()`, `validation_data()` and so on
+    gives.
+
+    Raises:
+        ConfigError: Such an object without the method that is needed.
+    """
+    method = f"{'train' if stage == 'training' else stage}_data"
+    if _has(data, method):
+        return getattr(data, method)()
+    offered = [f"{s}_data" for s in ("train", "validation", "test", "predict") if _has(data, f"{s}_data")]
+    if offered:
+        raise ConfigError(f"{type(data).__name__} has no {method}(). {nearest(method, offered)}")
+    return data
+
+
+def _has(data: Any, method: str) -> bool:
+    # Properties are not asked: some data sets (torchvision's) have deprecated ones of these names, which
+    # warn.
+    return not isinstance(inspect.getattr_static(data, method, None), property) and callable(
+        getattr(data, method, None)
+    )
+
+
+def fit_data(train_data: Any, validation_data: Any) -> tuple[Any, Any]:
+    """Training and validation data; an object with `validation_data()` gives both unless one is passed by
+    itself.
+    """
+    if validation_data is None and callable(getattr(train_data, "train_data", None)):
+        make = getattr(train_data, "validation_data", None)
+        validation_data = make() if callable(make) else None
+    elif validation_data is not None:
+        validation_data = pick_data(validation_data, "validation")
+    picked = pick_data(train_data, "training")
+    if isinstance(picked, Mapping):
+        raise ConfigError(
+            "training data cannot be a mapping of loaders; only evaluation takes named loaders. Pass one"
+            " loader"
+        )
+    return picked, validation_data
+
+
+def make_engine(trainer: Trainer) -> Engine:
+    """The engine of a run."""
+    return Engine(
+        strategy=trainer.strategy,
+        precision=as_precision(trainer.precision),
+        devices=trainer.devices,
+        num_nodes=trainer.num_nodes,
+        seed=trainer.seed,
+        compile=trainer.compile,
+    )
+
+
+def measure_of(task: TaskModule) -> Measure:
+    """How the task counts its batches; methods that it does not override are not called."""
+    weight = task.loss_weight if task.overrides("loss_weight") else None
+    return Measure(weight, task.tokens if task.overrides("tokens") else None)
+
+
+def train_feed(trainer: Trainer, engine: Engine, task: TaskModule, data: Any) -> Feed:
+    """The training data as windows of micro-batches."""
+    source = as_source(
+        engine.strategy.prepare_data(data),
+        "training",
+        trainer.seed,
+        batch_size=trainer.batch_size,
+        num_workers=trainer.num_workers,
+        shuffle=True,
+        pin_memory=pin_memory_for(engine.device),
+    )
+    steps = trainer.gradient_accumulation_steps
+    return Feed(source, engine.transfer, measure_of(task), steps, trainer.limit_train_batches)
+
+
+def evaluation_feeds(
+    trainer: Trainer, engine: Engine, task: TaskModule, data: Any, stage: str
+) -> list[tuple[str | None, Feed]]:
+    """Evaluation or prediction data by loader name; none for None."""
+    if data is None:
+        return []
+    sources = evaluation_sources(
+        engine.strategy.prepare_data(data),
+        stage,
+        trainer.seed,
+        batch_size=trainer.batch_size,
+        num_workers=trainer.num_workers,
+        in_order=stage == "predict",
+        every_sample=True,
+        pin_memory=pin_memory_for(engine.device),
+    )
+    limit = getattr(trainer, f"limit_{stage}_batches")
+    return [(name, Feed(source, engine.transfer, measure_of(task), 1, limit)) for name, source in sources]
+
+
+def planned_totals(trainer: Trainer, feed: Feed) -> Totals:
+    """How long a fit will be, as far as it is known.
+
+    Raises:
+        ConfigError: No limit was given.
+    """
+    if trainer.max_epochs is None and trainer.max_steps is None and trainer.max_time is None:
+        raise ConfigError("how long to train? Give the Trainer max_epochs, max_steps or max_time")
+    per_epoch = feed.updates_per_epoch
+    known = [] if trainer.max_steps is None else [trainer.max_steps]
+    if trainer.max_epochs is not None and per_epoch is not None:
+        known.append(trainer.max_epochs * per_epoch)
+    seconds = trainer.max_time
+    assert seconds is None or isinstance(seconds, float)
+    return Totals(min(known) if known else None, trainer.max_epochs, per_epoch, trainer.max_steps, seconds)
+
+
+def every(interval: Any) -> Every | None:
+    """An interval that the Trainer has already read."""
+    return None if interval is None else Every(interval)
+
+
+def build_fit(
+    trainer: Trainer, task: Any, train_data: Any, validation_data: Any, resume: str | None
+) -> tuple[Run, CheckpointSaver | None]:
+    """The run of a fit, and its saver unless it saves nothing; `start_from` makes it ready to start."""
+    task = check_task(task)
+    train_data, validation_data = fit_data(train_data, validation_data)
+    engine = make_engine(trainer)
+    feed = train_feed(trainer, engine, task, train_data)
+    totals = planned_totals(trainer, feed)
+    declared = task.metrics()
+    train_metrics = DeclaredMetrics(declared, engine.device) if declared and trainer.train_metrics else None
+    feeds = evaluation_feeds(trainer, engine, task, validation_data, "validation")
+    validate_every = every(trainer.validate_every) if feeds else None
+    triggers = Triggers(
+        Trigger(every(trainer.log_every), totals.updates_per_epoch),
+        Trigger(validate_every, totals.updates_per_epoch),
+    )
+    engine.prepare_task(
+        task, total_updates=totals.updates, max_grad_norm=trainer.max_grad_norm, metrics=train_metrics
+    )
+    run_dir = pick_run_dir(trainer, task)
+    saver = make_saver(trainer, run_dir, [name for name, _ in feeds], resume)
+    run = Run(
+        task,
+        engine,
+        stage="train",
+        callbacks=with_defaults(trainer, saver),
+        loggers=build_loggers(trainer.loggers, run_dir),
+        run_dir=run_dir,
+        totals=totals,
+        triggers=triggers,
+        train_feed=feed,
+        evaluation_feeds=feeds,
+        train_metrics=train_metrics,
+        evaluation_metrics=DeclaredMetrics(task.metrics(), engine.device) if feeds and declared else None,
+    )
+    if run.hooks.on_before_optimizer_step:
+        engine.before_optimizer_step = lambda: run.call(run.hooks.on_before_optimizer_step)
+    return run, saver
+
+
+def pick_run_dir(trainer: Trainer, task: TaskModule) -> Path | None:
+    """The run directory: the one that was given, or a new one if anything will be written."""
+    if trainer.run_dir is not None:
+        return Path(trainer.run_dir)
+    named = [trainer.loggers] if isinstance(trainer.loggers, str) else trainer.loggers
+    writes = trainer.checkpoint or (
+        isinstance(named, Sequence) and any(isinstance(each, str) for each in named)
+    )
+    if not writes:
+        return None
+    stem = f"{type(task).__name__}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in range(1000):
+        path = Path("runs") / (f"{stem}-{number}" if number else stem)
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return path
+    raise ConfigError("no free name for a new run directory under 'runs'; give the Trainer a run_dir")
+
+
+def make_saver(
+    trainer: Trainer, run_dir: Path | None, loaders: Sequence[str | None], resume: str | None
+) -> CheckpointSaver | None:
+    """The saver that the Trainer's policy asks for.
+
+    Raises:
+        ConfigError: A fresh start in a directory that has another run's checkpoints.
+    """
+    policy = trainer.checkpoint
+    if policy is False or run_dir is None:
+        return None
+    asked = isinstance(policy, CheckpointConfig)
+    # Without a policy of the user's, the first loader ranks.
+    first = loaders[0] if loaders else None
+    config = policy if isinstance(policy, CheckpointConfig) else CheckpointConfig(
+        by="validation/loss" if first is None else f"validation/{first}/loss"
+    )  # fmt: skip
+    manager = CheckpointManager(str(run_dir / CHECKPOINTS), config)
+    if resume is None and manager.entries():
+        raise ConfigError(
+            f"{run_dir} holds the checkpoints of an earlier run (the newest after update"
+            f" {manager.entries()[-1].update}). To go on from there, fit(..., resume='auto'); for a new run"
+            " choose another run_dir"
+        )
+    return CheckpointSaver(config, manager, run_dir, metric_required=asked)
+
+
+def with_defaults(trainer: Trainer, saver: CheckpointSaver | None) -> list[Any]:
+    """The user's callbacks, then what shows their values, then the saver, which sees what all others did."""
+    callbacks = list(trainer.callbacks)
+    if trainer.progress_bar:
+        for kind in (ModelSummary, ProgressBar):
+            if not any(isinstance(each, kind) for each in callbacks):
+                callbacks.append(kind())
+    return [*callbacks, *([saver] if saver else [])]
+
+
+def start_from(trainer: Trainer, run: Run, saver: CheckpointSaver | None, resume: str | None) -> None:
+    """Restore a checkpoint if one is asked for, then set rates and intervals to where the run stands."""
+    found = find_checkpoint(trainer, saver, resume)
+    if found is not None:
+        run.restore(found[1], found[0])
+    if saver is not None:
+        snapshot_run(run)  # what cannot be stored is found now, and not at the first save
+    run.engine.set_rates()
+    run.triggers.log.start(run.progress)
+    run.triggers.validate.start(run.progress)
+    for logger in run.loggers if run.is_main else ():
+        logger.log_config({"trainer": trainer.to_json(), "task": describe_task(run.task)})
+
+
+def describe_task(task: TaskModule) -> dict[str, Any]:
+    """A task for a log: its class and constructor arguments."""
+    plain = (bool, int, float, str, type(None))
+    hparams = {
+        name: value if isinstance(value, plain) else repr(value) for name, value in task.hparams.items()
+    }
+    return {"class": type(task).__name__, "hparams": hparams}
+
+
+def find_checkpoint(
+    trainer: Trainer, saver: CheckpointSaver | None, resume: str | None
+) -> tuple[str, Snapshot] | None:
+    """The checkpoint that `resume` names, or None for a fresh start.
+
+    Raises:
+        ConfigError: "auto" without a run directory.
+        CheckpointError: Nothing readable at a path.
+    """
+    if resume is None:
+        return None
+    if not isinstance(resume, (str, os.PathLike)):
+        raise ConfigError(f"resume must be 'auto', a path or None, not {resume!r}")
+    if resume != "auto":
+        path = resolve(resume)
+        return path, LocalCheckpointIO().load(path)
+    if trainer.run_dir is None:
+        raise ConfigError("resume='auto' takes the newest checkpoint of run_dir: give the Trainer a run_dir")
+    manager = (
+        saver.manager
+        if saver
+        else CheckpointManager(str(Path(trainer.run_dir) / CHECKPOINTS), CheckpointConfig())
+    )
+    return manager.load_latest()
+
+
+def build_evaluation(trainer: Trainer, task: Any, data: Any, stage: str, checkpoint: str | None) -> Run:
+    """The run of a validation, test or prediction outside a fit: no loggers, no files."""
+    task = check_task(task)
+    engine = make_engine(trainer)
+    if checkpoint is not None:
+        path = named_checkpoint(trainer, checkpoint)
+        tensors = LocalCheckpointIO().load(path, groups=("model",)).tensors["model"]
+        extras = read_extras(path) if has_extras(task) else {}
+        load_module_state(task, tensors, extras, where=path, adopt_dtypes=True)
+    engine.prepare_task(task, training=False)
+    feeds = evaluation_feeds(trainer, engine, task, pick_data(data, stage), stage)
+    if not feeds:
+        raise ConfigError(
+            f"no data to {stage}: give a DataLoader, a Dataset, an iterable of batches or a mapping of named"
+            " loaders"
+        )
+    declared = task.metrics() if stage != "predict" else {}
+    return Run(
+        task,
+        engine,
+        stage=stage,
+        callbacks=[each for each in with_defaults(trainer, None) if not isinstance(each, ModelSummary)],
+        run_dir=Path(trainer.run_dir) if trainer.run_dir is not None else None,
+        evaluation_feeds=feeds,
+        evaluation_metrics=DeclaredMetrics(declared, engine.device) if declared else None,
+    )
+
+
+def build_prediction(trainer: Trainer, task: Any, data: Any, checkpoint: str | None) -> Run:
+    """The run of a prediction.
+
+    Raises:
+        ConfigError: Named loaders; a prediction has one order.
+    """
+    data = pick_data(data, "predict")  # once: it may be costly to make
+    if isinstance(data, Mapping):
+        raise ConfigError("predict takes one loader, not a mapping; call it once for each")
+    return build_evaluation(trainer, task, data, "predict", checkpoint)
+
+
+def named_checkpoint(trainer: Trainer, checkpoint: str) -> str:
+    """The path of a checkpoint given as a path, or as "best" or "last" of the run directory.
+
+    Raises:
+        ConfigError: "best" or "last" without a run directory.
+        CheckpointError: There is none.
+    """
+    if checkpoint not in ("best", "last"):
+        return resolve(checkpoint)
+    if trainer.run_dir is None:
+        raise ConfigError(
+            f"checkpoint={checkpoint!r} is looked for in run_dir: give the Trainer a run_dir, or give a path"
+        )
+    if checkpoint == "last":
+        return resolve(trainer.run_dir)
+    policy = trainer.checkpoint if isinstance(trainer.checkpoint, CheckpointConfig) else CheckpointConfig()
+    # Only read: a manager would tidy the directory, in which another process may be training.
+    directory = Path(trainer.run_dir) / CHECKPOINTS
+    keepers = rank(read_index(str(directory)) or [], policy)
+    if not keepers:
+        raise CheckpointError(
+            f"{trainer.run_dir} has no best checkpoint: no evaluation gave a value of {policy.by!r}. Use"
+            " checkpoint='last', or a path"
+        )
+    return str(directory / keepers[0].name)

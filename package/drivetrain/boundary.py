@@ -1,0 +1,128 @@
+"""The one place that catches everything: what surrounds a run, however it ends."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from drivetrain.distributed.watchdog import Watchdog
+from drivetrain.run import Run
+from drivetrain.streams import preserved
+
+if TYPE_CHECKING:
+    from drivetrain.trainer import Trainer
+
+
+@contextmanager
+def boundary(trainer: Trainer, run: Run) -> Iterator[None]:
+    """Run something under the Trainer's process-wide settings, and leave the process as it was found.
+
+    Callbacks hear of an exception, loggers are closed, and it is raised again with a note of where the run
+    stood.
+    """
+    with ExitStack() as stack:
+        stack.callback(run.engine.teardown)
+        for logger in run.loggers:  # each by itself: one that fails to close leaves none of the others open
+            stack.callback(logger.close)
+        stack.enter_context(preserved(run.engine.device))
+        if trainer.deterministic:
+            stack.enter_context(_deterministic())
+        if trainer.hang_timeout is not None:
+            stack.enter_context(_watched(trainer.hang_timeout, run))
+        try:
+            yield
+        except GeneratorExit:
+            if sys.is_finalizing():
+                # The loop was left suspended and the interpreter is taking itself down: torch can no longer
+                # compute, there is no process state left to restore, and files are all that can be saved.
+                stack.pop_all()
+                _close_loggers(run)
+                raise
+            try:
+                _end_early(run)
+            except BaseException as error:
+                _report(run, error)
+                raise
+            raise
+        except BaseException as error:
+            _report(run, error)
+            raise
+
+
+def _end_early(run: Run) -> None:
+    """End a run whose loop was left: like any that stops, it logs what is left."""
+    run.log_training()
+    run.call(run.hooks.on_fit_end)
+
+
+def _report(run: Run, error: BaseException) -> None:
+    run.exception = error
+    error.add_note(f"drivetrain: {_where(run)}")
+    if run.last_checkpoint is not None:
+        error.add_note(
+            f"drivetrain: the newest checkpoint is {run.last_checkpoint}; resume='auto' goes on from it"
+        )
+    _tell_callbacks(run)
+
+
+def _where(run: Run) -> str:
+    progress = run.progress
+    if run.stage == "train":
+        return (
+            f"in training, after update {progress.updates}, epoch {progress.epoch}, position"
+            f" {progress.position}, rank {run.engine.strategy.rank}"
+        )
+    place = run.evaluation
+    loader = f" of loader {place.loader!r}" if place.loader else ""
+    return (
+        f"in {run.stage}, batch {place.batch}{loader}, after update {progress.updates}, rank"
+        f" {run.engine.strategy.rank}"
+    )
+
+
+def _tell_callbacks(run: Run) -> None:
+    for hook in run.hooks.on_exception:
+        try:
+            hook(run)
+        except Exception:  # the first cause must not be hidden by what a callback makes of it
+            traceback.print_exc(file=sys.stderr)
+
+
+def _close_loggers(run: Run) -> None:
+    for logger in run.loggers:
+        logger.close()
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn = torch.backends.cudnn
+    benchmark, kernels = cudnn.benchmark, cudnn.deterministic
+    torch.use_deterministic_algorithms(True)
+    cudnn.benchmark, cudnn.deterministic = False, True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        cudnn.benchmark, cudnn.deterministic = benchmark, kernels
+
+
+def _watched(timeout: float, run: Run) -> Watchdog:
+    def heartbeat() -> tuple[object, ...]:
+        place, progress = run.evaluation, run.progress
+        return (
+            progress.micro_batches,
+            progress.updates,
+            run.stage,
+            place.loader,
+            place.batch,
+            run.last_checkpoint,
+        )
+
+    return Watchdog(timeout, heartbeat, lambda: _where(run), run.run_dir)

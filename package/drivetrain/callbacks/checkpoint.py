@@ -1,0 +1,84 @@
+"""Saves checkpoints when they are due, and the finished weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from drivetrain.callbacks.base import Callback
+from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, export_weights
+from drivetrain.module_state import module_state
+from drivetrain.types import Trigger
+
+if TYPE_CHECKING:
+    from drivetrain.run import Run
+
+WEIGHTS = "model.safetensors"
+"""The file of a finished run's weights, in its run directory."""
+
+
+class CheckpointSaver(Callback):
+    """Saves resume points at an interval and keepers after evaluations; the Trainer makes one from
+    `checkpoint=`.
+
+    It acts in `on_save`, after all other hooks of an update, so that what they changed is in the file. A run
+    that stops, for whatever reason of its own, is saved once more, unless it just was.
+
+    Args:
+        config: The policy.
+        manager: The checkpoints of the run directory.
+        run_dir: Where the finished weights go.
+        metric_required: Whether an evaluation without the metric that ranks keepers is an error; not so for a
+            policy that nobody asked for.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        manager: CheckpointManager,
+        run_dir: Path,
+        *,
+        metric_required: bool = True,
+    ) -> None:
+        self.config = config
+        self.manager = manager
+        self.run_dir = run_dir
+        self._metric_required = metric_required
+        self._trigger = Trigger(None)
+        self._evaluated = False
+
+    def on_fit_start(self, run: Run) -> None:
+        """Begin the interval where the run stands."""
+        self._trigger = Trigger(self.config.interval, run.totals.updates_per_epoch)
+        self._trigger.start(run.progress)
+
+    def on_evaluation_end(self, run: Run) -> None:
+        """Note that there are new metrics to rank by."""
+        self._evaluated = run.stage == "validation"
+
+    def on_save(self, run: Run) -> None:
+        """Save if the interval ends here, the metrics are among the best, or the run is about to end."""
+        progress = run.progress
+        epoch_ended = progress.epoch_batches == 0
+        applied = run.step is None or run.step.applied
+        due = (applied or epoch_ended) and self._trigger.due(progress, epoch_ended)
+        keeper = self._evaluated and self._ranks(run.metrics) and self.manager.should_keep(run.metrics)
+        self._evaluated = False
+        resume = due or run.stop_reason is not None
+        if resume or keeper:
+            with run.timed("save"):
+                saved = self.manager.save(
+                    progress.updates, progress.epoch, run.metrics, run.snapshot, resume=resume, keeper=keeper
+                )
+            if saved.path != run.last_checkpoint:
+                run.checkpoint_saved(saved.path)
+
+    def _ranks(self, metrics: Mapping[str, float]) -> bool:
+        return self._metric_required or self.config.by in metrics
+
+    def on_fit_end(self, run: Run) -> None:
+        """Leave the weights as a plain safetensors file."""
+        if run.is_main:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            export_weights(module_state(run.task)[0], self.run_dir / WEIGHTS)

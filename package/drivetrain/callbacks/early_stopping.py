@@ -1,0 +1,150 @@
+"""Stop when a metric no longer improves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.callbacks.base import Callback
+from drivetrain.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from drivetrain.run import Run
+
+
+class EarlyStopping(Callback):
+    """Stops a fit when a metric has not improved for `patience` validations in a row.
+
+    A value improves when it is better than the best so far by more than the threshold; in "rel" mode the
+    threshold is a fraction of the best value's size. A NaN or an infinity never improves. The count and the
+    best value are part of a checkpoint, and a new fit begins without them.
+
+    Args:
+        metric: The name of a logged value.
+        mode: "min" if less is better, "max" if more is.
+        patience: How many validations without improvement stop the fit; at least 1.
+        threshold: What an improvement has to exceed; not negative.
+        threshold_mode: "abs" or "rel".
+        min_epochs: No stop before so many epochs are complete.
+        stop_at: A value that is good enough: reaching it stops the fit at once.
+
+    Raises:
+        ConfigError: An argument out of its range; when a fit starts that never validates; or, at the first
+            validation, a metric that is not logged.
+    """
+
+    def __init__(
+        self,
+        metric: str = "validation/loss",
+        mode: str = "min",
+        patience: int = 3,
+        threshold: float = 0.0,
+        threshold_mode: str = "abs",
+        min_epochs: int = 0,
+        stop_at: float | None = None,
+    ) -> None:
+        for name, value, allowed in (
+            ("mode", mode, ("min", "max")),
+            ("threshold_mode", threshold_mode, ("abs", "rel")),
+        ):
+            if value not in allowed:
+                raise ConfigError(f"early stopping has {name}={value!r}. {nearest(str(value), allowed)}")
+        if patience < 1:
+            raise ConfigError(f"early stopping has patience={patience!r}; give at least 1 validation")
+        if not (threshold >= 0 and math.isfinite(threshold)):
+            raise ConfigError(f"early stopping has threshold={threshold!r}; give a finite number, at least 0")
+        self.metric = metric
+        self.mode = mode
+        self.patience = patience
+        self.threshold = threshold
+        self.threshold_mode = threshold_mode
+        self.min_epochs = min_epochs
+        self.stop_at = stop_at
+        self.best: float | None = None
+        self.without_improvement = 0
+        self._fitting = False
+        self._loaded = False
+
+    def on_fit_start(self, run: Run) -> None:
+        """Forget an earlier fit, unless this one resumes from a checkpoint.
+
+        Raises:
+            ConfigError: The fit never validates.
+        """
+        if run.triggers.validate.every is None:
+            raise ConfigError(
+                f"early stopping watches {self.metric!r} at each validation, but this fit never validates. "
+                "Give `fit` validation_data, and the Trainer a `validate_every`"
+            )
+        if not self._loaded:
+            self.best = None
+            self.without_improvement = 0
+        self._fitting = True
+        if self._loaded and self.metric in run.metrics:
+            self._decide(run, run.metrics[self.metric])  # a run that had stopped for this does not go on
+
+    def on_evaluation_end(self, run: Run) -> None:
+        """Judge the metric after each validation of the fit."""
+        if not self._fitting or run.stage != "validation":
+            return
+        if self.metric not in run.metrics:
+            help_text = nearest(self.metric, run.metrics)
+            raise ConfigError(f"early stopping watches {self.metric!r}, which is not logged. {help_text}")
+        value = run.metrics[self.metric]
+        if self._improves(value):
+            self.best = value
+            self.without_improvement = 0
+        else:
+            self.without_improvement += 1
+        self._decide(run, value)
+
+    def _decide(self, run: Run, value: float) -> None:
+        if run.progress.epoch < self.min_epochs:
+            return
+        if self._reached(value):
+            run.stop(f"early stopping: {self.metric} is {value:.6g} and reached {self.stop_at:.6g}")
+        elif self.without_improvement >= self.patience:
+            run.stop(f"early stopping: {self._reason(value)}")
+
+    def on_fit_end(self, run: Run) -> None:
+        """The fit is over."""
+        self._finish()
+
+    def on_exception(self, run: Run) -> None:
+        """The fit is over."""
+        self._finish()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value so far and the count of validations since."""
+        return {"best": self.best, "without_improvement": self.without_improvement}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave; the next fit goes on from there."""
+        self.best = None if state["best"] is None else float(state["best"])
+        self.without_improvement = int(state["without_improvement"])
+        self._loaded = True
+
+    def _finish(self) -> None:
+        self._fitting = False
+        self._loaded = False
+
+    def _improves(self, value: float) -> bool:
+        if not math.isfinite(value):
+            return False
+        if self.best is None:
+            return True
+        margin = self.threshold * (abs(self.best) if self.threshold_mode == "rel" else 1.0)
+        return value < self.best - margin if self.mode == "min" else value > self.best + margin
+
+    def _reached(self, value: float) -> bool:
+        if self.stop_at is None:
+            return False
+        return value <= self.stop_at if self.mode == "min" else value >= self.stop_at
+
+    def _reason(self, value: float) -> str:
+        count = f"{self.without_improvement} evaluation{'s' if self.without_improvement > 1 else ''}"
+        if self.best is None:
+            return f"{self.metric} was not finite for {count}; it is {value}"
+        now = "" if math.isfinite(value) else f"; it is {value} now"
+        return f"{self.metric} did not improve on {self.best:.6g} for {count}{now}"

@@ -1,0 +1,34 @@
+"""A callback from plain functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from drivetrain.callbacks.base import HOOKS, Callback
+from drivetrain.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from drivetrain.run import Run
+
+
+class LambdaCallback(Callback):
+    """Calls a function at each hook that is named: ``LambdaCallback(on_step_end=lambda run: ...)``.
+
+    Args:
+        **hooks: Functions by the names of the hooks; each is given the run. A hook that is not named costs
+            nothing.
+
+    Raises:
+        ConfigError: No hook has that name, or what is given for one cannot be called.
+    """
+
+    def __init__(self, **hooks: Callable[[Run], object]) -> None:
+        for name, function in hooks.items():
+            if name not in HOOKS:
+                raise ConfigError(f"there is no hook {name!r}. {nearest(name, HOOKS)}")
+            if not callable(function):
+                raise ConfigError(f"{name} must be a function that is given the run, not {function!r}")
+            # On the instance, where a run looks first: the unnamed hooks stay those of the base class, marked
+            # unused.
+            setattr(self, name, function)

@@ -1,0 +1,22 @@
+"""The learning rates among the logged values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from drivetrain.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from drivetrain.run import Run
+
+
+class LearningRateMonitor(Callback):
+    """Adds the learning rate of every optimizer and parameter group to each log point.
+
+    Names are those of `Run.learning_rates`: "lr" when there is one, else "lr/<optimizer>" or "lr/<group>".
+    """
+
+    def on_log(self, run: Run) -> None:
+        """Log the rates of the update that comes next."""
+        for name, rate in run.learning_rates().items():
+            run.log(name, rate)

@@ -1,0 +1,193 @@
+"""How far the run is: a bar where there is a screen, plain lines where there is a file."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from drivetrain.run import Run
+
+_SECONDS_BETWEEN_DRAWINGS = 0.1
+_SHOWN_PER_STAGE = 4
+_STAGES = ("train", "validation", "test")
+
+
+class ProgressBar(Callback):
+    """Shows the updates made, the time left and the latest metrics, on stderr of the main rank.
+
+    On a terminal and in a notebook it is a tqdm bar, with a second, transient one during evaluation and
+    prediction. Anywhere else, such as a batch system's log file, it is one plain line per log point without
+    any control character::
+
+        epoch 2/3 | update 50/135 | train/loss 0.512 | validation/accuracy 0.93
+
+    Args:
+        metrics: The names to show. By default the first four of each stage, in the order in which they were
+            logged.
+    """
+
+    def __init__(self, metrics: Sequence[str] | None = None) -> None:
+        self.metrics = metrics
+        self._fitting = False
+        self._epoch = 0
+        self._bar_class: Any = None
+        self._bar: Any = None
+        self._evaluation_bar: Any = None
+        self._loader: str | None = None
+        # When to draw next. Infinity where nothing is drawn: an update then costs one reading of the clock.
+        self._next = math.inf
+
+    def on_fit_start(self, run: Run) -> None:
+        """Open the bar, at the update where a resumed run goes on."""
+        if not run.is_main:
+            return
+        self._fitting = True
+        self._epoch = run.progress.epoch + 1
+        self._look_for_screen()
+        if self._bar_class is not None:
+            self._bar = self._bar_class(
+                initial=run.progress.updates,
+                total=run.totals.updates,
+                desc=self._epoch_text(run),
+                unit="update",
+                **_DRAW_WHEN_TOLD,
+            )
+
+    def on_epoch_start(self, run: Run) -> None:
+        """Show the epoch's number."""
+        # Kept, because at an epoch's last log point the progress may count that epoch as complete already.
+        self._epoch = run.progress.epoch + 1
+        if self._bar is not None:
+            self._bar.set_description(self._epoch_text(run), refresh=False)
+
+    def on_step_end(self, run: Run) -> None:
+        """Draw the bar if it is time to."""
+        if time.monotonic() >= self._next:
+            self._draw(run)
+
+    def on_log(self, run: Run) -> None:
+        """Show the latest metrics."""
+        if not self._fitting:
+            return
+        # What other callbacks add to this log point does not stand among the metrics yet.
+        metrics = {**run.metrics, **run.logged}
+        values = [f"{name} {metrics[name]:.4g}" for name in self._shown(metrics)]
+        if self._bar is not None:
+            self._bar.set_postfix_str(", ".join(values), refresh=False)
+            return
+        updates = _of("update", run.progress.updates, run.totals.updates)
+        print(" | ".join([self._epoch_text(run), updates, *values]), file=sys.stderr, flush=True)
+
+    def on_evaluation_start(self, run: Run) -> None:
+        """Look where to draw when the evaluation is not part of a fit."""
+        if run.is_main and not self._fitting:
+            self._look_for_screen()
+
+    def on_evaluation_step_end(self, run: Run) -> None:
+        """Draw the evaluation's bar if it is time to."""
+        if time.monotonic() >= self._next:
+            self._draw_evaluation(run)
+
+    def on_evaluation_end(self, run: Run) -> None:
+        """Take the evaluation's bar away."""
+        self._close_evaluation()
+
+    def on_fit_end(self, run: Run) -> None:
+        """Draw the bar a last time and leave it standing."""
+        if self._bar is not None:
+            self._draw(run)
+        self._close()
+
+    def on_exception(self, run: Run) -> None:
+        """Leave the bars as they are and the terminal at the start of a line."""
+        self._close()
+
+    def _look_for_screen(self) -> None:
+        self._bar_class = _bar_class()
+        self._next = math.inf if self._bar_class is None else 0.0
+
+    def _draw(self, run: Run) -> None:
+        self._bar.update(run.progress.updates - self._bar.n)
+        self._next = time.monotonic() + _SECONDS_BETWEEN_DRAWINGS
+
+    def _draw_evaluation(self, run: Run) -> None:
+        evaluation = run.evaluation
+        name = run.stage if evaluation.loader is None else f"{run.stage} {evaluation.loader}"
+        if self._evaluation_bar is None:
+            self._evaluation_bar = self._bar_class(
+                total=evaluation.batches, desc=name, unit="batch", leave=False, **_DRAW_WHEN_TOLD
+            )
+        elif evaluation.loader != self._loader:
+            self._evaluation_bar.reset(total=evaluation.batches)
+            self._evaluation_bar.set_description(name, refresh=False)
+        self._loader = evaluation.loader
+        self._evaluation_bar.update(evaluation.batch + 1 - self._evaluation_bar.n)
+        self._next = time.monotonic() + _SECONDS_BETWEEN_DRAWINGS
+
+    def _close_evaluation(self) -> None:
+        if self._evaluation_bar is not None:
+            self._evaluation_bar.close()
+            self._evaluation_bar = None
+
+    def _close(self) -> None:
+        self._close_evaluation()
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        self._fitting = False
+        self._next = math.inf
+
+    def _epoch_text(self, run: Run) -> str:
+        return _of("epoch", self._epoch, run.totals.epochs)
+
+    def _shown(self, names: Iterable[str]) -> list[str]:
+        if self.metrics is not None:
+            known = set(names)
+            return [name for name in self.metrics if name in known]
+        by_stage: dict[str, list[str]] = {stage: [] for stage in _STAGES}
+        for name in names:
+            shown = by_stage.get(name.partition("/")[0])
+            if shown is not None and len(shown) < _SHOWN_PER_STAGE:
+                shown.append(name)
+        return [name for shown in by_stage.values() for name in shown]
+
+
+# tqdm would decide by itself in which calls of update() it draws; the callback has decided already.
+_DRAW_WHEN_TOLD = {"mininterval": 0.0, "miniters": 0, "dynamic_ncols": True}
+
+
+def _of(what: str, number: int, total: int | None) -> str:
+    return f"{what} {number}" if total is None else f"{what} {number}/{total}"
+
+
+def _bar_class() -> Any:
+    """The kind of tqdm bar that fits where stderr goes; None where no bar can be drawn."""
+    notebook = "ipykernel.zmqshell" in sys.modules
+    if not (notebook or _has_screen()):
+        return None
+    from tqdm.std import tqdm
+
+    base: Any = tqdm
+    if notebook:
+        from tqdm import notebook as widgets
+
+        # Without ipywidgets tqdm's notebook bar raises; the text bar works in a notebook as well.
+        base = tqdm if widgets.IProgress is None else widgets.tqdm
+    # tqdm starts a thread that outlives the bar, to redraw bars that were not updated for long, and makes a
+    # lock for several processes, which on some systems starts one. This bar needs neither.
+    return type("Bar", (base,), {"monitor_interval": 0, "_lock": threading.RLock()})
+
+
+def _has_screen() -> bool:
+    """Whether stderr is a terminal that can hold a bar: one that moves its cursor and knows its width."""
+    if sys.stderr is None or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        return False
+    return all(os.get_terminal_size(sys.stderr.fileno()))  # tqdm draws nothing on a screen without rows

@@ -1,0 +1,215 @@
+"""How fast a run trains, and what it spends its time on."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from drivetrain.callbacks.base import Callback
+from drivetrain.callbacks.peaks import peak_flops
+from drivetrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from drivetrain.run import Run
+
+_PARTS = ("data", "compute", "evaluation", "save")
+
+
+class Throughput(Callback):
+    """Adds speeds to each log point, measured since the log point before.
+
+    All names begin with ``throughput/``:
+
+    - ``samples_per_second``, ``tokens_per_second`` (if tokens are counted) and ``updates_per_second``: over
+      the time spent on training, which is the wall time without evaluation and saving;
+    - ``data_seconds``, ``compute_seconds``, ``evaluation_seconds``, ``save_seconds``, and the same with
+      ``_share``: what the wall time went to. Waiting for the data is "data", so that a large share asks for
+      more workers;
+    - ``model_flops_per_second``: operations of the forward and backward passes, on all devices;
+    - ``model_flops_utilisation``: that per device over the device's peak (Chowdhery et al., "PaLM", arXiv
+      2204.02311, appendix B), when the peak is known.
+
+    The first update is left out, because it warms up caches and allocators. A log point without an update
+    since the one before, such as the one of an evaluation, gets no values. Nothing here waits for the device.
+
+    The operations per sample are counted once, in the fit's first update, as torch runs it
+    (`torch.utils.flop_counter`): they hold for batches like that one, and include what activation
+    checkpointing computes again. A compiled task runs that one update uncompiled. A checkpoint keeps the
+    count, so that a resumed run does not count again.
+
+    Args:
+        peak_flops: The peak of one device in FLOP/s. By default that of the GPU in the precision's compute
+            dtype, from a table (`drivetrain.callbacks.peaks`).
+        flops_per_sample: Floating-point operations per sample of a forward and backward pass.
+        measure_flops: Whether to count them when they are not given.
+
+    Raises:
+        ConfigError: A peak or a number of operations that is not positive.
+    """
+
+    def __init__(
+        self,
+        peak_flops: float | None = None,
+        flops_per_sample: float | None = None,
+        measure_flops: bool = True,
+    ) -> None:
+        for name, value in (("peak_flops", peak_flops), ("flops_per_sample", flops_per_sample)):
+            if value is not None and not value > 0:
+                raise ConfigError(f"throughput has {name}={value!r}; give a positive number, or None")
+        self.peak_flops = peak_flops
+        self.flops_per_sample = flops_per_sample
+        self.measure_flops = measure_flops
+        self._flops_per_sample = flops_per_sample
+        self._peak = peak_flops
+        self._devices = 1
+        self._measure = False
+        self._loaded = False
+        self._counting: _Counting | None = None
+        self._mark: _Mark | None = None
+
+    def on_fit_start(self, run: Run) -> None:
+        """Look up the device's peak and begin without a measurement."""
+        if not self._loaded:
+            self._flops_per_sample = self.flops_per_sample
+        self._loaded = False
+        self._measure = self.measure_flops and self._flops_per_sample is None
+        self._peak = self.peak_flops or _device_peak(run)
+        self._devices = run.engine.strategy.world_size
+        self._mark = None
+
+    def on_step_start(self, run: Run) -> None:
+        """Count the operations of the fit's first update."""
+        if self._measure:
+            self._counting = _Counting(run.progress.samples)
+
+    def on_before_optimizer_step(self, run: Run) -> None:
+        """Forward and backward are over; a task with several optimizers comes here once for each."""
+        if self._counting is not None:
+            self._counting.read()
+
+    def on_step_end(self, run: Run) -> None:
+        """Start the first measurement when the first update is over."""
+        if self._counting is not None:
+            self._finish_counting(run)
+        elif self._mark is None:
+            self._mark = _Mark.now(run)
+
+    def on_log(self, run: Run) -> None:
+        """Log what was measured since the log point before."""
+        before = self._mark
+        if before is None or run.progress.updates == before.updates:
+            return
+        now = self._mark = _Mark.now(run)
+        wall = now.seconds - before.seconds
+        spent = {part: now.timing.get(part, 0.0) - before.timing.get(part, 0.0) for part in _PARTS}
+        training = wall - spent["evaluation"] - spent["save"]
+        if training <= 0:
+            return
+        samples = (now.samples - before.samples) / training
+        run.log("throughput/samples_per_second", samples)
+        if now.tokens > before.tokens:
+            run.log("throughput/tokens_per_second", (now.tokens - before.tokens) / training)
+        run.log("throughput/updates_per_second", (now.updates - before.updates) / training)
+        for part, seconds in spent.items():
+            run.log(f"throughput/{part}_seconds", seconds)
+            run.log(f"throughput/{part}_share", seconds / wall)
+        if self._flops_per_sample is not None:
+            flops = samples * self._flops_per_sample
+            run.log("throughput/model_flops_per_second", flops)
+            if self._peak is not None:
+                run.log("throughput/model_flops_utilisation", flops / self._devices / self._peak)
+
+    def on_fit_end(self, run: Run) -> None:
+        """Stop counting, should the fit end within its first update."""
+        self._stop()
+
+    def on_exception(self, run: Run) -> None:
+        """Stop counting, should the first update have raised."""
+        self._stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The operations per sample, if they are known."""
+        return {"flops_per_sample": self._flops_per_sample}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave; a number given to the constructor comes first."""
+        self._flops_per_sample = self.flops_per_sample or state["flops_per_sample"]
+        self._loaded = True
+
+    def _finish_counting(self, run: Run) -> None:
+        assert self._counting is not None
+        samples = run.progress.samples - self._counting.samples
+        flops = self._counting.flops
+        self._stop()
+        # An update without an optimizer's step (a window of weight zero) has no complete backward to count.
+        if flops is not None and samples > 0:
+            self._measure = False
+            self._flops_per_sample = self._devices * flops / samples if flops else None
+
+    def _stop(self) -> None:
+        if self._counting is not None:
+            self._counting.close()
+            self._counting = None
+        self._loaded = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """Where the run was at a moment."""
+
+    seconds: float
+    updates: int
+    samples: int
+    tokens: int
+    timing: dict[str, float]
+
+    @classmethod
+    def now(cls, run: Run) -> _Mark:
+        progress = run.progress
+        return cls(time.perf_counter(), progress.updates, progress.samples, progress.tokens, dict(run.timing))
+
+
+class _Counting:
+    """Counts the floating-point operations that torch dispatches until it is closed.
+
+    Args:
+        samples: The samples seen when counting began.
+    """
+
+    def __init__(self, samples: int) -> None:
+        from torch.utils.flop_counter import FlopCounterMode
+
+        self.samples = samples
+        self.flops: int | None = None
+        self._stack = contextlib.ExitStack()
+        # The counter does not see into compiled code, and code that is first called under it is never
+        # compiled at all. Nothing is compiled as long as nobody imported the compiler, whose import takes a
+        # second.
+        if "torch._dynamo" in sys.modules:
+            self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+        self._counter = self._stack.enter_context(FlopCounterMode(display=False))
+
+    def read(self) -> None:
+        """Take the count so far."""
+        self.flops = self._counter.get_total_flops()
+
+    def close(self) -> None:
+        """Stop counting."""
+        self._stack.close()
+
+
+def _device_peak(run: Run) -> float | None:
+    device = run.engine.device
+    if device.type != "cuda":
+        return None
+    precision = run.engine.precision
+    stored = next((each.dtype for each in run.task.parameters() if each.is_floating_point()), torch.float32)
+    dtype = precision.compute_dtype or precision.param_dtype or stored
+    tf32 = torch.get_float32_matmul_precision() != "highest"
+    return peak_flops(torch.cuda.get_device_name(device), dtype, tf32)

@@ -1,0 +1,394 @@
+"""The step: micro-batches in, one update made.
+
+`Engine.train_step` reads from top to bottom what an update is. `prepare`, `backward` and `step` are the same
+parts for a loop of your own over any `nn.Module`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.data import Feed, MicroBatch, Transfer, as_source, pin_memory_for
+from drivetrain.declared_metrics import DeclaredMetrics
+from drivetrain.engine_data import EngineData
+from drivetrain.engine_state import load_engine, save_engine
+from drivetrain.errors import ConfigError
+from drivetrain.metrics import MetricBuffer, Row, StepValues, read_output, refuse_nonfinite
+from drivetrain.native import OpenWindow, prepare_module
+from drivetrain.precision import Precision, as_precision
+from drivetrain.progress import Progress
+from drivetrain.strategies import Prepared, Strategy, select_strategy
+from drivetrain.streams import Streams
+from drivetrain.task import StepModule, TaskModule
+from drivetrain.types import Batch
+from drivetrain.updates import Updater, build_updaters, is_interleaved, optimizer_specs
+from drivetrain.window import (
+    Returned,
+    StepResult,
+    Weighted,
+    advance,
+    named,
+    no_loss,
+    returned_rows,
+    same_optimizer,
+    weighted,
+)
+
+_STEPS = {
+    "validation": "validation_step",
+    "test": "test_step",
+    "predict": "predict_step",
+}
+
+
+class Engine:
+    """Device, precision, optimizers and the step.
+
+    Args:
+        strategy: A name or an instance; see `drivetrain.strategies`.
+        precision: A name or a `Precision`.
+        devices: How many processes, or "auto".
+        num_nodes: How many machines.
+        seed: Seeds every random stream of the run.
+        compile: True, or options for `torch.compile`, to compile the task's forward.
+
+    Raises:
+        ConfigError: An unknown strategy or precision; lists the allowed names.
+        StrategyError: One that cannot run here.
+
+    Example:
+        ```python
+        engine = Engine(precision="bf16-mixed")
+        model, optimizer = engine.prepare(model, lambda params: torch.optim.AdamW(params, lr=1e-3))
+        for batch in engine.prepare_data(loader):
+            engine.backward(model(batch))
+            engine.step(optimizer, max_grad_norm=1.0)
+        engine.save("checkpoints/last", model=model, optimizer=optimizer)
+        ```
+    """
+
+    def __init__(
+        self,
+        strategy: str | Strategy = "auto",
+        precision: str | Precision = "32",
+        devices: int | str = "auto",
+        num_nodes: int = 1,
+        seed: int = 0,
+        compile: bool | Mapping[str, Any] = False,
+    ) -> None:
+        self.precision = as_precision(precision)
+        self.strategy = select_strategy(strategy, self.precision, devices, num_nodes)
+        self.device = self.strategy.device
+        self.seed = seed
+        self.progress = Progress()
+        self.streams = Streams(seed, self.strategy.rank, self.device)
+        self.transfer = Transfer(self.device, self.precision.input_dtype)
+        self.buffer = MetricBuffer(self.strategy.rank)
+        self.updaters: dict[str, Updater] = {}
+        self.before_optimizer_step: Callable[[], None] | None = None
+        self._compile = compile
+        self._scaled = self.precision.loss_scaling
+        self._window = OpenWindow()
+        self.strategy.setup()
+
+    # The task's side: what the Trainer uses.
+
+    def prepare_task(
+        self,
+        task: TaskModule,
+        *,
+        training: bool = True,
+        total_updates: int | None = None,
+        max_grad_norm: float | None = None,
+        metrics: DeclaredMetrics | None = None,
+    ) -> None:
+        """Place the task and, for training, make its optimizers.
+
+        Args:
+            task: The task; its parameters are moved in place.
+            training: Whether optimizers are needed.
+            total_updates: The run's length for schedules, or None when it is not known.
+            max_grad_norm: Clipping for optimizers that set none of their own.
+            metrics: Declared metrics to update in training, or None.
+
+        Raises:
+            ConfigError: The task's optimizers or its step do not fit together.
+        """
+        self.task = task
+        self.step_module = StepModule(task)
+        if self._compile:
+            task.compile(**(dict(self._compile) if isinstance(self._compile, Mapping) else {}))
+        self._train_metrics = metrics if metrics else None
+        self._interleaved = is_interleaved(task)
+        if not training:
+            self._take(self.strategy.prepare(self.step_module, None, self.precision))
+            return
+        specs = optimizer_specs(task.configure_optimizers())
+        if len(specs) > 1 and not self._interleaved:
+            raise ConfigError(
+                f"{type(task).__name__} configures {len(specs)} optimizers ({', '.join(map(repr, specs))})"
+                " but its training_step is no generator. Write `yield name, loss` for each, or configure one"
+                " optimizer"
+            )
+
+        def make_optimizers(_: nn.Module) -> dict[str, Optimizer]:
+            self.updaters = build_updaters(task, specs, total_updates, max_grad_norm)
+            return {name: updater.optimizer for name, updater in self.updaters.items()}
+
+        self._take(self.strategy.prepare(self.step_module, make_optimizers, self.precision))
+        self._parameters = [p for p in task.parameters() if p.requires_grad]
+        for parameter in self._parameters:  # what was left there would count into the first update
+            parameter.grad = None
+        self._moving = [each for each in self.updaters.values() if each.schedule or each.scheduler]
+        self._only = next(iter(self.updaters.values()))
+        self.use_training_step()
+
+    def _take(self, prepared: Prepared) -> None:
+        self.model = prepared.model
+        # A wrapper's own forward must run; without one, nn.Module's call (hooks that nobody can have set) is
+        # 1 us for nothing.
+        self._run_step = self.step_module.forward if self.model is self.step_module else self.model
+
+    def use_training_step(self) -> None:
+        """Make the model run the task's training step."""
+        self.step_module.use(advance if self._interleaved else self.task.training_step)
+
+    def set_rates(self) -> None:
+        """Set the learning rates of the update that comes next."""
+        for updater in self.updaters.values():
+            updater.set_rate(self.progress.updates)
+
+    def train_step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+        """One update: forward and backward of each micro-batch, then clip, step, zero and schedule.
+
+        The gradient is sum(weight x loss) / sum(weight) over the micro-batches, so that any split of a batch
+        gives the same update. A micro-batch of weight zero has nothing to learn from and is passed over.
+        """
+        self.streams.seed_update(self.progress.updates)
+        pairs = weighted(micro_batches)
+        if self._interleaved:
+            return self._interleaved_step(micro_batches, pairs)
+        strategy, run_step = self.strategy, self._run_step
+        rows: list[Row] = []
+        seen: list[Any] = []
+        for micro_batch, scale in pairs:
+            if strategy.world_size > 1:
+                strategy.microbatch(self.model, micro_batch is pairs[-1][0])
+            loss, names, values, outputs = read_output(run_step(micro_batch.batch))
+            if loss is None or values is None or not loss.requires_grad:
+                raise no_loss(self.task, loss)
+            strategy.backward(loss, scale)
+            rows.append((names, values, micro_batch.weight))
+            if self._train_metrics is not None:
+                self._keep_for_metrics(outputs, micro_batch.batch, seen)
+        applied, norm = self._update(self._only, rows) if rows else (False, None)
+        return self._finish(micro_batches, rows, applied, norm, seen)
+
+    def _interleaved_step(self, micro_batches: Sequence[MicroBatch], pairs: Weighted) -> StepResult:
+        # All bodies of the window run side by side, so that each named update sees the whole window's
+        # gradient.
+        bodies = [self.task.training_step(micro_batch.batch) for micro_batch, _ in pairs]
+        rows: list[Row] = []
+        seen: list[Any] = []
+        applied, norm = False, None
+        while bodies:
+            yielded = [self._run_step(body) for body in bodies]
+            if any(isinstance(each, Returned) for each in yielded):
+                rows += returned_rows(yielded, pairs)
+                break
+            name, losses = same_optimizer(yielded, self.updaters)
+            updater = self.updaters[name]
+            for value, (micro_batch, scale) in zip(losses, pairs, strict=True):
+                loss, names, values, outputs = read_output(value)
+                if loss is None or values is None or not loss.requires_grad:
+                    raise no_loss(self.task, loss)
+                # Only this optimizer's parameters get gradients, whatever else the loss depends on.
+                self.strategy.backward(loss, scale, updater.parameters)
+                rows.append((tuple(named(name, each) for each in names), values, micro_batch.weight))
+                if self._train_metrics is not None:
+                    self._keep_for_metrics(outputs, micro_batch.batch, seen)
+            stepped, norm = self._update(updater, rows)
+            applied = applied or stepped
+        return self._finish(micro_batches, rows, applied, norm, seen)
+
+    def _update(self, updater: Updater, rows: Sequence[Row]) -> tuple[bool, Tensor | None]:
+        strategy, norm = self.strategy, None
+        if self._scaled:
+            strategy.unscale(updater.optimizer)
+        if self.before_optimizer_step is not None:
+            self.before_optimizer_step()
+        if updater.max_grad_norm is not None:
+            norm = strategy.clip_grad_norm(updater.parameters, updater.max_grad_norm)
+        applied = strategy.optimizer_step(updater.optimizer)
+        # What Optimizer.zero_grad does, without its profiling range (6 us).
+        for parameter in self._parameters:
+            parameter.grad = None
+        if not applied:
+            refuse_nonfinite(rows, self.progress.updates, strategy.rank)
+        return applied, norm
+
+    def _finish(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        rows: list[Row],
+        applied: bool,
+        norm: Tensor | None,
+        seen: list[Any],
+    ) -> StepResult:
+        progress = self.progress
+        update = progress.updates
+        for micro_batch in micro_batches:
+            progress.position += micro_batch.advance
+            progress.samples += micro_batch.samples
+            progress.tokens += micro_batch.tokens
+        progress.micro_batches += len(micro_batches)
+        progress.epoch_batches += len(micro_batches)
+        if not applied:
+            progress.skipped += 1
+            return StepResult(rows, False, norm, update)
+        progress.updates += 1
+        progress.epoch_updates += 1
+        self.buffer.add(rows, update)
+        for inputs in seen:
+            self._train_metrics.update(inputs)  # type: ignore[union-attr]
+        for updater in self._moving:
+            updater.advance(update + 1)
+        return StepResult(rows, True, norm, update)
+
+    def _keep_for_metrics(self, outputs: Any, batch: Batch, seen: list[Any]) -> None:
+        if outputs is None:
+            return
+        with torch.no_grad():
+            inputs = self.task.metric_inputs(outputs, batch)
+        if self._scaled:
+            seen.append(inputs)  # a skipped update must not move the averages, so they wait for its outcome
+        else:
+            self._train_metrics.update(inputs)  # type: ignore[union-attr]
+
+    @contextmanager
+    def evaluating(self, stage: str) -> Iterator[None]:
+        """Run the step of "validation", "test" or "predict": evaluation mode, no gradients; all as before
+        afterwards.
+        """
+        modes = [(module, module.training) for module in self.task.modules()]
+        step = self.step_module.step
+        self.step_module.use(getattr(self.task, _STEPS[stage]))
+        self.task.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.step_module.use(step)
+            for module, training in modes:
+                module.training = training
+
+    def evaluation_step(self, micro_batch: MicroBatch, number: int) -> StepValues:
+        """One evaluation batch, the `number`-th of its loader; inside `evaluating`."""
+        self.streams.seed_evaluation(number)
+        return read_output(self._run_step(micro_batch.batch))
+
+    def predict_step(self, micro_batch: MicroBatch, number: int) -> Any:
+        """One batch's predictions, on the device; inside `evaluating("predict")`."""
+        self.streams.seed_evaluation(number)
+        return self._run_step(micro_batch.batch)
+
+    def teardown(self) -> None:
+        """Release what the strategy took, and leave the task as an ordinary module."""
+        if self._compile:
+            self.task._compiled_call_impl = None
+        self.strategy.teardown()
+
+    # A loop of your own.
+
+    def prepare(
+        self, model: nn.Module, make_optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None
+    ) -> Any:
+        """A module, and an optimizer made from its parameters, for a loop of your own.
+
+        Args:
+            model: Any module.
+            make_optimizer: Given the list of trainable parameters as the strategy has placed them.
+
+        Returns:
+            `model` if no optimizer is wanted, else `(model, optimizer)`. The model's forward runs under the
+            precision's context; its state keys are those of the module that was given.
+        """
+        prepared = prepare_module(self.strategy, self.precision, model, make_optimizer)
+        return (prepared.model, prepared.optimizer) if make_optimizer else prepared.model
+
+    def prepare_data(self, data: Any, *, training: bool = True) -> EngineData:
+        """Data whose batches come on the device, from where `progress` stands; see `EngineData`."""
+        source = as_source(
+            self.strategy.prepare_data(data), "training" if training else "evaluation", self.seed,
+            pin_memory=pin_memory_for(self.device),
+        )  # fmt: skip
+        return EngineData(self.progress, Feed(source, self.transfer), training, self.streams)
+
+    def backward(self, loss: Tensor, weight: float | Tensor = 1.0) -> None:
+        """Add a micro-batch's gradient; over the backwards between two steps it is sum(weight x loss) /
+        sum(weight).
+
+        Args:
+            loss: A scalar.
+            weight: What the loss is a mean over, such as its number of samples or tokens.
+        """
+        self._window.backward(self.strategy, loss, weight)
+
+    def step(self, optimizer: Optimizer, max_grad_norm: float | None = None) -> StepResult:
+        """Make an update from the gradients added since the last, and clear them.
+
+        Args:
+            optimizer: What `prepare` gave.
+            max_grad_norm: What to clip the gradient's global norm to.
+
+        Raises:
+            ConfigError: No backward came before.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._window.close(parameters)
+        if self._scaled:
+            self.strategy.unscale(optimizer)
+        norm = None if max_grad_norm is None else self.strategy.clip_grad_norm(parameters, max_grad_norm)
+        applied = self.strategy.optimizer_step(optimizer)
+        optimizer.zero_grad(set_to_none=True)
+        update = self.progress.updates
+        self.progress.updates += applied
+        self.progress.skipped += not applied
+        self.streams.seed_update(self.progress.updates)
+        return StepResult([], applied, norm, update)
+
+    def save(self, path: str, *, model: Any = None, optimizer: Any = None, **state: Any) -> None:
+        """Write a checkpoint: weights, optimizer state, progress, and anything else by name.
+
+        Args:
+            path: The directory to make; an existing one is refused.
+            model: A module, or a mapping of names to modules.
+            optimizer: An optimizer, or a mapping of names to optimizers.
+            state: Trees of tensors, numbers and texts, or objects with `state_dict`.
+
+        Raises:
+            ConfigError: In the middle of a window: gradients without their step are in no checkpoint.
+            CheckpointError: It cannot be written, or something in it cannot be stored.
+        """
+        if self._window.is_open:
+            raise ConfigError(
+                "engine.save() between engine.backward() and engine.step(): make the step first"
+            )
+        save_engine(self, path, model, optimizer, state)
+
+    def load(self, path: str, *, model: Any = None, optimizer: Any = None, **state: Any) -> dict[str, Any]:
+        """Read a checkpoint back, after verifying it: into the same things that `save` was given.
+
+        Returns:
+            What was saved by name, for those whose given object has no `load_state_dict`.
+
+        Raises:
+            CheckpointError: Damaged, missing, or not fitting the model.
+        """
+        return load_engine(self, path, model, optimizer, state)

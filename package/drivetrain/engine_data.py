@@ -1,0 +1,62 @@
+"""Data for a loop of your own: batches on the device, resumable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from drivetrain.data import Feed
+from drivetrain.progress import Progress
+from drivetrain.streams import Streams
+from drivetrain.types import Batch
+
+_STRIDE = 15_485_863
+"""Between the streams of a window's micro-batches, which are numbered like those of far later updates."""
+
+
+class EngineData:
+    """Batches on the device, once through per iteration.
+
+    Training data counts into the engine's progress: each iteration is the next epoch, and the first one after
+    `Engine.load` goes on where the checkpoint stood, without fetching what was already used.
+
+    Args:
+        progress: The engine's.
+        feed: The data.
+        training: Whether it counts.
+        streams: The engine's; each training batch is handed out under a random stream of its own, so that
+            what is drawn between two batches, by an evaluation for example, moves nothing.
+    """
+
+    def __init__(self, progress: Progress, feed: Feed, training: bool, streams: Streams) -> None:
+        self._progress = progress
+        self._feed = feed
+        self._training = training
+        self._streams = streams
+
+    def __len__(self) -> int:
+        """The batches in an epoch.
+
+        Raises:
+            TypeError: The data does not know.
+        """
+        count = self._feed.batches_per_epoch
+        if count is None:
+            raise TypeError("this data has no known length")
+        return count
+
+    def __iter__(self) -> Iterator[Batch]:
+        progress = self._progress
+        if not self._training:
+            yield from (micro_batch.batch for micro_batch in self._feed.micro_batches())
+            return
+        update, number = -1, 0
+        for micro_batch in self._feed.micro_batches(progress.epoch, progress.position):
+            update, number = progress.updates, number + 1 if progress.updates == update else 0
+            # An update's first micro-batch draws what it draws under a Trainer.
+            self._streams.seed_update(update + number * _STRIDE)
+            progress.position += micro_batch.advance
+            progress.micro_batches += 1
+            progress.samples += micro_batch.samples
+            yield micro_batch.batch
+        progress.epoch += 1
+        progress.position = 0

@@ -1,0 +1,140 @@
+"""Optimizer states by parameter name, and the checkpoints of a loop of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.checkpoint.format import Snapshot
+from drivetrain.checkpoint.io import LocalCheckpointIO
+from drivetrain.checkpoint.tree import pack, unpack
+from drivetrain.errors import CheckpointError, ConfigError
+from drivetrain.module_state import load_module_state, module_state
+from drivetrain.optim import load_state_by_name, state_by_name
+from drivetrain.task import StepModule
+from drivetrain.types import Stateful
+
+if TYPE_CHECKING:
+    from drivetrain.engine import Engine
+
+
+def optimizer_state(
+    module: nn.Module, optimizers: Mapping[str, Optimizer]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The states of a module's optimizers: tensors by `parameter/slot`, and the rest by optimizer."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    tensors: dict[str, Tensor] = {}
+    meta: dict[str, Any] = {}
+    for name, optimizer in optimizers.items():
+        own, meta[name] = state_by_name(optimizer, names)
+        tensors.update(own)
+    return tensors, meta
+
+
+def restore_optimizer_state(
+    module: nn.Module,
+    optimizers: Mapping[str, Optimizer],
+    tensors: Mapping[str, Tensor],
+    meta: Mapping[str, Any],
+) -> None:
+    """Take over what `optimizer_state` gave.
+
+    Raises:
+        CheckpointError: Other optimizers, parameters, shapes or dtypes than were saved.
+    """
+    if set(meta) != set(optimizers):
+        raise CheckpointError(
+            f"the checkpoint has the optimizers {sorted(meta)}, the task configures {sorted(optimizers)}"
+        )
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    for name, optimizer in optimizers.items():
+        mine = {each for group in meta[name]["groups"] for each in group["parameters"]}
+        own = {key: value for key, value in tensors.items() if key.rpartition("/")[0] in mine}
+        load_state_by_name(optimizer, names, own, meta[name])
+
+
+def _as_one_module(model: Any) -> nn.Module:
+    # Several modules are saved as one, each under its name.
+    modules = model if isinstance(model, Mapping) else None
+    if modules is not None:
+        return nn.ModuleDict({name: _plain(each) for name, each in modules.items()})
+    return _plain(model)
+
+
+def _plain(model: Any) -> nn.Module:
+    if isinstance(model, StepModule):
+        return model.task
+    if isinstance(model, nn.Module):
+        return model
+    raise ConfigError(
+        f"model must be a module or a mapping of names to modules, not a {type(model).__name__}"
+    )
+
+
+def _by_name(optimizer: Any) -> dict[str, Optimizer]:
+    named = dict(optimizer) if isinstance(optimizer, Mapping) else {"default": optimizer}
+    for each in named.values():
+        if not isinstance(each, Optimizer):
+            raise ConfigError(
+                f"optimizer must be an optimizer or a mapping of names to them, not a {type(each).__name__}"
+            )
+    return named
+
+
+def save_engine(engine: Engine, path: str, model: Any, optimizer: Any, state: Mapping[str, Any]) -> None:
+    """See `Engine.save`."""
+    weights: dict[str, Tensor] = {}
+    optimizers: dict[str, Tensor] = {}
+    tree: dict[str, Any] = {"strategy": engine.strategy.state_dict(), "module_extras": {}, "optimizers": {}}
+    if model is not None:
+        module = _as_one_module(model)
+        weights, tree["module_extras"] = module_state(module)
+        if optimizer is not None:
+            optimizers, tree["optimizers"] = optimizer_state(module, _by_name(optimizer))
+    elif optimizer is not None:
+        raise ConfigError("an optimizer is saved by its parameters' names: give the model too")
+    tree["user"] = {
+        name: each.state_dict() if isinstance(each, Stateful) else each for name, each in state.items()
+    }
+    packed, tensors = pack(tree)
+    snapshot = Snapshot(
+        tensors={"model": weights, "optimizer": optimizers, "state": tensors},
+        objects={"state": packed},
+        progress=dict(engine.progress.to_json()),
+    )
+    LocalCheckpointIO().save(str(path), snapshot)
+
+
+def load_engine(
+    engine: Engine, path: str, model: Any, optimizer: Any, state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """See `Engine.load`."""
+    snapshot = LocalCheckpointIO().load(str(path))
+    tree = unpack(snapshot.objects.get("state"), snapshot.tensors.get("state", {}))
+    if not isinstance(tree, dict) or "user" not in tree:
+        raise CheckpointError(
+            f"{path} was not saved by Engine.save; a Trainer's checkpoint is resumed by fit(resume=...)"
+        )
+    if model is not None:
+        module = _as_one_module(model)
+        load_module_state(module, snapshot.tensors["model"], tree["module_extras"], where=str(path))
+        if optimizer is not None:
+            restore_optimizer_state(
+                module, _by_name(optimizer), snapshot.tensors["optimizer"], tree["optimizers"]
+            )
+    engine.strategy.load_state_dict(tree["strategy"])
+    engine.progress.load_json(snapshot.progress)
+    engine.streams.seed_update(engine.progress.updates)
+    stored = tree["user"]
+    lacking = sorted(set(state) - set(stored))
+    if lacking:
+        raise CheckpointError(
+            f"{path} holds nothing named {', '.join(map(repr, lacking))}; it has {sorted(stored)}"
+        )
+    for name, each in state.items():
+        if isinstance(each, Stateful):
+            each.load_state_dict(stored[name])
+    return {name: value for name, value in stored.items() if not isinstance(state.get(name), Stateful)}

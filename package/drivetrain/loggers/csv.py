@@ -1,0 +1,94 @@
+"""Metrics as a table that every spreadsheet and data frame reads."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from drivetrain.loggers.files import FileLogger, replace_text
+
+
+@final
+class CSVLogger(FileLogger):
+    """Writes one row per log point to a CSV file: the column "step", then a column per metric.
+
+    Numbers are written with all their digits, so that reading them back gives the same bits, and there is no
+    wall time among them, so that two equal runs write equal files. A metric that first appears later widens
+    the table: earlier rows are empty there. Every row is flushed when it is written; a kill loses at most the
+    row being written.
+
+    The first row that a new logger writes begins a new file; one that stands there already, from an earlier
+    run, is set aside as ``metrics.1.csv``. After `load_state_dict` the logger goes on in the file instead,
+    without the rows that were written after the state was taken.
+
+    Args:
+        directory: Where the file and ``config.json`` go; made at the first write.
+        filename: The table's name in it.
+    """
+
+    def __init__(self, directory: str | Path, filename: str = "metrics.csv") -> None:
+        super().__init__(Path(directory) / filename)
+        # A dict for its ordered keys: asking whether all names are known is then one operation in C.
+        self._columns: dict[str, None] = {}
+        self._rows = 0
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write one row; `step` is the number of updates made."""
+        if not self._columns.keys() >= metrics.keys():
+            self._widen(metrics)
+        file = self._file or self._open()
+        if file.tell() == 0:
+            file.write(_table([["step", *self._columns]]))
+        row = [step, *(float(metrics[name]) if name in metrics else "" for name in self._columns)]
+        csv.writer(file, lineterminator="\n").writerow(row)
+        file.flush()
+        self._rows += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the table goes: its columns and its number of rows."""
+        return {"columns": list(self._columns), "rows": self._rows}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`: cut what the table gained since. A missing or shorter file is taken as is."""
+        self.close()
+        self._columns = dict.fromkeys(state["columns"])
+        self._rows = 0
+        self._continues = True
+        if not self.path.exists():
+            return
+        header, rows = self._read()
+        columns = ["step", *self._columns]
+        if not header:
+            self.path.unlink()  # killed before its first row was complete
+            return
+        if header[: len(columns)] != columns:
+            self._continues = False  # another run's table
+            return
+        kept = [row[: len(columns)] for row in rows[: int(state["rows"])]]
+        self._rows = len(kept)
+        replace_text(self.path, _table([columns, *kept]))
+
+    def _widen(self, metrics: Iterable[str]) -> None:
+        before = len(self._columns)
+        self._columns.update(dict.fromkeys(metrics))
+        if self._continues and self.path.exists():
+            self.close()
+            added = [""] * (len(self._columns) - before)
+            _, rows = self._read()
+            replace_text(self.path, _table([["step", *self._columns], *(row + added for row in rows)]))
+
+    def _read(self) -> tuple[list[str], list[list[str]]]:
+        """The header and the complete rows; one that a kill cut short is left out."""
+        with self.path.open(encoding="utf-8", newline="") as file:
+            text = file.read()
+        rows = list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1])))
+        return (rows[0], rows[1:]) if rows else ([], [])
+
+
+def _table(rows: Iterable[Sequence[object]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()

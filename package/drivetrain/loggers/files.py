@@ -1,0 +1,107 @@
+"""What the loggers that write plain text files share."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from drivetrain.types import Json
+
+
+def to_json(value: Any) -> Json:
+    """`value` as strict JSON; what JSON does not know becomes its text.
+
+    JSON has no word for the non-finite numbers, and Python's own ``NaN`` breaks every strict reader. They
+    become the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which Python's ``float`` takes back.
+    """
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else _name(value)
+    if isinstance(value, Mapping):
+        return {str(key): to_json(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(each) for each in value]
+    return str(value)
+
+
+def _name(value: float) -> str:
+    if math.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Put `text` into `path` so that a reader, or a kill, sees the old content or the new, never a part."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8", newline="") as file:
+        file.write(text)
+    os.replace(temporary, path)
+
+
+def write_config(directory: Path, config: Mapping[str, Any]) -> None:
+    """Write `config` to ``config.json`` in `directory`, which is made if need be."""
+    directory.mkdir(parents=True, exist_ok=True)
+    replace_text(directory / "config.json", json.dumps(to_json(config), indent=2, allow_nan=False) + "\n")
+
+
+def set_aside(path: Path) -> None:
+    """Rename a file of an earlier run: ``metrics.csv`` becomes ``metrics.1.csv``, or the next free number."""
+    if not path.exists():
+        return
+    number = 1
+    while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    path.rename(aside)
+
+
+class FileLogger(ABC):
+    """A logger that appends to one text file.
+
+    The first line that a new logger writes begins a new file; one that stands there already, from an earlier
+    run, is set aside. After `load_state_dict` the logger goes on in the file instead, without what was
+    written after the state was taken.
+
+    Args:
+        path: The file; made, with its directory, at the first write.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._continues = False
+        self._file: TextIO | None = None
+
+    @abstractmethod
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write one line; `step` is the number of updates made."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """How far the file goes."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`: cut what the file gained since. A missing or shorter file is taken as it is."""
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Write ``config.json`` beside the file."""
+        write_config(self.path.parent, config)
+
+    def close(self) -> None:
+        """Close the file; logging again reopens it."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self) -> TextIO:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not self._continues:
+            set_aside(self.path)
+            self._continues = True
+        self._file = self.path.open("a", encoding="utf-8", newline="")
+        return self._file

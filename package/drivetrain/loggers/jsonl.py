@@ -1,0 +1,62 @@
+"""Metrics as JSON lines: one object per log point, for scripts and `jq`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+from drivetrain.loggers.files import FileLogger, to_json
+
+
+@final
+class JSONLinesLogger(FileLogger):
+    """Writes one JSON object per log point: ``{"step": 50, "train/loss": 0.512}``.
+
+    The JSON is strict. It has no word for the non-finite numbers: they stand as the strings ``"NaN"``,
+    ``"Infinity"`` and ``"-Infinity"``, which Python's ``float`` and most other parsers of numbers take.
+    Finite numbers have all their digits, and there is no wall time, so that two equal runs write equal files.
+    Every line is flushed when it is written; a kill loses at most the line being written.
+
+    The first line that a new logger writes begins a new file; one that stands there already, from an earlier
+    run, is set aside as ``metrics.1.jsonl``. After `load_state_dict` the logger goes on in the file instead,
+    without the lines that were written after the state was taken.
+
+    Args:
+        directory: Where the file and ``config.json`` go; made at the first write.
+        filename: The file's name in it.
+    """
+
+    def __init__(self, directory: str | Path, filename: str = "metrics.jsonl") -> None:
+        super().__init__(Path(directory) / filename)
+        self._lines = 0
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write one line; `step` is the number of updates made."""
+        file = self._file or self._open()
+        row = {"step": step, **{name: to_json(float(value)) for name, value in metrics.items()}}
+        file.write(json.dumps(row, allow_nan=False) + "\n")
+        file.flush()
+        self._lines += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the file goes: its number of lines."""
+        return {"lines": self._lines}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`: cut what the file gained since. A missing or shorter file is taken as it is."""
+        self.close()
+        self._continues = True
+        self._lines = 0
+        if not self.path.exists():
+            return
+        # Counting lines, not bytes, also finds the end when the last line was cut short by a kill.
+        with self.path.open("rb+") as file:
+            end = 0
+            for line in file:
+                if self._lines == int(state["lines"]) or not line.endswith(b"\n"):
+                    break
+                end += len(line)
+                self._lines += 1
+            file.truncate(end)

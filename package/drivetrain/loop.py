@@ -1,0 +1,189 @@
+"""The loops, as functions of a run.
+
+Training is a generator: `fit` exhausts it, and whoever wants a loop of his own iterates over it, so both run
+the same code. Evaluation and prediction are plain passes over their data.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator, Sequence
+from time import perf_counter
+from typing import Any
+
+from drivetrain.data import Feed, to_host
+from drivetrain.declared_metrics import joined
+from drivetrain.errors import DataError
+from drivetrain.metrics import MetricBuffer
+from drivetrain.run import Evaluation, Run
+from drivetrain.streams import shielded
+from drivetrain.window import StepResult
+
+Feeds = Sequence[tuple[str | None, Feed]]
+
+
+def train_steps(run: Run) -> Generator[StepResult, None, None]:
+    """Train, yielding after every update; what the caller does in between is seen by validation and
+    checkpoints.
+
+    Raises:
+        DataError: The data is empty or raised; names the batch.
+        NonFiniteError: A loss was NaN or infinite.
+    """
+    progress, hooks, timing, train_step = run.progress, run.hooks, run.timing, run.engine.train_step
+    feed = run.train_feed
+    assert feed is not None
+    run.call(hooks.on_fit_start)
+    run.start()
+    while not run.due_to_stop():
+        with shielded():
+            run.call(hooks.on_epoch_start)
+        windows = feed.windows(progress.epoch, progress.position, progress.epoch_batches)
+        idle = progress.epoch_updates == 0
+        while True:
+            start = perf_counter()
+            window = next(windows, None)
+            fetched = perf_counter()
+            timing["data"] += fetched - start
+            if window is None:  # a resumed epoch of which nothing was left
+                _end_update(run, epoch_ended=True)
+                break
+            run.window = window
+            for hook in hooks.on_step_start:
+                hook(run)
+            run.step = train_step(window.micro_batches)
+            timing["compute"] += perf_counter() - fetched
+            for hook in hooks.on_step_end:
+                hook(run)
+            idle = idle and not run.step.rows
+            try:
+                yield run.step
+            except GeneratorExit:
+                # The loop was left here: what this update still owes, a log point, a validation, a save, is
+                # made up, so that a resumed run has all that the uninterrupted one has.
+                run.stop("the loop was left by its caller")
+                if not sys.is_finalizing():
+                    _end_update(run, window.last)
+                raise
+            if idle and window.last:
+                raise _nothing_learned(run)
+            _end_update(run, window.last)
+            if window.last or run.stop_reason is not None:
+                break
+        windows.close()
+    run.log_training()
+    run.call(hooks.on_fit_end)
+
+
+def _nothing_learned(run: Run) -> DataError:
+    return DataError(
+        f"epoch {run.progress.epoch} made no update: none of its micro-batches had a loss to learn from."
+        f" Either {type(run.task).__name__}.loss_weight gave 0 for all of them, or a generator training_step"
+        " never yielded an optimizer's name and its loss"
+    )
+
+
+def _end_update(run: Run, epoch_ended: bool) -> None:
+    """Everything that may be due once an update is made; savers last, so that they see what all others
+    changed.
+    """
+    progress, triggers = run.progress, run.triggers
+    progress.seconds = perf_counter() - run.origin
+    if epoch_ended:
+        progress.epoch += 1
+    if epoch_ended or run.step is None or run.step.applied:
+        if triggers.log.due(progress, epoch_ended):
+            run.log_training()
+        if triggers.validate.due(progress, epoch_ended):
+            validate(run)
+    if epoch_ended:
+        with shielded():
+            run.call(run.hooks.on_epoch_end)
+        progress.position = progress.epoch_updates = progress.epoch_batches = 0
+    run.due_to_stop()
+    for hook in run.hooks.on_save:
+        hook(run)
+
+
+def validate(run: Run) -> None:
+    """A validation in the middle of training: its values reach callbacks, loggers and metric-driven
+    schedules.
+    """
+    with run.timed("evaluation"), shielded():
+        values = evaluate(run, "validation", run.evaluation_feeds)
+    for updater in run.engine.updaters.values():
+        updater.observe(values, run.progress.updates)
+    run.log_point(values)
+
+
+def evaluate(run: Run, stage: str, feeds: Feeds) -> dict[str, float]:
+    """One pass over evaluation data; every sample counts once, in no random stream of the training.
+
+    Args:
+        run: The run.
+        stage: "validation" or "test".
+        feeds: The data, by loader name; None for an only one.
+
+    Returns:
+        Weighted means of what the step returned and the declared metrics, as `stage/name` or
+        `stage/loader/name`.
+    """
+    engine, hooks = run.engine, run.hooks
+    values: dict[str, float] = {}
+    before, run.stage = run.stage, stage
+    try:
+        with engine.evaluating(stage):
+            run.evaluation = Evaluation()
+            run.call(hooks.on_evaluation_start)
+            for loader, feed in feeds:
+                prefix = stage if loader is None else f"{stage}/{loader}"
+                found = _evaluate_loader(run, loader, feed)
+                values.update({f"{prefix}/{name}": value for name, value in found.items()})
+            run.metrics.update(values)
+            run.call(hooks.on_evaluation_end)
+    finally:
+        run.stage = before
+    return values
+
+
+def _evaluate_loader(run: Run, loader: str | None, feed: Feed) -> dict[str, float]:
+    engine, task, declared, hooks = (
+        run.engine,
+        run.task,
+        run.evaluation_metrics,
+        run.hooks.on_evaluation_step_end,
+    )
+    step, metric_inputs, add = engine.evaluation_step, task.metric_inputs, (buffer := MetricBuffer()).add
+    if declared:
+        declared.reset()
+    run.evaluation = Evaluation(loader, 0, feed.batches_per_epoch)
+    for number, micro_batch in enumerate(feed.micro_batches()):
+        _, names, scalars, outputs = step(micro_batch, number)
+        if scalars is not None:
+            add([(names, scalars, micro_batch.weight)], number)
+        if declared and outputs is not None:
+            declared.update(metric_inputs(outputs, micro_batch.batch))
+        if hooks:
+            run.evaluation.batch = number
+            run.call(hooks)
+    # A loss that is NaN here is reported as NaN: it says something of the data, and stops no training.
+    values = buffer.means(refuse_nonfinite=False)
+    if declared:
+        values = joined(values, declared.compute())
+        declared.reset()
+    return values
+
+
+def predict(run: Run, feed: Feed) -> Generator[Any, None, None]:
+    """The outputs of every batch, on the CPU, in the data's order."""
+    engine, hooks = run.engine, run.hooks
+    run.stage = "predict"
+    with engine.evaluating("predict"):
+        run.evaluation = Evaluation(None, 0, feed.batches_per_epoch)
+        run.call(hooks.on_evaluation_start)
+        for number, micro_batch in enumerate(feed.micro_batches()):
+            outputs = to_host(engine.predict_step(micro_batch, number))
+            run.evaluation.batch = number
+            run.call(hooks.on_evaluation_step_end)
+            yield outputs
+        run.call(hooks.on_evaluation_end)

@@ -1,0 +1,87 @@
+"""What a loop of one's own needs beside the engine: preparing any module, and windows of unknown weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.errors import ConfigError
+from drivetrain.precision import Precision
+from drivetrain.strategies import Prepared, Strategy
+from drivetrain.task import StepModule
+from drivetrain.updates import DEFAULT, from_factory
+
+
+def prepare_module(
+    strategy: Strategy,
+    precision: Precision,
+    model: nn.Module,
+    make_optimizer: Callable[[list[nn.Parameter]], Optimizer] | None,
+) -> Prepared:
+    """A module placed and wrapped by a strategy, and its optimizer if one is wanted; see `Engine.prepare`."""
+
+    def make_optimizers(_: nn.Module) -> dict[str, Optimizer]:
+        assert make_optimizer is not None
+        parameters = [each for each in model.parameters() if each.requires_grad]
+        return {DEFAULT: from_factory(make_optimizer, parameters)[0]}
+
+    return strategy.prepare(StepModule(model), make_optimizers if make_optimizer else None, precision)
+
+
+class OpenWindow:
+    """Adds up sum(weight x loss) / sum(weight) over backwards of which each may be the last.
+
+    Gradients are kept relative to the first weight: a window of one backward, the usual one, is never
+    rescaled.
+    """
+
+    def __init__(self) -> None:
+        self._open = False
+        self._first: float | Tensor | None = None
+        self._total: float | Tensor = 0.0
+
+    def backward(self, strategy: Strategy, loss: Tensor, weight: float | Tensor) -> None:
+        """Add a micro-batch's gradients; one of weight zero has none to add, and its mean loss is usually 0 /
+        0.
+
+        Raises:
+            ConfigError: A weight below zero, or none.
+        """
+        if not isinstance(weight, Tensor) or weight.device.type == "cpu":  # reading another would wait for it
+            weight = float(weight)
+            if not weight >= 0:
+                raise ConfigError(
+                    f"engine.backward(loss, weight): a weight counts samples or tokens, not {weight}"
+                )
+        self._open = True
+        if not isinstance(weight, Tensor) and weight == 0:
+            return
+        if self._first is None:
+            self._first = self._total = weight
+            strategy.backward(loss)
+        else:
+            self._total = self._total + weight
+            strategy.backward(loss, weight / self._first)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients were added since the last step."""
+        return self._open
+
+    def close(self, parameters: Sequence[Tensor]) -> None:
+        """Bring the gradients to their mean; the next backward opens a new window.
+
+        There may be none, when every weight was zero; optimizers pass parameters without a gradient over.
+
+        Raises:
+            ConfigError: No backward came before.
+        """
+        if not self._open:
+            raise ConfigError("engine.step() without engine.backward(loss) before it: there is no gradient")
+        if self._first is not None and self._total is not self._first:
+            gradients = [each.grad for each in parameters if each.grad is not None]
+            torch._foreach_mul_(gradients, self._first / self._total)
+        self._open, self._first = False, None

@@ -1,0 +1,189 @@
+"""What a fit would do, found without training: its length, rates, intervals, memory, and conflicts."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.assembly import check_task, every, fit_data, planned_totals
+from drivetrain.checkpoint import CheckpointConfig
+from drivetrain.data import evaluation_sources
+from drivetrain.plan_conflicts import (
+    interval_conflicts,
+    length_conflicts,
+    module_conflicts,
+    schedule_conflicts,
+    validation_conflicts,
+)
+from drivetrain.plan_counts import Epoch, Firings, and_at_the_end, play
+from drivetrain.plan_optimizers import Built, Rate, is_lazy
+from drivetrain.run import Totals
+from drivetrain.streams import preserved
+
+if TYPE_CHECKING:
+    from drivetrain.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a fit would do; its text is a table. None stands for what cannot be known beforehand.
+
+    Attributes:
+        task: The task's class.
+        updates: Updates in all; with `max_time` the most that there can be.
+        updates_per_epoch: Updates in an epoch.
+        unknown: Why a length is not known or not certain, or "".
+        micro_batches_per_update: Micro-batches in a full window.
+        samples_per_update: Samples in an epoch's largest window: the effective batch.
+        last_window: Micro-batches and samples in an epoch's last window.
+        rates: By the names that a run logs them under: "lr", "lr/<optimizer>", "lr/<group>".
+        validation: When it validates.
+        logging: When it logs.
+        saving: When it saves; the end of the run counts.
+        dtypes: Of "parameters", "compute", "gradients" and "optimizer".
+        device: Where the model runs.
+        strategy: The strategy's name.
+        parameters: The number of parameters.
+        trainable: The number of those that are trained.
+        memory: Bytes of "parameters", "gradients" and "optimizer" (its state).
+        warnings: Conflicts, each with what to do about it.
+    """
+
+    task: str
+    updates: int | None
+    updates_per_epoch: int | None
+    unknown: str
+    micro_batches_per_update: int
+    samples_per_update: int | None
+    last_window: tuple[int | None, int | None]
+    rates: dict[str, Rate]
+    validation: Firings
+    logging: Firings
+    saving: Firings
+    dtypes: dict[str, str]
+    device: str
+    strategy: str
+    parameters: int
+    trainable: int
+    memory: dict[str, int | None]
+    warnings: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields by name, with lists in place of tuples."""
+        plan = dataclasses.asdict(self)
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in plan.items()}
+
+    def __str__(self) -> str:
+        last, rest = self.last_window
+        sizes = [each for each in self.memory.values() if each is not None]
+        complete = len(sizes) == len(self.memory)
+        rows = [
+            ("updates", f"{_number(self.updates)} in all, {_number(self.updates_per_epoch)} per epoch"),
+            ("", self.unknown),
+            ("effective batch", f"{_number(self.samples_per_update)} samples per update"),
+            ("", f"in {self.micro_batches_per_update} micro-batch(es) per update"),
+            ("last window", f"{_number(last)} micro-batch(es), {_number(rest)} samples"),
+            *((name, _rate_text(rate)) for name, rate in self.rates.items()),
+            ("validates every", str(self.validation)),
+            ("logs every", str(self.logging)),
+            ("saves every", str(self.saving)),
+            ("device", f"{self.device}, strategy {self.strategy}"),
+            ("dtypes", ", ".join(f"{what} {dtype}" for what, dtype in self.dtypes.items())),
+            ("parameters", f"{self.parameters:,}, trainable {self.trainable:,}"),
+            *((f"memory: {what}", _memory_text(size)) for what, size in self.memory.items()),
+            ("memory: in all", _memory_text(sum(sizes) if complete else None)),
+        ]
+        width = max(len(name) for name, _ in rows)
+        lines = [f"  {name.ljust(width)}  {text}" for name, text in rows if text]
+        return "\n".join([f"plan of {self.task}", *lines, *(f"warning: {each}" for each in self.warnings)])
+
+
+def _number(value: int | None) -> str:
+    return "unknown" if value is None else f"{value:,}"
+
+
+def _rate_text(rate: Rate) -> str:
+    end = "unknown" if rate.end is None else f"{rate.end:.4g}"
+    peak = f"{rate.peak:.4g} at its peak (update {rate.peak_update:,})"
+    return f"{rate.start:.4g} at the start, {peak}, {end} at the end"
+
+
+def _memory_text(size: int | None) -> str:
+    if size is None:
+        return "unknown"
+    amount, units = float(size), iter(("kB", "MB", "GB", "TB"))
+    unit = "bytes"
+    while amount >= 1000 and unit != "TB":
+        amount, unit = amount / 1000, next(units)
+    return f"{size:,} bytes" + ("" if unit == "bytes" else f" ({amount:.1f} {unit})")
+
+
+def make_plan(trainer: Trainer, task: Any, train_data: Any, validation_data: Any = None) -> Plan:
+    """What `trainer.fit` would do with this task and data.
+
+    Nothing is trained, moved or written, and no sample is fetched; the task, the data and the random streams
+    stay as they are. The optimizers are built and stepped once on copies of the parameters that have shapes
+    and dtypes but no values (torch's "meta" device), which gives the size of their state.
+
+    Raises:
+        ConfigError: Arguments, task and data do not fit together, as in `fit`.
+        DataError: The data is empty or of an unknown kind.
+    """
+    with preserved():
+        task = check_task(task)
+        train_data, validation_data = fit_data(train_data, validation_data)
+        epoch = Epoch(trainer, task, train_data)
+        totals = planned_totals(trainer, epoch.feed)
+        validates = validation_data is not None
+        if validates:  # for its errors: an empty loader, or one without a batch size
+            evaluation_sources(validation_data, "validation", trainer.seed, batch_size=trainer.batch_size)
+        built = Built(trainer, task, totals)
+        policy = trainer.checkpoint
+        config = policy if isinstance(policy, CheckpointConfig) else CheckpointConfig()
+        save_every = config.interval if policy else None
+        validate_every = every(trainer.validate_every) if validates else None
+        logging, validation, resume_points = play(
+            epoch, totals, every(trainer.log_every), validate_every, save_every
+        )
+        strategy = trainer.select_strategy()
+        parameters = [each for each in built.module.parameters() if not is_lazy(each)]
+        plan = Plan(
+            task=type(task).__name__,
+            updates=totals.updates,
+            updates_per_epoch=totals.updates_per_epoch,
+            unknown=_why_unknown(epoch, totals),
+            micro_batches_per_update=trainer.gradient_accumulation_steps,
+            samples_per_update=epoch.largest_window,
+            last_window=epoch.last_window,
+            rates=built.rates(totals.updates),
+            validation=validation,
+            logging=logging,
+            saving=and_at_the_end(resume_points, totals.updates) if policy else resume_points,
+            dtypes=built.dtypes(),
+            device=str(strategy.device),
+            strategy=strategy.name,
+            parameters=sum(each.numel() for each in parameters),
+            trainable=sum(each.numel() for each in parameters if each.requires_grad),
+            memory=built.memory(),
+            warnings=(),
+        )
+        conflicts = (
+            *length_conflicts(trainer, epoch, totals),
+            *schedule_conflicts(built, totals),
+            *interval_conflicts(trainer, plan, resume_points),
+            *validation_conflicts(trainer, built, validates and validation.times != 0),
+            *module_conflicts(task, epoch, built),
+        )
+    return dataclasses.replace(plan, warnings=conflicts)
+
+
+def _why_unknown(epoch: Epoch, totals: Totals) -> str:
+    reasons = []
+    if epoch.batches is None:
+        reasons.append("the training data has no length")
+    elif not epoch.exact:
+        reasons.append("the length is what the training data says of itself")
+    if totals.max_seconds is not None:
+        reasons.append(f"max_time ends the run after {totals.max_seconds:g} seconds at the latest")
+    return "; ".join(reasons)

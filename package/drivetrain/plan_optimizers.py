@@ -1,0 +1,234 @@
+"""The optimizers of a planned fit: their rates over the run, and the memory of what they train."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from drivetrain.optim import OptimizerConfig, PlateauSchedule
+from drivetrain.precision import as_precision
+from drivetrain.run import Totals
+from drivetrain.task import TaskModule
+from drivetrain.updates import OptimizerSpec, Updater, build_updaters, optimizer_specs
+
+if TYPE_CHECKING:
+    from drivetrain.trainer import Trainer
+
+_SAMPLED = 10_000  # updates at which a schedule is evaluated
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A learning rate over the run; None where it is not known beforehand.
+
+    Attributes:
+        start: At update 0.
+        peak: The highest.
+        peak_update: The first update at the peak.
+        end: At the last update.
+    """
+
+    start: float
+    peak: float
+    peak_update: int
+    end: float | None
+
+
+class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets an optimizer read numbers from tensors that have none; no state's size depends on them."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return 1.0
+        return func(*args, **(kwargs or {}))
+
+
+def _on_meta(task: TaskModule) -> TaskModule:
+    """The task's modules again, with parameters and buffers that have no values; all else is shared."""
+    made: dict[int, Any] = {}
+
+    def tensor(old: Tensor | None) -> Tensor | None:
+        if old is None or id(old) in made:
+            return made.get(id(old))
+        new = torch.empty_like(old, device="meta", requires_grad=False)
+        if isinstance(old, nn.Parameter):
+            new = nn.Parameter(new, old.requires_grad)
+            new.__dict__.update(old.__dict__)
+        made[id(old)] = new
+        return new
+
+    def module(old: nn.Module | None) -> Any:
+        if old is None or id(old) in made:
+            return made.get(id(old))
+        new = made[id(old)] = object.__new__(type(old))
+        new.__dict__.update(old.__dict__)
+        for kind, remade in (("_parameters", tensor), ("_buffers", tensor), ("_modules", module)):
+            new.__dict__[kind] = {name: remade(each) for name, each in old.__dict__[kind].items()}
+        return new
+
+    copied: TaskModule = module(task)
+    return copied
+
+
+class Built:
+    """The optimizers of the run, made on valueless copies of the parameters.
+
+    Where that cannot be done (a lazy parameter, a factory that reads weights or insists on fused kernels)
+    they are made on the parameters themselves, which does not change these; the size of their state is then
+    not known.
+
+    Attributes:
+        module: The copy of the task, or the task itself.
+        specs: What configures each optimizer.
+        updaters: The optimizers with their schedules, by name.
+        state: The tensors of their state, or None when it is not known.
+    """
+
+    def __init__(self, trainer: Trainer, task: TaskModule, totals: Totals) -> None:
+        self.precision = as_precision(trainer.precision)
+        self.state: list[Tensor] | None = None
+        try:
+            self._build(self.precision.convert_module(_on_meta(task)), trainer, totals)
+            self.state = self._states()
+        except Exception:  # of tensors without values; what is wrong with the real ones too is raised below
+            self._build(task, trainer, totals)
+
+    def _build(self, module: Any, trainer: Trainer, totals: Totals) -> None:
+        self.module: nn.Module = module
+        self.specs = optimizer_specs(module.configure_optimizers())
+        specs = {name: _unfused(spec) for name, spec in self.specs.items()}
+        self.updaters = build_updaters(module, specs, totals.updates, trainer.max_grad_norm)
+
+    def _states(self) -> list[Tensor] | None:
+        state: list[Tensor] = []
+        for updater in self.updaters.values():
+            if not all(each.is_meta for each in updater.parameters):
+                return None  # a factory that found its way to the real ones
+            for each in updater.parameters:
+                each.grad = torch.empty_like(each)
+            try:
+                with _NoValues():  # type: ignore[no-untyped-call]
+                    updater.optimizer.step()
+            except Exception:  # such as one for sparse gradients only
+                return None
+            state += _tensors(list(updater.optimizer.state.values()))
+        return state
+
+    def rates(self, updates: int | None) -> dict[str, Rate]:
+        """The learning rates over the run, by name."""
+        found: dict[str, Rate] = {}
+        for name, updater in self.updaters.items():
+            found.update(_rates(updater, self.specs[name], updates))
+        return found
+
+    def _dtype(self, parameter: Tensor) -> torch.dtype:
+        wanted = self.precision.param_dtype
+        return wanted if wanted is not None and parameter.is_floating_point() else parameter.dtype
+
+    def memory(self) -> dict[str, int | None]:
+        """Bytes of the parameters, their gradients and the optimizers' state."""
+        parameters = list(self.module.parameters())
+        sizes: dict[str, int | None] = dict.fromkeys(("parameters", "gradients", "optimizer"))
+        if not any(is_lazy(each) for each in parameters):
+            bytes_of = [
+                (each.requires_grad, each.numel() * self._dtype(each).itemsize) for each in parameters
+            ]
+            sizes["parameters"] = sum(size for _, size in bytes_of)
+            sizes["gradients"] = sum(size for trained, size in bytes_of if trained)
+        if self.state is not None:
+            sizes["optimizer"] = sum(each.numel() * each.itemsize for each in self.state)
+        return sizes
+
+    def dtypes(self) -> dict[str, str]:
+        """The dtypes of what a run holds and computes in."""
+        parameters = list(self.module.parameters())
+        stored = _dtype_names(self._dtype(each) for each in parameters)
+        compute = self.precision.compute_dtype
+        # Counters are left out: they are numbers in the shape of a tensor.
+        state = None if self.state is None else _dtype_names(each.dtype for each in self.state if each.ndim)
+        return {
+            "parameters": stored,
+            "compute": stored if compute is None else _dtype_names([compute]),
+            "gradients": _dtype_names(self._dtype(each) for each in parameters if each.requires_grad),
+            "optimizer": "unknown" if state is None else state,
+        }
+
+
+def is_lazy(parameter: object) -> bool:
+    return isinstance(parameter, UninitializedParameter)
+
+
+def _unfused(spec: OptimizerSpec) -> OptimizerSpec:
+    """The same without insisting on fused kernels, which need a real device and have the same state."""
+    if isinstance(spec, OptimizerConfig) and spec.fused:
+        spec = copy.copy(spec)
+        object.__setattr__(spec, "fused", None)  # the class is frozen
+    return spec
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    return [each for value in values for each in _tensors(value)]
+
+
+def _dtype_names(dtypes: Iterable[torch.dtype]) -> str:
+    return " and ".join(dict.fromkeys(str(each).removeprefix("torch.") for each in dtypes)) or "none"
+
+
+def _rates(updater: Updater, spec: OptimizerSpec, updates: int | None) -> dict[str, Rate]:
+    """One optimizer's rates, from every update of a short run, or enough of a long one to find the peak."""
+    names: list[str] = []
+    history: list[tuple[int, list[float]]] = []
+    for update in _sampled_updates(updater, spec, updates):
+        updater.set_rate(update)
+        if not names:
+            names = list(updater.rates())
+        history.append((update, [float(group["lr"]) for group in updater.optimizer.param_groups]))
+        if updater.scheduler is not None:
+            with (
+                warnings.catch_warnings()
+            ):  # it asks for a step of the optimizer first, which may not have been possible
+                warnings.simplefilter("ignore", UserWarning)
+                updater.scheduler.step()
+    ended = history[-1][0] + 1 == updates and not isinstance(updater.schedule, PlateauSchedule)
+    found: dict[str, Rate] = {}
+    for index, name in enumerate(names):
+        values = [rates[index] for _, rates in history]
+        peak = max(range(len(values)), key=values.__getitem__)
+        found[name] = Rate(values[0], values[peak], history[peak][0], values[-1] if ended else None)
+    return found
+
+
+def _sampled_updates(updater: Updater, spec: OptimizerSpec, updates: int | None) -> Sequence[int]:
+    horizon = _SAMPLED if updates is None else max(1, updates)
+    if updater.scheduler is not None:
+        return range(min(horizon, _SAMPLED))  # a torch scheduler knows its rates in order only
+    if updater.schedule is None:
+        return [0, horizon - 1]
+    # The built-in schedules are at their peak just after the warm-up.
+    warmup = _warmup(spec, updates)
+    points = {
+        *range(0, horizon, -(-horizon // _SAMPLED)),
+        horizon - 1,
+        *range(max(0, warmup - 1), warmup + 2),
+    }
+    return sorted(each for each in points if updates is None or each < updates)
+
+
+def _warmup(spec: OptimizerSpec, updates: int | None) -> int:
+    if not isinstance(spec, OptimizerConfig):
+        return 0
+    return spec.warmup_steps or math.ceil(spec.warmup_ratio * (spec.total_steps or updates or 0) - 1e-9)

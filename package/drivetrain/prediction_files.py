@@ -1,0 +1,49 @@
+"""Predictions streamed to files: one safetensors file a batch, with the structure in its metadata's place
+beside it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from drivetrain.checkpoint import export_weights, load_weights, pack, unpack
+from drivetrain.errors import ConfigError
+
+
+def write_predictions(outputs: Iterable[Any], directory: Path) -> list[Path]:
+    """Write each batch's outputs as it comes: `predictions-000000.safetensors` holds its tensors, the `.json`
+    its structure.
+
+    Args:
+        outputs: Trees of tensors, numbers and texts.
+        directory: Made if it is not there.
+
+    Returns:
+        The safetensors files, in order; `read_predictions` reads one back.
+
+    Raises:
+        ConfigError: The directory holds predictions already.
+        CheckpointError: An output that cannot be stored; says which.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    if any(directory.glob("predictions-*.safetensors")):
+        raise ConfigError(
+            f"{directory} already holds predictions; give another directory, or remove them first"
+        )
+    files = []
+    for number, output in enumerate(outputs):
+        structure, tensors = pack(output)
+        path = directory / f"predictions-{number:06d}.safetensors"
+        export_weights(tensors, path)
+        path.with_suffix(".json").write_text(json.dumps(structure), encoding="utf-8")
+        files.append(path)
+    return files
+
+
+def read_predictions(path: Path) -> Any:
+    """One batch's outputs, as `write_predictions` was given them."""
+    structure = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+    return unpack(structure, load_weights(path))

@@ -1,0 +1,333 @@
+"""The run: everything that one fit, validation, test or prediction consists of. Built fresh each time, seen
+by callbacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from torch import Tensor
+
+from drivetrain.checkpoint.format import Snapshot
+from drivetrain.data import Feed
+from drivetrain.declared_metrics import DeclaredMetrics, joined
+from drivetrain.engine import Engine
+from drivetrain.errors import CheckpointError, ConfigError
+from drivetrain.peers import HOOKS as NAMES
+from drivetrain.peers import help_with
+from drivetrain.run_state import restore_run, snapshot_run
+from drivetrain.streams import load_host_state, shielded
+from drivetrain.task import TaskModule
+from drivetrain.types import Logger, Trigger
+from drivetrain.window import StepResult
+
+HOOKS = (
+    "on_fit_start",
+    "on_epoch_start",
+    "on_step_start",
+    "on_before_optimizer_step",
+    "on_step_end",
+    "on_epoch_end",
+    "on_evaluation_start",
+    "on_evaluation_step_end",
+    "on_evaluation_end",
+    "on_log",
+    "on_save",
+    "on_checkpoint_saved",
+    "on_checkpoint_loaded",
+    "on_exception",
+    "on_fit_end",
+)
+"""All hooks of a callback; `drivetrain.callbacks.Callback` draws where each is called."""
+
+
+@dataclass
+class Totals:
+    """What is planned; None where it is not known beforehand.
+
+    Attributes:
+        updates: Updates in the whole run.
+        epochs: Epochs in the whole run.
+        updates_per_epoch: Updates in an epoch.
+        max_updates: The limit that was set, if one was.
+        max_seconds: The limit of wall time, if one was set.
+    """
+
+    updates: int | None = None
+    epochs: int | None = None
+    updates_per_epoch: int | None = None
+    max_updates: int | None = None
+    max_seconds: float | None = None
+
+
+@dataclass
+class Evaluation:
+    """Where an evaluation or prediction is: its loader's name (None for an only one), and the batch (from 0)
+    of how many.
+    """
+
+    loader: str | None = None
+    batch: int = 0
+    batches: int | None = None
+
+
+@dataclass
+class Triggers:
+    """When to log and when to validate."""
+
+    log: Trigger = field(default_factory=lambda: Trigger(None))
+    validate: Trigger = field(default_factory=lambda: Trigger(None))
+
+
+class Hooks:
+    """The callbacks' methods by hook, looked up once, so that an unused hook costs nothing.
+
+    Args:
+        callbacks: Objects with any subset of the hooks.
+
+    Raises:
+        ConfigError: A method whose name begins with `on_` but is no hook; names the nearest.
+    """
+
+    def __init__(self, callbacks: Sequence[Any]) -> None:
+        for callback in callbacks:
+            if not any(hasattr(callback, name) for name in HOOKS):
+                raise ConfigError(
+                    f"{callback!r} is no callback: it has none of the hooks {', '.join(HOOKS)}. Subclass "
+                    "drivetrain.Callback, or use LambdaCallback(on_step_end=...)"
+                )
+            for name in dir(callback):
+                if name.startswith("on_") and name not in HOOKS and callable(getattr(callback, name)):
+                    raise ConfigError(
+                        f"{type(callback).__name__}.{name} is no hook. {help_with(name, HOOKS, NAMES)}"
+                    )
+        for name in HOOKS:
+            found = [getattr(callback, name, None) for callback in callbacks]
+            setattr(
+                self,
+                name,
+                tuple(h for h in found if h is not None and not getattr(h, "__unused_hook__", False)),
+            )
+
+    def __getattr__(self, name: str) -> tuple[Any, ...]:  # for type checkers: every hook is set above
+        raise AttributeError(name)
+
+
+class Run:
+    """One run in progress; loops and callbacks are given it.
+
+    Attributes:
+        task: The task.
+        engine: The engine: device, strategy, precision, optimizers.
+        progress: Where the run is.
+        stage: "train", "validation", "test" or "predict".
+        totals: What is planned.
+        metrics: The latest value of every logged name.
+        logged: What the current log point logs.
+        run_dir: Where files go, or None.
+        is_main: Whether this is rank 0.
+        step: The last update's result, or None before the first.
+        window: The window being trained on, or None.
+        evaluation: Where the evaluation is.
+        timing: Seconds spent so far on "data", "compute", "evaluation" and "save".
+        stop_reason: Why the run is to stop, or None.
+        exception: What ended the run, for `on_exception`.
+        last_checkpoint: The address of the last checkpoint saved or loaded, or None.
+        origin: The time, on `perf_counter`'s clock, at which `progress.seconds` was zero.
+        host_streams: The states of the host's generators that a checkpoint brought, or None.
+        callbacks: All callbacks, in order.
+        loggers: All loggers.
+    """
+
+    def __init__(
+        self,
+        task: TaskModule,
+        engine: Engine,
+        *,
+        stage: str,
+        callbacks: Sequence[Any] = (),
+        loggers: Sequence[Logger] = (),
+        run_dir: Path | None = None,
+        totals: Totals | None = None,
+        triggers: Triggers | None = None,
+        train_feed: Feed | None = None,
+        evaluation_feeds: Sequence[tuple[str | None, Feed]] = (),
+        train_metrics: DeclaredMetrics | None = None,
+        evaluation_metrics: DeclaredMetrics | None = None,
+    ) -> None:
+        self.task = task
+        self.engine = engine
+        self.progress = engine.progress
+        self.stage = stage
+        self.callbacks = tuple(callbacks)
+        self.loggers = tuple(loggers)
+        self.hooks = Hooks(self.callbacks)
+        self.run_dir = run_dir
+        self.totals = totals or Totals()
+        self.triggers = triggers or Triggers()
+        self.train_feed = train_feed
+        self.evaluation_feeds = tuple(evaluation_feeds)
+        self.train_metrics = train_metrics
+        self.evaluation_metrics = evaluation_metrics
+        self.metrics: dict[str, float] = {}
+        self.logged: dict[str, float] = {}
+        self.is_main = engine.strategy.rank == 0
+        self.step: StepResult | None = None
+        self.window: Any = None
+        self.evaluation = Evaluation()
+        self.timing = {"data": 0.0, "compute": 0.0, "evaluation": 0.0, "save": 0.0}
+        self.stop_reason: str | None = None
+        self.exception: BaseException | None = None
+        self.last_checkpoint: str | None = None
+        self.host_streams: dict[str, Any] | None = None
+        self._values: dict[str, float] = {}
+        self._logging = False
+        self.origin = perf_counter()
+
+    def stop(self, reason: str) -> None:
+        """End the run after the current update; the first reason is kept."""
+        self.stop_reason = self.stop_reason or reason
+
+    def log(self, name: str, value: float | Tensor) -> None:
+        """Add a number, or a tensor with one, to the next log point; inside `on_log`, to the current one."""
+        number = float(value.detach() if isinstance(value, Tensor) else value)
+        (self.logged if self._logging else self._values)[name] = number
+
+    def learning_rates(self) -> dict[str, float]:
+        """The learning rates now: "lr", with the optimizer's name or the group's number where there are
+        several.
+        """
+        rates: dict[str, float] = {}
+        for updater in self.engine.updaters.values():
+            rates.update(updater.rates())
+        return rates
+
+    def call(self, hooks: Iterable[Any]) -> None:
+        """Call hooks in order."""
+        for hook in hooks:
+            hook(self)
+
+    # Log points.
+
+    def log_training(self) -> None:
+        """A log point of training: means since the last one, declared metrics, and what callbacks add.
+
+        Raises:
+            NonFiniteError: A loss was NaN or infinite.
+        """
+        means = self.engine.buffer.means()
+        self.engine.buffer.reset()
+        if self.train_metrics:
+            means = joined(means, self.train_metrics.compute())
+            self.train_metrics.reset()
+        values = {f"train/{name}": value for name, value in means.items()}
+        if values or self._values:
+            self.log_point(values)
+
+    def log_point(self, values: Mapping[str, float]) -> None:
+        """Publish values: into `metrics`, to the callbacks, then to the loggers."""
+        self.logged = {**self._values, **values}
+        self._values = {}
+        self._logging = True
+        try:
+            self.metrics.update(self.logged)
+            if self.hooks.on_log or self.loggers:
+                self._publish()
+        finally:
+            self._logging = False
+
+    def _publish(self) -> None:
+        with shielded():
+            self.call(self.hooks.on_log)
+            self.metrics.update(self.logged)
+            for logger in self.loggers if self.is_main else ():
+                logger.log_metrics(self.logged, self.progress.updates)
+
+    # Time.
+
+    def start(self) -> None:
+        """Begin training: set the host's random streams, and count wall time on from what `progress` already
+        has.
+        """
+        if self.host_streams is None:
+            self.engine.streams.start()
+        else:
+            load_host_state(self.host_streams)
+        self.origin = perf_counter() - self.progress.seconds
+
+    @contextmanager
+    def timed(self, kind: str) -> Iterator[None]:
+        """Add the time spent inside to `timing`."""
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            self.timing[kind] += perf_counter() - start
+
+    def due_to_stop(self) -> bool:
+        """Whether the run's limits are reached or somebody asked to stop; notes the reason."""
+        if self.stop_reason is None:
+            totals, progress = self.totals, self.progress
+            if totals.max_updates is not None and progress.updates >= totals.max_updates:
+                self.stop(f"max_steps={totals.max_updates} reached")
+            elif totals.max_seconds is not None and progress.seconds >= totals.max_seconds:
+                self.stop(f"max_time={totals.max_seconds:g} seconds reached")
+            elif totals.epochs is not None and progress.epoch >= totals.epochs:
+                self.stop(f"max_epochs={totals.epochs} reached")
+        return self.stop_reason is not None
+
+    # Checkpoints.
+
+    def snapshot(self) -> Snapshot:
+        """Everything that a resumed run needs, checked for NaN and infinity first.
+
+        Raises:
+            NonFiniteError: A loss since the last log point was NaN or infinite: such weights are not worth
+                keeping.
+            CheckpointError: A callback's, logger's or data's state cannot be stored.
+        """
+        self.engine.buffer.check()
+        return snapshot_run(self)
+
+    def restore(self, snapshot: Snapshot, address: str) -> None:
+        """Take over a checkpoint's state and tell the callbacks.
+
+        Raises:
+            CheckpointError: It does not fit this run; says what differs.
+        """
+        restore_run(self, snapshot)
+        self._refuse_past_end(address)
+        self.last_checkpoint = address
+        self.engine.set_rates()
+        self.call(self.hooks.on_checkpoint_loaded)
+
+    def _refuse_past_end(self, address: str) -> None:
+        totals, progress = self.totals, self.progress
+        begun = progress.epoch + (1 if progress.epoch_batches else 0)
+        for name, limit, there in (
+            ("max_epochs", totals.epochs, begun),
+            ("max_steps", totals.max_updates, progress.updates),
+        ):
+            if limit is not None and there > limit:
+                raise CheckpointError(
+                    f"{address} is past the end of this run: it is at update {progress.updates} in epoch"
+                    f" {begun}, and {name}={limit}. Give a larger limit, or start in another run_dir"
+                )
+
+    def checkpoint_saved(self, address: str) -> None:
+        """Called by savers after each commit."""
+        self.last_checkpoint = address
+        self.call(self.hooks.on_checkpoint_saved)
+
+    def pending_values(self) -> dict[str, float]:
+        """What `log` was given since the last log point; part of a checkpoint."""
+        return dict(self._values)
+
+    def set_pending_values(self, values: Mapping[str, float]) -> None:
+        """Take over what `pending_values` gave."""
+        self._values = dict(values)

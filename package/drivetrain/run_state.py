@@ -1,0 +1,127 @@
+"""What a checkpoint of a run holds, and how it is taken over again."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.checkpoint.format import Snapshot
+from drivetrain.checkpoint.tree import pack, unpack
+from drivetrain.engine_state import optimizer_state, restore_optimizer_state
+from drivetrain.errors import CheckpointError
+from drivetrain.module_state import load_module_state, module_state
+from drivetrain.stored_task import pack_hparams
+from drivetrain.streams import host_state
+from drivetrain.types import Stateful
+
+if TYPE_CHECKING:
+    from drivetrain.run import Run
+
+
+def snapshot_run(run: Run) -> Snapshot:
+    """The state of a run between two updates.
+
+    Raises:
+        CheckpointError: A part of it cannot be stored; says which.
+    """
+    engine = run.engine
+    weights, extras = module_state(run.task)
+    optimizers, meta = optimizer_state(
+        run.task, {name: each.optimizer for name, each in engine.updaters.items()}
+    )
+    tree = {
+        "seed": engine.seed,
+        "host_streams": host_state(),
+        "optimizers": meta,
+        "schedules": {name: updater.state_dict() for name, updater in engine.updaters.items()},
+        "strategy": engine.strategy.state_dict(),
+        "module_extras": extras,
+        "buffer": engine.buffer.state_dict(),
+        "train_metrics": run.train_metrics.state_dict() if run.train_metrics else None,
+        "values": run.pending_values(),
+        "metrics": run.metrics,
+        "timing": run.timing,
+        "callbacks": {name: each.state_dict() for name, each in _stateful(run.callbacks).items()},
+        "loggers": {name: each.state_dict() for name, each in _stateful(run.loggers).items()},
+        "data": run.train_feed.snapshot() if run.train_feed is not None else None,
+    }
+    state, tensors = pack(tree)
+    return Snapshot(
+        tensors={"model": weights, "optimizer": optimizers, "state": tensors},
+        objects={"state": state, "hparams": pack_hparams(run.task)},
+        progress=dict(run.progress.to_json()),
+        metrics=dict(run.metrics),
+        task=type(run.task).__name__,
+    )
+
+
+def restore_run(run: Run, snapshot: Snapshot) -> None:
+    """Take over a run's state.
+
+    Raises:
+        CheckpointError: The checkpoint does not fit the task, its optimizers or the run; says what differs.
+    """
+    engine = run.engine
+    if "state" not in snapshot.objects:
+        raise CheckpointError(
+            "this checkpoint holds weights only; it cannot be resumed from. Use from_checkpoint(path)"
+        )
+    tree = unpack(snapshot.objects["state"], snapshot.tensors.get("state", {}))
+    lacking = {"seed", "optimizers", "schedules", "buffer", "callbacks", "loggers"} - set(tree)
+    if lacking:
+        raise CheckpointError(
+            f"this is no checkpoint of a Trainer's run: it lacks {', '.join(sorted(lacking))}"
+        )
+    if tree["seed"] != engine.seed:
+        raise CheckpointError(
+            f"the checkpoint was saved with seed={tree['seed']}, this Trainer has seed={engine.seed}: the"
+            f" order of the data would change in the middle of an epoch. Use Trainer(seed={tree['seed']})"
+        )
+    load_module_state(
+        run.task, snapshot.tensors.get("model", {}), tree["module_extras"], where="the checkpoint"
+    )
+    optimizers = {name: each.optimizer for name, each in engine.updaters.items()}
+    restore_optimizer_state(run.task, optimizers, snapshot.tensors.get("optimizer", {}), tree["optimizers"])
+    for name, updater in engine.updaters.items():
+        updater.load_state_dict(tree["schedules"][name])
+    engine.strategy.load_state_dict(tree["strategy"])
+    run.host_streams = tree["host_streams"]
+    run.progress.load_json(snapshot.progress)
+    engine.buffer.load_state_dict(tree["buffer"], engine.device)
+    if run.train_metrics and tree["train_metrics"] is not None:
+        run.train_metrics.load_state_dict(tree["train_metrics"])
+    run.set_pending_values(tree["values"])
+    run.metrics.update(tree["metrics"])
+    run.timing.update(tree["timing"])
+    _restore_each(run.callbacks, tree["callbacks"], "callback")
+    _restore_each(run.loggers, tree["loggers"], "logger")
+    if run.train_feed is not None:
+        run.train_feed.source.restore(tree["data"])
+
+
+def _stateful(parts: Iterable[Any]) -> dict[str, Stateful]:
+    """Those parts that have a state, named by class; the second of a class is "Name:1"."""
+    named: dict[str, Stateful] = {}
+    counts: dict[str, int] = {}
+    for part in parts:
+        kind = type(part).__name__
+        number = counts[kind] = counts.get(kind, -1) + 1
+        if isinstance(part, Stateful):
+            named[f"{kind}:{number}" if number else kind] = part
+    return named
+
+
+def _restore_each(parts: Iterable[Any], states: Mapping[str, Any], what: str) -> None:
+    named = _stateful(parts)
+    for name, part in named.items():
+        if name in states:
+            part.load_state_dict(states[name])
+        else:
+            warnings.warn(f"the checkpoint has no state for the {what} {name}; it starts anew", stacklevel=2)
+    gone = sorted(set(states) - set(named))
+    if gone:
+        warnings.warn(
+            f"the checkpoint has the state of {what}s that this run does not have: {', '.join(gone)}",
+            stacklevel=2,
+        )

@@ -1,0 +1,331 @@
+"""The Trainer: validated arguments, and the verbs that turn them into runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from drivetrain.assembly import build_evaluation, build_fit, build_prediction, start_from
+from drivetrain.boundary import boundary
+from drivetrain.callbacks.checkpoint import WEIGHTS
+from drivetrain.checkpoint import CheckpointConfig
+from drivetrain.errors import ConfigError
+from drivetrain.loggers.base import check_loggers
+from drivetrain.loop import evaluate, predict, train_steps
+from drivetrain.options import count, flag, number
+from drivetrain.peers import ARGUMENTS, help_with
+from drivetrain.plan import Plan, make_plan
+from drivetrain.precision import Precision, as_precision
+from drivetrain.prediction_files import write_predictions
+from drivetrain.progress import Progress
+from drivetrain.run import Hooks
+from drivetrain.strategies import Strategy, select_strategy
+from drivetrain.task import TaskModule
+from drivetrain.types import Every, Logger
+from drivetrain.window import StepResult
+
+Interval = str | int | float | timedelta | Every
+"""What stands for an interval: "500 steps", "1 epoch", "10 minutes", a number of steps."""
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """What a finished fit leaves.
+
+    Attributes:
+        metrics: The latest value of every logged name.
+        progress: The counts at the end.
+        stop_reason: Why training ended.
+        run_dir: Where files went, or None when none were asked for.
+        last_checkpoint: The newest checkpoint, or None.
+        best_checkpoint: The best keeper, or None.
+        model_path: The finished weights, or None.
+    """
+
+    metrics: dict[str, float]
+    progress: Progress
+    stop_reason: str
+    run_dir: Path | None
+    last_checkpoint: str | None
+    best_checkpoint: str | None
+    model_path: Path | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """How to run a task: validated when it is made, never changed afterwards. Every verb builds a run of its
+    own.
+
+    Attributes:
+        max_epochs: Passes over the training data; one of the three limits must be given to train.
+        max_steps: Optimizer updates.
+        max_time: Wall time over all restarts: "2 hours", seconds, or a timedelta.
+        strategy: Where it runs: "auto", "cpu", "cuda", "mps", or an instance.
+        devices: How many processes, or "auto".
+        num_nodes: How many machines.
+        precision: "32", "bf16-mixed", "16-mixed", "bf16-true", "16-true" or "64".
+        gradient_accumulation_steps: Micro-batches per update.
+        max_grad_norm: Clip the gradient's global norm to this; None for no clipping.
+        validate_every: When to validate during a fit; None for never.
+        log_every: When to log.
+        checkpoint: True for the default policy (with named validation loaders the first one's loss ranks),
+            False for none, or a `CheckpointConfig`.
+        callbacks: Objects with hooks; see `drivetrain.callbacks.Callback`.
+        loggers: Names ("tensorboard", "csv", "jsonl") or instances; `()` for none.
+        progress_bar: Show progress, and a table of the task before training.
+        train_metrics: Whether declared metrics are updated in training too.
+        compile: True, or options for `torch.compile`.
+        seed: Seeds the order of the data and every random stream of a run.
+        deterministic: Insist on deterministic kernels while a run lasts.
+        hang_timeout: Seconds without progress after which the process is ended with its stacks; None for
+            never.
+        batch_size: For data given as a bare Dataset.
+        num_workers: Worker processes for data given as a bare Dataset.
+        limit_train_batches: At most this many micro-batches an epoch; likewise for the other stages.
+        run_dir: Where checkpoints and logs go; None makes a new `runs/<task>-<time>` for every fit that
+            writes.
+
+    Raises:
+        ConfigError: A value that is not allowed; says what is.
+        StrategyError: A strategy, number of devices or precision that cannot run here.
+    """
+
+    max_epochs: int | None = None
+    max_steps: int | None = None
+    max_time: str | float | timedelta | None = None
+    strategy: str | Strategy = "auto"
+    devices: int | str = "auto"
+    num_nodes: int = 1
+    precision: str | int | Precision = "32"
+    gradient_accumulation_steps: int = 1
+    max_grad_norm: float | None = None
+    validate_every: Interval | None = "1 epoch"
+    log_every: Interval | None = "50 steps"
+    checkpoint: bool | str | CheckpointConfig = True
+    callbacks: Sequence[Any] = ()
+    loggers: str | Logger | Sequence[str | Logger] = ("tensorboard", "csv")
+    progress_bar: bool = True
+    train_metrics: bool = True
+    compile: bool | Mapping[str, Any] = False
+    seed: int = 0
+    deterministic: bool = False
+    hang_timeout: float | None = None
+    batch_size: int | None = None
+    num_workers: int = 0
+    limit_train_batches: int | None = None
+    limit_validation_batches: int | None = None
+    limit_test_batches: int | None = None
+    limit_predict_batches: int | None = None
+    run_dir: str | os.PathLike[str] | None = None
+
+    def __new__(cls, *positional: Any, **arguments: Any) -> Trainer:
+        """Refuse unknown arguments with the nearest name, which a dataclass's own constructor would not give.
+
+        Raises:
+            ConfigError: An unknown argument, or one without a name.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        if positional:
+            raise ConfigError(
+                f"Trainer takes its arguments by name, not {positional[0]!r}: Trainer(max_epochs=3)"
+            )
+        for name in arguments:
+            if name not in names:
+                raise ConfigError(f"Trainer has no argument {name!r}. {help_with(name, names, ARGUMENTS)}")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        """Check every argument, and normalise intervals, so that nothing fails later that could fail here."""
+        for name in ("max_epochs", "max_steps", "batch_size", *(f"limit_{s}_batches" for s in _LIMITED)):
+            if getattr(self, name) is not None:
+                count(name, getattr(self, name), at_least=1)
+        count("gradient_accumulation_steps", self.gradient_accumulation_steps, at_least=1)
+        count("num_workers", self.num_workers)
+        count("seed", self.seed)
+        for name in ("max_grad_norm", "hang_timeout"):
+            if getattr(self, name) is not None:
+                number(name, getattr(self, name), above=0)
+        for name in ("validate_every", "log_every"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, Every(getattr(self, name)))
+        for name in ("progress_bar", "train_metrics", "deterministic"):
+            flag(name, getattr(self, name))
+        if not isinstance(self.compile, Mapping):
+            flag("compile (unless it is a mapping of torch.compile's options)", self.compile)
+        if not isinstance(self.run_dir, (str, os.PathLike, type(None))):
+            raise ConfigError(f"run_dir must be a path, or None for a new one, not {self.run_dir!r}")
+        object.__setattr__(self, "max_time", _seconds(self.max_time))
+        object.__setattr__(self, "precision", as_precision(self.precision))
+        object.__setattr__(self, "checkpoint", _checkpoint_policy(self.checkpoint))
+        single = not isinstance(self.callbacks, Iterable) or isinstance(self.callbacks, (str, Mapping))
+        if single or any(isinstance(each, type) for each in self.callbacks):
+            raise ConfigError(f"callbacks must be a sequence of callback objects, not {self.callbacks!r}")
+        object.__setattr__(self, "callbacks", tuple(self.callbacks))
+        Hooks(self.callbacks)
+        check_loggers(self.loggers)
+        self.select_strategy()
+
+    def select_strategy(self) -> Strategy:
+        """The strategy that a run would use.
+
+        Raises:
+            ConfigError: An unknown name.
+            StrategyError: It cannot run here.
+        """
+        return select_strategy(self.strategy, as_precision(self.precision), self.devices, self.num_nodes)
+
+    def to_json(self) -> dict[str, Any]:
+        """All arguments, for a log; objects are given by their text."""
+        return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+
+    def fit(
+        self, task: TaskModule, train_data: Any, validation_data: Any = None, *, resume: str | None = None
+    ) -> FitResult:
+        """Train.
+
+        Args:
+            task: What to train; its parameters are trained in place.
+            train_data: A DataLoader, a Dataset, an iterable of batches, or an object with `train_data()`.
+            validation_data: The same, or a mapping of named loaders; None for none.
+            resume: "auto" for the newest good checkpoint of `run_dir` or a fresh start, a path to resume from
+                there, None for a fresh start.
+
+        Raises:
+            ConfigError: Arguments, task and data do not fit together.
+            DataError: The data is empty, of an unknown kind, or raised; names the batch.
+            CheckpointError: A checkpoint cannot be read, fitted or written.
+            NonFiniteError: A loss was NaN or infinite.
+        """
+        run, saver = build_fit(self, task, train_data, validation_data, resume)
+        with boundary(self, run):
+            start_from(self, run, saver, resume)
+            for _ in train_steps(run):
+                pass
+        best = saver.manager.best() if saver else None
+        directory = run.run_dir if run.run_dir is not None and run.run_dir.exists() else None
+        weights = run.run_dir / WEIGHTS if saver and run.run_dir else None
+        assert run.stop_reason is not None
+        return FitResult(
+            dict(run.metrics), run.progress, run.stop_reason, directory, run.last_checkpoint, best, weights
+        )
+
+    def steps(
+        self, task: TaskModule, train_data: Any, validation_data: Any = None, *, resume: str | None = None
+    ) -> Generator[StepResult, None, None]:
+        """`fit` as a generator: yields after every update, for a loop body of one's own.
+
+        What the body does is seen by the validation and the checkpoint of the same update. Leaving the loop
+        ends the run in order. Arguments and errors are those of `fit`.
+        """
+        run, saver = build_fit(self, task, train_data, validation_data, resume)
+        with boundary(self, run):
+            start_from(self, run, saver, resume)
+            yield from train_steps(run)
+
+    def validate(self, task: TaskModule, data: Any, *, checkpoint: str | None = None) -> dict[str, float]:
+        """Evaluate on validation data; every sample counts once.
+
+        Args:
+            task: The task.
+            data: As in `fit`, or an object with `validation_data()`.
+            checkpoint: Weights to load first: a path, or "best" or "last" of `run_dir`.
+
+        Returns:
+            Values by name: `validation/loss`, `validation/accuracy`, with named loaders
+            `validation/<loader>/loss`.
+        """
+        return self._evaluate("validation", task, data, checkpoint)
+
+    def test(self, task: TaskModule, data: Any, *, checkpoint: str | None = None) -> dict[str, float]:
+        """Evaluate on test data; as `validate`, with names that begin with `test/`."""
+        return self._evaluate("test", task, data, checkpoint)
+
+    def _evaluate(self, stage: str, task: TaskModule, data: Any, checkpoint: str | None) -> dict[str, float]:
+        run = build_evaluation(self, task, data, stage, checkpoint)
+        with boundary(self, run):
+            return evaluate(run, stage, run.evaluation_feeds)
+
+    def predict(
+        self,
+        task: TaskModule,
+        data: Any,
+        *,
+        checkpoint: str | None = None,
+        save_to: str | os.PathLike[str] | None = None,
+    ) -> Any:
+        """The outputs of `predict_step` for every batch, on the CPU, in the order of the dataset.
+
+        Args:
+            task: The task.
+            data: As in `fit`, or an object with `predict_data()`.
+            checkpoint: As in `validate`.
+            save_to: A directory to stream the outputs to, one file a batch, so that memory stays flat.
+
+        Returns:
+            A list with the outputs of each batch, or, with `save_to`, the list of files.
+        """
+        run = build_prediction(self, task, data, checkpoint)
+        # Closed at once even when writing fails: a suspended pass would leave gradients off for its caller.
+        with boundary(self, run), closing(predict(run, run.evaluation_feeds[0][1])) as outputs:
+            return list(outputs) if save_to is None else write_predictions(outputs, Path(save_to))
+
+    def plan(self, task: TaskModule, train_data: Any, validation_data: Any = None) -> Plan:
+        """What a fit would do, without training: updates, rates, intervals, memory, and warnings of
+        conflicts.
+
+        Prints the plan and returns it. Arguments and errors are those of `fit`.
+        """
+        plan = make_plan(self, task, train_data, validation_data)
+        print(plan)
+        return plan
+
+
+# `__new__` takes anything, to say what is wrong with it; what help and editors show is the real signature.
+_BOUND = list(inspect.signature(Trainer.__init__).parameters.values())[1:]
+Trainer.__signature__ = inspect.Signature(_BOUND, return_annotation=Trainer)  # type: ignore[attr-defined]
+
+_LIMITED = ("train", "validation", "test", "predict")
+
+
+def _seconds(spec: str | float | timedelta | None) -> float | None:
+    if spec is None:
+        return None
+    if isinstance(spec, (int, float)) and not isinstance(spec, bool):
+        return number("max_time (in seconds)", spec, above=0)
+    seconds = Every(spec).seconds
+    if seconds is None:
+        raise ConfigError(
+            f"max_time={spec!r} is no time; give seconds, a timedelta, or a text such as '2 hours'"
+        )
+    return seconds
+
+
+def _checkpoint_policy(spec: object) -> bool | CheckpointConfig:
+    if spec == "async":
+        return CheckpointConfig(asynchronous=True)
+    if isinstance(spec, (bool, CheckpointConfig)):
+        return spec
+    raise ConfigError(f"checkpoint must be True, False, 'async' or a CheckpointConfig, not {spec!r}")
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(each) for each in value]
+    if isinstance(value, Precision):
+        return value.name
+    if isinstance(value, (Every, os.PathLike)):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -1,0 +1,231 @@
+"""The optimizers of a run, each with its parameters, schedule and clipping."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from drivetrain.errors import CheckpointError, ConfigError
+from drivetrain.optim import (
+    OptimizerConfig,
+    PlateauSchedule,
+    Schedule,
+    apply_factor,
+    build_optimizer,
+    build_schedule,
+    remember_base_rates,
+)
+
+DEFAULT = "default"
+"""The name of the only optimizer of a task that configures one."""
+
+OptimizerSpec = OptimizerConfig | Callable[[list[nn.Parameter]], Any]
+
+
+class Updater:
+    """One optimizer with what belongs to its updates.
+
+    Attributes:
+        name: Its name in `configure_optimizers`; "default" for an only one.
+        optimizer: The optimizer.
+        parameters: What it trains.
+        schedule: The factor of the base rate as a function of the update, or None when it is always 1.
+        scheduler: A torch scheduler that the user made, or None.
+        max_grad_norm: What to clip the gradient's norm to, or None.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        optimizer: Optimizer,
+        schedule: Schedule | PlateauSchedule | None = None,
+        scheduler: LRScheduler | None = None,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        self.name = name
+        self.optimizer = optimizer
+        self.parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+        self.schedule = schedule
+        self.scheduler = scheduler
+        self.max_grad_norm = max_grad_norm
+
+    def set_rate(self, update: int) -> None:
+        """Set the learning rate that `update` uses; nothing to do without a schedule of ours."""
+        if self.schedule is not None:
+            apply_factor(self.optimizer, self.schedule(update))
+
+    def advance(self, update: int) -> None:
+        """After an update: set the rate of the next, number `update`."""
+        if self.schedule is not None:
+            apply_factor(self.optimizer, self.schedule(update))
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def observe(self, metrics: Mapping[str, float], update: int) -> None:
+        """After an evaluation: let a schedule that depends on metrics see them; `update` is the next one."""
+        if isinstance(self.schedule, PlateauSchedule):
+            self.schedule.observe(metrics)
+            self.set_rate(update)
+
+    def rates(self) -> dict[str, float]:
+        """The learning rate now, by group where groups differ."""
+        prefix = "lr" if self.name == DEFAULT else f"lr/{self.name}"
+        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        if len(set(rates)) == 1:
+            return {prefix: rates[0]}
+        return {f"{prefix}/{index}": rate for index, rate in enumerate(rates)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of a schedule that has one."""
+        state: dict[str, Any] = {}
+        if isinstance(self.schedule, PlateauSchedule):
+            state["plateau"] = self.schedule.state_dict()
+        if self.scheduler is not None:
+            state["scheduler"] = self.scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave.
+
+        Raises:
+            CheckpointError: The checkpoint was saved with another kind of schedule.
+        """
+        own = self.state_dict()
+        if set(own) != set(state):
+            raise CheckpointError(
+                f"the schedule of optimizer {self.name!r} keeps the state {sorted(own)}, the checkpoint has"
+                f" {sorted(state)}; resume with the schedule that it was saved with"
+            )
+        if isinstance(self.schedule, PlateauSchedule):
+            self.schedule.load_state_dict(state["plateau"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(dict(state["scheduler"]))
+
+
+def optimizer_specs(configured: Any) -> dict[str, OptimizerSpec]:
+    """What a task's `configure_optimizers` returned, by name.
+
+    Raises:
+        ConfigError: It is no configuration, mapping or factory; an optimizer that was built early is refused
+            with the reason.
+    """
+    if isinstance(configured, Optimizer):
+        raise ConfigError(
+            f"configure_optimizers returned a finished {type(configured).__name__}. It is too early to build"
+            " one: the strategy may still move or shard the parameters. Return OptimizerConfig(...), or a"
+            " function of the parameters, such as `lambda params:"
+            f" torch.optim.{type(configured).__name__}(params, ...)`"
+        )
+    if isinstance(configured, Mapping):
+        if not configured:
+            raise ConfigError("configure_optimizers returned an empty mapping")
+        specs: dict[str, OptimizerSpec] = {}
+        for name, spec in configured.items():
+            if not isinstance(name, str) or not name:
+                raise ConfigError(f"an optimizer's name must be a text, not {name!r}")
+            if not isinstance(spec, OptimizerConfig):
+                raise ConfigError(
+                    f"configure_optimizers returned a {type(spec).__name__} for {name!r}; several optimizers"
+                    " are given as OptimizerConfig each. For a torch scheduler return a function: `lambda"
+                    " parameters: (optimizer, scheduler)`; it is stepped once per update"
+                )
+            specs[name] = spec
+        return specs
+    if isinstance(configured, OptimizerConfig) or callable(configured):
+        return {DEFAULT: configured}
+    raise ConfigError(
+        f"configure_optimizers returned a {type(configured).__name__}; allowed are an OptimizerConfig, a"
+        " mapping of names to them, or a function of the parameters that returns an optimizer or"
+        " (optimizer, scheduler), the scheduler stepped once per update"
+    )
+
+
+def parameter_names(task: nn.Module, name: str, spec: OptimizerConfig, alone: bool) -> set[str] | None:
+    """Which parameters a named optimizer trains: those its configuration says, else those of the submodule of
+    its name.
+
+    Raises:
+        ConfigError: Several optimizers, and neither says which parameters are meant.
+    """
+    if alone or spec.parameters is not None:
+        return None
+    names = {each for each, _ in task.named_parameters() if each.startswith(f"{name}.")}
+    if not names:
+        children = ", ".join(repr(child) for child, _ in task.named_children())
+        raise ConfigError(
+            f"which parameters does the optimizer {name!r} train? Name it after a submodule ({children}), or"
+            " give OptimizerConfig(parameters='pattern.*')"
+        )
+    return names
+
+
+def build_updaters(
+    task: nn.Module,
+    specs: Mapping[str, OptimizerSpec],
+    total_updates: int | None,
+    max_grad_norm: float | None,
+) -> dict[str, Updater]:
+    """The optimizers of a task, on the parameters as they now are.
+
+    Args:
+        task: Where the parameters and their names come from.
+        specs: What `optimizer_specs` gave.
+        total_updates: The run's length, or None when it is not known.
+        max_grad_norm: The run's clipping, for optimizers that set none.
+
+    Raises:
+        ConfigError: A configuration that does not fit the task.
+    """
+    updaters: dict[str, Updater] = {}
+    for name, spec in specs.items():
+        if isinstance(spec, OptimizerConfig):
+            names = parameter_names(task, name, spec, alone=len(specs) == 1)
+            optimizer = build_optimizer(spec, task, names)
+            schedule = build_schedule(spec, total_updates)
+            norm = spec.max_grad_norm if spec.max_grad_norm is not None else max_grad_norm
+            updaters[name] = Updater(name, optimizer, schedule, None, norm)
+        else:
+            optimizer, scheduler = from_factory(spec, [p for p in task.parameters() if p.requires_grad])
+            updaters[name] = Updater(name, optimizer, None, scheduler, max_grad_norm)
+    return updaters
+
+
+def from_factory(
+    factory: Callable[[list[nn.Parameter]], Any], parameters: Sequence[nn.Parameter]
+) -> tuple[Optimizer, LRScheduler | None]:
+    """What a user's factory makes of the parameters.
+
+    Raises:
+        ConfigError: It returns something other than an optimizer or `(optimizer, schedule)`.
+    """
+    made = factory(list(parameters))
+    scheduler = None
+    if isinstance(made, tuple) and len(made) == 2:
+        made, scheduler = made
+    if not isinstance(made, Optimizer):
+        described = getattr(factory, "__qualname__", type(factory).__name__)
+        raise ConfigError(
+            f"{described} returned a {type(made).__name__}; it must return an optimizer or (optimizer,"
+            " schedule)"
+        )
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ConfigError(
+            "ReduceLROnPlateau steps on a metric; use OptimizerConfig(schedule='reduce_on_plateau',"
+            " schedule_options={...})"
+        )
+    if scheduler is not None and not isinstance(scheduler, LRScheduler):
+        raise ConfigError(
+            f"a schedule must be a torch.optim.lr_scheduler.LRScheduler, not a {type(scheduler).__name__}"
+        )
+    remember_base_rates(made)
+    return made, scheduler
+
+
+def is_interleaved(task: nn.Module) -> bool:
+    """Whether the task's training step is a generator that names an optimizer at each yield."""
+    return inspect.isgeneratorfunction(getattr(type(task), "training_step", None))

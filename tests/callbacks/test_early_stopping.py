@@ -1,0 +1,143 @@
+"""Early stopping: when it stops a fit, and when it must not."""
+
+import math
+
+import pytest
+
+from drivetrain.callbacks import EarlyStopping
+from drivetrain.errors import ConfigError
+
+
+def losses(*values):
+    return [{"loss": value} for value in values]
+
+
+def fit(drive, stopping, *values, **arguments):
+    return drive(
+        stopping, epochs=len(values), updates_per_epoch=1, results=losses(*values), **arguments
+    ).fit()
+
+
+def test_a_fit_stops_after_patience_validations_without_improvement(drive):
+    run = fit(drive, EarlyStopping(patience=2), 0.5, 0.31, 0.4, 0.35, 0.1)
+    assert run.progress.epoch == 4
+    assert run.stopped_early == "early stopping: validation/loss did not improve on 0.31 for 2 evaluations"
+
+
+def test_an_improvement_starts_the_count_again(drive):
+    run = fit(drive, EarlyStopping(patience=2), 0.5, 0.6, 0.4, 0.6, 0.3, 0.6)
+    assert run.stopped_early is None
+
+
+def test_mode_max_takes_more_for_better(drive):
+    values = [{"loss": 1.0, "accuracy": value} for value in (0.5, 0.6, 0.7, 0.6, 0.9)]
+    stopping = EarlyStopping("validation/accuracy", mode="max", patience=1)
+    run = drive(stopping, epochs=5, updates_per_epoch=1, results=values).fit()
+    assert run.progress.epoch == 4
+    assert stopping.best == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize(
+    ("mode", "threshold_mode", "first", "too_little", "enough"),
+    [
+        ("min", "abs", 1.0, 0.91, 0.89),
+        ("max", "abs", 1.0, 1.09, 1.11),
+        ("min", "rel", 10.0, 9.1, 8.9),
+        ("max", "rel", 10.0, 10.9, 11.1),
+        # With a negative best value a plain factor would turn the threshold's sense around.
+        ("min", "rel", -10.0, -10.9, -11.1),
+        ("max", "rel", -10.0, -9.1, -8.9),
+    ],
+)
+def test_an_improvement_must_exceed_the_threshold(drive, mode, threshold_mode, first, too_little, enough):
+    def stops(second):
+        stopping = EarlyStopping(mode=mode, patience=1, threshold=0.1, threshold_mode=threshold_mode)
+        return fit(drive, stopping, first, second).stopped_early is not None
+
+    assert stops(too_little)
+    assert not stops(enough)
+
+
+def test_nan_counts_as_no_improvement_and_the_reason_says_so(drive):
+    run = fit(drive, EarlyStopping(patience=2), 0.5, math.nan, math.nan, 0.1)
+    assert run.progress.epoch == 3
+    assert run.stopped_early == (
+        "early stopping: validation/loss did not improve on 0.5 for 2 evaluations; it is nan now"
+    )
+
+
+def test_a_metric_that_is_never_finite_stops_the_fit(drive):
+    run = fit(drive, EarlyStopping(patience=1), math.nan, 0.1)
+    assert run.stopped_early == "early stopping: validation/loss was not finite for 1 evaluation; it is nan"
+
+
+def test_a_value_after_nan_can_still_improve(drive):
+    stopping = EarlyStopping(patience=2)
+    run = fit(drive, stopping, math.nan, 0.5, math.inf, 0.4)
+    assert run.stopped_early is None
+    assert stopping.best == pytest.approx(0.4)
+
+
+def test_reaching_a_value_that_is_good_enough_stops_at_once(drive):
+    run = fit(drive, EarlyStopping(stop_at=0.25), 0.5, 0.25, 0.125)
+    assert run.progress.epoch == 2
+    assert run.stopped_early == "early stopping: validation/loss is 0.25 and reached 0.25"
+
+
+def test_no_stop_before_min_epochs(drive):
+    run = fit(drive, EarlyStopping(patience=1, min_epochs=4), 0.5, 0.6, 0.6, 0.6, 0.6)
+    assert run.progress.epoch == 4
+
+
+def test_a_resumed_fit_goes_on_counting(drive, tmp_path):
+    fit(drive, EarlyStopping(patience=3), 0.5, 0.6, 0.6, run_dir=tmp_path)
+    resumed = drive(
+        EarlyStopping(patience=3), epochs=9, updates_per_epoch=1, results=losses(0.6, 0.6), run_dir=tmp_path
+    ).fit(resume="auto")
+    assert resumed.progress.epoch == 4
+    assert resumed.stopped_early == (
+        "early stopping: validation/loss did not improve on 0.5 for 3 evaluations"
+    )
+
+
+def test_a_second_fit_with_the_same_callback_begins_anew(drive):
+    stopping = EarlyStopping(patience=2)
+    assert fit(drive, stopping, 0.1, 0.2, 0.2).stopped_early is not None
+    assert fit(drive, stopping, 0.5, 0.4, 0.3).stopped_early is None
+    assert stopping.best == pytest.approx(0.3)
+
+
+def test_validating_outside_a_fit_changes_nothing(drive):
+    stopping = EarlyStopping(patience=1)
+    run = fit(drive, stopping, 0.1)
+    run.task.results = losses(0.9)
+    assert run.trainer.validate(run.task, run.validation_data)["validation/loss"] == pytest.approx(0.9)
+    assert (stopping.best, stopping.without_improvement) == (pytest.approx(0.1), 0)
+
+
+def test_a_metric_that_is_not_logged_is_told_the_nearest(drive):
+    with pytest.raises(
+        ConfigError, match=r"'validation/los', which is not logged. Did you mean 'validation/loss'"
+    ):
+        fit(drive, EarlyStopping("validation/los"), 0.5)
+
+
+def test_a_fit_that_never_validates_is_refused_before_it_trains(drive):
+    run = drive(EarlyStopping())
+    with pytest.raises(ConfigError, match=r"this fit never validates\. Give `fit` validation_data"):
+        run.fit()
+    assert run.progress.updates == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "mn"}, r"mode='mn'. Did you mean 'min'"),
+        ({"threshold_mode": "relative"}, r"threshold_mode='relative'.*Allowed: 'abs', 'rel'"),
+        ({"patience": 0}, "patience=0; give at least 1"),
+        ({"threshold": -0.1}, "threshold=-0.1; give a finite number, at least 0"),
+    ],
+)
+def test_wrong_arguments_are_refused_with_what_is_allowed(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        EarlyStopping(**arguments)

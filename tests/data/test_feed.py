@@ -1,0 +1,296 @@
+"""From data of any kind to the counted windows that a loop reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from drivetrain.data import Feed, Measure, Transfer, Window, as_source, evaluation_sources
+from drivetrain.errors import DataError
+from drivetrain.streams import preserved
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+@pytest.fixture(autouse=True)
+def own_streams() -> Iterator[None]:
+    with preserved():
+        yield
+
+
+def numbered(count: int) -> list[Tensor]:
+    return [torch.full((2, 1), float(number)) for number in range(count)]
+
+
+class Plain:
+    """An iterable of unknown length; counts what is asked of it."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches, self.asked = batches, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches:
+            self.asked += 1
+            yield batch
+
+
+class Cursor(Plain):
+    """One that is resumed by its own state, changed in place."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        super().__init__(batches)
+        self.state = {"at": [0]}
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.state["at"][0] < len(self.batches):
+            self.state["at"][0] += 1
+            self.asked += 1
+            yield self.batches[self.state["at"][0] - 1]
+        self.state["at"][0] = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+class SizedCursor(Cursor):
+    """One that knows its length too."""
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def feed(data: Any, *, device: torch.device = CPU, measure: Measure | None = None, **options: Any) -> Feed:
+    return Feed(as_source(data, "training", seed=1), Transfer(device), measure, **options)
+
+
+def shown(windows: Iterator[Window]) -> list[tuple[list[int], bool]]:
+    """Each window as the numbers in it and whether it is the last."""
+    return [([int(each.batch[0, 0]) for each in window.micro_batches], window.last) for window in windows]
+
+
+KINDS = {
+    "list": numbered,
+    "unknown length": lambda n: Plain(numbered(n)),
+    "own state": lambda n: Cursor(numbered(n)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+@pytest.mark.parametrize(
+    ("count", "accumulation", "limit", "expected"),
+    [
+        (1, 1, None, [([0], True)]),
+        (3, 1, None, [([0], False), ([1], False), ([2], True)]),
+        (4, 2, None, [([0, 1], False), ([2, 3], True)]),
+        (5, 2, None, [([0, 1], False), ([2, 3], False), ([4], True)]),
+        (2, 8, None, [([0, 1], True)]),
+        (5, 2, 3, [([0, 1], False), ([2], True)]),
+        (5, 2, 4, [([0, 1], False), ([2, 3], True)]),
+        (3, 2, 9, [([0, 1], False), ([2], True)]),
+        (3, 2, 0, []),
+    ],
+)
+def test_windows_are_full_but_for_the_last_which_is_marked(
+    kind: Any, count: int, accumulation: int, limit: int | None, expected: Any
+) -> None:
+    read = feed(kind(count), accumulation=accumulation, limit=limit)
+    assert shown(read.windows(0)) == expected
+    if read.updates_per_epoch is not None:
+        assert read.updates_per_epoch == len(expected)
+
+
+def test_a_limit_holds_over_a_resume_and_asks_for_nothing_beyond_it() -> None:
+    read = feed(numbered(9), accumulation=2, limit=5)
+    assert shown(read.windows(0, position=4, done=4)) == [([4], True)]
+    assert shown(read.windows(0, position=5, done=5)) == []
+    plain = Plain(numbered(9))
+    assert len(shown(feed(plain, limit=5).windows(0))) == 5
+    assert plain.asked == 5
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_indexed_data_is_windowed_from_any_position(workers: int) -> None:
+    dataset = TensorDataset(torch.arange(11.0).unsqueeze(1))
+
+    def read(size: int) -> Feed:
+        loader = DataLoader(dataset, batch_size=size, shuffle=True, num_workers=workers)
+        return feed(loader, accumulation=2)
+
+    whole = list(read(2).windows(1))
+    assert [(len(window.micro_batches), window.last) for window in whole] == [
+        (2, False),
+        (2, False),
+        (2, True),
+    ]
+    used = sum(each.advance for each in whole[0].micro_batches)
+    assert used == 4
+    rest = [each for window in read(3).windows(1, position=used) for each in window.micro_batches]
+    assert [each.samples for each in rest] == [3, 3, 1]
+    expected = torch.cat([each.batch[0] for window in whole[1:] for each in window.micro_batches])
+    assert torch.equal(torch.cat([each.batch[0] for each in rest]), expected)
+
+
+@pytest.mark.parametrize("kind", [Cursor, SizedCursor])
+def test_data_with_a_state_of_its_own_is_resumed_after_any_window(kind: Any) -> None:
+    whole = shown(feed(kind(numbered(7)), accumulation=2).windows(0))
+    for done in range(1, len(whole)):
+        read = feed(kind(numbered(7)), accumulation=2)
+        windows = read.windows(0)
+        for _ in range(done):
+            next(windows)
+        state = read.snapshot()  # as a checkpoint does, after the update and before the next window
+        list(windows)
+        data = kind(numbered(7))
+        resumed = feed(data, accumulation=2)
+        resumed.source.restore(state)
+        assert shown(resumed.windows(0, position=2 * done, done=2 * done)) == whole[done:]
+        assert data.asked == 7 - 2 * done
+
+
+def test_weights_and_tokens_are_counted_on_the_host_batch() -> None:
+    measure = Measure(weight=lambda batch: (batch > 0).sum(), tokens=lambda batch: batch.numel() * 3)
+    read = feed(numbered(2), device=META, measure=measure)
+    found = [each for window in read.windows(0) for each in window.micro_batches]
+    assert [(each.weight, each.samples, each.tokens) for each in found] == [(0.0, 2, 6), (2.0, 2, 6)]
+    assert all(type(each.weight) is float for each in found)
+    assert all(each.batch.device == META for each in found)
+
+
+def test_a_weight_on_an_accelerator_is_not_waited_for() -> None:
+    measure = Measure(weight=lambda batch: torch.ones((), device=META))
+    found = next(feed(numbered(1), measure=measure).micro_batches())
+    assert isinstance(found.weight, Tensor)
+    assert found.weight.device == META
+
+
+def test_a_batch_counts_its_samples_by_default() -> None:
+    found = next(feed(numbered(1)).micro_batches())
+    assert (found.weight, found.samples, found.tokens, found.advance) == (2, 2, 0, 1)
+
+
+class Empty(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 0
+
+
+class Unsized(Dataset[Tensor]):
+    batch_size = 2
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "the training data is empty: its list has no batches"),
+        (DataLoader(Empty()), r"is empty: its dataset \(Empty\) has no samples"),
+        (TensorDataset(torch.ones(3, 1)), r"TensorDataset\) without a batch size.*Trainer\(batch_size=32\)"),
+        (Unsized(), r"Unsized\) without a length.*IterableDataset"),
+        ("path/to/data", "is a str, which gives no batches. Allowed: a DataLoader"),
+        (torch.ones(3), "is a Tensor, which gives no batches"),
+        ({"a": []}, "is a dict, which gives no batches"),
+        (7, "is a int, which gives no batches"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_data_that_cannot_be_read_is_refused_with_what_is_allowed(data: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        as_source(data, "training", seed=0)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [Plain([]), DataLoader(TensorDataset(torch.ones(3, 1)), batch_size=4, drop_last=True)],
+    ids=["iterable", "drop_last"],
+)
+def test_data_that_gives_nothing_says_what_may_be_the_cause(data: Any) -> None:
+    with pytest.raises(
+        DataError, match=r"the training data is empty: it gave no batch in epoch 3.*drop_last=True"
+    ):
+        list(feed(data).windows(3))
+
+
+@pytest.mark.parametrize(
+    ("batch", "kind"),
+    [("text", "str"), (["a", 1], "list of int, str"), (torch.tensor(1.0), "Tensor"), (object(), "object")],
+    ids=["text", "list", "scalar", "object"],
+)
+@pytest.mark.parametrize("wrap", [list, Plain])
+def test_a_batch_of_an_unknown_kind_is_named(wrap: Any, batch: Any, kind: str) -> None:
+    read = feed(wrap([torch.ones(2, 1), torch.ones(2, 1), batch]))
+    with pytest.raises(
+        DataError, match=f"batch 2 of epoch 4 of the training data is a {kind} with no tensor"
+    ):
+        list(read.windows(4))
+
+
+def test_the_number_of_a_bad_batch_counts_from_the_epochs_start_after_a_resume_too() -> None:
+    with pytest.raises(DataError, match="batch 2 of epoch 0"):
+        list(feed([torch.ones(2, 1), torch.ones(2, 1), "text"]).windows(0, position=1, done=1))
+
+
+class OwnSize(TensorDataset):
+    batch_size = 2
+
+
+def test_a_bare_dataset_uses_its_own_batch_size_before_the_trainers() -> None:
+    for dataset, size in ((OwnSize(torch.ones(8, 1)), 2), (TensorDataset(torch.ones(8, 1)), 4)):
+        read = as_source(dataset, "training", seed=0, batch_size=4, shuffle=True)
+        assert [samples for _, _, samples in read.batches(0, 0)] == [size] * (8 // size)
+
+
+class Items(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(numbered(2))
+
+
+class Doubled(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return (2 * batch[0] for batch in super().__iter__())
+
+
+def test_a_loader_with_an_iteration_of_its_own_is_read_by_it() -> None:
+    assert shown(feed(Doubled(TensorDataset(torch.ones(2, 1)))).windows(0)) == [([2], False), ([2], True)]
+    assert shown(feed(Items()).windows(0)) == [([0], False), ([1], True)]
+
+
+def test_named_evaluation_loaders_keep_their_names() -> None:
+    sources = evaluation_sources({"day": numbered(1), "night": numbered(2)}, "validation", seed=0)
+    assert [(name, source.name, source.count()) for name, source in sources] == [
+        ("day", "validation (day)", 1),
+        ("night", "validation (night)", 2),
+    ]
+    assert [name for name, _ in evaluation_sources(numbered(1), "test", seed=0)] == [None]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({}, "validation data is a mapping without any loader"),
+        ({"a/b": numbered(1)}, "name 'a/b' of a validation loader"),
+        ({"": numbered(1)}, "name '' of a validation loader"),
+        ({1: numbered(1)}, "name 1 of a validation loader"),
+        ({"night": []}, r"validation \(night\) data is empty"),
+    ],
+    ids=str,
+)
+def test_wrong_evaluation_loaders_are_refused(data: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        evaluation_sources(data, "validation", seed=0)
+
+
+def test_a_bare_iterable_dataset_with_a_batch_size_is_refused() -> None:
+    class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            yield torch.zeros(3)
+
+    with pytest.raises(DataError, match=r"IterableDataset \(Stream\).*DataLoader\(dataset, batch_size=4\)"):
+        as_source(Stream(), "training", seed=0, batch_size=4)
+    ((batch, _, _),) = as_source(Stream(), "training", seed=0).batches(0, 0)
+    assert batch.shape == (3,)

@@ -1,0 +1,173 @@
+"""From a Trainer's arguments to a run: data in all its forms, and what is decided for the user."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.outcome import weights
+from tests.support.tasks import Regression, pairs, quiet
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from drivetrain import CheckpointConfig, ConfigError, DataError, LambdaCallback, ModelSummary, ProgressBar
+
+
+class Module:
+    """A data module; counts how often each of its loaders is made."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+
+    def train_data(self) -> Any:
+        self.made.append("train")
+        return pairs(10)
+
+    def validation_data(self) -> Any:
+        self.made.append("validation")
+        return pairs(4)
+
+    def test_data(self) -> Any:
+        self.made.append("test")
+        return {"near": pairs(4), "far": pairs(6)}
+
+    def predict_data(self) -> Any:
+        self.made.append("predict")
+        return pairs(3)
+
+
+def test_a_data_module_gives_each_verb_its_data() -> None:
+    task, right = Regression(), Regression()
+    module = Module()
+    result = quiet(max_epochs=1).fit(task, module)
+    expected = quiet(max_epochs=1).fit(right, pairs(10), pairs(4))
+    assert weights(task) == weights(right)
+    assert result.metrics == expected.metrics
+    assert quiet().validate(task, module) == quiet().validate(task, pairs(4))
+    assert set(quiet().test(task, module)) == {"test/near/loss", "test/far/loss"}
+    assert len(quiet().predict(task, module)) == 2
+    assert sorted(module.made) == ["predict", "test", "train", "validation", "validation"]  # each when needed
+
+
+def test_validation_data_may_be_given_beside_a_data_module() -> None:
+    task = Regression()
+    result = quiet(max_epochs=1).fit(task, Module(), {"mine": pairs(2)})
+    assert "validation/mine/loss" in result.metrics
+
+
+def test_a_data_module_without_what_is_needed_says_what_it_has() -> None:
+    class Half:
+        def train_data(self) -> Any:
+            return pairs()
+
+    assert quiet(max_epochs=1).fit(Regression(), Half()).progress.updates == 5
+    with pytest.raises(ConfigError, match=r"Half has no predict_data\(\)"):
+        quiet().predict(Regression(), Half())
+
+
+def dataset() -> TensorDataset:
+    features = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(features, features.sum(1, keepdim=True))
+
+
+def test_a_bare_dataset_is_batched_and_shuffled_in_training_alone() -> None:
+    seen: list[Tensor] = []
+    keep = LambdaCallback(on_step_end=lambda run: seen.append(run.window.micro_batches[0].batch[0]))
+    trainer = quiet(max_epochs=1, batch_size=4, callbacks=[keep])
+    trainer.fit(Regression(), dataset())
+    assert [len(each) for each in seen] == [4, 4, 1]
+    everything = torch.cat(seen)
+    assert not torch.equal(everything, dataset().tensors[0])
+    assert torch.equal(everything.sort(0).values, dataset().tensors[0].sort(0).values)
+    predicted = torch.cat(trainer.predict(Regression(), dataset()))
+    with torch.no_grad():
+        assert torch.allclose(predicted, Regression()(dataset().tensors[0]))
+
+
+def test_a_bare_dataset_needs_a_batch_size() -> None:
+    with pytest.raises(DataError, match=r"Trainer\(batch_size=32\)"):
+        quiet(max_epochs=1).fit(Regression(), dataset())
+
+
+def test_any_iterable_of_batches_will_do() -> None:
+    class Endless:
+        def __iter__(self) -> Iterator[Any]:
+            while True:
+                yield from pairs()
+
+    assert quiet(max_steps=12).fit(Regression(), Endless()).progress.updates == 12
+
+
+@pytest.mark.parametrize("wrong", [3, "path", torch.ones(3, 4), None])
+def test_data_of_an_unknown_kind_is_refused_with_what_is_allowed(wrong: Any) -> None:
+    with pytest.raises(DataError, match="Allowed: a DataLoader, a Dataset"):
+        quiet(max_epochs=1).fit(Regression(), wrong)
+
+
+def test_training_data_cannot_be_named_loaders() -> None:
+    with pytest.raises(ConfigError, match="only evaluation takes named loaders"):
+        quiet(max_epochs=1).fit(Regression(), {"a": pairs()})
+
+
+def test_the_first_named_loader_ranks_keepers_unless_told_otherwise(tmp_path: Path) -> None:
+    class Planted(Regression):
+        """The near loader gets better, the far one worse."""
+
+        def validation_step(self, batch: Any) -> Tensor:
+            return torch.tensor(float(len(batch[0]) == 2) * epoch[0] - float(len(batch[0]) == 4) * epoch[0])
+
+    epoch = [0]
+
+    def count(run: Any) -> None:
+        epoch[0] = run.progress.epoch
+
+    loaders = {"near": pairs(4, 4), "far": pairs(2, 2)}
+    for name, policy, best in (
+        ("default", True, "update-00000015"),
+        ("far", CheckpointConfig(by="validation/far/loss"), "update-00000005"),
+    ):
+        trainer = quiet(
+            max_epochs=3,
+            checkpoint=policy,
+            run_dir=tmp_path / name,
+            callbacks=[LambdaCallback(on_epoch_start=count)],
+        )
+        result = trainer.fit(Planted(), pairs(), loaders)
+        assert result.best_checkpoint is not None
+        assert result.best_checkpoint.endswith(best)
+
+
+def test_a_progress_bar_and_a_summary_of_ones_own_replace_ours() -> None:
+    found: list[list[str]] = []
+    look = LambdaCallback(on_fit_start=lambda run: found.append([type(c).__name__ for c in run.callbacks]))
+    for own in ((), (ProgressBar(),), (ModelSummary(),)):
+        quiet(max_steps=1, progress_bar=True, callbacks=[look, *own]).fit(Regression(), pairs())
+    assert [each.count("ProgressBar") for each in found] == [1, 1, 1]
+    assert [each.count("ModelSummary") for each in found] == [1, 1, 1]
+
+
+def test_train_metrics_can_be_left_out_of_training() -> None:
+    from torchmetrics import MeanAbsoluteError
+
+    class Measured(Regression):
+        def metrics(self) -> dict[str, Any]:
+            return {"error": MeanAbsoluteError()}
+
+    with_them = quiet(max_epochs=1).fit(Measured(), pairs(), pairs(4)).metrics
+    without = quiet(max_epochs=1, train_metrics=False).fit(Measured(), pairs(), pairs(4)).metrics
+    assert set(with_them) - set(without) == {"train/error"}
+    assert "validation/error" in without
+
+
+def test_reading_the_best_checkpoint_does_not_touch_the_directory_of_a_run_in_progress(
+    tmp_path: Path,
+) -> None:
+    trainer = quiet(max_epochs=1, checkpoint=True, run_dir=tmp_path)
+    trainer.fit(Regression(), pairs(), pairs(4))
+    being_written = tmp_path / "checkpoints" / ".saving-update-00000006-ab12"
+    being_written.mkdir()
+    trainer.validate(Regression(), pairs(4), checkpoint="best")
+    assert being_written.exists()

@@ -1,0 +1,280 @@
+"""The loops: the order of the hooks, limits, stopping, and what evaluation leaves alone."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.drawing import Play, drawing, drawn_hooks
+from tests.support.outcome import weights
+from tests.support.tasks import Regression, pairs, quiet
+from torch import Tensor, nn
+
+from drivetrain import Callback, CheckpointConfig, DataError, LambdaCallback, OptimizerConfig
+from drivetrain.run import HOOKS
+
+
+class Recorder(Callback):
+    """Notes every hook that is called."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+        for hook in HOOKS:
+            setattr(self, hook, self._note(hook))
+
+    def _note(self, hook: str) -> Any:
+        return lambda run: self.called.append(hook)
+
+
+def recorded(tmp_path: Path, resume: str | None = None, **options: Any) -> list[str]:
+    recorder = Recorder()
+    trainer = quiet(
+        callbacks=[recorder],
+        run_dir=tmp_path,
+        checkpoint=CheckpointConfig(every="2 steps", by=None),
+        gradient_accumulation_steps=2,
+        **options,
+    )
+    trainer.fit(Regression(), pairs(10), pairs(5), resume=resume)
+    return recorder.called
+
+
+def test_every_hook_stands_in_the_drawing() -> None:
+    assert drawn_hooks(drawing()) == set(HOOKS)
+    assert set(HOOKS) == {name for name in vars(Callback) if name.startswith("on_")}
+
+
+def test_the_hooks_are_called_as_the_drawing_says(tmp_path: Path) -> None:
+    """Epochs of 3 updates (5 micro-batches, 2 an update); the third and sixth log, and so does the end."""
+    play = Play([3, 3], validates={3, 6}, logs={3, 6}, saves={2, 4, 6}, batches=3)
+    assert recorded(tmp_path, max_epochs=2, log_every=3) == play.hooks()
+
+
+def test_the_hooks_of_a_resumed_run_are_called_as_the_drawing_says(tmp_path: Path) -> None:
+    """Resumed in the middle of the second epoch: the epoch begins again for the callbacks."""
+    recorded(tmp_path, max_steps=4, log_every=2)
+    play = Play([3, 3], validates={6}, logs={6}, saves={6}, batches=3, resumed_after=4)
+    assert recorded(tmp_path, "auto", max_epochs=2, log_every=2) == play.hooks()
+
+
+def test_several_validations_in_an_epoch_are_called_as_the_drawing_says(tmp_path: Path) -> None:
+    play = Play([3], validates={1, 2, 3}, logs={3}, saves={2, 3}, batches=3)
+    assert recorded(tmp_path, max_epochs=1, log_every=3, validate_every="1 step") == play.hooks()
+
+
+def test_what_is_not_logged_yet_has_a_last_log_point_before_the_end(tmp_path: Path) -> None:
+    called = recorded(tmp_path, max_epochs=1, log_every="1000 steps", validate_every=None)
+    assert called[-2:] == ["on_log", "on_fit_end"]
+
+
+@pytest.mark.parametrize("verb", ["validate", "test", "predict"])
+def test_a_verb_outside_a_fit_calls_the_hooks_of_evaluation_alone(verb: str) -> None:
+    recorder = Recorder()
+    getattr(quiet(callbacks=[recorder]), verb)(Regression(), pairs(5))
+    steps = ["on_evaluation_step_end"] * 3
+    assert recorder.called == ["on_evaluation_start", *steps, "on_evaluation_end"]
+
+
+def test_a_hook_sees_what_the_hooks_before_it_did_and_savers_see_all(tmp_path: Path) -> None:
+    def change(run: Any) -> None:
+        with torch.no_grad():
+            run.task.line.bias.fill_(42.0)
+
+    trainer = quiet(
+        max_steps=3,
+        callbacks=[LambdaCallback(on_step_end=change)],
+        checkpoint=CheckpointConfig(every="1 step", by=None),
+        run_dir=tmp_path,
+    )
+    trainer.fit(Regression(), pairs())
+    assert Regression.from_checkpoint(str(tmp_path)).line.bias.tolist() == [42.0]
+
+
+def test_gradients_before_the_optimizer_step_are_averaged_unscaled_and_unclipped() -> None:
+    seen: dict[str, Tensor] = {}
+
+    def look(run: Any) -> None:
+        seen.setdefault("weight", run.task.line.weight.grad.clone())
+
+    task = Regression()
+    batch = next(iter(pairs(8, 8)))
+    task.loss(task(batch[0]), batch).backward()
+    right = task.line.weight.grad
+    assert right is not None
+    trainer = quiet(
+        max_steps=1,
+        max_grad_norm=1e-3,
+        gradient_accumulation_steps=4,
+        callbacks=[LambdaCallback(on_before_optimizer_step=look)],
+    )
+    trainer.fit(Regression(), pairs(8))
+    assert torch.allclose(seen["weight"], right, rtol=1e-5)
+
+
+# Limits.
+
+
+def test_max_steps_counts_updates() -> None:
+    result = quiet(max_steps=7, gradient_accumulation_steps=2).fit(Regression(), pairs(10))
+    assert (result.progress.updates, result.progress.epoch) == (7, 2)
+    assert result.stop_reason == "max_steps=7 reached"
+
+
+def test_max_epochs_counts_passes() -> None:
+    result = quiet(max_epochs=3).fit(Regression(), pairs(10))
+    assert (result.progress.updates, result.progress.epoch, result.progress.samples) == (15, 3, 30)
+    assert result.stop_reason == "max_epochs=3 reached"
+
+
+def test_the_first_limit_that_is_reached_counts() -> None:
+    assert quiet(max_epochs=3, max_steps=4).fit(Regression(), pairs(10)).progress.updates == 4
+    assert quiet(max_epochs=1, max_steps=400).fit(Regression(), pairs(10)).progress.updates == 5
+
+
+@pytest.mark.parametrize("limit", [0.05, "0.05 seconds", timedelta(milliseconds=50)])
+def test_max_time_ends_a_run(limit: Any) -> None:
+    slow = LambdaCallback(on_step_end=lambda run: time.sleep(0.02))
+    result = quiet(max_time=limit, callbacks=[slow]).fit(Regression(), pairs(10))
+    assert 2 <= result.progress.updates <= 4
+    assert result.stop_reason == "max_time=0.05 seconds reached"
+
+
+def test_max_time_counts_over_restarts(tmp_path: Path) -> None:
+    slow = LambdaCallback(on_step_end=lambda run: time.sleep(0.02))
+    trainer = quiet(max_time=0.07, callbacks=[slow], checkpoint=True, run_dir=tmp_path)
+    first = trainer.fit(Regression(), pairs(10))
+    assert trainer.fit(Regression(), pairs(10), resume="auto").progress.updates == first.progress.updates
+
+
+def test_the_stages_can_be_limited() -> None:
+    counts = {"train": 0, "validation": 0, "test": 0, "predict": 0}
+
+    def count(run: Any) -> None:
+        counts[run.stage] += 1
+
+    trainer = quiet(
+        max_epochs=2,
+        callbacks=[LambdaCallback(on_step_end=count, on_evaluation_step_end=count)],
+        limit_train_batches=4,
+        limit_validation_batches=1,
+        limit_test_batches=2,
+        limit_predict_batches=3,
+    )
+    result = trainer.fit(Regression(), pairs(12), pairs(12))
+    assert (result.progress.epoch, result.progress.samples) == (2, 16)
+    trainer.test(Regression(), pairs(12))
+    assert len(trainer.predict(Regression(), pairs(12))) == 3
+    assert counts == {"train": 8, "validation": 2, "test": 2, "predict": 3}
+
+
+def test_anyone_may_stop_a_run_and_the_first_reason_counts() -> None:
+    def stop(run: Any) -> None:
+        if run.progress.updates == 3:
+            run.stop("enough")
+            run.stop("too late")
+
+    result = quiet(max_epochs=9, callbacks=[LambdaCallback(on_step_end=stop)]).fit(Regression(), pairs(10))
+    assert (result.stop_reason, result.progress.updates) == ("enough", 3)
+
+
+def test_a_run_stopped_before_its_first_update_trains_nothing() -> None:
+    stop = LambdaCallback(on_fit_start=lambda run: run.stop("no need"))
+    task = Regression()
+    before = weights(task)
+    result = quiet(max_epochs=9, callbacks=[stop]).fit(task, pairs(10))
+    assert (result.stop_reason, result.progress.updates) == ("no need", 0)
+    assert weights(task) == before
+
+
+# Evaluation.
+
+
+class Frozen(Regression):
+    """Batch statistics that are kept as they are, and others that are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fixed = nn.BatchNorm1d(4)
+        self.free = nn.BatchNorm1d(4)
+        self.fixed.eval()
+
+    def forward(self, features: Tensor) -> Tensor:
+        return super().forward(self.free(self.fixed(features)))
+
+
+@pytest.mark.parametrize("verb", ["validate", "test", "predict"])
+def test_evaluation_leaves_modes_gradients_and_statistics_as_they_were(verb: str) -> None:
+    task = Frozen()
+    task(torch.randn(3, 4)).sum().backward()
+    gradients = {name: each.grad.clone() for name, each in task.named_parameters() if each.grad is not None}
+    assert gradients
+    before = weights(task)
+    modes: list[bool] = []
+    watch = LambdaCallback(on_evaluation_step_end=lambda run: modes.append(run.task.free.training))
+    getattr(quiet(callbacks=[watch]), verb)(task, pairs(6))
+    assert modes == [False] * 3
+    assert (task.training, task.fixed.training, task.free.training) == (True, False, True)
+    assert weights(task) == before
+    for name, each in task.named_parameters():
+        assert each.grad is not None
+        assert torch.equal(each.grad, gradients[name])
+
+
+def test_validation_within_a_fit_leaves_modes_as_they_were() -> None:
+    task = Frozen()
+    seen: list[tuple[bool, bool]] = []
+    look = LambdaCallback(on_step_start=lambda run: seen.append((task.fixed.training, task.free.training)))
+    quiet(max_epochs=2, validate_every="1 step", callbacks=[look]).fit(task, pairs(6), pairs(4))
+    assert set(seen) == {(False, True)}
+    assert torch.equal(task.fixed.running_mean, torch.zeros(4))  # type: ignore[arg-type]
+    assert not torch.equal(task.free.running_mean, torch.zeros(4))  # type: ignore[arg-type]
+
+
+def test_a_validation_that_fails_leaves_the_task_in_training_mode() -> None:
+    class Failing(Regression):
+        def validation_step(self, batch: Any) -> Tensor:
+            raise RuntimeError("planted")
+
+    task = Failing()
+    with pytest.raises(RuntimeError, match="planted"):
+        quiet().validate(task, pairs(6))
+    assert task.training
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 9])
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+def test_every_sample_counts_once_whatever_the_size_of_the_batches(count: int, batch_size: int) -> None:
+    task = Regression()
+    features, target = next(iter(pairs(count, count)))
+    right = (task(features) - target).square().mean().item()
+    assert quiet().validate(task, pairs(count, batch_size)) == {
+        "validation/loss": pytest.approx(right, rel=1e-6)
+    }
+
+
+def test_empty_validation_data_is_an_error() -> None:
+    with pytest.raises(DataError, match="validation data is empty"):
+        quiet().validate(Regression(), [])
+
+
+def test_reduce_on_plateau_follows_validation() -> None:
+    optimizer = OptimizerConfig(
+        "sgd",
+        lr=0.1,
+        schedule="reduce_on_plateau",
+        schedule_options={"metric": "validation/loss", "patience": 0, "factor": 0.5},
+    )
+
+    class Stuck(Regression):
+        def validation_step(self, batch: Any) -> Tensor:
+            return torch.tensor(1.0)
+
+    rates: list[float] = []
+    note = LambdaCallback(on_epoch_start=lambda run: rates.append(run.learning_rates()["lr"]))
+    quiet(max_epochs=4, callbacks=[note]).fit(Stuck(optimizer), pairs(4), pairs(2))
+    assert rates == pytest.approx([0.1, 0.1, 0.05, 0.025])

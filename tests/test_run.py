@@ -1,0 +1,124 @@
+"""The run: its hooks' table, its log points, and its time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.tasks import Regression, pairs, quiet
+
+from drivetrain import Callback, ConfigError, LambdaCallback, Trainer
+from drivetrain.run import HOOKS, Hooks
+
+
+class Misspelt(Callback):
+    def on_step_ends(self, run: Any) -> None:
+        """Never called."""
+
+
+def test_a_misspelt_hook_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match=r"Misspelt\.on_step_ends is no hook.*Did you mean 'on_step_end'"):
+        Trainer(max_epochs=1, callbacks=[Misspelt()])
+
+
+@pytest.mark.parametrize("wrong", [object(), "early_stopping", 3])
+def test_what_has_no_hook_is_no_callback(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="callback"):
+        Trainer(max_epochs=1, callbacks=[wrong])
+
+
+def test_any_object_with_hooks_is_a_callback() -> None:
+    class Plain:
+        def __init__(self) -> None:
+            self.updates: list[int] = []
+
+        def on_step_end(self, run: Any) -> None:
+            self.updates.append(run.progress.updates)
+
+    plain = Plain()
+    quiet(max_steps=2, callbacks=[plain]).fit(Regression(), pairs())
+    assert plain.updates == [1, 2]
+
+
+def test_a_hook_that_nobody_overrides_is_in_no_table() -> None:
+    class One(Callback):
+        def on_log(self, run: Any) -> None:
+            """The only one."""
+
+    hooks = Hooks([Callback(), One(), Callback()])
+    assert {name: len(getattr(hooks, name)) for name in HOOKS if getattr(hooks, name)} == {"on_log": 1}
+
+
+def log_points(*callbacks: Any, **options: Any) -> list[dict[str, float]]:
+    points: list[dict[str, float]] = []
+    keep = LambdaCallback(on_log=lambda run: points.append(dict(run.logged)))
+    trainer = quiet(**{"max_epochs": 1, **options, "callbacks": [*callbacks, keep]})
+    trainer.fit(Regression(), pairs())
+    return points
+
+
+def test_what_a_callback_logs_joins_the_next_log_point() -> None:
+    log = LambdaCallback(on_step_end=lambda run: run.log("updates", run.progress.updates))
+    points = log_points(log, log_every="2 steps")
+    assert [point["updates"] for point in points] == [2.0, 4.0, 5.0]
+    assert all("train/loss" in point for point in points)
+
+
+def test_what_is_logged_at_a_log_point_joins_that_one() -> None:
+    log = LambdaCallback(on_log=lambda run: run.log("here", 1))
+    assert all(point["here"] == 1.0 for point in log_points(log, log_every="2 steps"))
+
+
+def test_what_is_logged_after_the_last_log_point_is_not_lost() -> None:
+    log = LambdaCallback(on_epoch_end=lambda run: run.log("late", 1))
+    assert log_points(log, log_every="5 steps")[-1] == {"late": 1.0}
+
+
+def test_loggers_get_what_callbacks_added_and_the_number_of_updates() -> None:
+    class Keeping:
+        def __init__(self) -> None:
+            self.rows: list[tuple[int, dict[str, float]]] = []
+            self.config: dict[str, Any] = {}
+            self.closed = 0
+
+        def log_metrics(self, metrics: Any, step: int) -> None:
+            self.rows.append((step, dict(metrics)))
+
+        def log_config(self, config: Any) -> None:
+            self.config = dict(config)
+
+        def close(self) -> None:
+            self.closed += 1
+
+    logger = Keeping()
+    add = LambdaCallback(on_log=lambda run: run.log("extra", 7))
+    quiet(max_epochs=1, log_every="2 steps", loggers=logger, callbacks=[add]).fit(Regression(), pairs())
+    assert [step for step, _ in logger.rows] == [2, 4, 5]
+    assert all(set(row) == {"train/loss", "extra"} for _, row in logger.rows)
+    assert logger.config["trainer"]["max_epochs"] == 1
+    assert logger.config["task"]["class"] == "Regression"
+    assert logger.closed >= 1
+
+
+def test_the_latest_value_of_every_name_stays_in_the_runs_metrics() -> None:
+    result = quiet(max_epochs=2, log_every="2 steps").fit(Regression(), pairs(), pairs(4))
+    assert set(result.metrics) == {"train/loss", "validation/loss"}
+
+
+def test_the_time_of_a_run_is_split_into_its_parts(tmp_path: Path) -> None:
+    parts: dict[str, float] = {}
+    keep = LambdaCallback(on_fit_end=lambda run: parts.update(run.timing))
+    trainer = quiet(max_epochs=1, checkpoint=True, run_dir=tmp_path, callbacks=[keep])
+    result = trainer.fit(Regression(), pairs(), pairs(4))
+    assert set(parts) == {"data", "compute", "evaluation", "save"}
+    assert all(seconds > 0 for seconds in parts.values())
+    assert result.progress.seconds > 0
+
+
+def test_a_step_can_be_read_after_it_was_made() -> None:
+    steps = list(quiet(max_epochs=1, max_grad_norm=1.0).steps(Regression(), pairs()))
+    assert [step.update for step in steps] == [0, 1, 2, 3, 4]
+    assert all(step.applied for step in steps)
+    assert steps[0].metrics == {"loss": steps[0].loss}
+    assert steps[0].loss > steps[-1].loss
