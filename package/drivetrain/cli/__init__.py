@@ -1,0 +1,1 @@
+"""The command line: `drivetrain fit`, `validate`, `test`, `predict`, `plan` and `env`."""

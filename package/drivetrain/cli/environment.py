@@ -1,0 +1,73 @@
+"""What is installed here and what it can run on; what a bug report should begin with."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from drivetrain.version import __version__
+
+_NEEDED = ("torch", "safetensors", "torchmetrics", "tensorboard", "tqdm", "numpy", "xxhash")
+_EXTRAS = {
+    "deepspeed": ("deepspeed",),
+    "accelerate": ("accelerate",),
+    "xla": ("torch_xla",),
+    "examples": ("scikit-learn",),
+}
+
+
+def environment() -> dict[str, Any]:
+    """Versions, devices and extras, as JSON would hold them; None stands for what is not installed."""
+    import torch  # late, as the rest of the command line does without it
+
+    devices = [
+        {
+            "type": "cpu",
+            "name": platform.processor() or platform.machine(),
+            "threads": torch.get_num_threads(),
+        }
+    ]
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        found = torch.cuda.get_device_properties(index)
+        devices.append({"type": f"cuda:{index}", "name": found.name, "memory": found.total_memory})
+    if torch.backends.mps.is_available():
+        devices.append({"type": "mps", "name": platform.processor()})
+    return {
+        "drivetrain": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "packages": {name: _version(name) for name in _NEEDED},
+        "devices": devices,
+        "extras": {extra: {name: _version(name) for name in names} for extra, names in _EXTRAS.items()},
+    }
+
+
+def print_environment(as_json: bool) -> None:
+    """Print it, as a table or as JSON."""
+    found = environment()
+    if as_json:
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        return
+    rows = [(name, str(found[name])) for name in ("drivetrain", "python", "platform", "cores")]
+    rows += [(name, each or "not installed") for name, each in found["packages"].items()]
+    for device in found["devices"]:
+        details = [f"{name} {value}" for name, value in device.items() if name not in ("type", "name")]
+        rows.append(("device", ", ".join([device["type"], device["name"], *details])))
+    for extra, packages in found["extras"].items():
+        each = ", ".join(f"{name} {found or 'not installed'}" for name, found in packages.items())
+        rows.append((f"extra {extra}", each))
+    width = max(len(name) for name, _ in rows)
+    for name, text in rows:
+        print(f"{name.ljust(width)}  {text}")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
