@@ -1,0 +1,177 @@
+"""The house keeps its order: imports go down, nothing is too large, and importing the package stays light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import drivetrain
+
+PACKAGE = Path(drivetrain.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+MAX_FILE = 400
+MAX_FUNCTION = 60
+
+# From the ground up. A module may import what stands in its own layer or below; the longest matching prefix
+# counts. Storage stands below the task, not above it as the first drawing had it, because
+# `TaskModule.from_checkpoint` reads a file.
+LAYERS: list[set[str]] = [
+    {"version", "errors", "registry", "progress", "types", "options", "peers"},
+    {"checkpoint", "streams", "module_state"},
+    {"stored_task", "precision", "metrics", "declared_metrics", "data", "distributed"},
+    {"schedules", "parameter_groups", "muon", "optimizer_state", "optimizer_config", "optim"},
+    {"task"},
+    {"strategies"},
+    {"updates", "window", "native", "engine_data", "engine_state", "engine"},
+    {"run_state", "run"},
+    {"loop"},
+    {"callbacks", "loggers"},
+    {
+        "prediction_files",
+        "boundary",
+        "assembly",
+        "plan",
+        "plan_conflicts",
+        "plan_counts",
+        "plan_optimizers",
+        "trainer",
+    },
+    {"cli", "testing"},
+]
+OPTIONAL_OR_HEAVY = {"tqdm", "tensorboard", "torchmetrics", "sklearn", "deepspeed", "accelerate", "torch_xla"}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def layer_of(module: str) -> int:
+    top = module.split(".")[0]
+    for number, names in enumerate(LAYERS):
+        if top in names:
+            return number
+    raise AssertionError(f"drivetrain.{module} stands in no layer; add it to LAYERS")
+
+
+def only_for_types(tree: ast.Module) -> set[ast.AST]:
+    """Everything under `if TYPE_CHECKING:`."""
+    return {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """The modules of ours that a file imports when it runs, and whether at the top of the file."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    typing_only = only_for_types(tree)
+    top = set(tree.body)
+    for node in ast.walk(tree):
+        if node in typing_only:
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("drivetrain"):
+            yield node.module.removeprefix("drivetrain").lstrip("."), node in top
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith("drivetrain."):
+                    yield alias.name.removeprefix("drivetrain."), node in top
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_imports_only_go_down(path: Path) -> None:
+    name = module_name(path)
+    if not name:  # the package itself names everything, lazily
+        return
+    for imported, _ in imports(path):
+        if imported:
+            assert layer_of(imported) <= layer_of(name), f"{name} imports {imported}, which stands above it"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_function_local_imports_are_for_optional_packages_only(path: Path) -> None:
+    if module_name(path) in (
+        "",
+        "cli.main",
+    ):  # lazy by purpose: a package's names, a command that was not asked for
+        return
+    local = [imported for imported, at_top in imports(path) if not at_top]
+    assert not local or module_name(path).startswith("cli"), f"imports inside functions: {local}"
+
+
+def test_there_are_no_import_cycles() -> None:
+    graph = {
+        module_name(path): {i for i, at_top in imports(path) if at_top} for path in FILES if module_name(path)
+    }
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join((*path, module))
+        if module in done:
+            return
+        for imported in graph.get(module, ()):
+            if imported != module:
+                visit(imported, (*path, module))
+        done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_files_and_functions_are_of_a_readable_size(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    lines = len(text.splitlines())
+    assert lines <= MAX_FILE, f"{path.name} has {lines} lines, at most {MAX_FILE} are allowed"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= MAX_FUNCTION, (
+                f"{node.name} has {length} lines, at most {MAX_FUNCTION} are allowed"
+            )
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_heavy_packages_are_imported_inside_functions(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in tree.body:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        heavy = [name for name in names if name.split(".")[0] in OPTIONAL_OR_HEAVY]
+        assert not heavy, f"{path.name} imports {heavy} when it is imported"
+
+
+def test_importing_everything_public_loads_no_heavy_package() -> None:
+    """Compared with a bare import of torch, which brings some of them by itself."""
+    program = (
+        "import sys, torch; before = set(sys.modules); import drivetrain; "
+        "[getattr(drivetrain, name) for name in drivetrain.__all__]; "
+        "print(sorted({name.split('.')[0] for name in set(sys.modules) - before}))"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
+    loaded = set(ast.literal_eval(printed))
+    assert "drivetrain" in loaded
+    assert not loaded & OPTIONAL_OR_HEAVY, loaded & OPTIONAL_OR_HEAVY
+
+
+def test_importing_the_package_alone_does_not_even_load_torch() -> None:
+    program = "import sys, drivetrain; print('torch' in sys.modules)"
+    printed = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert printed.stdout.strip() == "False"
+
+
+def test_the_package_names_no_private_machine_path() -> None:
+    for path in FILES:
+        assert "/work/" not in path.read_text(encoding="utf-8"), path
