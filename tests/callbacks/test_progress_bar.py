@@ -62,14 +62,36 @@ def every_draw(monkeypatch):
     monkeypatch.setattr(module, "_SECONDS_BETWEEN_DRAWINGS", 0.0)
 
 
-def test_in_a_file_there_is_one_plain_line_per_log_point(drive, capsys):
+def test_in_a_file_there_is_one_plain_line_per_interval(drive, capsys):
     run = drive(ProgressBar(), epochs=2, updates_per_epoch=4, results=[{"loss": 0.5}] * 2).fit()
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == len(run.history) == 6
+    assert [line.split(" | ")[1] for line in lines] == [f"update {number}/8" for number in (2, 4, 6, 8)]
     assert lines[0] == f"epoch 1/2 | update 2/8 | train/loss {run.history[0]['train/loss']:.4g}"
-    assert lines[2].startswith("epoch 1/2 | update 4/8 | train/loss ")
-    assert lines[2].endswith(" | validation/loss 0.5")
-    assert lines[3].startswith("epoch 2/2 | update 6/8")
+    assert lines[1].startswith("epoch 1/2 | update 4/8 | train/loss ")
+    assert lines[1].endswith(" | validation/loss 0.5"), "what the same update validated stands in its line"
+
+
+def test_in_a_file_what_is_between_two_lines_stands_in_the_next(drive, capsys):
+    drive(
+        ProgressBar(), epochs=2, updates_per_epoch=4, log_every=3, results=[{"loss": 0.5}, {"loss": 0.25}]
+    ).fit()
+    first, second, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("epoch 1/2 | update 3/8 | train/loss ")
+    assert "validation" not in first
+    assert second.startswith("epoch 2/2 | update 6/8 | train/loss ")
+    assert second.endswith(" | validation/loss 0.5")
+    assert last.startswith("epoch 2/2 | update 8/8 | train/loss ")
+    assert last.endswith(" | validation/loss 0.25")
+
+
+def test_in_a_file_the_line_that_was_due_is_written_before_an_error(drive, capsys):
+    def fail(run):
+        raise RuntimeError("in the validation")
+
+    failing = LambdaCallback(on_evaluation_start=fail)
+    with pytest.raises(RuntimeError, match="in the validation"):
+        drive(failing, ProgressBar(), log_every=4, results=[{"loss": 0.5}]).fit()
+    assert capsys.readouterr().err.startswith("epoch 1/1 | update 4/4 | train/loss ")
 
 
 def test_in_a_file_there_are_no_control_characters(drive, capsys):

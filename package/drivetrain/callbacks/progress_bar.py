@@ -24,8 +24,8 @@ class ProgressBar(Callback):
     """Shows the updates made, the time left and the latest metrics, on stderr of the main rank.
 
     On a terminal and in a notebook it is a tqdm bar, with a second, transient one during evaluation and
-    prediction. Anywhere else, such as a batch system's log file, it is one plain line per log point without
-    any control character::
+    prediction. Anywhere else, such as a batch system's log file, it is one plain line per `log_every` without
+    control characters. What a validation gives between two lines stands in the next::
 
         epoch 2/3 | update 50/135 | train/loss 0.512 | validation/accuracy 0.93
 
@@ -42,6 +42,7 @@ class ProgressBar(Callback):
         self._bar: Any = None
         self._evaluation_bar: Any = None
         self._loader: str | None = None
+        self._due = self._unsaid = False
         # When to draw next. Infinity where nothing is drawn: an update then costs one reading of the clock.
         self._next = math.inf
 
@@ -78,13 +79,19 @@ class ProgressBar(Callback):
         if not self._fitting:
             return
         # What other callbacks add to this log point does not stand among the metrics yet.
-        metrics = {**run.metrics, **run.logged}
-        values = [f"{name} {metrics[name]:.4g}" for name in self._shown(metrics)]
         if self._bar is not None:
+            metrics = {**run.metrics, **run.logged}
+            values = [f"{name} {metrics[name]:.4g}" for name in self._shown(metrics)]
             self._bar.set_postfix_str(", ".join(values), refresh=False)
             return
-        updates = _of("update", run.progress.updates, run.totals.updates)
-        print(" | ".join([self._epoch_text(run), updates, *values]), file=sys.stderr, flush=True)
+        self._unsaid = True
+        of_training = any(name.startswith("train/") for name in run.logged)
+        self._due = self._due or of_training or run.triggers.log.every is None
+
+    def on_save(self, run: Run) -> None:
+        """Write the line of this update, if it is due, with all that the update brought."""
+        if self._due and run.stop_reason is None:
+            self._print(run)
 
     def on_evaluation_start(self, run: Run) -> None:
         """Look where to draw when the evaluation is not part of a fit."""
@@ -104,11 +111,21 @@ class ProgressBar(Callback):
         """Draw the bar a last time and leave it standing."""
         if self._bar is not None:
             self._draw(run)
+        elif self._unsaid:
+            self._print(run)
         self._close()
 
     def on_exception(self, run: Run) -> None:
         """Leave the bars as they are and the terminal at the start of a line."""
+        if self._due:
+            self._print(run)
         self._close()
+
+    def _print(self, run: Run) -> None:
+        self._due = self._unsaid = False
+        updates = _of("update", run.progress.updates, run.totals.updates)
+        values = [f"{name} {run.metrics[name]:.4g}" for name in self._shown(run.metrics)]
+        print(" | ".join([self._epoch_text(run), updates, *values]), file=sys.stderr, flush=True)
 
     def _look_for_screen(self) -> None:
         self._bar_class = _bar_class()
@@ -142,7 +159,7 @@ class ProgressBar(Callback):
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-        self._fitting = False
+        self._fitting = self._due = self._unsaid = False
         self._next = math.inf
 
     def _epoch_text(self, run: Run) -> str:
