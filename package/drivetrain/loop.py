@@ -92,9 +92,9 @@ def _end_update(run: Run, epoch_ended: bool) -> None:
     if epoch_ended:
         progress.epoch += 1
     if epoch_ended or run.step is None or run.step.applied:
-        if triggers.log.due(progress, epoch_ended):
+        if triggers.log.every is not None and triggers.log.due(progress, epoch_ended):
             run.log_training()
-        if triggers.validate.due(progress, epoch_ended):
+        if triggers.validate.every is not None and triggers.validate.due(progress, epoch_ended):
             validate(run)
     if epoch_ended:
         with shielded():

@@ -61,8 +61,14 @@ def batch_stream(seed: int, epoch: int) -> int:
 
 
 def mix_next(stream: int, position: int) -> int:
-    """The seed of the batch whose first sample stands at `position`: `mix` with one more key."""
-    return _mixed(stream, position) & _MASK
+    """The seed of the batch whose first sample stands at `position`: `mix` with one more key.
+
+    Written out, because it is called for every batch.
+    """
+    state = (stream + position + 1) * _WEYL & _MASK64
+    state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK64
+    state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK64
+    return (state ^ state >> 31) & _MASK
 
 
 def seed_batch(seed: int, epoch: int, position: int) -> None:
