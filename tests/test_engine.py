@@ -15,10 +15,18 @@ from tests.support.tasks import Duel, Regression, duels, pairs, quiet
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 import drivetrain
-from drivetrain import ConfigError, Engine, LambdaCallback, OptimizerConfig, StepOutput, StrategyError
+from drivetrain import (
+    Callback,
+    ConfigError,
+    Engine,
+    LambdaCallback,
+    OptimizerConfig,
+    StepOutput,
+    StrategyError,
+)
 
 PACKAGE = str(Path(drivetrain.__file__).parent)
 
@@ -89,6 +97,38 @@ def test_a_bare_steady_step_makes_few_calls_of_our_functions() -> None:
     assert len(in_memory) <= 25, in_memory
     from_a_loader = calls_in_a_steady_step(pairs(20))
     assert len(from_a_loader) <= 25, from_a_loader
+
+
+class Squares(Dataset[tuple[Tensor, Tensor]]):
+    """A dataset of a user's own, which may draw from the host's generators."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.full((4,), index / 40), torch.tensor([(index / 40) ** 2])
+
+
+def test_the_default_step_over_a_dataset_of_ones_own_makes_few_calls_too() -> None:
+    counts: list[int] = []
+
+    class Counting(Callback):
+        def on_step_end(self, run: Any) -> None:
+            counts.append(0)
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and counts and frame.f_code.co_filename.startswith(PACKAGE):
+            counts[-1] += 1
+
+    before = sys.getprofile()
+    try:
+        sys.setprofile(profile)
+        trainer = quiet(max_epochs=1, log_every=None, validate_every=None, callbacks=[Counting()])
+        trainer.fit(Regression(), DataLoader(Squares(), batch_size=2, shuffle=True))
+    finally:
+        sys.setprofile(before)
+    assert len(counts) == 20
+    assert set(counts[2:-1]) == {25}, counts
 
 
 def test_idle_callbacks_cost_no_call() -> None:
