@@ -6,6 +6,7 @@ import faulthandler
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,12 +62,26 @@ def _state() -> dict[str, Any]:
     }
 
 
+def _settled(before: dict[str, Any]) -> dict[str, Any]:
+    """The state after a test, once threads that are already ending have ended.
+
+    torch's DataLoader closes the queues of its workers without joining the threads that feed them, so one may
+    still be on its way out; a thread that was really left behind is there after the wait as well.
+    """
+    deadline = time.monotonic() + 10
+    after = _state()
+    while after["threads"] - before["threads"] and time.monotonic() < deadline:
+        time.sleep(0.01)
+        after = _state()
+    return after
+
+
 @pytest.fixture(autouse=True)
 def leaks_nothing() -> Iterator[None]:
     """Fail a test after which the process is not as it was before."""
     before = _state()
     yield
-    after = _state()
+    after = _settled(before)
     wrong = []
     for name, was in before.items():
         now = after[name]
