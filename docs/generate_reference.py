@@ -47,7 +47,7 @@ class Page(NamedTuple):
 
 
 _SCHEDULES = "constant linear cosine cosine_with_restarts polynomial inverse_sqrt warmup_stable_decay"
-_STORAGE = "CheckpointIO LocalCheckpointIO Snapshot Manifest FORMAT_VERSION resolve verify read_manifest"
+_STORAGE = "CheckpointIO DirectoryCheckpointIO Snapshot Manifest FORMAT_VERSION resolve verify read_manifest"
 
 PAGES = {
     "task": Page(

@@ -22,8 +22,9 @@ MAX_FUNCTION = 60
 # `TaskModule.from_checkpoint` reads a file.
 LAYERS: list[set[str]] = [
     {"version", "errors", "registry", "progress", "types", "options", "peers"},
+    {"distributed"},
     {"checkpoint", "streams", "module_state"},
-    {"stored_task", "precision", "metrics", "declared_metrics", "data", "distributed"},
+    {"stored_task", "precision", "metrics", "declared_metrics", "data"},
     {"schedules", "parameter_groups", "muon", "optimizer_state", "optimizer_config", "optim"},
     {"task"},
     {"strategies"},
@@ -35,6 +36,7 @@ LAYERS: list[set[str]] = [
         "prediction_files",
         "boundary",
         "assembly",
+        "run_checkpoints",
         "plan",
         "plan_conflicts",
         "plan_counts",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.callbacks.checkpoint import CheckpointSaver
 from drivetrain.callbacks.progress_bar import ProgressBar
 from drivetrain.callbacks.summary import ModelSummary
-from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, LocalCheckpointIO, Snapshot, resolve
-from drivetrain.checkpoint.index import rank, read_index
+from drivetrain.checkpoint import DirectoryCheckpointIO
 from drivetrain.data import Feed, Measure, as_source, evaluation_sources, pin_memory_for
 from drivetrain.declared_metrics import DeclaredMetrics
 from drivetrain.engine import Engine
-from drivetrain.errors import CheckpointError, ConfigError, nearest
+from drivetrain.errors import ConfigError, nearest
 from drivetrain.loggers import build_loggers
 from drivetrain.module_state import has_extras, load_module_state
 from drivetrain.precision import as_precision
 from drivetrain.run import Run, Totals, Triggers
+from drivetrain.run_checkpoints import find_checkpoint, make_saver, named_checkpoint
 from drivetrain.run_state import snapshot_run
 from drivetrain.stored_task import read_extras
 from drivetrain.task import TaskModule
@@ -29,9 +28,6 @@ from drivetrain.types import Every, Trigger
 
 if TYPE_CHECKING:
     from drivetrain.trainer import Trainer
-
-CHECKPOINTS = "checkpoints"
-"""The directory of checkpoints in a run directory."""
 
 
 def check_task(task: object) -> TaskModule:
@@ -229,33 +225,6 @@ def pick_run_dir(trainer: Trainer, task: TaskModule) -> Path | None:
     raise ConfigError("no free name for a new run directory under 'runs'; give the Trainer a run_dir")
 
 
-def make_saver(
-    trainer: Trainer, run_dir: Path | None, loaders: Sequence[str | None], resume: str | None
-) -> CheckpointSaver | None:
-    """The saver that the Trainer's policy asks for.
-
-    Raises:
-        ConfigError: A fresh start in a directory that has another run's checkpoints.
-    """
-    policy = trainer.checkpoint
-    if policy is False or run_dir is None:
-        return None
-    asked = isinstance(policy, CheckpointConfig)
-    # Without a policy of the user's, the first loader ranks.
-    first = loaders[0] if loaders else None
-    config = policy if isinstance(policy, CheckpointConfig) else CheckpointConfig(
-        by="validation/loss" if first is None else f"validation/{first}/loss"
-    )  # fmt: skip
-    manager = CheckpointManager(str(run_dir / CHECKPOINTS), config)
-    if resume is None and manager.entries():
-        raise ConfigError(
-            f"{run_dir} holds the checkpoints of an earlier run (the newest after update"
-            f" {manager.entries()[-1].update}). To go on from there, fit(..., resume='auto'); for a new run"
-            " choose another run_dir"
-        )
-    return CheckpointSaver(config, manager, run_dir, metric_required=asked)
-
-
 def with_defaults(trainer: Trainer, saver: CheckpointSaver | None) -> list[Any]:
     """The user's callbacks, then what shows their values, then the saver, which sees what all others did."""
     callbacks = list(trainer.callbacks)
@@ -268,7 +237,7 @@ def with_defaults(trainer: Trainer, saver: CheckpointSaver | None) -> list[Any]:
 
 def start_from(trainer: Trainer, run: Run, saver: CheckpointSaver | None, resume: str | None) -> None:
     """Restore a checkpoint if one is asked for, then set rates and intervals to where the run stands."""
-    found = find_checkpoint(trainer, saver, resume)
+    found = find_checkpoint(trainer, run, saver, resume)
     if found is not None:
         run.restore(found[1], found[0])
     if saver is not None:
@@ -289,39 +258,13 @@ def describe_task(task: TaskModule) -> dict[str, Any]:
     return {"class": type(task).__name__, "hparams": hparams}
 
 
-def find_checkpoint(
-    trainer: Trainer, saver: CheckpointSaver | None, resume: str | None
-) -> tuple[str, Snapshot] | None:
-    """The checkpoint that `resume` names, or None for a fresh start.
-
-    Raises:
-        ConfigError: "auto" without a run directory.
-        CheckpointError: Nothing readable at a path.
-    """
-    if resume is None:
-        return None
-    if not isinstance(resume, (str, os.PathLike)):
-        raise ConfigError(f"resume must be 'auto', a path or None, not {resume!r}")
-    if resume != "auto":
-        path = resolve(resume)
-        return path, LocalCheckpointIO().load(path)
-    if trainer.run_dir is None:
-        raise ConfigError("resume='auto' takes the newest checkpoint of run_dir: give the Trainer a run_dir")
-    manager = (
-        saver.manager
-        if saver
-        else CheckpointManager(str(Path(trainer.run_dir) / CHECKPOINTS), CheckpointConfig())
-    )
-    return manager.load_latest()
-
-
 def build_evaluation(trainer: Trainer, task: Any, data: Any, stage: str, checkpoint: str | None) -> Run:
     """The run of a validation, test or prediction outside a fit: no loggers, no files."""
     task = check_task(task)
     engine = make_engine(trainer)
     if checkpoint is not None:
         path = named_checkpoint(trainer, checkpoint)
-        tensors = LocalCheckpointIO().load(path, groups=("model",)).tensors["model"]
+        tensors = DirectoryCheckpointIO().load(path, groups=("model",)).tensors["model"]
         extras = read_extras(path) if has_extras(task) else {}
         load_module_state(task, tensors, extras, where=path, adopt_dtypes=True)
     engine.prepare_task(task, training=False)
@@ -353,30 +296,3 @@ def build_prediction(trainer: Trainer, task: Any, data: Any, checkpoint: str | N
     if isinstance(data, Mapping):
         raise ConfigError("predict takes one loader, not a mapping; call it once for each")
     return build_evaluation(trainer, task, data, "predict", checkpoint)
-
-
-def named_checkpoint(trainer: Trainer, checkpoint: str) -> str:
-    """The path of a checkpoint given as a path, or as "best" or "last" of the run directory.
-
-    Raises:
-        ConfigError: "best" or "last" without a run directory.
-        CheckpointError: There is none.
-    """
-    if checkpoint not in ("best", "last"):
-        return resolve(checkpoint)
-    if trainer.run_dir is None:
-        raise ConfigError(
-            f"checkpoint={checkpoint!r} is looked for in run_dir: give the Trainer a run_dir, or give a path"
-        )
-    if checkpoint == "last":
-        return resolve(trainer.run_dir)
-    policy = trainer.checkpoint if isinstance(trainer.checkpoint, CheckpointConfig) else CheckpointConfig()
-    # Only read: a manager would tidy the directory, in which another process may be training.
-    directory = Path(trainer.run_dir) / CHECKPOINTS
-    keepers = rank(read_index(str(directory)) or [], policy)
-    if not keepers:
-        raise CheckpointError(
-            f"{trainer.run_dir} has no best checkpoint: no evaluation gave a value of {policy.by!r}. Use"
-            " checkpoint='last', or a path"
-        )
-    return str(directory / keepers[0].name)

@@ -63,11 +63,11 @@ def _end_early(run: Run) -> None:
 def _report(run: Run, error: BaseException) -> None:
     run.exception = error
     error.add_note(f"drivetrain: {_where(run)}")
+    _tell_callbacks(run)  # a save in the background ends here
     if run.last_checkpoint is not None:
         error.add_note(
             f"drivetrain: the newest checkpoint is {run.last_checkpoint}; resume='auto' goes on from it"
         )
-    _tell_callbacks(run)
 
 
 def _where(run: Run) -> str:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.checkpoint.format import Snapshot
-from drivetrain.checkpoint.io import LocalCheckpointIO
+from drivetrain.checkpoint.io import DirectoryCheckpointIO
+from drivetrain.checkpoint.sharding import Like, is_sharded
 from drivetrain.checkpoint.tree import pack, unpack
 from drivetrain.errors import CheckpointError, ConfigError
 from drivetrain.module_state import load_module_state, module_state
@@ -54,6 +55,24 @@ def restore_optimizer_state(
         mine = {each for group in meta[name]["groups"] for each in group["parameters"]}
         own = {key: value for key, value in tensors.items() if key.rpartition("/")[0] in mine}
         load_state_by_name(optimizer, names, own, meta[name])
+
+
+def like_module(module: nn.Module) -> Like | None:
+    """How the state of a module and of its optimizers is to be sharded when it is loaded: as its parameters.
+
+    None where nothing is sharded.
+    """
+    weights = module_state(module)[0]
+    if not any(is_sharded(each) for each in weights.values()):
+        return None
+
+    def like(group: str, name: str, shape: tuple[int, ...]) -> Tensor | None:
+        if group == "optimizer":
+            parameter = weights.get(name.rpartition("/")[0])
+            return parameter if parameter is not None and tuple(parameter.shape) == shape else None
+        return weights.get(name) if group == "model" else None
+
+    return like
 
 
 def _as_one_module(model: Any) -> nn.Module:
@@ -105,21 +124,22 @@ def save_engine(engine: Engine, path: str, model: Any, optimizer: Any, state: Ma
         objects={"state": packed},
         progress=dict(engine.progress.to_json()),
     )
-    LocalCheckpointIO().save(str(path), snapshot)
+    DirectoryCheckpointIO().save(str(path), snapshot)
 
 
 def load_engine(
     engine: Engine, path: str, model: Any, optimizer: Any, state: Mapping[str, Any]
 ) -> dict[str, Any]:
     """See `Engine.load`."""
-    snapshot = LocalCheckpointIO().load(str(path))
+    module = None if model is None else _as_one_module(model)
+    like = None if module is None else like_module(module)
+    snapshot = DirectoryCheckpointIO().load(str(path), like=like)
     tree = unpack(snapshot.objects.get("state"), snapshot.tensors.get("state", {}))
     if not isinstance(tree, dict) or "user" not in tree:
         raise CheckpointError(
             f"{path} was not saved by Engine.save; a Trainer's checkpoint is resumed by fit(resume=...)"
         )
-    if model is not None:
-        module = _as_one_module(model)
+    if module is not None:
         load_module_state(module, snapshot.tensors["model"], tree["module_extras"], where=str(path))
         if optimizer is not None:
             restore_optimizer_state(

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from drivetrain.checkpoint.io import LocalCheckpointIO
-from drivetrain.checkpoint.manager import resolve
+from drivetrain.checkpoint.io import DirectoryCheckpointIO
+from drivetrain.checkpoint.locate import resolve
 from drivetrain.checkpoint.tree import pack, unpack
 from drivetrain.errors import CheckpointError
 from drivetrain.types import Json
@@ -60,7 +60,7 @@ def read_task(path: str) -> StoredTask:
         CheckpointError: Nothing readable there, or a checkpoint without them.
     """
     found = resolve(str(path))
-    snapshot = LocalCheckpointIO().load(found, groups=("model",))
+    snapshot = DirectoryCheckpointIO().load(found, groups=("model",))
     stored = snapshot.objects.get("hparams")
     if not isinstance(stored, dict) or not isinstance(stored.get("values"), dict):
         raise CheckpointError(f"{found} holds no constructor arguments; it was not saved by a Trainer")
@@ -82,7 +82,7 @@ def read_extras(path: str) -> dict[str, Any]:
     Raises:
         CheckpointError: They cannot be read.
     """
-    snapshot = LocalCheckpointIO().load(path, groups=("state",))
+    snapshot = DirectoryCheckpointIO().load(path, groups=("state",))
     state = snapshot.objects.get("state")
     packed = state.get("module_extras") if isinstance(state, dict) else None
     extras = unpack(packed or {}, snapshot.tensors["state"])

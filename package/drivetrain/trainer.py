@@ -14,7 +14,6 @@ from typing import Any
 
 from drivetrain.assembly import build_evaluation, build_fit, build_prediction, start_from
 from drivetrain.boundary import boundary
-from drivetrain.callbacks.checkpoint import WEIGHTS
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.errors import ConfigError
 from drivetrain.loggers.base import check_loggers
@@ -46,7 +45,7 @@ class FitResult:
         run_dir: Where files went, or None when none were asked for.
         last_checkpoint: The newest checkpoint, or None.
         best_checkpoint: The best keeper, or None.
-        model_path: The finished weights, or None.
+        model_path: The file of the finished weights, or None.
     """
 
     metrics: dict[str, float]
@@ -55,7 +54,7 @@ class FitResult:
     run_dir: Path | None
     last_checkpoint: str | None
     best_checkpoint: str | None
-    model_path: Path | None
+    model_path: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +75,7 @@ class Trainer:
         validate_every: When to validate during a fit; None for never.
         log_every: When to log.
         checkpoint: True for the default policy (with named validation loaders the first one's loss ranks),
-            False for none, or a `CheckpointConfig`.
+            "async" for the same in the background, False for none, or a `CheckpointConfig`.
         callbacks: Objects with hooks; see `drivetrain.callbacks.Callback`.
         loggers: Names ("tensorboard", "csv", "jsonl") or instances; `()` for none.
         progress_bar: Show progress, and a table of the task before training.
@@ -161,6 +160,11 @@ class Trainer:
             flag("compile (unless it is a mapping of torch.compile's options)", self.compile)
         if not isinstance(self.run_dir, (str, os.PathLike, type(None))):
             raise ConfigError(f"run_dir must be a path, or None for a new one, not {self.run_dir!r}")
+        if "://" in str(self.run_dir):
+            raise ConfigError(
+                f"run_dir={self.run_dir!r} is an address, and logs are written to a local directory. Keep"
+                " run_dir local, and send the checkpoints there: checkpoint=CheckpointConfig(directory=...)"
+            )
         object.__setattr__(self, "max_time", _seconds(self.max_time))
         object.__setattr__(self, "precision", as_precision(self.precision))
         object.__setattr__(self, "checkpoint", _checkpoint_policy(self.checkpoint))
@@ -210,7 +214,7 @@ class Trainer:
                 pass
         best = saver.manager.best() if saver else None
         directory = run.run_dir if run.run_dir is not None and run.run_dir.exists() else None
-        weights = run.run_dir / WEIGHTS if saver and run.run_dir else None
+        weights = saver.weights if saver else None
         assert run.stop_reason is not None
         return FitResult(
             dict(run.metrics), run.progress, run.stop_reason, directory, run.last_checkpoint, best, weights
@@ -307,10 +311,8 @@ def _seconds(spec: str | float | timedelta | None) -> float | None:
     return seconds
 
 
-def _checkpoint_policy(spec: object) -> bool | CheckpointConfig:
-    if spec == "async":
-        return CheckpointConfig(asynchronous=True)
-    if isinstance(spec, (bool, CheckpointConfig)):
+def _checkpoint_policy(spec: object) -> object:
+    if isinstance(spec, (bool, CheckpointConfig)) or spec == "async":
         return spec
     raise ConfigError(f"checkpoint must be True, False, 'async' or a CheckpointConfig, not {spec!r}")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drivetrain.checkpoint import LocalCheckpointIO, Snapshot, pack
+from drivetrain.checkpoint import DirectoryCheckpointIO, Snapshot, pack
 
 
 def same_bits(left, right):
@@ -59,7 +59,7 @@ def helpers():
 def saved(tmp_path) -> Path:
     """A committed checkpoint."""
     path = tmp_path / "checkpoints" / "update-00000001"
-    LocalCheckpointIO().save(str(path), make_snapshot())
+    DirectoryCheckpointIO().save(str(path), make_snapshot())
     return path
 
 

@@ -47,7 +47,6 @@ def test_no_metric_means_no_keepers():
         ({"every": 0}, "must be positive"),
         ({"by": ""}, "by must be a metric's name"),
         ({"by": 3}, "by must be a metric's name"),
-        ({"asynchronous": True}, "not available yet; use asynchronous=False"),
         ({"asynchronous": 1}, "must be True or False"),
     ],
 )

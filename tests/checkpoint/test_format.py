@@ -5,10 +5,14 @@ import json
 import math
 
 import pytest
+import torch
+import xxhash
 
 from drivetrain.checkpoint import FORMAT_VERSION, DamagedCheckpointError, Manifest, read_manifest
 from drivetrain.checkpoint.format import Piece, TensorRecord
 from drivetrain.errors import CheckpointError
+
+DIGEST = "0" * 32
 
 
 @pytest.fixture
@@ -23,7 +27,9 @@ def test_a_manifest_comes_back_as_it_was(saved):
     assert math.isnan(again.metrics["train/loss"])
     assert again.progress == {"updates": 1, "epoch": 0}
     assert again.saved_by.keys() == {"drivetrain", "torch", "python", "task"}
-    assert again.tensors["model"]["weight"].only_piece == Piece("model.safetensors", (0, 0), (8, 3))
+    stored = again.tensors["model"]["weight"]
+    digest = xxhash.xxh3_128_hexdigest(torch.full((8, 3), 1.0).numpy().tobytes())
+    assert stored == TensorRecord((8, 3), "F32", (Piece("model.safetensors", (0, 0), (8, 3), digest),))
 
 
 def test_the_file_is_strict_json_that_people_can_read(saved):
@@ -36,10 +42,47 @@ def test_the_file_is_strict_json_that_people_can_read(saved):
 def test_a_tensor_in_several_pieces_can_be_described(good):
     record = good["tensors"]["model"]["weight"]
     file = record["pieces"][0]["file"]
-    record["pieces"] = [{"file": file, "offset": [start, 0], "shape": [4, 3]} for start in (0, 4)]
+    pieces = [(0, 0), (0, 2), (3, 0), (3, 2)]  # a grid, as cuts along both dimensions give
+    record["pieces"] = [
+        {
+            "file": file,
+            "offset": [row, column],
+            "shape": [5 if row else 3, 1 if column else 2],
+            "xxh3_128": DIGEST,
+        }
+        for row, column in pieces
+    ]
     loaded = Manifest.from_json(good).tensors["model"]["weight"]
-    assert loaded == TensorRecord((8, 3), "F32", (Piece(file, (0, 0), (4, 3)), Piece(file, (4, 0), (4, 3))))
-    assert loaded.only_piece is None
+    assert loaded.shape == (8, 3)
+    assert [(piece.offset, piece.shape) for piece in loaded.pieces] == [
+        ((0, 0), (3, 2)),
+        ((0, 2), (3, 1)),
+        ((3, 0), (5, 2)),
+        ((3, 2), (5, 1)),
+    ]
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        [((0, 0), (4, 3))],  # a part is missing
+        [((0, 0), (8, 3)), ((0, 0), (8, 3))],  # twice
+        [((0, 0), (5, 3)), ((4, 0), (4, 3))],  # overlapping
+        [((0, 0), (3, 3)), ((4, 0), (4, 3))],  # a gap
+        [((4, 0), (4, 3))],  # not from the start
+        [((0, 0), (8, 2)), ((0, 2), (4, 1))],  # as many rows as there are, but not in every column
+        [((0, 0), (8, 3)), ((4, 0), (0, 3))],  # an empty one
+    ],
+)
+def test_pieces_that_do_not_make_up_the_tensor_are_refused(good, boxes):
+    record = good["tensors"]["model"]["weight"]
+    file = record["pieces"][0]["file"]
+    record["pieces"] = [
+        {"file": file, "offset": list(offset), "shape": list(shape), "xxh3_128": DIGEST}
+        for offset, shape in boxes
+    ]
+    with pytest.raises(DamagedCheckpointError, match=r"'weight'.* do not make up \[8, 3\]"):
+        Manifest.from_json(good)
 
 
 def test_a_newer_format_says_to_upgrade(good):

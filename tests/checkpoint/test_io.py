@@ -11,7 +11,7 @@ import torch
 
 from drivetrain.checkpoint import (
     DamagedCheckpointError,
-    LocalCheckpointIO,
+    DirectoryCheckpointIO,
     Snapshot,
     read_manifest,
     verify,
@@ -19,7 +19,7 @@ from drivetrain.checkpoint import (
 from drivetrain.checkpoint.io import CheckpointIO
 from drivetrain.errors import CheckpointError
 
-io: CheckpointIO = LocalCheckpointIO()
+io: CheckpointIO = DirectoryCheckpointIO()
 FILES = [
     "hparams.json",
     "manifest.json",
@@ -97,13 +97,6 @@ def test_nothing_is_overwritten(saved, helpers):
 def test_a_name_that_would_not_be_found_again_is_refused(tmp_path, name):
     with pytest.raises(CheckpointError, match="are reserved"):
         io.save(str(tmp_path / name), Snapshot())
-
-
-def test_an_address_is_not_taken_for_a_directory(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match="only local directories"):
-        io.save("s3://bucket/run", Snapshot())
-    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -246,7 +239,7 @@ def test_a_pickle_in_the_place_of_weights_is_never_opened_as_one(saved):
         io.load(str(saved))
 
 
-OPERATIONS = ["mkdir", "fsync", "rename"]
+OPERATIONS = ["mkdir", "fsync", "replace"]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -280,12 +273,12 @@ def test_a_fault_at_any_step_leaves_all_or_nothing(tmp_path, monkeypatch, operat
             assert helpers.same_snapshot(io.load(str(directory / "c")), helpers.make_snapshot())
         assert not directory.exists() or set(os.listdir(directory)) <= {"c"}
         faults += 1
-    assert faults >= {"mkdir": 2, "fsync": 9, "rename": 1}[operation]
+    assert faults >= {"mkdir": 2, "fsync": 9, "replace": 1}[operation]
 
 
 def test_everything_is_synced_before_the_commit(tmp_path, monkeypatch, helpers):
     synced, state = [], {}
-    fsync, rename = os.fsync, os.rename
+    fsync, replace = os.fsync, os.replace
 
     def record_sync(descriptor):
         synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
@@ -294,12 +287,12 @@ def test_everything_is_synced_before_the_commit(tmp_path, monkeypatch, helpers):
     def record_rename(source, target):
         state["before"] = list(synced)
         state["temporary"] = source
-        rename(source, target)
+        replace(source, target)
 
     if not os.path.isdir("/proc/self/fd"):
         pytest.skip("needs /proc to name a descriptor")
     monkeypatch.setattr(os, "fsync", record_sync)
-    monkeypatch.setattr(os, "rename", record_rename)
+    monkeypatch.setattr(os, "replace", record_rename)
     io.save(str(tmp_path / "c"), helpers.make_snapshot())
     before = [os.path.relpath(path, state["temporary"]) for path in state["before"]]
     assert sorted(set(before) - {".."}) == [".", *FILES]

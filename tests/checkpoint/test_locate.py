@@ -8,7 +8,7 @@ from drivetrain.checkpoint import (
     CheckpointConfig,
     CheckpointManager,
     DamagedCheckpointError,
-    LocalCheckpointIO,
+    DirectoryCheckpointIO,
     resolve,
 )
 from drivetrain.errors import CheckpointError
@@ -33,7 +33,7 @@ def test_every_way_to_name_it_leads_to_the_newest(run, monkeypatch):
 
 
 def test_the_newest_is_by_the_index_or_else_by_the_checkpoints_own_word(run, helpers):
-    LocalCheckpointIO().save(str(run / "checkpoints" / "zzz"), helpers.make_snapshot(1000.0))
+    DirectoryCheckpointIO().save(str(run / "checkpoints" / "zzz"), helpers.make_snapshot(1000.0))
     assert resolve(run).endswith("update-00000011")
     (run / "checkpoints" / "index.json").write_text("damaged", encoding="utf-8")
     assert resolve(run).endswith("update-00000011")

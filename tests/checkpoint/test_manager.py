@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, LocalCheckpointIO, Snapshot
+from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, DirectoryCheckpointIO, Snapshot
 from drivetrain.errors import CheckpointError, ConfigError
 
 LOSS = "validation/loss"
@@ -234,7 +234,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_called_damaged(directory, s
     save(manager, 1)
     save(manager, 2)
 
-    class Unreadable(LocalCheckpointIO):
+    class Unreadable(DirectoryCheckpointIO):
         def load(self, path, groups=None):
             raise CheckpointError("cannot read: Too many open files (EMFILE)")
 
@@ -315,7 +315,7 @@ def test_any_flipped_bit_in_the_index_is_found(directory, save):
 
 
 def test_a_checkpoint_put_there_by_hand_is_older_than_the_runs_own(directory, save, helpers):
-    LocalCheckpointIO().save(str(directory / "mine"), helpers.make_snapshot(99.0))
+    DirectoryCheckpointIO().save(str(directory / "mine"), helpers.make_snapshot(99.0))
     manager = open_manager(directory)
     save(manager, 1)
     assert [(entry.name, entry.update) for entry in manager.entries()] == [
@@ -325,7 +325,7 @@ def test_a_checkpoint_put_there_by_hand_is_older_than_the_runs_own(directory, sa
 
 
 def test_a_failing_save_leaves_everything_as_it_was(directory, save):
-    class Full(LocalCheckpointIO):
+    class Full(DirectoryCheckpointIO):
         def save(self, path, snapshot):
             raise CheckpointError("cannot write: No space left on device (ENOSPC)")
 
@@ -344,7 +344,7 @@ def test_an_index_that_cannot_be_written_removes_nothing(directory, save, monkey
     manager = open_manager(directory, keep_last=1)
     save(manager, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", refuse)
+        patch.setattr(os, "replace", refuse_index)
         with pytest.raises(CheckpointError, match=r"cannot write .*index\.json"):
             save(manager, 2)
     assert on_disk(directory) == ["update-00000001", "update-00000002"]
@@ -353,12 +353,14 @@ def test_an_index_that_cannot_be_written_removes_nothing(directory, save, monkey
     assert updates(manager) == updates(open_manager(directory)) == [3]
 
 
-def refuse(source, target):
-    raise OSError(28, "No space left on device")
+def refuse_index(source, target, replace=os.replace):
+    if target.endswith("index.json"):
+        raise OSError(28, "No space left on device")
+    replace(source, target)
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_stops_nothing(directory, save):
-    class Stubborn(LocalCheckpointIO):
+    class Stubborn(DirectoryCheckpointIO):
         def remove(self, path):
             raise CheckpointError(f"cannot remove {path}: it is in use")
 

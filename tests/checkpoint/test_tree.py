@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from drivetrain.checkpoint.files import DamagedCheckpointError, dump_json, parse_json
+from drivetrain.checkpoint.filesystem import DamagedCheckpointError
+from drivetrain.checkpoint.strict_json import dump_json, parse_json
 from drivetrain.checkpoint.tree import MAX_DEPTH, pack, unpack
 from drivetrain.errors import CheckpointError
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.checkpoint import LocalCheckpointIO, Snapshot, pack, resolve, unpack
+from drivetrain.checkpoint import DirectoryCheckpointIO, Snapshot, pack, resolve, unpack
 
 
 def bits(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
@@ -46,7 +46,7 @@ def outcome(run_dir: Path) -> dict[str, Any]:
     """The last checkpoint of a run but for wall times, its log files, its finished weights, and what it keeps
     as its best.
     """
-    found = state_of(LocalCheckpointIO().load(resolve(run_dir)))
+    found = state_of(DirectoryCheckpointIO().load(resolve(run_dir)))
     for name in ("metrics.csv", "metrics.jsonl", "model.safetensors"):
         found[name] = (run_dir / name).read_bytes()
     index = json.loads((run_dir / "checkpoints" / "index.json").read_text(encoding="utf-8"))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, export_weights
+from drivetrain.checkpoint.places import file_system
 from drivetrain.module_state import module_state
 from drivetrain.types import Trigger
 
@@ -28,7 +28,7 @@ class CheckpointSaver(Callback):
     Args:
         config: The policy.
         manager: The checkpoints of the run directory.
-        run_dir: Where the finished weights go.
+        root: Where the finished weights go: a directory or an address.
         metric_required: Whether an evaluation without the metric that ranks keepers is an error; not so for a
             policy that nobody asked for.
     """
@@ -37,16 +37,21 @@ class CheckpointSaver(Callback):
         self,
         config: CheckpointConfig,
         manager: CheckpointManager,
-        run_dir: Path,
+        root: str,
         *,
         metric_required: bool = True,
     ) -> None:
         self.config = config
         self.manager = manager
-        self.run_dir = run_dir
+        self.root = root
         self._metric_required = metric_required
         self._trigger = Trigger(None)
         self._evaluated = False
+
+    @property
+    def weights(self) -> str:
+        """Where the finished weights go."""
+        return file_system(self.root).join(self.root, WEIGHTS)
 
     def on_fit_start(self, run: Run) -> None:
         """Begin the interval where the run stands."""
@@ -59,6 +64,8 @@ class CheckpointSaver(Callback):
 
     def on_save(self, run: Run) -> None:
         """Save if the interval ends here, the metrics are among the best, or the run is about to end."""
+        if self.manager.is_writing:
+            self._tell(run, self.manager.poll())
         progress = run.progress
         epoch_ended = progress.epoch_batches == 0
         applied = run.step is None or run.step.applied
@@ -68,17 +75,27 @@ class CheckpointSaver(Callback):
         resume = due or run.stop_reason is not None
         if resume or keeper:
             with run.timed("save"):
+                self._tell(run, self.manager.wait())
                 saved = self.manager.save(
                     progress.updates, progress.epoch, run.metrics, run.snapshot, resume=resume, keeper=keeper
                 )
-            if saved.path != run.last_checkpoint:
-                run.checkpoint_saved(saved.path)
+            if not self.manager.is_writing:
+                self._tell(run, saved.path)
+
+    def _tell(self, run: Run, committed: str | None) -> None:
+        if committed is not None and committed != run.last_checkpoint:
+            run.checkpoint_saved(committed)
 
     def _ranks(self, metrics: Mapping[str, float]) -> bool:
         return self._metric_required or self.config.by in metrics
 
     def on_fit_end(self, run: Run) -> None:
-        """Leave the weights as a plain safetensors file."""
+        """Wait for what is still being written, and leave the weights as a plain safetensors file."""
+        with run.timed("save"):
+            self._tell(run, self.manager.wait())
         if run.is_main:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-            export_weights(module_state(run.task)[0], self.run_dir / WEIGHTS)
+            export_weights(module_state(run.task)[0], self.weights)
+
+    def on_exception(self, run: Run) -> None:
+        """Let a save that has begun end: it was good when it began."""
+        self._tell(run, self.manager.wait())

@@ -1,15 +1,17 @@
 """Checkpoints: a directory of safetensors and JSON files that is whole or does not exist.
 
-From the ground up: `files` (durable writing, hashed reading), `tensors` (safetensors), `tree` (Python values
-to JSON and tensors), `format` (snapshot and manifest), `io` (storage), `index` and `manager` (what is kept),
-`locate` (what a path means), `export` (plain weights).
+From the ground up: `filesystem` (operations on files, on a disk) and `places` (which file system a path is
+in), `strict_json`, `files` (durable writing, hashed reading), `tensors` (safetensors), `tree` (Python values
+to JSON and tensors), `format` (snapshot and manifest), `sharding` (who writes, reads which part), `writing`,
+`reading`, `io` (storage as the manager sees it), `index`, `recovery` (after a kill), `background` (saving
+behind the loop), `manager` (what is kept), `locate` (what a path means), `export` (plain weights).
 """
 
 from drivetrain.checkpoint.config import CheckpointConfig
 from drivetrain.checkpoint.export import export_weights, load_weights
-from drivetrain.checkpoint.files import DamagedCheckpointError
+from drivetrain.checkpoint.filesystem import DamagedCheckpointError
 from drivetrain.checkpoint.format import FORMAT_VERSION, Manifest, Snapshot
-from drivetrain.checkpoint.io import CheckpointIO, LocalCheckpointIO, read_manifest, verify
+from drivetrain.checkpoint.io import CheckpointIO, DirectoryCheckpointIO, read_manifest, verify
 from drivetrain.checkpoint.locate import resolve
 from drivetrain.checkpoint.manager import CheckpointManager, SavedCheckpoint
 from drivetrain.checkpoint.tree import pack, unpack
@@ -20,7 +22,7 @@ __all__ = [
     "CheckpointIO",
     "CheckpointManager",
     "DamagedCheckpointError",
-    "LocalCheckpointIO",
+    "DirectoryCheckpointIO",
     "Manifest",
     "SavedCheckpoint",
     "Snapshot",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -27,7 +28,11 @@ class CheckpointConfig:
         by: The metric that ranks keepers, by its full name; None for no keepers.
         mode: Whether a "min"imal or a "max"imal value is best. NaN is never best, and of equals the earlier
             is better.
-        asynchronous: Write in the background.
+        asynchronous: Write in the background: training waits only for a copy of the state to the host's
+            memory, and for the save before if that has not ended. An error of a write is raised after the
+            next update.
+        directory: Where the checkpoints, and the weights of a finished run, go instead of the run directory:
+            a path, or an address such as "s3://bucket/run".
 
     Raises:
         ConfigError: A value that is not allowed.
@@ -39,6 +44,7 @@ class CheckpointConfig:
     by: str | None = "validation/loss"
     mode: str = "min"
     asynchronous: bool = False
+    directory: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         """Check each value, and read the interval."""
@@ -59,9 +65,9 @@ class CheckpointConfig:
             raise ConfigError(
                 f"CheckpointConfig: asynchronous must be True or False, not {self.asynchronous!r}"
             )
-        if self.asynchronous:
+        if not isinstance(self.directory, (str, os.PathLike, type(None))):
             raise ConfigError(
-                "CheckpointConfig: asynchronous saving is not available yet; use asynchronous=False"
+                f"CheckpointConfig: directory must be a path, an address, or None; not {self.directory!r}"
             )
         if self.every is not None:
             object.__setattr__(self, "every", Every(self.every))

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from drivetrain.checkpoint.files import DamagedCheckpointError, seal, unseal
+from drivetrain.checkpoint.filesystem import DamagedCheckpointError
+from drivetrain.checkpoint.strict_json import seal, unseal
 from drivetrain.checkpoint.tensors import DTYPES, read_sizes
 from drivetrain.errors import CheckpointError
 from drivetrain.types import Json
@@ -37,6 +38,21 @@ _HASH = re.compile(r"[0-9a-f]{32}")
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one process writes of a tensor.
+
+    Attributes:
+        tensor: The part itself, a plain tensor on any device.
+        offset: Where it begins in the whole tensor, by dimension.
+        shape: The whole tensor's.
+    """
+
+    tensor: Tensor
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class Snapshot:
     """Everything that a checkpoint holds, in memory.
@@ -47,6 +63,7 @@ class Snapshot:
         progress: The counts of `Progress.to_json`.
         metrics: The latest logged metrics; NaN and infinity are allowed.
         task: The name of the task's class, for people; nothing is ever imported by it.
+        parts: What this process writes of `tensors`, once that has been planned; see `checkpoint.sharding`.
     """
 
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
@@ -54,6 +71,7 @@ class Snapshot:
     progress: dict[str, Json] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     task: str = ""
+    parts: dict[str, dict[str, Part]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +95,13 @@ class Piece:
         file: The file's name.
         offset: Where the box begins in the whole tensor, by dimension.
         shape: The box's size, by dimension.
+        xxh3_128: The hash of its bytes, so that a part can be read, and compared, without the rest of a file.
     """
 
     file: str
     offset: tuple[int, ...]
     shape: tuple[int, ...]
+    xxh3_128: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +117,6 @@ class TensorRecord:
     shape: tuple[int, ...]
     dtype: str
     pieces: tuple[Piece, ...]
-
-    @property
-    def only_piece(self) -> Piece | None:
-        """The piece that is the whole tensor, or None when it is stored in parts."""
-        piece = self.pieces[0] if len(self.pieces) == 1 else None
-        return piece if piece is not None and piece.shape == self.shape else None
 
 
 def _saved_by() -> dict[str, str]:
@@ -268,7 +282,12 @@ def load_metrics(value: Json, what: str) -> dict[str, float]:
 
 def _dump_record(record: TensorRecord) -> Json:
     pieces: list[Json] = [
-        {"file": piece.file, "offset": list(piece.offset), "shape": list(piece.shape)}
+        {
+            "file": piece.file,
+            "offset": list(piece.offset),
+            "shape": list(piece.shape),
+            "xxh3_128": piece.xxh3_128,
+        }
         for piece in record.pieces
     ]
     return {"shape": list(record.shape), "dtype": record.dtype, "pieces": pieces}
@@ -277,10 +296,7 @@ def _dump_record(record: TensorRecord) -> Json:
 def _load_file(value: Json, what: str) -> FileRecord:
     fields = _object(value, what)
     _keys(fields, {"bytes", "xxh3_128"}, what)
-    digest = _text(fields["xxh3_128"], what)
-    if not _HASH.fullmatch(digest):
-        raise DamagedCheckpointError(f"{what}: {digest[:40]!r} is no XXH3-128 hash")
-    return FileRecord(read_sizes([fields["bytes"]], f"{what}: bytes")[0], digest)
+    return FileRecord(read_sizes([fields["bytes"]], f"{what}: bytes")[0], _hash(fields["xxh3_128"], what))
 
 
 def _load_record(value: Json, files: Mapping[str, FileRecord], what: str) -> TensorRecord:
@@ -294,12 +310,13 @@ def _load_record(value: Json, files: Mapping[str, FileRecord], what: str) -> Ten
     if not isinstance(listed, list) or not listed:
         raise DamagedCheckpointError(f"{what}: pieces is no list of at least one")
     pieces = tuple(_load_piece(piece, shape, files, what) for piece in listed)
+    _check_tiling(pieces, shape, what)
     return TensorRecord(shape, dtype, pieces)
 
 
 def _load_piece(value: Json, whole: tuple[int, ...], files: Mapping[str, FileRecord], what: str) -> Piece:
     fields = _object(value, f"{what}: a piece")
-    _keys(fields, {"file", "offset", "shape"}, f"{what}: a piece")
+    _keys(fields, {"file", "offset", "shape", "xxh3_128"}, f"{what}: a piece")
     file = _text(fields["file"], f"{what}: a piece's file")
     if file not in files:
         raise DamagedCheckpointError(f"{what}: a piece lies in {file[:80]!r}, which is not among the files")
@@ -312,7 +329,35 @@ def _load_piece(value: Json, whole: tuple[int, ...], files: Mapping[str, FileRec
         raise DamagedCheckpointError(
             f"{what}: a piece of shape {list(shape)} at {list(offset)} is not inside {list(whole)}"
         )
-    return Piece(file, offset, shape)
+    return Piece(file, offset, shape, _hash(fields["xxh3_128"], f"{what}: a piece"))
+
+
+def _check_tiling(pieces: tuple[Piece, ...], whole: tuple[int, ...], what: str) -> None:
+    """Every element in exactly one piece. Sharding cuts straight through, so the pieces form a grid."""
+    cells = {piece.offset: piece.shape for piece in pieces}
+    grid = [sorted({offset[axis] for offset in cells}) for axis in range(len(whole))]
+    ends = [
+        {start: stop - start for start, stop in zip(starts, [*starts[1:], size], strict=True)}
+        for starts, size in zip(grid, whole, strict=True)
+    ]
+    complete = (
+        len(cells) == len(pieces) == math.prod(map(len, grid))
+        and all(starts[0] == 0 for starts in grid)
+        and all(
+            length == ends[axis][offset[axis]]
+            for offset, shape in cells.items()
+            for axis, length in enumerate(shape)
+        )
+    )
+    if not complete:
+        raise DamagedCheckpointError(f"{what}: its {len(pieces)} pieces do not make up {list(whole)}")
+
+
+def _hash(value: Json, what: str) -> str:
+    digest = _text(value, what)
+    if not _HASH.fullmatch(digest):
+        raise DamagedCheckpointError(f"{what}: {digest[:40]!r} is no XXH3-128 hash")
+    return digest
 
 
 def _object(value: Json, what: str) -> dict[str, Json]:

@@ -8,15 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from drivetrain.checkpoint.config import CheckpointConfig
-from drivetrain.checkpoint.files import (
-    DamagedCheckpointError,
-    HashedReader,
-    read_json_bytes,
-    seal,
-    unseal,
-    write_atomically,
-)
+from drivetrain.checkpoint.files import HashedReader, write_atomically
+from drivetrain.checkpoint.filesystem import LOCAL, DamagedCheckpointError, FileSystem, os_errors
 from drivetrain.checkpoint.format import FORMAT_VERSION, Snapshot, check_version, dump_metrics, load_metrics
+from drivetrain.checkpoint.strict_json import seal, unseal
 from drivetrain.types import Json
 
 INDEX = "index.json"
@@ -61,7 +56,7 @@ class Entry:
         }
 
 
-def write_index(directory: str, entries: Sequence[Entry]) -> None:
+def write_index(directory: str, entries: Sequence[Entry], files: FileSystem = LOCAL) -> None:
     """Replace the index in one step.
 
     Raises:
@@ -69,21 +64,22 @@ def write_index(directory: str, entries: Sequence[Entry]) -> None:
     """
     listed: list[Json] = [entry.to_json() for entry in entries]
     body: dict[str, Json] = {"format_version": FORMAT_VERSION, "checkpoints": listed}
-    write_atomically(os.path.join(directory, INDEX), [seal(body, INDEX)])
+    write_atomically(files.join(directory, INDEX), [seal(body, INDEX)], files)
 
 
-def read_index(directory: str) -> list[Entry] | None:
+def read_index(directory: str, files: FileSystem = LOCAL) -> list[Entry] | None:
     """The entries, oldest first, or None when there is no index.
 
     Raises:
         DamagedCheckpointError: The index is not what was written.
         CheckpointError: It is of a newer format, or cannot be read.
     """
-    path = os.path.join(directory, INDEX)
-    if not os.path.lexists(path):
-        return None
-    with HashedReader(path) as reader:
-        body = unseal(read_json_bytes(reader), repr(path))
+    path = files.join(directory, INDEX)
+    with os_errors("read", path):
+        if files.kind(path) is None:
+            return None
+    with HashedReader(path, files) as reader:
+        body = unseal(reader.read_json(), repr(path))
     check_version(body, repr(path))
     listed = body.get("checkpoints")
     if not isinstance(listed, list):

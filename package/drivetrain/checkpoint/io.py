@@ -1,45 +1,28 @@
-"""How a checkpoint gets to storage and back: the protocol, and its implementation for local directories."""
+"""How a checkpoint gets to storage and back: the protocol, and its implementation for all storage."""
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
-import shutil
-import stat
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Protocol, TypeAlias
 
-from torch import Tensor
-
-from drivetrain.checkpoint.files import (
-    REMOVING,
-    SAVING,
-    DamagedCheckpointError,
-    HashedReader,
-    dump_json,
-    make_directories,
-    os_errors,
-    parse_json,
-    read_json_bytes,
-    sync_directory,
-    write_file,
-)
-from drivetrain.checkpoint.format import (
-    MANIFEST,
-    FileRecord,
-    Manifest,
-    Piece,
-    Snapshot,
-    TensorRecord,
-    check_part_name,
-)
-from drivetrain.checkpoint.tensors import CODES, read_header, read_tensors, tensor_chunks
-from drivetrain.errors import CheckpointError, nearest
-from drivetrain.types import Json
+from drivetrain.checkpoint.files import REMOVING, SAVING, delete_if_there, write_file
+from drivetrain.checkpoint.filesystem import FileSystem, os_errors
+from drivetrain.checkpoint.format import MANIFEST, Manifest, Snapshot
+from drivetrain.checkpoint.places import file_system
+from drivetrain.checkpoint.reading import Reader
+from drivetrain.checkpoint.sharding import Like, plan_parts
+from drivetrain.checkpoint.writing import Place, Written
+from drivetrain.distributed.ranks import ALONE, Ranks
+from drivetrain.errors import CheckpointError
 
 Names: TypeAlias = list[str]
 """Needed because inside the classes below `list` is a method."""
+
+UNFINISHED = ".saving"
+"""Stands in a checkpoint that is being saved, or removed, where directories cannot be renamed."""
 
 _BAD = re.compile(r"\.bad(-\d+)?$")
 
@@ -56,7 +39,7 @@ class CheckpointIO(Protocol):
     """
 
     def save(self, path: str, snapshot: Snapshot) -> None:
-        """Write and commit a new checkpoint; durable on return.
+        """Write and commit a new checkpoint; durable on return. Several processes save one together.
 
         Raises:
             CheckpointError: Something is there already, or it could not be written; nothing is left behind
@@ -64,14 +47,17 @@ class CheckpointIO(Protocol):
         """
         ...
 
-    def load(self, path: str, groups: Collection[str] | None = None) -> Snapshot:
-        """Read a checkpoint, having verified each file that is read.
+    def load(self, path: str, groups: Collection[str] | None = None, *, like: Like | None = None) -> Snapshot:
+        """Read a checkpoint; every byte of it that is returned was compared with its hash.
 
         Args:
             path: Of a committed checkpoint.
             groups: The groups of tensors to read; None for all. An object with the name of a group is read
                 with it, and every other object always: ``("model",)`` gives the weights and "hparams", but no
                 "state".
+            like: Given the group, name and shape of a stored tensor, one that is sharded (a `DTensor`) as the
+                result is to be: each process then reads only what is its own. None, or another tensor, for
+                the whole.
 
         Raises:
             DamagedCheckpointError: Not there, or not what was written.
@@ -96,112 +82,105 @@ class CheckpointIO(Protocol):
         ...
 
 
-class LocalCheckpointIO:
-    """Checkpoints in directories of a local or mounted file system."""
+class DirectoryCheckpointIO:
+    """Checkpoints as directories: of a disk, or, for paths such as "s3://bucket/run", of an object store.
+
+    Args:
+        files: Where; None to tell by each path.
+        ranks: The processes that save and load together.
+    """
+
+    def __init__(self, files: FileSystem | None = None, ranks: Ranks = ALONE) -> None:
+        self.ranks = ranks
+        self._files = files
 
     def save(self, path: str, snapshot: Snapshot) -> None:
         """Write beside the final place, sync, the manifest last, then rename; see `CheckpointIO.save`."""
-        path = _local(path)
-        parent, name = os.path.split(path)
-        _check_free(path, name)
-        temporary = os.path.join(parent, f"{SAVING}{name}-{secrets.token_hex(4)}")
+        files, path = self._at(path)
+        planned = self.plan(snapshot)
+        assert planned.parts is not None
+        place = Place(files, self.ranks.first(lambda: _begin(files, path)), path)
         try:
-            with os_errors("create", temporary):
-                make_directories(parent)
-                os.mkdir(temporary)
-            _write(temporary, path, snapshot)
-            with os_errors("commit", path):
-                os.rename(temporary, path)
-                sync_directory(parent)
+            shares = self.ranks.together(lambda: place.write_share(planned.parts or {}, self.ranks))
+            self.ranks.first(lambda: _commit(place, shares, planned))
         except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
+            if self.ranks.rank == 0:
+                delete_if_there(place.directory, files)
             raise
 
-    def load(self, path: str, groups: Collection[str] | None = None) -> Snapshot:
+    def plan(self, snapshot: Snapshot) -> Snapshot:
+        """Decide which process writes what; to be called by all of them, and done by `save` if it is not yet.
+
+        Returns:
+            The snapshot with its `parts`.
+        """
+        if snapshot.parts is None:
+            # The tensors of an object, such as the state of a run, are one process's with that object.
+            snapshot.parts = plan_parts(snapshot.tensors, snapshot.objects.keys(), self.ranks)
+        return snapshot
+
+    def load(self, path: str, groups: Collection[str] | None = None, *, like: Like | None = None) -> Snapshot:
         """Read each file once, hashing on the way; see `CheckpointIO.load`."""
-        path = _local(path)
-        manifest = read_manifest(path)
-        wanted = _wanted_groups(manifest, groups, path)
-        tensors = {group: _read_group(path, manifest, group) for group in wanted}
-        objects = {
-            name: _read_object(path, file, manifest.files[file])
-            for name, file in manifest.objects().items()
-            if name not in manifest.tensors or name in wanted
-        }
-        return Snapshot(
-            tensors, objects, manifest.progress, manifest.metrics, manifest.saved_by.get("task", "")
-        )
+        files, path = self._at(path)
+        return Reader(files, path).snapshot(groups, like)
 
     def exists(self, path: str) -> bool:
         """Whether `path` is a directory with a manifest; see `CheckpointIO.exists`."""
-        path = _local(path)
-        try:
-            return stat.S_ISREG(os.lstat(os.path.join(path, MANIFEST)).st_mode)
-        except OSError:
-            return False
+        files, path = self._at(path)
+        with suppress(OSError):
+            return files.kind(files.join(path, MANIFEST)) == "file"
+        return False
 
     def list(self, directory: str) -> Names:
         """Directories with a manifest, but for hidden, linked and set-aside ones; see `CheckpointIO.list`."""
-        directory = _local(directory)
-        if not os.path.isdir(directory):
-            return []
-        with os_errors("list", directory), os.scandir(directory) as entries:
+        files, directory = self._at(directory)
+        with os_errors("list", directory):
             return [
-                entry.name
-                for entry in entries
-                if not entry.name.startswith(".")
-                and not _BAD.search(entry.name)
-                and entry.is_dir(follow_symlinks=False)
-                and self.exists(entry.path)
+                name
+                for name, kind in files.entries(directory).items()
+                if kind == "directory"
+                and not name.startswith(".")
+                and not _BAD.search(name)
+                and self.exists(files.join(directory, name))
             ]
 
     def remove(self, path: str) -> None:
         """Rename away, then delete, so that a kill half-way leaves no half; see `CheckpointIO.remove`."""
-        path = _local(path)
-        if os.path.islink(path) or not self.exists(path):
-            raise CheckpointError(
-                f"{path!r} is not removed: it is no checkpoint (a directory with a {MANIFEST})"
-            )
-        parent, name = os.path.split(path)
-        doomed = os.path.join(parent, f"{REMOVING}{name}-{secrets.token_hex(4)}")
+        files, path = self._at(path)
         with os_errors("remove", path):
-            os.rename(path, doomed)
-            shutil.rmtree(doomed)
-            sync_directory(parent)
+            if not self.exists(path) or (files.renames and files.kind(path) != "directory"):
+                raise CheckpointError(
+                    f"{path!r} is not removed: it is no checkpoint (a directory with a {MANIFEST})"
+                )
+            parent, name = files.split(path)
+            doomed = path
+            if files.renames:
+                doomed = files.join(parent, f"{REMOVING}{name}-{secrets.token_hex(4)}")
+                files.rename(path, doomed)
+            else:
+                write_file(files.join(path, UNFINISHED), [], files)
+                files.delete(files.join(path, MANIFEST))
+            files.delete(doomed)
+            files.sync(parent)
+
+    def _at(self, path: str) -> tuple[FileSystem, str]:
+        files = file_system(path) if self._files is None else self._files
+        return files, files.absolute(path)
 
 
 def read_manifest(path: str) -> Manifest:
-    """The verified manifest of a checkpoint in a local directory.
-
-    Also looks for what no checkpoint contains: a file that is missing, or a symbolic link, which could lead
-    anywhere. Other files that the manifest does not list are never read, and so do not matter.
+    """The verified manifest of a checkpoint.
 
     Raises:
         DamagedCheckpointError: No checkpoint, or a damaged one.
         CheckpointError: A newer format, or no permission.
     """
-    path = _local(path)
-    with os_errors("read", path):
-        if not os.path.isdir(path):
-            raise DamagedCheckpointError(f"{path!r} is no checkpoint: there is no such directory")
-        with os.scandir(path) as entries:
-            present = {entry.name: entry.is_symlink() for entry in entries}
-    if MANIFEST not in present:
-        raise DamagedCheckpointError(
-            f"{path!r} is no checkpoint: it has no {MANIFEST}, so its saving never ended"
-        )
-    for name, is_link in sorted(present.items()):
-        if is_link:
-            raise DamagedCheckpointError(
-                f"{os.path.join(path, name)!r} is a symbolic link; a checkpoint has none"
-            )
-    manifest_path = os.path.join(path, MANIFEST)
-    with HashedReader(manifest_path) as reader:
-        return Manifest.parse(read_json_bytes(reader), repr(manifest_path))
+    files = file_system(path)
+    return Reader(files, files.absolute(path)).manifest
 
 
 def verify(path: str) -> Manifest:
-    """Check every byte of a checkpoint in a local directory, in constant memory.
+    """Check every byte of a checkpoint, in constant memory.
 
     Returns:
         Its manifest.
@@ -210,147 +189,61 @@ def verify(path: str) -> Manifest:
         DamagedCheckpointError: Names the file and what is wrong with it.
         CheckpointError: A newer format, or no permission.
     """
-    path = _local(path)
-    manifest = read_manifest(path)
-    for name, record in manifest.files.items():
-        with HashedReader(os.path.join(path, name)) as reader:
-            reader.check_size(record.bytes)
-            reader.skip(record.bytes)
-            reader.check_hash(record.xxh3_128)
-    for group, records in manifest.tensors.items():
-        for file in _files_of(records):
-            with HashedReader(os.path.join(path, file)) as reader:
-                found = {span.name: (span.shape, span.dtype) for span in read_header(reader)}
-            _check_contents(os.path.join(path, file), found, records, group)
-    return manifest
+    files = file_system(path)
+    reader = Reader(files, files.absolute(path))
+    reader.verify()
+    return reader.manifest
 
 
-def free_bad_name(path: str) -> str:
+def free_bad_name(path: str, files: FileSystem) -> str:
     """Where something damaged is set aside: `path` with the first of ``.bad``, ``.bad-2``... that is free."""
     candidate = f"{path}.bad"
     number = 1
-    while os.path.lexists(candidate):
+    while files.kind(candidate) is not None:
         number += 1
         candidate = f"{path}.bad-{number}"
     return candidate
 
 
-def _local(path: str) -> str:
-    if "://" in path:
-        raise CheckpointError(
-            f"{path!r} is an address, and only local directories are supported; give a local path"
-        )
-    return os.path.abspath(path)
+def _begin(files: FileSystem, path: str) -> str:
+    """Make the directory that a new checkpoint is written to."""
+    parent, name = files.split(path)
+    with os_errors("create", path):
+        _check_free(files, path, name)
+        if not files.renames:
+            write_file(files.join(path, UNFINISHED), [], files)
+            return path
+        temporary = files.join(parent, f"{SAVING}{name}-{secrets.token_hex(4)}")
+        try:
+            files.make_directory(temporary)
+        except BaseException:
+            delete_if_there(temporary, files)
+            raise
+        return temporary
 
 
-def _check_free(path: str, name: str) -> None:
+def _check_free(files: FileSystem, path: str, name: str) -> None:
     if name.startswith(".") or _BAD.search(name):
         raise CheckpointError(
             f"a checkpoint cannot be named {name!r}: names that start with '.' or end with '.bad' (or "
             "'.bad-2'...) are reserved for unfinished and damaged ones"
         )
-    if os.path.lexists(path):
-        kind = (
-            "a checkpoint"
-            if os.path.lexists(os.path.join(path, MANIFEST))
-            else "something that is no checkpoint"
-        )
+    if files.kind(path) is not None:
+        is_checkpoint = files.kind(files.join(path, MANIFEST)) is not None
+        kind = "a checkpoint" if is_checkpoint else "something that is no checkpoint"
         raise CheckpointError(
             f"cannot save to {path!r}: {kind} is there already, and nothing is ever overwritten. "
             "Choose another name"
         )
 
 
-def _write(directory: str, final: str, snapshot: Snapshot) -> None:
-    """Write all files of a checkpoint, the manifest last; errors name the place where they were to end up."""
-    files: dict[str, FileRecord] = {}
-    tensors: dict[str, dict[str, TensorRecord]] = {}
-    for group, contents in snapshot.tensors.items():
-        file = f"{check_part_name(group, 'a group of tensors')}.safetensors"
-        if contents:
-            with os_errors("write", os.path.join(final, file)):
-                chunks = tensor_chunks(contents, f"the group {group!r}")
-                files[file] = FileRecord(*write_file(os.path.join(directory, file), chunks))
-        tensors[group] = {name: _record(file, tensor) for name, tensor in contents.items()}
-    for name, value in snapshot.objects.items():
-        file = f"{check_part_name(name, 'an object')}.json"
-        data = dump_json(value, f"the object {name!r}")
-        with os_errors("write", os.path.join(final, file)):
-            files[file] = FileRecord(*write_file(os.path.join(directory, file), [data]))
-    manifest = Manifest(files, tensors, snapshot.progress, snapshot.metrics)
-    manifest.saved_by["task"] = snapshot.task
-    with os_errors("write", os.path.join(final, MANIFEST)):
-        # The directory first, so that no order of the disk's writes gives a manifest whose files have no
-        # names.
-        sync_directory(directory)
-        write_file(os.path.join(directory, MANIFEST), [manifest.dump()])
-        sync_directory(directory)
-
-
-def _record(file: str, tensor: Tensor) -> TensorRecord:
-    shape = tuple(tensor.shape)
-    return TensorRecord(shape, CODES[tensor.dtype], (Piece(file, (0,) * len(shape), shape),))
-
-
-def _wanted_groups(manifest: Manifest, groups: Collection[str] | None, path: str) -> Names:
-    for group in groups or ():
-        if group not in manifest.tensors:
-            raise CheckpointError(
-                f"{path!r} has no group of tensors {group!r}. {nearest(group, manifest.tensors)}"
-            )
-    return [group for group in manifest.tensors if groups is None or group in groups]
-
-
-def _files_of(records: dict[str, TensorRecord]) -> Names:
-    return sorted({piece.file for record in records.values() for piece in record.pieces})
-
-
-def _read_group(path: str, manifest: Manifest, group: str) -> dict[str, Tensor]:
-    records = manifest.tensors[group]
-    for name, record in records.items():
-        if record.only_piece is None:
-            raise CheckpointError(
-                f"{path!r}: {name!r} is stored in {len(record.pieces)} parts, which this version cannot join"
-            )
-    read: dict[str, Tensor] = {}
-    for file in _files_of(records):
-        expected = manifest.files[file]
-        with HashedReader(os.path.join(path, file)) as reader:
-            reader.check_size(expected.bytes)
-            contents = read_tensors(reader)
-            reader.check_hash(expected.xxh3_128)
-        found = {name: (tuple(tensor.shape), CODES[tensor.dtype]) for name, tensor in contents.items()}
-        _check_contents(os.path.join(path, file), found, records, group)
-        read.update(contents)
-    return {name: read[name] for name in records}
-
-
-def _check_contents(
-    file: str, found: dict[str, tuple[tuple[int, ...], str]], records: dict[str, TensorRecord], group: str
-) -> None:
-    """Compare what a file holds with the pieces that the manifest places there."""
-    name = os.path.basename(file)
-    expected = {
-        tensor: (piece.shape, record.dtype)
-        for tensor, record in records.items()
-        for piece in record.pieces
-        if piece.file == name
-    }
-    for tensor in sorted(found.keys() | expected.keys()):
-        if found.get(tensor) != expected.get(tensor):
-            raise DamagedCheckpointError(
-                f"{file!r}: the tensor {tensor!r} of the group {group!r} is {_describe(found.get(tensor))}, "
-                f"but {_describe(expected.get(tensor))} in the manifest"
-            )
-
-
-def _describe(tensor: tuple[tuple[int, ...], str] | None) -> str:
-    return "missing" if tensor is None else f"{tensor[1]} of shape {list(tensor[0])}"
-
-
-def _read_object(path: str, file: str, record: FileRecord) -> Json:
-    with HashedReader(os.path.join(path, file)) as reader:
-        reader.check_size(record.bytes)
-        data = read_json_bytes(reader)
-        reader.check_hash(record.xxh3_128)
-    return parse_json(data, repr(os.path.join(path, file)))
+def _commit(place: Place, shares: list[Written], snapshot: Snapshot) -> None:
+    place.write_rest(shares, snapshot)
+    files = place.files
+    if not files.renames:
+        # It is committed: by its manifest. A marker that stays beside that means nothing.
+        delete_if_there(files.join(place.directory, UNFINISHED), files)
+        return
+    with os_errors("commit", place.final):
+        files.rename(place.directory, place.final)
+        files.sync(files.split(place.final)[0])

@@ -6,10 +6,11 @@ import difflib
 import os
 import warnings
 
-from drivetrain.checkpoint.files import DamagedCheckpointError
+from drivetrain.checkpoint.filesystem import DamagedCheckpointError, FileSystem, os_errors
 from drivetrain.checkpoint.format import MANIFEST
 from drivetrain.checkpoint.index import entry_from_snapshot, read_index
-from drivetrain.checkpoint.io import LocalCheckpointIO, verify
+from drivetrain.checkpoint.io import DirectoryCheckpointIO, verify
+from drivetrain.checkpoint.places import file_system
 from drivetrain.errors import CheckpointError
 
 CHECKPOINTS = "checkpoints"
@@ -22,21 +23,23 @@ def resolve(path: str | os.PathLike[str]) -> str:
     Nothing on the disk is changed: another process may be training there.
 
     Args:
-        path: A checkpoint, a run directory, or a directory of checkpoints; for the latter two the newest good
-            one is taken, and damaged ones are passed over with a warning.
+        path: A checkpoint, a run directory, or a directory of checkpoints, also an address such as
+            "s3://bucket/run"; for the latter two the newest good one is taken, and damaged ones are passed
+            over with a warning.
 
     Raises:
         DamagedCheckpointError: There are checkpoints, and all are damaged.
         CheckpointError: There is none; says where it was looked for, and what is near.
     """
-    io = LocalCheckpointIO()
     path = os.fspath(path)
+    files = file_system(path)
+    io = DirectoryCheckpointIO()
     if io.exists(path):
         return path
     damaged: list[str] = []
-    for directory in (os.path.join(path, CHECKPOINTS), path):
-        for name in _newest_first(directory, io):
-            candidate = os.path.join(directory, name)
+    for directory in (files.join(path, CHECKPOINTS), path):
+        for name in newest_first(directory):
+            candidate = files.join(directory, name)
             try:
                 verify(candidate)
             except DamagedCheckpointError as error:
@@ -52,24 +55,28 @@ def resolve(path: str | os.PathLike[str]) -> str:
         )
     raise CheckpointError(
         f"no checkpoint found at {path!r}. Looked for {MANIFEST} in it, and for checkpoints in it and in its "
-        f"{CHECKPOINTS!r}.{_near(path, io)}"
+        f"{CHECKPOINTS!r}.{_near(path, files)}"
     )
 
 
-def _newest_first(directory: str, io: LocalCheckpointIO) -> list[str]:
-    """A directory's checkpoints, ordered by the index where it knows them, else by their own words."""
+def newest_first(directory: str) -> list[str]:
+    """The names of a directory's checkpoints, ordered by the index where it knows them, else by their own
+    words.
+    """
+    files = file_system(directory)
+    io = DirectoryCheckpointIO()
     present = set(io.list(directory))
     if not present:
         return []
     try:
-        entries = {entry.name: entry for entry in read_index(directory) or []}
+        entries = {entry.name: entry for entry in read_index(directory, files) or []}
     except DamagedCheckpointError:
         entries = {}  # the manager repairs it when the run goes on
     keys: dict[str, tuple[int, int]] = {}
     for name in sorted(present):
         try:
             entry = entries.get(name) or entry_from_snapshot(
-                name, io.load(os.path.join(directory, name), groups=())
+                name, io.load(files.join(directory, name), groups=())
             )
             keys[name] = (entry.order, entry.update)
         except DamagedCheckpointError:
@@ -77,17 +84,23 @@ def _newest_first(directory: str, io: LocalCheckpointIO) -> list[str]:
     return sorted(keys, key=lambda name: keys[name], reverse=True)
 
 
-def _near(path: str, io: LocalCheckpointIO) -> str:
-    path = os.path.abspath(path)
-    parent = os.path.dirname(path)
+def _near(path: str, files: FileSystem) -> str:
+    io = DirectoryCheckpointIO()
+    path = files.absolute(path)
+    parent, last = files.split(path)
     if io.exists(parent):
         return f" Did you mean the checkpoint that it is in, {parent!r}?"
-    if not os.path.isdir(parent):
-        return f" There is no directory {parent!r} either."
-    names = [
-        name
-        for name in sorted(os.listdir(parent))
-        if io.exists(os.path.join(parent, name)) or os.path.isdir(os.path.join(parent, name, CHECKPOINTS))
-    ]
-    near = difflib.get_close_matches(os.path.basename(path), names, n=3, cutoff=0.3) or names[-3:]
-    return f" Near it are: {', '.join(repr(os.path.join(parent, name)) for name in near)}." if near else ""
+    with os_errors("list", parent):
+        if files.renames and files.kind(parent) != "directory":
+            return f" There is no directory {parent!r} either."
+        names = [
+            name
+            for name, kind in sorted(files.entries(parent).items())
+            if kind == "directory"
+            and (
+                io.exists(files.join(parent, name))
+                or files.kind(files.join(files.join(parent, name), CHECKPOINTS)) == "directory"
+            )
+        ]
+    near = difflib.get_close_matches(last, names, n=3, cutoff=0.3) or names[-3:]
+    return f" Near it are: {', '.join(repr(files.join(parent, name)) for name in near)}." if near else ""

@@ -3,43 +3,26 @@
 from __future__ import annotations
 
 import math
-import os
-import shutil
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from drivetrain.checkpoint.background import Background, HostBuffers
 from drivetrain.checkpoint.config import CheckpointConfig
-from drivetrain.checkpoint.export import export_weights, load_weights
-from drivetrain.checkpoint.files import REMOVING, SAVING, DamagedCheckpointError, os_errors, remove_if_there
+from drivetrain.checkpoint.filesystem import DamagedCheckpointError, FileSystem, os_errors
 from drivetrain.checkpoint.format import Snapshot
-from drivetrain.checkpoint.index import (
-    INDEX,
-    PURPOSE,
-    Entry,
-    entry_from_snapshot,
-    rank,
-    read_index,
-    retain,
-    write_index,
-)
-from drivetrain.checkpoint.io import CheckpointIO, LocalCheckpointIO, free_bad_name
-from drivetrain.checkpoint.locate import resolve
+from drivetrain.checkpoint.index import PURPOSE, Entry, rank, retain, write_index
+from drivetrain.checkpoint.io import CheckpointIO, DirectoryCheckpointIO
+from drivetrain.checkpoint.places import file_system
+from drivetrain.checkpoint.recovery import recover, set_aside
+from drivetrain.checkpoint.sharding import Like, plan_parts
+from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.errors import CheckpointError, ConfigError, nearest
-
-__all__ = [
-    "CheckpointConfig",
-    "CheckpointManager",
-    "SavedCheckpoint",
-    "export_weights",
-    "load_weights",
-    "resolve",
-]
 
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """What `CheckpointManager.save` committed.
+    """What `CheckpointManager.save` committed, or, in the background, is about to.
 
     Attributes:
         path: The checkpoint's directory.
@@ -50,31 +33,80 @@ class SavedCheckpoint:
     is_keeper: bool
 
 
+@dataclass(slots=True)
+class _Job:
+    """One save: what is to become of the entries, and how far it has come on the disk.
+
+    Attributes:
+        entry: The checkpoint that is saved, or that gets an additional purpose.
+        before: The entries without it.
+        every: The entries with it, before anything is pruned.
+        stays: Those that are kept.
+        goes: Those that are not.
+        is_written: Whether the checkpoint is there.
+        is_indexed: Whether the index tells of it.
+        trouble: What went wrong without harm.
+    """
+
+    entry: Entry
+    before: list[Entry]
+    every: list[Entry]
+    stays: list[Entry]
+    goes: list[Entry]
+    is_written: bool = False
+    is_indexed: bool = False
+    trouble: list[str] = field(default_factory=list)
+
+    def entries(self) -> list[Entry]:
+        """What is known to be there by now."""
+        if self.is_indexed:
+            return self.stays
+        return self.every if self.is_written else self.before
+
+
 class CheckpointManager:
     """The checkpoints of one run directory: saves, ranks, prunes and recovers them.
 
     The index file is the truth about order and purpose; the disk is the truth about existence. At the first
     use the two are reconciled, so that a kill at any moment loses at most the checkpoint that was being
-    saved. One process at a time may write to a directory.
+    saved. One job at a time may write to a directory; each of its processes has a manager, and all call the
+    same methods in the same order.
 
     Args:
         directory: Where the checkpoints and their index are; created by the first save.
-        config: The policy.
-        io: The storage.
+        config: The policy. With `asynchronous`, `save` returns once the state is copied to the host's memory,
+            and what went wrong with writing it is raised by the next call of `save`, `poll` or `wait`.
+        io: The storage; None for directories.
+        files: The file system of the directory; None to tell by the path.
+        ranks: The processes of the job.
     """
 
-    def __init__(self, directory: str, config: CheckpointConfig, io: CheckpointIO | None = None) -> None:
+    def __init__(
+        self,
+        directory: str,
+        config: CheckpointConfig,
+        io: CheckpointIO | None = None,
+        *,
+        files: FileSystem | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
         self.directory = directory
         self.config = config
-        self.io: CheckpointIO = LocalCheckpointIO() if io is None else io
+        self.files = file_system(directory) if files is None else files
+        self.io: CheckpointIO = DirectoryCheckpointIO(self.files, ranks) if io is None else io
+        self.ranks = ranks
         self._entries: list[Entry] = []
         self._opened = False
         # Saved or loaded by this manager: only these are known to hold the state that the run has at their
         # update.
         self._ours: set[str] = set()
+        self._background = Background()
+        self._buffers = HostBuffers()
+        self._in_flight: _Job | None = None
+        self._committed: str | None = None
 
     def entries(self) -> tuple[Entry, ...]:
-        """All checkpoints, oldest first."""
+        """All checkpoints, oldest first; one that is being written counts."""
         self._open()
         return tuple(self._entries)
 
@@ -89,11 +121,14 @@ class CheckpointManager:
         found = self.load_latest()
         return found[0] if found else None
 
-    def load_latest(self) -> tuple[str, Snapshot] | None:
+    def load_latest(self, like: Like | None = None) -> tuple[str, Snapshot] | None:
         """Read the newest good checkpoint.
 
         A damaged one is renamed to `<name>.bad` with a warning that says what is wrong, and the one before is
         tried.
+
+        Args:
+            like: As in `CheckpointIO.load`.
 
         Returns:
             Its path and content, or None when there is none at all.
@@ -102,16 +137,22 @@ class CheckpointManager:
             CheckpointError: The newest is intact as far as can be told, but of a newer format or not readable
                 now. An older one is not silently taken in its place.
         """
+        self.wait()
         self._open()
         for entry in reversed(self._entries):
             path = self._path(entry.name)
+            loaded: list[Snapshot] = []
+
+            def load(path: str = path, loaded: list[Snapshot] = loaded) -> None:
+                loaded.append(self.io.load(path) if like is None else self.io.load(path, like=like))
+
             try:
-                snapshot = self.io.load(path)
+                self.ranks.together(load)
             except DamagedCheckpointError as error:
                 self._set_aside(entry.name, error)
                 continue
             self._ours.add(entry.name)
-            return path, snapshot
+            return path, loaded[0]
         return None
 
     def should_keep(self, metrics: Mapping[str, float]) -> bool:
@@ -160,11 +201,13 @@ class CheckpointManager:
             keeper: Save as one of the best, if `should_keep` says so.
 
         Raises:
-            CheckpointError: It could not be written; those before, and the index, are as they were.
+            CheckpointError: It could not be written, or the one before could not, in the background; those
+                before, and the index, are as they were.
             ConfigError: Neither purpose is given, or a keeper's metric is missing.
         """
         if not (resume or keeper):
             raise ConfigError("save() needs a purpose: resume=True, keeper=True, or both")
+        self.wait()  # never two at a time: they would need twice the memory, and could end in the wrong order
         self._open()
         # Whether it is good enough is left to the pruning, which ranks it with the others; NaN never is.
         keeper = keeper and self.config.keepers > 0 and not math.isnan(self._ranking_value(metrics))
@@ -173,29 +216,99 @@ class CheckpointManager:
         same = next(
             (each for each in self._entries if each.update == update and each.name in self._ours), None
         )
+        snapshot = None
         if same is None:
             order = max((each.order for each in self._entries), default=0) + 1
-            entry = Entry(self._free_name(update), order, update, epoch, ranked, resume, keeper)
-            self._write(entry, snapshot_factory())
+            name = self.ranks.first(lambda: self._free_name(update))
+            entry = Entry(name, order, update, epoch, ranked, resume, keeper)
+            snapshot = self._with_purpose(entry, snapshot_factory())
         else:
             known = ranked if keeper or not same.metrics else same.metrics
             entry = replace(same, metrics=known, resume=same.resume or resume, keeper=same.keeper or keeper)
-        self._entries = _sorted([*(each for each in self._entries if each is not same), entry])
-        self._prune()
-        is_keeper = any(each.name == entry.name and each.keeper for each in self._entries)
+        every = _sorted([*(each for each in self._entries if each is not same), entry])
+        job = _Job(entry, self._entries, every, *retain(every, self.config), is_written=same is not None)
+        self._begin(job, snapshot)
+        is_keeper = any(each.name == entry.name and each.keeper for each in job.stays)
         return SavedCheckpoint(self._path(entry.name), is_keeper)
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save in the background has begun of which `poll` or `wait` has not told the end."""
+        return self._in_flight is not None
+
+    def poll(self) -> str | None:
+        """Take note of a save in the background, if it has ended.
+
+        Returns:
+            The path of the checkpoint that was committed, or None.
+
+        Raises:
+            CheckpointError: It could not be written; those before, and the index, are as they were.
+        """
+        return None if self._background.is_busy else self.wait()
+
+    def wait(self) -> str | None:
+        """Return once nothing is being written; otherwise as `poll`."""
+        job = self._in_flight
+        if job is None:
+            return None
+        error = self._background.wait()
+        self._in_flight = None
+        self._settle(job)
+        if error is not None:
+            raise error
+        return self._path(job.entry.name)
+
+    def _begin(self, job: _Job, snapshot: Snapshot | None) -> None:
+        if not self.config.asynchronous:
+            try:
+                self._perform(job, snapshot)
+            finally:
+                self._settle(job)
+            return
+        if snapshot is not None:
+            # Planned here: the plan needs the live tensors, and the copy is to be of this process's share.
+            snapshot.parts = plan_parts(snapshot.tensors, snapshot.objects.keys(), self.ranks)
+            snapshot = self._buffers.copy(snapshot)
+        self._entries = job.stays
+        self._in_flight = job
+        self._background.start(lambda: self._perform(job, snapshot))
+
+    def _perform(self, job: _Job, snapshot: Snapshot | None) -> None:
+        """What is done on the disk, in whichever thread."""
+        if snapshot is not None:
+            self.io.save(self._path(job.entry.name), snapshot)
+            job.is_written = True
+        # The index first: a kill in between leaves a checkpoint too many, which the next open finds, never
+        # one too few.
+        self.ranks.first(lambda: write_index(self.directory, job.stays, self.files))
+        job.is_indexed = True
+        if self.ranks.rank == 0:
+            for entry in job.goes:
+                try:
+                    self.io.remove(self._path(entry.name))
+                except CheckpointError as error:
+                    job.trouble.append(f"an old checkpoint is still there: {error}")
+
+    def _settle(self, job: _Job) -> None:
+        self._entries = job.entries()
+        if job.is_written:
+            self._ours.add(job.entry.name)
+        for text in job.trouble:
+            _warn(text)
+
     def _path(self, name: str) -> str:
-        return os.path.join(self.directory, name)
+        return self.files.join(self.directory, name)
 
     def _free_name(self, update: int) -> str:
         # Taken when the run was resumed from an earlier checkpoint than this one, and comes here a second
         # time.
         name = base = f"update-{update:08d}"
         number = 1
-        while os.path.lexists(self._path(name)):
-            number += 1
-            name = f"{base}-{number}"
+        with os_errors("write to", self.directory):
+            while self.files.kind(self._path(name)) is not None:
+                number += 1
+                name = f"{base}-{number}"
         return name
 
     def _ranking_value(self, metrics: Mapping[str, float]) -> float:
@@ -207,88 +320,33 @@ class CheckpointManager:
             )
         return float(metrics[by])
 
-    def _write(self, entry: Entry, snapshot: Snapshot) -> None:
+    def _with_purpose(self, entry: Entry, snapshot: Snapshot) -> Snapshot:
         purpose = entry.to_json()
         del purpose["name"]
-        self.io.save(
-            self._path(entry.name), replace(snapshot, objects={**snapshot.objects, PURPOSE: purpose})
-        )
-        self._ours.add(entry.name)
-
-    def _prune(self) -> None:
-        stays, goes = retain(self._entries, self.config)
-        # The index first: a kill in between leaves a checkpoint too many, which the next open finds, never
-        # one too few.
-        write_index(self.directory, stays)
-        self._entries = stays
-        for entry in goes:
-            try:
-                self.io.remove(self._path(entry.name))
-            except CheckpointError as error:
-                _warn(f"an old checkpoint is still there: {error}")
+        return replace(snapshot, objects={**snapshot.objects, PURPOSE: purpose})
 
     def _open(self) -> None:
         if self._opened:
             return
-        self._delete_leftovers()
-        listed = self._read_index()
-        present = set(self.io.list(self.directory))
-        self._entries = [entry for entry in listed if entry.name in present]
-        for name in sorted(present - {entry.name for entry in listed}):
-            self._adopt(name)
-        self._entries = _sorted(self._entries)
-        if self._entries != listed:
-            write_index(self.directory, self._entries)
+        found, trouble = self.ranks.first(lambda: recover(self.directory, self.io, self.files))
+        self._entries = _sorted(found)
         self._opened = True
-        for entry in listed:
-            if entry.name not in present:
-                _warn(
-                    f"the checkpoint {self._path(entry.name)!r} is in the index, but no longer on the disk; "
-                    "it is forgotten"
-                )
-
-    def _read_index(self) -> list[Entry]:
-        try:
-            return read_index(self.directory) or []
-        except DamagedCheckpointError as error:
-            path = self._path(INDEX)
-            aside = free_bad_name(path)
-            with os_errors("set aside", path):
-                os.rename(path, aside)
-            _warn(f"{error}. It was set aside as {aside!r}, and the index is made anew from the checkpoints")
-            return []
-
-    def _adopt(self, name: str) -> None:
-        """Take in a checkpoint that was committed just before a kill, or whose index was lost."""
-        try:
-            self._entries.append(entry_from_snapshot(name, self.io.load(self._path(name), groups=())))
-        except DamagedCheckpointError as error:
-            self._set_aside(name, error)
+        if self.ranks.rank == 0:
+            for text in trouble:
+                _warn(text)
 
     def _set_aside(self, name: str, error: DamagedCheckpointError) -> None:
-        path = self._path(name)
-        aside = free_bad_name(path)
         self._entries = [entry for entry in self._entries if entry.name != name]
-        try:
-            os.rename(path, aside)
-        except OSError as failure:
-            _warn(
-                f"the checkpoint {path!r} is damaged and passed over: {error}. "
-                f"It could not be renamed: {failure}"
-            )
-            return
-        write_index(self.directory, self._entries)
-        _warn(f"the checkpoint {path!r} is damaged and was set aside as {aside!r}: {error}")
 
-    def _delete_leftovers(self) -> None:
-        """Delete what a kill left unfinished; by its name it is nobody's checkpoint."""
-        if not os.path.isdir(self.directory):
-            return
-        for name in os.listdir(self.directory):
-            if name.startswith((SAVING, REMOVING)):
-                path = self._path(name)
-                is_directory = os.path.isdir(path) and not os.path.islink(path)
-                remove_if_there(shutil.rmtree if is_directory else os.unlink, path)
+        def act() -> str:
+            moved, text = set_aside(self._path(name), error, self.files)
+            if moved:
+                write_index(self.directory, self._entries, self.files)
+            return text
+
+        text = self.ranks.first(act)
+        if self.ranks.rank == 0:
+            _warn(text)
 
 
 def _sorted(entries: list[Entry]) -> list[Entry]:

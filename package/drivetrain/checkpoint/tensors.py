@@ -15,16 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
-from drivetrain.checkpoint.files import (
-    MAX_JSON_BYTES,
-    Bytes,
-    DamagedCheckpointError,
-    HashedReader,
-    dump_json,
-    parse_json,
-)
+from drivetrain.checkpoint.files import CHUNK, Bytes, HashedReader
+from drivetrain.checkpoint.filesystem import DamagedCheckpointError
+from drivetrain.checkpoint.strict_json import MAX_JSON_BYTES, dump_json, parse_json
 from drivetrain.errors import CheckpointError
 from drivetrain.types import Json
 
@@ -118,7 +114,9 @@ def plan_spans(tensors: Mapping[str, Tensor], what: str) -> list[TensorSpan]:
     return spans
 
 
-def tensor_chunks(tensors: Mapping[str, Tensor], what: str) -> Iterator[Bytes]:
+def tensor_chunks(
+    tensors: Mapping[str, Tensor], what: str, hashes: dict[str, str] | None = None
+) -> Iterator[Bytes]:
     """The bytes of a safetensors file, for `files.write_file`.
 
     Tensors that share memory are each written in full. At most one tensor at a time is copied: one that is on
@@ -127,6 +125,7 @@ def tensor_chunks(tensors: Mapping[str, Tensor], what: str) -> Iterator[Bytes]:
     Args:
         tensors: By name; any device and strides.
         what: What to call them in a message.
+        hashes: Where the XXH3-128 hash of each tensor's bytes is put, by name.
     """
     spans = plan_spans(tensors, what)
     header: dict[str, Json] = {
@@ -142,12 +141,27 @@ def tensor_chunks(tensors: Mapping[str, Tensor], what: str) -> Iterator[Bytes]:
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for span in spans:
+        digest = xxhash.xxh3_128()
         if span.stop > span.start:
-            # No name for the copy: it would keep it alive while the next is made.
-            yield _bytes_of(tensors[span.name].detach().to("cpu").resolve_conj().resolve_neg().contiguous())
+            # No name for the copy here: it would keep it alive while the next is made.
+            for chunk in _chunks_of(tensors[span.name]):
+                if hashes is not None:
+                    digest.update(chunk)
+                yield chunk
+                del chunk
+        if hashes is not None:
+            hashes[span.name] = digest.hexdigest()
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def _chunks_of(tensor: Tensor) -> Iterator[memoryview]:
+    # In pieces, so that each is in the processor's cache for the second hash and for the write.
+    view = bytes_of(tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous())
+    for start in range(0, len(view), CHUNK):
+        yield view[start : start + CHUNK]
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
     # as_strided, because a single element may keep whatever stride it had, and is contiguous all the same.
     flat = tensor.as_strided((tensor.numel(),), (1,))
     array: Any = flat.view(torch.uint8).numpy()
@@ -169,19 +183,30 @@ def read_tensors(reader: HashedReader) -> dict[str, Tensor]:
     """
     result = {}
     for span in read_header(reader):
-        try:
-            tensor = torch.empty(span.shape, dtype=DTYPES[span.dtype])
-        except (RuntimeError, OverflowError) as error:
-            # Bytes that the file really has, but the memory has not, are no damage; an empty tensor takes
-            # none.
-            kind = CheckpointError if span.stop > span.start else DamagedCheckpointError
-            raise kind(
-                f"{reader.path!r}: no room for {span.name!r} of shape {list(span.shape)}: {error}"
-            ) from error
+        tensor = result[span.name] = room_for(span.shape, span.dtype, f"{reader.path!r}: {span.name!r}")
         if span.stop > span.start:
-            reader.read_into(_bytes_of(tensor))
-        result[span.name] = tensor
+            reader.read_into(bytes_of(tensor))
     return result
+
+
+def room_for(shape: tuple[int, ...], dtype: str, what: str) -> Tensor:
+    """An uninitialised tensor on the CPU.
+
+    Args:
+        shape: Out of a file whose size was seen to bear it, unless the tensor is empty.
+        dtype: A key of `DTYPES`.
+        what: What to call it in the message.
+
+    Raises:
+        CheckpointError: There is not enough memory.
+        DamagedCheckpointError: An empty tensor with sizes that no tensor has.
+    """
+    try:
+        return torch.empty(shape, dtype=DTYPES[dtype])
+    except (RuntimeError, OverflowError) as error:
+        # Bytes that the file really has, but the memory has not, are no damage; an empty tensor takes none.
+        kind = CheckpointError if math.prod(shape) else DamagedCheckpointError
+        raise kind(f"{what}: no room for the shape {list(shape)}: {error}") from error
 
 
 def read_header(reader: HashedReader) -> list[TensorSpan]:

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from drivetrain.checkpoint.files import DamagedCheckpointError
+from drivetrain.checkpoint.filesystem import DamagedCheckpointError
 from drivetrain.checkpoint.tensors import check_tensor
 from drivetrain.errors import CheckpointError
 from drivetrain.types import Json

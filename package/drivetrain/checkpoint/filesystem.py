@@ -1,0 +1,279 @@
+"""The few file operations that checkpoints are made of, and what they are on a local disk.
+
+Everything under `drivetrain.checkpoint` that touches a file goes through a `FileSystem`, so that the same
+code serves a disk, an object store and, in the tests, a disk that fails at any one of these operations.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, Protocol, TypeAlias
+
+from drivetrain.errors import CheckpointError
+
+Kind: TypeAlias = Literal["file", "directory", "link", "other"]
+"""What a name stands for; "other" is a pipe, a device or a socket."""
+
+_ADVICE = {
+    errno.ENOSPC: "free some space, or save to another disk",
+    errno.EDQUOT: "free some of your quota, or save elsewhere",
+    errno.EACCES: "check the permissions, or use another directory",
+    errno.EPERM: "check the permissions, or use another directory",
+    errno.EROFS: "use a directory on a writable disk",
+}
+
+
+class DamagedCheckpointError(CheckpointError):
+    """What is on the disk is not what was written: missing, cut short, altered or never a checkpoint.
+
+    Only this is a reason to set a checkpoint aside. One that is merely unreadable just now (permissions, too
+    many open files) or too new for this version is intact, and raises a plain `CheckpointError`.
+    """
+
+
+class Sink(Protocol):
+    """A new file that is being written."""
+
+    def write(self, data: memoryview) -> int:
+        """Write some of `data`; returns how many bytes were taken, which may be fewer than there are."""
+        ...
+
+    def finish(self) -> None:
+        """Make the content durable and close; only then does the file count."""
+        ...
+
+    def abort(self) -> None:
+        """Close without finishing; what is there of the file is left to whoever cleans up."""
+        ...
+
+
+class Source(Protocol):
+    """A file that is being read.
+
+    Attributes:
+        size: In bytes.
+    """
+
+    size: int
+
+    def read_into(self, target: memoryview) -> int:
+        """Read some bytes; returns how many, and 0 only at the end."""
+        ...
+
+    def seek(self, position: int) -> None:
+        """Go on reading at this byte."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the file."""
+        ...
+
+
+class FileSystem(Protocol):
+    """Where files are. Every method raises `OSError` and nothing else.
+
+    Attributes:
+        renames: Whether a directory is renamed in one step. Where not, as in an object store, single files
+            appear in one step instead, and a checkpoint is committed by its last file.
+    """
+
+    renames: bool
+
+    def absolute(self, path: str) -> str:
+        """The path, whatever the working directory; an address as it is."""
+        ...
+
+    def join(self, directory: str, name: str) -> str:
+        """The path of a name inside a directory."""
+        ...
+
+    def split(self, path: str) -> tuple[str, str]:
+        """A path's directory and its last name."""
+        ...
+
+    def kind(self, path: str) -> Kind | None:
+        """What is there, links not followed; None for nothing."""
+        ...
+
+    def entries(self, directory: str) -> dict[str, Kind]:
+        """What is in a directory; empty if there is no such directory."""
+        ...
+
+    def create(self, path: str) -> Sink:
+        """Begin a new file."""
+        ...
+
+    def open(self, path: str) -> Source:
+        """Open a regular file for reading; a link is not followed."""
+        ...
+
+    def make_directory(self, path: str) -> None:
+        """Create a directory and its missing parents, durably; none is needed in an object store."""
+        ...
+
+    def sync(self, directory: str) -> None:
+        """Make the names in a directory durable."""
+        ...
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a file or directory another name. A file that has the new name is replaced."""
+        ...
+
+    def delete(self, path: str) -> None:
+        """Delete a file, or a directory with all that is in it."""
+        ...
+
+
+class LocalFileSystem:
+    """Local and mounted disks."""
+
+    renames = True
+
+    def absolute(self, path: str) -> str:
+        """See `FileSystem.absolute`."""
+        return os.path.abspath(path)
+
+    def join(self, directory: str, name: str) -> str:
+        """See `FileSystem.join`."""
+        return os.path.join(directory, name)
+
+    def split(self, path: str) -> tuple[str, str]:
+        """See `FileSystem.split`."""
+        return os.path.split(path)
+
+    def kind(self, path: str) -> Kind | None:
+        """See `FileSystem.kind`."""
+        try:
+            mode = os.lstat(path).st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        if stat.S_ISREG(mode):
+            return "file"
+        if stat.S_ISDIR(mode):
+            return "directory"
+        return "link" if stat.S_ISLNK(mode) else "other"
+
+    def entries(self, directory: str) -> dict[str, Kind]:
+        """See `FileSystem.entries`."""
+        if not os.path.isdir(directory):
+            return {}
+        with os.scandir(directory) as found:
+            return {entry.name: _kind_of(entry) for entry in found}
+
+    def create(self, path: str) -> Sink:
+        """See `FileSystem.create`; a file that is there already is an error."""
+        return _LocalSink(path)
+
+    def open(self, path: str) -> Source:
+        """See `FileSystem.open`."""
+        return _LocalSource(path)
+
+    def make_directory(self, path: str) -> None:
+        """See `FileSystem.make_directory`."""
+        parent = os.path.dirname(path)
+        if os.path.isdir(path) or parent == path:
+            return
+        self.make_directory(parent)
+        os.makedirs(path, exist_ok=True)
+        self.sync(parent)
+
+    def sync(self, directory: str) -> None:
+        """See `FileSystem.sync`. Windows has no such call and journals names by itself."""
+        if os.name == "nt":
+            return
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, old: str, new: str) -> None:
+        """See `FileSystem.rename`."""
+        os.replace(old, new)
+
+    def delete(self, path: str) -> None:
+        """See `FileSystem.delete`."""
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        else:
+            os.unlink(path)
+
+
+class _LocalSink:
+    def __init__(self, path: str) -> None:
+        # Unbuffered: chunks are large, and are in the processor's cache from being hashed.
+        self._file = open(path, "xb", buffering=0)  # noqa: SIM115
+
+    def write(self, data: memoryview) -> int:
+        return self._file.write(data)
+
+    def finish(self) -> None:
+        try:
+            os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+
+    def abort(self) -> None:
+        self._file.close()
+
+
+class _LocalSource:
+    def __init__(self, path: str) -> None:
+        # Unbuffered: every read goes straight to where the bytes are wanted.
+        self._file = open(path, "rb", buffering=0, opener=_open_no_follow)  # noqa: SIM115
+        self.size = os.fstat(self._file.fileno()).st_size
+
+    def read_into(self, target: memoryview) -> int:
+        return self._file.readinto(target)
+
+    def seek(self, position: int) -> None:
+        self._file.seek(position)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _open_no_follow(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0))
+
+
+def _kind_of(entry: os.DirEntry[str]) -> Kind:
+    if entry.is_symlink():
+        return "link"
+    if entry.is_dir(follow_symlinks=False):
+        return "directory"
+    return "file" if entry.is_file(follow_symlinks=False) else "other"
+
+
+LOCAL = LocalFileSystem()
+"""The one local file system; it has no state."""
+
+
+@contextmanager
+def os_errors(action: str, path: str) -> Iterator[None]:
+    """Turn the system's errors into ones that say what was being done, where, and what may help.
+
+    Args:
+        action: A verb, "write" or "read", that fits after "cannot".
+        path: What the action is done to.
+
+    Raises:
+        CheckpointError: In place of any OSError.
+        DamagedCheckpointError: In place of an input/output error while reading: the medium has lost the
+            bytes.
+    """
+    try:
+        yield
+    except OSError as error:
+        advice = _ADVICE.get(error.errno or 0)
+        name = errno.errorcode.get(error.errno or 0, type(error).__name__)
+        lost = action == "read" and error.errno == errno.EIO
+        raise (DamagedCheckpointError if lost else CheckpointError)(
+            f"cannot {action} {path!r}: {error.strerror or error} ({name})"
+            + (f"; {advice}" if advice else "")
+        ) from error

@@ -1,0 +1,186 @@
+"""How a checkpoint is read: nothing is believed, and what is returned was compared with its hash."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from drivetrain.checkpoint.files import HashedReader
+from drivetrain.checkpoint.filesystem import DamagedCheckpointError, FileSystem, os_errors
+from drivetrain.checkpoint.format import MANIFEST, FileRecord, Manifest, Snapshot, TensorRecord
+from drivetrain.checkpoint.sharding import Fetch, Like, plan_reads
+from drivetrain.checkpoint.strict_json import parse_json
+from drivetrain.checkpoint.tensors import DTYPES, TensorSpan, bytes_of, read_header, room_for
+from drivetrain.errors import CheckpointError, nearest
+from drivetrain.types import Json
+
+
+class Reader:
+    """A checkpoint that is being read.
+
+    Args:
+        files: Where.
+        path: Its directory.
+
+    Raises:
+        DamagedCheckpointError: No checkpoint, or a damaged one.
+        CheckpointError: A newer format, or no permission.
+    """
+
+    def __init__(self, files: FileSystem, path: str) -> None:
+        self.files = files
+        self.path = path
+        self.manifest = self._read_manifest()
+
+    def _read_manifest(self) -> Manifest:
+        # Also looks for what no checkpoint contains: a symbolic link, which could lead anywhere. Other files
+        # that the manifest does not list are never read, and so do not matter.
+        with os_errors("read", self.path):
+            if self.files.renames and self.files.kind(self.path) != "directory":
+                raise DamagedCheckpointError(f"{self.path!r} is no checkpoint: there is no such directory")
+            present = self.files.entries(self.path)
+        if MANIFEST not in present:
+            raise DamagedCheckpointError(
+                f"{self.path!r} is no checkpoint: it has no {MANIFEST}, so its saving never ended"
+            )
+        for name in sorted(name for name, kind in present.items() if kind == "link"):
+            raise DamagedCheckpointError(
+                f"{self.files.join(self.path, name)!r} is a symbolic link; a checkpoint has none"
+            )
+        path = self.files.join(self.path, MANIFEST)
+        with HashedReader(path, self.files) as reader:
+            return Manifest.parse(reader.read_json(), repr(path))
+
+    def snapshot(self, groups: Collection[str] | None, like: Like | None) -> Snapshot:
+        """The content; see `CheckpointIO.load`."""
+        manifest = self.manifest
+        for group in groups or ():
+            if group not in manifest.tensors:
+                raise CheckpointError(
+                    f"{self.path!r} has no group of tensors {group!r}. {nearest(group, manifest.tensors)}"
+                )
+        wanted = [group for group in manifest.tensors if groups is None or group in groups]
+        tensors = {group: self._group(group, like) for group in wanted}
+        objects = {
+            name: self._object(file, manifest.files[file])
+            for name, file in manifest.objects().items()
+            if name not in manifest.tensors or name in wanted
+        }
+        return Snapshot(
+            tensors, objects, manifest.progress, manifest.metrics, manifest.saved_by.get("task", "")
+        )
+
+    def verify(self) -> None:
+        """Check every byte, in constant memory; see `drivetrain.checkpoint.verify`."""
+        for name, record in self.manifest.files.items():
+            with HashedReader(self.files.join(self.path, name), self.files) as reader:
+                reader.check_size(record.bytes)
+                reader.skip(record.bytes)
+                reader.check_hash(record.xxh3_128)
+        for group, records in self.manifest.tensors.items():
+            for file in _files_of(records):
+                with HashedReader(self.files.join(self.path, file), self.files) as reader:
+                    self._spans(reader, file, group)
+
+    def _group(self, group: str, like: Like | None) -> dict[str, Tensor]:
+        records = self.manifest.tensors[group]
+        files = {file: self.manifest.files[file] for file in _files_of(records)}
+        self._check_room(records, files)
+
+        def room(name: str) -> Tensor:
+            return room_for(records[name].shape, records[name].dtype, f"{self.path!r}: {name!r}")
+
+        results, fetches = plan_reads(records, group, like, room)
+        for file, record in files.items():
+            mine = [fetch for fetch in fetches if fetch.piece.file == file]
+            if not mine:
+                continue
+            with HashedReader(self.files.join(self.path, file), self.files) as reader:
+                reader.check_size(record.bytes)
+                spans = self._spans(reader, file, group)
+                in_full = {fetch.name for fetch in mine} >= {
+                    name for name, span in spans.items() if span.stop > span.start
+                }
+                self._fetch(reader, spans, mine, by_piece=not in_full)
+                if in_full:
+                    reader.check_hash(record.xxh3_128)
+        return results
+
+    def _check_room(self, records: Mapping[str, TensorRecord], files: Mapping[str, FileRecord]) -> None:
+        """A manifest may claim any shape: memory is given only for bytes that the files really have."""
+        claimed = dict.fromkeys(files, 0)
+        for record in records.values():
+            for piece in record.pieces:
+                claimed[piece.file] += math.prod(piece.shape) * DTYPES[record.dtype].itemsize
+        for file, told in files.items():
+            with HashedReader(self.files.join(self.path, file), self.files) as reader:
+                reader.check_size(told.bytes)
+                if claimed[file] > reader.size:
+                    raise DamagedCheckpointError(
+                        f"{reader.path!r} has {reader.size} bytes, too few for the {claimed[file]} of the "
+                        "tensors that the manifest places there"
+                    )
+
+    def _spans(self, reader: HashedReader, file: str, group: str) -> dict[str, TensorSpan]:
+        """Where the tensors of a file lie, compared with the pieces that the manifest places there."""
+        spans = {span.name: span for span in read_header(reader)}
+        found = {span.name: (span.shape, span.dtype) for span in spans.values()}
+        expected = {
+            name: (piece.shape, record.dtype)
+            for name, record in self.manifest.tensors[group].items()
+            for piece in record.pieces
+            if piece.file == file
+        }
+        if found != expected:
+            either = found.keys() | expected.keys()
+            name = min(each for each in either if found.get(each) != expected.get(each))
+            raise DamagedCheckpointError(
+                f"{reader.path!r}: the tensor {name!r} of the group {group!r} is "
+                f"{_describe(found.get(name))}, but {_describe(expected.get(name))} in the manifest"
+            )
+        return spans
+
+    def _fetch(
+        self, reader: HashedReader, spans: Mapping[str, TensorSpan], fetches: list[Fetch], by_piece: bool
+    ) -> None:
+        """Fill the targets, in the order of the file; its own hash serves where all of it is read."""
+        begin = reader.position
+        boxes: dict[str, list[Fetch]] = {}
+        for fetch in fetches:
+            boxes.setdefault(fetch.name, []).append(fetch)
+        for name in sorted(boxes, key=lambda name: spans[name].start):
+            span, first = spans[name], boxes[name][0]
+            if by_piece:
+                reader.begin_piece(begin + span.start)
+            # Straight to where it belongs, if that is one block of memory; else through one piece's memory.
+            direct = len(boxes[name]) == 1 and first.is_whole and first.target.is_contiguous()
+            piece = first.target if direct else room_for(span.shape, span.dtype, f"{reader.path!r}: {name!r}")
+            if span.stop > span.start:
+                reader.read_into(bytes_of(piece))
+            if by_piece:
+                reader.check_hash(first.piece.xxh3_128, f"the tensor {name!r}")
+            if direct:
+                continue
+            for fetch in boxes[name]:
+                ends = (start + length for start, length in zip(fetch.start, fetch.target.shape, strict=True))
+                with torch.no_grad():
+                    fetch.target.copy_(piece[tuple(map(slice, fetch.start, ends))])
+
+    def _object(self, file: str, record: FileRecord) -> Json:
+        path = self.files.join(self.path, file)
+        with HashedReader(path, self.files) as reader:
+            reader.check_size(record.bytes)
+            data = reader.read_json()
+            reader.check_hash(record.xxh3_128)
+        return parse_json(data, repr(path))
+
+
+def _files_of(records: Mapping[str, TensorRecord]) -> list[str]:
+    return sorted({piece.file for record in records.values() for piece in record.pieces})
+
+
+def _describe(tensor: tuple[Iterable[int], str] | None) -> str:
+    return "missing" if tensor is None else f"{tensor[1]} of shape {list(tensor[0])}"

@@ -1,0 +1,103 @@
+"""What a kill, or a fault of the disk, has left in a directory of checkpoints, and how it is put in order."""
+
+from __future__ import annotations
+
+from drivetrain.checkpoint.files import REMOVING, SAVING, delete_if_there
+from drivetrain.checkpoint.filesystem import DamagedCheckpointError, FileSystem, os_errors
+from drivetrain.checkpoint.format import MANIFEST
+from drivetrain.checkpoint.index import INDEX, Entry, entry_from_snapshot, read_index, write_index
+from drivetrain.checkpoint.io import UNFINISHED, CheckpointIO, free_bad_name
+
+
+def recover(directory: str, io: CheckpointIO, files: FileSystem) -> tuple[list[Entry], list[str]]:
+    """Reconcile the index with the disk, and delete what was never finished.
+
+    Args:
+        directory: Of checkpoints and their index; need not exist.
+        io: The storage.
+        files: The file system of the directory.
+
+    Returns:
+        The entries of the checkpoints that are there, in no order, and a text for each thing that was not as
+        it should be.
+
+    Raises:
+        CheckpointError: The directory cannot be read or written, or is of a newer format.
+    """
+    trouble: list[str] = []
+    _delete_leftovers(directory, files)
+    listed = _listed(directory, files, trouble)
+    present = set(io.list(directory))
+    entries = [entry for entry in listed if entry.name in present]
+    for entry in listed:
+        if entry.name not in present:
+            trouble.append(_lost(files.join(directory, entry.name), files))
+    for name in sorted(present - {entry.name for entry in listed}):
+        # Committed just before a kill, or its index was lost.
+        try:
+            entries.append(entry_from_snapshot(name, io.load(files.join(directory, name), groups=())))
+        except DamagedCheckpointError as error:
+            trouble.append(set_aside(files.join(directory, name), error, files)[1])
+    entries.sort(key=lambda entry: (entry.order, entry.update))
+    if entries != listed:
+        write_index(directory, entries, files)
+    return entries, trouble
+
+
+def set_aside(path: str, error: DamagedCheckpointError, files: FileSystem) -> tuple[bool, str]:
+    """Give a damaged checkpoint a name that says so; where directories cannot be renamed, its manifest.
+
+    Returns:
+        Whether that could be done, and what to tell the user.
+    """
+    damaged = path if files.renames else files.join(path, MANIFEST)
+    try:
+        aside = free_bad_name(damaged, files)
+        files.rename(damaged, aside)
+    except OSError as failure:
+        return False, (
+            f"the checkpoint {path!r} is damaged and passed over: {error}. It could not be renamed: {failure}"
+        )
+    return True, f"the checkpoint {path!r} is damaged and was set aside as {aside!r}: {error}"
+
+
+def _lost(path: str, files: FileSystem) -> str:
+    """What to say of a checkpoint that the index knows and the storage does not."""
+    with os_errors("read", path):
+        gone = files.kind(path) != "directory"
+    if gone:
+        return f"the checkpoint {path!r} is in the index, but no longer on the disk; it is forgotten"
+    if not files.renames:
+        # Without a manifest to rename, the directory stays as it is: it is no checkpoint any more.
+        return f"the checkpoint {path!r} is damaged and passed over: it has lost its {MANIFEST}"
+    return set_aside(path, DamagedCheckpointError(f"it has lost its {MANIFEST}"), files)[1]
+
+
+def _listed(directory: str, files: FileSystem, trouble: list[str]) -> list[Entry]:
+    try:
+        return read_index(directory, files) or []
+    except DamagedCheckpointError as error:
+        path = files.join(directory, INDEX)
+        with os_errors("set aside", path):
+            aside = free_bad_name(path, files)
+            files.rename(path, aside)
+        trouble.append(
+            f"{error}. It was set aside as {aside!r}, and the index is made anew from the checkpoints"
+        )
+        return []
+
+
+def _delete_leftovers(directory: str, files: FileSystem) -> None:
+    """Delete what a kill left unfinished; by its name, or its marker, it is nobody's checkpoint."""
+    with os_errors("list", directory):
+        for name, kind in files.entries(directory).items():
+            path = files.join(directory, name)
+            if name.startswith((SAVING, REMOVING)) or (
+                not files.renames and kind == "directory" and _is_unfinished(path, files)
+            ):
+                delete_if_there(path, files)
+
+
+def _is_unfinished(path: str, files: FileSystem) -> bool:
+    names = files.entries(path)
+    return UNFINISHED in names and MANIFEST not in names

@@ -1,0 +1,101 @@
+"""JSON that means one thing: written strictly, read with suspicion, and sealed with a hash of itself."""
+
+from __future__ import annotations
+
+import json
+
+import xxhash
+
+from drivetrain.checkpoint.filesystem import DamagedCheckpointError
+from drivetrain.errors import CheckpointError
+from drivetrain.types import Json
+
+MAX_JSON_BYTES = 64 << 20
+"""No JSON of ours is larger; a file that claims to be is refused before it is read."""
+
+
+def dump_json(value: Json, what: str) -> bytes:
+    """Strict, compact JSON in ASCII, so that a lone surrogate in a text survives too.
+
+    Raises:
+        CheckpointError: NaN, infinity, a cycle, something that is no JSON, or more than can be read back.
+    """
+    try:
+        data = json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{what} cannot be written as strict JSON: {error}. Give it through checkpoint.tree.pack, "
+            "which stores tensors, tuples, bytes, NaN and infinity exactly"
+        ) from error
+    if len(data) > MAX_JSON_BYTES:
+        raise CheckpointError(
+            f"{what} takes {len(data)} bytes as JSON; at most {MAX_JSON_BYTES} are allowed. Keep large data "
+            "in tensors or arrays"
+        )
+    return data
+
+
+def parse_json(data: bytes | bytearray, what: str) -> Json:
+    """Read strict JSON: no NaN, no key twice, no depth or number that would exhaust the interpreter.
+
+    Raises:
+        DamagedCheckpointError: It is not that; the text begins with `what`.
+    """
+    try:
+        value: Json = json.loads(
+            data.decode("utf-8"), object_pairs_hook=_without_duplicates, parse_constant=_no_constant
+        )
+    except RecursionError as error:
+        raise DamagedCheckpointError(f"{what} is nested too deeply") from error
+    except ValueError as error:  # bad UTF-8, bad JSON, and numbers beyond the interpreter's limit
+        raise DamagedCheckpointError(f"{what} is not valid JSON: {error}") from error
+    return value
+
+
+def _without_duplicates(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("an object has the same key twice")
+    return result
+
+
+def _no_constant(name: str) -> Json:
+    raise ValueError(f"{name} is not allowed")
+
+
+_SEAL = "xxh3_128"
+
+
+def seal(body: dict[str, Json], what: str) -> bytes:
+    """JSON with a hash of itself inside, for the files that no other file vouches for.
+
+    The hash is of the content with sorted keys, so a file that was reformatted still reads. How it is
+    computed is the one thing that no later format may change: it is checked before the version is believed.
+    """
+    return dump_json({**body, _SEAL: _content_hash(body, what)}, what)
+
+
+def unseal(data: bytes | bytearray, what: str) -> dict[str, Json]:
+    """Read what `seal` wrote.
+
+    Raises:
+        DamagedCheckpointError: It is no JSON object, or its content is not what was sealed.
+    """
+    value = parse_json(data, what)
+    if not isinstance(value, dict):
+        raise DamagedCheckpointError(f"{what} holds no JSON object")
+    expected = value.pop(_SEAL, None)
+    if expected != _content_hash(value, what):
+        raise DamagedCheckpointError(
+            f"{what} is not what was written: its content does not match its own hash"
+        )
+    return value
+
+
+def _content_hash(body: dict[str, Json], what: str) -> str:
+    try:
+        text = json.dumps(body, allow_nan=False, sort_keys=True, separators=(",", ":"))
+    except (ValueError, TypeError, RecursionError) as error:
+        # Reached on reading by 1e999, which Python reads as infinity; on writing, dump_json says it better.
+        raise CheckpointError(f"{what} holds what strict JSON cannot: {error}") from error
+    return str(xxhash.xxh3_128_hexdigest(text.encode("ascii")))

@@ -1,0 +1,135 @@
+"""The processes of a job, and the few things that they do together on the host; alone, identities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from drivetrain.errors import DrivetrainError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that act together, and which of them this one is.
+
+    Every method must be called by all of them, in the same order. What they exchange is small (names, sizes,
+    errors) and goes through the host's memory.
+
+    Attributes:
+        rank: This process, from 0.
+        size: How many there are.
+        group: Their process group; None where there is one process.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: ProcessGroup | None = None
+
+    @classmethod
+    def of_job(cls) -> Ranks:
+        """All processes of the job, with a group of their own, so that a background thread may use it too.
+
+        To be called by every process. Without an initialised process group it is this process alone.
+        """
+        distributed = torch.distributed
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return cls()
+        if distributed.get_world_size() == 1:
+            return cls()
+        # gloo, because what is exchanged is on the host, and the accelerator's stream is not to wait for it.
+        group = distributed.new_group(backend="gloo")
+        return cls(distributed.get_rank(), distributed.get_world_size(), group)
+
+    def all_gather(self, value: T) -> list[T]:
+        """The values of all, in the order of their ranks."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(values, value, group=self.group)
+        return values
+
+    def first(self, act: Callable[[], T]) -> T:
+        """What rank 0 gets from `act`; the others only wait for it.
+
+        Raises:
+            Exception: `act` raised; every rank raises it.
+        """
+        value: Any
+        value, error = _attempt(act) if self.rank == 0 else (None, None)
+        if self.size > 1:
+            outcome = [value, _sendable(error)]
+            torch.distributed.broadcast_object_list(outcome, group=self.group, group_src=0)
+            if self.rank != 0:
+                value, error = outcome
+        if error is not None:
+            raise error
+        result: T = value
+        return result
+
+    def together(self, act: Callable[[], T]) -> list[T]:
+        """What every rank gets from `act`, once all have ended it.
+
+        Raises:
+            Exception: One raised. Every rank raises: its own error, or that of the first that has one.
+        """
+        mine, error = _attempt(act)
+        outcomes = self.all_gather((mine, _sendable(error)))
+        if error is not None:
+            raise error
+        for rank, (_, theirs) in enumerate(outcomes):
+            if theirs is not None:
+                theirs.add_note(f"drivetrain: this happened on rank {rank}")
+                raise theirs
+        return [each for each, _ in outcomes]
+
+    def distribute(self, value: T, divide: Callable[[list[T]], list[T]]) -> T:
+        """Rank 0 is given the values of all, and gives one back to each.
+
+        Raises:
+            Exception: `divide` raised; every rank raises it.
+        """
+        if self.size == 1:
+            return divide([value])[0]
+        gathered: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        torch.distributed.gather_object(value, gathered, group=self.group, group_dst=0)
+        outcomes: list[Any] | None = None
+        if gathered is not None:
+            values, error = _attempt(lambda: divide(gathered))
+            outcomes = [(None, _sendable(error))] * self.size if error else [(each, None) for each in values]
+        mine: list[Any] = [None]
+        torch.distributed.scatter_object_list(mine, outcomes, group=self.group, group_src=0)
+        given, error = mine[0]
+        if error is not None:
+            raise error
+        result: T = given
+        return result
+
+
+ALONE = Ranks()
+"""The only process."""
+
+
+def _attempt(act: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """What came of it: the value, or the error that the others are to hear of before it is raised."""
+    try:
+        return act(), None
+    except Exception as error:
+        return None, error
+
+
+def _sendable(error: Exception | None) -> Exception | None:
+    """An error that surely reaches the other ranks: one that cannot be sent would leave them waiting."""
+    if error is None or (
+        isinstance(error, (DrivetrainError, OSError))
+        and all(isinstance(each, (str, int)) for each in error.args)
+    ):
+        return error
+    return RuntimeError(f"{type(error).__name__}: {error}")

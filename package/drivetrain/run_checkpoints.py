@@ -1,0 +1,123 @@
+"""Where a Trainer's checkpoints are: the saver of a fit, what it resumes from, what an evaluation loads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from drivetrain.callbacks.checkpoint import CheckpointSaver
+from drivetrain.checkpoint import (
+    CheckpointConfig,
+    CheckpointManager,
+    DirectoryCheckpointIO,
+    Snapshot,
+    resolve,
+)
+from drivetrain.checkpoint.index import rank, read_index
+from drivetrain.checkpoint.locate import CHECKPOINTS
+from drivetrain.checkpoint.places import file_system
+from drivetrain.engine_state import like_module
+from drivetrain.errors import CheckpointError, ConfigError
+from drivetrain.run import Run
+
+if TYPE_CHECKING:
+    from drivetrain.trainer import Trainer
+
+
+def checkpoint_root(trainer: Trainer, run_dir: str | os.PathLike[str] | None) -> str | None:
+    """Where checkpoints and weights go: the policy's own directory or address, or else the run directory."""
+    policy = trainer.checkpoint
+    own = policy.directory if isinstance(policy, CheckpointConfig) else None
+    root = own if own is not None else run_dir
+    return None if root is None else os.fspath(root)
+
+
+def make_saver(
+    trainer: Trainer, run_dir: Path | None, loaders: Sequence[str | None], resume: str | None
+) -> CheckpointSaver | None:
+    """The saver that the Trainer's policy asks for.
+
+    Raises:
+        ConfigError: A fresh start in a directory that has another run's checkpoints.
+    """
+    root = checkpoint_root(trainer, run_dir)
+    if trainer.checkpoint is False or root is None:
+        return None
+    config = _policy(trainer, loaders[0] if loaders else None)
+    manager = _manager(root, config)
+    if resume is None and manager.entries():
+        raise ConfigError(
+            f"{root} holds the checkpoints of an earlier run (the newest after update"
+            f" {manager.entries()[-1].update}). To go on from there, fit(..., resume='auto'); for a new run"
+            " choose another run_dir"
+        )
+    asked = isinstance(trainer.checkpoint, CheckpointConfig)
+    return CheckpointSaver(config, manager, root, metric_required=asked)
+
+
+def _policy(trainer: Trainer, first_loader: str | None = None) -> CheckpointConfig:
+    """The policy; without one of the user's, the first loader ranks."""
+    if isinstance(trainer.checkpoint, CheckpointConfig):
+        return trainer.checkpoint
+    config = CheckpointConfig(asynchronous=trainer.checkpoint == "async")
+    return config if first_loader is None else replace(config, by=f"validation/{first_loader}/loss")
+
+
+def _manager(root: str, config: CheckpointConfig) -> CheckpointManager:
+    return CheckpointManager(file_system(root).join(root, CHECKPOINTS), config)
+
+
+def find_checkpoint(
+    trainer: Trainer, run: Run, saver: CheckpointSaver | None, resume: str | None
+) -> tuple[str, Snapshot] | None:
+    """The checkpoint that `resume` names, or None for a fresh start.
+
+    Raises:
+        ConfigError: "auto" without a run directory.
+        CheckpointError: Nothing readable at a path.
+    """
+    if resume is None:
+        return None
+    if not isinstance(resume, (str, os.PathLike)):
+        raise ConfigError(f"resume must be 'auto', a path or None, not {resume!r}")
+    like = like_module(run.task)
+    if resume != "auto":
+        path = resolve(resume)
+        return path, DirectoryCheckpointIO().load(path, like=like)
+    root = checkpoint_root(trainer, trainer.run_dir)
+    if root is None:
+        raise ConfigError("resume='auto' takes the newest checkpoint of run_dir: give the Trainer a run_dir")
+    manager = saver.manager if saver else _manager(root, CheckpointConfig())
+    return manager.load_latest(like)
+
+
+def named_checkpoint(trainer: Trainer, checkpoint: str) -> str:
+    """The path of a checkpoint given as a path, or as "best" or "last" of the run directory.
+
+    Raises:
+        ConfigError: "best" or "last" without a run directory.
+        CheckpointError: There is none.
+    """
+    if checkpoint not in ("best", "last"):
+        return resolve(checkpoint)
+    root = checkpoint_root(trainer, trainer.run_dir)
+    if root is None:
+        raise ConfigError(
+            f"checkpoint={checkpoint!r} is looked for in run_dir: give the Trainer a run_dir, or give a path"
+        )
+    if checkpoint == "last":
+        return resolve(root)
+    policy = _policy(trainer)
+    # Only read: a manager would tidy the directory, in which another process may be training.
+    files = file_system(root)
+    directory = files.join(root, CHECKPOINTS)
+    keepers = rank(read_index(directory, files) or [], policy)
+    if not keepers:
+        raise CheckpointError(
+            f"{root} has no best checkpoint: no evaluation gave a value of {policy.by!r}. Use"
+            " checkpoint='last', or a path"
+        )
+    return files.join(directory, keepers[0].name)

@@ -1,0 +1,1 @@
+"""What tests of users and of third-party strategies and storage need: real processes, planted faults."""

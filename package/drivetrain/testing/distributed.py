@@ -1,0 +1,134 @@
+"""Real process groups for tests: a function on several processes of this machine."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import torch.distributed
+
+_START_METHOD = "fork" if sys.platform == "linux" else "spawn"
+"""A forked process has torch at once, which takes a spawned one seconds; only Linux forks safely enough."""
+
+
+def run_distributed(
+    function: Callable[..., Any], *arguments: Any, world_size: int = 2, timeout: float = 60.0
+) -> list[Any]:
+    """Call a function in several processes that form a gloo process group.
+
+    The environment has what torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT). Each
+    process uses one thread.
+
+    Args:
+        function: Is called in each process with `arguments`. On systems that spawn processes it must be one
+            that can be imported.
+        world_size: How many processes.
+        timeout: In seconds, for all together, set-up included.
+
+    Returns:
+        What each call returned, by rank.
+
+    Raises:
+        RuntimeError: A call raised, or a process died; has the first cause, with its rank.
+        TimeoutError: It took too long; all processes are ended.
+    """
+    context: Any = multiprocessing.get_context(_START_METHOD)
+    port = _free_port()
+    processes: list[BaseProcess] = []
+    pipes: dict[Connection, int] = {}
+    for rank in range(world_size):
+        receiver, sender = context.Pipe(duplex=False)
+        environment = _environment(rank, world_size, port)
+        process = context.Process(target=_child, args=(sender, environment, function, arguments, timeout))
+        process.start()
+        sender.close()
+        processes.append(process)
+        pipes[receiver] = rank
+    try:
+        return _collect(pipes, processes, time.monotonic() + timeout, timeout)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+            process.close()
+        for pipe in pipes:
+            pipe.close()
+
+
+def _collect(
+    pipes: dict[Connection, int], processes: list[BaseProcess], deadline: float, timeout: float
+) -> list[Any]:
+    results: dict[int, Any] = {}
+    waiting = dict(pipes)
+    while waiting:
+        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise TimeoutError(f"ranks {sorted(waiting.values())} have not ended within {timeout:g} seconds")
+        for each in ready:
+            assert isinstance(each, Connection)
+            rank = waiting.pop(each)
+            try:
+                failed, value = each.recv()
+            except EOFError:
+                processes[rank].join()
+                raise RuntimeError(
+                    f"rank {rank} died with exit code {processes[rank].exitcode}, without a word"
+                ) from None
+            if failed:
+                raise RuntimeError(f"rank {rank} failed:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _child(
+    sender: Connection,
+    environment: dict[str, str],
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    timeout: float,
+) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    try:
+        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+        try:
+            outcome = (False, function(*arguments))
+            # Nobody leaves before all are done: whoever is still connected would see a broken connection.
+            torch.distributed.barrier()
+        finally:
+            torch.distributed.destroy_process_group()
+    except BaseException:  # whatever it is, the parent is to hear of it
+        outcome = (True, traceback.format_exc())
+    sender.send(outcome)
+    sender.close()
+    # Not by way of the parent's exit handlers, which a forked process has inherited.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
