@@ -34,7 +34,7 @@ if not torch.distributed.is_gloo_available():
 
 
 class Model(nn.Module):
-    """Sizes that no number of ranks divides, a buffer, a scalar and an empty buffer, a tied and a wide weight."""
+    """Sizes that no number of ranks divides, buffers, a scalar and an empty one among them."""
 
     def __init__(self, seed=0):
         super().__init__()

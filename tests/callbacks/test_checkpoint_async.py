@@ -1,0 +1,160 @@
+"""`checkpoint="async"` in a fit: the same checkpoints, errors at the next update, nothing left unwritten."""
+
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.tasks import Regression, pairs, quiet
+
+from drivetrain import Callback, CheckpointConfig
+from drivetrain.checkpoint import DirectoryCheckpointIO, verify
+from drivetrain.errors import CheckpointError
+
+
+def writer():
+    """The thread that is writing, if there is one."""
+    return next((each for each in threading.enumerate() if each.name == "drivetrain-checkpoint"), None)
+
+
+class Watch(Callback):
+    """Notes after which update each checkpoint was told of, and whether it was whole by then."""
+
+    def __init__(self):
+        self.told = []
+
+    def on_checkpoint_saved(self, run):
+        verify(run.last_checkpoint)
+        self.told.append((os.path.basename(run.last_checkpoint), run.progress.updates))
+
+
+class WaitForWriter(Callback):
+    """Lets the write of the update before end in each update, so that its outcome is there to be told."""
+
+    def on_step_end(self, run):
+        thread = writer()
+        if thread is not None:
+            thread.join(20)
+
+
+def fit(run_dir, checkpoint, *callbacks, **options):
+    task = Regression()
+    trainer = quiet(
+        **{"max_epochs": 3, "run_dir": run_dir, "checkpoint": checkpoint, "callbacks": callbacks, **options}
+    )
+    return task, trainer.fit(task, pairs(), pairs(6))
+
+
+def weights_of(run_dir):
+    found = {}
+    for path in sorted(Path(run_dir, "checkpoints").glob("update-*")):
+        state = DirectoryCheckpointIO().load(str(path))
+        found[path.name] = {
+            f"{group}/{name}": tensor.tolist()
+            for group in ("model", "optimizer")
+            for name, tensor in state.tensors[group].items()
+        }
+    return found
+
+
+@pytest.mark.parametrize("every", ["1 epoch", "2 steps"])
+def test_the_checkpoints_are_those_of_saving_in_the_foreground(tmp_path, every):
+    for name, background in (("sync", False), ("async", True)):
+        config = CheckpointConfig(every=every, keep_last=3, asynchronous=background)
+        _, result = fit(tmp_path / name, config)
+        assert writer() is None
+        assert Path(result.last_checkpoint).is_dir()
+        verify(result.last_checkpoint)
+        assert result.best_checkpoint is not None
+    assert weights_of(tmp_path / "sync") == weights_of(tmp_path / "async") != {}
+    indexes = [(tmp_path / name / "checkpoints" / "index.json").read_bytes() for name in ("sync", "async")]
+    assert indexes[0] == indexes[1]
+
+
+def test_the_name_async_is_the_default_policy_in_the_background(tmp_path):
+    loaders = {"one": pairs(4), "two": pairs(4, seed=1)}
+    task = Regression()
+    result = quiet(max_epochs=2, run_dir=tmp_path, checkpoint="async").fit(task, pairs(), loaders)
+    assert result.best_checkpoint is not None  # ranked by the first loader's loss
+    assert sorted(weights_of(tmp_path)) == ["update-00000005", "update-00000010"]
+    again = quiet(max_epochs=3, run_dir=tmp_path, checkpoint="async")
+    assert again.fit(Regression(), pairs(), loaders, resume="auto").progress.updates == 15
+
+
+def test_callbacks_hear_of_each_checkpoint_once_and_when_it_is_there(tmp_path):
+    watch = Watch()
+    config = CheckpointConfig(every="2 steps", best=0, by=None, keep_last=20, asynchronous=True)
+    fit(tmp_path, config, watch, WaitForWriter(), max_epochs=1)
+    # Told after the update that follows; the last by the end of the fit.
+    assert watch.told == [("update-00000002", 3), ("update-00000004", 5), ("update-00000005", 5)]
+
+
+def test_a_failed_write_ends_the_run_at_the_next_update(tmp_path):
+    class Sabotage(Callback):
+        def on_step_end(self, run):
+            if run.progress.updates == 4:  # a file in the place of the directory: nobody can write there
+                shutil.rmtree(tmp_path / "checkpoints")
+                (tmp_path / "checkpoints").write_text("", encoding="ascii")
+
+    config = CheckpointConfig(every="2 steps", best=0, by=None, asynchronous=True)
+    task = Regression()
+    trainer = quiet(
+        max_epochs=9, run_dir=tmp_path, checkpoint=config, callbacks=[Sabotage(), WaitForWriter()]
+    )
+    with pytest.raises(CheckpointError, match=r"checkpoints.*update-00000004") as caught:
+        trainer.fit(task, pairs())
+    assert any("after update 5," in note for note in caught.value.__notes__)
+    assert writer() is None
+
+
+def test_a_run_that_fails_still_commits_what_was_being_written(tmp_path):
+    class Fail(Callback):
+        def on_step_end(self, run):
+            if run.progress.updates == 3:
+                raise RuntimeError("the user's own")
+
+    config = CheckpointConfig(every="2 steps", best=0, by=None, asynchronous=True)
+    with pytest.raises(RuntimeError, match="the user's own") as caught:
+        fit(tmp_path, config, Fail())
+    assert any("update-00000002" in note for note in caught.value.__notes__)
+    assert list(weights_of(tmp_path)) == ["update-00000002"]
+    assert writer() is None
+
+
+def test_a_loop_that_is_left_saves_where_it_was_left(tmp_path):
+    config = CheckpointConfig(every="50 steps", best=0, by=None, asynchronous=True)
+    trainer = quiet(max_epochs=3, run_dir=tmp_path, checkpoint=config)
+    steps = trainer.steps(Regression(), pairs())
+    for _ in range(4):
+        next(steps)
+    steps.close()
+    assert list(weights_of(tmp_path)) == ["update-00000004"]
+    assert writer() is None
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
+    config = CheckpointConfig(every="3 steps", best=0, by=None, asynchronous=True)
+    straight, _ = fit(tmp_path / "straight", config)
+    fit(tmp_path / "cut", config, max_steps=7, max_epochs=None)
+    task = Regression()
+    trainer = quiet(max_epochs=3, run_dir=tmp_path / "cut", checkpoint=config)
+    trainer.fit(task, pairs(), pairs(6), resume="auto")
+    assert all(
+        torch.equal(mine, theirs)
+        for mine, theirs in zip(task.parameters(), straight.parameters(), strict=True)
+    )
+
+
+def test_checkpoints_and_weights_go_where_the_policy_says(tmp_path):
+    config = CheckpointConfig(directory=tmp_path / "elsewhere")
+    _, result = fit(tmp_path / "run", config, loggers="csv")
+    assert sorted(os.listdir(tmp_path / "elsewhere")) == ["checkpoints", "model.safetensors"]
+    assert "checkpoints" not in os.listdir(tmp_path / "run")
+    assert result.model_path == str(tmp_path / "elsewhere" / "model.safetensors")
+    assert result.last_checkpoint.startswith(str(tmp_path / "elsewhere"))
+    trainer = quiet(max_epochs=4, run_dir=tmp_path / "run", checkpoint=config, loggers="csv")
+    assert trainer.fit(Regression(), pairs(), pairs(6), resume="auto").progress.epoch == 4
+    best = quiet(run_dir=tmp_path / "run", checkpoint=config)
+    assert best.validate(Regression(), pairs(6), checkpoint="best")["validation/loss"] > 0

@@ -1,0 +1,173 @@
+"""Saving behind the loop: what is in the file, how many at a time, and what becomes of an error."""
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, DirectoryCheckpointIO, Snapshot
+from drivetrain.checkpoint.background import HostBuffers
+from drivetrain.checkpoint.filesystem import LocalFileSystem
+from drivetrain.checkpoint.sharding import plan_parts
+from drivetrain.distributed.ranks import ALONE, Ranks
+from drivetrain.errors import CheckpointError
+from drivetrain.testing.distributed import run_distributed
+
+ASYNC = CheckpointConfig(keep_last=2, best=0, asynchronous=True)
+
+
+class Gate(LocalFileSystem):
+    """A disk on which no file is created before the gate is open."""
+
+    def __init__(self, opened=False):
+        self.open_gate = threading.Event()
+        self.asked = threading.Event()
+        if opened:
+            self.open_gate.set()
+
+    def create(self, path):
+        self.asked.set()
+        assert self.open_gate.wait(20)
+        return super().create(path)
+
+
+def snapshot(weights):
+    return Snapshot({"model": weights}, {"state": {"some": "thing"}}, {"updates": 1, "epoch": 0})
+
+
+def test_what_changes_during_the_write_is_not_in_the_file(tmp_path):
+    files = Gate()
+    manager = CheckpointManager(str(tmp_path), ASYNC, files=files)
+    weight = torch.full((100, 3), 1.0)
+    saved = manager.save(1, 0, {}, lambda: snapshot({"w": weight, "t": weight.t(), "tied": weight}))
+    assert files.asked.wait(20)
+    weight.fill_(2.0)  # the next update, while the first byte is yet to be written
+    assert manager.is_writing
+    assert manager.poll() is None
+    files.open_gate.set()
+    assert manager.wait() == saved.path
+    assert not manager.is_writing
+    stored = DirectoryCheckpointIO().load(saved.path).tensors["model"]
+    assert all(torch.equal(each, torch.ones_like(each)) for each in stored.values())
+    assert stored["t"].shape == (3, 100)
+
+
+def test_the_next_save_waits_for_the_one_before(tmp_path):
+    files = Gate()
+    manager = CheckpointManager(str(tmp_path), ASYNC, files=files)
+    weight = torch.ones(3)
+    manager.save(1, 0, {}, lambda: snapshot({"w": weight}))
+    order = []
+
+    def second():
+        manager.save(2, 0, {}, lambda: order.append("copied") or snapshot({"w": weight}))
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    assert files.asked.wait(20)
+    time.sleep(0.05)  # what must not happen has no sign of its own
+    assert order == []
+    order.append("opened")
+    files.open_gate.set()
+    thread.join(20)
+    assert order == ["opened", "copied"]
+    manager.wait()
+    assert [entry.update for entry in manager.entries()] == [1, 2]
+
+
+def test_a_failed_write_is_told_once_and_leaves_what_was_there(tmp_path):
+    class Failing(LocalFileSystem):
+        failing = False
+
+        def create(self, path):
+            if self.failing:
+                raise OSError(28, "No space left on device")
+            return super().create(path)
+
+    files = Failing()
+    manager = CheckpointManager(str(tmp_path), ASYNC, files=files)
+    manager.save(1, 0, {}, lambda: snapshot({"w": torch.ones(3)}))
+    manager.wait()
+    index = (tmp_path / "index.json").read_bytes()
+    files.failing = True
+    manager.save(2, 0, {}, lambda: snapshot({"w": torch.ones(3)}))
+    with pytest.raises(CheckpointError, match=r"update-00000002.*ENOSPC"):
+        manager.wait()
+    assert manager.poll() is None
+    assert [entry.update for entry in manager.entries()] == [1]
+    assert (tmp_path / "index.json").read_bytes() == index
+    assert sorted(os.listdir(tmp_path)) == ["index.json", "update-00000001"]
+    manager.save(3, 0, {}, lambda: snapshot({"w": torch.ones(3)}))
+    with pytest.raises(CheckpointError, match="ENOSPC"):  # by the next save too, before it begins
+        manager.save(4, 0, {}, lambda: pytest.fail("nothing is to be saved on top of a failure"))
+    files.failing = False
+    manager.save(5, 0, {}, lambda: snapshot({"w": torch.ones(3)}))
+    manager.wait()
+    assert [entry.update for entry in manager.entries()] == [1, 5]
+
+
+def test_the_policy_is_that_of_saving_in_the_foreground(tmp_path):
+    ends = []
+    for name, background in (("foreground", False), ("background", True)):
+        config = CheckpointConfig(keep_last=2, best=2, by="loss", asynchronous=background)
+        manager = CheckpointManager(str(tmp_path / name), config)
+        weight = torch.zeros(3)
+        for update, loss in enumerate([0.5, 0.1, float("nan"), 0.7, 0.3, 0.3], start=1):
+            weight.fill_(update)
+            keeper = manager.should_keep({"loss": loss})
+            manager.save(
+                update, 0, {"loss": loss}, lambda weight=weight: snapshot({"w": weight}), keeper=keeper
+            )
+        manager.wait()
+        stored = {
+            path: DirectoryCheckpointIO().load(str(tmp_path / name / path)).tensors["model"]["w"].tolist()
+            for path in os.listdir(tmp_path / name)
+            if path != "index.json"
+        }
+        ends.append(([repr(entry) for entry in manager.entries()], stored))
+    assert ends[0] == ends[1]
+    assert sorted(ends[0][1]) == ["update-00000002", "update-00000005", "update-00000006"]
+
+
+def planned(tensors):
+    found = snapshot(tensors)
+    found.parts = plan_parts(found.tensors, (), ALONE)
+    return found
+
+
+def test_the_copy_is_made_once_and_its_memory_used_again():
+    weight, bias = torch.ones(64, 8), torch.ones(8)
+    tensors = {"w": weight, "tied": weight, "w.t": weight.t(), "b": bias, "step": torch.tensor(3.0)}
+    buffers = HostBuffers()
+    first = buffers.copy(planned(tensors)).tensors["model"]
+    assert {name: each.tolist() for name, each in first.items()} == {
+        name: each.tolist() for name, each in tensors.items()
+    }
+    assert first["w"].data_ptr() == first["tied"].data_ptr() != weight.data_ptr()
+    addresses = {name: each.data_ptr() for name, each in first.items()}
+    weight.fill_(2)
+    second = buffers.copy(planned(tensors)).tensors["model"]
+    assert {name: each.data_ptr() for name, each in second.items()} == addresses
+    assert second["w"][0, 0] == 2
+    third = buffers.copy(planned({**tensors, "b": torch.ones(9)})).tensors["model"]
+    assert third["b"].shape == (9,)
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+def test_several_processes_save_in_the_background_while_they_go_on_talking(tmp_path):
+    def act(directory):
+        manager = CheckpointManager(directory, ASYNC, ranks=Ranks.of_job())
+        weight = torch.zeros(1000)
+        for update in range(1, 6):
+            weight.fill_(update)
+            manager.save(update, 0, {}, lambda: snapshot({f"w{number}": weight for number in range(4)}))
+            for _ in range(20):
+                torch.distributed.all_reduce(weight.clone())
+        manager.wait()
+        return [entry.update for entry in manager.entries()]
+
+    assert run_distributed(act, str(tmp_path / "c")) == [[4, 5], [4, 5]]
+    stored = DirectoryCheckpointIO().load(str(tmp_path / "c" / "update-00000005")).tensors["model"]
+    assert all(torch.equal(each, torch.full((1000,), 5.0)) for each in stored.values())
