@@ -12,7 +12,7 @@ from drivetrain.types import Every
 
 def test_the_defaults_are_those_of_the_design():
     config = CheckpointConfig()
-    assert dataclasses.astuple(config)[1:] == (2, 1, "validation/loss", "min", False)
+    assert dataclasses.astuple(config)[1:] == (2, 1, "validation/loss", "min", False, None)
     assert config.interval == Every("1 epoch")
 
 

@@ -213,7 +213,7 @@ def test_files_of_another_checkpoint_are_found(saved, tmp_path, helpers):
     io.save(str(tmp_path / "other"), helpers.make_snapshot(2.0))
     shutil.copy(tmp_path / "other" / "model.safetensors", saved / "model.safetensors")
     with pytest.raises(
-        DamagedCheckpointError, match=r"model\.safetensors' is not what was written: its hash"
+        DamagedCheckpointError, match=r"model\.safetensors' is not what was written at the tensor 'bias'"
     ):
         io.load(str(saved))
 

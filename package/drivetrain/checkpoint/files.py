@@ -1,7 +1,8 @@
 """Writing files durably and reading them with a hash. Nothing here knows what a checkpoint is.
 
 Hashes are XXH3-128 (xxhash.com): at memory speed it finds flipped bits, torn writes and mixed-up files. It is
-no signature: whoever can write the files can also write their hashes.
+no signature: whoever can write the files can also write their hashes. They are taken of the bytes that are
+handed to the system; nothing is read back, and a fault between here and the disk shows when a file is read.
 """
 
 from __future__ import annotations
@@ -29,11 +30,8 @@ REMOVING = ".removing-"
 Bytes: TypeAlias = bytes | memoryview
 
 
-def write_file(path: str, chunks: Iterable[Bytes], files: FileSystem = LOCAL) -> tuple[int, str]:
+def write_file(path: str, chunks: Iterable[Bytes], files: FileSystem = LOCAL) -> int:
     """Write a new file, durably.
-
-    The hash is of the bytes as they are handed to the system, so nothing is read back, and a fault between
-    here and the disk shows when the file is read.
 
     Args:
         path: A file that does not exist yet.
@@ -41,18 +39,18 @@ def write_file(path: str, chunks: Iterable[Bytes], files: FileSystem = LOCAL) ->
         files: Where.
 
     Returns:
-        The size in bytes and the XXH3-128 hash, in hexadecimal.
+        The size in bytes.
 
     Raises:
         OSError: It could not be written; what is there of it is to be deleted.
     """
-    digest = xxhash.xxh3_128()
     size = 0
     with _finished(files.create(path)) as sink:
         for chunk in chunks:
-            size += _write_chunk(sink, digest, memoryview(chunk))
+            size += len(chunk)
+            _write_chunk(sink, memoryview(chunk))
             del chunk  # it may hold a copy of a tensor, which must go before the next is made
-    return size, digest.hexdigest()
+    return size
 
 
 @contextmanager
@@ -66,16 +64,12 @@ def _finished(sink: Sink) -> Iterator[Sink]:
     sink.finish()
 
 
-def _write_chunk(sink: Sink, digest: xxhash.xxh3_128, chunk: memoryview) -> int:
-    for start in range(0, len(chunk), CHUNK):
-        rest = chunk[start : start + CHUNK]
-        digest.update(rest)
-        while rest:
-            taken = sink.write(rest)
-            if taken == 0:
-                raise OSError("the system takes no more bytes, and gives no reason")
-            rest = rest[taken:]
-    return len(chunk)
+def _write_chunk(sink: Sink, rest: memoryview) -> None:
+    while rest:
+        taken = sink.write(rest)
+        if taken == 0:
+            raise OSError("the system takes no more bytes, and gives no reason")
+        rest = rest[taken:]
 
 
 def write_atomically(path: str, chunks: Iterable[Bytes], files: FileSystem = LOCAL) -> None:

@@ -32,6 +32,9 @@ FORMAT_VERSION = 1
 
 MANIFEST = "manifest.json"
 
+TENSORS = ".safetensors"
+"""How the names of files of tensors end."""
+
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _PART_NAME = re.compile(r"[a-z0-9_][a-z0-9_-]*")
 _HASH = re.compile(r"[0-9a-f]{32}")
@@ -80,7 +83,8 @@ class FileRecord:
 
     Attributes:
         bytes: Its size.
-        xxh3_128: The hash of its bytes, in hexadecimal.
+        xxh3_128: The hash of its bytes, in hexadecimal; of a file of tensors that of its header (and the
+            length before it), since each piece has its own.
     """
 
     bytes: int
@@ -155,7 +159,7 @@ class Manifest:
             "progress": self.progress,
             "metrics": dump_metrics(self.metrics),
             "files": {
-                name: {"bytes": record.bytes, "xxh3_128": record.xxh3_128}
+                name: {"bytes": record.bytes, _hash_key(name): record.xxh3_128}
                 for name, record in self.files.items()
             },
             "tensors": {
@@ -182,7 +186,7 @@ class Manifest:
         _keys(fields, {"format_version", "saved_by", "progress", "metrics", "files", "tensors"}, what)
         saved_by = _object(fields["saved_by"], f"{what}: saved_by")
         files = {
-            check_file_name(name, what): _load_file(record, f"{what}: files: {name!r}")
+            check_file_name(name, what): _load_file(name, record, f"{what}: files: {name!r}")
             for name, record in _object(fields["files"], f"{what}: files").items()
         }
         tensors = {}
@@ -293,10 +297,15 @@ def _dump_record(record: TensorRecord) -> Json:
     return {"shape": list(record.shape), "dtype": record.dtype, "pieces": pieces}
 
 
-def _load_file(value: Json, what: str) -> FileRecord:
+def _hash_key(file: str) -> str:
+    return "header_xxh3_128" if file.endswith(TENSORS) else "xxh3_128"
+
+
+def _load_file(name: str, value: Json, what: str) -> FileRecord:
     fields = _object(value, what)
-    _keys(fields, {"bytes", "xxh3_128"}, what)
-    return FileRecord(read_sizes([fields["bytes"]], f"{what}: bytes")[0], _hash(fields["xxh3_128"], what))
+    key = _hash_key(name)
+    _keys(fields, {"bytes", key}, what)
+    return FileRecord(read_sizes([fields["bytes"]], f"{what}: bytes")[0], _hash(fields[key], what))
 
 
 def _load_record(value: Json, files: Mapping[str, FileRecord], what: str) -> TensorRecord:
@@ -318,8 +327,10 @@ def _load_piece(value: Json, whole: tuple[int, ...], files: Mapping[str, FileRec
     fields = _object(value, f"{what}: a piece")
     _keys(fields, {"file", "offset", "shape", "xxh3_128"}, f"{what}: a piece")
     file = _text(fields["file"], f"{what}: a piece's file")
-    if file not in files:
-        raise DamagedCheckpointError(f"{what}: a piece lies in {file[:80]!r}, which is not among the files")
+    if file not in files or not file.endswith(TENSORS):
+        raise DamagedCheckpointError(
+            f"{what}: a piece lies in {file[:80]!r}, which is not among the files of tensors"
+        )
     offset = read_sizes(fields["offset"], f"{what}: a piece's offset")
     shape = read_sizes(fields["shape"], f"{what}: a piece's shape")
     inside = len(offset) == len(shape) == len(whole) and all(

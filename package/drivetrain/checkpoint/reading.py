@@ -65,7 +65,7 @@ class Reader:
         wanted = [group for group in manifest.tensors if groups is None or group in groups]
         tensors = {group: self._group(group, like) for group in wanted}
         objects = {
-            name: self._object(file, manifest.files[file])
+            name: self._object(file)
             for name, file in manifest.objects().items()
             if name not in manifest.tensors or name in wanted
         }
@@ -75,15 +75,17 @@ class Reader:
 
     def verify(self) -> None:
         """Check every byte, in constant memory; see `drivetrain.checkpoint.verify`."""
-        for name, record in self.manifest.files.items():
-            with HashedReader(self.files.join(self.path, name), self.files) as reader:
-                reader.check_size(record.bytes)
-                reader.skip(record.bytes)
-                reader.check_hash(record.xxh3_128)
+        for file in self.manifest.objects().values():
+            self._object(file)
         for group, records in self.manifest.tensors.items():
             for file in _files_of(records):
                 with HashedReader(self.files.join(self.path, file), self.files) as reader:
-                    self._spans(reader, file, group)
+                    spans = self._spans(reader, file, group)
+                    hashes = _hashes_in(records, file)
+                    for span in sorted(spans.values(), key=lambda span: (span.start, span.stop)):
+                        reader.begin_piece(reader.position)
+                        reader.skip(span.stop - span.start)
+                        reader.check_hash(hashes[span.name], f"the tensor {span.name!r}")
 
     def _group(self, group: str, like: Like | None) -> dict[str, Tensor]:
         records = self.manifest.tensors[group]
@@ -94,19 +96,12 @@ class Reader:
             return room_for(records[name].shape, records[name].dtype, f"{self.path!r}: {name!r}")
 
         results, fetches = plan_reads(records, group, like, room)
-        for file, record in files.items():
+        for file in files:
             mine = [fetch for fetch in fetches if fetch.piece.file == file]
             if not mine:
                 continue
             with HashedReader(self.files.join(self.path, file), self.files) as reader:
-                reader.check_size(record.bytes)
-                spans = self._spans(reader, file, group)
-                in_full = {fetch.name for fetch in mine} >= {
-                    name for name, span in spans.items() if span.stop > span.start
-                }
-                self._fetch(reader, spans, mine, by_piece=not in_full)
-                if in_full:
-                    reader.check_hash(record.xxh3_128)
+                self._fetch(reader, self._spans(reader, file, group), mine)
         return results
 
     def _check_room(self, records: Mapping[str, TensorRecord], files: Mapping[str, FileRecord]) -> None:
@@ -126,7 +121,9 @@ class Reader:
 
     def _spans(self, reader: HashedReader, file: str, group: str) -> dict[str, TensorSpan]:
         """Where the tensors of a file lie, compared with the pieces that the manifest places there."""
-        spans = {span.name: span for span in read_header(reader)}
+        told = self.manifest.files[file]
+        reader.check_size(told.bytes)
+        spans = {span.name: span for span in read_header(reader, told.xxh3_128)}
         found = {span.name: (span.shape, span.dtype) for span in spans.values()}
         expected = {
             name: (piece.shape, record.dtype)
@@ -143,25 +140,21 @@ class Reader:
             )
         return spans
 
-    def _fetch(
-        self, reader: HashedReader, spans: Mapping[str, TensorSpan], fetches: list[Fetch], by_piece: bool
-    ) -> None:
-        """Fill the targets, in the order of the file; its own hash serves where all of it is read."""
+    def _fetch(self, reader: HashedReader, spans: Mapping[str, TensorSpan], fetches: list[Fetch]) -> None:
+        """Fill the targets, in the order of the file."""
         begin = reader.position
         boxes: dict[str, list[Fetch]] = {}
         for fetch in fetches:
             boxes.setdefault(fetch.name, []).append(fetch)
         for name in sorted(boxes, key=lambda name: spans[name].start):
             span, first = spans[name], boxes[name][0]
-            if by_piece:
-                reader.begin_piece(begin + span.start)
+            reader.begin_piece(begin + span.start)
             # Straight to where it belongs, if that is one block of memory; else through one piece's memory.
             direct = len(boxes[name]) == 1 and first.is_whole and first.target.is_contiguous()
             piece = first.target if direct else room_for(span.shape, span.dtype, f"{reader.path!r}: {name!r}")
             if span.stop > span.start:
                 reader.read_into(bytes_of(piece))
-            if by_piece:
-                reader.check_hash(first.piece.xxh3_128, f"the tensor {name!r}")
+            reader.check_hash(first.piece.xxh3_128, f"the tensor {name!r}")
             if direct:
                 continue
             for fetch in boxes[name]:
@@ -169,8 +162,8 @@ class Reader:
                 with torch.no_grad():
                     fetch.target.copy_(piece[tuple(map(slice, fetch.start, ends))])
 
-    def _object(self, file: str, record: FileRecord) -> Json:
-        path = self.files.join(self.path, file)
+    def _object(self, file: str) -> Json:
+        path, record = self.files.join(self.path, file), self.manifest.files[file]
         with HashedReader(path, self.files) as reader:
             reader.check_size(record.bytes)
             data = reader.read_json()
@@ -180,6 +173,16 @@ class Reader:
 
 def _files_of(records: Mapping[str, TensorRecord]) -> list[str]:
     return sorted({piece.file for record in records.values() for piece in record.pieces})
+
+
+def _hashes_in(records: Mapping[str, TensorRecord], file: str) -> dict[str, str]:
+    """The hashes of the pieces in a file, by tensor."""
+    return {
+        name: piece.xxh3_128
+        for name, record in records.items()
+        for piece in record.pieces
+        if piece.file == file
+    }
 
 
 def _describe(tensor: tuple[Iterable[int], str] | None) -> str:

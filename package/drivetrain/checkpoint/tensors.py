@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -114,9 +114,20 @@ def plan_spans(tensors: Mapping[str, Tensor], what: str) -> list[TensorSpan]:
     return spans
 
 
-def tensor_chunks(
-    tensors: Mapping[str, Tensor], what: str, hashes: dict[str, str] | None = None
-) -> Iterator[Bytes]:
+@dataclass(slots=True)
+class Hashes:
+    """The XXH3-128 hashes of a file of tensors; together they are of every byte.
+
+    Attributes:
+        header: Of the header and the length before it.
+        tensors: Of each tensor's bytes, by name.
+    """
+
+    header: str = ""
+    tensors: dict[str, str] = field(default_factory=dict)
+
+
+def tensor_chunks(tensors: Mapping[str, Tensor], what: str, hashes: Hashes | None = None) -> Iterator[Bytes]:
     """The bytes of a safetensors file, for `files.write_file`.
 
     Tensors that share memory are each written in full. At most one tensor at a time is copied: one that is on
@@ -125,7 +136,7 @@ def tensor_chunks(
     Args:
         tensors: By name; any device and strides.
         what: What to call them in a message.
-        hashes: Where the XXH3-128 hash of each tensor's bytes is put, by name.
+        hashes: Where the hashes are put, if they are wanted.
     """
     spans = plan_spans(tensors, what)
     header: dict[str, Json] = {
@@ -139,7 +150,10 @@ def tensor_chunks(
         }
     text = dump_json(header, f"the header of {what}")
     text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
+    text = len(text).to_bytes(8, "little") + text
+    if hashes is not None:
+        hashes.header = xxhash.xxh3_128_hexdigest(text)
+    yield text
     for span in spans:
         digest = xxhash.xxh3_128()
         if span.stop > span.start:
@@ -150,11 +164,11 @@ def tensor_chunks(
                 yield chunk
                 del chunk
         if hashes is not None:
-            hashes[span.name] = digest.hexdigest()
+            hashes.tensors[span.name] = digest.hexdigest()
 
 
 def _chunks_of(tensor: Tensor) -> Iterator[memoryview]:
-    # In pieces, so that each is in the processor's cache for the second hash and for the write.
+    # In pieces, so that each is still in the processor's cache when it is written.
     view = bytes_of(tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous())
     for start in range(0, len(view), CHUNK):
         yield view[start : start + CHUNK]
@@ -209,10 +223,14 @@ def room_for(shape: tuple[int, ...], dtype: str, what: str) -> Tensor:
         raise kind(f"{what}: no room for the shape {list(shape)}: {error}") from error
 
 
-def read_header(reader: HashedReader) -> list[TensorSpan]:
+def read_header(reader: HashedReader, digest: str | None = None) -> list[TensorSpan]:
     """The tensors that a safetensors file holds, in the order of their bytes.
 
     The spans lie side by side and end with the file, so what they promise is bounded by the file's size.
+
+    Args:
+        reader: At the file's start; at the first tensor afterwards.
+        digest: The header's hash, which is compared before the header is believed; None where there is none.
 
     Raises:
         DamagedCheckpointError: Not a well-formed safetensors file.
@@ -224,7 +242,10 @@ def read_header(reader: HashedReader) -> list[TensorSpan]:
         raise DamagedCheckpointError(
             f"{reader.path!r} is no safetensors file: {reader.size} bytes cannot hold a header of {length}"
         )
-    header = parse_json(reader.read(length), what)
+    text = reader.read(length)
+    if digest is not None:
+        reader.check_hash(digest, "its header")
+    header = parse_json(text, what)
     if not isinstance(header, dict):
         raise DamagedCheckpointError(f"{what} is no JSON object")
     header.pop(_METADATA, None)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import xxhash
+
 from drivetrain.checkpoint.files import write_file
 from drivetrain.checkpoint.filesystem import FileSystem, os_errors
 from drivetrain.checkpoint.format import (
     MANIFEST,
+    TENSORS,
     FileRecord,
     Manifest,
     Part,
@@ -19,7 +22,7 @@ from drivetrain.checkpoint.format import (
 )
 from drivetrain.checkpoint.sharding import Parts
 from drivetrain.checkpoint.strict_json import dump_json
-from drivetrain.checkpoint.tensors import CODES, tensor_chunks
+from drivetrain.checkpoint.tensors import CODES, Hashes, tensor_chunks
 from drivetrain.distributed.ranks import Ranks
 
 
@@ -61,18 +64,21 @@ class Place:
             check_part_name(group, "a group of tensors")
             # The name says how many there are, so that whoever looks at a directory knows whether it is all.
             file = (
-                f"{group}.safetensors"
+                f"{group}{TENSORS}"
                 if ranks.size == 1
-                else f"{group}-{ranks.rank + 1:05d}-of-{ranks.size:05d}.safetensors"
+                else f"{group}-{ranks.rank + 1:05d}-of-{ranks.size:05d}{TENSORS}"
             )
-            hashes: dict[str, str] = {}
+            hashes = Hashes()
             if named:
                 tensors = {name: part.tensor for name, part in named.items()}
                 with os_errors("write", self.files.join(self.final, file)):
                     chunks = tensor_chunks(tensors, f"the group {group!r}", hashes)
                     path = self.files.join(self.directory, file)
-                    written.files[file] = FileRecord(*write_file(path, chunks, self.files))
-            written.tensors[group] = {name: _record(file, part, hashes[name]) for name, part in named.items()}
+                    size = write_file(path, chunks, self.files)
+                written.files[file] = FileRecord(size, hashes.header)
+            written.tensors[group] = {
+                name: _record(file, part, hashes.tensors[name]) for name, part in named.items()
+            }
         return written
 
     def write_rest(self, shares: list[Written], snapshot: Snapshot) -> None:
@@ -87,7 +93,9 @@ class Place:
             data = dump_json(value, f"the object {name!r}")
             with os_errors("write", self.files.join(self.final, file)):
                 path = self.files.join(self.directory, file)
-                written.files[file] = FileRecord(*write_file(path, [data], self.files))
+                written.files[file] = FileRecord(
+                    write_file(path, [data], self.files), xxhash.xxh3_128_hexdigest(data)
+                )
         manifest = Manifest(written.files, written.tensors, snapshot.progress, snapshot.metrics)
         manifest.saved_by["task"] = snapshot.task
         with os_errors("write", self.files.join(self.final, MANIFEST)):
