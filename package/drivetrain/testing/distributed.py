@@ -21,6 +21,10 @@ _START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 """A forked process has torch at once, which takes a spawned one seconds; only Linux forks safely enough."""
 
 
+_GRACE = 0.5
+"""Seconds to wait, after a failure, for failures that came before it."""
+
+
 def run_distributed(
     function: Callable[..., Any], *arguments: Any, world_size: int = 2, timeout: float = 60.0
 ) -> list[Any]:
@@ -69,24 +73,31 @@ def _collect(
     pipes: dict[Connection, int], processes: list[BaseProcess], deadline: float, timeout: float
 ) -> list[Any]:
     results: dict[int, Any] = {}
+    failures: list[tuple[float, int, str]] = []
     waiting = dict(pipes)
     while waiting:
-        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
-        if not ready:
+        # One failure brings others about: those who wait for a rank that is gone. The first is the cause.
+        patience = _GRACE if failures else max(0.0, deadline - time.monotonic())
+        ready = wait(list(waiting), patience)
+        if not ready and not failures:
             raise TimeoutError(f"ranks {sorted(waiting.values())} have not ended within {timeout:g} seconds")
+        if not ready:
+            break
         for each in ready:
             assert isinstance(each, Connection)
             rank = waiting.pop(each)
             try:
-                failed, value = each.recv()
+                moment, failed, value = each.recv()
             except EOFError:
                 processes[rank].join()
-                raise RuntimeError(
-                    f"rank {rank} died with exit code {processes[rank].exitcode}, without a word"
-                ) from None
+                code = processes[rank].exitcode
+                moment, failed, value = 0.0, True, f"it died with exit code {code}, without a word"
             if failed:
-                raise RuntimeError(f"rank {rank} failed:\n{value}")
+                failures.append((moment, rank, value))
             results[rank] = value
+    if failures:
+        _, rank, text = min(failures)
+        raise RuntimeError(f"rank {rank} failed:\n{text}")
     return [results[rank] for rank in range(len(pipes))]
 
 
@@ -118,15 +129,13 @@ def _child(
     torch.set_num_threads(1)
     try:
         torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout))
-        try:
-            outcome = (False, function(*arguments))
-            # Nobody leaves before all are done: whoever is still connected would see a broken connection.
-            torch.distributed.barrier()
-        finally:
-            torch.distributed.destroy_process_group()
-    except BaseException:  # whatever it is, the parent is to hear of it
-        outcome = (True, traceback.format_exc())
-    sender.send(outcome)
+        value = function(*arguments)
+        # Nobody leaves before all are done: whoever is still connected would see a broken connection.
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+        sender.send((time.monotonic(), False, value))
+    except BaseException:  # whatever it is, the parent is to hear of it, and before the others notice
+        sender.send((time.monotonic(), True, traceback.format_exc()))
     sender.close()
     # Not by way of the parent's exit handlers, which a forked process has inherited.
     sys.stdout.flush()

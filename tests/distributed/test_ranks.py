@@ -1,0 +1,76 @@
+"""What processes do together: one outcome for all, also when it is an error."""
+
+import pytest
+import torch
+
+from drivetrain.distributed.ranks import ALONE, Ranks
+from drivetrain.errors import CheckpointError
+from drivetrain.testing.distributed import run_distributed
+
+needs_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+
+
+def fail():
+    raise CheckpointError("no room")
+
+
+def test_a_process_alone_waits_for_nobody():
+    assert Ranks.of_job() == ALONE
+    assert ALONE.all_gather("a") == ["a"]
+    assert ALONE.first(lambda: "b") == "b"
+    assert ALONE.together(lambda: "c") == ["c"]
+    assert ALONE.distribute(1, lambda values: [values[0] + 1]) == 2
+    for act in (ALONE.first, ALONE.together):
+        with pytest.raises(CheckpointError, match="no room"):
+            act(fail)
+
+
+@needs_gloo
+def test_all_get_the_same():
+    def act():
+        ranks = Ranks.of_job()
+        return (
+            ranks.all_gather(ranks.rank * 10),
+            ranks.first(lambda: f"from {ranks.rank}"),
+            ranks.together(lambda: ranks.rank + 1),
+            ranks.distribute(ranks.rank, lambda values: [sum(values) + value for value in values]),
+        )
+
+    found = run_distributed(act, world_size=3)
+    assert found == [([0, 10, 20], "from 0", [1, 2, 3], 3 + rank) for rank in range(3)]
+
+
+@needs_gloo
+def test_an_error_of_one_is_raised_by_all():
+    def act():
+        ranks = Ranks.of_job()
+        with pytest.raises(CheckpointError, match="no room") as caught:
+            ranks.together(lambda: fail() if ranks.rank == 1 else None)
+        notes = getattr(caught.value, "__notes__", [])
+        for failing in (ranks.first, lambda act: ranks.distribute(0, lambda values: act())):
+            with pytest.raises(CheckpointError, match="no room"):
+                failing(fail)
+        return notes, ranks.all_gather("still together")
+
+    notes = ["drivetrain: this happened on rank 1"]
+    together = ["still together"] * 2
+    assert run_distributed(act) == [(notes, together), ([], together)]
+
+
+@needs_gloo
+def test_an_error_that_cannot_be_sent_leaves_nobody_waiting():
+    class OddError(Exception):
+        def __init__(self, number, handle):
+            super().__init__(number, handle)
+
+    def act():
+        ranks = Ranks.of_job()
+
+        def fail():
+            raise OddError(3, lambda: None)
+
+        with pytest.raises(OddError if ranks.rank == 0 else RuntimeError, match="3"):
+            ranks.together(lambda: fail() if ranks.rank == 0 else None)
+        return ranks.all_gather(1)
+
+    assert run_distributed(act) == [[1, 1], [1, 1]]
