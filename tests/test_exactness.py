@@ -42,6 +42,17 @@ WITH_WORKERS = (
     "during validation",
     "just before a commit",
 )
+IN_THE_BACKGROUND = (
+    "after update 3",
+    "after update 5",
+    "during the last validation",
+    "when a saving begins",
+    "in the middle of a saving",
+    "just before a commit",
+    "between a commit and the index",
+    "when an old checkpoint is removed",
+    "when the finished weights are written",
+)
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +138,17 @@ def test_a_run_killed_and_resumed_equals_the_uninterrupted_one(
     assert outcome(tmp_path / "run") == outcome(right / "run")
     for attempt in range(2):
         check_attempt(tmp_path, attempt, workers, rows(right, 0))
+
+
+@pytest.mark.parametrize("moment", IN_THE_BACKGROUND)
+def test_it_does_so_when_it_saves_in_the_background(
+    moment: str, undisturbed: Undisturbed, server: Trials, tmp_path: Path
+) -> None:
+    assert server.run(tmp_path, 0, asynchronous=True, kill=KILLS[moment]) == KILLED
+    assert server.run(tmp_path, 1, asynchronous=True) == 0
+    assert outcome(tmp_path / "run") == outcome(undisturbed(0) / "run")
+    for attempt in range(2):
+        check_attempt(tmp_path, attempt, 0, rows(undisturbed(0), 0))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

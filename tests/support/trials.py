@@ -149,7 +149,14 @@ def kill_at_file_event(event: str, part: str, number: int) -> None:
     sys.addaudithook(hook)
 
 
-def train(directory: Path, attempt: int, *, workers: int = 0, kill: Mapping[str, Any] | None = None) -> None:
+def train(
+    directory: Path,
+    attempt: int,
+    *,
+    workers: int = 0,
+    asynchronous: bool = False,
+    kill: Mapping[str, Any] | None = None,
+) -> None:
     """One attempt of the run in `directory`: it goes on from the newest checkpoint, and may be killed."""
     torch.set_num_threads(1)
     torch.manual_seed(1)  # the weights at the start are the user's
@@ -170,7 +177,7 @@ def train(directory: Path, attempt: int, *, workers: int = 0, kill: Mapping[str,
         gradient_accumulation_steps=ACCUMULATION,
         max_grad_norm=0.5,
         log_every="3 steps",
-        checkpoint=CheckpointConfig(every="2 steps", keep_last=2, best=1),
+        checkpoint=CheckpointConfig(every="2 steps", keep_last=2, best=1, asynchronous=asynchronous),
         callbacks=callbacks,
         loggers=("csv", "jsonl"),
         progress_bar=False,
@@ -231,6 +238,7 @@ def _attempt(specification: Mapping[str, Any]) -> int:
             os.killpg(child, signal.SIGKILL)  # its data workers notice only after seconds that it is gone
         return os.waitstatus_to_exitcode(status)
     os.setpgid(0, 0)
+    tempfile.tempdir = str(directory)  # what a killed process leaves there goes with the test
     output = os.open(directory / f"printed-{attempt}.txt", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
