@@ -1,0 +1,99 @@
+"""The suites pass on a real disk, and find what is wrong with a bad one."""
+
+import os
+
+import pytest
+
+from drivetrain.checkpoint import DirectoryCheckpointIO, Snapshot
+from drivetrain.checkpoint.filesystem import LOCAL, LocalFileSystem
+from drivetrain.errors import CheckpointError
+from drivetrain.testing.storage import check_checkpoint_io, check_file_system
+
+
+def test_a_local_disk_passes(tmp_path):
+    check_file_system(LOCAL, str(tmp_path / "files"))
+    check_checkpoint_io(DirectoryCheckpointIO(), str(tmp_path / "checkpoints"), os.path.join)
+
+
+class Forgetful(LocalFileSystem):
+    def delete(self, path):
+        pass
+
+
+class Careless(LocalFileSystem):
+    def entries(self, directory):
+        return dict.fromkeys(os.listdir(directory), "file")
+
+
+class Short(LocalFileSystem):
+    def open(self, path):
+        source = super().open(path)
+        source.size -= 1
+        return source
+
+
+class Unseekable(LocalFileSystem):
+    def open(self, path):
+        source = super().open(path)
+        source.seek = lambda position: None
+        return source
+
+
+class Clinging(LocalFileSystem):
+    def rename(self, old, new):
+        os.link(old, new)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (Forgetful(), "a deleted file is gone"),
+        (Careless(), "entries is empty|No such file"),
+        (Short(), "the size of a file"),
+        (Unseekable(), "read from a position"),
+        (Clinging(), "replaced|renamed|nothing is left|File exists"),
+    ],
+)
+def test_a_bad_disk_is_found_out(tmp_path, files, message):
+    with pytest.raises((AssertionError, OSError, CheckpointError), match=message):
+        check_file_system(files, str(tmp_path / "files"))
+
+
+class Overwriting(DirectoryCheckpointIO):
+    def save(self, path, snapshot):
+        if self.exists(path):
+            self.remove(path)
+        super().save(path, snapshot)
+
+
+class Lossy(DirectoryCheckpointIO):
+    def save(self, path, snapshot):
+        tensors = {
+            group: {name: each.clone().zero_() if name == "nan" else each for name, each in named.items()}
+            for group, named in snapshot.tensors.items()
+        }
+        super().save(path, Snapshot(tensors, snapshot.objects, snapshot.progress, snapshot.metrics))
+
+
+class Greedy(DirectoryCheckpointIO):
+    def load(self, path, groups=None, *, like=None):
+        return super().load(path)
+
+
+class Deaf(DirectoryCheckpointIO):
+    def remove(self, path):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("io", "message"),
+    [
+        (Overwriting(), "nothing is overwritten"),
+        (Lossy(), "what is loaded is what was saved: model/nan"),
+        (Greedy(), "only the groups"),
+        (Deaf(), "what was removed is gone"),
+    ],
+)
+def test_a_bad_storage_is_found_out(tmp_path, io, message):
+    with pytest.raises(AssertionError, match=message):
+        check_checkpoint_io(io, str(tmp_path / "checkpoints"), os.path.join)
