@@ -24,7 +24,16 @@ LAYERS: list[set[str]] = [
     {"version", "errors", "registry", "progress", "types", "options", "peers"},
     {"distributed"},
     {"checkpoint", "streams", "module_state"},
-    {"stored_task", "precision", "metrics", "declared_metrics", "data"},
+    {
+        "stored_dataclass",
+        "stored_task",
+        "renaming",
+        "warm_start",
+        "precision",
+        "metrics",
+        "declared_metrics",
+        "data",
+    },
     {"schedules", "parameter_groups", "muon", "optimizer_state", "optimizer_config", "optim"},
     {"task"},
     {"strategies"},
@@ -45,7 +54,17 @@ LAYERS: list[set[str]] = [
     },
     {"cli", "testing"},
 ]
-OPTIONAL_OR_HEAVY = {"tqdm", "tensorboard", "torchmetrics", "sklearn", "deepspeed", "accelerate", "torch_xla"}
+OPTIONAL_OR_HEAVY = {
+    "fsspec",
+    "s3fs",
+    "tqdm",
+    "tensorboard",
+    "torchmetrics",
+    "sklearn",
+    "deepspeed",
+    "accelerate",
+    "torch_xla",
+}
 
 
 def module_name(path: Path) -> str:

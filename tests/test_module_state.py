@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from drivetrain.errors import CheckpointError
-from drivetrain.module_state import load_module_state, module_state
+from drivetrain.module_state import clean_name, load_module_state, module_state, parameter_names
+from drivetrain.optim import load_state_by_name, state_by_name
 
 
 class Tied(nn.Module):
@@ -142,3 +144,129 @@ def test_a_module_keeps_its_extra_state_where_none_is_stored() -> None:
     load_module_state(module, {"weight": torch.ones(2)}, where="a file")
     assert module.extra == {"scale": 3}
     assert module.weight.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("adopt", [False, True])
+def test_a_refused_extra_state_leaves_everything_as_it_was(adopt: bool) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), Picky(), nn.Linear(2, 2))
+    before = {name: value.clone() for name, value in module_state(module)[0].items()}
+    given = {name: value.to(torch.float64 if adopt else None) + 1 for name, value in before.items()}
+    with pytest.raises(ValueError, match="not this one"):
+        load_module_state(module, given, {"1._extra_state": "wrong"}, where="a file", adopt_dtypes=adopt)
+    assert module[1].state == "good"
+    for name, value in module_state(module)[0].items():
+        assert value.dtype == before[name].dtype
+        assert torch.equal(value, before[name]), name
+
+
+class Picky(nn.Module):
+    """Takes one extra state only."""
+
+    state = "good"
+
+    def get_extra_state(self) -> str:
+        return self.state
+
+    def set_extra_state(self, state: str) -> None:
+        if state != "good":
+            raise ValueError("not this one")
+
+
+def test_a_module_without_memory_says_how_it_gets_some() -> None:
+    module = net().to("meta")
+    with pytest.raises(CheckpointError, match=r"'0.*' of Sequential is on the meta device .*to_empty\("):
+        load_module_state(module, module_state(net(1))[0], where="a file")
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
+def test_a_lazy_layer_takes_the_shape_that_was_stored() -> None:
+    module = nn.Sequential(nn.LazyLinear(4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    tensors, _ = module_state(net(1))
+    load_module_state(module, tensors, where="a file", adopt_dtypes=True)
+    assert torch.equal(module[0].weight, tensors["0.weight"])
+
+
+def wrapped(how: str) -> nn.Module:
+    """`net(1)`, with its layers wrapped and the whole as well."""
+    module = net(1)
+    if how == "plain":
+        return module
+    wrap = compiled if how == "compiled" else checkpoint_wrapper
+    return wrap(nn.Sequential(*(wrap(child) for child in module)))
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    return torch.compile(module, backend="eager")  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("to", ["plain", "compiled", "checkpointed"])
+@pytest.mark.parametrize("source", ["plain", "compiled", "checkpointed"])
+def test_how_a_module_is_wrapped_does_not_show_in_what_is_stored(source: str, to: str) -> None:
+    first, second = wrapped(source), wrapped(to)
+    expected = net(1).state_dict()
+    for module in (first, second):
+        assert list(module_state(module)[0]) == list(expected)
+        assert list(parameter_names(module).values()) == [name for name, _ in net(1).named_parameters()]
+        assert all(
+            module_state(module)[0][name].data_ptr() == parameter.data_ptr()
+            for parameter, name in parameter_names(module).items()
+        )
+    torch.nn.init.zeros_(next(first.parameters()))
+    for adopt in (False, True):
+        tensors = module_state(first)[0]
+        if adopt:
+            tensors = {name: each.double() for name, each in tensors.items()}
+        load_module_state(second, tensors, where="a file", adopt_dtypes=adopt)
+        for name, value in module_state(second)[0].items():
+            assert value.dtype == tensors[name].dtype
+            assert torch.equal(value, tensors[name]), name
+
+
+def test_an_optimizer_goes_on_when_its_module_is_wrapped_otherwise() -> None:
+    optimizers = {}
+    for how in ("plain", "compiled"):
+        module = wrapped(how)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+        for parameter in module.parameters():
+            parameter.grad = torch.full_like(parameter, len(optimizers) + 1.0)
+        optimizer.step()
+        optimizers[how] = (optimizer, parameter_names(module))
+    tensors, meta = state_by_name(*optimizers["compiled"])
+    assert "0.weight/exp_avg" in tensors
+    load_state_by_name(*optimizers["plain"], tensors, meta)
+    plain, _ = state_by_name(*optimizers["plain"])
+    assert all(torch.equal(plain[name], each) for name, each in tensors.items())
+
+
+def test_a_tied_parameter_of_which_one_side_is_compiled_keeps_its_first_name() -> None:
+    module = Tied()
+    module.head = compiled(module.head)  # type: ignore[assignment]
+    assert sorted(module_state(module)[0]) == ["embedding.weight", "head.weight"]
+    assert list(parameter_names(module).values()) == ["embedding.weight"]
+    load_module_state(
+        module, {name: torch.ones(5, 3) for name in ("embedding.weight", "head.weight")}, where="a file"
+    )
+    assert module.embedding.weight.unique().item() == 1
+
+
+class Clash(nn.Module):
+    """Has a submodule that happens to be called as torch.compile calls one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self._orig_mod = nn.Linear(2, 1, bias=False)
+
+
+def test_two_parameters_that_would_have_one_name_are_an_error_that_names_both() -> None:
+    for act in (module_state, parameter_names):
+        with pytest.raises(
+            CheckpointError, match=r"Clash has 'weight' and '_orig_mod.weight', .* called 'weight'"
+        ):
+            act(Clash())
+
+
+def test_only_whole_parts_of_a_name_are_taken_off() -> None:
+    assert clean_name("_orig_mod.a._checkpoint_wrapped_module._orig_mod.b") == "a.b"
+    assert clean_name("my_orig_mod.weight") == "my_orig_mod.weight"
+    assert clean_name("_orig_mod") == ""

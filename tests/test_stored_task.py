@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drivetrain import CheckpointError, ConfigError, Engine, TaskModule
+from drivetrain.checkpoint import load_weights
+from drivetrain.module_state import module_state
 from drivetrain.stored_task import pack_hparams, read_task
 
 
@@ -166,6 +169,93 @@ def test_a_checkpoint_of_a_loop_of_ones_own_has_no_arguments(tmp_path: Path) -> 
 def test_no_checkpoint_is_an_error_that_says_where_it_was_looked_for(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nowhere"):
         Layered.from_checkpoint(str(tmp_path / "nowhere"))
+
+
+@dataclass
+class Config:
+    hidden: int = 3
+    activation: Any = None
+
+
+class Configured(Layered):
+    """Takes a dataclass, as many projects do."""
+
+    def __init__(self, config: Config, *, other: Config | None = None) -> None:
+        super().__init__(sizes=(4, config.hidden))
+        self.config = config
+
+
+def test_a_dataclass_comes_back_where_the_constructor_names_it(tmp_path: Path) -> None:
+    task = Configured(Config(5), other=Config(6))
+    run_dir = trained(task, tmp_path / "run")
+    again = Configured.from_checkpoint(run_dir)
+    assert again.config == Config(5)
+    assert again.hparams == task.hparams
+    assert weights(again) == weights(task)
+    assert Configured.from_checkpoint(run_dir, other=None).hparams["other"] is None
+    with pytest.raises(CheckpointError, match=r"'net.0.weight' has shape \(5, 4\) there, \(7, 4\) here"):
+        Configured.from_checkpoint(run_dir, config=Config(7))
+
+
+def test_a_dataclass_that_no_file_can_hold_is_asked_for(tmp_path: Path) -> None:
+    run_dir = trained(Configured(Config(3, activation=torch.tanh)), tmp_path / "run")
+    with pytest.raises(
+        ConfigError, match=r"a file cannot hold \(config\).*from_checkpoint\(path, config=...\)"
+    ):
+        Configured.from_checkpoint(run_dir)
+    assert Configured.from_checkpoint(run_dir, config=Config(3)).config == Config(3)
+
+
+class Unannotated(Layered):
+    """As `Configured` would be written without annotations."""
+
+    def __init__(self, config) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(sizes=(4, config.hidden))
+
+
+def test_a_dataclass_of_which_the_constructor_does_not_tell_the_kind_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"a file cannot hold \(config\)"):
+        Unannotated.from_checkpoint(trained(Unannotated(Config()), tmp_path / "never stored"))
+    with pytest.raises(ConfigError, match=r"a file cannot hold \(config\)"):
+        Unannotated.from_checkpoint(trained(Configured(Config()), tmp_path / "stored"))
+
+
+def test_a_list_that_the_constructor_changes_is_recorded_as_it_was_given() -> None:
+    class Growing(Layered):
+        def __init__(self, sizes: list[int]) -> None:
+            sizes.append(2)
+            super().__init__(sizes=sizes)
+
+    given = [4, 3]
+    assert Growing(given).hparams == {"sizes": [4, 3]}
+    assert given == [4, 3, 2]
+
+
+class Compiled(Layered):
+    """Has a submodule that may be compiled."""
+
+    def __init__(self, wrap: bool = False) -> None:
+        super().__init__()
+        if wrap:
+            self.net = torch.compile(self.net, backend="eager")  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("wrap", [True, False])
+def test_a_task_comes_back_compiled_or_not(wrap: bool, tmp_path: Path) -> None:
+    task = Compiled(wrap)
+    run_dir = trained(task, tmp_path / "run")
+    for again in (Compiled.from_checkpoint(run_dir), Compiled.from_checkpoint(run_dir, wrap=not wrap)):
+        assert list(weights(again).values()) == list(weights(task).values())
+    assert load_weights(run_dir / "model.safetensors").keys() == module_state(Compiled(not wrap))[0].keys()
+
+
+def test_a_file_of_weights_alone_says_what_can_be_done_with_it(tmp_path: Path) -> None:
+    run_dir = trained(Layered(), tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"is a file of weights, .* its load_weights\(path\)"):
+        Layered.from_checkpoint(run_dir / "model.safetensors")
+    inside = next(run_dir.glob("checkpoints/*/model.safetensors"))
+    with pytest.raises(CheckpointError, match=r"Did you mean the checkpoint that it is in"):
+        Layered.from_checkpoint(inside)
 
 
 def test_what_a_file_cannot_hold_is_named_and_the_rest_is_stored(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from drivetrain.checkpoint.format import Snapshot
 from drivetrain.checkpoint.io import DirectoryCheckpointIO
 from drivetrain.checkpoint.sharding import Like, is_sharded
-from drivetrain.checkpoint.tree import pack, unpack
+from drivetrain.checkpoint.tree import pack, unpack, well_formed
 from drivetrain.errors import CheckpointError, ConfigError
 from drivetrain.module_state import load_module_state, module_state
 from drivetrain.optim import load_state_by_name, state_by_name
@@ -134,7 +134,20 @@ def load_engine(
     module = None if model is None else _as_one_module(model)
     like = None if module is None else like_module(module)
     snapshot = DirectoryCheckpointIO().load(str(path), like=like)
-    tree = unpack(snapshot.objects.get("state"), snapshot.tensors.get("state", {}))
+    with well_formed(f"the state in {path}"):
+        tree = unpack(snapshot.objects.get("state"), snapshot.tensors.get("state", {}))
+        return _take_over(engine, path, snapshot, tree, module, optimizer, state)
+
+
+def _take_over(
+    engine: Engine,
+    path: str,
+    snapshot: Snapshot,
+    tree: Any,
+    module: nn.Module | None,
+    optimizer: Any,
+    state: Mapping[str, Any],
+) -> dict[str, Any]:
     if not isinstance(tree, dict) or "user" not in tree:
         raise CheckpointError(
             f"{path} was not saved by Engine.save; a Trainer's checkpoint is resumed by fit(resume=...)"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -140,6 +141,7 @@ def evaluate(run: Run, stage: str, feeds: Feeds) -> dict[str, float]:
                 found = _evaluate_loader(run, loader, feed)
                 values.update({f"{prefix}/{name}": value for name, value in found.items()})
             run.metrics.update(values)
+            run.evaluation = replace(run.evaluation, values=values)
             run.call(hooks.on_evaluation_end)
     finally:
         run.stage = before

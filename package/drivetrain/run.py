@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from drivetrain.checkpoint.format import Snapshot
+from drivetrain.checkpoint.tree import well_formed
 from drivetrain.data import Feed
 from drivetrain.declared_metrics import DeclaredMetrics, joined
 from drivetrain.engine import Engine
@@ -67,13 +68,19 @@ class Totals:
 
 @dataclass
 class Evaluation:
-    """Where an evaluation or prediction is: its loader's name (None for an only one), and the batch (from 0)
-    of how many.
+    """Where an evaluation or prediction is.
+
+    Attributes:
+        loader: The loader's name; None for an only one.
+        batch: The batch, from 0.
+        batches: Of how many; None when that is not known.
+        values: What it gave, by full name, once it has ended.
     """
 
     loader: str | None = None
     batch: int = 0
     batches: int | None = None
+    values: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -257,7 +264,8 @@ class Run:
         if self.host_streams is None:
             self.engine.streams.start()
         else:
-            load_host_state(self.host_streams)
+            with well_formed("the checkpoint's host_streams"):
+                load_host_state(self.host_streams)
         self.origin = perf_counter() - self.progress.seconds
 
     @contextmanager

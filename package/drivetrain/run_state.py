@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.checkpoint.format import Snapshot
-from drivetrain.checkpoint.tree import pack, unpack
+from drivetrain.checkpoint.tree import pack, unpack, well_formed
 from drivetrain.engine_state import optimizer_state, restore_optimizer_state
 from drivetrain.errors import CheckpointError
 from drivetrain.module_state import load_module_state, module_state
@@ -62,12 +62,16 @@ def restore_run(run: Run, snapshot: Snapshot) -> None:
     Raises:
         CheckpointError: The checkpoint does not fit the task, its optimizers or the run; says what differs.
     """
-    engine = run.engine
     if "state" not in snapshot.objects:
         raise CheckpointError(
             "this checkpoint holds weights only; it cannot be resumed from. Use from_checkpoint(path)"
         )
-    tree = unpack(snapshot.objects["state"], snapshot.tensors.get("state", {}))
+    with well_formed("the checkpoint's state"):
+        _take_over(run, snapshot, unpack(snapshot.objects["state"], snapshot.tensors.get("state", {})))
+
+
+def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> None:
+    engine = run.engine
     lacking = {"seed", "optimizers", "schedules", "buffer", "callbacks", "loggers"} - set(tree)
     if lacking:
         raise CheckpointError(

@@ -1,18 +1,24 @@
-"""A task in a checkpoint: its constructor arguments and its weights."""
+"""A task in a checkpoint: its constructor's arguments, recorded, stored and given again, and its weights."""
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from drivetrain.checkpoint.io import DirectoryCheckpointIO
 from drivetrain.checkpoint.locate import resolve
-from drivetrain.checkpoint.tree import pack, unpack
-from drivetrain.errors import CheckpointError
+from drivetrain.checkpoint.places import file_system
+from drivetrain.checkpoint.records import TENSORS
+from drivetrain.checkpoint.tree import unpack
+from drivetrain.errors import CheckpointError, ConfigError
+from drivetrain.stored_dataclass import dataclass_of, make, pack_values
 from drivetrain.types import Json
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -22,6 +28,7 @@ class StoredTask:
     Attributes:
         path: The checkpoint that was read.
         hparams: Constructor arguments by name.
+        dataclasses: Those that are dataclasses: what `arguments` makes them of.
         unstored: The names of those that a file cannot hold.
         tensors: The weights.
     """
@@ -30,27 +37,135 @@ class StoredTask:
     hparams: dict[str, Any]
     unstored: tuple[str, ...]
     tensors: dict[str, Tensor]
+    dataclasses: dict[str, Json] = field(default_factory=dict)
+
+    def arguments(self, cls: type[nn.Module], overrides: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments to make the task with: the stored ones, and others in their place.
+
+        Raises:
+            ConfigError: One could not be stored, or is a dataclass that the constructor does not name, and is
+                not given.
+        """
+        arguments = dict(self.hparams)
+        lacking = set(self.unstored) - set(overrides)
+        annotations = _annotations(cls)
+        for name, stored in self.dataclasses.items():
+            if name in overrides:
+                continue
+            kind = dataclass_of(stored, annotations.get(name), _namespace(cls))
+            if kind is None:
+                lacking.add(name)
+            else:
+                arguments[name] = make(kind, stored, f"the argument {name!r} of {self.path}")
+        if lacking:
+            first, *_ = names = sorted(lacking)
+            raise ConfigError(
+                f"{cls.__name__} was made with arguments that a file cannot hold ({', '.join(names)}); pass"
+                f" them: {cls.__name__}.from_checkpoint(path, {first}=...)"
+            )
+        return {**arguments, **overrides}
+
+
+def parameters_of(cls: type[nn.Module]) -> list[inspect.Parameter]:
+    """The parameters of a constructor, `self` left out; none if the class has no constructor of its own."""
+    if cls.__init__ is nn.Module.__init__:  # which says *args and **kwargs, and takes none
+        return []
+    return list(inspect.signature(cls.__init__).parameters.values())[1:]
+
+
+def record_arguments(
+    cls: type[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """The arguments of a call of the constructor by name, defaults included; None if it does not take them.
+
+    They are recorded as they are now: the constructor may go on to change a list that it was given.
+    """
+    parameters = parameters_of(cls)
+    try:
+        bound = inspect.Signature(parameters).bind(*args, **kwargs)
+    except TypeError:
+        return None
+    bound.apply_defaults()
+    values = dict(bound.arguments)
+    for parameter in parameters:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            values.update(values.pop(parameter.name, {}))
+    return {name: _containers_copied(each) for name, each in values.items()}
+
+
+def _containers_copied(value: Any) -> Any:
+    if type(value) is dict:
+        return {key: _containers_copied(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_containers_copied(each) for each in value)
+    return value
+
+
+def construct(cls: type[T], arguments: Mapping[str, Any], where: str) -> T:
+    """A task from its recorded arguments, each passed as its constructor takes it.
+
+    Args:
+        cls: Of the task; a subclass of `nn.Module`.
+        arguments: By name, as `record_arguments` gave them.
+        where: Where they come from, for messages.
+
+    Raises:
+        ConfigError: An argument that the constructor does not take, or one that it needs and has not got.
+    """
+    parameters = parameters_of(cls)  # type: ignore[arg-type]
+    keywords = dict(arguments)
+    star = next((each.name for each in parameters if each.kind is each.VAR_POSITIONAL), None)
+    if star is not None and not keywords.get(star):
+        keywords.pop(star, None)
+        star = None
+    positional: list[Any] = []
+    for each in parameters:
+        if each.kind is each.VAR_POSITIONAL:
+            positional += keywords.pop(each.name, ())
+        # With values for *args, what stands before them can only be passed by position.
+        elif each.name in keywords and (
+            each.kind is each.POSITIONAL_ONLY
+            or (star is not None and each.kind is each.POSITIONAL_OR_KEYWORD)
+        ):
+            positional.append(keywords.pop(each.name))
+    signature = inspect.Signature(parameters)
+    try:
+        signature.bind(*positional, **keywords)
+    except TypeError as error:
+        raise ConfigError(
+            f"{cls.__name__}{signature} does not take the arguments of {where}: {error}. It was"
+            " saved by another task, or by an earlier version of this one; its arguments are"
+            f" {', '.join(map(repr, arguments)) or 'none'}"
+        ) from None
+    return cls(*positional, **keywords)
 
 
 def pack_hparams(task: nn.Module) -> Json:
     """A task's constructor arguments as JSON; one that JSON cannot hold is named, not stored.
 
     A default that JSON cannot hold (a class, a function) is neither: the constructor will take it again.
+
+    Returns:
+        "values" by name, "dataclasses" by name where there are any, and "unstored", a list of names.
     """
-    constructor = inspect.signature(type(task).__init__).parameters
-    values: dict[str, Json] = {}
-    unstored: list[Json] = []
-    for name, value in getattr(task, "hparams", {}).items():
-        try:
-            packed, tensors = pack(value)
-            storable = not tensors
-        except CheckpointError:
-            packed, storable = None, False
-        if storable:
-            values[name] = packed
-        elif name not in constructor or constructor[name].default is not value:
-            unstored.append(name)
-    return {"values": values, "unstored": unstored}
+    cls = type(task)
+    defaults = {each.name: each.default for each in parameters_of(cls)}
+    packed, refused = pack_values(getattr(task, "hparams", {}), _annotations(cls), _namespace(cls))
+    return {
+        **packed,
+        "unstored": [
+            name for name, value in refused.items() if name not in defaults or defaults[name] is not value
+        ],
+    }
+
+
+def _annotations(cls: type[nn.Module]) -> dict[str, Any]:
+    return {each.name: each.annotation for each in parameters_of(cls)}
+
+
+def _namespace(cls: type[nn.Module]) -> dict[str, Any]:
+    """Where the names in a constructor's annotations are looked up."""
+    return getattr(inspect.unwrap(cls.__init__), "__globals__", {})
 
 
 def read_task(path: str) -> StoredTask:
@@ -59,16 +174,29 @@ def read_task(path: str) -> StoredTask:
     Raises:
         CheckpointError: Nothing readable there, or a checkpoint without them.
     """
-    found = resolve(str(path))
+    files = file_system(path)
+    if path.endswith(TENSORS) and not DirectoryCheckpointIO().exists(files.split(path)[0]):
+        raise CheckpointError(
+            f"{path!r} is a file of weights, without the constructor's arguments. Make the task, and call its"
+            " load_weights(path)"
+        )
+    found = resolve(path)
     snapshot = DirectoryCheckpointIO().load(found, groups=("model",))
     stored = snapshot.objects.get("hparams")
     if not isinstance(stored, dict) or not isinstance(stored.get("values"), dict):
-        raise CheckpointError(f"{found} holds no constructor arguments; it was not saved by a Trainer")
-    values, unstored = stored["values"], stored.get("unstored")
+        raise CheckpointError(
+            f"{found} holds no constructor arguments; it was not saved by a Trainer. Make the task, and call"
+            " its load_weights(path)"
+        )
+    values, unstored, made = stored["values"], stored.get("unstored"), stored.get("dataclasses")
     assert isinstance(values, dict)
-    names = tuple(str(name) for name in unstored) if isinstance(unstored, list) else ()
-    hparams = {name: unpack(value, {}) for name, value in values.items()}
-    return StoredTask(found, hparams, names, snapshot.tensors["model"])
+    return StoredTask(
+        path=found,
+        hparams={name: unpack(value, {}) for name, value in values.items()},
+        unstored=tuple(str(name) for name in unstored) if isinstance(unstored, list) else (),
+        tensors=snapshot.tensors["model"],
+        dataclasses=made if isinstance(made, dict) else {},
+    )
 
 
 def read_extras(path: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
 
@@ -16,14 +16,13 @@ from drivetrain.errors import ConfigError, DataError, nearest
 from drivetrain.module_state import has_extras, load_module_state
 from drivetrain.optim import OptimizerConfig
 from drivetrain.options import check_names
-from drivetrain.stored_task import read_extras, read_task
+from drivetrain.renaming import Rename
+from drivetrain.stored_task import construct, parameters_of, read_extras, read_task, record_arguments
 from drivetrain.types import Batch, StepOutput
+from drivetrain.warm_start import LoadReport, Source, load_weights_into
 
 TARGETS = ("label", "labels", "target", "targets", "y")
 """The columns that `metric_inputs` looks for, in this order."""
-
-
-_Task = TypeVar("_Task", bound="TaskModule")
 
 
 class _Forward(NamedTuple):
@@ -78,19 +77,9 @@ class TaskModule(nn.Module):
     def __new__(cls, *args: Any, **kwargs: Any) -> TaskModule:
         """Record the constructor's arguments before the constructor runs."""
         task = super().__new__(cls)
-        parameters = _constructor(cls)
-        try:
-            bound = inspect.Signature(parameters).bind(*args, **kwargs)
-        except TypeError:
-            # Copying and unpickling make the object without arguments and then fill its __dict__.
-            return task
-        bound.apply_defaults()
-        values = dict(bound.arguments)
-        for parameter in parameters:
-            if parameter.kind is parameter.VAR_KEYWORD:
-                values.update(values.pop(parameter.name, {}))
-        # As they are now: the constructor may go on to change a list that it was given.
-        object.__setattr__(task, "hparams", {name: _containers_copied(each) for name, each in values.items()})
+        arguments = record_arguments(cls, args, kwargs)
+        if arguments is not None:  # copying and unpickling give none, and then fill the object's __dict__
+            object.__setattr__(task, "hparams", arguments)
         return task
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -260,75 +249,40 @@ class TaskModule(nn.Module):
             ConfigError: A constructor argument that could not be stored and is not given, or that the task
                 does not take.
         """
-        parameters = _constructor(cls)
+        parameters = parameters_of(cls)
         if not any(each.kind is each.VAR_KEYWORD for each in parameters):
             check_names(cls.__name__, overrides, [each.name for each in parameters])
         stored = read_task(os.fspath(path))
-        arguments = {**stored.hparams, **overrides}
-        lacking = sorted(name for name in stored.unstored if name not in overrides)
-        if lacking:
-            raise ConfigError(
-                f"{cls.__name__} was made with arguments that a file cannot hold ({', '.join(lacking)}); pass"
-                f" them: {cls.__name__}.from_checkpoint(path, {lacking[0]}=...)"
-            )
-        task = _construct(cls, arguments, stored.path)
+        task = construct(cls, stored.arguments(cls, overrides), stored.path)
         extras = read_extras(stored.path) if has_extras(task) else {}
         load_module_state(task, stored.tensors, extras, where=stored.path, adopt_dtypes=True)
         return task
+
+    def load_weights(
+        self, source: Source, *, strict: bool = True, rename: Rename | None = None
+    ) -> LoadReport:
+        """Start from weights of elsewhere: copy them into this task, all or none, before `fit`.
+
+        Args:
+            source: A safetensors file, a folder of Hugging Face's, a checkpoint, a run directory (its newest
+                good checkpoint), an address of one of these, or tensors by name.
+            strict: Whether everything must fit. If not, what fits is loaded, and the report says the rest.
+            rename: From names there to names here: a mapping of regular expressions to replacements, or a
+                function; None in place of a name drops the tensor.
+
+        Returns:
+            What was loaded, converted, missing...; its text is a table.
+
+        Raises:
+            CheckpointError: Nothing readable there, or weights that do not fit; the task is as it was.
+            ConfigError: A source, or a `rename`, that is no such thing.
+        """
+        return load_weights_into(self, source, strict=strict, rename=rename)
 
 
 _RESERVED = frozenset(
     name for name, value in vars(TaskModule).items() if inspect.isfunction(value) and not name.startswith("_")
 )
-
-
-def _constructor(cls: type[nn.Module]) -> list[inspect.Parameter]:
-    """The parameters of a constructor, `self` left out; none if the class has no constructor of its own."""
-    if cls.__init__ is nn.Module.__init__:  # which says *args and **kwargs, and takes none
-        return []
-    return list(inspect.signature(cls.__init__).parameters.values())[1:]
-
-
-def _containers_copied(value: Any) -> Any:
-    if type(value) is dict:
-        return {key: _containers_copied(each) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_containers_copied(each) for each in value)
-    return value
-
-
-def _construct(cls: type[_Task], arguments: Mapping[str, Any], where: str) -> _Task:
-    """A task from its recorded arguments, each passed as its constructor takes it.
-
-    Raises:
-        ConfigError: An argument that the constructor does not take, or one that it needs and has not got.
-    """
-    parameters = _constructor(cls)
-    keywords = dict(arguments)
-    star = next((each.name for each in parameters if each.kind is each.VAR_POSITIONAL), None)
-    if star is not None and not keywords.get(star):
-        keywords.pop(star, None)
-        star = None
-    positional: list[Any] = []
-    for each in parameters:
-        if each.kind is each.VAR_POSITIONAL:
-            positional += keywords.pop(each.name, ())
-        # With values for *args, what stands before them can only be passed by position.
-        elif each.name in keywords and (
-            each.kind is each.POSITIONAL_ONLY
-            or (star is not None and each.kind is each.POSITIONAL_OR_KEYWORD)
-        ):
-            positional.append(keywords.pop(each.name))
-    signature = inspect.Signature(parameters)
-    try:
-        signature.bind(*positional, **keywords)
-    except TypeError as error:
-        raise ConfigError(
-            f"{cls.__name__}{signature} does not take the arguments of {where}: {error}. It was"
-            " saved by another task, or by an earlier version of this one; its arguments are"
-            f" {', '.join(map(repr, arguments)) or 'none'}"
-        ) from None
-    return cls(*positional, **keywords)
 
 
 def call_forward(task: nn.Module, inputs: Any) -> Any:

@@ -158,6 +158,7 @@ class Trigger:
         self._steps = 0
         self._within_epoch: tuple[int, int] | None = None
         self._per_epoch = 0
+        self._position = 0
         self._epochs = 0
         self._counter = ""
         self._amount = 0.0
@@ -201,11 +202,11 @@ class Trigger:
         if self._epochs:
             return epoch_ended and progress.epoch % self._epochs == 0
         if self._within_epoch is not None:
-            done = self._per_epoch if epoch_ended else progress.epoch_updates
-            # An epoch whose first updates are skipped stands at 0, where nothing is due.
-            # Savers ask when the count is that of the next epoch already, 0.
-            before = (progress.epoch_updates or done) - 1
-            return done > 0 and self._passes_part(before, done) and self._is_new(progress.updates)
+            # From where it was last asked: a skipped update does not ask, and savers ask when the count is
+            # that of the next epoch already, 0.
+            before, done = self._position, self._per_epoch if epoch_ended else progress.epoch_updates
+            self._position = 0 if epoch_ended else done
+            return self._passes_part(before, done)
         if self._counter:
             passed = int(getattr(progress, self._counter) / self._amount)
             due, self._done = passed > self._done, max(passed, self._done)
@@ -226,5 +227,6 @@ class Trigger:
     def start(self, progress: Progress) -> None:
         """Begin at `progress`: what was due before it is not due again."""
         self._last = progress.updates
+        self._position = progress.epoch_updates
         if self._counter:
             self._done = int(getattr(progress, self._counter) / self._amount)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,9 @@ from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor
 
 from drivetrain import CheckpointConfig, ConfigError, LambdaCallback
+from drivetrain.checkpoint.index import read_index
+
+NAN, INF = math.nan, math.inf
 
 
 def saved(run_dir: Path) -> list[int]:
@@ -18,7 +23,18 @@ def saved(run_dir: Path) -> list[int]:
     return sorted(int(path.name.split("-")[1]) for path in (run_dir / "checkpoints").glob("update-*"))
 
 
-def run(run_dir: Path, policy: Any, losses: tuple[float, ...] = (), **options: Any) -> Any:
+def kept(run_dir: Path) -> dict[str, list[int]]:
+    """The updates of the resume points and of the keepers, as the index tells them."""
+    entries = read_index(str(run_dir / "checkpoints")) or []
+    return {
+        "resume points": [entry.update for entry in entries if entry.resume],
+        "keepers": [entry.update for entry in entries if entry.keeper],
+    }
+
+
+def run(
+    run_dir: Path, policy: Any, losses: tuple[float, ...] = (), resume: str | None = None, **options: Any
+) -> Any:
     """A run of 5 updates an epoch; `losses` are those of its validations."""
     left = list(losses)
 
@@ -27,7 +43,7 @@ def run(run_dir: Path, policy: Any, losses: tuple[float, ...] = (), **options: A
             return torch.tensor(left.pop(0))
 
     trainer = quiet(**{"max_epochs": 2, **options, "checkpoint": policy, "run_dir": run_dir})
-    return trainer.fit(Planted(), pairs(10), pairs(2) if losses else None)
+    return trainer.fit(Planted(), pairs(10), pairs(2) if losses else None, resume=resume)
 
 
 def test_resume_points_are_saved_at_the_interval_and_the_newest_kept(tmp_path: Path) -> None:
@@ -40,28 +56,149 @@ def test_resume_points_are_saved_at_the_interval_and_the_newest_kept(tmp_path: P
     assert Path(result.last_checkpoint).name == "update-00000010"
 
 
-@pytest.mark.parametrize(
-    ("every", "expected"),
-    [("1 epoch", [5, 10]), ("0.4 epochs", [2, 4, 7, 9, 10]), ("6 samples", [3, 6, 9, 10]), (None, [10])],
-)
-def test_intervals_may_be_epochs_parts_of_them_or_samples(
-    every: str | None, expected: list[int], tmp_path: Path
+class Counted(Regression):
+    """Three tokens in a sample."""
+
+    def tokens(self, batch: Any) -> int:
+        return 3 * len(batch[0])
+
+
+def pass_time(run: Any) -> None:
+    """Make an update take a thousand seconds, by the run's clock."""
+    run.origin -= 1000
+
+
+# Intervals, and when they are due in ten updates of two epochs. The last batch of an epoch is a half one: the
+# samples are 2, 4, 6, 8, 9, the tokens 6, 12, 18, 24, 27, and so on.
+INTERVALS = [
+    (None, []),
+    (1, list(range(1, 11))),
+    ("4 steps", [4, 8]),
+    ("1 epoch", [5, 10]),
+    ("2 epochs", [10]),
+    ("3 epochs", []),
+    ("0.4 epochs", [2, 4, 7, 9]),
+    ("7 samples", [4, 8]),
+    ("9 samples", [5, 10]),
+    ("20 tokens", [4, 8]),
+    ("1e2 tokens", []),
+    ("2600 seconds", [3, 6, 8]),
+    ("55 minutes", [4, 7, 10]),
+    ("1.1 hours", [4, 8]),
+    (timedelta(minutes=55), [4, 7, 10]),
+]
+
+
+def run_counted(run_dir: Path, policy: CheckpointConfig, *callbacks: Any, resume: str | None = None) -> None:
+    time = LambdaCallback(on_step_end=pass_time)
+    trainer = quiet(max_epochs=2, checkpoint=policy, run_dir=run_dir, callbacks=[time, *callbacks])
+    trainer.fit(Counted(), pairs(9), resume=resume)
+
+
+@pytest.mark.parametrize(("every", "due"), INTERVALS)
+def test_a_resume_point_is_saved_when_the_interval_ends_in_its_unit_and_at_the_end(
+    every: Any, due: list[int], tmp_path: Path
 ) -> None:
-    run(tmp_path, CheckpointConfig(every=every, keep_last=99, by=None))
-    assert saved(tmp_path) == expected
+    run_counted(tmp_path, CheckpointConfig(every=every, keep_last=99, by=None))
+    assert saved(tmp_path) == sorted({*due, 10})
+    assert kept(tmp_path) == {"resume points": saved(tmp_path), "keepers": []}
 
 
-@pytest.mark.parametrize(("mode", "kept"), [("min", [2, 3]), ("max", [1, 4])])
-def test_the_best_are_kept_besides_the_newest(mode: str, kept: list[int], tmp_path: Path) -> None:
-    policy = CheckpointConfig(every="5 epochs", keep_last=1, best=2, mode=mode)
-    result = run(tmp_path, policy, (4.0, 1.0, 2.0, 5.0), max_epochs=4)
-    assert saved(tmp_path) == sorted({*(5 * epoch for epoch in kept), 20})
-    assert Path(result.best_checkpoint).name == f"update-{(10 if mode == 'min' else 20):08d}"
+@pytest.mark.parametrize("at", [4, 5])
+@pytest.mark.parametrize(("every", "due"), INTERVALS)
+def test_a_stop_and_a_resume_move_no_interval(every: Any, due: list[int], at: int, tmp_path: Path) -> None:
+    policy = CheckpointConfig(every=every, keep_last=99, by=None)
+    stop = LambdaCallback(on_step_end=lambda run: run.stop("enough") if run.progress.updates == at else None)
+    run_counted(tmp_path, policy, stop)
+    assert saved(tmp_path) == sorted({*(each for each in due if each < at), at})
+    run_counted(tmp_path, policy, resume="auto")
+    assert saved(tmp_path) == sorted({*due, at, 10})
 
 
-def test_a_validation_that_gives_no_number_keeps_nothing(tmp_path: Path) -> None:
-    result = run(tmp_path, CheckpointConfig(every=None, best=1), (float("nan"), float("nan")))
-    assert result.best_checkpoint is None
+@pytest.mark.parametrize(
+    ("every", "due"), [("2 steps", [2, 4, 6]), ("1 epoch", [3, 6]), ("6 samples", [2, 4, 5, 6])]
+)
+def test_a_step_is_an_update_whatever_number_of_batches_it_takes(
+    every: str, due: list[int], tmp_path: Path
+) -> None:
+    # Five batches of two samples make three updates: samples 4, 8, 10, and 14, 18, 20.
+    run(tmp_path, CheckpointConfig(every=every, keep_last=99, by=None), gradient_accumulation_steps=2)
+    assert saved(tmp_path) == due
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "there"), [(0, [10]), (1, [10]), (2, [9, 10]), (3, [6, 9, 10]), (4, [3, 6, 9, 10])]
+)
+def test_as_many_resume_points_are_kept_as_asked_for_and_at_least_the_newest(
+    keep_last: int, there: list[int], tmp_path: Path
+) -> None:
+    run(tmp_path, CheckpointConfig(every="3 steps", keep_last=keep_last, by=None))
+    assert saved(tmp_path) == there
+    assert kept(tmp_path)["resume points"] == there[len(there) - keep_last :]
+
+
+@pytest.mark.parametrize(
+    ("best", "mode", "losses", "keepers"),
+    [
+        (2, "min", (4.0, 1.0, 2.0, 5.0), [3, 2]),
+        (2, "max", (4.0, 1.0, 2.0, 5.0), [1, 4]),
+        (1, "min", (NAN, 2.0, NAN, 1.0), [4]),
+        (1, "max", (NAN, 2.0, NAN, 1.0), [2]),
+        (1, "min", (2.0, 1.0, 1.0, 1.0), [2]),
+        (1, "max", (1.0, 2.0, 2.0, 1.0), [2]),
+        (2, "min", (3.0, NAN, 3.0, 3.0), [3, 1]),
+        (2, "max", (-INF, NAN, 1.0, INF), [3, 4]),
+        (3, "min", (INF, NAN, NAN, NAN), [1]),
+        (3, "min", (NAN, NAN, NAN, NAN), []),
+        (0, "min", (4.0, 1.0, 2.0, 5.0), []),
+    ],
+)
+def test_the_best_are_kept_besides_the_newest(
+    best: int, mode: str, losses: tuple[float, ...], keepers: list[int], tmp_path: Path
+) -> None:
+    """`keepers` are epochs, the best last."""
+    policy = CheckpointConfig(every=None, keep_last=1, best=best, mode=mode)
+    result = run(tmp_path, policy, losses, max_epochs=4)
+    assert saved(tmp_path) == sorted({*(5 * epoch for epoch in keepers), 20})
+    assert kept(tmp_path) == {"resume points": [20], "keepers": sorted(5 * epoch for epoch in keepers)}
+    assert result.best_checkpoint == (
+        str(tmp_path / "checkpoints" / f"update-{5 * keepers[-1]:08d}") if keepers else None
+    )
+
+
+def test_keepers_are_judged_after_each_validation_and_nothing_is_written_for_those_that_are_none(
+    tmp_path: Path,
+) -> None:
+    written: list[int] = []
+    note = LambdaCallback(on_checkpoint_saved=lambda run: written.append(run.progress.updates))
+    policy = CheckpointConfig(every="1 epoch", keep_last=1, best=2)
+    run(tmp_path, policy, (1.0, 5.0, 2.0, 4.0, 3.0), validate_every="2 steps", callbacks=[note])
+    assert written == [2, 4, 5, 6, 10]
+    assert saved(tmp_path) == [2, 6, 10]
+    assert kept(tmp_path) == {"resume points": [10], "keepers": [2, 6]}
+
+
+def test_a_resumed_run_has_to_beat_what_was_best_before(tmp_path: Path) -> None:
+    policy = CheckpointConfig(keep_last=1, best=1)
+    run(tmp_path, policy, (1.0, 3.0), max_epochs=2)
+    run(tmp_path, policy, (2.0, 1.0), max_epochs=4, resume="auto")
+    assert kept(tmp_path) == {"resume points": [20], "keepers": [5]}
+    run(tmp_path, policy, (0.5,), max_epochs=5, resume="auto")
+    assert saved(tmp_path) == [25]
+
+
+@pytest.mark.parametrize(("loader", "best"), [("near", 5), ("far", 10)])
+def test_any_metric_of_any_loader_may_rank(loader: str, best: int, tmp_path: Path) -> None:
+    left = [0.9, 0.1, 0.5, 0.7, 0.7, 0.3]  # near and far, epoch after epoch
+
+    class Planted(Regression):
+        def validation_step(self, batch: Any) -> dict[str, Tensor]:
+            return {"loss": torch.tensor(1.0), "accuracy": torch.tensor(left.pop(0))}
+
+    policy = CheckpointConfig(every=None, by=f"validation/{loader}/accuracy", mode="max")
+    trainer = quiet(max_epochs=3, checkpoint=policy, run_dir=tmp_path)
+    trainer.fit(Planted(), pairs(10), {"near": pairs(2), "far": pairs(2, seed=1)})
+    assert saved(tmp_path) == [best, 15]
 
 
 def test_one_checkpoint_serves_both_purposes(tmp_path: Path) -> None:
@@ -69,11 +206,26 @@ def test_one_checkpoint_serves_both_purposes(tmp_path: Path) -> None:
     assert saved(tmp_path) == [10]
 
 
-def test_a_metric_that_was_asked_for_and_is_not_there_is_an_error_that_lists_those_that_are(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("by", "nearest"),
+    [
+        ("validation/los", "validation/loss"),
+        ("val_loss", "validation/loss"),
+        ("validation/Loss", "validation/loss"),
+        ("training/loss", "train/loss"),
+    ],
+)
+def test_a_metric_that_is_not_there_is_an_error_at_the_first_validation_that_lists_those_that_are(
+    by: str, nearest: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=r"'validation/los'.*Did you mean 'validation/loss'"):
-        run(tmp_path, CheckpointConfig(by="validation/los"), (1.0, 2.0))
+    policy = CheckpointConfig(every="2 steps", by=by)
+    listed = rf"'{by}'.*Did you mean '{nearest}'\? Allowed: 'train/loss', 'validation/loss'\. .*by=None"
+    with pytest.raises(ConfigError, match=listed):
+        run(tmp_path, policy, (1.0, 2.0), log_every=1)
+    assert saved(tmp_path) == [2, 4]  # the validation was after the fifth update
+    # What was saved so far is not lost by the mistake.
+    policy = CheckpointConfig(every="2 steps", by=nearest)
+    assert run(tmp_path, policy, (1.0, 2.0), log_every=1, resume="auto").progress.updates == 10
 
 
 def test_the_default_policy_does_without_a_metric_that_is_not_there(tmp_path: Path) -> None:
@@ -111,9 +263,8 @@ def test_without_checkpoints_a_run_directory_holds_none(tmp_path: Path) -> None:
     assert result.model_path is None
 
 
-def test_saving_at_an_interval_goes_on_after_a_resume(tmp_path: Path) -> None:
+def test_saving_at_an_interval_goes_on_when_a_finished_run_is_made_longer(tmp_path: Path) -> None:
     policy = CheckpointConfig(every="4 steps", keep_last=99, by=None)
     run(tmp_path, policy, max_epochs=1)
-    trainer = quiet(max_epochs=3, checkpoint=policy, run_dir=tmp_path)
-    trainer.fit(Regression(), pairs(10), resume="auto")
+    run(tmp_path, policy, max_epochs=3, resume="auto")
     assert saved(tmp_path) == [4, 5, 8, 12, 15]

@@ -2,11 +2,14 @@
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
 
 import pytest
+from tests.support.outcome import outcome
+from tests.support.trials import trials
 
 from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, verify
 
@@ -90,3 +93,29 @@ def check(directory, acknowledged):
     for entry in manager.entries():
         verify(str(directory / entry.name))
     assert not [name for name in os.listdir(directory) if name.startswith(".")]
+
+
+# What a training process does to files, and about how often; each time is a moment to be killed at.
+MOMENTS = {"open": 30, "os.rename": 6, "os.mkdir": 3}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
+def test_a_training_run_killed_again_and_again_is_the_run_that_was_not(tmp_path):
+    chance = random.Random(0)
+    with trials() as server:
+        undisturbed = tmp_path / "undisturbed"
+        undisturbed.mkdir()
+        assert server.run(undisturbed, 0) == 0
+        kills = 0
+        for trial in range(2):
+            directory = tmp_path / str(trial)
+            directory.mkdir()
+            for attempt in range(3):
+                event = chance.choice(list(MOMENTS))
+                number = chance.randint(1, MOMENTS[event])
+                kill = {"event": event, "part": str(directory / "run"), "number": number}
+                status = server.run(directory, attempt, asynchronous=trial % 2 == 1, kill=kill)
+                kills += status == -signal.SIGKILL
+            assert server.run(directory, 3, asynchronous=trial % 2 == 1) == 0
+            assert outcome(directory / "run") == outcome(undisturbed / "run")
+    assert kills >= 4

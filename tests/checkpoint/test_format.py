@@ -9,7 +9,7 @@ import torch
 import xxhash
 
 from drivetrain.checkpoint import FORMAT_VERSION, DamagedCheckpointError, Manifest, read_manifest
-from drivetrain.checkpoint.format import Piece, TensorRecord
+from drivetrain.checkpoint.records import Piece, TensorRecord
 from drivetrain.errors import CheckpointError
 
 DIGEST = "0" * 32
@@ -39,20 +39,21 @@ def test_the_file_is_strict_json_that_people_can_read(saved):
     assert content["metrics"] == {"validation/loss": 0.5, "train/loss": "nan"}
 
 
+def cut_in_four(good):
+    group = good["tensors"]["model"]
+    group["tensors"]["weight"] = {
+        "dtype": "F32",
+        "shape": [8, 3],
+        "cuts": [[0, 3], [0, 2]],
+        "files": [0, 0, 0, 0],
+        "xxh3_128": [DIGEST] * 4,
+    }
+    return good
+
+
 def test_a_tensor_in_several_pieces_can_be_described(good):
-    record = good["tensors"]["model"]["weight"]
-    file = record["pieces"][0]["file"]
-    pieces = [(0, 0), (0, 2), (3, 0), (3, 2)]  # a grid, as cuts along both dimensions give
-    record["pieces"] = [
-        {
-            "file": file,
-            "offset": [row, column],
-            "shape": [5 if row else 3, 1 if column else 2],
-            "xxh3_128": DIGEST,
-        }
-        for row, column in pieces
-    ]
-    loaded = Manifest.from_json(good).tensors["model"]["weight"]
+    manifest = Manifest.from_json(cut_in_four(good))
+    loaded = manifest.tensors["model"]["weight"]
     assert loaded.shape == (8, 3)
     assert [(piece.offset, piece.shape) for piece in loaded.pieces] == [
         ((0, 0), (3, 2)),
@@ -60,29 +61,38 @@ def test_a_tensor_in_several_pieces_can_be_described(good):
         ((3, 0), (5, 2)),
         ((3, 2), (5, 1)),
     ]
+    assert Manifest.parse(manifest.dump()) == manifest
+
+
+def box(offset, shape):
+    return Piece("model.safetensors", offset, shape, DIGEST)
 
 
 @pytest.mark.parametrize(
     "boxes",
     [
-        [((0, 0), (4, 3))],  # a part is missing
-        [((0, 0), (8, 3)), ((0, 0), (8, 3))],  # twice
-        [((0, 0), (5, 3)), ((4, 0), (4, 3))],  # overlapping
-        [((0, 0), (3, 3)), ((4, 0), (4, 3))],  # a gap
-        [((4, 0), (4, 3))],  # not from the start
-        [((0, 0), (8, 2)), ((0, 2), (4, 1))],  # as many rows as there are, but not in every column
-        [((0, 0), (8, 3)), ((4, 0), (0, 3))],  # an empty one
+        [box((0, 0), (4, 3))],  # a part is missing
+        [box((0, 0), (8, 3)), box((0, 0), (8, 3))],  # twice
+        [box((0, 0), (5, 3)), box((4, 0), (4, 3))],  # overlapping
+        [box((0, 0), (3, 3)), box((4, 0), (4, 3))],  # a gap
+        [box((4, 0), (4, 3))],  # not from the start
+        [box((0, 0), (8, 2)), box((0, 2), (4, 1))],  # not in every column
+        [box((0, 0), (8, 3)), box((4, 0), (0, 3))],  # an empty one
     ],
 )
-def test_pieces_that_do_not_make_up_the_tensor_are_refused(good, boxes):
-    record = good["tensors"]["model"]["weight"]
-    file = record["pieces"][0]["file"]
-    record["pieces"] = [
-        {"file": file, "offset": list(offset), "shape": list(shape), "xxh3_128": DIGEST}
-        for offset, shape in boxes
-    ]
-    with pytest.raises(DamagedCheckpointError, match=r"'weight'.* do not make up \[8, 3\]"):
-        Manifest.from_json(good)
+def test_pieces_that_do_not_make_up_the_tensor_are_not_written(good, boxes):
+    manifest = Manifest.from_json(good)
+    manifest.tensors["model"]["weight"] = TensorRecord((8, 3), "F32", tuple(boxes))
+    with pytest.raises(CheckpointError, match=r"'weight' do not make up \[8, 3\]"):
+        manifest.dump()
+
+
+def test_pieces_may_come_in_any_order(good):
+    manifest = Manifest.from_json(cut_in_four(good))
+    record = manifest.tensors["model"]["weight"]
+    turned = TensorRecord(record.shape, record.dtype, record.pieces[::-1])
+    manifest.tensors["model"]["weight"] = turned
+    assert Manifest.parse(manifest.dump()).tensors["model"]["weight"] == record
 
 
 def test_a_newer_format_says_to_upgrade(good):
@@ -140,8 +150,8 @@ def change(tree, path, value):
 
 
 FILE = ("files", "state.json")
-TENSOR = ("tensors", "model", "weight")
-PIECE = (*TENSOR, "pieces", 0)
+GROUP = ("tensors", "model")
+TENSOR = (*GROUP, "tensors", "weight")
 
 
 @pytest.mark.parametrize(
@@ -161,17 +171,34 @@ PIECE = (*TENSOR, "pieces", 0)
         ((*TENSOR, "shape"), [1] * 65),
         ((*TENSOR, "dtype"), "F31"),
         ((*TENSOR, "dtype"), 32),
-        ((*TENSOR, "pieces"), []),
-        ((*TENSOR, "pieces"), {}),
-        (PIECE, "model.safetensors"),
-        ((*PIECE, "file"), "absent.safetensors"),
-        ((*PIECE, "file"), "../model.safetensors"),
-        ((*PIECE, "offset"), [0]),
-        ((*PIECE, "offset"), [1, 0]),
-        ((*PIECE, "shape"), [8, 4]),
-        ((*PIECE, "shape"), [8, 3, 1]),
-        (("tensors", "../model"), {}),
-        (("tensors", "Model"), {}),
+        ((*TENSOR, "cuts"), []),
+        ((*TENSOR, "cuts"), {}),
+        ((*TENSOR, "cuts"), [[0, 3]]),
+        ((*TENSOR, "cuts"), [[0, 3], 2]),
+        ((*TENSOR, "cuts"), [[0, 3], []]),
+        ((*TENSOR, "cuts"), [[1, 3], [0, 2]]),
+        ((*TENSOR, "cuts"), [[0, 8], [0, 2]]),
+        ((*TENSOR, "cuts"), [[3, 0], [0, 2]]),
+        ((*TENSOR, "cuts"), [[0, 0], [0, 2]]),
+        ((*TENSOR, "cuts"), [[0, 3], [0, True]]),
+        ((*TENSOR, "cuts"), [[0, 3], [0, 1, 2]]),
+        ((*TENSOR, "files"), [0, 0, 0]),
+        ((*TENSOR, "files"), 0),
+        ((*TENSOR, "files"), [0, 0, 0, 1]),
+        ((*TENSOR, "files"), [0, 0, 0, -1]),
+        ((*TENSOR, "files"), [0, 0, 0, False]),
+        ((*TENSOR, "files"), ["model.safetensors"] * 4),
+        ((*TENSOR, "xxh3_128"), [DIGEST] * 3),
+        ((*TENSOR, "xxh3_128"), [DIGEST] * 3 + ["zz"]),
+        ((*TENSOR, "xxh3_128"), DIGEST),
+        ((*TENSOR, "extra"), 1),
+        ((*GROUP, "files"), ["absent.safetensors"]),
+        ((*GROUP, "files"), ["../model.safetensors"]),
+        ((*GROUP, "files"), ["state.json"]),
+        ((*GROUP, "files"), "model.safetensors"),
+        ((*GROUP, "extra"), []),
+        (("tensors", "../model"), {"files": [], "tensors": {}}),
+        (("tensors", "Model"), {"files": [], "tensors": {}}),
         (("saved_by", "task"), ["os.system"]),
         (("metrics", "a"), "NaN"),
         (("metrics", "a"), None),
@@ -179,6 +206,7 @@ PIECE = (*TENSOR, "pieces", 0)
     ],
 )
 def test_a_part_that_makes_no_sense_is_refused(good, path, value):
+    good = cut_in_four(good)
     Manifest.from_json(good)
     with pytest.raises(DamagedCheckpointError):
         Manifest.from_json(change(good, path, value))

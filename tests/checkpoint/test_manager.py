@@ -122,7 +122,7 @@ def test_a_metric_that_does_not_exist_is_refused_with_those_that_do(directory, s
         ConfigError, match=r"Did you mean 'validation/accuracy'\? Allowed: 'train/loss', 'validation/acc"
     ):
         manager.should_keep(metrics)
-    with pytest.raises(ConfigError, match="'validation/accurracy', which this run does not have"):
+    with pytest.raises(ConfigError, match="'validation/accurracy', which this run has not given so far"):
         manager.save(1, 0, metrics, Snapshot, keeper=True)
     assert not directory.exists()
     assert not open_manager(directory, by=None).should_keep(metrics)

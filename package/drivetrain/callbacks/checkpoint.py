@@ -46,7 +46,7 @@ class CheckpointSaver(Callback):
         self.root = root
         self._metric_required = metric_required
         self._trigger = Trigger(None)
-        self._evaluated = False
+        self._found: dict[str, float] | None = None
 
     @property
     def weights(self) -> str:
@@ -59,8 +59,14 @@ class CheckpointSaver(Callback):
         self._trigger.start(run.progress)
 
     def on_evaluation_end(self, run: Run) -> None:
-        """Note that there are new metrics to rank by."""
-        self._evaluated = run.stage == "validation"
+        """Note that there are new metrics to rank by; a value of an earlier validation is none of them."""
+        if run.stage == "validation":
+            given = run.evaluation.values
+            self._found = {
+                name: value
+                for name, value in run.metrics.items()
+                if name in given or not name.startswith("validation/")
+            }
 
     def on_save(self, run: Run) -> None:
         """Save if the interval ends here, the metrics are among the best, or the run is about to end."""
@@ -70,14 +76,15 @@ class CheckpointSaver(Callback):
         epoch_ended = progress.epoch_batches == 0
         applied = run.step is None or run.step.applied
         due = (applied or epoch_ended) and self._trigger.due(progress, epoch_ended)
-        keeper = self._evaluated and self._ranks(run.metrics) and self.manager.should_keep(run.metrics)
-        self._evaluated = False
+        found, self._found = self._found, None
+        keeper = found is not None and self._ranks(found) and self.manager.should_keep(found)
         resume = due or run.stop_reason is not None
         if resume or keeper:
+            metrics = run.metrics if found is None else found
             with run.timed("save"):
                 self._tell(run, self.manager.wait())
                 saved = self.manager.save(
-                    progress.updates, progress.epoch, run.metrics, run.snapshot, resume=resume, keeper=keeper
+                    progress.updates, progress.epoch, metrics, run.snapshot, resume=resume, keeper=keeper
                 )
             if not self.manager.is_writing:
                 self._tell(run, saved.path)

@@ -42,7 +42,7 @@ class HostBuffers:
                     target = same[identity] = _buffer_for(part.tensor, before.pop((group, name), None))
                     pairs.append((target, part.tensor))
                 self._buffers[group, name] = target
-                parts[group][name] = replace(part, tensor=target)
+                parts[group][name] = Part(target, part.offset, part.shape)
         _copy_all(pairs)
         return replace(snapshot, parts=parts, tensors=_detached(snapshot.tensors, parts))
 

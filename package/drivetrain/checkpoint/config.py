@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from datetime import timedelta
 
-from drivetrain.errors import ConfigError, nearest
+from drivetrain.errors import ConfigError
+from drivetrain.options import count, flag, one_of
 from drivetrain.types import Every
 
 _MODES = ("min", "max")
+
+# Two letters at least: one is a drive of Windows.
+_MANGLED = re.compile(r"[a-z][a-z0-9+.-]+:[/\\](?![/\\])", re.ASCII | re.IGNORECASE)
+"""How an address begins that a `pathlib.Path` has taken a slash from."""
 
 
 @dataclass(frozen=True)
@@ -49,26 +55,15 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         """Check each value, and read the interval."""
         for name in ("keep_last", "best"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ConfigError(f"CheckpointConfig: {name} must be a whole number from 0 on, not {value!r}")
-        if self.mode not in _MODES:
-            raise ConfigError(
-                f"CheckpointConfig: unknown mode {self.mode!r}. {nearest(str(self.mode), _MODES)}"
-            )
+            object.__setattr__(self, name, count(f"CheckpointConfig: {name}", getattr(self, name)))
+        one_of("CheckpointConfig mode", self.mode, _MODES)
+        flag("CheckpointConfig: asynchronous", self.asynchronous)
         by: object = self.by
         if by is not None and (not isinstance(by, str) or not by):
             raise ConfigError(
                 f"CheckpointConfig: by must be a metric's name such as 'validation/loss', or None; not {by!r}"
             )
-        if not isinstance(self.asynchronous, bool):
-            raise ConfigError(
-                f"CheckpointConfig: asynchronous must be True or False, not {self.asynchronous!r}"
-            )
-        if not isinstance(self.directory, (str, os.PathLike, type(None))):
-            raise ConfigError(
-                f"CheckpointConfig: directory must be a path, an address, or None; not {self.directory!r}"
-            )
+        _check_directory(self.directory)
         if self.every is not None:
             object.__setattr__(self, "every", Every(self.every))
 
@@ -85,3 +80,18 @@ class CheckpointConfig:
     def is_better(self, value: float, other: float) -> bool:
         """Whether `value` is strictly better than `other`; never when it is NaN."""
         return value < other if self.mode == "min" else value > other
+
+
+def _check_directory(directory: object) -> None:
+    if directory is None:
+        return
+    path = os.fspath(directory) if isinstance(directory, (str, os.PathLike)) else None
+    if not isinstance(path, str) or not path:
+        raise ConfigError(
+            f"CheckpointConfig: directory must be a path, an address, or None; not {directory!r}"
+        )
+    if not isinstance(directory, str) and _MANGLED.match(path):
+        raise ConfigError(
+            f"CheckpointConfig: directory={directory!r} is no address any more, because a Path keeps only one"
+            " of two slashes. Give an address as a text, such as 's3://bucket/run'"
+        )

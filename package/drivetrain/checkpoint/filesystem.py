@@ -6,13 +6,15 @@ code serves a disk, an object store and, in the tests, a disk that fails at any 
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import shutil
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from drivetrain.errors import CheckpointError
 
@@ -22,10 +24,22 @@ Kind: TypeAlias = Literal["file", "directory", "link", "other"]
 _ADVICE = {
     errno.ENOSPC: "free some space, or save to another disk",
     errno.EDQUOT: "free some of your quota, or save elsewhere",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f), or save to another disk",
     errno.EACCES: "check the permissions, or use another directory",
     errno.EPERM: "check the permissions, or use another directory",
     errno.EROFS: "use a directory on a writable disk",
 }
+
+_WRITE_BEHIND = 32 << 20
+"""Bytes after which the disk begins to write, while more are produced: a save takes a fifth less time."""
+
+_SYNC_FILE_RANGE_WRITE = 2
+"""A name of Linux's fcntl.h."""
+
+_SYNC_FILE_RANGE: Any = (
+    getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
+)
+"""Linux's call of that name, which Python's os lacks."""
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -208,9 +222,27 @@ class _LocalSink:
     def __init__(self, path: str) -> None:
         # Unbuffered: chunks are large, and are in the processor's cache from being hashed.
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115
+        self._written = 0
+        self._begun = 0
 
     def write(self, data: memoryview) -> int:
-        return self._file.write(data)
+        taken = self._file.write(data)
+        self._written += taken
+        if self._written - self._begun >= _WRITE_BEHIND:
+            self._begin_writing()
+        return taken
+
+    def _begin_writing(self) -> None:
+        """Have the disk begin with what is in the system's memory, rather than in `finish`.
+
+        Not `posix_fadvise`: that begins it too, but then drops the file from memory, and a run that is
+        started again would read it from the disk.
+        """
+        if _SYNC_FILE_RANGE is not None:
+            start, length = (ctypes.c_int64(each) for each in (self._begun, self._written - self._begun))
+            # What it returns does not matter: it only begins, and `finish` hears of every error.
+            _SYNC_FILE_RANGE(self._file.fileno(), start, length, _SYNC_FILE_RANGE_WRITE)
+        self._begun = self._written
 
     def finish(self) -> None:
         try:

@@ -11,13 +11,15 @@ from drivetrain.checkpoint.config import CheckpointConfig
 from drivetrain.checkpoint.files import HashedReader, write_atomically
 from drivetrain.checkpoint.filesystem import LOCAL, DamagedCheckpointError, FileSystem, os_errors
 from drivetrain.checkpoint.format import FORMAT_VERSION, Snapshot, check_version, dump_metrics, load_metrics
+from drivetrain.checkpoint.migrations import steps_from
 from drivetrain.checkpoint.strict_json import seal, unseal
 from drivetrain.types import Json
 
 INDEX = "index.json"
 
 PURPOSE = "checkpoint"
-"""The object inside a checkpoint that repeats its entry, so that a lost index can be rebuilt exactly."""
+"""The object inside a checkpoint that repeats its entry, so that a lost index can be rebuilt: as it was when
+the checkpoint was written. A purpose that was added later stands in the index alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,9 @@ def read_index(directory: str, files: FileSystem = LOCAL) -> list[Entry] | None:
             return None
     with HashedReader(path, files) as reader:
         body = unseal(reader.read_json(), repr(path))
-    check_version(body, repr(path))
+    version = check_version(body.pop("format_version", None), repr(path))
+    for step in steps_from(version, FORMAT_VERSION, repr(path)):
+        body = step.index(body)
     listed = body.get("checkpoints")
     if not isinstance(listed, list):
         raise DamagedCheckpointError(f"{path!r} has no list of checkpoints")

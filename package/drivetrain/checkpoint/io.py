@@ -43,7 +43,8 @@ class CheckpointIO(Protocol):
 
         Raises:
             CheckpointError: Something is there already, or it could not be written; nothing is left behind
-                then.
+                then. Only if the last sync failed, or an answer was lost, may it be there, and then it is
+                whole.
         """
         ...
 
@@ -66,7 +67,11 @@ class CheckpointIO(Protocol):
         ...
 
     def exists(self, path: str) -> bool:
-        """Whether there is a committed checkpoint, damaged or not."""
+        """Whether there is a committed checkpoint, damaged or not.
+
+        Raises:
+            CheckpointError: It cannot be told: no permission to look, or a fault.
+        """
         ...
 
     def list(self, directory: str) -> Names:
@@ -105,7 +110,8 @@ class DirectoryCheckpointIO:
             self.ranks.first(lambda: _commit(place, shares, planned))
         except BaseException:
             if self.ranks.rank == 0:
-                delete_if_there(place.directory, files)
+                with suppress(OSError):  # the first cause is on its way; the next open tries again
+                    discard(place.directory, files)
             raise
 
     def plan(self, snapshot: Snapshot) -> Snapshot:
@@ -127,9 +133,8 @@ class DirectoryCheckpointIO:
     def exists(self, path: str) -> bool:
         """Whether `path` is a directory with a manifest; see `CheckpointIO.exists`."""
         files, path = self._at(path)
-        with suppress(OSError):
+        with os_errors("look into", path):
             return files.kind(files.join(path, MANIFEST)) == "file"
-        return False
 
     def list(self, directory: str) -> Names:
         """Directories with a manifest, but for hidden, linked and set-aside ones; see `CheckpointIO.list`."""
@@ -140,7 +145,7 @@ class DirectoryCheckpointIO:
                 for name, kind in files.entries(directory).items()
                 if kind == "directory"
                 and not name.startswith(".")
-                and not _BAD.search(name)
+                and not is_set_aside(name)
                 and self.exists(files.join(directory, name))
             ]
 
@@ -157,10 +162,11 @@ class DirectoryCheckpointIO:
             if files.renames:
                 doomed = files.join(parent, f"{REMOVING}{name}-{secrets.token_hex(4)}")
                 files.rename(path, doomed)
+                # Else a power cut could undo this, and not what is deleted next.
+                files.sync(parent)
             else:
                 write_file(files.join(path, UNFINISHED), [], files)
-                files.delete(files.join(path, MANIFEST))
-            files.delete(doomed)
+            discard(doomed, files)
             files.sync(parent)
 
     def _at(self, path: str) -> tuple[FileSystem, str]:
@@ -195,6 +201,25 @@ def verify(path: str) -> Manifest:
     return reader.manifest
 
 
+def discard(directory: str, files: FileSystem) -> None:
+    """Delete what is unfinished, or to be removed; a kill half-way leaves what is known as that.
+
+    Raises:
+        OSError: Something could not be deleted.
+    """
+    if not files.renames:
+        # The manifest first, so that no half is a checkpoint; the mark last, so that a rest still has it.
+        for name in sorted(files.entries(directory), key=lambda name: name != MANIFEST):
+            if name != UNFINISHED:
+                files.delete(files.join(directory, name))
+    files.delete(directory)
+
+
+def is_set_aside(name: str) -> bool:
+    """Whether a name says that what has it was set aside as damaged."""
+    return _BAD.search(name) is not None
+
+
 def free_bad_name(path: str, files: FileSystem) -> str:
     """Where something damaged is set aside: `path` with the first of ``.bad``, ``.bad-2``... that is free."""
     candidate = f"{path}.bad"
@@ -210,12 +235,14 @@ def _begin(files: FileSystem, path: str) -> str:
     parent, name = files.split(path)
     with os_errors("create", path):
         _check_free(files, path, name)
-        if not files.renames:
-            write_file(files.join(path, UNFINISHED), [], files)
-            return path
-        temporary = files.join(parent, f"{SAVING}{name}-{secrets.token_hex(4)}")
+        temporary = path
+        if files.renames:
+            temporary = files.join(parent, f"{SAVING}{name}-{secrets.token_hex(4)}")
         try:
-            files.make_directory(temporary)
+            if files.renames:
+                files.make_directory(temporary)
+            else:
+                write_file(files.join(path, UNFINISHED), [], files)
         except BaseException:
             delete_if_there(temporary, files)
             raise
@@ -223,7 +250,7 @@ def _begin(files: FileSystem, path: str) -> str:
 
 
 def _check_free(files: FileSystem, path: str, name: str) -> None:
-    if name.startswith(".") or _BAD.search(name):
+    if name.startswith(".") or is_set_aside(name):
         raise CheckpointError(
             f"a checkpoint cannot be named {name!r}: names that start with '.' or end with '.bad' (or "
             "'.bad-2'...) are reserved for unfinished and damaged ones"

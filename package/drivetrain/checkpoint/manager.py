@@ -315,7 +315,7 @@ class CheckpointManager:
         by = self.config.by or ""
         if by not in metrics:
             raise ConfigError(
-                f"checkpoints are ranked by the metric {by!r}, which this run does not have. "
+                f"checkpoints are ranked by the metric {by!r}, which this run has not given so far. "
                 f"{nearest(by, metrics)} Set CheckpointConfig(by=...), or by=None to keep none as the best"
             )
         return float(metrics[by])

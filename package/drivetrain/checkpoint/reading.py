@@ -10,7 +10,9 @@ from torch import Tensor
 
 from drivetrain.checkpoint.files import HashedReader
 from drivetrain.checkpoint.filesystem import DamagedCheckpointError, FileSystem, os_errors
-from drivetrain.checkpoint.format import MANIFEST, FileRecord, Manifest, Snapshot, TensorRecord
+from drivetrain.checkpoint.format import FORMAT_VERSION, MANIFEST, Manifest, Snapshot
+from drivetrain.checkpoint.migrations import steps_from
+from drivetrain.checkpoint.records import FileRecord, TensorRecord
 from drivetrain.checkpoint.sharding import Fetch, Like, plan_reads
 from drivetrain.checkpoint.strict_json import parse_json
 from drivetrain.checkpoint.tensors import DTYPES, TensorSpan, bytes_of, read_header, room_for
@@ -63,10 +65,10 @@ class Reader:
                     f"{self.path!r} has no group of tensors {group!r}. {nearest(group, manifest.tensors)}"
                 )
         wanted = [group for group in manifest.tensors if groups is None or group in groups]
-        tensors = {group: self._group(group, like) for group in wanted}
+        tensors = {group: self._tensors(group, manifest.tensors[group], like) for group in wanted}
         objects = {
-            name: self._object(file)
-            for name, file in manifest.objects().items()
+            name: self.object(name)
+            for name in manifest.objects()
             if name not in manifest.tensors or name in wanted
         }
         return Snapshot(
@@ -75,8 +77,8 @@ class Reader:
 
     def verify(self) -> None:
         """Check every byte, in constant memory; see `drivetrain.checkpoint.verify`."""
-        for file in self.manifest.objects().values():
-            self._object(file)
+        for name in self.manifest.objects():
+            self.object(name)
         for group, records in self.manifest.tensors.items():
             for file in _files_of(records):
                 with HashedReader(self.files.join(self.path, file), self.files) as reader:
@@ -87,8 +89,13 @@ class Reader:
                         reader.skip(span.stop - span.start)
                         reader.check_hash(hashes[span.name], f"the tensor {span.name!r}")
 
-    def _group(self, group: str, like: Like | None) -> dict[str, Tensor]:
-        records = self.manifest.tensors[group]
+    def tensor(self, group: str, name: str) -> Tensor:
+        """One whole tensor, verified."""
+        return self._tensors(group, {name: self.manifest.tensors[group][name]}, None)[name]
+
+    def _tensors(
+        self, group: str, records: Mapping[str, TensorRecord], like: Like | None
+    ) -> dict[str, Tensor]:
         files = {file: self.manifest.files[file] for file in _files_of(records)}
         self._check_room(records, files)
 
@@ -162,13 +169,18 @@ class Reader:
                 with torch.no_grad():
                     fetch.target.copy_(piece[tuple(map(slice, fetch.start, ends))])
 
-    def _object(self, file: str) -> Json:
+    def object(self, name: str) -> Json:
+        """One object, verified; its name is a key of `Manifest.objects`."""
+        file = self.manifest.objects()[name]
         path, record = self.files.join(self.path, file), self.manifest.files[file]
         with HashedReader(path, self.files) as reader:
             reader.check_size(record.bytes)
             data = reader.read_json()
             reader.check_hash(record.xxh3_128)
-        return parse_json(data, repr(path))
+        value = parse_json(data, repr(path))
+        for step in steps_from(self.manifest.format_version, FORMAT_VERSION, repr(path)):
+            value = step.object(name, value)
+        return value
 
 
 def _files_of(records: Mapping[str, TensorRecord]) -> list[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from drivetrain.checkpoint.files import REMOVING, SAVING, delete_if_there
+from contextlib import suppress
+
+from drivetrain.checkpoint.files import REMOVING, SAVING
 from drivetrain.checkpoint.filesystem import DamagedCheckpointError, FileSystem, os_errors
 from drivetrain.checkpoint.format import MANIFEST
 from drivetrain.checkpoint.index import INDEX, Entry, entry_from_snapshot, read_index, write_index
-from drivetrain.checkpoint.io import UNFINISHED, CheckpointIO, free_bad_name
+from drivetrain.checkpoint.io import UNFINISHED, CheckpointIO, discard, free_bad_name
 
 
 def recover(directory: str, io: CheckpointIO, files: FileSystem) -> tuple[list[Entry], list[str]]:
@@ -95,7 +97,8 @@ def _delete_leftovers(directory: str, files: FileSystem) -> None:
             if name.startswith((SAVING, REMOVING)) or (
                 not files.renames and kind == "directory" and _is_unfinished(path, files)
             ):
-                delete_if_there(path, files)
+                with suppress(OSError):  # it is no harm, and the next open tries again
+                    discard(path, files)
 
 
 def _is_unfinished(path: str, files: FileSystem) -> bool:

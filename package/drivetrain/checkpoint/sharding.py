@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from drivetrain.checkpoint.format import Part, Piece, TensorRecord
+from drivetrain.checkpoint.format import Part
+from drivetrain.checkpoint.records import Piece, TensorRecord
 from drivetrain.checkpoint.tensors import CODES, DTYPES, check_tensor
 from drivetrain.distributed.ranks import Ranks
 from drivetrain.errors import CheckpointError

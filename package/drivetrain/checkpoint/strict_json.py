@@ -13,6 +13,24 @@ from drivetrain.types import Json
 MAX_JSON_BYTES = 64 << 20
 """No JSON of ours is larger; a file that claims to be is refused before it is read."""
 
+MAX_VALUES = 8_000_000
+"""Nor has it more values, counted by its commas..."""
+
+MAX_CONTAINERS = 400_000
+"""...nor more lists, objects and keys, which take far longer to read than numbers and texts. Both are counted
+before anything is parsed, so that a file of the allowed size cannot take minutes and gigabytes."""
+
+
+def _extent(data: bytes | bytearray) -> str:
+    """What is too much of the data; "" when nothing is."""
+    if len(data) > MAX_JSON_BYTES:
+        return f"{len(data)} bytes; at most {MAX_JSON_BYTES} are allowed"
+    if data.count(b",") > MAX_VALUES:
+        return f"more than the {MAX_VALUES} values that are allowed"
+    if max(data.count(b":"), data.count(b"[") + data.count(b"{")) > MAX_CONTAINERS:
+        return f"more than the {MAX_CONTAINERS} keys, or lists and objects, that are allowed"
+    return ""
+
 
 def dump_json(value: Json, what: str) -> bytes:
     """Strict, compact JSON in ASCII, so that a lone surrogate in a text survives too.
@@ -27,11 +45,9 @@ def dump_json(value: Json, what: str) -> bytes:
             f"{what} cannot be written as strict JSON: {error}. Give it through checkpoint.tree.pack, "
             "which stores tensors, tuples, bytes, NaN and infinity exactly"
         ) from error
-    if len(data) > MAX_JSON_BYTES:
-        raise CheckpointError(
-            f"{what} takes {len(data)} bytes as JSON; at most {MAX_JSON_BYTES} are allowed. Keep large data "
-            "in tensors or arrays"
-        )
+    excess = _extent(data)
+    if excess:
+        raise CheckpointError(f"{what} takes, as JSON, {excess}. Keep large data in tensors or arrays")
     return data
 
 
@@ -41,6 +57,9 @@ def parse_json(data: bytes | bytearray, what: str) -> Json:
     Raises:
         DamagedCheckpointError: It is not that; the text begins with `what`.
     """
+    excess = _extent(data)
+    if excess:
+        raise DamagedCheckpointError(f"{what} has {excess}")
     try:
         value: Json = json.loads(
             data.decode("utf-8"), object_pairs_hook=_without_duplicates, parse_constant=_no_constant
@@ -72,7 +91,11 @@ def seal(body: dict[str, Json], what: str) -> bytes:
     The hash is of the content with sorted keys, so a file that was reformatted still reads. How it is
     computed is the one thing that no later format may change: it is checked before the version is believed.
     """
-    return dump_json({**body, _SEAL: _content_hash(body, what)}, what)
+    try:
+        digest = _content_hash(body)
+    except (ValueError, TypeError, RecursionError):
+        digest = ""  # the next line says what is wrong
+    return dump_json({**body, _SEAL: digest}, what)
 
 
 def unseal(data: bytes | bytearray, what: str) -> dict[str, Json]:
@@ -85,17 +108,17 @@ def unseal(data: bytes | bytearray, what: str) -> dict[str, Json]:
     if not isinstance(value, dict):
         raise DamagedCheckpointError(f"{what} holds no JSON object")
     expected = value.pop(_SEAL, None)
-    if expected != _content_hash(value, what):
+    try:
+        found = _content_hash(value)
+    except (ValueError, TypeError, RecursionError) as error:  # 1e999, which Python reads as infinity
+        raise DamagedCheckpointError(f"{what} holds what strict JSON cannot: {error}") from error
+    if expected != found:
         raise DamagedCheckpointError(
             f"{what} is not what was written: its content does not match its own hash"
         )
     return value
 
 
-def _content_hash(body: dict[str, Json], what: str) -> str:
-    try:
-        text = json.dumps(body, allow_nan=False, sort_keys=True, separators=(",", ":"))
-    except (ValueError, TypeError, RecursionError) as error:
-        # Reached on reading by 1e999, which Python reads as infinity; on writing, dump_json says it better.
-        raise CheckpointError(f"{what} holds what strict JSON cannot: {error}") from error
+def _content_hash(body: dict[str, Json]) -> str:
+    text = json.dumps(body, allow_nan=False, sort_keys=True, separators=(",", ":"))
     return str(xxhash.xxh3_128_hexdigest(text.encode("ascii")))

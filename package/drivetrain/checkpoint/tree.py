@@ -21,7 +21,8 @@ import math
 import re
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 
 from drivetrain.checkpoint.filesystem import DamagedCheckpointError
 from drivetrain.checkpoint.tensors import check_tensor
-from drivetrain.errors import CheckpointError
+from drivetrain.errors import CheckpointError, DrivetrainError
 from drivetrain.types import Json
 
 MAX_DEPTH = 100
@@ -74,6 +75,27 @@ def unpack(value: Json, tensors: Mapping[str, Tensor]) -> Any:
         DamagedCheckpointError: The JSON is nothing that `pack` gives.
     """
     return _Unpacker(tensors).unpack(value, 0)
+
+
+@contextmanager
+def well_formed(what: str) -> Iterator[None]:
+    """Take over what came from a file: where it has another shape than was saved, that is an error of ours.
+
+    Args:
+        what: What to call it in the message.
+
+    Raises:
+        CheckpointError: In place of whatever code stumbles over that trusts a key to be there, or a value to
+            be of a kind.
+    """
+    try:
+        yield
+    except DrivetrainError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{what} is not of the shape in which it is saved: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _place(path: tuple[object, ...]) -> str:

@@ -9,17 +9,8 @@ import xxhash
 
 from drivetrain.checkpoint.files import write_file
 from drivetrain.checkpoint.filesystem import FileSystem, os_errors
-from drivetrain.checkpoint.format import (
-    MANIFEST,
-    TENSORS,
-    FileRecord,
-    Manifest,
-    Part,
-    Piece,
-    Snapshot,
-    TensorRecord,
-    check_part_name,
-)
+from drivetrain.checkpoint.format import MANIFEST, Manifest, Part, Snapshot, check_part_name
+from drivetrain.checkpoint.records import TENSORS, FileRecord, Piece, TensorRecord
 from drivetrain.checkpoint.sharding import Parts
 from drivetrain.checkpoint.strict_json import dump_json
 from drivetrain.checkpoint.tensors import CODES, Hashes, tensor_chunks

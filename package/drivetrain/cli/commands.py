@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from drivetrain.cli.build import build_task, build_trainer, evaluation_data, fit_arguments, plain_config
 from drivetrain.cli.config import Settings
+from drivetrain.cli.printing import print_json
 from drivetrain.plan import make_plan
 from drivetrain.streams import seed_host
 from drivetrain.trainer import FitResult, Trainer
@@ -26,7 +25,7 @@ def fit(settings: Settings, as_json: bool) -> None:
     train, validation = fit_arguments(settings)
     result = trainer.fit(task, train, validation, resume=settings.texts.get("resume"))
     if as_json:
-        _print_json(_fit_json(result))
+        print_json(_fit_json(result))
         return
     progress = result.progress
     print(f"{result.stop_reason} after {progress.updates} updates, {progress.epoch} epochs")
@@ -44,7 +43,7 @@ def evaluate(stage: str) -> Callable[[Settings, bool], None]:
         verb = trainer.validate if stage == "validation" else trainer.test
         metrics = verb(task, evaluation_data(settings, stage), checkpoint=settings.texts.get("checkpoint"))
         if as_json:
-            _print_json(metrics)
+            print_json(metrics)
         else:
             _print_table(metrics)
 
@@ -57,7 +56,7 @@ def predict(settings: Settings, as_json: bool) -> None:
     data, save_to = evaluation_data(settings, "predict"), settings.texts.get("save_to")
     outputs = trainer.predict(task, data, checkpoint=settings.texts.get("checkpoint"), save_to=save_to)
     if as_json:
-        _print_json({"files": [str(each) for each in outputs]} if save_to else {"batches": len(outputs)})
+        print_json({"files": [str(each) for each in outputs]} if save_to else {"batches": len(outputs)})
     elif save_to:
         print(f"{len(outputs)} files in {save_to}")
     else:
@@ -70,7 +69,7 @@ def plan(settings: Settings, as_json: bool) -> None:
     trainer, task = _trainer_and_task(settings)
     found = make_plan(trainer, task, *fit_arguments(settings))
     if as_json:
-        _print_json(found.to_json())
+        print_json(found.to_json())
     else:
         print(found)
 
@@ -115,16 +114,3 @@ def _print_table(metrics: Mapping[str, float]) -> None:
     width = max(map(len, metrics), default=0)
     for name, value in metrics.items():
         print(f"{name.ljust(width)}  {value:.6g}")
-
-
-def _print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(_strict(value), indent=2) + "\n")
-
-
-def _strict(value: Any) -> Any:
-    """Numbers that JSON has no word for as texts that Python's ``float`` takes back."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, Mapping):
-        return {key: _strict(each) for key, each in value.items()}
-    return [_strict(each) for each in value] if isinstance(value, (list, tuple)) else value

@@ -24,6 +24,7 @@ _COMMANDS = {
     "predict": "write or print a task's predictions",
     "plan": "say what a fit would do, without training",
     "env": "say what is installed and which devices there are",
+    "checkpoint": "list, show, verify, export and compare checkpoints",
 }
 _RUNS = ("fit", "validate", "test", "predict", "plan")
 
@@ -94,6 +95,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
+    if words and words[0] == "checkpoint":  # it has words of its own behind it
+        from drivetrain.cli.checkpoint import run
+
+        return run(words[1:])
     rest, dotted = split_dotted(words)
     parsed, unknown = _parser().parse_known_args(rest)
     if unknown:

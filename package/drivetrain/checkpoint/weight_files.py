@@ -1,0 +1,149 @@
+"""The files that weights are exported to: their names, what goes into which, and their index.
+
+One file, `model.safetensors`; or, above a size, `model-00001-of-00002.safetensors` and so on, with
+`model.safetensors.index.json`, which names the file of each tensor. Both as Hugging Face's libraries write
+and read them (https://huggingface.co/docs/huggingface_hub/package_reference/serialization).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from drivetrain.checkpoint.filesystem import DamagedCheckpointError
+from drivetrain.checkpoint.records import TENSORS
+from drivetrain.checkpoint.strict_json import parse_json
+from drivetrain.errors import ConfigError, nearest
+from drivetrain.types import Json
+
+INDEX = ".index.json"
+"""How the name of an index ends, behind that of the single file in whose place it stands."""
+
+MODEL = f"model{TENSORS}"
+"""The name that everybody looks for in a directory."""
+
+UNITS = {
+    "B": 1,
+    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)},
+    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)},
+}
+"""The units of a size in bytes; those with an "i" are powers of 1024."""
+
+_PLAIN_NAME = re.compile(r"(?!\.)[^/\\:\0]+")
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """The names of the files that weights exported to one path may take.
+
+    Attributes:
+        single: The name of the file if there is one.
+    """
+
+    single: str
+
+    @property
+    def index(self) -> str:
+        """The name of the index if there are several."""
+        return f"{self.single}{INDEX}"
+
+    @property
+    def stem(self) -> str:
+        """What the names of the several begin with."""
+        return self.single.removesuffix(TENSORS)
+
+    def several(self, count: int) -> list[str]:
+        """The names of `count` files."""
+        return [f"{self.stem}-{number:05d}-of-{count:05d}{TENSORS}" for number in range(1, count + 1)]
+
+    def is_one_of_several(self, name: str) -> bool:
+        """Whether it is the name of one of any number of files."""
+        pattern = rf"{re.escape(self.stem)}-\d{{5,}}-of-\d{{5,}}{re.escape(TENSORS)}"
+        return re.fullmatch(pattern, name) is not None
+
+
+def parse_size(value: int | str) -> int:
+    """A size in bytes.
+
+    Args:
+        value: A whole number of bytes, or a text such as "5 GB", "500MB", "1.5 GiB".
+
+    Raises:
+        ConfigError: Neither, or less than a byte.
+    """
+    size = value if isinstance(value, int) and not isinstance(value, bool) else 0
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d[\d_]*(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
+        if match:
+            given = match[2] or "B"
+            unit = next((each for each in UNITS if each.lower() == given.lower()), None)
+            if unit is None:
+                raise ConfigError(f"unknown unit {given!r} in the size {value!r}. {nearest(given, UNITS)}")
+            size = math.floor(float(match[1]) * UNITS[unit])
+    if size < 1:
+        raise ConfigError(
+            f"max_shard_size must be a number of bytes above 0, or a text such as '5 GB', not {value!r}"
+        )
+    return size
+
+
+def divide(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:
+    """Which tensors go into one file together, so that none has more than `limit` bytes of them.
+
+    In the order of the mapping, as Hugging Face's libraries do it; a tensor above the limit is alone.
+
+    Returns:
+        The names for each file; a single empty list if there are no tensors.
+    """
+    files: list[list[str]] = []
+    current: list[str] = []
+    filled = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        if size > limit:
+            files.append([name])
+            continue
+        if filled + size > limit:
+            files.append(current)
+            current, filled = [], 0
+        current.append(name)
+        filled += size
+    return [*files, current] if current or not files else files
+
+
+def dump_index(total_size: int, places: Mapping[str, str]) -> bytes:
+    """The content of an index.
+
+    Args:
+        total_size: The bytes of all tensors.
+        places: Name to file.
+    """
+    index = {"metadata": {"total_size": total_size}, "weight_map": dict(places)}
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode("ascii")
+
+
+def parse_index(data: bytes | bytearray, what: str) -> dict[str, list[str]]:
+    """What an index says: file to the names of its tensors.
+
+    Raises:
+        DamagedCheckpointError: It is no index, or names a file that is not beside it or no safetensors file.
+    """
+    index = parse_json(data, what)
+    places: Json = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(places, dict) or not places:
+        raise DamagedCheckpointError(f"{what} has no weight_map, which names the file of each tensor")
+    files: dict[str, list[str]] = {}
+    for name, file in places.items():
+        if not isinstance(file, str) or not _PLAIN_NAME.fullmatch(file):
+            raise DamagedCheckpointError(
+                f"{what} places {name!r} in {str(file)[:80]!r}; allowed is the plain name of a file beside it"
+            )
+        if not file.endswith(TENSORS):
+            raise DamagedCheckpointError(f"{what} places {name!r} in {file!r}, which is no {TENSORS} file")
+        files.setdefault(file, []).append(name)
+    return files

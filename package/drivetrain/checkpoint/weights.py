@@ -1,0 +1,156 @@
+"""Reading weights, wherever they are: a file, a folder, a checkpoint, a run; nothing that could run code."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from drivetrain.checkpoint.files import HashedReader
+from drivetrain.checkpoint.filesystem import DamagedCheckpointError, FileSystem, Kind, os_errors
+from drivetrain.checkpoint.format import MANIFEST
+from drivetrain.checkpoint.io import DirectoryCheckpointIO
+from drivetrain.checkpoint.locate import CHECKPOINTS, resolve
+from drivetrain.checkpoint.places import file_system
+from drivetrain.checkpoint.records import TENSORS
+from drivetrain.checkpoint.tensors import read_header, read_tensors
+from drivetrain.checkpoint.weight_files import INDEX, MODEL, WeightFiles, parse_index
+from drivetrain.errors import CheckpointError
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+"""How the names of files end that torch has pickled."""
+
+
+def read_weights(source: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Read the weights that are at a path, each tensor once, into the CPU's memory.
+
+    Symbolic links to files of weights are followed, as the caches of model hubs are full of them. Files of
+    weights have no hash, so a changed number in one goes unseen; checkpoints have.
+
+    Args:
+        source: A safetensors file; the index of several; a folder with `model.safetensors` or
+            `model.safetensors.index.json`, as Hugging Face's; a checkpoint; or a run directory, of which the
+            newest good checkpoint is read, or the finished weights if there is no checkpoint. Also an address
+            such as "s3://bucket/run".
+
+    Returns:
+        The tensors by name.
+
+    Raises:
+        DamagedCheckpointError: Not what was written, or no well-formed file.
+        CheckpointError: Nothing there, a pickle, or no permission; says what was looked for and what is near.
+    """
+    path = os.fspath(source)
+    files = file_system(path)
+    path = files.absolute(path)
+    with os_errors("read", path):
+        kind = files.kind(_followed(path, files))
+        names = {} if kind == "file" else files.entries(path)
+    if kind == "file":
+        return _from_file(path, files)
+    parent, name = files.split(path)
+    if names:
+        return _from_folder(path, files, names)
+    if name.endswith(TENSORS) and _has(files.join(parent, WeightFiles(name).index), files):
+        # Exported to this path, in several files.
+        return _from_index(files.join(parent, WeightFiles(name).index), files)
+    if kind == "directory":
+        raise CheckpointError(f"no weights in {path!r}: it is empty")
+    raise CheckpointError(f"no weights at {path!r}: there is no such file or directory.{_near(path, files)}")
+
+
+def _from_folder(path: str, files: FileSystem, names: Mapping[str, Kind]) -> dict[str, Tensor]:
+    io = DirectoryCheckpointIO()
+    if io.exists(path) or io.list(files.join(path, CHECKPOINTS)) or io.list(path):
+        return io.load(resolve(path), groups=("model",)).tensors["model"]
+    for name in (MODEL, WeightFiles(MODEL).index):  # a single file first, as others do
+        if name in names:
+            return _from_file(files.join(path, name), files)
+    looked_for = f"{MODEL}, {WeightFiles(MODEL).index}, {MANIFEST} of a checkpoint, and checkpoints"
+    raise CheckpointError(
+        f"no weights in {path!r}. Looked for {looked_for} in it and in its {CHECKPOINTS!r}."
+        f"{_others(path, files, sorted(names))}"
+    )
+
+
+def _others(path: str, files: FileSystem, names: Iterable[str]) -> str:
+    """What to do with what is there instead."""
+    indices = [name for name in names if name.endswith(f"{TENSORS}{INDEX}")]
+    single = [name for name in names if name.endswith(TENSORS)]
+    pickles = [name for name in names if name.endswith(PICKLES)]
+    if indices or single:
+        shown = ", ".join(repr(files.join(path, name)) for name in (indices or single)[:3])
+        return f" Give the path of a file, such as {shown}"
+    return f" {_why_no_pickle(files.join(path, pickles[0]))}" if pickles else ""
+
+
+def _from_file(path: str, files: FileSystem) -> dict[str, Tensor]:
+    if path.endswith(PICKLES):
+        raise CheckpointError(_why_no_pickle(path))
+    if path.endswith(f"{TENSORS}{INDEX}"):
+        return _from_index(path, files)
+    with HashedReader(_followed(path, files), files) as reader:
+        return read_tensors(reader)
+
+
+def _from_index(path: str, files: FileSystem) -> dict[str, Tensor]:
+    with HashedReader(_followed(path, files), files) as reader:
+        places = parse_index(reader.read_json(), repr(path))
+    directory = files.split(path)[0]
+    parts = {file: _followed(files.join(directory, file), files) for file in places}
+    missing = sorted(file for file, real in parts.items() if not _has(real, files))
+    if missing:
+        raise DamagedCheckpointError(
+            f"{path!r} names {len(parts)} files, of which {len(missing)} are missing in {directory!r}: "
+            f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. Fetch or copy these too"
+        )
+    for file, real in parts.items():  # all headers first, so that nothing large is read in vain
+        with HashedReader(real, files) as reader:
+            _check_names(path, file, {span.name for span in read_header(reader)}, set(places[file]))
+    tensors: dict[str, Tensor] = {}
+    for real in parts.values():
+        with HashedReader(real, files) as reader:
+            tensors.update(read_tensors(reader))
+    return tensors
+
+
+def _check_names(index: str, file: str, found: set[str], told: set[str]) -> None:
+    if found == told:
+        return
+    name = min(found ^ told)
+    what = "which the file does not hold" if name in told else "which the file holds all the same"
+    places = "places" if name in told else "does not place"
+    raise DamagedCheckpointError(
+        f"{index!r} {places} {name!r} in {file!r}, {what} ({len(found ^ told)} such). The files are not "
+        "those of the index: fetch or export all of them again"
+    )
+
+
+def _why_no_pickle(path: str) -> str:
+    return (
+        f"{path!r} is a pickle, and is not read: a pickle runs whatever code is in it. If you trust where it "
+        "comes from, convert it once: state = torch.load(path, weights_only=True), of a Lightning checkpoint "
+        "its ['state_dict'], and then export_weights(state, 'model.safetensors')"
+    )
+
+
+def _followed(path: str, files: FileSystem) -> str:
+    """The path without symbolic links, which only a disk has."""
+    return os.path.realpath(path) if files.renames else path
+
+
+def _has(path: str, files: FileSystem) -> bool:
+    with os_errors("read", path):
+        return files.kind(_followed(path, files)) == "file"
+
+
+def _near(path: str, files: FileSystem) -> str:
+    parent, last = files.split(path)
+    with os_errors("list", parent):
+        names = sorted(files.entries(parent))
+    if not names:
+        return f" There is nothing in {parent!r} either."
+    near = difflib.get_close_matches(last, names, n=3, cutoff=0.3)
+    return f" Near it are: {', '.join(repr(files.join(parent, name)) for name in near)}." if near else ""

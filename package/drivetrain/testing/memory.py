@@ -1,0 +1,348 @@
+"""File systems in memory: a disk that a power cut takes at its word, and an object store."""
+
+from __future__ import annotations
+
+import errno
+import os
+import posixpath
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from drivetrain.checkpoint.filesystem import Kind, Sink, Source
+
+
+@dataclass(eq=False, slots=True)
+class _File:
+    """A file: its content, and what of it is surely on the medium, None for nothing."""
+
+    content: bytes = b""
+    durable: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A change of a directory's names: one goes, or one comes, or both, as when a file is renamed."""
+
+    old: str | None
+    new: str | None
+    node: _Node
+
+    def apply(self, names: dict[str, _Node]) -> None:
+        """Make it."""
+        if self.old is not None:
+            names.pop(self.old, None)
+        if self.new is not None:
+            names[self.new] = self.node
+
+
+@dataclass(eq=False, slots=True)
+class _Directory:
+    """A directory: its names, those that are surely on the medium, and what has changed in between."""
+
+    names: dict[str, _Node] = field(default_factory=dict)
+    durable: dict[str, _Node] = field(default_factory=dict)
+    pending: list[_Change] = field(default_factory=list)
+
+    def change(self, old: str | None, new: str | None, node: _Node) -> None:
+        """Change the names, not yet durably."""
+        change = _Change(old, new, node)
+        change.apply(self.names)
+        self.pending.append(change)
+
+    def sync(self) -> None:
+        """Make the names durable."""
+        self.durable = dict(self.names)
+        self.pending.clear()
+
+
+_Node: TypeAlias = _File | _Directory
+
+
+class MemoryDisk:
+    """A POSIX disk in memory, for one process, that can have its power cut.
+
+    It promises no more than POSIX does: the content of a file is durable once the file is finished, a name
+    once its directory is synced. Of everything else a power cut keeps what chance likes.
+    """
+
+    renames = True
+
+    def __init__(self) -> None:
+        self._root = _Directory()
+
+    def absolute(self, path: str) -> str:
+        """See `FileSystem.absolute`."""
+        return posixpath.normpath(posixpath.join("/", path))
+
+    def join(self, directory: str, name: str) -> str:
+        """See `FileSystem.join`."""
+        return posixpath.join(directory, name)
+
+    def split(self, path: str) -> tuple[str, str]:
+        """See `FileSystem.split`."""
+        return posixpath.split(path)
+
+    def kind(self, path: str) -> Kind | None:
+        """See `FileSystem.kind`."""
+        node = self._find(path)
+        if node is None:
+            return None
+        return "file" if isinstance(node, _File) else "directory"
+
+    def entries(self, directory: str) -> dict[str, Kind]:
+        """See `FileSystem.entries`."""
+        node = self._find(directory)
+        if not isinstance(node, _Directory):
+            return {}
+        return {name: "file" if isinstance(each, _File) else "directory" for name, each in node.names.items()}
+
+    def create(self, path: str) -> Sink:
+        """See `FileSystem.create`; a file that is there already is an error."""
+        parent, name = self._parent(path)
+        if name in parent.names:
+            raise _os_error(errno.EEXIST, path)
+        file = _File()
+        parent.change(None, name, file)
+        return _DiskSink(file)
+
+    def open(self, path: str) -> Source:
+        """See `FileSystem.open`."""
+        node = self._find(path)
+        if not isinstance(node, _File):
+            raise _os_error(errno.ENOENT if node is None else errno.EISDIR, path)
+        return MemorySource(node.content)
+
+    def make_directory(self, path: str) -> None:
+        """See `FileSystem.make_directory`."""
+        directory = self._root
+        for name in _parts(path):
+            node = directory.names.get(name)
+            if node is None:
+                node = _Directory()
+                directory.change(None, name, node)
+                directory.sync()
+            if not isinstance(node, _Directory):
+                raise _os_error(errno.ENOTDIR, path)
+            directory = node
+
+    def sync(self, directory: str) -> None:
+        """See `FileSystem.sync`."""
+        node = self._find(directory)
+        if not isinstance(node, _Directory):
+            raise _os_error(errno.ENOENT, directory)
+        node.sync()
+
+    def rename(self, old: str, new: str) -> None:
+        """See `FileSystem.rename`."""
+        (source, old_name), (target, new_name) = self._parent(old), self._parent(new)
+        node, replaced = source.names.get(old_name), target.names.get(new_name)
+        if node is None:
+            raise _os_error(errno.ENOENT, old)
+        if isinstance(replaced, _Directory) and (replaced.names or isinstance(node, _File)):
+            raise _os_error(errno.ENOTEMPTY if isinstance(node, _Directory) else errno.EISDIR, new)
+        if source is target:
+            source.change(old_name, new_name, node)
+        else:
+            target.change(None, new_name, node)
+            source.change(old_name, None, node)
+
+    def delete(self, path: str) -> None:
+        """See `FileSystem.delete`."""
+        parent, name = self._parent(path)
+        node = parent.names.get(name)
+        if node is None:
+            raise _os_error(errno.ENOENT, path)
+        if isinstance(node, _Directory):
+            for inner in list(node.names):
+                self.delete(posixpath.join(path, inner))
+        parent.change(name, None, node)
+
+    def cut_power(self, chance: random.Random) -> None:
+        """Lose what is not durable, or keep it, or tear it, as `chance` decides among what POSIX allows.
+
+        In each directory any of the changes since it was synced may have reached the medium: none, all, the
+        first few, or some in the middle. A file that was not finished may be empty, cut short, or full of
+        zeros, for its length is often written before its content.
+        """
+        self._forget(self._root, chance)
+
+    def _forget(self, directory: _Directory, chance: random.Random) -> None:
+        names = dict(directory.durable)
+        for change in _survivors(directory.pending, chance):
+            change.apply(names)
+        directory.names = names
+        directory.sync()
+        for node in names.values():
+            if isinstance(node, _Directory):
+                self._forget(node, chance)
+                continue
+            if node.durable is None:
+                node.content = _torn(node.content, chance)
+            node.durable = node.content
+
+    def _find(self, path: str) -> _Node | None:
+        node: _Node = self._root
+        for name in _parts(path):
+            if not isinstance(node, _Directory) or name not in node.names:
+                return None
+            node = node.names[name]
+        return node
+
+    def _parent(self, path: str) -> tuple[_Directory, str]:
+        parent, name = posixpath.split(path)
+        node = self._find(parent)
+        if not isinstance(node, _Directory):
+            raise _os_error(errno.ENOENT if node is None else errno.ENOTDIR, path)
+        return node, name
+
+
+class MemoryObjects:
+    """An object store in memory: whole objects by key, and nothing else.
+
+    An object appears when it is finished, in place of one that had its key. Directories are what keys have in
+    common. Nothing is renamed but by copying and deleting, and only single objects are.
+    """
+
+    renames = False
+
+    def __init__(self) -> None:
+        self._objects: dict[str, bytes] = {}
+
+    def absolute(self, path: str) -> str:
+        """See `FileSystem.absolute`."""
+        return path
+
+    def join(self, directory: str, name: str) -> str:
+        """See `FileSystem.join`."""
+        return f"{directory}/{name}"
+
+    def split(self, path: str) -> tuple[str, str]:
+        """See `FileSystem.split`."""
+        parent, _, name = path.rpartition("/")
+        return parent, name
+
+    def kind(self, path: str) -> Kind | None:
+        """See `FileSystem.kind`."""
+        if path in self._objects:
+            return "file"
+        return "directory" if any(self._inside(path)) else None
+
+    def entries(self, directory: str) -> dict[str, Kind]:
+        """See `FileSystem.entries`."""
+        found: dict[str, Kind] = {}
+        for key in self._inside(directory):
+            name, deeper, _ = key.removeprefix(f"{directory}/").partition("/")
+            found[name] = "directory" if deeper else "file"
+        return found
+
+    def create(self, path: str) -> Sink:
+        """See `FileSystem.create`."""
+        return _ObjectSink(self._objects, path)
+
+    def open(self, path: str) -> Source:
+        """See `FileSystem.open`."""
+        if path not in self._objects:
+            raise _os_error(errno.ENOENT, path)
+        return MemorySource(self._objects[path])
+
+    def make_directory(self, path: str) -> None:
+        """See `FileSystem.make_directory`; there is nothing to do."""
+
+    def sync(self, directory: str) -> None:
+        """See `FileSystem.sync`; there is nothing to do."""
+
+    def rename(self, old: str, new: str) -> None:
+        """See `FileSystem.rename`."""
+        if old not in self._objects:
+            raise _os_error(errno.ENOENT, old)
+        self._objects[new] = self._objects.pop(old)
+
+    def delete(self, path: str) -> None:
+        """See `FileSystem.delete`."""
+        doomed = [path] if path in self._objects else list(self._inside(path))
+        if not doomed:
+            raise _os_error(errno.ENOENT, path)
+        for key in doomed:
+            del self._objects[key]
+
+    def _inside(self, directory: str) -> Iterator[str]:
+        return (key for key in self._objects if key.startswith(f"{directory}/"))
+
+
+class MemorySource:
+    """Bytes that are read as a file; see `Source`."""
+
+    def __init__(self, content: bytes) -> None:
+        self.size = len(content)
+        self._content = content
+        self._position = 0
+
+    def read_into(self, target: memoryview) -> int:
+        """See `Source.read_into`."""
+        found = self._content[self._position : self._position + len(target)]
+        target[: len(found)] = found
+        self._position += len(found)
+        return len(found)
+
+    def seek(self, position: int) -> None:
+        """See `Source.seek`."""
+        self._position = position
+
+    def close(self) -> None:
+        """See `Source.close`."""
+
+
+class _DiskSink:
+    def __init__(self, file: _File) -> None:
+        self._file = file
+
+    def write(self, data: memoryview) -> int:
+        self._file.content += bytes(data)
+        return len(data)
+
+    def finish(self) -> None:
+        self._file.durable = self._file.content
+
+    def abort(self) -> None:
+        pass
+
+
+class _ObjectSink:
+    def __init__(self, objects: dict[str, bytes], key: str) -> None:
+        self._objects = objects
+        self._key = key
+        self._content = b""
+
+    def write(self, data: memoryview) -> int:
+        self._content += bytes(data)
+        return len(data)
+
+    def finish(self) -> None:
+        self._objects[self._key] = self._content
+
+    def abort(self) -> None:
+        pass
+
+
+def _survivors(changes: list[_Change], chance: random.Random) -> list[_Change]:
+    """Which of the changes that were not made durable have reached the medium all the same."""
+    fate = chance.choice(("none", "all", "first", "some"))
+    if fate == "first":
+        return changes[: chance.randint(0, len(changes))]
+    return [each for each in changes if fate == "all" or (fate == "some" and chance.random() < 0.5)]
+
+
+def _torn(content: bytes, chance: random.Random) -> bytes:
+    """What a power cut leaves of a file's content that was not made durable."""
+    length = chance.randint(0, len(content))
+    return chance.choice((b"", content[:length], content[:length] + bytes(len(content) - length), content))
+
+
+def _parts(path: str) -> list[str]:
+    return [name for name in path.split("/") if name]
+
+
+def _os_error(code: int, path: str) -> OSError:
+    return OSError(code, os.strerror(code), path)

@@ -1,0 +1,294 @@
+"""What checkpoints cost, counted: memory, operations on files, calls. Times are in the benchmark."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, DirectoryCheckpointIO, Snapshot, places
+from drivetrain.checkpoint.background import HostBuffers
+from drivetrain.checkpoint.filesystem import LocalFileSystem
+from drivetrain.checkpoint.index import Entry, write_index
+from drivetrain.checkpoint.locate import newest_first
+from drivetrain.checkpoint.sharding import plan_parts
+from drivetrain.distributed.ranks import ALONE
+
+MIB = 1 << 20
+SLACK = 12 * MIB
+"""What Python, the allocator and the kernel's own counting (in batches for each thread) may add."""
+
+MEASURE = """
+import gc, json, re, sys
+import torch
+from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, DirectoryCheckpointIO, Snapshot, verify
+
+torch.set_num_threads(1)
+io, directory, peaks = DirectoryCheckpointIO(), sys.argv[1], {}
+
+def memory(key):
+    with open("/proc/self/status") as file:
+        return int(re.search(rf"^{key}:\\s+(\\d+) kB", file.read(), re.M)[1]) * 1024
+
+def measure(name, act):
+    gc.collect()
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak begins anew
+    before = memory("VmRSS")
+    kept = act()
+    peaks[name] = memory("VmHWM") - before
+
+def behind(name, tensors):
+    manager = CheckpointManager(f"{directory}/{name}", CheckpointConfig(best=0, asynchronous=True))
+    for update in (1, 2):
+        manager.save(update, 0, {}, lambda: Snapshot({"model": tensors}))
+    manager.wait()
+
+small = {"w": torch.ones(4).t()}
+io.save(f"{directory}/warm", Snapshot({"model": small}))  # whatever is imported or made once
+io.load(f"{directory}/warm")
+behind("warm-behind", small)
+many = {f"w{number}": torch.ones(1 << 20) for number in range(48)}
+measure("save", lambda: io.save(f"{directory}/many", Snapshot({"model": many})))
+measure("save behind", lambda: behind("behind", many))
+many.clear()
+measure("load", lambda: io.load(f"{directory}/many"))
+measure("verify", lambda: verify(f"{directory}/many"))
+large = {f"w{number}": torch.ones(3 << 12, 1 << 11).t() for number in range(3)}
+measure("save transposed", lambda: io.save(f"{directory}/large", Snapshot({"model": large})))
+print(json.dumps(peaks))
+"""
+MANY = 48 * 4 * MIB
+LARGE = 96 * MIB
+
+
+@pytest.fixture(scope="module")
+def peaks(tmp_path_factory):
+    """The peaks of memory above what was held before, by what was done."""
+    if not os.path.exists("/proc/self/clear_refs"):
+        pytest.skip("the system does not tell the peak of a part of a process's life")
+    directory = str(tmp_path_factory.mktemp("memory"))
+    # A fixed threshold, so that glibc gives back what is freed and a peak is not hidden by an earlier one.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, "-c", MEASURE, directory]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_save_takes_no_memory_for_tensors_that_lie_ready(peaks):
+    assert peaks["save"] <= SLACK
+
+
+def test_a_save_takes_the_memory_of_one_tensor_for_those_that_must_be_copied(peaks):
+    assert 0.9 * LARGE <= peaks["save transposed"] <= LARGE + SLACK
+
+
+def test_a_save_in_the_background_takes_one_copy_also_when_repeated(peaks):
+    assert 0.9 * MANY <= peaks["save behind"] <= 1.1 * MANY
+
+
+def test_a_load_takes_the_memory_of_what_it_returns(peaks):
+    assert 0.9 * MANY <= peaks["load"] <= MANY + SLACK
+
+
+def test_a_check_takes_no_memory_to_speak_of(peaks):
+    assert peaks["verify"] <= SLACK
+
+
+class Counting(LocalFileSystem):
+    """The local disk, with every operation counted by name and thread, and the bytes that are read."""
+
+    def __init__(self):
+        self.operations = Counter()
+        self.threads = Counter()
+        self.bytes_read = 0
+
+    def count(self, name):
+        self.operations[name] += 1
+        self.threads[threading.get_ident(), name] += 1
+
+    def reset(self):
+        self.operations.clear()
+        self.threads.clear()
+        self.bytes_read = 0
+
+    def create(self, path):
+        self.count("create")
+        return CountingFile(self, super().create(path))
+
+    def open(self, path):
+        self.count("open")
+        return CountingFile(self, super().open(path))
+
+
+def counted(name):
+    def operation(self, *arguments):
+        self.count(name)
+        return getattr(LocalFileSystem, name)(self, *arguments)
+
+    return operation
+
+
+for each in ("kind", "entries", "make_directory", "sync", "rename", "delete"):
+    setattr(Counting, each, counted(each))
+
+
+class CountingFile:
+    """A sink or a source of the local disk."""
+
+    def __init__(self, files, inner):
+        self.files, self.inner = files, inner
+        self.size = getattr(inner, "size", 0)
+
+    def write(self, data):
+        self.files.count("write")
+        return self.inner.write(data)
+
+    def finish(self):
+        self.files.count("finish")
+        self.inner.finish()
+
+    def abort(self):
+        self.inner.abort()
+
+    def read_into(self, target):
+        self.files.count("read")
+        count = self.inner.read_into(target)
+        self.files.bytes_read += count
+        return count
+
+    def seek(self, position):
+        self.files.count("seek")
+        self.inner.seek(position)
+
+    def close(self):
+        self.inner.close()
+
+
+def snapshot_of(count):
+    return Snapshot({"model": {f"block.{number}.weight": torch.ones(2, 3) for number in range(count)}})
+
+
+def test_ten_times_the_tensors_are_ten_times_the_writes_and_reads_and_nothing_else(tmp_path):
+    files = Counting()
+    io = DirectoryCheckpointIO(files)
+    saving, loading = {}, {}
+    for count in (100, 1_000):
+        files.reset()
+        io.save(str(tmp_path / str(count)), snapshot_of(count))
+        saving[count] = Counter(files.operations)
+        files.reset()
+        io.load(str(tmp_path / str(count)))
+        loading[count] = Counter(files.operations)
+    assert saving[1_000].pop("write") - saving[100].pop("write") == 900
+    assert saving[1_000] == saving[100]
+    assert saving[100]["finish"] == saving[100]["create"] == 2  # the tensors, and the manifest
+    assert loading[1_000].pop("read") - loading[100].pop("read") == 900
+    assert loading[1_000] == loading[100]
+
+
+def test_a_load_reads_every_byte_once(tmp_path):
+    files = Counting()
+    io = DirectoryCheckpointIO(files)
+    io.save(str(tmp_path / "c"), snapshot_of(100))
+    io.load(str(tmp_path / "c"))
+    assert files.bytes_read == sum(each.stat().st_size for each in (tmp_path / "c").iterdir())
+
+
+def calls(act):
+    """How many calls of Python and of C functions it makes."""
+    found = 0
+
+    def note(frame, event, argument):
+        nonlocal found
+        found += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def test_the_work_grows_no_faster_than_the_number_of_tensors(tmp_path):
+    io = DirectoryCheckpointIO()
+
+    def copy(count):
+        snapshot = snapshot_of(count)
+        snapshot.parts = plan_parts(snapshot.tensors, (), ALONE)
+        HostBuffers().copy(snapshot)
+
+    for act in (
+        lambda count: io.save(str(tmp_path / f"{count}"), snapshot_of(count)),
+        lambda count: io.load(str(tmp_path / f"{count}")),
+        copy,
+    ):
+        few, many = (calls(partial(act, count)) for count in (200, 2_000))
+        assert many <= 10 * few
+
+
+@pytest.fixture
+def crowd(tmp_path, monkeypatch):
+    """Makes a directory of so many checkpoints and their index, on a disk that counts."""
+    files = Counting()
+    monkeypatch.setattr(places, "LOCAL", files)
+    DirectoryCheckpointIO().save(str(tmp_path / "one"), snapshot_of(1))
+
+    def make(count):
+        directory = tmp_path / str(count)
+        names = [f"update-{number:08d}" for number in range(count)]
+        for name in names:
+            os.makedirs(directory / name)
+            for file in Path(tmp_path, "one").iterdir():
+                os.link(file, directory / name / file.name)
+        write_index(str(directory), [Entry(name, number, number, 0) for number, name in enumerate(names)])
+        files.reset()
+        return str(directory), files
+
+    return make
+
+
+LISTINGS = {
+    "list": lambda directory: len(DirectoryCheckpointIO().list(directory)),
+    "entries": lambda directory: len(CheckpointManager(directory, CheckpointConfig(best=0)).entries()),
+    "newest first": lambda directory: len(newest_first(directory)),
+}
+
+
+@pytest.mark.parametrize("name", LISTINGS)
+def test_a_list_asks_one_question_of_each_checkpoint_and_reads_none(crowd, name):
+    questions, others, work = [], [], []
+    for count in (100, 1_000):
+        directory, files = crowd(count)
+        assert LISTINGS[name](directory) == count
+        operations = Counter(files.operations)
+        questions.append(operations.pop("kind"))
+        operations.pop("read", None)  # of the index, which is larger
+        others.append(operations)
+        work.append(calls(partial(LISTINGS[name], directory)))
+    assert questions[1] - questions[0] == 900
+    assert others[1] == others[0]
+    assert others[1]["open"] == (name != "list")  # the index alone
+    assert work[1] <= 10 * work[0]
+
+
+def test_a_run_in_the_foreground_does_no_file_work_of_a_save_in_the_background(tmp_path):
+    files = Counting()
+    manager = CheckpointManager(str(tmp_path / "c"), CheckpointConfig(best=0, asynchronous=True), files=files)
+    manager.save(1, 0, {}, lambda: snapshot_of(10))
+    manager.wait()
+    files.reset()
+    manager.save(2, 0, {}, lambda: snapshot_of(10))
+    manager.wait()
+    mine = {name for thread, name in files.threads if thread == threading.get_ident()}
+    assert mine == {"kind"}  # is the name free?
+    assert files.threads[threading.get_ident(), "kind"] == 1
+    assert files.operations["write"] > 10

@@ -1,0 +1,206 @@
+"""The fault campaign in short: whatever fails, nothing wrong is loaded and nothing that was saved is lost.
+
+`python -m drivetrain.testing.campaign` is the long form.
+"""
+
+import random
+from contextlib import suppress
+
+import pytest
+import torch
+
+from drivetrain.checkpoint import (
+    CheckpointConfig,
+    CheckpointManager,
+    DamagedCheckpointError,
+    DirectoryCheckpointIO,
+)
+from drivetrain.checkpoint.files import write_atomically
+from drivetrain.errors import CheckpointError
+from drivetrain.testing.campaign import run_campaign
+from drivetrain.testing.fault_kinds import OPERATIONS, Fault, Killed
+from drivetrain.testing.faults import FaultyFileSystem, read_bytes
+from drivetrain.testing.kills import run_kills
+from drivetrain.testing.life import Life, content, differences
+from drivetrain.testing.memory import MemoryDisk, MemoryObjects
+from drivetrain.testing.shards import run_shards
+
+
+@pytest.mark.parametrize(
+    ("storage", "files", "faults"),
+    [("disk", MemoryDisk(), 700), ("disk", None, 60), ("objects", None, 300)],
+    ids=["disk in memory", "this disk", "object store"],
+)
+def test_faults_of_every_kind_at_any_operation_do_no_harm(tmp_path, storage, files, faults):
+    directory = "/campaign" if files else str(tmp_path)
+    score = run_campaign(faults, 0, directory, (storage,), files=files)
+    assert not score.failures, str(score)
+    assert score.wrong == 0
+    assert score.faults.total() >= faults
+    assert score.loads > 3 * score.trials
+    if faults > 100:
+        assert set(score.faults) == set(OPERATIONS) - (set() if storage == "disk" else {"power cut"})
+        assert score.on_newest.total() > score.on_earlier.total() > 0
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+def test_a_fault_of_one_process_of_two_does_no_harm(tmp_path):
+    outcomes = run_shards(12, 0, str(tmp_path))
+    assert [
+        (outcome.case, outcome.wrong, outcome.complaints) for outcome in outcomes if not outcome.is_good
+    ] == []
+    assert sum(len(outcome.struck) for outcome in outcomes) >= 6
+    assert sum(outcome.loads for outcome in outcomes) > 12
+
+
+def test_real_kills_do_no_harm(tmp_path):
+    outcomes = run_kills(12, 0, str(tmp_path / "checkpoints"))
+    assert [
+        (outcome.case, outcome.wrong, outcome.complaints) for outcome in outcomes if not outcome.is_good
+    ] == []
+
+
+class Unsynced(FaultyFileSystem):
+    """Leaves out the syncs of some directories."""
+
+    left_out = ""
+
+    def sync(self, directory):
+        if self.left_out not in directory:
+            super().sync(directory)
+
+
+class Unfinished(FaultyFileSystem):
+    """Leaves out the syncs of files."""
+
+    def create(self, path):
+        sink = super().create(path)
+        sink._twin.finish = lambda: None
+        return sink
+
+
+def complaints(make, cuts=150):
+    found = []
+    for seed in range(cuts):
+        disk, life = MemoryDisk(), Life("/run")
+        life.live(make(disk, Fault(1 + seed, "power cut", seed), root="/run"))
+        try:
+            life.end(disk)
+        except (AssertionError, CheckpointError) as error:
+            found.append(str(error))
+        found += life.complaints
+    return found
+
+
+def test_a_sync_that_is_left_out_would_be_noticed(monkeypatch):
+    assert complaints(FaultyFileSystem) == []
+    assert any("is lost without a cause" in text for text in complaints(Unsynced))
+    monkeypatch.setattr(Unsynced, "left_out", ".saving-")
+    assert any("is missing" in text or "lost" in text for text in complaints(Unsynced))
+    assert any("is lost without a cause" in text for text in complaints(Unfinished))
+
+
+def save_another(disk):
+    DirectoryCheckpointIO(disk).save("/run/update-2", content(2))
+
+
+def remove_it(disk):
+    DirectoryCheckpointIO(disk).remove("/run/update-1")
+
+
+def write_a_file(disk):
+    write_atomically("/run/index", [b"content"], disk)
+
+
+@pytest.mark.parametrize(
+    ("act", "expected"),
+    [
+        (save_another, ["update-1", "update-2"]),
+        (remove_it, []),
+        (write_a_file, ["index", "update-1"]),
+    ],
+)
+def test_what_has_returned_survives_a_power_cut_at_once(act, expected):
+    for seed in range(30):
+        disk = MemoryDisk()
+        io = DirectoryCheckpointIO(disk)
+        io.save("/run/update-1", content(1))
+        act(disk)
+        disk.cut_power(random.Random(seed))
+        assert sorted(disk.entries("/run")) == expected
+        for name in io.list("/run"):
+            assert differences(io.load(f"/run/{name}")) is None
+        if "index" in expected:
+            assert read_bytes(disk, "/run/index") == b"content"
+
+
+@pytest.mark.parametrize(
+    ("storage", "kind"), [(MemoryDisk, "kill"), (MemoryDisk, "power cut"), (MemoryObjects, "kill")]
+)
+def test_a_removal_that_is_cut_short_leaves_a_whole_checkpoint_or_none(storage, kind):
+    files = storage()
+    io = DirectoryCheckpointIO(files)
+    for seed in range(200):
+        path = f"/run-{seed}/update-1"
+        io.save(path, content(1))
+        faulty = FaultyFileSystem(files, Fault(1 + seed % 12, kind, seed), root=f"/run-{seed}")
+        with suppress(Killed):
+            DirectoryCheckpointIO(faulty).remove(path)
+        if io.list(f"/run-{seed}"):
+            assert differences(io.load(path)) is None
+
+
+@pytest.fixture
+def two():
+    """A disk with two checkpoints."""
+    disk = MemoryDisk()
+    manager = CheckpointManager("/run", CheckpointConfig(by=None), files=disk)
+    for update in (1, 2):
+        manager.save(update, 0, {}, lambda update=update: content(update))
+    return disk
+
+
+def opened(disk, *faults):
+    files = FaultyFileSystem(disk, *faults)
+    return CheckpointManager("/run", CheckpointConfig(by=None), files=files), files
+
+
+def reads(disk, operation, path):
+    """The numbers of the operations that load_latest does of a kind, to files with `path` in their names."""
+    manager, files = opened(disk)
+    manager.load_latest()
+    return [
+        number
+        for number, step in enumerate(files.steps, 1)
+        if step.operation == operation and path in step.path
+    ]
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "model.safetensors", "state.json", "index.json"])
+@pytest.mark.parametrize("operation", ["look", "open"])
+def test_what_may_not_be_read_is_no_reason_to_take_an_older_one(two, operation, file):
+    for number in reads(two, operation, file):
+        manager, files = opened(two, Fault(number, "EACCES"))
+        with pytest.raises(CheckpointError, match=r"\(EACCES\); check the permissions") as caught:
+            manager.load_latest()
+        assert not isinstance(caught.value, DamagedCheckpointError)
+        assert files.struck()
+        path, snapshot = manager.load_latest()  # the same manager, once the permission is there
+        assert path == "/run/update-00000002"
+        assert differences(snapshot) is None
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "model.safetensors", "state.json"])
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [("EIO", r"Input/output error \(EIO\)"), ("flip", r"not what was written|not valid JSON|no safe")],
+)
+def test_what_the_medium_has_lost_is_set_aside_with_the_reason(two, file, kind, why):
+    manager, _ = opened(two, Fault(reads(two, "read", f"update-00000002/{file}")[0], kind))
+    with pytest.warns(
+        UserWarning, match=rf"update-00000002' is damaged and was set aside as .*\.bad': .*({why})"
+    ):
+        path, snapshot = manager.load_latest()
+    assert path == "/run/update-00000001"
+    assert differences(snapshot) is None
+    assert sorted(two.entries("/run")) == ["index.json", "update-00000001", "update-00000002.bad"]
