@@ -117,9 +117,35 @@ PAGES = {
         "Checkpoints",
         "how-to/checkpoints-and-resume.md",
         {
-            "checkpoint": f"CheckpointConfig CheckpointManager SavedCheckpoint {_STORAGE} export_weights"
-            " load_weights pack unpack DamagedCheckpointError",
+            "checkpoint": f"CheckpointConfig CheckpointManager SavedCheckpoint {_STORAGE} pack unpack"
+            " DamagedCheckpointError",
+            "checkpoint.inspection": "list_checkpoints Listed",
+            "checkpoint.compare": "compare Comparison TensorDifference",
+            "checkpoint.filesystem": "FileSystem LocalFileSystem",
+            "checkpoint.remote": "RemoteFileSystem",
+            "checkpoint.retries": "Retry",
+            "distributed.ranks": "Ranks",
             "prediction_files": "read_predictions",
+        },
+    ),
+    "weights": Page(
+        "Weights",
+        "how-to/weights.md",
+        {
+            "checkpoint": "export_weights export_torch load_weights",
+            "warm_start": "load_weights_into LoadReport",
+        },
+    ),
+    "testing": Page(
+        "Testing",
+        "explanation/crash-safety.md",
+        {
+            "testing.distributed": "run_distributed",
+            "testing.storage": "check_file_system check_checkpoint_io everything",
+            "testing.faults": "FaultyFileSystem",
+            "testing.fault_kinds": "Fault FaultKind Killed",
+            "testing.memory": "MemoryDisk MemoryObjects",
+            "testing.campaign": "run_campaign Score",
         },
     ),
     "strategies": Page(

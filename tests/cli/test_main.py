@@ -184,7 +184,7 @@ def test_the_environment_is_listed(drive):
     assert found["drivetrain"] == __version__
     assert found["packages"]["torch"] == torch.__version__
     assert found["devices"][0]["type"] == "cpu"
-    assert set(found["extras"]) == {"deepspeed", "accelerate", "xla", "examples"}
+    assert set(found["extras"]) == {"deepspeed", "accelerate", "xla", "remote", "s3", "examples"}
     code, out, _ = drive("env")
     assert f"torch          {torch.__version__}"[:5] in out
     assert "extra xla" in out

@@ -1,11 +1,16 @@
 """Checkpoints: a directory of safetensors and JSON files that is whole or does not exist.
 
-From the ground up: `filesystem` (operations on files, on a disk) and `places` (which file system a path is
-in), `strict_json`, `files` (durable writing, hashed reading), `tensors` (safetensors), `tree` (Python values
-to JSON and tensors), `format` (snapshot and manifest), `sharding` (who writes, reads which part), `writing`,
-`reading`, `io` (storage as the manager sees it), `index`, `recovery` (after a kill), `background` (saving
-behind the loop), `manager` (what is kept), `locate` (what a path means), `weights` (weights in), `export` and
-`torch_file` (weights out).
+From the ground up:
+
+- files: `filesystem` (the operations, on a disk), `places` (which file system a path is in), `remote` with
+  `client`, `uploads` and `retries` (object stores), `strict_json`, `files` (durable writing, hashed reading)
+- the format: `tensors` (safetensors), `tree` (Python values to JSON and tensors), `records` and `format`
+  (the manifest), `migrations` (older versions)
+- checkpoints: `sharding` (who writes and reads which part), `writing`, `reading`, `io` (storage as the
+  manager sees it)
+- those of a run: `index`, `recovery` (after a kill), `background` (saving behind the loop), `manager` (what
+  is kept), `locate` (what a path means), `inspection` and `compare` (for people)
+- weights by themselves: `export`, `outgoing`, `weight_files`, `torch_file`, `dtypes`, `weights`
 """
 
 from drivetrain.checkpoint.config import CheckpointConfig

@@ -16,6 +16,8 @@ _EXTRAS = {
     "deepspeed": ("deepspeed",),
     "accelerate": ("accelerate",),
     "xla": ("torch_xla",),
+    "remote": ("fsspec",),
+    "s3": ("s3fs",),
     "examples": ("scikit-learn",),
 }
 
