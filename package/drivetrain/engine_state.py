@@ -13,7 +13,7 @@ from drivetrain.checkpoint.io import DirectoryCheckpointIO
 from drivetrain.checkpoint.sharding import Like, is_sharded
 from drivetrain.checkpoint.tree import pack, unpack, well_formed
 from drivetrain.errors import CheckpointError, ConfigError
-from drivetrain.module_state import load_module_state, module_state
+from drivetrain.module_state import load_module_state, module_state, parameter_names
 from drivetrain.optim import load_state_by_name, state_by_name
 from drivetrain.task import StepModule
 from drivetrain.types import Stateful
@@ -26,7 +26,7 @@ def optimizer_state(
     module: nn.Module, optimizers: Mapping[str, Optimizer]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The states of a module's optimizers: tensors by `parameter/slot`, and the rest by optimizer."""
-    names = {parameter: name for name, parameter in module.named_parameters()}
+    names = parameter_names(module)
     tensors: dict[str, Tensor] = {}
     meta: dict[str, Any] = {}
     for name, optimizer in optimizers.items():
@@ -50,7 +50,7 @@ def restore_optimizer_state(
         raise CheckpointError(
             f"the checkpoint has the optimizers {sorted(meta)}, the task configures {sorted(optimizers)}"
         )
-    names = {parameter: name for name, parameter in module.named_parameters()}
+    names = parameter_names(module)
     for name, optimizer in optimizers.items():
         mine = {each for group in meta[name]["groups"] for each in group["parameters"]}
         own = {key: value for key, value in tensors.items() if key.rpartition("/")[0] in mine}

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from drivetrain.errors import ConfigError, nearest
+from drivetrain.module_state import clean_name
 from drivetrain.options import number
 
 _NORM = re.compile(r"Norm(\dd)?$")
@@ -88,7 +89,7 @@ def named_parameters(module: nn.Module) -> list[NamedParameter]:
     """The parameters of a module in model order, each once, with all the names it is known by."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
+        names.setdefault(parameter, []).append(clean_name(name))
     return [NamedParameter(tuple(known), parameter) for parameter, known in names.items()]
 
 

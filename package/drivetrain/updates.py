@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from drivetrain.errors import CheckpointError, ConfigError
+from drivetrain.module_state import parameter_names as parameter_names_of
 from drivetrain.optim import (
     OptimizerConfig,
     PlateauSchedule,
@@ -154,7 +155,7 @@ def parameter_names(task: nn.Module, name: str, spec: OptimizerConfig, alone: bo
     """
     if alone or spec.parameters is not None:
         return None
-    names = {each for each, _ in task.named_parameters() if each.startswith(f"{name}.")}
+    names = {each for each in parameter_names_of(task).values() if each.startswith(f"{name}.")}
     if not names:
         children = ", ".join(repr(child) for child, _ in task.named_children())
         raise ConfigError(

@@ -100,8 +100,7 @@ class CheckpointSaver(Callback):
         """Wait for what is still being written, and leave the weights as a plain safetensors file."""
         with run.timed("save"):
             self._tell(run, self.manager.wait())
-        if run.is_main:
-            export_weights(module_state(run.task)[0], self.weights)
+        export_weights(module_state(run.task)[0], self.weights, write=run.is_main)
 
     def on_exception(self, run: Run) -> None:
         """Let a save that has begun end: it was good when it began."""
