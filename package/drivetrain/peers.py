@@ -29,6 +29,23 @@ ARGUMENTS = {
 }
 """Arguments of Lightning's Trainer, Hugging Face's TrainingArguments and Composer's Trainer."""
 
+CHECKPOINT_ARGUMENTS = {
+    "async_save": "asynchronous",
+    "dirpath": "directory",
+    "every_n_epochs": "every",
+    "every_n_train_steps": "every",
+    "metric_for_best_model": "by",
+    "monitor": "by",
+    "save_folder": "directory",
+    "save_interval": "every",
+    "save_num_checkpoints_to_keep": "keep_last",
+    "save_steps": "every",
+    "save_top_k": "best",
+    "save_total_limit": "keep_last",
+    "train_time_interval": "every",
+}
+"""Arguments of Lightning's ModelCheckpoint, and those about checkpoints of Hugging Face and Composer."""
+
 HOOKS = {
     "on_after_backward": "on_before_optimizer_step",
     "on_epoch_begin": "on_epoch_start",

@@ -100,7 +100,6 @@ def test_of_two_values_at_most_one_is_better_and_nan_never_is(value, other, mode
         ({"mode": None}, "unknown CheckpointConfig mode None"),
         ({"keep_last": -1}, "CheckpointConfig: keep_last must be a whole number, at least 0, not -1"),
         ({"keep_last": "2"}, "keep_last must be a whole number, at least 0, not '2'"),
-        ({"keep_last": None}, "keep_last must be a whole number"),
         ({"best": 1.5}, "CheckpointConfig: best must be a whole number"),
         ({"best": math.inf}, "best must be a whole number"),
         ({"best": True}, "best must be a whole number"),
@@ -124,3 +123,17 @@ def test_of_two_values_at_most_one_is_better_and_nan_never_is(value, other, mode
 def test_a_wrong_value_is_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         CheckpointConfig(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [("monitor", "by"), ("save_top_k", "best"), ("dirpath", "directory"), ("save_total_limit", "keep_last")],
+)
+def test_the_names_of_other_libraries_are_answered_with_ours(name, ours):
+    with pytest.raises(ConfigError, match=f"no argument '{name}'. Here it is called '{ours}'"):
+        CheckpointConfig(**{name: 1})
+
+
+def test_an_unknown_argument_is_refused_with_the_nearest():
+    with pytest.raises(ConfigError, match=r"no argument 'keep_lst'\. Did you mean 'keep_last'"):
+        CheckpointConfig(keep_lst=3)

@@ -372,3 +372,10 @@ def test_an_old_checkpoint_that_cannot_be_removed_stops_nothing(directory, save)
     assert updates(again) == [1, 2]
     save(again, 3)
     assert on_disk(directory) == ["update-00000003"]
+
+
+def test_all_resume_points_are_kept_when_none_is_to_go(directory, save):
+    manager = open_manager(directory, keep_last=None, best=1, by="validation/loss")
+    for update in range(1, 6):
+        save(manager, update, update / 10, keeper=True)
+    assert updates(manager) == updates(open_manager(directory, keep_last=None)) == [1, 2, 3, 4, 5]

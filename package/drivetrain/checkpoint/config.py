@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
+from typing import Any
 
 from drivetrain.errors import ConfigError
 from drivetrain.options import count, flag, one_of
+from drivetrain.peers import CHECKPOINT_ARGUMENTS, help_with
 from drivetrain.types import Every
 
 _MODES = ("min", "max")
@@ -28,8 +30,8 @@ class CheckpointConfig:
     Attributes:
         every: The interval between resume points ("500 steps", "1 epoch", "10 minutes"...); None saves only
             at the end.
-        keep_last: How many resume points to keep. The newest checkpoint stays in any case until the next is
-            committed.
+        keep_last: How many resume points to keep; None for all. The newest checkpoint stays in any case until
+            the next is committed.
         best: How many keepers to keep; 0 for none.
         by: The metric that ranks keepers, by its full name; None for no keepers.
         mode: Whether a "min"imal or a "max"imal value is best. NaN is never best, and of equals the earlier
@@ -45,17 +47,31 @@ class CheckpointConfig:
     """
 
     every: Every | str | int | float | timedelta | None = "1 epoch"
-    keep_last: int = 2
+    keep_last: int | None = 2
     best: int = 1
     by: str | None = "validation/loss"
     mode: str = "min"
     asynchronous: bool = False
     directory: str | os.PathLike[str] | None = None
 
+    def __new__(cls, *positional: Any, **arguments: Any) -> CheckpointConfig:
+        """Refuse unknown arguments with the nearest name, which a dataclass's own constructor would not give.
+
+        Raises:
+            ConfigError: An unknown argument.
+        """
+        names = [each.name for each in fields(cls)]
+        for name in arguments:
+            if name not in names:
+                meant = help_with(name, names, CHECKPOINT_ARGUMENTS)
+                raise ConfigError(f"CheckpointConfig has no argument {name!r}. {meant}")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         """Check each value, and read the interval."""
         for name in ("keep_last", "best"):
-            object.__setattr__(self, name, count(f"CheckpointConfig: {name}", getattr(self, name)))
+            if getattr(self, name) is not None or name == "best":
+                object.__setattr__(self, name, count(f"CheckpointConfig: {name}", getattr(self, name)))
         one_of("CheckpointConfig mode", self.mode, _MODES)
         flag("CheckpointConfig: asynchronous", self.asynchronous)
         by: object = self.by

@@ -153,7 +153,8 @@ def retain(entries: Sequence[Entry], config: CheckpointConfig) -> tuple[list[Ent
         The entries that stay, with the flags that they stay for, and those that go; both oldest first.
     """
     points = [entry.name for entry in entries if entry.resume]
-    points = points[max(0, len(points) - config.keep_last) :]
+    if config.keep_last is not None:
+        points = points[max(0, len(points) - config.keep_last) :]
     best = {entry.name for entry in rank(entries, config)[: config.keepers]}
     flagged = [replace(entry, resume=entry.name in points, keeper=entry.name in best) for entry in entries]
     stays = [entry.resume or entry.keeper or entry is flagged[-1] for entry in flagged]
