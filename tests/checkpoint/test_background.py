@@ -171,3 +171,35 @@ def test_several_processes_save_in_the_background_while_they_go_on_talking(tmp_p
     assert run_distributed(act, str(tmp_path / "c")) == [[4, 5], [4, 5]]
     stored = DirectoryCheckpointIO().load(str(tmp_path / "c" / "update-00000005")).tensors["model"]
     assert all(torch.equal(each, torch.full((1000,), 5.0)) for each in stored.values())
+
+
+def test_weights_that_are_no_longer_tied_get_memory_of_their_own(tmp_path):
+    manager = CheckpointManager(str(tmp_path), ASYNC)
+    tied = torch.ones(4)
+    manager.save(1, 0, {}, lambda: snapshot({"a": tied, "b": tied}))
+    apart = {"a": torch.full((4,), 5.0), "b": torch.full((4,), 7.0)}
+    manager.save(2, 0, {}, lambda: snapshot(apart))
+    both = torch.full((4,), 9.0)
+    saved = manager.save(3, 0, {}, lambda: snapshot({"a": both, "b": both}))
+    manager.wait()
+    stored = [DirectoryCheckpointIO().load(str(tmp_path / f"update-0000000{n}")).tensors for n in (2, 3)]
+    assert [{name: each[0].item() for name, each in found["model"].items()} for found in stored] == [
+        {"a": 5.0, "b": 7.0},
+        {"a": 9.0, "b": 9.0},
+    ]
+    assert saved.path.endswith("update-00000003")
+
+
+def test_a_thread_that_cannot_be_started_leaves_the_manager_as_it_was(tmp_path, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    manager = CheckpointManager(str(tmp_path), ASYNC)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(CheckpointError, match="no thread can be started"):
+            manager.save(1, 0, {}, lambda: snapshot({"w": torch.ones(3)}))
+    assert manager.entries() == ()
+    manager.save(2, 0, {}, lambda: snapshot({"w": torch.ones(3)}))
+    manager.wait()
+    assert [entry.update for entry in manager.entries()] == [2]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.checkpoint.format import Part, Snapshot
+from drivetrain.errors import CheckpointError
 
 _Identity: TypeAlias = tuple[int, torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
@@ -31,6 +32,7 @@ class HostBuffers:
         assert snapshot.parts is not None
         before, self._buffers = self._buffers, {}
         same: dict[_Identity, Tensor] = {}
+        taken: set[int] = set()
         pairs: list[tuple[Tensor, Tensor]] = []
         parts: dict[str, dict[str, Part]] = {}
         for group, named in snapshot.parts.items():
@@ -39,7 +41,11 @@ class HostBuffers:
                 identity = _identity(part.tensor)
                 target = same.get(identity)
                 if target is None:
-                    target = same[identity] = _buffer_for(part.tensor, before.pop((group, name), None))
+                    buffer = before.pop((group, name), None)
+                    if id(buffer) in taken:  # these were one memory at the save before, and are no more
+                        buffer = None
+                    target = same[identity] = _buffer_for(part.tensor, buffer)
+                    taken.add(id(target))
                     pairs.append((target, part.tensor))
                 self._buffers[group, name] = target
                 parts[group][name] = Part(target, part.offset, part.shape)
@@ -107,7 +113,11 @@ class Background:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, work: Callable[[], None]) -> None:
-        """Begin; the last piece must have been waited for."""
+        """Begin; the last piece must have been waited for.
+
+        Raises:
+            CheckpointError: The system gives no thread; nothing was begun.
+        """
         assert self._thread is None
 
         def run() -> None:
@@ -116,8 +126,12 @@ class Background:
             except BaseException as error:  # handed over by `wait`, in the thread that asks
                 self._error = error
 
-        self._thread = threading.Thread(target=run, name="drivetrain-checkpoint")
-        self._thread.start()
+        thread = threading.Thread(target=run, name="drivetrain-checkpoint")
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise CheckpointError(f"no thread can be started to save in the background: {error}") from error
+        self._thread = thread
 
     def wait(self) -> BaseException | None:
         """Return once the work has ended; what it raised, or None."""

@@ -270,9 +270,9 @@ class CheckpointManager:
             # Planned here: the plan needs the live tensors, and the copy is to be of this process's share.
             snapshot.parts = plan_parts(snapshot.tensors, snapshot.objects.keys(), self.ranks)
             snapshot = self._buffers.copy(snapshot)
+        self._background.start(lambda: self._perform(job, snapshot))
         self._entries = job.stays
         self._in_flight = job
-        self._background.start(lambda: self._perform(job, snapshot))
 
     def _perform(self, job: _Job, snapshot: Snapshot | None) -> None:
         """What is done on the disk, in whichever thread."""
