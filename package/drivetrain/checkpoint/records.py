@@ -168,9 +168,12 @@ def _load_record(value: Json, names: list[str], what: str) -> TensorRecord:
         raise DamagedCheckpointError(
             f"{what}: {len(numbers)} files and {len(hashes)} hashes for {count} pieces of {list(shape)}"
         )
+    places = [_file(number, names, what) for number in numbers]
+    if len(set(places)) != count:
+        raise DamagedCheckpointError(f"{what}: two pieces are in one file, where only one can have its name")
     pieces = tuple(
-        Piece(_file(number, names, what), offset, extent, _hash(digest, what))
-        for number, digest, (offset, extent) in zip(numbers, hashes, _cells(cuts, shape), strict=True)
+        Piece(file, offset, extent, _hash(digest, what))
+        for file, digest, (offset, extent) in zip(places, hashes, _cells(cuts, shape), strict=True)
     )
     return TensorRecord(shape, dtype, pieces)
 
