@@ -119,8 +119,8 @@ PAGES = {
         {
             "checkpoint": f"CheckpointConfig CheckpointManager SavedCheckpoint {_STORAGE} pack unpack"
             " DamagedCheckpointError",
-            "checkpoint.inspection": "list_checkpoints Listed",
-            "checkpoint.compare": "compare Comparison TensorDifference",
+            "checkpoint.inspection": "list_checkpoints Listing Listed",
+            "checkpoint.compare": "compare Comparison TensorDifference ValueDifference",
             "checkpoint.filesystem": "FileSystem LocalFileSystem",
             "checkpoint.remote": "RemoteFileSystem",
             "checkpoint.retries": "Retry",
@@ -363,12 +363,18 @@ def _page(page: Page) -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
+COMMANDS = [
+    *([], ["fit"], ["validate"], ["test"], ["predict"], ["plan"], ["env"], ["checkpoint"]),
+    *(["checkpoint", action] for action in ("list", "show", "verify", "export", "diff")),
+]
+
+
 def _usage() -> Iterator[str]:
     """The help of the command and of each of its subcommands, as a terminal of 100 columns shows it."""
     before = dict(os.environ)
     os.environ["COLUMNS"] = "100"
     try:
-        for words in ([], ["fit"], ["validate"], ["test"], ["predict"], ["plan"], ["env"]):
+        for words in COMMANDS:
             text = io.StringIO()
             with contextlib.redirect_stdout(text):
                 command_line([*words, "--help"])

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from drivetrain.errors import ConfigError, NonFiniteError
+from drivetrain.errors import CheckpointError, ConfigError, NonFiniteError
 from drivetrain.types import StepOutput
 
 FOLD = 128
@@ -262,7 +262,15 @@ class MetricBuffer:
         return {"pending": groups, "adds": len(self._pending), "folded": folded}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device | None = None) -> None:
-        """Take over what `state_dict` gave."""
+        """Take over what `state_dict` gave.
+
+        Raises:
+            CheckpointError: It is not that.
+        """
+        if type(state["adds"]) is not int or not 0 <= state["adds"] <= FOLD:
+            raise CheckpointError(f"the checkpoint's logged scalars were added {state['adds']!r} times")
+        for each in (*state["pending"], *state["folded"]):
+            _check_stored(each)
         self._folded = {tuple(each["names"]): _moved(each["sums"], device) for each in state["folded"]}
         by_update: dict[int, list[Row]] = {}
         for group in state["pending"]:
@@ -272,6 +280,23 @@ class MetricBuffer:
         self._pending = [(rows, update) for update, rows in sorted(by_update.items())]
         # An update adds once, but a generator step may return nothing to add: the count decides when to fold.
         self._pending += [((), 0)] * (state["adds"] - len(self._pending))
+
+
+def _check_stored(group: Mapping[str, Any]) -> None:
+    """Check a group of a buffer's state here, since what is wrong would show only where it is next read."""
+    names = group["names"]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"the checkpoint's logged scalars have the names {str(names)[:80]}")
+    if "sums" in group:
+        values, shapes = group["sums"], [[2 * len(names) + 1]]
+    else:
+        count = len(group["weights"])
+        values, shapes = group["values"], [[count, len(names)], *([[count]] if len(names) == 1 else [])]
+        numbers = (*group["weights"], *group["updates"])
+        if not all(isinstance(each, (int, float, Tensor)) for each in numbers):
+            raise CheckpointError(f"the checkpoint's weights of {names} are no numbers")
+    if not isinstance(values, Tensor) or list(values.shape) not in shapes:
+        raise CheckpointError(f"the checkpoint's values of {names} are not of shape {shapes[0]}")
 
 
 def _moved(tensor: Tensor, device: torch.device | None) -> Tensor:

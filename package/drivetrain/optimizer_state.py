@@ -8,7 +8,7 @@ nothing is cast.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -117,6 +117,7 @@ def load_state_by_name(
         if name not in saved["parameters"]:
             raise CheckpointError(f"the checkpoint's optimizer state {key!r} belongs to no parameter")
         state[name][slot] = tensors[key] if key in saved["slots"] else saved["scalars"][key]
+    _check_fused(pairs, names, state)
 
     for group, settings in pairs:
         for key, value in settings.items():
@@ -253,6 +254,23 @@ def _match_groups(
             )
         pairs.append((group, saved[index]))
     return pairs
+
+
+def _check_fused(
+    pairs: Iterable[tuple[dict[str, Any], object]],
+    names: Mapping[nn.Parameter, str],
+    state: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Refuse shapes that a fused kernel, which compares none, would read and write beyond."""
+    for group, _ in pairs:
+        for parameter in group["params"] if group.get("fused") else ():
+            for slot, value in state.get(names[parameter], {}).items():
+                shape = () if slot in _COUNTERS else tuple(parameter.shape)
+                if isinstance(value, Tensor) and tuple(value.shape) != shape:
+                    raise CheckpointError(
+                        f"the checkpoint's optimizer state '{names[parameter]}/{slot}' is "
+                        f"{_describe(value)}, and should be of shape {list(shape)}"
+                    )
 
 
 def _check_tensors(tensors: Mapping[str, Tensor], slots: Mapping[str, str]) -> None:

@@ -4,12 +4,13 @@ beside it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from drivetrain.checkpoint import export_weights, load_weights, pack, unpack
+from drivetrain.checkpoint.files import HashedReader
+from drivetrain.checkpoint.strict_json import dump_json, parse_json
 from drivetrain.errors import ConfigError
 
 
@@ -35,15 +36,26 @@ def write_predictions(outputs: Iterable[Any], directory: Path) -> list[Path]:
         )
     files = []
     for number, output in enumerate(outputs):
-        structure, tensors = pack(output)
+        packed, tensors = pack(output)
+        structure = dump_json(packed, f"the structure of predictions {number}")
         path = directory / f"predictions-{number:06d}.safetensors"
         export_weights(tensors, path)
-        path.with_suffix(".json").write_text(json.dumps(structure), encoding="utf-8")
+        path.with_suffix(".json").write_bytes(structure)
         files.append(path)
     return files
 
 
 def read_predictions(path: Path) -> Any:
-    """One batch's outputs, as `write_predictions` was given them."""
-    structure = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-    return unpack(structure, load_weights(path))
+    """One batch's outputs, as `write_predictions` was given them.
+
+    Args:
+        path: The safetensors file.
+
+    Raises:
+        DamagedCheckpointError: One of the two files is missing, or not what was written.
+        CheckpointError: It may not be read.
+    """
+    structure = path.with_suffix(".json")
+    with HashedReader(str(structure)) as reader:
+        packed = parse_json(reader.read_json(), repr(str(structure)))
+    return unpack(packed, load_weights(path))

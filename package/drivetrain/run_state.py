@@ -95,13 +95,21 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> None:
     engine.buffer.load_state_dict(tree["buffer"], engine.device)
     if run.train_metrics and tree["train_metrics"] is not None:
         run.train_metrics.load_state_dict(tree["train_metrics"])
-    run.set_pending_values(tree["values"])
-    run.metrics.update(tree["metrics"])
-    run.timing.update(tree["timing"])
+    run.set_pending_values(_numbers(tree, "values"))
+    run.metrics.update(_numbers(tree, "metrics"))
+    run.timing.update(_numbers(tree, "timing"))
     _restore_each(run.callbacks, tree["callbacks"], "callback")
     _restore_each(run.loggers, tree["loggers"], "logger")
     if run.train_feed is not None:
         run.train_feed.source.restore(tree["data"])
+
+
+def _numbers(tree: Any, part: str) -> dict[str, float]:
+    """A part of the state that is numbers by name; what is none would show only where it is next used."""
+    numbers: dict[str, float] = tree[part]
+    if not all(isinstance(name, str) and isinstance(each, (int, float)) for name, each in numbers.items()):
+        raise CheckpointError(f"the checkpoint's state has {part} that are not numbers by name")
+    return numbers
 
 
 def _stateful(parts: Iterable[Any]) -> dict[str, Stateful]:

@@ -22,6 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from drivetrain.errors import CheckpointError
+
+_MT19937_WORDS = 624
+"""Words of the Mersenne Twister's state; the position is that of the next one, or this number."""
+
 _MASK = (1 << 63) - 1
 _MASK64 = (1 << 64) - 1
 # The odd constant of a Weyl sequence, 2**64 divided by the golden ratio. Multiplying by an odd number is a
@@ -143,8 +148,18 @@ def host_state() -> dict[str, Any]:
 
 
 def load_host_state(state: Mapping[str, Any]) -> None:
-    """Take over what `host_state` gave."""
+    """Take over what `host_state` gave.
+
+    Raises:
+        CheckpointError: Numbers that no generator has. Neither looks at all of them itself, and with another
+            position numpy's reads memory that is not its own.
+    """
     python, legacy = state["python"], state["numpy"]
+    position, gauss, cached = legacy["position"], python["gauss"], legacy["cached"]
+    if type(position) is not int or not 0 <= position <= _MT19937_WORDS:
+        raise CheckpointError(f"the checkpoint's generator of numpy is at {str(position)[:40]}")
+    if not isinstance(gauss, (float, type(None))) or not isinstance(cached, float):
+        raise CheckpointError("the checkpoint's generators keep a normal number that is none")
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     np.random.set_state(
         (legacy["name"], legacy["keys"], legacy["position"], legacy["has_gauss"], legacy["cached"])

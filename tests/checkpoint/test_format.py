@@ -41,11 +41,13 @@ def test_the_file_is_strict_json_that_people_can_read(saved):
 
 def cut_in_four(good):
     group = good["tensors"]["model"]
+    group["files"] = [f"model-{number:05d}-of-00004.safetensors" for number in range(1, 5)]
+    good["files"].update(dict.fromkeys(group["files"], good["files"]["model.safetensors"]))
     group["tensors"]["weight"] = {
         "dtype": "F32",
         "shape": [8, 3],
         "cuts": [[0, 3], [0, 2]],
-        "files": [0, 0, 0, 0],
+        "files": [0, 1, 2, 3],
         "xxh3_128": [DIGEST] * 4,
     }
     return good
@@ -182,11 +184,12 @@ TENSOR = (*GROUP, "tensors", "weight")
         ((*TENSOR, "cuts"), [[0, 0], [0, 2]]),
         ((*TENSOR, "cuts"), [[0, 3], [0, True]]),
         ((*TENSOR, "cuts"), [[0, 3], [0, 1, 2]]),
-        ((*TENSOR, "files"), [0, 0, 0]),
+        ((*TENSOR, "files"), [0, 1, 2]),
         ((*TENSOR, "files"), 0),
-        ((*TENSOR, "files"), [0, 0, 0, 1]),
-        ((*TENSOR, "files"), [0, 0, 0, -1]),
-        ((*TENSOR, "files"), [0, 0, 0, False]),
+        ((*TENSOR, "files"), [0, 1, 2, 4]),
+        ((*TENSOR, "files"), [0, 1, 2, 2]),
+        ((*TENSOR, "files"), [0, 1, 2, -1]),
+        ((*TENSOR, "files"), [1, 2, 3, False]),
         ((*TENSOR, "files"), ["model.safetensors"] * 4),
         ((*TENSOR, "xxh3_128"), [DIGEST] * 3),
         ((*TENSOR, "xxh3_128"), [DIGEST] * 3 + ["zz"]),

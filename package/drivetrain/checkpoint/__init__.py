@@ -9,7 +9,7 @@ From the ground up:
 - checkpoints: `sharding` (who writes and reads which part), `writing`, `reading`, `io` (storage as the
   manager sees it)
 - those of a run: `index`, `recovery` (after a kill), `background` (saving behind the loop), `manager` (what
-  is kept), `locate` (what a path means), `inspection` and `compare` (for people)
+  is kept), `locate` (what a path means), `inspection`, `description` and `compare` (for people)
 - weights by themselves: `export`, `outgoing`, `weight_files`, `torch_file`, `dtypes`, `weights`
 """
 

@@ -1,18 +1,29 @@
-"""What differs between two checkpoints, told from their manifests as far as these can tell."""
+"""What differs between two checkpoints: tensors by hashes as far as these tell, all else by value."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from drivetrain.checkpoint.places import file_system
+from drivetrain.checkpoint.description import mapping, open_checkpoint, readable, totals
+from drivetrain.checkpoint.index import PURPOSE
 from drivetrain.checkpoint.reading import Reader
 from drivetrain.checkpoint.records import TensorRecord
 from drivetrain.types import Json
+
+Kind: TypeAlias = Literal["only in the first", "only in the second", "shape", "dtype", "content"]
+"""How two things differ; of shape and dtype, the shape if both do."""
+
+_AT_ONCE = 1 << 30
+"""Bytes of a group of tensors up to which it is read in one go, rather than each of its tensors alone."""
+
+_CHUNK = 1 << 22
+"""Elements that are compared at a time, in double precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,19 +33,40 @@ class TensorDifference:
     Attributes:
         group: Its group.
         name: Its name.
-        first: What it is in the first checkpoint, such as "F32[64, 10]"; None where it is not.
+        kind: How it differs.
+        first: What it is in the first checkpoint; None where it is not.
         second: Likewise in the second.
-        largest: The largest absolute difference of two elements, if values were asked for and the shapes are
-            the same; NaN where only one of two is NaN.
+        max_abs: The largest absolute difference of two elements, if values were asked for and the shapes are
+            the same; NaN where only one of two is NaN. None if it was not measured.
         relative: The norm of the difference over the norm of the first, likewise.
     """
 
     group: str
     name: str
-    first: str | None
-    second: str | None
-    largest: float | None = None
+    kind: Kind
+    first: TensorRecord | None
+    second: TensorRecord | None
+    max_abs: float | None = None
     relative: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ValueDifference:
+    """One number, text or setting that is not the same.
+
+    Attributes:
+        section: "progress", "metrics", "saved_by", "hparams", "optimizers", or the name of an object.
+        name: Its place in there, with dots between the levels.
+        kind: How it differs.
+        first: What it is in the first checkpoint; None where it is not. See `readable`.
+        second: Likewise in the second.
+    """
+
+    section: str
+    name: str
+    kind: Kind
+    first: Json = None
+    second: Json = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,27 +74,33 @@ class Comparison:
     """Two checkpoints side by side.
 
     Attributes:
+        first: The path of the first.
+        second: The path of the second.
+        same: How many tensors are the same, to the bit.
         tensors: Those that differ.
-        same: How many are the same, to the bit.
-        values: What differs of everything else: place to the two values, None where there is none.
+        values: What differs of everything else.
     """
 
-    tensors: list[TensorDifference]
+    first: str
+    second: str
     same: int
-    values: dict[str, tuple[Json, Json]] = field(default_factory=dict)
+    tensors: tuple[TensorDifference, ...]
+    values: tuple[ValueDifference, ...]
 
-    def __bool__(self) -> bool:
-        """Whether anything differs."""
-        return bool(self.tensors or self.values)
+    @property
+    def is_same(self) -> bool:
+        """Whether nothing differs."""
+        return not self.tensors and not self.values
 
 
 def compare(first: str, second: str, *, values: bool = False) -> Comparison:
     """Compare two checkpoints.
 
-    Tensors that are stored in the same pieces are compared by their hashes; others are read, one at a time.
+    Tensors that are stored in the same pieces are compared by their hashes; others are read. What two equal
+    runs do not have in common is left out: the time that they took, and what each checkpoint is kept for.
 
     Args:
-        first: A checkpoint.
+        first: A checkpoint, not a run directory.
         second: Another.
         values: Measure how far the tensors that differ are apart, for which they are read.
 
@@ -70,64 +108,114 @@ def compare(first: str, second: str, *, values: bool = False) -> Comparison:
         DamagedCheckpointError: One of them is no good.
         CheckpointError: One of them cannot be read.
     """
-    left, right = (open_checkpoint(path) for path in (first, second))
-    different: list[TensorDifference] = []
+    left, right = _Side(open_checkpoint(first)), _Side(open_checkpoint(second))
     same = 0
-    for group, name in _names(left, right):
-        mine, theirs = (each.manifest.tensors.get(group, {}).get(name) for each in (left, right))
-        if mine is not None and theirs is not None and _is_same(left, right, group, name):
+    tensors: list[TensorDifference] = []
+    for group, name in dict.fromkeys([*left.names(), *right.names()]):
+        kind = _tensor_kind(left, right, group, name)
+        if kind is None:
             same += 1
             continue
+        mine, theirs = left.record(group, name), right.record(group, name)
         apart: tuple[float | None, float | None] = (None, None)
-        if values and mine is not None and theirs is not None and mine.shape == theirs.shape:
+        if values and kind in ("content", "dtype"):
             apart = _distance(left.tensor(group, name), right.tensor(group, name))
-        different.append(TensorDifference(group, name, _text(mine), _text(theirs), *apart))
-    flat = [dict(_flat(_rest(each), "")) for each in (left, right)]
-    changed = {
-        place: (flat[0].get(place), flat[1].get(place))
-        for place in dict.fromkeys([*flat[0], *flat[1]])
-        if place not in flat[0] or place not in flat[1] or flat[0][place] != flat[1][place]
-    }
-    return Comparison(different, same, changed)
+        tensors.append(TensorDifference(group, name, kind, mine, theirs, *apart))
+    return Comparison(first, second, same, tuple(tensors), tuple(_compare_values(left, right)))
 
 
-def open_checkpoint(path: str) -> Reader:
-    """A checkpoint, its manifest read; `path` is exact, not a run directory.
+class _Side:
+    """One of two checkpoints.
 
-    Raises:
-        DamagedCheckpointError: It is none, or a damaged one.
-        CheckpointError: It cannot be read.
+    Args:
+        reader: Of the checkpoint.
     """
-    files = file_system(path)
-    return Reader(files, files.absolute(path))
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._records = reader.manifest.tensors
+        self._small = {
+            group for group, each in self._records.items() if totals(each.values()).bytes <= _AT_ONCE
+        }
+        self._at_hand: tuple[str, dict[str, Tensor]] = ("", {})
+
+    def names(self) -> list[tuple[str, str]]:
+        """Every tensor by group and name."""
+        return [(group, name) for group, names in self._records.items() for name in names]
+
+    def record(self, group: str, name: str) -> TensorRecord | None:
+        """What the manifest says of a tensor."""
+        return self._records.get(group, {}).get(name)
+
+    def tensor(self, group: str, name: str) -> Tensor:
+        """A tensor, verified. Of a small group all are read, for each file is opened and checked anew."""
+        if group not in self._small:
+            return self._reader.tensor(group, name)
+        if self._at_hand[0] != group:
+            self._at_hand = (group, self._reader.snapshot((group,), None).tensors[group])
+        return self._at_hand[1][name]
+
+    def sections(self) -> dict[str, Json]:
+        """Everything but the tensors."""
+        manifest = self._reader.manifest
+        objects = {name: self._reader.object(name) for name in manifest.objects() if name != PURPOSE}
+        progress = {name: count for name, count in manifest.progress.items() if name != "seconds"}
+        metrics: dict[str, Json] = dict(manifest.metrics)
+        saved_by: dict[str, Json] = dict(manifest.saved_by)
+        hparams = mapping(objects.pop("hparams", None))
+        state = objects.get("state")
+        optimizers: dict[str, Json] = {}
+        if isinstance(state, dict):
+            # "timing" is how long the run took, and "metrics" those of the manifest once more.
+            state = {name: value for name, value in state.items() if name not in ("timing", "metrics")}
+            optimizers = {name: _settings(meta) for name, meta in mapping(state.get("optimizers")).items()}
+            state["optimizers"] = {
+                name: {
+                    key: value for key, value in mapping(meta).items() if key not in ("optimizer", "groups")
+                }
+                for name, meta in mapping(state.get("optimizers")).items()
+            }
+            objects["state"] = state
+        return {
+            "progress": progress,
+            "metrics": metrics,
+            "saved_by": saved_by,
+            "hparams": {**mapping(hparams.get("values")), **mapping(hparams.get("dataclasses"))},
+            "unstored": hparams.get("unstored", []),
+            "optimizers": optimizers,
+            **objects,
+        }
 
 
-def _names(*readers: Reader) -> list[tuple[str, str]]:
-    """Every group and name, in the order of the first, then what only the second has."""
-    return list(
-        dict.fromkeys(
-            (group, name)
-            for reader in readers
-            for group, names in reader.manifest.tensors.items()
-            for name in names
-        )
-    )
+def _settings(meta: Json) -> dict[str, Json]:
+    """An optimizer's settings; the names of a group's parameters are keys, as their order says nothing."""
+    groups = mapping(meta).get("groups")
+    named: list[Json] = []
+    for group in groups if isinstance(groups, list) else ():
+        parameters = mapping(group).get("parameters")
+        listed = parameters if isinstance(parameters, list) else []
+        named.append({**mapping(group), "parameters": {str(name): True for name in listed}})
+    return {"optimizer": mapping(meta).get("optimizer"), "groups": named}
 
 
-def _text(record: TensorRecord | None) -> str | None:
-    return None if record is None else f"{record.dtype}{list(record.shape)}"
-
-
-def _is_same(left: Reader, right: Reader, group: str, name: str) -> bool:
-    mine, theirs = (each.manifest.tensors[group][name] for each in (left, right))
-    if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
-        return False
+def _tensor_kind(left: _Side, right: _Side, group: str, name: str) -> Kind | None:
+    """How two tensors differ; None if they do not."""
+    mine, theirs = left.record(group, name), right.record(group, name)
+    if theirs is None:
+        return "only in the first"
+    if mine is None:
+        return "only in the second"
+    if mine.shape != theirs.shape:
+        return "shape"
+    if mine.dtype != theirs.dtype:
+        return "dtype"
     boxes, others = (
         {(piece.offset, piece.shape): piece.xxh3_128 for piece in each.pieces} for each in (mine, theirs)
     )
     if boxes.keys() == others.keys():
-        return boxes == others
-    return torch.equal(_bits(left.tensor(group, name)), _bits(right.tensor(group, name)))
+        return None if boxes == others else "content"
+    same = torch.equal(_bits(left.tensor(group, name)), _bits(right.tensor(group, name)))
+    return None if same else "content"
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -135,28 +223,59 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _distance(first: Tensor, second: Tensor) -> tuple[float, float]:
+    """The largest absolute difference, and the norm of the difference over that of the finite in `first`."""
     wide = torch.complex128 if first.is_complex() or second.is_complex() else torch.float64
-    left, right = first.to(wide), second.to(wide)
-    # Not the difference alone: that of two infinities is NaN.
-    apart = torch.where(left == right, torch.zeros_like(left), left - right).abs()
-    norm, largest = left.norm().item(), apart.max().item() if apart.numel() else 0.0
-    if not norm:
-        return largest, math.inf if largest else 0.0
-    return largest, apart.norm().item() / norm
+    largest, square, norm = 0.0, 0.0, 0.0
+    pairs = zip(*(torch.split(each.flatten(), _CHUNK) for each in (first, second)), strict=True)
+    for left, right in ((mine.to(wide), theirs.to(wide)) for mine, theirs in pairs):
+        if not left.numel():
+            continue
+        # Not the difference alone: that of two infinities, and of two NaN, is NaN.
+        same = (left == right) | (left.isnan() & right.isnan())
+        apart = torch.where(same, 0.0, left - right).abs()
+        most = apart.max().item()
+        largest = most if math.isnan(most) or math.isnan(largest) else max(largest, most)
+        square += apart.square().sum().item()
+        norm += torch.where(left.isfinite(), left, 0.0).abs().square().sum().item()
+    if norm == 0.0:
+        return largest, 0.0 if square == 0.0 else square if math.isnan(square) else math.inf
+    return largest, math.sqrt(square / norm)
 
 
-def _rest(reader: Reader) -> dict[str, Json]:
-    manifest = reader.manifest
-    metrics: dict[str, Json] = {name: repr(value) for name, value in manifest.metrics.items()}
-    saved_by: dict[str, Json] = dict(manifest.saved_by)
-    objects: dict[str, Json] = {name: reader.object(name) for name in manifest.objects()}
-    return {"progress": manifest.progress, "metrics": metrics, "saved_by": saved_by, **objects}
+def _compare_values(left: _Side, right: _Side) -> Iterator[ValueDifference]:
+    ours, theirs = left.sections(), right.sections()
+    for section in dict.fromkeys([*ours, *theirs]):
+        if section not in theirs:
+            yield ValueDifference(section, "", "only in the first", readable(ours[section]))
+        elif section not in ours:
+            yield ValueDifference(section, "", "only in the second", None, readable(theirs[section]))
+        else:
+            yield from _differences(section, ours[section], theirs[section])
+
+
+def _differences(section: str, first: Json, second: Json) -> list[ValueDifference]:
+    """What differs in a section: in the form for people, or where that is the same, in the stored one."""
+    forms: tuple[Callable[[Json], Json], ...] = (readable, lambda value: value)
+    for form in forms:
+        left, right = dict(_flat(form(first), "")), dict(_flat(form(second), ""))
+        found = []
+        for name in dict.fromkeys([*left, *right]):
+            if name not in right:
+                found.append(ValueDifference(section, name, "only in the first", left[name]))
+            elif name not in left:
+                found.append(ValueDifference(section, name, "only in the second", None, right[name]))
+            # As text: NaN is like itself then, 1 is neither 1.0 nor true, and 0.0 is not -0.0.
+            elif repr(left[name]) != repr(right[name]):
+                found.append(ValueDifference(section, name, "content", left[name], right[name]))
+        if found:
+            return found
+    return []
 
 
 def _flat(value: Json, place: str) -> Iterator[tuple[str, Json]]:
+    """Every number, text and empty container by its place."""
     if isinstance(value, (dict, list)) and value:
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, each in items:
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _flat(each, f"{place}.{key}" if place else str(key))
-    else:
+    elif place or not isinstance(value, (dict, list)):
         yield place, value

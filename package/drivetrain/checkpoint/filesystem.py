@@ -164,8 +164,8 @@ class LocalFileSystem:
         """See `FileSystem.kind`."""
         try:
             mode = os.lstat(path).st_mode
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            return None  # a ValueError where a file cannot have such a name: a zero, half a surrogate pair
         if stat.S_ISREG(mode):
             return "file"
         if stat.S_ISDIR(mode):

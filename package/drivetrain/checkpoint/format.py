@@ -46,6 +46,9 @@ MANIFEST = "manifest.json"
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _PART_NAME = re.compile(r"[a-z0-9_][a-z0-9_-]*")
+_DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
+"""What Windows takes for a device, whatever follows the first dot."""
+
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -198,10 +201,10 @@ def check_file_name(name: str, what: str) -> str:
 
     Raises:
         DamagedCheckpointError: Not a plain name of letters, digits, ".", "_" and "-" that ends as one of our
-            files does.
+            files does; or a device of Windows.
     """
     ours = name.endswith((TENSORS, ".json")) and name != MANIFEST and len(name) < 256
-    if not ours or not _FILE_NAME.fullmatch(name):
+    if not ours or not _FILE_NAME.fullmatch(name) or _DEVICE.fullmatch(name):
         raise DamagedCheckpointError(f"{what} lists the file {name[:80]!r}, which no checkpoint contains")
     return name
 
@@ -210,12 +213,13 @@ def check_part_name(name: str, what: str, error: type[CheckpointError] = Checkpo
     """Check the name of a group or an object; it becomes a file name, also where case makes no difference.
 
     Raises:
-        CheckpointError: Other than lower-case letters, digits, "_" and "-", or "manifest".
+        CheckpointError: Other than lower-case letters, digits, "_" and "-", or "manifest", or a device of
+            Windows.
     """
-    if not _PART_NAME.fullmatch(name) or name == "manifest":
+    if not _PART_NAME.fullmatch(name) or name == "manifest" or _DEVICE.fullmatch(name):
         raise error(
-            f"{what}: {name[:80]!r} cannot be a file name; allowed are lower-case letters, digits, '_' and "
-            "'-', and not 'manifest'"
+            f"{what}: {name[:80]!r} cannot be a file name everywhere; allowed are lower-case letters, "
+            "digits, '_' and '-', and not 'manifest' or a device such as 'con'"
         )
     return name
 

@@ -12,7 +12,7 @@ from drivetrain.checkpoint.files import HashedReader
 from drivetrain.checkpoint.filesystem import DamagedCheckpointError, FileSystem, os_errors
 from drivetrain.checkpoint.format import FORMAT_VERSION, MANIFEST, Manifest, Snapshot
 from drivetrain.checkpoint.migrations import steps_from
-from drivetrain.checkpoint.records import FileRecord, TensorRecord
+from drivetrain.checkpoint.records import FileRecord, Piece, TensorRecord
 from drivetrain.checkpoint.sharding import Fetch, Like, plan_reads
 from drivetrain.checkpoint.strict_json import parse_json
 from drivetrain.checkpoint.tensors import DTYPES, TensorSpan, bytes_of, read_header, room_for
@@ -36,6 +36,7 @@ class Reader:
         self.files = files
         self.path = path
         self.manifest = self._read_manifest()
+        self._placed: dict[str, dict[str, dict[str, Piece]]] = {}
 
     def _read_manifest(self) -> Manifest:
         # Also looks for what no checkpoint contains: a symbolic link, which could lead anywhere. Other files
@@ -79,15 +80,14 @@ class Reader:
         """Check every byte, in constant memory; see `drivetrain.checkpoint.verify`."""
         for name in self.manifest.objects():
             self.object(name)
-        for group, records in self.manifest.tensors.items():
-            for file in _files_of(records):
+        for group in self.manifest.tensors:
+            for file, pieces in self._pieces(group).items():
                 with HashedReader(self.files.join(self.path, file), self.files) as reader:
                     spans = self._spans(reader, file, group)
-                    hashes = _hashes_in(records, file)
                     for span in sorted(spans.values(), key=lambda span: (span.start, span.stop)):
                         reader.begin_piece(reader.position)
                         reader.skip(span.stop - span.start)
-                        reader.check_hash(hashes[span.name], f"the tensor {span.name!r}")
+                        reader.check_hash(pieces[span.name].xxh3_128, f"the tensor {span.name!r}")
 
     def tensor(self, group: str, name: str) -> Tensor:
         """One whole tensor, verified."""
@@ -103,10 +103,10 @@ class Reader:
             return room_for(records[name].shape, records[name].dtype, f"{self.path!r}: {name!r}")
 
         results, fetches = plan_reads(records, group, like, room)
-        for file in files:
-            mine = [fetch for fetch in fetches if fetch.piece.file == file]
-            if not mine:
-                continue
+        by_file: dict[str, list[Fetch]] = {}
+        for fetch in fetches:
+            by_file.setdefault(fetch.piece.file, []).append(fetch)
+        for file, mine in sorted(by_file.items()):
             with HashedReader(self.files.join(self.path, file), self.files) as reader:
                 self._fetch(reader, self._spans(reader, file, group), mine)
         return results
@@ -126,17 +126,26 @@ class Reader:
                         "tensors that the manifest places there"
                     )
 
+    def _pieces(self, group: str) -> dict[str, dict[str, Piece]]:
+        """What the manifest places in each file of a group, by tensor."""
+        # Once for all files: with thousands of files and pieces, looking through all for each takes minutes.
+        if group not in self._placed:
+            placed: dict[str, dict[str, Piece]] = {}
+            for name, record in self.manifest.tensors[group].items():
+                for piece in record.pieces:
+                    placed.setdefault(piece.file, {})[name] = piece
+            self._placed[group] = dict(sorted(placed.items()))
+        return self._placed[group]
+
     def _spans(self, reader: HashedReader, file: str, group: str) -> dict[str, TensorSpan]:
         """Where the tensors of a file lie, compared with the pieces that the manifest places there."""
         told = self.manifest.files[file]
         reader.check_size(told.bytes)
         spans = {span.name: span for span in read_header(reader, told.xxh3_128)}
         found = {span.name: (span.shape, span.dtype) for span in spans.values()}
+        records = self.manifest.tensors[group]
         expected = {
-            name: (piece.shape, record.dtype)
-            for name, record in self.manifest.tensors[group].items()
-            for piece in record.pieces
-            if piece.file == file
+            name: (piece.shape, records[name].dtype) for name, piece in self._pieces(group)[file].items()
         }
         if found != expected:
             either = found.keys() | expected.keys()
@@ -185,16 +194,6 @@ class Reader:
 
 def _files_of(records: Mapping[str, TensorRecord]) -> list[str]:
     return sorted({piece.file for record in records.values() for piece in record.pieces})
-
-
-def _hashes_in(records: Mapping[str, TensorRecord], file: str) -> dict[str, str]:
-    """The hashes of the pieces in a file, by tensor."""
-    return {
-        name: piece.xxh3_128
-        for name, record in records.items()
-        for piece in record.pieces
-        if piece.file == file
-    }
 
 
 def _describe(tensor: tuple[Iterable[int], str] | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import xxhash
 
@@ -13,18 +14,29 @@ from drivetrain.types import Json
 MAX_JSON_BYTES = 64 << 20
 """No JSON of ours is larger; a file that claims to be is refused before it is read."""
 
-MAX_VALUES = 8_000_000
+MAX_VALUES = 4_000_000
 """Nor has it more values, counted by its commas..."""
 
-MAX_CONTAINERS = 400_000
+MAX_CONTAINERS = 300_000
 """...nor more lists, objects and keys, which take far longer to read than numbers and texts. Both are counted
 before anything is parsed, so that a file of the allowed size cannot take minutes and gigabytes."""
+
+MAX_NOT_ASCII = 8 << 20
+"""A file with other than ASCII characters is no larger: one of them makes each of a text take four bytes."""
+
+MAX_DIGITS = 640
+"""Digits of an integer, as reading takes time that grows with their square; `checkpoint.tree` makes a text,
+in base 16, of what is beyond 64 bits."""
+
+_DIGITS = bytes.maketrans(b"123456789", b"000000000")
 
 
 def _extent(data: bytes | bytearray) -> str:
     """What is too much of the data; "" when nothing is."""
     if len(data) > MAX_JSON_BYTES:
         return f"{len(data)} bytes; at most {MAX_JSON_BYTES} are allowed"
+    if len(data) > MAX_NOT_ASCII and not data.isascii():
+        return f"{len(data)} bytes; at most {MAX_NOT_ASCII} are allowed where not all are ASCII"
     if data.count(b",") > MAX_VALUES:
         return f"more than the {MAX_VALUES} values that are allowed"
     if max(data.count(b":"), data.count(b"[") + data.count(b"{")) > MAX_CONTAINERS:
@@ -48,11 +60,16 @@ def dump_json(value: Json, what: str) -> bytes:
     excess = _extent(data)
     if excess:
         raise CheckpointError(f"{what} takes, as JSON, {excess}. Keep large data in tensors or arrays")
+    if _has_many_digits(data):
+        try:
+            json.loads(data, parse_int=_integer)
+        except ValueError as error:
+            raise CheckpointError(f"{what} cannot be read back: {error}") from error
     return data
 
 
 def parse_json(data: bytes | bytearray, what: str) -> Json:
-    """Read strict JSON: no NaN, no key twice, no depth or number that would exhaust the interpreter.
+    """Read strict JSON: no NaN or infinity, no key twice, no depth or number that exhausts the interpreter.
 
     Raises:
         DamagedCheckpointError: It is not that; the text begins with `what`.
@@ -62,7 +79,11 @@ def parse_json(data: bytes | bytearray, what: str) -> Json:
         raise DamagedCheckpointError(f"{what} has {excess}")
     try:
         value: Json = json.loads(
-            data.decode("utf-8"), object_pairs_hook=_without_duplicates, parse_constant=_no_constant
+            data.decode("utf-8"),
+            object_pairs_hook=_without_duplicates,
+            parse_constant=_no_constant,
+            parse_float=_finite,
+            parse_int=_integer if _has_many_digits(data) else None,
         )
     except RecursionError as error:
         raise DamagedCheckpointError(f"{what} is nested too deeply") from error
@@ -80,6 +101,24 @@ def _without_duplicates(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
 
 def _no_constant(name: str) -> Json:
     raise ValueError(f"{name} is not allowed")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError(f"the number {digits[:40]} is infinite")
+    return value
+
+
+def _has_many_digits(data: bytes | bytearray) -> bool:
+    """Whether so many digits stand in a row, be it in a text, that each integer is to be looked at."""
+    return b"0" * MAX_DIGITS in data.translate(_DIGITS)
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits; at most {MAX_DIGITS} are allowed")
+    return int(digits)
 
 
 _SEAL = "xxh3_128"

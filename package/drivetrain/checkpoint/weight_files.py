@@ -34,7 +34,7 @@ UNITS = {
 }
 """The units of a size in bytes; those with an "i" are powers of 1024."""
 
-_PLAIN_NAME = re.compile(r"(?!\.)[^/\\:\0]+")
+_PLAIN_NAME = re.compile(r"(?!\.)[^/\\:\0\ud800-\udfff]+")
 
 
 @dataclass(frozen=True)

@@ -99,11 +99,13 @@ def _from_index(path: str, files: FileSystem) -> dict[str, Tensor]:
     with HashedReader(_followed(path, files), files) as reader:
         places = parse_index(reader.read_json(), repr(path))
     directory = files.split(path)[0]
-    parts = {file: _followed(files.join(directory, file), files) for file in places}
-    missing = sorted(file for file, real in parts.items() if not _has(real, files))
+    with os_errors("list", directory):
+        present = files.entries(directory)
+    parts = {file: _followed(files.join(directory, file), files) for file in places if file in present}
+    missing = sorted(file for file in places if file not in parts or not _has(parts[file], files))
     if missing:
         raise DamagedCheckpointError(
-            f"{path!r} names {len(parts)} files, of which {len(missing)} are missing in {directory!r}: "
+            f"{path!r} names {len(places)} files, of which {len(missing)} are missing in {directory!r}: "
             f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. Fetch or copy these too"
         )
     for file, real in parts.items():  # all headers first, so that nothing large is read in vain

@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: Sequence[str]) -> int:
     if words and words[0] == "checkpoint":  # it has words of its own behind it
-        from drivetrain.cli.checkpoint import run
+        from drivetrain.cli.checkpoint_words import run
 
         return run(words[1:])
     rest, dotted = split_dotted(words)

@@ -1,36 +1,130 @@
-"""How commands print: tables and JSON."""
+"""How commands print: tables, sizes and JSON; safely, whatever the texts come from."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import shutil
 import sys
-from collections.abc import Mapping, Sequence
+import textwrap
+import unicodedata
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+GAP = "  "
+"""What stands between two columns."""
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+_SHORT = 60
+"""Characters after which `shortened` ends a text."""
+
+
+def plain(text: str) -> str:
+    """The text in one line, without what a terminal would take for a command: those characters as escapes."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else _escaped(each) for each in text)
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
+def shortened(value: Any) -> str:
+    """A value as a text of bearable length."""
+    text = plain(value if isinstance(value, str) else json.dumps(_strict(value), ensure_ascii=False))
+    return text if len(text) <= _SHORT else f"{text[: _SHORT - 3]}..."
+
+
+def columns() -> int:
+    """The width of the terminal, or 80 where there is none."""
+    return shutil.get_terminal_size((80, 24)).columns
+
+
+def line(text: str = "") -> None:
+    """Print a line."""
+    print(plain(text))
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> None:
     """Print columns; nothing when there are no rows.
+
+    A row whose first cell leaves no room for the others takes two lines.
 
     Args:
         head: The columns' names, or none.
-        rows: The cells.
+        rows: The cells, as many in each.
+        numbers: The columns that are aligned to the right.
     """
     if not rows:
         return
-    every = [tuple(head), *map(tuple, rows)] if head else [tuple(row) for row in rows]
-    widths = [max(len(row[column]) for row in every) for column in range(len(every[0]))]
+    every = [[plain(cell) for cell in row] for row in ([head, *rows] if head else rows)]
+    widths = [max(map(_width, column)) for column in zip(*every, strict=True)]
+    room = max(columns() - sum(len(GAP) + width for width in widths[1:]), _width(every[0][0]))
+    widths[0] = max((_width(row[0]) for row in every if _width(row[0]) <= room), default=4)
     for row in every:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        if _width(row[0]) > room:
+            print(row[0])
+            row = ["", *row[1:]]
+        cells = (
+            " " * (width - _width(cell)) + cell if column in numbers else cell + " " * (width - _width(cell))
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        print(GAP.join(cells).rstrip())
+
+
+def section(title: str, rows: Sequence[tuple[str, str]]) -> None:
+    """Print a title and under it names with their values, which are wrapped; nothing when there are none."""
+    if not rows:
+        return
+    print(f"\n{plain(title)}")
+    names = [plain(name) for name, _ in rows]
+    widest = max((_width(name) for name in names if _width(name) <= columns() // 2), default=0)
+    for name, (_, value) in zip(names, rows, strict=True):
+        begin = f"  {name}{' ' * (widest - _width(name))}{GAP}"
+        if _width(name) > widest:
+            print(f"  {name}")
+            begin = " " * (2 + widest + len(GAP))
+        wrapped = textwrap.wrap(
+            plain(value),
+            max(columns(), len(begin) + 20),
+            initial_indent=begin,
+            subsequent_indent=" " * (2 + widest + len(GAP)),
+            break_on_hyphens=False,
+            break_long_words=False,  # a path or an address can be copied then
+        )
+        print("\n".join(wrapped or [begin.rstrip()]))
+
+
+def _width(text: str) -> int:
+    """How many columns of a terminal a text takes (https://www.unicode.org/reports/tr11/)."""
+    if text.isascii():
+        return len(text)
+    return sum(
+        0 if unicodedata.combining(each) else 2 if unicodedata.east_asian_width(each) in "WF" else 1
+        for each in text
+    )
 
 
 def sized(count: int) -> str:
     """A number of bytes with its unit: "1.2 GB"."""
-    size, units = float(count), iter(("bytes", "KB", "MB", "GB", "TB"))
+    size, units = float(count), iter(("bytes", "kB", "MB", "GB", "TB"))
     unit = next(units)
-    while size >= 1000 and (bigger := next(units, None)):
+    while round(size, 1) >= 1000 and (bigger := next(units, None)):
         size, unit = size / 1000, bigger
-    return f"{count} bytes" if unit == "bytes" else f"{size:.3g} {unit}"
+    if unit == "bytes":
+        return f"{count} bytes"
+    return f"{size:.0f} {unit}" if size >= 100 else f"{size:.1f} {unit}"
+
+
+def aged(seconds: float) -> str:
+    """A span of time in its largest unit: "3 h"."""
+    seconds = max(seconds, 0.0)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds // length:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def print_json(value: Any) -> None:
@@ -45,3 +139,19 @@ def _strict(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _strict(each) for key, each in value.items()}
     return [_strict(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+@contextmanager
+def any_text() -> Iterator[None]:
+    """Print also what the encoding of standard output lacks, as escapes; and everything before this ends."""
+    stream = sys.stdout
+    before = stream.errors if isinstance(stream, io.TextIOWrapper) else None
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
+    try:
+        yield
+        # Here a closed pipe is still an error like any other; when Python ends, it is a message on stderr.
+        stream.flush()
+    finally:
+        if isinstance(stream, io.TextIOWrapper) and before is not None:
+            stream.reconfigure(errors=before)

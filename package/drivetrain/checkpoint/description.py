@@ -1,0 +1,196 @@
+"""What one checkpoint consists of, as its manifest and its JSON files tell it; no tensor is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from drivetrain.checkpoint.index import PURPOSE
+from drivetrain.checkpoint.places import file_system
+from drivetrain.checkpoint.reading import Reader
+from drivetrain.checkpoint.records import TensorRecord
+from drivetrain.checkpoint.tensors import DTYPES
+from drivetrain.checkpoint.tree import unpack
+from drivetrain.errors import CheckpointError
+from drivetrain.types import Json
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What the tensors of a group are together.
+
+    Attributes:
+        tensors: How many.
+        elements: How many numbers they hold.
+        bytes: Their size.
+        dtypes: The number of elements by dtype, as safetensors names it ("F32", "BF16").
+    """
+
+    tensors: int
+    elements: int
+    bytes: int
+    dtypes: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSettings:
+    """An optimizer in a checkpoint.
+
+    Attributes:
+        optimizer: The name of its class.
+        groups: The settings of each group of parameters; "parameters" is how many there are.
+    """
+
+    optimizer: str
+    groups: list[dict[str, Json]]
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A checkpoint. Values that JSON lacks are in a form for people; see `readable`.
+
+    Attributes:
+        path: Its directory.
+        format_version: That in which it was written.
+        saved_by: Versions, and the task's name.
+        progress: The counts of `Progress`.
+        metrics: The latest logged metrics.
+        purpose: What it was saved for, and its place in the order; empty if no manager saved it.
+        hparams: The constructor arguments of the task.
+        unstored: The names of those that a file cannot hold.
+        optimizers: By name.
+        files: The size of each file in bytes, without the manifest.
+        groups: What the tensors of each group are together.
+    """
+
+    path: str
+    format_version: int
+    saved_by: dict[str, str]
+    progress: dict[str, Json]
+    metrics: dict[str, float]
+    purpose: dict[str, Json]
+    hparams: dict[str, Json]
+    unstored: list[str]
+    optimizers: dict[str, OptimizerSettings]
+    files: dict[str, int]
+    groups: dict[str, Totals] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it by name."""
+        return asdict(self)
+
+
+def open_checkpoint(path: str) -> Reader:
+    """A checkpoint whose manifest has been read and verified; `path` is exact, not a run directory.
+
+    Raises:
+        DamagedCheckpointError: It is none, or a damaged one.
+        CheckpointError: It cannot be read.
+    """
+    files = file_system(path)
+    return Reader(files, files.absolute(path))
+
+
+def describe(reader: Reader) -> Description:
+    """Describe a checkpoint.
+
+    Raises:
+        DamagedCheckpointError: One of its JSON files is not what was written.
+        CheckpointError: One cannot be read.
+    """
+    manifest = reader.manifest
+    objects = {name: reader.object(name) for name in manifest.objects()}
+    hparams = mapping(objects.get("hparams"))
+    unstored = hparams.get("unstored")
+    return Description(
+        path=reader.path,
+        format_version=manifest.format_version,
+        saved_by=dict(manifest.saved_by),
+        progress=dict(manifest.progress),
+        metrics=dict(manifest.metrics),
+        purpose=mapping(readable(objects.get(PURPOSE))),
+        hparams=arguments(hparams),
+        unstored=[str(name) for name in unstored] if isinstance(unstored, list) else [],
+        optimizers=optimizer_settings(objects.get("state")),
+        files={name: record.bytes for name, record in manifest.files.items()},
+        groups={group: totals(records.values()) for group, records in manifest.tensors.items()},
+    )
+
+
+def totals(records: Iterable[TensorRecord]) -> Totals:
+    """Add up tensors."""
+    every = list(records)
+    dtypes: dict[str, int] = {}
+    for record in every:
+        dtypes[record.dtype] = dtypes.get(record.dtype, 0) + math.prod(record.shape)
+    size = sum(elements * DTYPES[dtype].itemsize for dtype, elements in dtypes.items())
+    return Totals(len(every), sum(dtypes.values()), size, dict(sorted(dtypes.items())))
+
+
+def arguments(stored: Mapping[str, Json]) -> dict[str, Json]:
+    """Stored arguments for people: a dataclass as an object of its fields, with its name under "class"."""
+    values = {name: readable(value) for name, value in mapping(stored.get("values")).items()}
+    for name, value in mapping(stored.get("dataclasses")).items():
+        inner = mapping(value)
+        values[name] = {"class": str(inner.get("class")), **arguments(inner)}
+    return values
+
+
+def optimizer_settings(state: Json) -> dict[str, OptimizerSettings]:
+    """The settings of the optimizers in the object "state" of a run; none where it is of another kind."""
+    found: dict[str, OptimizerSettings] = {}
+    for name, stored in mapping(mapping(state).get("optimizers")).items():
+        meta = mapping(stored)
+        groups = meta.get("groups")
+        listed = [mapping(group) for group in groups] if isinstance(groups, list) else []
+        found[name] = OptimizerSettings(str(meta.get("optimizer")), [_settings(group) for group in listed])
+    return found
+
+
+def _settings(group: Mapping[str, Json]) -> dict[str, Json]:
+    settings = {key: readable(value) for key, value in group.items() if key != "parameters"}
+    parameters = group.get("parameters")
+    return {**settings, "parameters": len(parameters) if isinstance(parameters, list) else 0}
+
+
+def mapping(value: Json) -> dict[str, Json]:
+    """The value if it is an object, else an empty one: what is only shown need not be of a known shape."""
+    return value if isinstance(value, dict) else {}
+
+
+def readable(value: Json) -> Json:
+    """What `checkpoint.pack` gave, in plain JSON for people.
+
+    A tuple becomes a list and a key a text, numbers become numbers, and a tensor or bytes a text in angle
+    brackets. Unlike `unpack`, this cannot be undone, and needs no tensors.
+    """
+    if isinstance(value, list):
+        return [readable(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value), "")
+    if len(value) != 1 or not tag.startswith("$"):
+        return {key: readable(each) for key, each in value.items()}
+    content = value[tag]
+    if tag == "$tuple":
+        return readable(content)
+    if tag in ("$tensor", "$array", "$scalar"):
+        return f"<tensor {content}>"
+    try:
+        plain = unpack(value, {})
+    except CheckpointError:  # of a later format, or with a tensor inside
+        return _pairs(content)
+    if isinstance(plain, bytes):
+        return f"<{len(plain)} bytes>"
+    return plain if isinstance(plain, (int, float)) else _pairs(content)
+
+
+def _pairs(content: Json) -> Json:
+    """The pairs of a mapping whose keys are no plain texts."""
+    if not isinstance(content, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 for pair in content
+    ):
+        return readable(content)
+    return {str(readable(pair[0])): readable(pair[1]) for pair in content if isinstance(pair, list)}
