@@ -14,7 +14,8 @@ from torch import Tensor
 
 from drivetrain import ConfigError, NonFiniteError, StepOutput
 from drivetrain.checkpoint import pack, unpack
-from drivetrain.metrics import FOLD, MetricBuffer, is_loss, read_output, refuse_nonfinite
+from drivetrain.metrics import FOLD, MetricBuffer, is_loss, refuse_nonfinite
+from drivetrain.step_output import read_output
 
 Returned = dict[str, float]
 
@@ -254,10 +255,10 @@ def test_values_in_16_bits_are_summed_in_64() -> None:
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("at", [0, 3, FOLD + 7])
 def test_a_loss_that_is_not_finite_is_an_error_that_names_its_first_update(bad: float, at: int) -> None:
-    buffer = MetricBuffer(rank=2)
+    buffer = MetricBuffer()
     for update in range(2 * FOLD):
         add(buffer, 1000 + update, {"loss": bad if update >= at else 1.0, "accuracy": 0.5})
-    message = rf"NaN or infinite at update {1000 + at} on rank 2: 'loss' \(from update {1000 + at}\)\."
+    message = rf"NaN or infinite at update {1000 + at} on rank 0: 'loss' \(from update {1000 + at}\)\."
     with pytest.raises(NonFiniteError, match=message):
         buffer.means()
     with pytest.raises(NonFiniteError, match=message):

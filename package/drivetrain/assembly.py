@@ -116,6 +116,7 @@ def train_feed(trainer: Trainer, engine: Engine, task: TaskModule, data: Any) ->
         num_workers=trainer.num_workers,
         shuffle=True,
         pin_memory=pin_memory_for(engine.device),
+        share=engine.share,
     )
     steps = trainer.gradient_accumulation_steps
     return Feed(source, engine.transfer, measure_of(task), steps, trainer.limit_train_batches)
@@ -136,6 +137,7 @@ def evaluation_feeds(
         in_order=stage == "predict",
         every_sample=True,
         pin_memory=pin_memory_for(engine.device),
+        share=engine.share,
     )
     limit = getattr(trainer, f"limit_{stage}_batches")
     return [(name, Feed(source, engine.transfer, measure_of(task), 1, limit)) for name, source in sources]
@@ -173,7 +175,9 @@ def build_fit(
     feed = train_feed(trainer, engine, task, train_data)
     totals = planned_totals(trainer, feed)
     declared = task.metrics()
-    train_metrics = DeclaredMetrics(declared, engine.device) if declared and trainer.train_metrics else None
+    train_metrics = (
+        DeclaredMetrics(declared, engine.device, engine.ranks) if declared and trainer.train_metrics else None
+    )
     feeds = evaluation_feeds(trainer, engine, task, validation_data, "validation")
     validate_every = every(trainer.validate_every) if feeds else None
     triggers = Triggers(
@@ -183,21 +187,23 @@ def build_fit(
     engine.prepare_task(
         task, total_updates=totals.updates, max_grad_norm=trainer.max_grad_norm, metrics=train_metrics
     )
-    run_dir = pick_run_dir(trainer, task)
-    saver = make_saver(trainer, run_dir, [name for name, _ in feeds], resume)
+    run_dir = engine.ranks.first(lambda: pick_run_dir(trainer, task))
+    saver = make_saver(trainer, run_dir, [name for name, _ in feeds], resume, engine.ranks)
     run = Run(
         task,
         engine,
         stage="train",
         callbacks=with_defaults(trainer, saver),
-        loggers=build_loggers(trainer.loggers, run_dir),
+        loggers=build_loggers(trainer.loggers, run_dir) if engine.strategy.rank == 0 else (),
         run_dir=run_dir,
         totals=totals,
         triggers=triggers,
         train_feed=feed,
         evaluation_feeds=feeds,
         train_metrics=train_metrics,
-        evaluation_metrics=DeclaredMetrics(task.metrics(), engine.device) if feeds and declared else None,
+        evaluation_metrics=DeclaredMetrics(task.metrics(), engine.device, engine.ranks)
+        if feeds and declared
+        else None,
     )
     if run.hooks.on_before_optimizer_step:
         engine.before_optimizer_step = lambda: run.call(run.hooks.on_before_optimizer_step)
@@ -282,7 +288,7 @@ def build_evaluation(trainer: Trainer, task: Any, data: Any, stage: str, checkpo
         callbacks=[each for each in with_defaults(trainer, None) if not isinstance(each, ModelSummary)],
         run_dir=Path(trainer.run_dir) if trainer.run_dir is not None else None,
         evaluation_feeds=feeds,
-        evaluation_metrics=DeclaredMetrics(declared, engine.device) if declared else None,
+        evaluation_metrics=DeclaredMetrics(declared, engine.device, engine.ranks) if declared else None,
     )
 
 

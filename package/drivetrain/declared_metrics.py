@@ -13,7 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.errors import CheckpointError, ConfigError
+from drivetrain.metric_states import (
+    check_joinable,
+    joined_states,
+    members,
+    registered_states,
+    take_joined,
+)
 
 
 def joined(returned: Mapping[str, float], declared: Mapping[str, float]) -> dict[str, float]:
@@ -37,12 +45,13 @@ class DeclaredMetrics:
     Args:
         metrics: By name; anything with `update`, `compute` and `reset`.
         device: Where they are updated.
+        ranks: The processes that update them; what is computed is of all of them together.
 
     Raises:
-        ConfigError: A value that is no metric.
+        ConfigError: A value that is no metric, or, with several processes, one that cannot be joined.
     """
 
-    def __init__(self, metrics: Mapping[str, Any], device: torch.device) -> None:
+    def __init__(self, metrics: Mapping[str, Any], device: torch.device, ranks: Ranks = ALONE) -> None:
         if not isinstance(metrics, Mapping):
             raise ConfigError(
                 f"metrics() must return a mapping of names to metrics, not a {type(metrics).__name__}"
@@ -60,6 +69,9 @@ class DeclaredMetrics:
                 )
         self._metrics = {name: _moved(metric, device) for name, metric in metrics.items()}
         self._updates = tuple(metric.update for metric in self._metrics.values())
+        self._ranks = ranks
+        if ranks.size > 1:
+            check_joinable(self._metrics)
         self.updated = False
 
     def __bool__(self) -> bool:
@@ -91,8 +103,12 @@ class DeclaredMetrics:
 
     def compute(self) -> dict[str, float]:
         """All values as floats: a mapping or a vector gives one for each entry, `name/key` or `name/0`."""
-        if not self.updated:
-            return {}
+        if self._ranks.size > 1:
+            with joined_states(list(self._metrics.values()), self.updated, self._ranks) as updated:
+                return self._values() if updated else {}
+        return self._values() if self.updated else {}
+
+    def _values(self) -> dict[str, float]:
         values: dict[str, float] = {}
         for name, metric in self._metrics.items():
             values.update(_floats(name, metric.compute()))
@@ -132,6 +148,22 @@ class DeclaredMetrics:
             _load_metric(name, metric, stored[name])
         self.updated = bool(state["updated"])
 
+    def load_states(self, states: Sequence[dict[str, Any]]) -> None:
+        """Take over the states of one process, or of several as if this one had made all their updates.
+
+        Raises:
+            CheckpointError: As `load_state_dict`.
+        """
+        together: list[list[dict[str, Any]]] = []
+        updated = False
+        for state in states:
+            self.load_state_dict(state)
+            updated = updated or self.updated
+            together.append(registered_states(list(self._metrics.values())))
+        if len(states) > 1:
+            take_joined(list(self._metrics.values()), together)
+        self.updated = updated
+
 
 def _moved(metric: Any, device: torch.device) -> Any:
     if not callable(getattr(metric, "to", None)):
@@ -157,26 +189,11 @@ def _floats(name: str, value: Any) -> dict[str, float]:
         ) from None
 
 
-def _parts(metric: Any) -> list[Any]:
-    # A torchmetrics collection shares states between its members; taken one by one each is whole.
-    if isinstance(metric, torch.nn.ModuleDict):
-        try:
-            return list(metric.values(copy_state=False))  # type: ignore[call-arg]
-        except TypeError:
-            return list(metric.values())
-    return [metric]
-
-
-def _members(metric: Any) -> list[Any]:
-    # A metric and those inside of it: wrappers hold theirs as submodules, and a collection may be among them.
-    return [member for part in _parts(metric) for member in part.modules()]
-
-
 def _metric_state(name: str, metric: Any) -> dict[str, Any]:
     if isinstance(metric, torch.nn.Module):
         return {
             "own": {key: _copied(value) for key, value in metric.state_dict().items()},
-            "members": [_member_state(member) for member in _members(metric)],
+            "members": [_member_state(member) for member in members(metric)],
         }
     if callable(getattr(metric, "state_dict", None)) and callable(getattr(metric, "load_state_dict", None)):
         return {"own": metric.state_dict(), "members": []}
@@ -214,10 +231,10 @@ def _copied(value: Any) -> Any:
 
 
 def _load_metric(name: str, metric: Any, state: dict[str, Any]) -> None:
-    members = _members(metric) if isinstance(metric, torch.nn.Module) else []
-    if len(members) != len(state["members"]):
+    inside = members(metric) if isinstance(metric, torch.nn.Module) else []
+    if len(inside) != len(state["members"]):
         raise CheckpointError(
-            f"the metric {name!r} has {len(members)} parts, the checkpoint {len(state['members'])}; resume"
+            f"the metric {name!r} has {len(inside)} parts, the checkpoint {len(state['members'])}; resume"
             " with the metrics that it was saved with"
         )
     try:
@@ -226,7 +243,7 @@ def _load_metric(name: str, metric: Any, state: dict[str, Any]) -> None:
         raise CheckpointError(
             f"the checkpoint's state of the metric {name!r} does not fit: {error}"
         ) from error
-    for member, each in zip(members, state["members"], strict=True):
+    for member, each in zip(inside, state["members"], strict=True):
         device = getattr(member, "device", None)
         for key, value in each.items():
             setattr(member, key, _on_device(value, device))

@@ -14,29 +14,28 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.data import Feed, MicroBatch, Transfer, as_source, pin_memory_for
+from drivetrain.data import Everywhere, Feed, MicroBatch, Share, Transfer, as_source, pin_memory_for
 from drivetrain.declared_metrics import DeclaredMetrics
 from drivetrain.engine_data import EngineData
 from drivetrain.engine_state import load_engine, save_engine
 from drivetrain.errors import ConfigError
-from drivetrain.metrics import MetricBuffer, Row, StepValues, read_output, refuse_nonfinite
+from drivetrain.generator_step import generator_step
+from drivetrain.metrics import MetricBuffer, Row, refuse_nonfinite
 from drivetrain.native import OpenWindow, prepare_module
 from drivetrain.precision import Precision, as_precision
 from drivetrain.progress import Progress
+from drivetrain.step_output import StepValues, read_output
 from drivetrain.strategies import Prepared, Strategy, select_strategy
 from drivetrain.streams import Streams
 from drivetrain.task import StepModule, TaskModule
 from drivetrain.types import Batch
 from drivetrain.updates import Updater, build_updaters, is_interleaved, optimizer_specs
 from drivetrain.window import (
-    Returned,
+    Spare,
     StepResult,
-    Weighted,
     advance,
-    named,
     no_loss,
-    returned_rows,
-    same_optimizer,
+    shared,
     weighted,
 )
 
@@ -84,18 +83,21 @@ class Engine:
     ) -> None:
         self.precision = as_precision(precision)
         self.strategy = select_strategy(strategy, self.precision, devices, num_nodes)
+        self.strategy.setup()
         self.device = self.strategy.device
+        self.ranks = self.strategy.ranks
         self.seed = seed
         self.progress = Progress()
         self.streams = Streams(seed, self.strategy.rank, self.device)
         self.transfer = Transfer(self.device, self.precision.input_dtype)
-        self.buffer = MetricBuffer(self.strategy.rank)
+        self.buffer = MetricBuffer(self.ranks)
         self.updaters: dict[str, Updater] = {}
         self.before_optimizer_step: Callable[[], None] | None = None
         self._compile = compile
         self._scaled = self.precision.loss_scaling
-        self._window = OpenWindow()
-        self.strategy.setup()
+        self._alone = self.ranks.size == 1
+        self._spare = Spare()
+        self._window = OpenWindow(self.ranks)
 
     # The task's side: what the Trainer uses.
 
@@ -151,13 +153,21 @@ class Engine:
 
     def _take(self, prepared: Prepared) -> None:
         self.model = prepared.model
-        # A wrapper's own forward must run; without one, nn.Module's call (hooks that nobody can have set) is
-        # 1 us for nothing.
-        self._run_step = self.step_module.forward if self.model is self.step_module else self.model
+        # A wrapper's own forward, and a sharded module's hooks, must run; without them, nn.Module's call is 1
+        # us for nothing. A generator's losses are backpropagated one by one, which no wrapper can follow.
+        sharded = self.strategy.sharded
+        plain = not sharded and (self.model is self.step_module or self._interleaved)
+        self._run_step = self.step_module.forward if plain else self.model
+        self._evaluate_step = self.model if sharded else self.step_module.forward
 
     def use_training_step(self) -> None:
         """Make the model run the task's training step."""
         self.step_module.use(advance if self._interleaved else self.task.training_step)
+
+    @property
+    def share(self) -> Share:
+        """Which part of the data this process reads."""
+        return Share(self.strategy.data_rank, self.strategy.data_size)
 
     def set_rates(self) -> None:
         """Set the learning rates of the update that comes next."""
@@ -171,51 +181,29 @@ class Engine:
         gives the same update. A micro-batch of weight zero has nothing to learn from and is passed over.
         """
         self.streams.seed_update(self.progress.updates)
-        pairs = weighted(micro_batches)
+        total = None
+        if self._alone:
+            pairs = weighted(micro_batches)
+        else:
+            pairs, total = shared(micro_batches, self.strategy.ranks)
         if self._interleaved:
-            return self._interleaved_step(micro_batches, pairs)
+            return generator_step(self, micro_batches, pairs, total)
         strategy, run_step = self.strategy, self._run_step
         rows: list[Row] = []
         seen: list[Any] = []
         for micro_batch, scale in pairs:
-            if strategy.world_size > 1:
+            if not self._alone:
                 strategy.microbatch(self.model, micro_batch is pairs[-1][0])
+                micro_batch = self._spare.instead_of(micro_batch)
             loss, names, values, outputs = read_output(run_step(micro_batch.batch))
             if loss is None or values is None or not loss.requires_grad:
                 raise no_loss(self.task, loss)
             strategy.backward(loss, scale)
             rows.append((names, values, micro_batch.weight))
-            if self._train_metrics is not None:
+            if self._train_metrics is not None and not micro_batch.stand_in:
                 self._keep_for_metrics(outputs, micro_batch.batch, seen)
-        applied, norm = self._update(self._only, rows) if rows else (False, None)
-        return self._finish(micro_batches, rows, applied, norm, seen)
-
-    def _interleaved_step(self, micro_batches: Sequence[MicroBatch], pairs: Weighted) -> StepResult:
-        # All bodies of the window run side by side, so that each named update sees the whole window's
-        # gradient.
-        bodies = [self.task.training_step(micro_batch.batch) for micro_batch, _ in pairs]
-        rows: list[Row] = []
-        seen: list[Any] = []
-        applied, norm = False, None
-        while bodies:
-            yielded = [self._run_step(body) for body in bodies]
-            if any(isinstance(each, Returned) for each in yielded):
-                rows += returned_rows(yielded, pairs)
-                break
-            name, losses = same_optimizer(yielded, self.updaters)
-            updater = self.updaters[name]
-            for value, (micro_batch, scale) in zip(losses, pairs, strict=True):
-                loss, names, values, outputs = read_output(value)
-                if loss is None or values is None or not loss.requires_grad:
-                    raise no_loss(self.task, loss)
-                # Only this optimizer's parameters get gradients, whatever else the loss depends on.
-                self.strategy.backward(loss, scale, updater.parameters)
-                rows.append((tuple(named(name, each) for each in names), values, micro_batch.weight))
-                if self._train_metrics is not None:
-                    self._keep_for_metrics(outputs, micro_batch.batch, seen)
-            stepped, norm = self._update(updater, rows)
-            applied = applied or stepped
-        return self._finish(micro_batches, rows, applied, norm, seen)
+        applied, norm = self._update(self._only, rows) if pairs else (False, None)
+        return self._finish(micro_batches, rows, applied, norm, seen, total)
 
     def _update(self, updater: Updater, rows: Sequence[Row]) -> tuple[bool, Tensor | None]:
         strategy, norm = self.strategy, None
@@ -240,13 +228,18 @@ class Engine:
         applied: bool,
         norm: Tensor | None,
         seen: list[Any],
+        total: Everywhere | None,
     ) -> StepResult:
         progress = self.progress
         update = progress.updates
         for micro_batch in micro_batches:
             progress.position += micro_batch.advance
-            progress.samples += micro_batch.samples
-            progress.tokens += micro_batch.tokens
+            if total is None:
+                progress.samples += micro_batch.samples
+                progress.tokens += micro_batch.tokens
+        if total is not None:
+            progress.samples += total.samples
+            progress.tokens += total.tokens
         progress.micro_batches += len(micro_batches)
         progress.epoch_batches += len(micro_batches)
         if not applied:
@@ -291,12 +284,12 @@ class Engine:
     def evaluation_step(self, micro_batch: MicroBatch, number: int) -> StepValues:
         """One evaluation batch, the `number`-th of its loader; inside `evaluating`."""
         self.streams.seed_evaluation(number)
-        return read_output(self._run_step(micro_batch.batch))
+        return read_output(self._evaluate_step(micro_batch.batch))
 
     def predict_step(self, micro_batch: MicroBatch, number: int) -> Any:
         """One batch's predictions, on the device; inside `evaluating("predict")`."""
         self.streams.seed_evaluation(number)
-        return self._run_step(micro_batch.batch)
+        return self._evaluate_step(micro_batch.batch)
 
     def teardown(self) -> None:
         """Release what the strategy took, and leave the task as an ordinary module."""
@@ -326,7 +319,7 @@ class Engine:
         """Data whose batches come on the device, from where `progress` stands; see `EngineData`."""
         source = as_source(
             self.strategy.prepare_data(data), "training" if training else "evaluation", self.seed,
-            pin_memory=pin_memory_for(self.device),
+            pin_memory=pin_memory_for(self.device), share=self.share,
         )  # fmt: skip
         return EngineData(self.progress, Feed(source, self.transfer), training, self.streams)
 

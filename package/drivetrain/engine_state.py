@@ -124,7 +124,7 @@ def save_engine(engine: Engine, path: str, model: Any, optimizer: Any, state: Ma
         objects={"state": packed},
         progress=dict(engine.progress.to_json()),
     )
-    DirectoryCheckpointIO().save(str(path), snapshot)
+    DirectoryCheckpointIO(ranks=engine.ranks).save(str(path), snapshot)
 
 
 def load_engine(

@@ -90,6 +90,8 @@ def _end_update(run: Run, epoch_ended: bool) -> None:
     """
     progress, triggers = run.progress, run.triggers
     progress.seconds = perf_counter() - run.origin
+    if run.by_time:
+        run.share_clock()
     if epoch_ended:
         progress.epoch += 1
     if epoch_ended or run.step is None or run.step.applied:
@@ -155,11 +157,20 @@ def _evaluate_loader(run: Run, loader: str | None, feed: Feed) -> dict[str, floa
         run.evaluation_metrics,
         run.hooks.on_evaluation_step_end,
     )
-    step, metric_inputs, add = engine.evaluation_step, task.metric_inputs, (buffer := MetricBuffer()).add
+    step, metric_inputs, add = (
+        engine.evaluation_step,
+        task.metric_inputs,
+        (buffer := MetricBuffer(engine.ranks)).add,
+    )
     if declared:
         declared.reset()
     run.evaluation = Evaluation(loader, 0, feed.batches_per_epoch)
+    sharded = engine.strategy.sharded
     for number, micro_batch in enumerate(feed.micro_batches()):
+        if micro_batch.stand_in:  # this rank has no samples left; of a sharded model all run every forward
+            if sharded:
+                step(micro_batch, number)
+            continue
         _, names, scalars, outputs = step(micro_batch, number)
         if scalars is not None:
             add([(names, scalars, micro_batch.weight)], number)
@@ -177,15 +188,23 @@ def _evaluate_loader(run: Run, loader: str | None, feed: Feed) -> dict[str, floa
 
 
 def predict(run: Run, feed: Feed) -> Generator[Any, None, None]:
-    """The outputs of every batch, on the CPU, in the data's order."""
+    """The outputs of every batch, on the CPU, in the data's order; of all ranks' batches, on every rank."""
     engine, hooks = run.engine, run.hooks
+    ranks, sharded = engine.ranks, engine.strategy.sharded
     run.stage = "predict"
     with engine.evaluating("predict"):
         run.evaluation = Evaluation(None, 0, feed.batches_per_epoch)
         run.call(hooks.on_evaluation_start)
         for number, micro_batch in enumerate(feed.micro_batches()):
-            outputs = to_host(engine.predict_step(micro_batch, number))
+            mine = None
+            if not micro_batch.stand_in:
+                mine = (to_host(engine.predict_step(micro_batch, number)),)
+            elif sharded:
+                engine.predict_step(micro_batch, number)
             run.evaluation.batch = number
             run.call(hooks.on_evaluation_step_end)
-            yield outputs
+            # Within a round the ranks hold consecutive samples: their order is the data's.
+            for outputs in ranks.all_gather(mine):
+                if outputs is not None:
+                    yield outputs[0]
         run.call(hooks.on_evaluation_end)

@@ -1,16 +1,17 @@
-"""Bookkeeping of the scalars that steps return: read, kept on the device, averaged by weight, checked."""
+"""Bookkeeping of the scalars that steps return: kept on the device, averaged by weight, checked."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from drivetrain.errors import CheckpointError, ConfigError, NonFiniteError
-from drivetrain.types import StepOutput
+from drivetrain.distributed.ranks import ALONE, Ranks
+from drivetrain.errors import CheckpointError, NonFiniteError
+from drivetrain.step_output import wide_dtype
 
 FOLD = 128
 """Rows kept before they are folded into sums; bounds the memory of a long log interval."""
@@ -23,106 +24,12 @@ Row: TypeAlias = tuple[tuple[str, ...], Tensor, float | Tensor]
 detached; and the weight that they are means over. A plain tuple, because one is made in every step."""
 
 
-StepValues: TypeAlias = tuple[Tensor | None, tuple[str, ...], Tensor | None, Any]
-"""A step's return value, taken apart: the scalar to optimise, with its graph (None when a validation step
-returned nothing); the names of the scalars to log; those scalars, detached; the model's outputs, or None."""
-
-
-_LOSS = ("loss",)
-
-
-def read_output(output: Any) -> StepValues:
-    """Take apart what a step returned: a scalar, a mapping with "loss", a `StepOutput`, or None.
-
-    Raises:
-        ConfigError: Anything else, a mapping without "loss", a value that is no scalar, or one that is given
-            twice; names it.
-    """
-    outputs = None
-    extra: Mapping[str, Any] | None = None
-    loss = output
-    if isinstance(output, StepOutput):
-        loss, outputs, extra = output.loss, output.outputs, output.metrics
-        if extra:
-            _check_extra(loss, extra)
-    if isinstance(loss, Tensor):
-        if loss.ndim:
-            loss = _scalar("loss", loss)
-        if not extra:
-            return loss, _LOSS, loss.detach(), outputs
-        named = {"loss": loss, **extra}
-    elif isinstance(loss, Mapping):
-        named = {**loss, **extra} if extra else dict(loss)
-        if "loss" not in named:
-            raise ConfigError(
-                f"a step returned a mapping without 'loss'; it has {', '.join(map(repr, named))}"
-            )
-        loss = named["loss"]
-        if not isinstance(loss, Tensor):
-            raise ConfigError(f"a step's 'loss' must be a tensor, not a {type(loss).__name__}")
-        if loss.ndim:
-            named["loss"] = loss = _scalar("loss", loss)
-    elif loss is None:
-        return None, tuple(extra or ()), _stacked(extra, None) if extra else None, outputs
-    else:
-        given = "" if loss is output else "the loss as "
-        raise ConfigError(
-            f"a step returned {given}a {type(loss).__name__}; allowed are a scalar tensor, a mapping"
-            " with 'loss', or a StepOutput"
-        )
-    return loss, tuple(named), _stacked(named, loss), outputs
-
-
-def _check_extra(loss: Any, extra: Mapping[str, Any]) -> None:
-    taken = loss if isinstance(loss, Mapping) else () if loss is None else _LOSS
-    twice = [name for name in extra if name in taken]
-    if twice:
-        raise ConfigError(
-            f"a step returned {', '.join(map(repr, twice))} twice: as StepOutput's loss and among its"
-            " metrics. Give the metric another name"
-        )
-
-
-def _stacked(named: Mapping[str, Any], loss: Tensor | None) -> Tensor:
-    # Copied at once: a task may go on changing a tensor that it returned.
-    with torch.no_grad():
-        try:
-            stacked = torch.stack(tuple(named.values()))
-        except (TypeError, RuntimeError):  # numbers among the tensors, other devices, or shapes such as (1,)
-            tensors = (each for each in (loss, *named.values()) if isinstance(each, Tensor))
-            device = next((each.device for each in tensors), torch.device("cpu"))
-            wide = _wide(device)
-            return torch.stack([_scalar(name, value).to(device, wide) for name, value in named.items()])
-        if stacked.ndim > 1:  # alike in shape, but no scalars
-            return torch.stack([_scalar(name, value) for name, value in named.items()])
-        return stacked
-
-
-def _wide(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64  # which MPS does not have
-
-
-def _scalar(name: str, value: Any) -> Tensor:
-    try:
-        tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError):
-        raise ConfigError(
-            f"the value {name!r} that a step returned is a {type(value).__name__}, not a number"
-        ) from None
-    if tensor.numel() != 1:
-        raise ConfigError(
-            f"the value {name!r} that a step returned has shape {tuple(tensor.shape)}; only scalars can be "
-            "optimised and logged. Take its mean, or return it as StepOutput(outputs=...)"
-        )
-    return tensor.reshape(())
-
-
 def _sums(names: tuple[str, ...], rows: Sequence[Row], updates: Sequence[int]) -> Tensor:
     """Rows with the same names as one vector on their device: n weighted sums, the weight, n first bad
     updates.
     """
     values = torch.stack([values for _, values, _ in rows]).reshape(len(rows), len(names))
-    wide = _wide(values.device)
+    wide = wide_dtype(values.device)
     weights = _as_column([weight for _, _, weight in rows], values.device, wide)
     numbers = torch.tensor(updates, device=values.device, dtype=torch.int64)[:, None]
     bad = torch.where(torch.isfinite(values) | (weights == 0), _NEVER, numbers).amin(0).to(wide)
@@ -148,11 +55,11 @@ class MetricBuffer:
     """Weighted means of the scalars that steps return, kept on the device until asked for.
 
     Args:
-        rank: This process's rank, for messages.
+        ranks: The processes whose means these are; all of them ask at the same time.
     """
 
-    def __init__(self, rank: int = 0) -> None:
-        self._rank = rank
+    def __init__(self, ranks: Ranks = ALONE) -> None:
+        self._ranks = ranks
         self._pending: list[tuple[Sequence[Row], int]] = []
         self._folded: dict[tuple[str, ...], Tensor] = {}
 
@@ -185,7 +92,7 @@ class MetricBuffer:
         self._pending = []
 
     def means(self, refuse_nonfinite: bool = True) -> dict[str, float]:
-        """The means of everything added since the last reset, in one copy to the host.
+        """The means of everything added since the last reset, by all ranks, in one copy to the host.
 
         Args:
             refuse_nonfinite: Whether a loss that is NaN or infinite is an error.
@@ -193,15 +100,23 @@ class MetricBuffer:
         Raises:
             NonFiniteError: A loss was NaN or infinite; names the first such update and all bad values.
         """
-        if not self._folded:
+        if not self._folded and self._ranks.size == 1:
             means = self._plain_means()
             if means is not None:
                 return means
         self._fold()
-        means, bad = _read_sums(self._folded)
-        if refuse_nonfinite and any(is_loss(name) for name in bad):
-            raise _nonfinite(bad, self._rank)
-        return means
+        totals = self._joined(_read_totals(self._folded))
+        if refuse_nonfinite:
+            _refuse_bad(totals)
+        return {name: each.mean for name, each in totals.items()}
+
+    def _joined(self, totals: dict[str, Total]) -> dict[str, Total]:
+        """The totals of all ranks, added in their order, so that each rank has the same."""
+        joined: dict[str, Total] = {}
+        for rank, each in enumerate(self._ranks.all_gather(totals)):
+            for name, total in each.items():
+                joined[name] = total.on(rank) if name not in joined else joined[name].plus(total.on(rank))
+        return joined
 
     def _plain_means(self) -> dict[str, float] | None:
         """The means of a short interval with one set of names and all values finite; None if it is not so
@@ -229,18 +144,17 @@ class MetricBuffer:
         return {name: value / total for name, value in zip(names, listed, strict=True)}
 
     def check(self) -> None:
-        """Look for a bad loss without folding anything, so that looking changes no later sum; waits for the
-        device.
+        """Look for a bad loss of any rank without folding anything, so that looking changes no later sum;
+        waits for the device.
 
         Raises:
             NonFiniteError: A loss since the last reset was NaN or infinite.
         """
         groups = self._by_names().items()
-        bad = _read_sums({names: _sums(names, rows, updates) for names, (rows, updates) in groups})[1]
-        for name, update in _read_sums(self._folded)[1].items():
-            bad[name] = min(bad.get(name, _NEVER), update)
-        if any(is_loss(name) for name in bad):
-            raise _nonfinite(bad, self._rank)
+        pending = _read_totals({names: _sums(names, rows, updates) for names, (rows, updates) in groups})
+        folded = _read_totals(self._folded)
+        _refuse_bad(self._joined(pending))
+        _refuse_bad(self._joined(folded))
 
     def reset(self) -> None:
         """Forget everything added."""
@@ -279,7 +193,21 @@ class MetricBuffer:
                 by_update.setdefault(update, []).append((names, value, weight))
         self._pending = [(rows, update) for update, rows in sorted(by_update.items())]
         # An update adds once, but a generator step may return nothing to add: the count decides when to fold.
-        self._pending += [((), 0)] * (state["adds"] - len(self._pending))
+        self._pending += [((), 0)] * max(0, state["adds"] - len(self._pending))
+
+
+def joined_buffers(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The states of several buffers as that of one."""
+    folded: dict[tuple[str, ...], Tensor] = {}
+    for state in states:
+        for each in state["folded"]:
+            names, sums = tuple(each["names"]), each["sums"]
+            folded[names] = _added(folded[names], sums) if names in folded else sums
+    return {
+        "pending": [group for state in states for group in state["pending"]],
+        "adds": max(state["adds"] for state in states),
+        "folded": [{"names": list(names), "sums": sums} for names, sums in folded.items()],
+    }
 
 
 def _check_stored(group: Mapping[str, Any]) -> None:
@@ -302,30 +230,55 @@ def _check_stored(group: Mapping[str, Any]) -> None:
 def _moved(tensor: Tensor, device: torch.device | None) -> Tensor:
     if device is None:
         return tensor
-    return tensor.to(device, _wide(device) if tensor.dtype is torch.float64 else tensor.dtype)
+    return tensor.to(device, wide_dtype(device) if tensor.dtype is torch.float64 else tensor.dtype)
 
 
-def _read_sums(folded: Mapping[tuple[str, ...], Tensor]) -> tuple[dict[str, float], dict[str, int]]:
-    """Means by name, and the first bad update of each value that was NaN or infinite, in one copy to the
-    host.
-    """
+class Total(NamedTuple):
+    """What is known of one name: the weighted sum, the weight, and the first bad update with its rank."""
+
+    value: float
+    weight: float
+    bad: int = _NEVER
+    rank: int = 0
+
+    @property
+    def mean(self) -> float:
+        """The weighted mean; NaN without any weight."""
+        return self.value / self.weight if self.weight else math.nan
+
+    def on(self, rank: int) -> Total:
+        """As found on a rank."""
+        return self._replace(rank=rank)
+
+    def plus(self, other: Total) -> Total:
+        """Both together."""
+        bad, rank = min((self.bad, self.rank), (other.bad, other.rank))
+        return Total(self.value + other.value, self.weight + other.weight, bad, rank)
+
+
+def _read_totals(folded: Mapping[tuple[str, ...], Tensor]) -> dict[str, Total]:
+    """What was summed, by name, in one copy to the host."""
     if not folded:
-        return {}, {}
+        return {}
     packed = torch.cat(list(folded.values())).tolist()
-    totals: dict[str, list[float]] = {}
-    bad: dict[str, int] = {}
+    totals: dict[str, Total] = {}
     at = 0
     for names in folded:
         n = len(names)
         for index, name in enumerate(names):
-            total = totals.setdefault(name, [0.0, 0.0])
-            total[0] += packed[at + index]
-            total[1] += packed[at + n]
             first = packed[at + n + 1 + index]
-            if first < _NEVER / 2:
-                bad[name] = min(bad.get(name, _NEVER), int(first))
+            bad = int(first) if first < _NEVER / 2 else _NEVER
+            total = Total(packed[at + index], packed[at + n], bad)
+            totals[name] = totals[name].plus(total) if name in totals else total
         at += 2 * n + 1
-    return {name: total / weight if weight else math.nan for name, (total, weight) in totals.items()}, bad
+    return totals
+
+
+def _refuse_bad(totals: Mapping[str, Total]) -> None:
+    bad = {name: each for name, each in totals.items() if each.bad < _NEVER}
+    if any(is_loss(name) for name in bad):
+        rank = min((each.bad, each.rank) for each in bad.values())[1]
+        raise _nonfinite({name: each.bad for name, each in bad.items()}, rank)
 
 
 def _nonfinite(bad: Mapping[str, int], rank: int) -> NonFiniteError:

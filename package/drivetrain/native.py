@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.errors import ConfigError
 from drivetrain.precision import Precision
 from drivetrain.strategies import Prepared, Strategy
@@ -35,10 +36,14 @@ class OpenWindow:
     """Adds up sum(weight x loss) / sum(weight) over backwards of which each may be the last.
 
     Gradients are kept relative to the first weight: a window of one backward, the usual one, is never
-    rescaled.
+    rescaled. Not so with several processes, of which each has weights of its own.
+
+    Args:
+        ranks: The processes whose backwards make up a window together.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks = ALONE) -> None:
+        self._ranks = ranks
         self._open = False
         self._first: float | Tensor | None = None
         self._total: float | Tensor = 0.0
@@ -57,6 +62,14 @@ class OpenWindow:
                     f"engine.backward(loss, weight): a weight counts samples or tokens, not {weight}"
                 )
         self._open = True
+        if self._ranks.size > 1:
+            # All go through backward together; a loss of no weight, usually 0 / 0, has no gradient.
+            if not isinstance(weight, Tensor) and weight == 0:
+                loss = torch.nan_to_num(loss)
+            self._first = 1.0
+            self._total = self._total + weight
+            strategy.backward(loss, weight)
+            return
         if not isinstance(weight, Tensor) and weight == 0:
             return
         if self._first is None:
@@ -82,6 +95,11 @@ class OpenWindow:
         if not self._open:
             raise ConfigError("engine.step() without engine.backward(loss) before it: there is no gradient")
         if self._first is not None and self._total is not self._first:
+            total = self._total
+            if self._ranks.size > 1:
+                # Strategies average over the processes.
+                total = self._ranks.total([float(total)])[0] / self._ranks.size
             gradients = [each.grad for each in parameters if each.grad is not None]
-            torch._foreach_mul_(gradients, self._first / self._total)
-        self._open, self._first = False, None
+            if total != 0:
+                torch._foreach_mul_(gradients, self._first / total)
+        self._open, self._first, self._total = False, None, 0.0

@@ -147,6 +147,7 @@ class Run:
         last_checkpoint: The address of the last checkpoint saved or loaded, or None.
         origin: The time, on `perf_counter`'s clock, at which `progress.seconds` was zero.
         host_streams: The states of the host's generators that a checkpoint brought, or None.
+        by_time: Whether anything is due by time, so that all ranks must have the same.
         callbacks: All callbacks, in order.
         loggers: All loggers.
     """
@@ -192,6 +193,10 @@ class Run:
         self.exception: BaseException | None = None
         self.last_checkpoint: str | None = None
         self.host_streams: dict[str, Any] | None = None
+        self.by_time = self.totals.max_seconds is not None or any(
+            each.every is not None and each.every.seconds is not None
+            for each in (self.triggers.log, self.triggers.validate)
+        )
         self._values: dict[str, float] = {}
         self._logging = False
         self.origin = perf_counter()
@@ -238,12 +243,14 @@ class Run:
 
     def log_point(self, values: Mapping[str, float]) -> None:
         """Publish values: into `metrics`, to the callbacks, then to the loggers."""
-        self.logged = {**self._values, **values}
+        ranks = self.engine.ranks
+        # What one rank measured of itself, its speed for example, must not make it decide by itself.
+        self.logged = ranks.first(lambda: {**self._values, **values})
         self._values = {}
         self._logging = True
         try:
             self.metrics.update(self.logged)
-            if self.hooks.on_log or self.loggers:
+            if self.hooks.on_log or self.loggers or ranks.size > 1:
                 self._publish()
         finally:
             self._logging = False
@@ -251,6 +258,7 @@ class Run:
     def _publish(self) -> None:
         with shielded():
             self.call(self.hooks.on_log)
+            self.logged = self.engine.ranks.first(lambda: self.logged)
             self.metrics.update(self.logged)
             for logger in self.loggers if self.is_main else ():
                 logger.log_metrics(self.logged, self.progress.updates)
@@ -267,6 +275,12 @@ class Run:
             with well_formed("the checkpoint's host_streams"):
                 load_host_state(self.host_streams)
         self.origin = perf_counter() - self.progress.seconds
+
+    def share_clock(self) -> None:
+        """Have rank 0's seconds on all ranks, which must find the same things due."""
+        ranks = self.engine.ranks
+        if ranks.size > 1:
+            self.progress.seconds = ranks.total([self.progress.seconds if ranks.rank == 0 else 0.0])[0]
 
     @contextmanager
     def timed(self, kind: str) -> Iterator[None]:

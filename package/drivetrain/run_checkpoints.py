@@ -19,6 +19,7 @@ from drivetrain.checkpoint import (
 from drivetrain.checkpoint.index import rank, read_index
 from drivetrain.checkpoint.locate import CHECKPOINTS
 from drivetrain.checkpoint.places import file_system
+from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.engine_state import like_module
 from drivetrain.errors import CheckpointError, ConfigError
 from drivetrain.run import Run
@@ -36,7 +37,11 @@ def checkpoint_root(trainer: Trainer, run_dir: str | os.PathLike[str] | None) ->
 
 
 def make_saver(
-    trainer: Trainer, run_dir: Path | None, loaders: Sequence[str | None], resume: str | None
+    trainer: Trainer,
+    run_dir: Path | None,
+    loaders: Sequence[str | None],
+    resume: str | None,
+    ranks: Ranks = ALONE,
 ) -> CheckpointSaver | None:
     """The saver that the Trainer's policy asks for.
 
@@ -47,7 +52,7 @@ def make_saver(
     if trainer.checkpoint is False or root is None:
         return None
     config = _policy(trainer, loaders[0] if loaders else None)
-    manager = _manager(root, config)
+    manager = _manager(root, config, ranks)
     if resume is None and manager.entries():
         raise ConfigError(
             f"{root} holds the checkpoints of an earlier run (the newest after update"
@@ -66,8 +71,8 @@ def _policy(trainer: Trainer, first_loader: str | None = None) -> CheckpointConf
     return config if first_loader is None else replace(config, by=f"validation/{first_loader}/loss")
 
 
-def _manager(root: str, config: CheckpointConfig) -> CheckpointManager:
-    return CheckpointManager(file_system(root).join(root, CHECKPOINTS), config)
+def _manager(root: str, config: CheckpointConfig, ranks: Ranks = ALONE) -> CheckpointManager:
+    return CheckpointManager(file_system(root).join(root, CHECKPOINTS), config, ranks=ranks)
 
 
 def find_checkpoint(
@@ -90,7 +95,7 @@ def find_checkpoint(
     root = checkpoint_root(trainer, trainer.run_dir)
     if root is None:
         raise ConfigError("resume='auto' takes the newest checkpoint of run_dir: give the Trainer a run_dir")
-    manager = saver.manager if saver else _manager(root, CheckpointConfig())
+    manager = saver.manager if saver else _manager(root, CheckpointConfig(), run.engine.ranks)
     return manager.load_latest(like)
 
 

@@ -10,6 +10,7 @@ from drivetrain.checkpoint.format import Snapshot
 from drivetrain.checkpoint.tree import pack, unpack, well_formed
 from drivetrain.engine_state import optimizer_state, restore_optimizer_state
 from drivetrain.errors import CheckpointError
+from drivetrain.metrics import joined_buffers
 from drivetrain.module_state import load_module_state, module_state
 from drivetrain.stored_task import pack_hparams
 from drivetrain.streams import host_state
@@ -26,24 +27,21 @@ def snapshot_run(run: Run) -> Snapshot:
         CheckpointError: A part of it cannot be stored; says which.
     """
     engine = run.engine
+    own, *others = engine.ranks.all_gather(_own_state(run))
     weights, extras = module_state(run.task)
     optimizers, meta = optimizer_state(
         run.task, {name: each.optimizer for name, each in engine.updaters.items()}
     )
     tree = {
+        **own,
+        "ranks": others,
         "seed": engine.seed,
-        "host_streams": host_state(),
         "optimizers": meta,
         "schedules": {name: updater.state_dict() for name, updater in engine.updaters.items()},
         "strategy": engine.strategy.state_dict(),
         "module_extras": extras,
-        "buffer": engine.buffer.state_dict(),
-        "train_metrics": run.train_metrics.state_dict() if run.train_metrics else None,
-        "values": run.pending_values(),
         "metrics": run.metrics,
-        "timing": run.timing,
         "callbacks": {name: each.state_dict() for name, each in _stateful(run.callbacks).items()},
-        "loggers": {name: each.state_dict() for name, each in _stateful(run.loggers).items()},
         "data": run.train_feed.snapshot() if run.train_feed is not None else None,
     }
     state, tensors = pack(tree)
@@ -54,6 +52,27 @@ def snapshot_run(run: Run) -> Snapshot:
         metrics=dict(run.metrics),
         task=type(run.task).__name__,
     )
+
+
+def _own_state(run: Run) -> dict[str, Any]:
+    """What each process has of its own; rank 0's stands for all where they only write or tell the same."""
+    first = run.engine.ranks.rank == 0
+    return {
+        "host_streams": host_state(),
+        "buffer": run.engine.buffer.state_dict(),
+        "train_metrics": run.train_metrics.state_dict() if run.train_metrics else None,
+        **({"values": run.pending_values(), "timing": run.timing} if first else {}),
+        **(
+            {"loggers": {name: each.state_dict() for name, each in _stateful(run.loggers).items()}}
+            if first
+            else {}
+        ),
+    }
+
+
+def _states_for(rank: int, size: int, saved: list[Any]) -> list[Any]:
+    """Those of the saved processes' states that one of `size` processes goes on from."""
+    return saved[rank::size]
 
 
 def restore_run(run: Run, snapshot: Snapshot) -> None:
@@ -90,16 +109,22 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> None:
     for name, updater in engine.updaters.items():
         updater.load_state_dict(tree["schedules"][name])
     engine.strategy.load_state_dict(tree["strategy"])
-    run.host_streams = tree["host_streams"]
     run.progress.load_json(snapshot.progress)
-    engine.buffer.load_state_dict(tree["buffer"], engine.device)
-    if run.train_metrics and tree["train_metrics"] is not None:
-        run.train_metrics.load_state_dict(tree["train_metrics"])
+    # What each process had of its own: with fewer of them now, one goes on from several; with more, some
+    # begin with nothing.
+    mine = _states_for(engine.ranks.rank, engine.ranks.size, [tree, *tree.get("ranks", [])])
+    if mine:
+        run.host_streams = mine[0]["host_streams"]
+        engine.buffer.load_state_dict(joined_buffers([each["buffer"] for each in mine]), engine.device)
+        metrics = [each["train_metrics"] for each in mine if each["train_metrics"] is not None]
+        if run.train_metrics and metrics:
+            run.train_metrics.load_states(metrics)
     run.set_pending_values(_numbers(tree, "values"))
     run.metrics.update(_numbers(tree, "metrics"))
     run.timing.update(_numbers(tree, "timing"))
     _restore_each(run.callbacks, tree["callbacks"], "callback")
-    _restore_each(run.loggers, tree["loggers"], "logger")
+    if run.is_main:
+        _restore_each(run.loggers, tree["loggers"], "logger")
     if run.train_feed is not None:
         run.train_feed.source.restore(tree["data"])
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from drivetrain.data import MicroBatch
+from drivetrain.data import Everywhere, MicroBatch
+from drivetrain.distributed.ranks import Ranks
 from drivetrain.errors import ConfigError, nearest
-from drivetrain.metrics import MetricBuffer, Row, read_output
-from drivetrain.types import StepOutput
+from drivetrain.metrics import MetricBuffer, Row
+from drivetrain.step_output import read_output
+from drivetrain.types import Batch, StepOutput
 
 Weighted = list[tuple[MicroBatch, float | Tensor | None]]
 
@@ -27,6 +30,60 @@ def weighted(micro_batches: Sequence[MicroBatch]) -> Weighted:
     kept = [each for each in micro_batches if isinstance(each.weight, Tensor) or each.weight]
     total = sum(each.weight for each in kept)
     return [(each, each.weight / total) for each in kept]
+
+
+def shared(micro_batches: Sequence[MicroBatch], ranks: Ranks) -> tuple[Weighted, Everywhere]:
+    """As `weighted`, for a window of which other processes have micro-batches too.
+
+    Strategies average gradients over the processes, so that each share is of the window's weight everywhere,
+    times their number. None is left out, as all processes must go through the same number of micro-batches,
+    unless the whole window weighs nothing.
+
+    Returns:
+        The micro-batches with their shares, and the window's counts in all processes together.
+    """
+    known = [each.everywhere for each in micro_batches if each.everywhere is not None]
+    if len(known) == len(micro_batches):
+        total = Everywhere(*map(sum, zip(*known, strict=True)))
+    else:
+        total = _asked(micro_batches, ranks)
+    if not isinstance(total.weight, Tensor) and not total.weight:
+        return [], total
+    scale = ranks.size / total.weight
+    return [(each, each.weight * scale) for each in micro_batches], total
+
+
+def _asked(micro_batches: Sequence[MicroBatch], ranks: Ranks) -> Everywhere:
+    weights = [each.weight for each in micro_batches]
+    on_device = next((each.device for each in weights if isinstance(each, Tensor)), None)
+    counts = [sum(each.samples for each in micro_batches), sum(each.tokens for each in micro_batches)]
+    if on_device is None:
+        weight, samples, tokens = ranks.total([sum(map(float, weights)), *counts])
+        return Everywhere(weight, int(samples), int(tokens))
+    summed = torch.stack([torch.as_tensor(each, device=on_device) for each in weights]).sum()
+    torch.distributed.all_reduce(summed)
+    samples, tokens = ranks.total(counts)
+    return Everywhere(summed, int(samples), int(tokens))
+
+
+class Spare:
+    """What is run in the place of a micro-batch without weight, where all processes run each of them."""
+
+    def __init__(self) -> None:
+        self._batch: Batch | None = None
+
+    def instead_of(self, micro_batch: MicroBatch) -> MicroBatch:
+        """The micro-batch, or what weighed something before if it has no weight itself.
+
+        The mean loss over nothing is usually 0 / 0, of which no share is zero.
+        """
+        if isinstance(micro_batch.weight, Tensor) or micro_batch.everywhere is not None:
+            return micro_batch
+        if micro_batch.weight:
+            self._batch = micro_batch.batch
+            return micro_batch
+        batch = micro_batch.batch if self._batch is None else self._batch
+        return micro_batch._replace(batch=batch, stand_in=True)
 
 
 class StepResult:

@@ -57,6 +57,9 @@ class CheckpointSaver(Callback):
         """Begin the interval where the run stands."""
         self._trigger = Trigger(self.config.interval, run.totals.updates_per_epoch)
         self._trigger.start(run.progress)
+        run.by_time = run.by_time or (
+            self._trigger.every is not None and self._trigger.every.seconds is not None
+        )
 
     def on_evaluation_end(self, run: Run) -> None:
         """Note that there are new metrics to rank by; a value of an earlier validation is none of them."""

@@ -2,13 +2,16 @@
 
 from drivetrain.data.batch import batch_size, map_tensors, move, to_host
 from drivetrain.data.feed import Feed, Measure, Window, as_source, evaluation_sources, pin_memory_for
+from drivetrain.data.share import Everywhere, Share
 from drivetrain.data.sources import Source
 from drivetrain.data.transfer import MicroBatch, Transfer
 
 __all__ = [
+    "Everywhere",
     "Feed",
     "Measure",
     "MicroBatch",
+    "Share",
     "Source",
     "Transfer",
     "Window",

@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from drivetrain.data.batch import batch_size
 from drivetrain.data.indexed import IndexedSource
+from drivetrain.data.rounds import SharedBatch
+from drivetrain.data.share import WHOLE, Everywhere, Share
 from drivetrain.data.sources import BatchSource, IterableSource, Source
 from drivetrain.data.transfer import MicroBatch, Transfer
 from drivetrain.errors import DataError
@@ -57,6 +59,7 @@ def as_source(
     in_order: bool = False,
     every_sample: bool = False,
     pin_memory: bool = False,
+    share: Share = WHOLE,
 ) -> Source:
     """The source that reads a user's data.
 
@@ -70,6 +73,7 @@ def as_source(
         in_order: Read in the dataset's own order even when the loader shuffles.
         every_sample: Read the last, short batch too when the loader would drop it.
         pin_memory: For copies to an accelerator.
+        share: Which part of it this process reads.
 
     Raises:
         DataError: Data of a kind that cannot be read, empty data, or a Dataset without a batch size.
@@ -83,16 +87,22 @@ def as_source(
         if not isinstance(loader.dataset, IterableDataset) and hasattr(loader.dataset, "__len__"):
             _check_samples(loader.dataset, name)
             return IndexedSource(
-                name, loader, seed, in_order=in_order, every_sample=every_sample, pin_memory=pin_memory
+                name,
+                loader,
+                seed,
+                in_order=in_order,
+                every_sample=every_sample,
+                pin_memory=pin_memory,
+                share=share,
             )
     elif isinstance(loader, (list, tuple)):
-        return BatchSource(name, _ready_batches(loader, name))
+        return BatchSource(name, _ready_batches(loader, name), share)
     if isinstance(loader, (str, bytes, Mapping, Tensor)) or not hasattr(loader, "__iter__"):
         raise DataError(
             f"the {name} data is a {type(data).__name__}, which gives no batches. Allowed: a DataLoader, a"
             " Dataset, a list of batches, any iterable of batches, or an object with train_data() and so on"
         )
-    return IterableSource(name, loader, seed)
+    return IterableSource(name, loader, seed, share)
 
 
 def _batch_size_of(dataset: Any, name: str, batch_size: int | None) -> int | None:
@@ -181,7 +191,8 @@ class Feed:
         self, epoch: int = 0, position: int = 0, limit: int | None = None
     ) -> Iterator[MicroBatch]:
         """The counted micro-batches of an epoch from a position on, on the device."""
-        counted = self._counted(epoch, position, self._limit if limit is None else limit)
+        read = self._counted if self.source.share.size == 1 else self._counted_of_all
+        counted = read(epoch, position, self._limit if limit is None else limit)
         return self._transfer.ahead(counted, early=not self.source.stateful)
 
     def windows(self, epoch: int, position: int = 0, done: int = 0) -> Generator[Window, None, None]:
@@ -238,28 +249,70 @@ class Feed:
         number = 0
         if limit is not None and limit <= 0:
             return
-        for batch, advance, samples in self.source.batches(epoch, position):
+        fetched: Iterator[tuple[Batch, int, int | None]] = self.source.batches(epoch, position)  # type: ignore[assignment]
+        for batch, advance, samples in fetched:
             if samples is None:
                 samples = batch_size(batch)
                 if samples is None:
                     raise self._unknown_kind(batch, epoch, position + number)
             weight: float | Tensor = samples if weigh is None else _on_host(weigh(batch))
             if not isinstance(weight, Tensor) and not 0 <= weight < math.inf:
-                raise DataError(
-                    f"loss_weight gave {weight} for batch {position + number} of epoch {epoch} of the"
-                    f" {self.source.name} data; a weight is a number of samples or tokens, 0 or more"
-                )
+                raise self._bad_weight(weight, epoch, position + number)
             tokens = 0 if count_tokens is None else int(count_tokens(batch))
             number += 1
             yield MicroBatch(batch, weight, samples, tokens, advance)
             if number == limit:
                 return
         if number == 0 and position == 0:
-            raise DataError(
-                f"the {self.source.name} data is empty: it gave no batch in epoch {epoch}. A dataset smaller"
-                " than its batch size with drop_last=True does that; so does an iterator that was used up"
-                " before"
-            )
+            raise self._empty(epoch)
+
+    def _counted_of_all(self, epoch: int, position: int, limit: int | None) -> Iterator[MicroBatch]:
+        """As `_counted`, where several processes read the data together."""
+        weigh, count_tokens = self._measure.weight, self._measure.tokens
+        number = 0
+        if limit is not None and limit <= 0:
+            return
+        for fetched in self.source.batches(epoch, position):
+            assert isinstance(fetched, SharedBatch)
+            batch, advance, samples, stand_in, known = fetched
+            samples = batch_size(batch) if samples is None else samples
+            if samples is None:
+                raise self._unknown_kind(batch, epoch, position + number)
+            weight = self._weighed(batch, samples, epoch, position + number)
+            tokens = 0 if count_tokens is None else int(count_tokens(batch))
+            everywhere = None
+            if known is not None and weigh is None and count_tokens is None:
+                everywhere = Everywhere(known, known, 0)
+            if stand_in:  # of the same kind, as a weight may be on the device
+                weight, samples, tokens = weight * 0, 0, 0
+            number += 1
+            yield MicroBatch(batch, weight, samples, tokens, advance, stand_in, everywhere)
+            if number == limit:
+                return
+        if number == 0 and position == 0:
+            raise self._empty(epoch)
+
+    def _weighed(self, batch: Batch, samples: int, epoch: int, number: int) -> float | Tensor:
+        weigh = self._measure.weight
+        if weigh is None:
+            return samples
+        weight = _on_host(weigh(batch))
+        if not isinstance(weight, Tensor) and not 0 <= weight < math.inf:
+            raise self._bad_weight(weight, epoch, number)
+        return weight
+
+    def _bad_weight(self, weight: float, epoch: int, number: int) -> DataError:
+        return DataError(
+            f"loss_weight gave {weight} for batch {number} of epoch {epoch} of the {self.source.name} data;"
+            " a weight is a number of samples or tokens, 0 or more"
+        )
+
+    def _empty(self, epoch: int) -> DataError:
+        return DataError(
+            f"the {self.source.name} data is empty: it gave no batch in epoch {epoch}. A dataset smaller"
+            " than its batch size with drop_last=True does that; so does an iterator that was used up"
+            " before"
+        )
 
     def _unknown_kind(self, batch: Batch, epoch: int, number: int) -> DataError:
         inside = (

@@ -24,7 +24,9 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from drivetrain.data.order import Order, unshuffled
+from drivetrain.data.order import Order, undivided, unshuffled
+from drivetrain.data.rounds import SharedBatch, Slice, drawn, grouped, rounds, sliced
+from drivetrain.data.share import WHOLE, Share
 from drivetrain.data.sources import Fetched, Source
 from drivetrain.errors import DataError
 from drivetrain.streams import ORDER, HostDraws, batch_stream, mix, mix_next, seed_host
@@ -38,11 +40,13 @@ class IndexBatch(list[Any]):
         epoch: The epoch that it belongs to.
         start: The position of its first sample in the epoch's order.
         seed: The seed of its random stream, a function of (seed, epoch, start).
+        slice: What of a round it is, where several processes read the data; else None.
     """
 
     epoch: int = 0
     start: int = 0
     seed: int = 0
+    slice: Slice | None = None
 
 
 class KeyedDataset:
@@ -164,6 +168,7 @@ class IndexedSource(Source):
             is not used then, as nothing is known of its order.
         pin_memory: Have workers' batches put into page-locked memory, for copies to an accelerator. The
             loader's own flag is not looked at: without an accelerator torch warns of it.
+        share: Which part of every round is read here.
     """
 
     def __init__(
@@ -175,8 +180,10 @@ class IndexedSource(Source):
         in_order: bool = False,
         every_sample: bool = False,
         pin_memory: bool = False,
+        share: Share = WHOLE,
     ) -> None:
         self.name = name
+        self.share = share
         self._seed = seed
         self._loader = loader
         ready = loader.batch_sampler is None
@@ -187,7 +194,8 @@ class IndexedSource(Source):
         # None and its sampler sequential; the batch sampler itself is right in both cases.
         plain = type(loader.batch_sampler) is BatchSampler
         described: Any = loader.batch_sampler if plain else loader
-        sampler = unshuffled(described.sampler, size) if in_order else described.sampler
+        sampler = described.sampler if share.size == 1 else undivided(described.sampler, loader.dataset)
+        sampler = unshuffled(sampler, size) if in_order else sampler
         self._order = Order(name, sampler, size, seed)
         self._batch_sampler = None if ready or plain or in_order else loader.batch_sampler
         batch_size = described.batch_size or getattr(loader.batch_sampler, "batch_size", None)
@@ -224,7 +232,32 @@ class IndexedSource(Source):
         Raises:
             DataError: The sampler raised.
         """
+        if self.share.size > 1:
+            return self._shared(epoch, position)
         return self._keyed(self._slices(epoch, position), epoch)
+
+    def _shared(self, epoch: int, position: int) -> Iterator[IndexBatch]:
+        stream = batch_stream(self._seed, epoch)
+        for each in self._round_slices(epoch, position):
+            indices = each.items
+            batch = IndexBatch(indices.tolist() if isinstance(indices, torch.Tensor) else indices)
+            batch.epoch, batch.start, batch.seed = epoch, each.start, mix_next(stream, each.start)
+            batch.slice = each
+            yield batch
+
+    def _round_slices(self, epoch: int, position: int) -> Iterator[Slice]:
+        if self._batch_sampler is not None:
+            sampled = self._sampled(self._order.replayed(self._batch_sampler, epoch), position)
+            return grouped(((start, batch, len(batch)) for start, batch in sampled), self.share)
+        if self._order.length() is None:
+            take = drawn(islice(self._order.drawn(self._order.sampler, epoch), position, None))
+        else:
+            order = self._order.indices(epoch)
+
+            def take(start: int, stop: int) -> Any:
+                return order[start:stop]
+
+        return sliced(take, position, self._batch_size, self._drop_last, self.share)
 
     def _keyed(self, slices: Iterator[tuple[int, Any]], epoch: int) -> Iterator[IndexBatch]:
         stream = batch_stream(self._seed, epoch)
@@ -277,6 +310,9 @@ class IndexedSource(Source):
                 batch = collate(fetch(indices))
             except Exception as error:
                 raise self._failure_of(error, indices) from error
+            if indices.slice is not None:
+                yield _shared_batch(batch, indices, knows)
+                continue
             size = len(indices)
             yield batch, size, size if knows else None
 
@@ -309,7 +345,10 @@ class IndexedSource(Source):
                 seed_host(indices.seed)
                 if draws is not None:
                     draws.restore()
-            yield batch, len(indices), len(indices) if self._knows_samples else None
+            if indices.slice is not None:
+                yield _shared_batch(batch, indices, self._knows_samples)
+            else:
+                yield batch, len(indices), len(indices) if self._knows_samples else None
 
     def _failure_of(self, error: Exception, indices: IndexBatch | None) -> DataError:
         if indices is None:
@@ -326,11 +365,19 @@ class IndexedSource(Source):
         """The batches from a position on; for a user's batch sampler its length, at position 0 only."""
         if self._batch_sampler is not None:
             try:
-                return len(self._batch_sampler) if position == 0 else None  # type: ignore[arg-type]
+                return rounds(len(self._batch_sampler), self.share) if position == 0 else None  # type: ignore[arg-type]
             except TypeError:
                 return None
         length = self._order.length()
         if length is None:
             return None
         left = max(0, length - position)
-        return left // self._batch_size if self._drop_last else -(-left // self._batch_size)
+        batches = left // self._batch_size if self._drop_last else -(-left // self._batch_size)
+        return rounds(batches, self.share)
+
+
+def _shared_batch(batch: Any, indices: IndexBatch, knows: bool) -> SharedBatch:
+    part = indices.slice
+    assert part is not None
+    samples, everywhere = (len(indices), part.samples) if knows else (None, None)
+    return SharedBatch(batch, part.advance, samples, part.stand_in, everywhere)

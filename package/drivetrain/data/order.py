@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler
+from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
 
 from drivetrain.errors import DataError
 from drivetrain.streams import ORDER, host_state, load_host_state, mix, preserved, seed_host
@@ -121,6 +121,13 @@ def unshuffled(sampler: Iterable[Any], size: int) -> Iterable[Any]:
     if isinstance(sampler, SubsetRandomSampler):
         return sorted(int(index) for index in sampler.indices)
     return sampler
+
+
+def undivided(sampler: Iterable[Any], dataset: Any) -> Iterable[Any]:
+    """A sampler of the whole dataset in the place of one that divides it over processes, as we do that."""
+    if not isinstance(sampler, DistributedSampler):
+        return sampler
+    return RandomSampler(dataset) if sampler.shuffle else SequentialSampler(dataset)
 
 
 def _length(sampler: Any) -> int | None:

@@ -15,13 +15,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
+from drivetrain.data.rounds import SharedBatch, grouped, rounds
+from drivetrain.data.share import WHOLE, Share
 from drivetrain.errors import DataError
 from drivetrain.streams import batch_stream, mix_next, seed_after, seed_batch, seed_host
 from drivetrain.types import Batch, Stateful
 
-Fetched: TypeAlias = tuple[Batch, int, int | None]
+Fetched: TypeAlias = tuple[Batch, int, int | None] | SharedBatch
 """A batch as its source gave it, on the host; how far it moves the position; its number of samples when the
-source knows it."""
+source knows it. Where several processes read the data, a `SharedBatch`."""
 
 
 class Source(ABC):
@@ -31,11 +33,13 @@ class Source(ABC):
         name: Whose data it is, for error messages.
         exact: Whether `count` can be relied on; an iterable's own length may be a guess.
         stateful: Whether it is resumed by its own state rather than by the position.
+        share: Which part of every round is read here.
     """
 
     name: str
     exact: bool = True
     stateful: bool = False
+    share: Share = WHOLE
 
     @abstractmethod
     def batches(self, epoch: int, position: int) -> Iterator[Fetched]:
@@ -67,18 +71,27 @@ class Source(ABC):
 class BatchSource(Source):
     """Ready batches in a list or tuple; the position counts batches."""
 
-    def __init__(self, name: str, batches: Sequence[Batch]) -> None:
+    def __init__(self, name: str, batches: Sequence[Batch], share: Share = WHOLE) -> None:
         self.name = name
+        self.share = share
         self._batches = batches
 
     def batches(self, epoch: int, position: int) -> Iterator[Fetched]:
         """The batches from `position` on, in their order."""
         batches = self._batches if position == 0 else itertools.islice(self._batches, position, None)
+        if self.share.size > 1:
+            return _every_round(batches, self.share)
         return zip(batches, itertools.repeat(1), itertools.repeat(None))
 
     def count(self, position: int = 0) -> int | None:
         """What is left of the list."""
-        return max(0, len(self._batches) - position)
+        return rounds(max(0, len(self._batches) - position), self.share)
+
+
+def _every_round(batches: Iterable[Batch], share: Share) -> Iterator[SharedBatch]:
+    """One process's batches of data of which every process draws all: nothing is read twice or left out."""
+    for part in grouped(((0, batch, 1) for batch in batches), share):
+        yield SharedBatch(part.items, part.advance, None, part.stand_in, None)
 
 
 class IterableSource(Source):
@@ -93,10 +106,12 @@ class IterableSource(Source):
         name: Whose data it is, for messages.
         data: What is iterated.
         seed: The run's seed.
+        share: Which batch of every round is used here; all are drawn.
     """
 
-    def __init__(self, name: str, data: Iterable[Batch], seed: int) -> None:
+    def __init__(self, name: str, data: Iterable[Batch], seed: int, share: Share = WHOLE) -> None:
         self.name = name
+        self.share = share
         self._data = data
         self._seed = seed
         self.exact = False
@@ -107,6 +122,11 @@ class IterableSource(Source):
 
     def batches(self, epoch: int, position: int) -> Iterator[Fetched]:
         """The batches of an epoch."""
+        if self.share.size > 1:
+            return _every_round((each[0] for each in self._all(epoch, position)), self.share)
+        return self._all(epoch, position)
+
+    def _all(self, epoch: int, position: int) -> Iterator[Fetched]:
         if self._one_shot and self._used_up:
             raise DataError(
                 f"the {self.name} data is an iterator and was used up by an earlier epoch; pass something"
@@ -163,7 +183,7 @@ class IterableSource(Source):
     def count(self, position: int = 0) -> int | None:
         """Known when the iterable has a length."""
         try:
-            return max(0, len(self._data) - position)  # type: ignore[arg-type]
+            return rounds(max(0, len(self._data) - position), self.share)  # type: ignore[arg-type]
         except TypeError:
             return None
 

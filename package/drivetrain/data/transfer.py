@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from drivetrain.data.batch import map_tensors, move
+from drivetrain.data.share import Everywhere
 from drivetrain.types import Batch
 
 
@@ -25,6 +26,8 @@ class MicroBatch(NamedTuple):
         samples: Its number of samples.
         tokens: Its number of tokens, 0 when the task counts none.
         advance: How far it moves the data's position.
+        stand_in: Whether it is another process's, because this one has no samples in the round.
+        everywhere: What all processes have in the round, where that is known without asking them.
     """
 
     batch: Batch
@@ -32,6 +35,8 @@ class MicroBatch(NamedTuple):
     samples: int = 0
     tokens: int = 0
     advance: int = 1
+    stand_in: bool = False
+    everywhere: Everywhere | None = None
 
 
 class Transfer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -55,6 +55,15 @@ class Ranks:
         values: list[Any] = [None] * self.size
         torch.distributed.all_gather_object(values, value, group=self.group)
         return values
+
+    def total(self, numbers: Sequence[float]) -> list[float]:
+        """The sums over all ranks; the same on each, to the last bit."""
+        if self.size == 1:
+            return list(numbers)
+        sums = torch.tensor(numbers, dtype=torch.float64)
+        torch.distributed.all_reduce(sums, group=self.group)
+        summed: list[float] = sums.tolist()
+        return summed
 
     def first(self, act: Callable[[], T]) -> T:
         """What rank 0 gets from `act`; the others only wait for it.

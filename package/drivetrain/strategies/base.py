@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.precision import Precision
 from drivetrain.task import StepModule
 
@@ -53,14 +54,28 @@ class Strategy(ABC):
     Attributes:
         name: What a user writes.
         device: Where this process's model lives.
-        rank: This process's number, from 0.
+        rank: This process's number, from 0; right once `setup` was called.
         world_size: How many processes train together.
+        ranks: All of them, for what they exchange on the host.
+        sharded: Whether every forward is done by all processes together, also in an evaluation.
     """
 
     name: str
     device: torch.device
     rank: int = 0
     world_size: int = 1
+    ranks: Ranks = ALONE
+    sharded: bool = False
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the data's shares this process gets; those that share a model's tensors get the same."""
+        return self.rank
+
+    @property
+    def data_size(self) -> int:
+        """How many shares the data has."""
+        return self.world_size
 
     @abstractmethod
     def supports(self, precision: Precision) -> Support:
@@ -96,6 +111,9 @@ class Strategy(ABC):
             share: The micro-batch's share of its window's weight; None for the whole.
             inputs: The parameters to add to; None for all.
         """
+
+    def synchronize(self, parameters: Sequence[Tensor]) -> None:
+        """Average over all processes the gradients that backward was told to add to these `inputs` alone."""
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Bring gradients of a scaled loss back to their size; called once before they are looked at."""

@@ -12,12 +12,9 @@ from torch.optim import Optimizer
 from drivetrain.errors import StrategyError
 from drivetrain.precision import Precision
 from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Support
+from drivetrain.strategies.scaling import LossScale
 from drivetrain.strategies.stepping import step
 from drivetrain.task import StepModule
-
-_OVERFLOWS_IN_A_ROW = 100
-"""Skipped updates in a row for which no loss scale can be the cause: 2**16 halved 100 times is 5e-26."""
-
 
 _KINDS = ("cpu", "cuda", "mps")
 
@@ -62,8 +59,7 @@ class SingleDevice(Strategy):
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = _existing(device)
         self.name = "single"
-        self._scaler: torch.amp.GradScaler | None = None
-        self._overflows = 0
+        self._scale: LossScale | None = None
 
     def supports(self, precision: Precision) -> Support:
         """All built-in precisions on the CPU; MPS has no float64; bfloat16 needs hardware that has it."""
@@ -84,25 +80,22 @@ class SingleDevice(Strategy):
         precision.convert_module(module)
         module.to(self.device)
         module.context = precision.forward_context(self.device)
-        self._scaler = torch.amp.GradScaler(self.device.type) if precision.loss_scaling else None
-        if self._scaler is not None:
-            # It makes its scale when it first sees a loss; an update of weight zero shows it none.
-            self._scaler.scale(torch.zeros((), device=self.device))
+        self._scale = LossScale(self.device) if precision.loss_scaling else None
         return Prepared(module, make_optimizers(module) if make_optimizers else {})
 
     def backward(
         self, loss: Tensor, share: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
     ) -> None:
         """Backward from the share as the loss's own gradient: a product and its backward would take 6 us."""
-        if self._scaler is not None:
-            loss = self._scaler.scale(loss)
+        if self._scale is not None:
+            loss = self._scale.scale(loss)
         root = None if share is None else torch.as_tensor(share, dtype=loss.dtype, device=loss.device)
         loss.backward(root, inputs=inputs)  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the loss scale."""
-        if self._scaler is not None:
-            self._scaler.unscale_(optimizer)
+        if self._scale is not None:
+            self._scale.unscale(optimizer)
 
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         """Clip by the global norm."""
@@ -112,42 +105,16 @@ class SingleDevice(Strategy):
         """Step, unless an unscaled gradient overflowed; knowing that takes one host sync, under loss scaling
         only, after which the loss scale grows or shrinks.
         """
-        if self._scaler is not None:
-            overflowed = self._overflowed(self._scaler, optimizer)
-            # Before another optimizer's backward, which then has the new scale: so one optimizer may step
-            # more than once in an update, and an overflow of the first does not reach the second.
-            _update_scale(self._scaler)
-            if overflowed:
-                return False
+        if self._scale is not None and self._scale.overflowed(optimizer):
+            return False
         step(optimizer)
         return True
 
-    def _overflowed(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
-        # GradScaler.step would hide whether it stepped, and has fused optimizers decide on the device.
-        found = scaler._found_inf_per_device(optimizer).values()
-        overflowed = any(bool(each.item()) for each in found)
-        self._overflows = self._overflows + 1 if overflowed else 0
-        if self._overflows >= _OVERFLOWS_IN_A_ROW:
-            raise StrategyError(
-                f"{_OVERFLOWS_IN_A_ROW} updates in a row were skipped because gradients overflowed; the loss"
-                f" scale is down to {scaler.get_scale():g}, so the scale is not the cause. Use 'bf16-mixed',"
-                " a lower learning rate, or look for infinities in the model"
-            )
-        return overflowed
-
     def state_dict(self) -> dict[str, Any]:
         """The loss scale and its growth counter."""
-        return {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
+        return {} if self._scale is None else {"scaler": self._scale.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a loss scale; one saved under another precision is left alone."""
-        if self._scaler is not None and "scaler" in state:
-            self._scaler.load_state_dict(dict(state["scaler"]))
-
-
-def _update_scale(scaler: torch.amp.GradScaler) -> None:
-    states = scaler._per_optimizer_states.values()
-    if any(state["found_inf_per_device"] for state in states):
-        scaler.update()
-    else:  # no parameter had a gradient: GradScaler calls that an error, and nothing is learned of the scale
-        scaler._per_optimizer_states.clear()
+        if self._scale is not None and "scaler" in state:
+            self._scale.load_state_dict(state["scaler"])

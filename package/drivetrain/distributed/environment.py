@@ -1,0 +1,195 @@
+"""Who started this process, and which of how many it is: a pure function of the environment variables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from drivetrain.errors import StrategyError
+
+_SLURM_PORTS = range(15_000, 30_000)
+"""Ports from which one is taken by the job's number: below those that systems give out by themselves."""
+
+
+@dataclass(frozen=True)
+class ProcessEnvironment:
+    """This process among those that were started together.
+
+    Attributes:
+        launcher: What started them: "torchrun", "slurm", "openmpi", "mpich" or "mvapich".
+        rank: This process, from 0.
+        world_size: How many there are.
+        local_rank: This process among those of its machine, from 0.
+        local_world_size: How many there are on its machine.
+        address: Where rank 0 can be reached; None when the launcher does not tell.
+        port: At which port; None when the launcher does not tell.
+    """
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    address: str | None = None
+    port: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check that the numbers fit together.
+
+        Raises:
+            StrategyError: They do not.
+        """
+        fits = (
+            0 <= self.rank < self.world_size
+            and 0 <= self.local_rank < self.local_world_size <= self.world_size
+            and self.local_rank <= self.rank
+        )
+        if not fits:
+            raise StrategyError(
+                f"{self.launcher} started this process as rank {self.rank} of {self.world_size}, local rank"
+                f" {self.local_rank} of {self.local_world_size}: these numbers do not fit together. Unset its"
+                " environment variables to train in one process"
+            )
+
+    @property
+    def num_nodes(self) -> int:
+        """On how many machines, if each has as many processes as this one."""
+        return -(-self.world_size // self.local_world_size)
+
+
+def detect(environment: Mapping[str, str]) -> ProcessEnvironment | None:
+    """The processes that a launcher started, or None when this process was started alone.
+
+    torchrun's variables count first: `accelerate launch`, `deepspeed` and `drivetrain launch` set them too,
+    also inside a batch system's job.
+
+    Args:
+        environment: Such as `os.environ`.
+
+    Raises:
+        StrategyError: A launcher's variables are incomplete, or make no sense.
+    """
+    for read in (_torchrun, _slurm, _openmpi, _mpich, _mvapich):
+        found = read(environment)
+        if found is not None:
+            return found
+    return None
+
+
+def _torchrun(environment: Mapping[str, str]) -> ProcessEnvironment | None:
+    # https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
+    if not {"RANK", "WORLD_SIZE"} <= environment.keys():
+        return None
+    number = _reader("torchrun", environment)
+    world_size = number("WORLD_SIZE")
+    return ProcessEnvironment(
+        "torchrun",
+        number("RANK"),
+        world_size,
+        number("LOCAL_RANK", default=number("RANK")),
+        number("LOCAL_WORLD_SIZE", default=world_size),
+        environment.get("MASTER_ADDR"),
+        number("MASTER_PORT") if "MASTER_PORT" in environment else None,
+    )
+
+
+def _slurm(environment: Mapping[str, str]) -> ProcessEnvironment | None:
+    # https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES. Only a step that srun has
+    # started has several processes: a batch script and an interactive shell see a job's variables, and are
+    # alone.
+    if not {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= environment.keys():
+        return None
+    number = _reader("slurm", environment)
+    world_size = number("SLURM_STEP_NUM_TASKS")
+    if world_size == 1:
+        return None
+    nodes = number("SLURM_STEP_NUM_NODES", default=1)
+    job, step = number("SLURM_JOB_ID", default=0), number("SLURM_STEP_ID")
+    return ProcessEnvironment(
+        "slurm",
+        number("SLURM_PROCID"),
+        world_size,
+        number("SLURM_LOCALID"),
+        -(-world_size // nodes),
+        environment.get("MASTER_ADDR") or first_host(environment.get("SLURM_STEP_NODELIST", "127.0.0.1")),
+        number("MASTER_PORT", default=_SLURM_PORTS[(job * 31 + step) % len(_SLURM_PORTS)]),
+    )
+
+
+def _openmpi(environment: Mapping[str, str]) -> ProcessEnvironment | None:
+    return _mpi("openmpi", environment, "OMPI_COMM_WORLD_{}", "OMPI_COMM_WORLD_LOCAL_{}")
+
+
+def _mvapich(environment: Mapping[str, str]) -> ProcessEnvironment | None:
+    return _mpi("mvapich", environment, "MV2_COMM_WORLD_{}", "MV2_COMM_WORLD_LOCAL_{}")
+
+
+def _mpich(environment: Mapping[str, str]) -> ProcessEnvironment | None:
+    # MPICH and Intel MPI. A process that runs alone may find PMI variables of a world of one.
+    if environment.get("PMI_SIZE", "1") == "1" or "PMI_RANK" not in environment:
+        return None
+    number = _reader("mpich", environment)
+    return ProcessEnvironment(
+        "mpich",
+        number("PMI_RANK"),
+        number("PMI_SIZE"),
+        number("MPI_LOCALRANKID", default=number("PMI_RANK")),
+        number("MPI_LOCALNRANKS", default=number("PMI_SIZE")),
+        *_master("mpich", environment),
+    )
+
+
+def _mpi(launcher: str, environment: Mapping[str, str], world: str, local: str) -> ProcessEnvironment | None:
+    if world.format("RANK") not in environment:
+        return None
+    number = _reader(launcher, environment)
+    world_size = number(world.format("SIZE"))
+    if world_size == 1:
+        return None
+    return ProcessEnvironment(
+        launcher,
+        number(world.format("RANK")),
+        world_size,
+        number(local.format("RANK")),
+        number(local.format("SIZE")),
+        *_master(launcher, environment),
+    )
+
+
+def _master(launcher: str, environment: Mapping[str, str]) -> tuple[str | None, int | None]:
+    port = "MASTER_PORT" in environment
+    return environment.get("MASTER_ADDR"), _reader(launcher, environment)("MASTER_PORT") if port else None
+
+
+def _reader(launcher: str, environment: Mapping[str, str]) -> Callable[..., int]:
+    def number(name: str, default: int | None = None) -> int:
+        text = environment.get(name)
+        if text is None and default is not None:
+            return default
+        if text is None:
+            raise StrategyError(f"{launcher} started this process, but {name} is not in its environment")
+        if not re.fullmatch(r"\d{1,9}", text.strip()):
+            raise StrategyError(f"{name}={text!r} in the environment is no number; {launcher} sets it to one")
+        return int(text)
+
+    return number
+
+
+def first_host(nodes: str) -> str:
+    """The first host of SLURM's list of nodes.
+
+    Args:
+        nodes: Such as "gpu[03-05,9],login1".
+
+    >>> first_host("gpu[03-05,9],login1")
+    'gpu03'
+    """
+    name = re.match(r"[^,\[]*", nodes)
+    prefix = name.group() if name else ""
+    rest = nodes[len(prefix) :]
+    if not rest.startswith("["):
+        return prefix.strip()
+    number = re.match(r"\[(\d+)", rest)
+    suffix = re.match(r"\[[^\]]*\]([^,\[]*)", rest)
+    return prefix.strip() + (number.group(1) if number else "") + (suffix.group(1) if suffix else "")

@@ -1,0 +1,48 @@
+"""The step of a task with several optimizers: a generator that yields a loss for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.data import Everywhere, MicroBatch
+from drivetrain.metrics import Row
+from drivetrain.step_output import read_output
+from drivetrain.window import Returned, StepResult, Weighted, named, no_loss, returned_rows, same_optimizer
+
+if TYPE_CHECKING:
+    from drivetrain.engine import Engine
+
+
+def generator_step(
+    engine: Engine, micro_batches: Sequence[MicroBatch], pairs: Weighted, total: Everywhere | None
+) -> StepResult:
+    """One update of a task whose step is a generator: forward, backward and step at each of its yields."""
+    # All bodies of the window run side by side, so that each named update sees the whole window's
+    # gradient.
+    if not engine._alone:
+        pairs = [(engine._spare.instead_of(micro_batch), scale) for micro_batch, scale in pairs]
+    bodies = [engine.task.training_step(micro_batch.batch) for micro_batch, _ in pairs]
+    rows: list[Row] = []
+    seen: list[Any] = []
+    applied, norm = False, None
+    while bodies:
+        yielded = [engine._run_step(body) for body in bodies]
+        if any(isinstance(each, Returned) for each in yielded):
+            rows += returned_rows(yielded, pairs)
+            break
+        name, losses = same_optimizer(yielded, engine.updaters)
+        updater = engine.updaters[name]
+        for value, (micro_batch, scale) in zip(losses, pairs, strict=True):
+            loss, names, values, outputs = read_output(value)
+            if loss is None or values is None or not loss.requires_grad:
+                raise no_loss(engine.task, loss)
+            # Only this optimizer's parameters get gradients, whatever else the loss depends on.
+            engine.strategy.backward(loss, scale, updater.parameters)
+            rows.append((tuple(named(name, each) for each in names), values, micro_batch.weight))
+            if engine._train_metrics is not None and not micro_batch.stand_in:
+                engine._keep_for_metrics(outputs, micro_batch.batch, seen)
+        engine.strategy.synchronize(updater.parameters)
+        stepped, norm = engine._update(updater, rows)
+        applied = applied or stepped
+    return engine._finish(micro_batches, rows, applied, norm, seen, total)

@@ -1,0 +1,242 @@
+"""Distributed data parallel: a copy of the model in every process, gradients averaged while backward runs.
+
+Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from drivetrain.distributed.group import Member, join, leave
+from drivetrain.distributed.tensors import average_gradients, broadcast_module
+from drivetrain.errors import ConfigError, StrategyError, nearest
+from drivetrain.precision import Precision
+from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Support
+from drivetrain.strategies.scaling import LossScale
+from drivetrain.strategies.stepping import step
+from drivetrain.task import StepModule
+
+_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+"""What torch calls it; the second name is deprecated where there is the first."""
+
+_HOOKS = ("fp16", "bf16", "powersgd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDPConfig:
+    """Options of strategy "ddp"; see `torch.nn.parallel.DistributedDataParallel`.
+
+    Attributes:
+        find_unused_parameters: Whether a step may leave parameters out, which costs a walk of the graph.
+        static_graph: Whether every step uses the same parameters in the same order.
+        bucket_mb: Megabytes of gradients that are sent together.
+        gradient_as_bucket_view: Keep gradients in the buckets, which saves a copy of them.
+        broadcast_buffers: Give all ranks rank 0's buffers, such as running means, before each forward.
+        sync_batchnorm: Take batch statistics over all ranks; on GPUs.
+        communication: How gradients travel: None as they are, "fp16" or "bf16" compressed to those,
+            "powersgd" by low rank, or a hook `(state, bucket) -> Future`.
+        timeout: Seconds that a collective may take; None for torch's limit.
+    """
+
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    bucket_mb: float = 25.0
+    gradient_as_bucket_view: bool = True
+    broadcast_buffers: bool = True
+    sync_batchnorm: bool = False
+    communication: str | Callable[[Any, Any], Any] | None = None
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check each option.
+
+        Raises:
+            ConfigError: One is of no use; says what is allowed.
+        """
+        for name, value in (("bucket_mb", self.bucket_mb), ("timeout", self.timeout)):
+            if value is not None and not (isinstance(value, (int, float)) and value > 0):
+                raise ConfigError(f"DDPConfig({name}=...) must be a positive number, not {value!r}")
+        hook = self.communication
+        if isinstance(hook, str) and hook not in _HOOKS:
+            raise ConfigError(f"unknown communication {hook!r}. {nearest(hook, _HOOKS)}")
+        if hook is not None and not isinstance(hook, str) and not callable(hook):
+            raise ConfigError(f"DDPConfig(communication=...) is a name or a hook, not {hook!r}")
+
+
+class DDP(Strategy):
+    """One copy of the model per process, on a CPU or a GPU each.
+
+    Args:
+        config: The options.
+        device: The kind of device, "cpu" or "cuda".
+        world_size: How many processes.
+
+    Raises:
+        StrategyError: An option that cannot be had on this kind of device.
+    """
+
+    name = "ddp"
+    config_type = DDPConfig
+    needs = "several processes, on CPUs (gloo) or CUDA GPUs (NCCL)"
+
+    def __init__(self, config: DDPConfig | None = None, *, device: str = "cpu", world_size: int = 1) -> None:
+        self.config = config or DDPConfig()
+        self.device = torch.device(device)
+        self.world_size = world_size
+        self._member: Member | None = None
+        self._scale: LossScale | None = None
+        self._wrapped: DistributedDataParallel | None = None
+        self._parameters: list[nn.Parameter] = []
+        self._synchronized = True
+        if device == "cpu" and self.config.sync_batchnorm:
+            raise StrategyError("sync_batchnorm needs GPUs: torch has no synchronised batch norm for CPUs")
+        if device == "cpu" and self.config.communication == "bf16":
+            raise StrategyError("communication='bf16' needs GPUs: gloo cannot average bfloat16; use 'fp16'")
+
+    @classmethod
+    def available(cls, hardware: Any) -> Support:
+        """Whether it can run on a machine; every one can, by processes on its CPU."""
+        if not torch.distributed.is_available():
+            return Support(False, "this build of torch has no torch.distributed")
+        return Support(True)
+
+    def supports(self, precision: Precision) -> Support:
+        """All built-in precisions; bfloat16 needs a GPU that has it."""
+        dtypes = (precision.param_dtype, precision.compute_dtype)
+        if self.device.type == "cuda" and torch.bfloat16 in dtypes and not torch.cuda.is_bf16_supported():
+            return Support(False, "this GPU has no bfloat16; use '16-mixed' or '32'")
+        return Support(True)
+
+    def setup(self) -> None:
+        """Join the process group."""
+        limit = None if self.config.timeout is None else timedelta(seconds=self.config.timeout)
+        self._member = member = join(self.world_size, self.device.type, limit)
+        self.rank, self.device, self.ranks = member.rank, member.device, member.ranks
+
+    def teardown(self) -> None:
+        """Leave the process group."""
+        self._wrapped = None
+        if self._member is not None:
+            leave(self._member)
+            self._member = None
+
+    def prepare(
+        self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision
+    ) -> Prepared:
+        """Convert, move, wrap, then make the optimizers."""
+        precision.convert_module(module)
+        if self.config.sync_batchnorm:
+            module.task = nn.SyncBatchNorm.convert_sync_batchnorm(module.task)  # type: ignore[no-untyped-call]
+        module.to(self.device)
+        module.context = precision.forward_context(self.device)
+        self._scale = LossScale(self.device) if precision.loss_scaling else None
+        self._parameters = [each for each in module.parameters() if each.requires_grad]
+        if make_optimizers is None or not self._parameters:
+            broadcast_module(module, self.world_size)
+            return Prepared(module, make_optimizers(module) if make_optimizers else {})
+        config = self.config
+        buffers: dict[str, Any] = {_BUFFERS: config.broadcast_buffers}
+        self._wrapped = wrapped = DistributedDataParallel(
+            module,
+            device_ids=[self.device] if self.device.type == "cuda" else None,
+            bucket_cap_mb=config.bucket_mb,
+            find_unused_parameters=config.find_unused_parameters,
+            static_graph=config.static_graph,
+            gradient_as_bucket_view=config.gradient_as_bucket_view,
+            **buffers,
+        )
+        self._register_hook(wrapped)
+        return Prepared(wrapped, make_optimizers(module))
+
+    def _register_hook(self, wrapped: DistributedDataParallel) -> None:
+        hook = self.config.communication
+        if hook is None:
+            return
+        if not isinstance(hook, str):
+            wrapped.register_comm_hook(None, hook)
+            return
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+        if hook == "powersgd":
+            state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=10)
+            wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        else:
+            compress = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+            wrapped.register_comm_hook(None, compress[hook])
+
+    def microbatch(self, model: nn.Module, last: bool) -> None:
+        """Average gradients in the window's last micro-batch only."""
+        self._synchronized = last
+        if self._wrapped is not None:
+            self._wrapped.require_backward_grad_sync = last
+
+    def backward(
+        self, loss: Tensor, share: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
+    ) -> None:
+        """Backward from the share as the loss's own gradient."""
+        if self._scale is not None:
+            loss = self._scale.scale(loss)
+        root = None if share is None else torch.as_tensor(share, dtype=loss.dtype, device=loss.device)
+        loss.backward(root, inputs=inputs)  # type: ignore[no-untyped-call]
+        if inputs is None and self._synchronized and not self.config.find_unused_parameters:
+            self._check_used()
+
+    def _check_used(self) -> None:
+        # Without this the step would go wrong in silence: a bucket that lacks a gradient is never averaged,
+        # and torch says so only at the next forward, if there is one.
+        unused = [index for index, each in enumerate(self._parameters) if each.grad is None]
+        if unused:
+            raise self._unused(unused)
+
+    def _unused(self, indices: Sequence[int]) -> ConfigError:
+        assert self._wrapped is not None
+        names = [name for name, each in self._wrapped.module.named_parameters() if each.requires_grad]
+        listed = ", ".join(names[index].removeprefix("task.") for index in indices[:8])
+        more = f" and {len(indices) - 8} more" if len(indices) > 8 else ""
+        return ConfigError(
+            f"the step used {len(names) - len(indices)} of {len(names)} trainable parameters; these got no"
+            f" gradient: {listed}{more}. Freeze them, use them, or give"
+            " DDPConfig(find_unused_parameters=True)"
+        )
+
+    def synchronize(self, parameters: Sequence[Tensor]) -> None:
+        """Average the gradients that backward left alone: those of a generator step's optimizers."""
+        average_gradients(parameters, self.world_size)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Divide the gradients by the loss scale."""
+        if self._scale is not None:
+            self._scale.unscale(optimizer)
+
+    def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
+        """Clip by the global norm, which is the same in every process."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    def optimizer_step(self, optimizer: Optimizer) -> bool:
+        """Step, unless an averaged gradient overflowed, which all ranks find alike."""
+        if self._scale is not None and self._scale.overflowed(optimizer):
+            return False
+        step(optimizer)
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale and its growth counter."""
+        return {} if self._scale is None else {"scaler": self._scale.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a loss scale; one saved under another precision is left alone."""
+        if self._scale is not None and "scaler" in state:
+            self._scale.load_state_dict(state["scaler"])

@@ -1,0 +1,81 @@
+"""The loss scale of 16-bit training, as every strategy without an engine of its own realises it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from drivetrain.errors import StrategyError
+
+_OVERFLOWS_IN_A_ROW = 100
+"""Skipped updates in a row for which no loss scale can be the cause: 2**16 halved 100 times is 5e-26."""
+
+
+class LossScale:
+    """A gradient scaler that says whether an update overflowed.
+
+    Args:
+        device: Where losses and gradients are.
+        agree: Given the number of overflows found here (0-d), leaves in it what all ranks found; None where
+            every rank has the same gradients.
+    """
+
+    def __init__(self, device: torch.device, agree: Callable[[Tensor], None] | None = None) -> None:
+        self._scaler = torch.amp.GradScaler(device.type)
+        self._agree = agree
+        self._overflows = 0
+        # It makes its scale when it first sees a loss; an update of weight zero shows it none.
+        self._scaler.scale(torch.zeros((), device=device))
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss, scaled."""
+        scaled: Tensor = self._scaler.scale(loss)
+        return scaled
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Divide the gradients by the loss scale, noting whether one is infinite or NaN."""
+        self._scaler.unscale_(optimizer)
+
+    def overflowed(self, optimizer: Optimizer) -> bool:
+        """Whether the unscaled gradients overflowed, after which the scale grows or shrinks; one host sync.
+
+        Raises:
+            StrategyError: So many in a row that the scale cannot be the cause.
+        """
+        # GradScaler.step would hide whether it stepped, and has fused optimizers decide on the device.
+        found = list(self._scaler._found_inf_per_device(optimizer).values())
+        if self._agree is not None:
+            for each in found:
+                self._agree(each)
+        overflowed = any(bool(each.item()) for each in found)
+        self._overflows = self._overflows + 1 if overflowed else 0
+        if self._overflows >= _OVERFLOWS_IN_A_ROW:
+            raise StrategyError(
+                f"{_OVERFLOWS_IN_A_ROW} updates in a row were skipped because gradients overflowed; the loss"
+                f" scale is down to {self._scaler.get_scale():g}, so the scale is not the cause. Use"
+                " 'bf16-mixed', a lower learning rate, or look for infinities in the model"
+            )
+        # Before another optimizer's backward, which then has the new scale: so one optimizer may step more
+        # than once in an update, and an overflow of the first does not reach the second.
+        self._update()
+        return overflowed
+
+    def _update(self) -> None:
+        states = self._scaler._per_optimizer_states.values()
+        if any(state["found_inf_per_device"] for state in states):
+            self._scaler.update()
+        else:  # no parameter had a gradient: GradScaler calls that an error, and nothing is learned of it
+            self._scaler._per_optimizer_states.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale and its growth counter."""
+        state: dict[str, Any] = self._scaler.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        self._scaler.load_state_dict(dict(state))
