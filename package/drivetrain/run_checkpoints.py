@@ -16,6 +16,7 @@ from drivetrain.checkpoint import (
     Snapshot,
     resolve,
 )
+from drivetrain.checkpoint.filesystem import os_errors
 from drivetrain.checkpoint.index import rank, read_index
 from drivetrain.checkpoint.locate import CHECKPOINTS
 from drivetrain.checkpoint.places import file_system
@@ -26,6 +27,9 @@ from drivetrain.run import Run
 
 if TYPE_CHECKING:
     from drivetrain.trainer import Trainer
+
+
+_DEFAULT = CheckpointConfig()
 
 
 def checkpoint_root(trainer: Trainer, run_dir: str | os.PathLike[str] | None) -> str | None:
@@ -60,7 +64,20 @@ def make_saver(
             " choose another run_dir"
         )
     asked = isinstance(trainer.checkpoint, CheckpointConfig)
+    if asked and not loaders:
+        _refuse_keepers(config)
     return CheckpointSaver(config, manager, root, metric_required=asked)
+
+
+def _refuse_keepers(config: CheckpointConfig) -> None:
+    """Refuse keepers that somebody asked for where there will never be one."""
+    chosen = (config.best, config.by) != (_DEFAULT.best, _DEFAULT.by)
+    if chosen and config.keepers and (config.by or "").startswith("validation/"):
+        raise ConfigError(
+            f"CheckpointConfig(best={config.best}, by={config.by!r}) keeps checkpoints by a validation, and"
+            " fit was given no validation data. Pass it, rank by a metric of training (by='train/loss'), or"
+            " set by=None"
+        )
 
 
 def _policy(trainer: Trainer, first_loader: str | None = None) -> CheckpointConfig:
@@ -90,6 +107,7 @@ def find_checkpoint(
         raise ConfigError(f"resume must be 'auto', a path or None, not {resume!r}")
     like = like_module(run.task)
     if resume != "auto":
+        _check_resume(resume, trainer)
         path = resolve(resume)
         return path, DirectoryCheckpointIO().load(path, like=like)
     root = checkpoint_root(trainer, trainer.run_dir)
@@ -97,6 +115,25 @@ def find_checkpoint(
         raise ConfigError("resume='auto' takes the newest checkpoint of run_dir: give the Trainer a run_dir")
     manager = saver.manager if saver else _manager(root, CheckpointConfig(), run.engine.ranks)
     return manager.load_latest(like)
+
+
+def _check_resume(resume: str | os.PathLike[str], trainer: Trainer) -> None:
+    """Say what is meant by a word, or a file of weights, that names no checkpoint."""
+    given = os.fspath(resume)
+    files = file_system(given)
+    with os_errors("read", given):
+        kind = files.kind(files.absolute(given))
+    if given in ("last", "best", "newest", "latest") and kind is None:
+        what = "best_checkpoint" if given == "best" else "last_checkpoint"
+        raise ConfigError(
+            f"resume={given!r} is neither 'auto', which takes the newest checkpoint of run_dir, nor the path"
+            f" of a checkpoint. For another one give its path, such as the {what} of fit's result"
+        )
+    if kind == "file":
+        raise ConfigError(
+            f"resume={given!r} is a file: a run is resumed from a checkpoint, which is a directory. To start"
+            " from these weights, call task.load_weights(path) before fit"
+        )
 
 
 def named_checkpoint(trainer: Trainer, checkpoint: str) -> str:

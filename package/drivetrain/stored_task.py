@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from drivetrain.checkpoint.io import DirectoryCheckpointIO
-from drivetrain.checkpoint.locate import resolve
+from drivetrain.checkpoint.locate import load_newest
 from drivetrain.checkpoint.places import file_system
 from drivetrain.checkpoint.records import TENSORS
 from drivetrain.checkpoint.tree import unpack
@@ -180,8 +180,7 @@ def read_task(path: str) -> StoredTask:
             f"{path!r} is a file of weights, without the constructor's arguments. Make the task, and call its"
             " load_weights(path)"
         )
-    found = resolve(path)
-    snapshot = DirectoryCheckpointIO().load(found, groups=("model",))
+    found, snapshot = load_newest(path, ("model",))
     stored = snapshot.objects.get("hparams")
     if not isinstance(stored, dict) or not isinstance(stored.get("values"), dict):
         raise CheckpointError(

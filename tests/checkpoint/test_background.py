@@ -203,3 +203,49 @@ def test_a_thread_that_cannot_be_started_leaves_the_manager_as_it_was(tmp_path, 
     manager.save(2, 0, {}, lambda: snapshot({"w": torch.ones(3)}))
     manager.wait()
     assert [entry.update for entry in manager.entries()] == [2]
+
+
+class Slow(LocalFileSystem):
+    """A disk on which what one rank writes takes longer, by which the ranks' background work ends apart."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def create(self, path):
+        time.sleep(self.seconds)
+        return super().create(path)
+
+
+def poll_on_ranks(directory, fails):
+    ranks = Ranks.of_job()
+    files = Slow(0.3 * ranks.rank)
+    manager = CheckpointManager(directory, ASYNC, files=files, ranks=ranks)
+    manager.save(1, 0, {}, lambda: snapshot({f"w{number}": torch.ones(3) for number in range(4)}))
+    if fails and ranks.rank == 1:
+        files.seconds = None  # the next file raises a TypeError of sleep's
+    told = []
+    for update in range(400):
+        ranks.all_gather(update)  # what the run exchanges meanwhile
+        try:
+            committed = manager.poll()
+        except Exception as error:
+            return update, type(error).__name__
+        if committed is not None:
+            told.append((update, os.path.basename(committed)))
+            return told
+        time.sleep(0.01)
+    return told
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+def test_all_ranks_take_note_of_a_commit_at_the_same_update(tmp_path):
+    first, second = run_distributed(poll_on_ranks, str(tmp_path), False)
+    assert first == second
+    assert [name for _, name in first] == ["update-00000001"]
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+def test_all_ranks_hear_of_a_failed_write_at_the_same_update(tmp_path):
+    first, second = run_distributed(poll_on_ranks, str(tmp_path), True)
+    assert first[0] == second[0]
+    assert {first[1], second[1]} <= {"TypeError", "RuntimeError", "CheckpointError"}

@@ -358,3 +358,8 @@ def test_one_tensor_at_a_time_is_converted(tmp_path, limit):
         export_weights(tensors, tmp_path / "w.safetensors", dtype="float64", max_shard_size=limit)
     assert len(watching.made) == 5
     assert watching.most == 1
+
+
+def test_a_module_in_the_place_of_its_state_is_told_so(tmp_path):
+    with pytest.raises(ConfigError, match=r"given as a Linear; give its state_dict\(\)"):
+        export_weights(torch.nn.Linear(2, 2), tmp_path / "model.safetensors")

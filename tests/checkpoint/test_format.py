@@ -234,3 +234,11 @@ def test_a_reformatted_manifest_still_reads(saved):
 def test_any_other_json_is_no_manifest(data):
     with pytest.raises(CheckpointError):
         Manifest.parse(data)
+
+
+def test_two_pieces_of_a_tensor_are_not_written_into_one_file(good):
+    manifest = Manifest.from_json(good)
+    halves = (box((0, 0), (4, 3)), box((4, 0), (4, 3)))
+    manifest.tensors["model"]["weight"] = TensorRecord((8, 3), "F32", halves)
+    with pytest.raises(CheckpointError, match="two parts of 'weight' are in one file"):
+        manifest.dump()

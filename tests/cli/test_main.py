@@ -229,3 +229,15 @@ def test_a_users_broken_module_shows_its_own_traceback(here, write):
     assert done.returncode == 1
     assert "broken.py" in done.stderr
     assert "No module named 'not_there_at_all'" in done.stderr
+
+
+def test_the_package_runs_as_a_module_where_the_command_is_not_on_the_path():
+    run = subprocess.run(
+        [sys.executable, "-m", "drivetrain", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert "checkpoint" in run.stdout
+    assert run.stdout.startswith("usage: drivetrain")

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING
 from drivetrain.callbacks.base import Callback
 from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, export_weights
 from drivetrain.checkpoint.places import file_system
+from drivetrain.checkpoint.weight_files import MODEL
 from drivetrain.module_state import module_state
 from drivetrain.types import Trigger
 
 if TYPE_CHECKING:
     from drivetrain.run import Run
-
-WEIGHTS = "model.safetensors"
-"""The file of a finished run's weights, in its run directory."""
 
 
 class CheckpointSaver(Callback):
@@ -51,7 +49,7 @@ class CheckpointSaver(Callback):
     @property
     def weights(self) -> str:
         """Where the finished weights go."""
-        return file_system(self.root).join(self.root, WEIGHTS)
+        return file_system(self.root).join(self.root, MODEL)
 
     def on_fit_start(self, run: Run) -> None:
         """Begin the interval where the run stands."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from drivetrain.checkpoint.config import CheckpointConfig
@@ -162,6 +162,11 @@ def retain(entries: Sequence[Entry], config: CheckpointConfig) -> tuple[list[Ent
         [entry for entry, stay in zip(flagged, stays, strict=True) if stay],
         [entry for entry, stay in zip(flagged, stays, strict=True) if not stay],
     )
+
+
+def oldest_first(entries: Iterable[Entry]) -> list[Entry]:
+    """In the order in which they were saved."""
+    return sorted(entries, key=lambda entry: (entry.order, entry.update))
 
 
 def rank(entries: Sequence[Entry], config: CheckpointConfig) -> list[Entry]:

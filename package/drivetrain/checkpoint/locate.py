@@ -5,13 +5,17 @@ from __future__ import annotations
 import difflib
 import os
 import warnings
+from collections.abc import Callable, Collection
+from typing import TypeVar
 
 from drivetrain.checkpoint.filesystem import DamagedCheckpointError, FileSystem, os_errors
-from drivetrain.checkpoint.format import MANIFEST
+from drivetrain.checkpoint.format import MANIFEST, Snapshot
 from drivetrain.checkpoint.index import entry_from_snapshot, read_index
 from drivetrain.checkpoint.io import DirectoryCheckpointIO, verify
 from drivetrain.checkpoint.places import file_system
 from drivetrain.errors import CheckpointError
+
+T = TypeVar("T")
 
 CHECKPOINTS = "checkpoints"
 """The directory of checkpoints inside a run directory."""
@@ -32,23 +36,43 @@ def resolve(path: str | os.PathLike[str]) -> str:
         CheckpointError: There is none; says where it was looked for, and what is near.
     """
     path = os.fspath(path)
-    files = file_system(path)
-    io = DirectoryCheckpointIO()
-    if io.exists(path):
+    if DirectoryCheckpointIO().exists(path):
         return path
+    return _newest_good(path, verify)[0]
+
+
+def load_newest(path: str | os.PathLike[str], groups: Collection[str]) -> tuple[str, Snapshot]:
+    """Some groups of the checkpoint that `resolve` would name, each byte read and verified once.
+
+    Returns:
+        The checkpoint's path, and what was read.
+
+    Raises:
+        CheckpointError: As `resolve` and `CheckpointIO.load`.
+    """
+    path = os.fspath(path)
+    io = DirectoryCheckpointIO()
+
+    def load(candidate: str) -> Snapshot:
+        return io.load(candidate, groups=tuple(groups))
+
+    return (path, load(path)) if io.exists(path) else _newest_good(path, load)
+
+
+def _newest_good(path: str, read: Callable[[str], T]) -> tuple[str, T]:
+    """The newest checkpoint in a directory that can be read, and what came of reading it."""
+    files = file_system(path)
     damaged: list[str] = []
     for directory in (files.join(path, CHECKPOINTS), path):
         for name in newest_first(directory):
             candidate = files.join(directory, name)
             try:
-                verify(candidate)
+                return candidate, read(candidate)
             except DamagedCheckpointError as error:
                 damaged.append(str(error))
                 warnings.warn(
-                    f"the checkpoint {candidate!r} is damaged and passed over: {error}", stacklevel=2
+                    f"the checkpoint {candidate!r} is damaged and passed over: {error}", stacklevel=4
                 )
-                continue
-            return candidate
     if damaged:
         raise DamagedCheckpointError(
             f"{path!r} has no good checkpoint, only damaged ones: {'; '.join(damaged)}"

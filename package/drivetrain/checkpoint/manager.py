@@ -11,7 +11,7 @@ from drivetrain.checkpoint.background import Background, HostBuffers
 from drivetrain.checkpoint.config import CheckpointConfig
 from drivetrain.checkpoint.filesystem import DamagedCheckpointError, FileSystem, os_errors
 from drivetrain.checkpoint.format import Snapshot
-from drivetrain.checkpoint.index import PURPOSE, Entry, rank, retain, write_index
+from drivetrain.checkpoint.index import PURPOSE, Entry, oldest_first, rank, retain, write_index
 from drivetrain.checkpoint.io import CheckpointIO, DirectoryCheckpointIO
 from drivetrain.checkpoint.places import file_system
 from drivetrain.checkpoint.recovery import recover, set_aside
@@ -93,8 +93,11 @@ class CheckpointManager:
         self.directory = directory
         self.config = config
         self.files = file_system(directory) if files is None else files
-        self.io: CheckpointIO = DirectoryCheckpointIO(self.files, ranks) if io is None else io
         self.ranks = ranks
+        # What is written behind the run must not share a group with what the run does meanwhile: messages of
+        # the two would meet.
+        self._behind = ranks.sibling() if config.asynchronous else ranks
+        self.io: CheckpointIO = DirectoryCheckpointIO(self.files, self._behind) if io is None else io
         self._entries: list[Entry] = []
         self._opened = False
         # Saved or loaded by this manager: only these are known to hold the state that the run has at their
@@ -225,7 +228,7 @@ class CheckpointManager:
         else:
             known = ranked if keeper or not same.metrics else same.metrics
             entry = replace(same, metrics=known, resume=same.resume or resume, keeper=same.keeper or keeper)
-        every = _sorted([*(each for each in self._entries if each is not same), entry])
+        every = oldest_first([*(each for each in self._entries if each is not same), entry])
         job = _Job(entry, self._entries, every, *retain(every, self.config), is_written=same is not None)
         self._begin(job, snapshot)
         is_keeper = any(each.name == entry.name and each.keeper for each in job.stays)
@@ -245,7 +248,11 @@ class CheckpointManager:
         Raises:
             CheckpointError: It could not be written; those before, and the index, are as they were.
         """
-        return None if self._background.is_busy else self.wait()
+        if self._in_flight is None:
+            return None
+        # All ranks take note of it at the same update.
+        ended = self.ranks.total([not self._background.is_busy])[0] == self.ranks.size
+        return self.wait() if ended else None
 
     def wait(self) -> str | None:
         """Return once nothing is being written; otherwise as `poll`."""
@@ -281,9 +288,9 @@ class CheckpointManager:
             job.is_written = True
         # The index first: a kill in between leaves a checkpoint too many, which the next open finds, never
         # one too few.
-        self.ranks.first(lambda: write_index(self.directory, job.stays, self.files))
+        self._behind.first(lambda: write_index(self.directory, job.stays, self.files))
         job.is_indexed = True
-        if self.ranks.rank == 0:
+        if self._behind.rank == 0:
             for entry in job.goes:
                 try:
                     self.io.remove(self._path(entry.name))
@@ -329,7 +336,7 @@ class CheckpointManager:
         if self._opened:
             return
         found, trouble = self.ranks.first(lambda: recover(self.directory, self.io, self.files))
-        self._entries = _sorted(found)
+        self._entries = found
         self._opened = True
         if self.ranks.rank == 0:
             for text in trouble:
@@ -347,10 +354,6 @@ class CheckpointManager:
         text = self.ranks.first(act)
         if self.ranks.rank == 0:
             _warn(text)
-
-
-def _sorted(entries: list[Entry]) -> list[Entry]:
-    return sorted(entries, key=lambda entry: (entry.order, entry.update))
 
 
 def _warn(text: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drivetrain.checkpoint.dtypes import cast
 from drivetrain.checkpoint.sharding import is_sharded
@@ -32,6 +32,9 @@ class Outgoing:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None, what: str) -> None:
+        if not isinstance(tensors, Mapping):
+            hint = "its state_dict()" if isinstance(tensors, nn.Module) else "a mapping of names to tensors"
+            raise ConfigError(f"{what} are given as a {type(tensors).__name__}; give {hint}")
         self.planned: dict[str, Tensor] = {}
         self._tensors = tensors
         self._what = what

@@ -116,6 +116,10 @@ def dump_records(records: Mapping[str, TensorRecord], what: str) -> Json:
         whole = all(each[0] == 0 for each in cuts)
         if not whole or [(piece.offset, piece.shape) for piece in pieces] != _cells(cuts, record.shape):
             raise CheckpointError(f"{what}: the parts of {name!r} do not make up {list(record.shape)}")
+        if len({piece.file for piece in pieces}) != len(pieces):
+            raise CheckpointError(
+                f"{what}: two parts of {name!r} are in one file, which has room for one name"
+            )
         tensors[name] = {
             "dtype": record.dtype,
             "shape": list(record.shape),

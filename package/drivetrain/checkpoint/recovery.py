@@ -7,7 +7,14 @@ from contextlib import suppress
 from drivetrain.checkpoint.files import REMOVING, SAVING
 from drivetrain.checkpoint.filesystem import DamagedCheckpointError, FileSystem, os_errors
 from drivetrain.checkpoint.format import MANIFEST
-from drivetrain.checkpoint.index import INDEX, Entry, entry_from_snapshot, read_index, write_index
+from drivetrain.checkpoint.index import (
+    INDEX,
+    Entry,
+    entry_from_snapshot,
+    oldest_first,
+    read_index,
+    write_index,
+)
 from drivetrain.checkpoint.io import UNFINISHED, CheckpointIO, discard, free_bad_name
 
 
@@ -20,7 +27,7 @@ def recover(directory: str, io: CheckpointIO, files: FileSystem) -> tuple[list[E
         files: The file system of the directory.
 
     Returns:
-        The entries of the checkpoints that are there, in no order, and a text for each thing that was not as
+        The entries of the checkpoints that are there, oldest first, and a text for each thing that was not as
         it should be.
 
     Raises:
@@ -40,7 +47,7 @@ def recover(directory: str, io: CheckpointIO, files: FileSystem) -> tuple[list[E
             entries.append(entry_from_snapshot(name, io.load(files.join(directory, name), groups=())))
         except DamagedCheckpointError as error:
             trouble.append(set_aside(files.join(directory, name), error, files)[1])
-    entries.sort(key=lambda entry: (entry.order, entry.update))
+    entries = oldest_first(entries)
     if entries != listed:
         write_index(directory, entries, files)
     return entries, trouble

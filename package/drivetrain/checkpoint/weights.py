@@ -12,7 +12,7 @@ from drivetrain.checkpoint.files import HashedReader
 from drivetrain.checkpoint.filesystem import DamagedCheckpointError, FileSystem, Kind, os_errors
 from drivetrain.checkpoint.format import MANIFEST
 from drivetrain.checkpoint.io import DirectoryCheckpointIO
-from drivetrain.checkpoint.locate import CHECKPOINTS, resolve
+from drivetrain.checkpoint.locate import CHECKPOINTS, load_newest
 from drivetrain.checkpoint.places import file_system
 from drivetrain.checkpoint.records import TENSORS
 from drivetrain.checkpoint.tensors import read_header, read_tensors
@@ -64,7 +64,7 @@ def read_weights(source: str | os.PathLike[str]) -> dict[str, Tensor]:
 def _from_folder(path: str, files: FileSystem, names: Mapping[str, Kind]) -> dict[str, Tensor]:
     io = DirectoryCheckpointIO()
     if io.exists(path) or io.list(files.join(path, CHECKPOINTS)) or io.list(path):
-        return io.load(resolve(path), groups=("model",)).tensors["model"]
+        return load_newest(path, ("model",))[1].tensors["model"]
     for name in (MODEL, WeightFiles(MODEL).index):  # a single file first, as others do
         if name in names:
             return _from_file(files.join(path, name), files)

@@ -48,6 +48,14 @@ class Ranks:
         group = distributed.new_group(backend="gloo")
         return cls(distributed.get_rank(), distributed.get_world_size(), group)
 
+    def sibling(self) -> Ranks:
+        """The same processes in another group, for what happens beside what is done in this one."""
+        if self.size == 1:
+            return self
+        members = torch.distributed.get_process_group_ranks(self.group)
+        group = torch.distributed.new_group(members, backend="gloo")
+        return Ranks(self.rank, self.size, group)
+
     def all_gather(self, value: T) -> list[T]:
         """The values of all, in the order of their ranks."""
         if self.size == 1:

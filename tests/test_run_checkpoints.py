@@ -1,0 +1,58 @@
+"""What a Trainer's `checkpoint=` and `resume=` are told when they cannot mean what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.tasks import Regression, pairs, quiet
+
+from drivetrain import CheckpointConfig, ConfigError
+from drivetrain.checkpoint import files as checkpoint_files
+from drivetrain.checkpoint import load_weights
+
+
+def test_keepers_that_were_asked_for_need_a_validation(tmp_path: Path) -> None:
+    policy = CheckpointConfig(best=2)
+    with pytest.raises(ConfigError, match=r"best=2, by='validation/loss'.*no validation data.*by=None"):
+        quiet(max_epochs=1, run_dir=tmp_path, checkpoint=policy).fit(Regression(), pairs())
+    quiet(max_epochs=1, run_dir=tmp_path, checkpoint=policy).fit(Regression(), pairs(), pairs())
+
+
+@pytest.mark.parametrize(
+    "policy", [CheckpointConfig(every="1 epoch"), CheckpointConfig(best=2, by="train/loss"), True]
+)
+def test_a_policy_that_can_be_followed_needs_none(policy: Any, tmp_path: Path) -> None:
+    quiet(max_epochs=1, run_dir=tmp_path, checkpoint=policy).fit(Regression(), pairs())
+
+
+@pytest.mark.parametrize(("word", "named"), [("last", "last_checkpoint"), ("best", "best_checkpoint")])
+def test_a_word_that_names_no_checkpoint_is_told_from_auto(word: str, named: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"resume='{word}' is neither 'auto'.*{named}"):
+        quiet(max_epochs=1, run_dir=tmp_path).fit(Regression(), pairs(), resume=word)
+
+
+def test_a_file_of_weights_is_no_checkpoint(tmp_path: Path) -> None:
+    result = quiet(max_epochs=1, run_dir=tmp_path, checkpoint=True).fit(Regression(), pairs())
+    assert result.model_path is not None
+    with pytest.raises(ConfigError, match=r"model\.safetensors' is a file.*task\.load_weights\(path\)"):
+        quiet(max_epochs=2, run_dir=tmp_path / "other").fit(Regression(), pairs(), resume=result.model_path)
+
+
+def test_the_weights_of_a_run_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet(max_epochs=2, run_dir=tmp_path, checkpoint=True).fit(Regression(), pairs())
+    opened: list[str] = []
+    init = checkpoint_files.HashedReader.__init__
+
+    def noted(self: Any, path: str, *arguments: Any) -> None:
+        opened.append(Path(path).name)
+        init(self, path, *arguments)
+
+    monkeypatch.setattr(checkpoint_files.HashedReader, "__init__", noted)
+    load_weights(tmp_path / "checkpoints" / "update-00000010")
+    once = opened.count("model.safetensors")
+    for read in (load_weights, Regression.from_checkpoint):
+        opened.clear()
+        read(tmp_path)
+        assert opened.count("model.safetensors") == once
