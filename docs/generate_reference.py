@@ -93,7 +93,8 @@ PAGES = {
         "Data",
         "how-to/data.md",
         {
-            "data": "as_source evaluation_sources Feed Measure MicroBatch Source Transfer Window",
+            "data": "as_source evaluation_sources Everywhere Feed Measure MicroBatch Share Source Transfer"
+            " Window",
             "data.batch": "batch_size map_tensors move to_host",
             "data.feed": "pin_memory_for",
         },

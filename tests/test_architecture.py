@@ -54,7 +54,7 @@ LAYERS: list[set[str]] = [
         "plan_optimizers",
         "trainer",
     },
-    {"cli", "testing"},
+    {"cli", "testing", "__main__"},
 ]
 OPTIONAL_OR_HEAVY = {
     "fsspec",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.support.tasks import Regression, pairs, quiet
 
-from drivetrain import CheckpointConfig, ConfigError
+from drivetrain import CheckpointConfig, ConfigError, LambdaCallback
 from drivetrain.checkpoint import files as checkpoint_files
 from drivetrain.checkpoint import load_weights
 
@@ -56,3 +56,22 @@ def test_the_weights_of_a_run_are_read_once(tmp_path: Path, monkeypatch: pytest.
         opened.clear()
         read(tmp_path)
         assert opened.count("model.safetensors") == once
+
+
+def test_a_task_that_changes_the_working_directory_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    leave = LambdaCallback(on_epoch_end=lambda run: monkeypatch.chdir(tmp_path / "other"))
+    quiet(max_epochs=2, run_dir="run", checkpoint=True, callbacks=[leave]).fit(Regression(), pairs())
+    assert not list((tmp_path / "other").iterdir())
+    assert (tmp_path / "run" / "model.safetensors").exists()
+    assert (tmp_path / "run" / "checkpoints" / "update-00000010").exists()
+
+
+@pytest.mark.parametrize("below", ["", "deeper/still"])
+def test_a_run_directory_that_is_a_file_is_told_before_training(below: str, tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"cannot be made: '.*/run' is a file"):
+        quiet(max_epochs=1, run_dir=tmp_path / "run" / below).fit(Regression(), pairs())

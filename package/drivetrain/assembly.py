@@ -211,9 +211,19 @@ def build_fit(
 
 
 def pick_run_dir(trainer: Trainer, task: TaskModule) -> Path | None:
-    """The run directory: the one that was given, or a new one if anything will be written."""
+    """The run directory: the one that was given, or a new one if anything will be written.
+
+    Absolute, as the task may change the working directory.
+
+    Raises:
+        ConfigError: Something else has its name; hours later, at the first save, would be too late to say so.
+    """
     if trainer.run_dir is not None:
-        return Path(trainer.run_dir)
+        given = Path(trainer.run_dir).absolute()
+        taken = next((each for each in (given, *given.parents) if each.exists()), None)
+        if taken is not None and not taken.is_dir():
+            raise ConfigError(f"run_dir={str(trainer.run_dir)!r} cannot be made: {str(taken)!r} is a file")
+        return given
     named = [trainer.loggers] if isinstance(trainer.loggers, str) else trainer.loggers
     writes = trainer.checkpoint or (
         isinstance(named, Sequence) and any(isinstance(each, str) for each in named)
@@ -222,7 +232,7 @@ def pick_run_dir(trainer: Trainer, task: TaskModule) -> Path | None:
         return None
     stem = f"{type(task).__name__}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in range(1000):
-        path = Path("runs") / (f"{stem}-{number}" if number else stem)
+        path = Path("runs").absolute() / (f"{stem}-{number}" if number else stem)
         try:
             path.mkdir(parents=True)
         except FileExistsError:

@@ -12,6 +12,7 @@ import torch
 
 from drivetrain.distributed.watchdog import Watchdog
 from drivetrain.run import Run
+from drivetrain.run_checkpoints import as_given
 from drivetrain.streams import preserved
 
 if TYPE_CHECKING:
@@ -46,11 +47,11 @@ def boundary(trainer: Trainer, run: Run) -> Iterator[None]:
             try:
                 _end_early(run)
             except BaseException as error:
-                _report(run, error)
+                _report(trainer, run, error)
                 raise
             raise
         except BaseException as error:
-            _report(run, error)
+            _report(trainer, run, error)
             raise
 
 
@@ -60,14 +61,13 @@ def _end_early(run: Run) -> None:
     run.call(run.hooks.on_fit_end)
 
 
-def _report(run: Run, error: BaseException) -> None:
+def _report(trainer: Trainer, run: Run, error: BaseException) -> None:
     run.exception = error
     error.add_note(f"drivetrain: {_where(run)}")
     _tell_callbacks(run)  # a save in the background ends here
     if run.last_checkpoint is not None:
-        error.add_note(
-            f"drivetrain: the newest checkpoint is {run.last_checkpoint}; resume='auto' goes on from it"
-        )
+        newest = as_given(trainer, run.last_checkpoint)
+        error.add_note(f"drivetrain: the newest checkpoint is {newest}; resume='auto' goes on from it")
 
 
 def _where(run: Run) -> str:

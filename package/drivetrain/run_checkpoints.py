@@ -20,6 +20,8 @@ from drivetrain.checkpoint.filesystem import os_errors
 from drivetrain.checkpoint.index import rank, read_index
 from drivetrain.checkpoint.locate import CHECKPOINTS
 from drivetrain.checkpoint.places import file_system
+from drivetrain.checkpoint.records import TENSORS
+from drivetrain.checkpoint.weight_files import INDEX
 from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.engine_state import like_module
 from drivetrain.errors import CheckpointError, ConfigError
@@ -37,7 +39,14 @@ def checkpoint_root(trainer: Trainer, run_dir: str | os.PathLike[str] | None) ->
     policy = trainer.checkpoint
     own = policy.directory if isinstance(policy, CheckpointConfig) else None
     root = own if own is not None else run_dir
-    return None if root is None else os.fspath(root)
+    return None if root is None else file_system(os.fspath(root)).absolute(os.fspath(root))
+
+
+def as_given(trainer: Trainer, path: str | None) -> str | None:
+    """A path of a run as the user would write it: from the working directory, if the run directory is."""
+    relative = trainer.run_dir is None or not os.path.isabs(trainer.run_dir)
+    below = path is not None and os.path.isabs(path) and Path(path).is_relative_to(Path.cwd())
+    return os.path.relpath(path) if path is not None and relative and below else path
 
 
 def make_saver(
@@ -59,7 +68,7 @@ def make_saver(
     manager = _manager(root, config, ranks)
     if resume is None and manager.entries():
         raise ConfigError(
-            f"{root} holds the checkpoints of an earlier run (the newest after update"
+            f"{as_given(trainer, root)} holds the checkpoints of an earlier run (the newest after update"
             f" {manager.entries()[-1].update}). To go on from there, fit(..., resume='auto'); for a new run"
             " choose another run_dir"
         )
@@ -130,9 +139,14 @@ def _check_resume(resume: str | os.PathLike[str], trainer: Trainer) -> None:
             f" of a checkpoint. For another one give its path, such as the {what} of fit's result"
         )
     if kind == "file":
+        weights = given.endswith((TENSORS, INDEX))
+        hint = (
+            "To start from these weights, call task.load_weights(path) before fit"
+            if weights
+            else ("Give the directory of a checkpoint, or a run directory")
+        )
         raise ConfigError(
-            f"resume={given!r} is a file: a run is resumed from a checkpoint, which is a directory. To start"
-            " from these weights, call task.load_weights(path) before fit"
+            f"resume={given!r} is a file: a run is resumed from a checkpoint, which is a directory. {hint}"
         )
 
 

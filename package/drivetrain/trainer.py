@@ -25,6 +25,7 @@ from drivetrain.precision import Precision, as_precision
 from drivetrain.prediction_files import write_predictions
 from drivetrain.progress import Progress
 from drivetrain.run import Hooks
+from drivetrain.run_checkpoints import as_given
 from drivetrain.strategies import Strategy, select_strategy
 from drivetrain.task import TaskModule
 from drivetrain.types import Every, Logger
@@ -216,8 +217,15 @@ class Trainer:
         directory = run.run_dir if run.run_dir is not None and run.run_dir.exists() else None
         weights = saver.weights if saver else None
         assert run.stop_reason is not None
+        last, best, weights = (as_given(self, path) for path in (run.last_checkpoint, best, weights))
         return FitResult(
-            dict(run.metrics), run.progress, run.stop_reason, directory, run.last_checkpoint, best, weights
+            dict(run.metrics),
+            run.progress,
+            run.stop_reason,
+            None if directory is None else Path(as_given(self, str(directory)) or directory),
+            last,
+            best,
+            weights,
         )
 
     def steps(

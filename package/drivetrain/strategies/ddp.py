@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils import _pytree
 
 from drivetrain.distributed.group import Member, join, leave
 from drivetrain.distributed.tensors import average_gradients, broadcast_module
@@ -24,6 +25,7 @@ from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Suppo
 from drivetrain.strategies.scaling import LossScale
 from drivetrain.strategies.stepping import step
 from drivetrain.task import StepModule
+from drivetrain.types import StepOutput
 
 _BUFFERS = (
     "forward_sync_buffers"
@@ -31,6 +33,13 @@ _BUFFERS = (
     else "broadcast_buffers"
 )
 """What torch calls it; the second name is deprecated where there is the first."""
+
+# With a static graph DDP hangs its first all-reduce on the tensors that it finds in what the step returned.
+_pytree.register_pytree_node(
+    StepOutput,
+    lambda output: ([output.loss, output.outputs, output.metrics], None),
+    lambda values, _: StepOutput(*values),
+)
 
 _HOOKS = ("fp16", "bf16", "powersgd")
 
@@ -101,6 +110,7 @@ class DDP(Strategy):
         self._wrapped: DistributedDataParallel | None = None
         self._parameters: list[nn.Parameter] = []
         self._synchronized = True
+        self._unlearned = self.config.static_graph
         if device == "cpu" and self.config.sync_batchnorm:
             raise StrategyError("sync_batchnorm needs GPUs: torch has no synchronised batch norm for CPUs")
         if device == "cpu" and self.config.communication == "bf16":
@@ -159,7 +169,25 @@ class DDP(Strategy):
             **buffers,
         )
         self._register_hook(wrapped)
+        if self.world_size > 1 and not (config.static_graph or config.find_unused_parameters):
+            self._settle_buckets(wrapped)
         return Prepared(wrapped, make_optimizers(module))
+
+    def _settle_buckets(self, wrapped: DistributedDataParallel) -> None:
+        """Have the buckets of gradients as they stay, from the first update on.
+
+        torch forms them anew after the first backward, in the order in which gradients became ready. With
+        more than two processes the sums in an all-reduce depend on where a gradient lies, so a resumed run's
+        first update would differ in its last bits from the uninterrupted run's. This is a backward of zeros
+        in which gradients become ready in the reverse order of the parameters.
+        """
+        total = torch.zeros((), device=self.device)
+        for parameter in self._parameters:
+            total = total + parameter.reshape(-1)[:0].sum().float()
+        wrapped.reducer.prepare_for_backward([])
+        total.backward()  # type: ignore[no-untyped-call]
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def _register_hook(self, wrapped: DistributedDataParallel) -> None:
         hook = self.config.communication
@@ -179,6 +207,10 @@ class DDP(Strategy):
 
     def microbatch(self, model: nn.Module, last: bool) -> None:
         """Average gradients in the window's last micro-batch only."""
+        # A static graph is learned in the first backward of all, which must be synchronised; what it averages
+        # is averaged once more, and stays the same.
+        last = last or self._unlearned
+        self._unlearned = False
         self._synchronized = last
         if self._wrapped is not None:
             self._wrapped.require_backward_grad_sync = last

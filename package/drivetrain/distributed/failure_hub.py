@@ -1,0 +1,268 @@
+"""Rank 0's part of the failure channel: hears of all ranks, and decides what failed first."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import selectors
+import signal
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from drivetrain.distributed.children import ending
+from drivetrain.distributed.failure_wire import Cause, Line, kept_to_this_process, machine, state_of
+from drivetrain.distributed.launch import launched
+
+PATIENCE = 12
+"""So many timeouts a rank may be silent that is not seen to be stopped or gone: while a call holds the
+interpreter, such as one that reads a large file, none of its threads can send anything."""
+
+_ASIDE = 2.0
+"""Seconds that an error which is probably a consequence waits for its cause."""
+
+
+@dataclass
+class _Peer:
+    """What is known of a rank: its line, its process, and how it does."""
+
+    rank: int
+    line: Line
+    machine: str | None
+    pid: int
+    where: str = ""
+    progress: int | None = None
+    silent: int = 0
+    state: str = "here"  # then "left" after a goodbye, "gone" after anything else
+
+
+class Hub:
+    """Listens to all ranks in a thread of its own.
+
+    Args:
+        world_size: How many ranks there are.
+        local: Whether all of them are on this machine.
+        timeout: Seconds of silence after which a rank that is seen to be stopped counts as lost.
+        hang_timeout: Seconds without any rank's progress that count as a hang; None for no limit.
+    """
+
+    def __init__(self, world_size: int, local: bool, timeout: float, hang_timeout: float | None) -> None:
+        self._world_size = world_size
+        self._timeout = timeout
+        self._tick = timeout / 5
+        self._hang_timeout = hang_timeout
+        self._server = kept_to_this_process(_listen(local))
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._server, selectors.EVENT_READ)
+        self._peers: dict[int, _Peer] = {}
+        self._aside: list[Cause] = []
+        self._aside_until = 0.0
+        self._cause: Cause | None = None
+        self._ticks = self._still = 0
+        self._leaving = threading.Event()
+        self.finished = threading.Event()
+        self.port = int(self._server.getsockname()[1])
+        self.token = os.urandom(16).hex()
+        self._thread = threading.Thread(target=self._run, name="drivetrain-failure-hub", daemon=True)
+        self._thread.start()
+
+    def leave(self) -> None:
+        """Close; ranks that are still there are told that this is no failure."""
+        self._leaving.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        following = time.monotonic() + self._tick
+        try:
+            while not (self._leaving.is_set() or self._is_over()):
+                for key, _ in self._selector.select(min(0.05, self._tick)):
+                    if key.data is None:
+                        self._accept()
+                    else:
+                        self._hear(key.data)
+                if time.monotonic() >= following:
+                    following = time.monotonic() + self._tick
+                    self._look()
+                if self._aside and self._cause is None and time.monotonic() >= self._aside_until:
+                    self._decide(self._of_aside())
+            if self._cause is None:
+                self._tell(kind="end")
+        finally:
+            for each in self._peers.values():
+                each.line.close()
+            self._selector.close()
+            self._server.close()
+            self.finished.set()
+
+    def _is_over(self) -> bool:
+        """Whether all ranks have said goodbye, or rank 0 is the only one left after a failure."""
+        if self._cause is not None:
+            return all(each.state != "here" for each in self._peers.values() if each.rank)
+        return len(self._peers) == self._world_size and all(p.state == "left" for p in self._peers.values())
+
+    def _accept(self) -> None:
+        connection, _ = self._server.accept()
+        line = Line(connection, self._timeout)
+        self._selector.register(connection, selectors.EVENT_READ, line)
+
+    def _hear(self, source: Line | _Peer) -> None:
+        line = source.line if isinstance(source, _Peer) else source
+        try:
+            messages = line.receive()
+            for each in messages or ():
+                if isinstance(source, _Peer):
+                    self._take(source, each)
+                else:
+                    source = self._welcome(source, each)
+        except (ValueError, KeyError, TypeError):  # somebody who is not one of us
+            messages = None
+        if messages is not None:
+            return
+        self._selector.unregister(line.socket)
+        line.close()
+        if isinstance(source, _Peer) and source.state == "here":
+            source.state = "gone"
+            if self._cause is None and not any(each.rank == source.rank for each in self._aside):
+                self._decide(Cause("lost", source.rank, source.where, _death(source.rank)))
+
+    def _welcome(self, line: Line, hello: dict[str, Any]) -> _Peer:
+        if not hmac.compare_digest(str(hello["token"]), self.token):
+            raise ValueError("a stranger")
+        peer = _Peer(int(hello["rank"]), line, hello["machine"], int(hello["pid"]), str(hello["where"]))
+        self._peers[peer.rank] = peer
+        self._selector.modify(line.socket, selectors.EVENT_READ, peer)
+        line.send(kind="beat", machine=machine(), pid=os.getpid())
+        if self._cause is not None:
+            line.send(kind="cause", cause=self._cause.to_json())
+        return peer
+
+    def _take(self, peer: _Peer, message: dict[str, Any]) -> None:
+        peer.silent = 0
+        peer.where = str(message["where"])
+        if message["progress"] != peer.progress:
+            peer.progress = message["progress"]
+            self._still = 0
+        if message["kind"] == "bye":
+            peer.state = "left"
+        elif message["kind"] == "cause" and self._cause is None:
+            cause = Cause.from_json(message["cause"])
+            if cause.kind != "consequence":
+                self._decide(cause)
+            elif not self._aside:
+                self._aside_until = time.monotonic() + _ASIDE
+                self._aside.append(cause)
+
+    def _look(self) -> None:
+        """Once in a tick: show that rank 0 is alive, and look for ranks that are not, or that stand still."""
+        self._tell(kind="beat", machine=machine(), pid=os.getpid())
+        self._ticks += 1
+        self._still += 1
+        if self._cause is not None:
+            return
+        here = [each for each in self._peers.values() if each.state == "here"]
+        for each in here:
+            # By ticks, not by the clock: while this process is itself suspended, nobody else is silent.
+            each.silent += each.rank != 0
+            lost = silence(each.silent, each.machine, each.pid, self._timeout)
+            if lost:
+                self._decide(Cause("lost", each.rank, each.where, lost))
+                return
+        missing = sorted(set(range(self._world_size)) - self._peers.keys())
+        if missing:
+            self._still = 0
+            if self._ticks >= 5 * PATIENCE:
+                text = f"it has not come to the failure channel within {PATIENCE * self._timeout:g} s"
+                self._decide(Cause("lost", missing[0], "", text))
+        elif self._hang_timeout is not None and self._still * self._tick >= self._hang_timeout and here:
+            self._decide(self._hang(self._hang_timeout))
+
+    def _hang(self, seconds: float) -> Cause:
+        peers = sorted(self._peers.values(), key=lambda each: each.rank)
+        numbers = [each.progress or 0 for each in peers]
+        behind = [each for each, number in zip(peers, numbers, strict=True) if number < max(numbers)]
+        ahead = next(each for each, number in zip(peers, numbers, strict=True) if number == max(numbers))
+        if not behind:
+            where = f"all ranks are at {ahead.where}"
+            return Cause("hang", 0, "", f"no progress for {seconds:g} s; {where}", stuck=(0,))
+        listed = "; ".join(
+            f"rank {each.rank} {'ended' if each.state == 'left' else 'is'} at {each.where}" for each in behind[:8]
+        )
+        more = f"; {len(behind) - 8} more are behind" if len(behind) > 8 else ""
+        what = f"no progress for {seconds:g} s; {listed}{more}, the others wait at {ahead.where}"
+        stuck = tuple(each.rank for each in behind if each.state == "here") or (ahead.rank,)
+        return Cause("hang", behind[0].rank, behind[0].where, what, stuck=stuck)
+
+    def _of_aside(self) -> Cause:
+        """What counts when no other cause has come."""
+        found = self._aside[0]
+        left = next((each for each in self._peers.values() if each.state == "left"), None)
+        if left is None:
+            return found
+        text = f"it had ended when rank {found.rank}, at {found.where or 'its step'}, waited for it ({found.what})"
+        return Cause("lost", left.rank, left.where, text, found.frames)
+
+    def _decide(self, cause: Cause) -> None:
+        self._cause = cause
+        self._tell(kind="cause", cause=cause.to_json())
+        lost = self._peers.get(cause.rank)
+        if cause.kind == "lost" and lost is not None and lost.state == "here":
+            end_process(lost.machine, lost.pid)
+            lost.state = "gone"
+
+    def _tell(self, **message: Any) -> None:
+        for each in self._peers.values():
+            if each.state == "here":
+                each.line.send(**message)
+
+
+def silence(ticks: int, of_machine: str | None, pid: int, timeout: float) -> str | None:
+    """What is wrong with a rank that has been silent for so many fifths of a timeout; None for nothing.
+
+    Args:
+        ticks: How many.
+        of_machine: Where it runs, as `machine` names it.
+        pid: Its process there.
+        timeout: In seconds.
+    """
+    if ticks < 5:
+        return None
+    state = state_of(pid) if of_machine is not None and of_machine == machine() else "unknown"
+    if state == "stopped":
+        return f"it is stopped (by SIGSTOP, say) and has not answered for {timeout:g} s"
+    if state == "gone":
+        return _death(None)
+    if ticks < 5 * PATIENCE:
+        return None
+    return f"it has not answered for {PATIENCE * timeout:g} s"
+
+
+def end_process(of_machine: str | None, pid: int) -> None:
+    """End a process that is silent, if it is one of this machine: it cannot hear that it should."""
+    if of_machine is not None and of_machine == machine() and pid != os.getpid():
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+
+
+def _death(rank: int | None) -> str:
+    """How a rank ended, as far as its parent, if that is this process, can tell."""
+    ranks = launched()
+    child = next((each for each in ranks.children if each.rank == rank), None) if ranks else None
+    deadline = time.monotonic() + 0.3  # its line is closed a little before its exit code is known
+    while child is not None and child.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    code = child.poll() if child is not None else None
+    if code is None:
+        return "it died without a word: killed, perhaps for want of memory, or ended by os._exit"
+    return f"it {ending(code)}, without a word"
+
+
+def _listen(local: bool) -> socket.socket:
+    if local:
+        return socket.create_server(("127.0.0.1", 0))
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
