@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +101,16 @@ def make_engine(trainer: Trainer) -> Engine:
     )
 
 
+@contextmanager
+def left_if_it_fails(engine: Engine) -> Iterator[None]:
+    """Release what an engine took if its run cannot be built."""
+    try:
+        yield
+    except BaseException:
+        engine.teardown()
+        raise
+
+
 def measure_of(task: TaskModule) -> Measure:
     """How the task counts its batches; methods that it does not override are not called."""
     weight = task.loss_weight if task.overrides("loss_weight") else None
@@ -172,6 +183,18 @@ def build_fit(
     task = check_task(task)
     train_data, validation_data = fit_data(train_data, validation_data)
     engine = make_engine(trainer)
+    with left_if_it_fails(engine):
+        return _fit_run(trainer, engine, task, train_data, validation_data, resume)
+
+
+def _fit_run(
+    trainer: Trainer,
+    engine: Engine,
+    task: TaskModule,
+    train_data: Any,
+    validation_data: Any,
+    resume: str | None,
+) -> tuple[Run, CheckpointSaver | None]:
     feed = train_feed(trainer, engine, task, train_data)
     totals = planned_totals(trainer, feed)
     declared = task.metrics()
@@ -278,6 +301,13 @@ def build_evaluation(trainer: Trainer, task: Any, data: Any, stage: str, checkpo
     """The run of a validation, test or prediction outside a fit: no loggers, no files."""
     task = check_task(task)
     engine = make_engine(trainer)
+    with left_if_it_fails(engine):
+        return _evaluation_run(trainer, engine, task, data, stage, checkpoint)
+
+
+def _evaluation_run(
+    trainer: Trainer, engine: Engine, task: TaskModule, data: Any, stage: str, checkpoint: str | None
+) -> Run:
     if checkpoint is not None:
         path = named_checkpoint(trainer, checkpoint)
         tensors = DirectoryCheckpointIO().load(path, groups=("model",)).tensors["model"]

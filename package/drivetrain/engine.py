@@ -293,7 +293,7 @@ class Engine:
 
     def teardown(self) -> None:
         """Release what the strategy took, and leave the task as an ordinary module."""
-        if self._compile:
+        if self._compile and hasattr(self, "task"):
             self.task._compiled_call_impl = None
         self.strategy.teardown()
 
