@@ -91,11 +91,14 @@ class MetricBuffer:
             self._folded[names] = _added(self._folded[names], sums) if names in self._folded else sums
         self._pending = []
 
-    def means(self, refuse_nonfinite: bool = True) -> dict[str, float]:
+    def means(
+        self, refuse_nonfinite: bool = True, beside: dict[str, float] | None = None
+    ) -> dict[str, float]:
         """The means of everything added since the last reset, by all ranks, in one copy to the host.
 
         Args:
             refuse_nonfinite: Whether a loss that is NaN or infinite is an error.
+            beside: What each rank has measured of itself; becomes rank 0's on all, in the same exchange.
 
         Raises:
             NonFiniteError: A loss was NaN or infinite; names the first such update and all bad values.
@@ -105,17 +108,22 @@ class MetricBuffer:
             if means is not None:
                 return means
         self._fold()
-        totals = self._joined(_read_totals(self._folded))
+        totals = self._joined(_read_totals(self._folded), beside)
         if refuse_nonfinite:
             _refuse_bad(totals)
         return {name: each.mean for name, each in totals.items()}
 
-    def _joined(self, totals: dict[str, Total]) -> dict[str, Total]:
+    def _joined(self, totals: dict[str, Total], beside: dict[str, float] | None = None) -> dict[str, Total]:
         """The totals of all ranks, added in their order, so that each rank has the same."""
         joined: dict[str, Total] = {}
-        for rank, each in enumerate(self._ranks.all_gather(totals)):
+        gathered = self._ranks.all_gather((totals, beside))
+        for rank, (each, _) in enumerate(gathered):
             for name, total in each.items():
                 joined[name] = total.on(rank) if name not in joined else joined[name].plus(total.on(rank))
+        first = gathered[0][1]
+        if beside is not None and first is not None and first is not beside:
+            beside.clear()
+            beside.update(first)
         return joined
 
     def _plain_means(self) -> dict[str, float] | None:

@@ -232,25 +232,30 @@ class Run:
         Raises:
             NonFiniteError: A loss was NaN or infinite.
         """
-        means = self.engine.buffer.means()
+        means = self.engine.buffer.means(beside=self._values)
         self.engine.buffer.reset()
         if self.train_metrics:
             means = joined(means, self.train_metrics.compute())
             self.train_metrics.reset()
         values = {f"train/{name}": value for name, value in means.items()}
         if values or self._values:
-            self.log_point(values)
+            self.log_point(values, agreed=True)
 
-    def log_point(self, values: Mapping[str, float]) -> None:
-        """Publish values: into `metrics`, to the callbacks, then to the loggers."""
-        ranks = self.engine.ranks
+    def log_point(self, values: Mapping[str, float], agreed: bool = False) -> None:
+        """Publish values: into `metrics`, to the callbacks, then to the loggers.
+
+        Args:
+            values: By name.
+            agreed: Whether all ranks have the same, and have given the same to `log`.
+        """
         # What one rank measured of itself, its speed for example, must not make it decide by itself.
-        self.logged = ranks.first(lambda: {**self._values, **values})
+        logged = {**self._values, **values}
+        self.logged = logged if agreed else self.engine.ranks.first(lambda: logged)
         self._values = {}
         self._logging = True
         try:
             self.metrics.update(self.logged)
-            if self.hooks.on_log or self.loggers or ranks.size > 1:
+            if self.hooks.on_log or self.loggers:
                 self._publish()
         finally:
             self._logging = False
@@ -258,8 +263,9 @@ class Run:
     def _publish(self) -> None:
         with shielded():
             self.call(self.hooks.on_log)
-            self.logged = self.engine.ranks.first(lambda: self.logged)
-            self.metrics.update(self.logged)
+            if self.hooks.on_log:  # the same on all ranks, unlike loggers
+                self.logged = self.engine.ranks.first(lambda: self.logged)
+                self.metrics.update(self.logged)
             for logger in self.loggers if self.is_main else ():
                 logger.log_metrics(self.logged, self.progress.updates)
 
