@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from drivetrain.distributed.failure import FailureChannel
 from drivetrain.distributed.watchdog import Watchdog
 from drivetrain.run import Run
 from drivetrain.run_checkpoints import as_given
@@ -33,7 +34,10 @@ def boundary(trainer: Trainer, run: Run) -> Iterator[None]:
         stack.enter_context(preserved(run.engine.device))
         if trainer.deterministic:
             stack.enter_context(_deterministic())
-        if trainer.hang_timeout is not None:
+        channel = None
+        if run.engine.ranks.size > 1:
+            channel = stack.enter_context(_failing_together(trainer, run))
+        elif trainer.hang_timeout is not None:
             stack.enter_context(_watched(trainer.hang_timeout, run))
         try:
             yield
@@ -51,6 +55,8 @@ def boundary(trainer: Trainer, run: Run) -> Iterator[None]:
                 raise
             raise
         except BaseException as error:
+            if channel is not None:  # before anything that waits for the others
+                channel.report(error)
             _report(trainer, run, error)
             raise
 
@@ -111,6 +117,20 @@ def _deterministic() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
         cudnn.benchmark, cudnn.deterministic = benchmark, kernels
+
+
+def _failing_together(trainer: Trainer, run: Run) -> FailureChannel:
+    def progress() -> int:
+        return run.progress.micro_batches * 1_000_000 + run.evaluation.batch
+
+    ranks = run.engine.ranks
+    return FailureChannel(
+        ranks.rank,
+        ranks.size,
+        describe=lambda: _where(run),
+        progress=progress,
+        hang_timeout=trainer.hang_timeout,
+    )
 
 
 def _watched(timeout: float, run: Run) -> Watchdog:

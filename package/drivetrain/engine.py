@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from drivetrain.data import Everywhere, Feed, MicroBatch, Share, Transfer, as_source, pin_memory_for
 from drivetrain.declared_metrics import DeclaredMetrics
+from drivetrain.distributed.launch import ensure_ranks
 from drivetrain.engine_data import EngineData
 from drivetrain.engine_state import load_engine, save_engine
 from drivetrain.errors import ConfigError
@@ -83,6 +84,8 @@ class Engine:
     ) -> None:
         self.precision = as_precision(precision)
         self.strategy = select_strategy(strategy, self.precision, devices, num_nodes)
+        if self.strategy.world_size > 1 and not torch.distributed.is_initialized():
+            ensure_ranks(self.strategy.world_size // num_nodes, num_nodes)
         self.strategy.setup()
         self.device = self.strategy.device
         self.ranks = self.strategy.ranks

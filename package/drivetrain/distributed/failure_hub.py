@@ -12,9 +12,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from drivetrain.distributed.children import ending
+from drivetrain.distributed.children import ending, started
 from drivetrain.distributed.failure_wire import Cause, Line, kept_to_this_process, machine, state_of
-from drivetrain.distributed.launch import launched
 
 PATIENCE = 12
 """So many timeouts a rank may be silent that is not seen to be stopped or gone: while a call holds the
@@ -22,6 +21,10 @@ interpreter, such as one that reads a large file, none of its threads can send a
 
 _ASIDE = 2.0
 """Seconds that an error which is probably a consequence waits for its cause."""
+
+
+_SHOWN = 8
+"""Ranks that are named one by one."""
 
 
 @dataclass
@@ -46,6 +49,12 @@ class Hub:
         local: Whether all of them are on this machine.
         timeout: Seconds of silence after which a rank that is seen to be stopped counts as lost.
         hang_timeout: Seconds without any rank's progress that count as a hang; None for no limit.
+
+    Attributes:
+        port: Where it listens.
+        token: What a rank has to know.
+        cause: What failed first, once that is decided.
+        finished: Set when no rank but this one is left.
     """
 
     def __init__(self, world_size: int, local: bool, timeout: float, hang_timeout: float | None) -> None:
@@ -59,7 +68,7 @@ class Hub:
         self._peers: dict[int, _Peer] = {}
         self._aside: list[Cause] = []
         self._aside_until = 0.0
-        self._cause: Cause | None = None
+        self.cause: Cause | None = None
         self._ticks = self._still = 0
         self._leaving = threading.Event()
         self.finished = threading.Event()
@@ -85,10 +94,10 @@ class Hub:
                 if time.monotonic() >= following:
                     following = time.monotonic() + self._tick
                     self._look()
-                if self._aside and self._cause is None and time.monotonic() >= self._aside_until:
+                if self._aside and self.cause is None and time.monotonic() >= self._aside_until:
                     self._decide(self._of_aside())
-            if self._cause is None:
-                self._tell(kind="end")
+            if self.cause is None:
+                self._dismiss()
         finally:
             for each in self._peers.values():
                 each.line.close()
@@ -96,9 +105,18 @@ class Hub:
             self._server.close()
             self.finished.set()
 
+    def _dismiss(self) -> None:
+        # A connection that is closed with something unread takes back what was sent: wait until it was heard.
+        self._tell(kind="end")
+        deadline = time.monotonic() + 1.0
+        here = [each for each in self._peers.values() if each.state == "here" and each.rank]
+        while here and time.monotonic() < deadline:
+            here = [each for each in here if each.line.receive() is not None]
+            time.sleep(0.01)
+
     def _is_over(self) -> bool:
         """Whether all ranks have said goodbye, or rank 0 is the only one left after a failure."""
-        if self._cause is not None:
+        if self.cause is not None:
             return all(each.state != "here" for each in self._peers.values() if each.rank)
         return len(self._peers) == self._world_size and all(p.state == "left" for p in self._peers.values())
 
@@ -124,7 +142,7 @@ class Hub:
         line.close()
         if isinstance(source, _Peer) and source.state == "here":
             source.state = "gone"
-            if self._cause is None and not any(each.rank == source.rank for each in self._aside):
+            if self.cause is None and not any(each.rank == source.rank for each in self._aside):
                 self._decide(Cause("lost", source.rank, source.where, _death(source.rank)))
 
     def _welcome(self, line: Line, hello: dict[str, Any]) -> _Peer:
@@ -133,9 +151,9 @@ class Hub:
         peer = _Peer(int(hello["rank"]), line, hello["machine"], int(hello["pid"]), str(hello["where"]))
         self._peers[peer.rank] = peer
         self._selector.modify(line.socket, selectors.EVENT_READ, peer)
-        line.send(kind="beat", machine=machine(), pid=os.getpid())
-        if self._cause is not None:
-            line.send(kind="cause", cause=self._cause.to_json())
+        line.send(**self._beat())
+        if self.cause is not None:
+            line.send(kind="cause", cause=self.cause.to_json())
         return peer
 
     def _take(self, peer: _Peer, message: dict[str, Any]) -> None:
@@ -146,7 +164,7 @@ class Hub:
             self._still = 0
         if message["kind"] == "bye":
             peer.state = "left"
-        elif message["kind"] == "cause" and self._cause is None:
+        elif message["kind"] == "cause" and self.cause is None:
             cause = Cause.from_json(message["cause"])
             if cause.kind != "consequence":
                 self._decide(cause)
@@ -156,10 +174,10 @@ class Hub:
 
     def _look(self) -> None:
         """Once in a tick: show that rank 0 is alive, and look for ranks that are not, or that stand still."""
-        self._tell(kind="beat", machine=machine(), pid=os.getpid())
+        self._tell(**self._beat())
         self._ticks += 1
         self._still += 1
-        if self._cause is not None:
+        if self.cause is not None:
             return
         here = [each for each in self._peers.values() if each.state == "here"]
         for each in here:
@@ -178,6 +196,10 @@ class Hub:
         elif self._hang_timeout is not None and self._still * self._tick >= self._hang_timeout and here:
             self._decide(self._hang(self._hang_timeout))
 
+    def _beat(self) -> dict[str, Any]:
+        where = self._peers[0].where if 0 in self._peers else ""
+        return {"kind": "beat", "machine": machine(), "pid": os.getpid(), "where": where}
+
     def _hang(self, seconds: float) -> Cause:
         peers = sorted(self._peers.values(), key=lambda each: each.rank)
         numbers = [each.progress or 0 for each in peers]
@@ -185,11 +207,13 @@ class Hub:
         ahead = next(each for each, number in zip(peers, numbers, strict=True) if number == max(numbers))
         if not behind:
             where = f"all ranks are at {ahead.where}"
-            return Cause("hang", 0, "", f"no progress for {seconds:g} s; {where}", stuck=(0,))
+            every = tuple(range(min(self._world_size, _SHOWN)))
+            return Cause("hang", 0, "", f"no progress for {seconds:g} s; {where}", stuck=every)
         listed = "; ".join(
-            f"rank {each.rank} {'ended' if each.state == 'left' else 'is'} at {each.where}" for each in behind[:8]
+            f"rank {each.rank} {'ended' if each.state == 'left' else 'is'} at {each.where}"
+            for each in behind[:_SHOWN]
         )
-        more = f"; {len(behind) - 8} more are behind" if len(behind) > 8 else ""
+        more = f"; {len(behind) - _SHOWN} more are behind" if len(behind) > _SHOWN else ""
         what = f"no progress for {seconds:g} s; {listed}{more}, the others wait at {ahead.where}"
         stuck = tuple(each.rank for each in behind if each.state == "here") or (ahead.rank,)
         return Cause("hang", behind[0].rank, behind[0].where, what, stuck=stuck)
@@ -200,11 +224,12 @@ class Hub:
         left = next((each for each in self._peers.values() if each.state == "left"), None)
         if left is None:
             return found
-        text = f"it had ended when rank {found.rank}, at {found.where or 'its step'}, waited for it ({found.what})"
+        waiting = f"rank {found.rank}, at {found.where or 'its step'},"
+        text = f"it had ended when {waiting} waited for it ({found.what.partition('. ')[0]})"
         return Cause("lost", left.rank, left.where, text, found.frames)
 
     def _decide(self, cause: Cause) -> None:
-        self._cause = cause
+        self.cause = cause
         self._tell(kind="cause", cause=cause.to_json())
         lost = self._peers.get(cause.rank)
         if cause.kind == "lost" and lost is not None and lost.state == "here":
@@ -249,8 +274,7 @@ def end_process(of_machine: str | None, pid: int) -> None:
 
 def _death(rank: int | None) -> str:
     """How a rank ended, as far as its parent, if that is this process, can tell."""
-    ranks = launched()
-    child = next((each for each in ranks.children if each.rank == rank), None) if ranks else None
+    child = started.get(rank) if rank is not None else None
     deadline = time.monotonic() + 0.3  # its line is closed a little before its exit code is known
     while child is not None and child.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)

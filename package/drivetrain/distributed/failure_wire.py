@@ -57,7 +57,8 @@ class Cause:
     def __str__(self) -> str:
         if self.kind == "hang":
             return self.what
-        return f"rank {self.rank} failed first{f', at {self.where}' if self.where else ''}: {self.what}"
+        at = "last heard of at" if self.kind == "lost" else "at"
+        return f"rank {self.rank} failed first{f', {at} {self.where}' if self.where else ''}: {self.what}"
 
     @classmethod
     def of_error(cls, rank: int, where: str, error: BaseException) -> Cause:
@@ -79,6 +80,7 @@ class Cause:
     def failure(self) -> RankFailure:
         """As an error for the other ranks; where the traceback is known, that is its cause."""
         failure = RankFailure(str(self))
+        failure.__suppress_context__ = True  # what this rank noticed of it says nothing
         if self.frames:
             failure.__cause__ = _Remote(f"on rank {self.rank}:\n{self.frames.rstrip()}")
         return failure
@@ -191,7 +193,12 @@ def machine() -> str | None:
 def state_of(pid: int) -> str:
     """What a process of this machine does: "gone", "stopped" or "alive"."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+        state = (
+            Path(f"/proc/{pid}/stat")
+            .read_text(encoding="utf-8", errors="replace")
+            .rpartition(")")[2]
+            .split()[0]
+        )
     except OSError:
         return "gone"
     return {"T": "stopped", "Z": "gone", "X": "gone"}.get(state, "alive")

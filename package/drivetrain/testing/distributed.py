@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import socket
@@ -91,7 +92,9 @@ def _collect(
             except EOFError:
                 processes[rank].join()
                 code = processes[rank].exitcode
-                moment, failed, value = 0.0, True, f"it died with exit code {code}, without a word"
+                # A kill is a cause; an exit without a word follows from what another rank tells.
+                moment = 0.0 if code is None or code < 0 else math.inf
+                failed, value = True, f"it died with exit code {code}, without a word"
             if failed:
                 failures.append((moment, rank, value))
             results[rank] = value

@@ -1,0 +1,343 @@
+"""The failure channel: when one rank fails, all end within seconds, and the last lines say why."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from drivetrain.distributed.children import outlive_parent
+from drivetrain.distributed.environment import detect
+from drivetrain.distributed.failure_hub import Hub, end_process, silence
+from drivetrain.distributed.failure_wire import Cause, Line, machine
+from drivetrain.distributed.launch import launched
+from drivetrain.distributed.watchdog import EXIT_HANG
+from drivetrain.errors import RankFailure, StrategyError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_GRACE = 1.0
+"""Seconds that the main thread has to end by itself once another rank has failed."""
+
+_DECIDING = 3.0
+"""Seconds that a failing rank waits to hear whose failure was the first: more than rank 0 needs to decide."""
+
+_LAST = 2.0
+"""Seconds that rank 0 leaves the others to end before it does, so that its last lines are the last."""
+
+_GOODBYE = 60.0
+"""Seconds that rank 0, whose threads the channel lives in, waits at its end for the others."""
+
+
+class FailureChannel:
+    """A context manager around what the ranks do together, entered by all of them.
+
+    Beside the training, and without a collective, every rank has a line to rank 0. A rank that raises tells
+    its error, one that dies breaks its line, one that is stopped falls silent. Rank 0 decides which was the
+    first cause: an error that only says that a connection was lost or a time was up waits two seconds for a
+    better one. The rank with the first cause ends with its own error, rank 0 with a `RankFailure` that names
+    it, in the last lines of the program; the other ranks end in silence with exit code 1. A rank whose main
+    thread does not come back, from a collective that waits for ever, is ended from outside after a second.
+
+    When all ranks leave the context without an error nothing happens, also when they leave at different
+    moments. Rank 0 then waits up to a minute for the others.
+
+    Args:
+        rank: This process.
+        world_size: How many there are.
+        store: A store of torch's that all ranks share, for the first contact; None takes the default process
+            group's.
+        timeout: Seconds of silence after which a rank that is seen to be stopped or gone counts as lost. One
+            that is seen to run, or cannot be seen, has twelve times as long: a call that holds the
+            interpreter keeps a rank silent too.
+        describe: Says how far this rank is, such as "update 17, epoch 2". Called in a thread.
+        progress: A number that grows with every step; called in a thread.
+        hang_timeout: Seconds without progress on any rank after which the run is ended with exit code 75,
+            naming the ranks that are behind; needs `progress`. None for no limit.
+        on_failure: Is told of another rank's failure before this process ends; called in a thread.
+
+    Raises:
+        StrategyError: Rank 0 cannot be reached.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        store: Store | None = None,
+        *,
+        timeout: float = 5.0,
+        describe: Callable[[], str] = str,
+        progress: Callable[[], int] | None = None,
+        hang_timeout: float | None = None,
+        on_failure: Callable[[RankFailure], None] | None = None,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._store = store
+        self._timeout = timeout
+        self._describe = describe
+        self._progress = progress
+        self._hang_timeout = hang_timeout if progress is not None else None
+        self._on_failure = on_failure
+        self._cause: Cause | None = None
+        self._decided = threading.Event()
+        self._out = threading.Event()
+        self._closed = threading.Event()
+        self._reported: BaseException | None = None
+        self._hub: Hub | None = None
+        self._line: Line | None = None
+        self._thread: threading.Thread | None = None
+        self._rank_0: tuple[str | None, int] = (None, 0)
+        self._rank_0_where = ""
+
+    def __enter__(self) -> FailureChannel:
+        if self.world_size == 1:
+            return self
+        store = self._store if self._store is not None else _default_store()
+        environment = detect(os.environ)
+        # How often this rank has opened one on this store: the same number on every rank.
+        opened = store.add(f"drivetrain/failure/opened/{self.rank}", 1)
+        key = f"drivetrain/failure/at/{opened}"
+        if self.rank == 0:
+            local = environment is not None and environment.local_world_size == self.world_size
+            self._hub = Hub(self.world_size, local, self._timeout, self._hang_timeout)
+            found = {"port": self._hub.port, "token": self._hub.token, "machine": machine()}
+            store.set(key, json.dumps({**found, "hosts": [] if local else _own_hosts()}))
+        offer = json.loads(store.get(key))
+        self._line = self._connect(offer, environment.address if environment is not None else None)
+        self._line.send(kind="hello", token=offer["token"], rank=self.rank, **_me(), **self._state())
+        ranks = launched()
+        if ranks is not None:
+            ranks.is_guarded = True
+        outlive_parent(True)
+        self._thread = threading.Thread(target=self._run, name="drivetrain-failure", daemon=True)
+        self._thread.start()
+        return self
+
+    def _connect(self, offer: dict[str, Any], address: str | None) -> Line:
+        near = not offer["hosts"] or (offer["machine"] is not None and offer["machine"] == machine())
+        hosts = ["127.0.0.1"] if near else [*filter(None, [address]), *offer["hosts"]]
+        errors = []
+        for host in dict.fromkeys(hosts):
+            try:
+                return Line(socket.create_connection((host, offer["port"]), self._timeout), self._timeout)
+            except OSError as error:
+                errors.append(f"{host}: {error}")
+        raise StrategyError(
+            f"rank {self.rank} cannot reach rank 0 at port {offer['port']} ({'; '.join(errors)}). The"
+            " machines of a job must be able to reach each other at any port"
+        )
+
+    def report(self, error: BaseException) -> None:
+        """Tell the others of an error on this rank, and wait a moment to hear whether it is the first.
+
+        Leaving the context with an error does the same. Only the first report of a rank counts.
+
+        Args:
+            error: What was raised here.
+        """
+        if self._line is None or self._reported is not None:
+            return
+        self._reported = error
+        if self._decided.is_set():
+            return
+        cause = Cause.of_error(self.rank, self._state()["where"], error)
+        self._line.send(kind="cause", cause=cause.to_json(), **self._state())
+        self._decided.wait(_DECIDING)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        if self._line is None:
+            return
+        has_failed = error is not None and not _is_voluntary(error)
+        if error is not None and has_failed:
+            self.report(error)
+        elif not self._decided.is_set():
+            self._line.send(kind="bye", **self._state())
+            if self._hub is not None:
+                self._wait_for_others(_GOODBYE)
+        self._out.set()
+        cause = self._cause
+        if cause is None:
+            self._close(is_fine=not has_failed)
+            return
+        if self._hub is not None:
+            self._hub.finished.wait(_LAST)
+        self._close(is_fine=False)
+        if cause.rank == self.rank and cause.kind != "hang":
+            self._own_end(cause, error)
+        elif isinstance(error, KeyboardInterrupt) and self._tells():
+            return
+        elif self._tells():
+            failure = cause.failure()
+            _record(failure)
+            raise failure
+        else:
+            _exit(1)
+
+    def _wait_for_others(self, seconds: float) -> None:
+        assert self._hub is not None
+        deadline = time.monotonic() + seconds
+        while not (self._hub.finished.wait(0.02) or self._decided.is_set()) and time.monotonic() < deadline:
+            pass
+
+    def _own_end(self, cause: Cause, error: BaseException | None) -> None:
+        """This rank's error goes on, and whoever prints it says that it was the first."""
+        ranks = launched()
+        if isinstance(error, SystemExit):  # which prints nothing
+            if ranks is not None and isinstance(error.code, int):
+                ranks.exit_code = error.code
+            sys.stderr.write(cause.block())
+        elif error is not None and not isinstance(error, KeyboardInterrupt):
+            error.add_note(f"drivetrain: {cause}")
+        elif isinstance(error, KeyboardInterrupt) and not self._tells():
+            _exit(130)
+        if error is not None:
+            _record(error)
+
+    def _close(self, is_fine: bool) -> None:
+        assert self._line is not None
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._line.close()
+        self._line = None
+        if self._hub is not None:
+            self._hub.leave()
+        if self._cause is None:
+            outlive_parent(False)
+        ranks = launched()
+        if ranks is not None:
+            ranks.has_finished = ranks.has_finished or is_fine
+            ranks.failure_told = ranks.failure_told or self._cause is not None
+            ranks.is_guarded = False
+
+    def _run(self) -> None:
+        assert self._line is not None
+        tick = self._timeout / 5
+        silent, following = 0, time.monotonic() + tick
+        while not self._closed.wait(0.05):
+            try:
+                messages = self._line.receive()
+            except ValueError:
+                messages = None
+            if messages is None and self._hub is not None and self._hub.cause is not None:
+                self._fail(self._hub.cause)  # the hub was done before its word to this very process was read
+                return
+            if messages is None:
+                text = "it died without a word: killed, perhaps for want of memory, or ended by os._exit"
+                self._lost(text)
+                return
+            for each in messages:
+                silent = 0
+                if each["kind"] == "end":
+                    self._line.close()  # which tells the hub that this was heard
+                    return
+                if each["kind"] == "cause":
+                    self._fail(Cause.from_json(each["cause"]))
+                    return
+                self._rank_0, self._rank_0_where = (each["machine"], int(each["pid"])), each["where"]
+            if time.monotonic() >= following:
+                following = time.monotonic() + tick
+                self._line.send(kind="beat", **self._state())
+                silent += self.rank != 0
+                found = silence(silent, *self._rank_0, self._timeout)
+                if found is not None:
+                    end_process(*self._rank_0)
+                    self._lost(found)
+                    return
+
+    def _lost(self, what: str) -> None:
+        self._fail(Cause("lost", 0, self._rank_0_where, what))
+
+    def _fail(self, cause: Cause) -> None:
+        """Another rank, or this one, was the first to fail; in the channel's thread."""
+        self._cause = cause
+        self._decided.set()
+        if cause.kind != "hang" and cause.rank == self.rank:
+            return
+        if self._on_failure is not None:
+            with contextlib.suppress(Exception):  # the process has to end all the same
+                self._on_failure(cause.failure())
+        if cause.kind == "hang" and self.rank in cause.stuck:
+            sys.stderr.write(f"drivetrain: the stacks of rank {self.rank}:\n")
+            sys.stderr.flush()
+            faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+        if self._out.wait(_GRACE) or self._closed.is_set():
+            return
+        if self._hub is not None:
+            self._hub.finished.wait(_LAST)
+        if self._tells():
+            sys.stderr.write(cause.block())
+            _record(cause.failure())
+        _exit(EXIT_HANG if cause.kind == "hang" else 1)
+
+    def _tells(self) -> bool:
+        """Whether this rank is the one that says why all end: rank 0, or the first of another machine."""
+        if self.rank == 0:
+            return True
+        is_rank_0_lost = self._cause is not None and self._cause.kind == "lost" and self._cause.rank == 0
+        return (is_rank_0_lost and self.rank == 1) or os.environ.get("LOCAL_RANK") == "0"
+
+    def _state(self) -> dict[str, Any]:
+        return {"where": self._where(), "progress": self._progress() if self._progress is not None else None}
+
+    def _where(self) -> str:
+        try:
+            return self._describe()
+        except Exception as error:  # what is wrong with the run matters more than what is wrong here
+            return f"a place that cannot be told ({type(error).__name__}: {error})"
+
+
+def _default_store() -> Store:
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        raise StrategyError("a failure channel without a store needs a process group, and there is none")
+    store: Store = torch.distributed.distributed_c10d._get_default_store()
+    return store
+
+
+def _me() -> dict[str, Any]:
+    return {"machine": machine(), "pid": os.getpid()}
+
+
+def _own_hosts() -> list[str]:
+    """Where this machine may be reached, the likeliest first."""
+    name = socket.gethostname()
+    try:
+        found = [str(each[4][0]) for each in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    except OSError:
+        found = []
+    return [name, *(each for each in found if not each.startswith("127.") and each != "::1")]
+
+
+def _is_voluntary(error: BaseException) -> bool:
+    """Whether an end is one that the program wants, such as `sys.exit()`; it is no failure in itself."""
+    return isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0))
+
+
+def _record(error: BaseException) -> None:
+    """For the summary of torchrun, which otherwise knows no more than an exit code."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing import errors
+
+        errors.get_error_handler().record_exception(error)
+
+
+def _exit(code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed, or a pipe that nobody reads
+            stream.flush()
+    os._exit(code)

@@ -1,0 +1,226 @@
+"""Ranks for a program that cannot be run again, such as a notebook: copies of this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from drivetrain.distributed.children import (
+    Child,
+    end_all,
+    end_with_parent,
+    ending,
+    environment_of,
+    free_port,
+    parent_mark,
+    started,
+    wait_for,
+)
+from drivetrain.distributed.environment import detect
+from drivetrain.distributed.failure_wire import Cause
+from drivetrain.errors import RankFailure, StrategyError
+
+T = TypeVar("T")
+
+_GRACE = 4.0
+"""Seconds that the copies have to end by themselves after a failure."""
+
+_PATIENCE = 60.0
+"""Seconds that they have when nothing has failed."""
+
+_LONGEST = 5_000
+"""Characters of a message or a traceback that a copy sends: together less than a pipe holds, as JSON."""
+
+
+def fork_ranks(function: Callable[[], T], world_size: int) -> T:
+    """Call a function as every rank of a job: here as rank 0, in copies of this process as the others.
+
+    Each rank finds in its environment what torchrun would set, and uses one thread. Afterwards the copies are
+    gone and the environment is as it was, so that it can be called again. What the function changes in the
+    program's memory stays in rank 0's alone.
+
+    Args:
+        function: Needs no arguments; forms a process group, and leaves it.
+        world_size: How many ranks.
+
+    Returns:
+        What it returned here.
+
+    Raises:
+        StrategyError: This process cannot be copied; says what to do instead.
+        RankFailure: Another rank failed; names its error.
+        Exception: What the function raised here.
+    """
+    _check(world_size)
+    port = free_port()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # or each copy would write what has not been written yet
+    children: list[Child] = []
+    pipes: list[int] = []
+    try:
+        with _changed(environment_of(0, world_size, port, threads=1)):
+            for rank in range(1, world_size):
+                child, pipe = _fork(function, environment_of(rank, world_size, port, threads=1), pipes)
+                children.append(child)
+                pipes.append(pipe)
+                started[rank] = child
+            return _as_rank_0(function, children, pipes)
+    finally:
+        end_all(children, grace=0)
+        for each in children:
+            started.pop(each.rank, None)
+        for pipe in pipes:
+            os.close(pipe)
+
+
+def _check(world_size: int) -> None:
+    found = detect(os.environ)
+    if found is not None:
+        raise StrategyError(
+            f"this process is one of {found.world_size} already; it cannot have ranks of its own"
+        )
+    instead = f"Write the program to a file, and start it as a script: it then runs as {world_size} processes"
+    if not hasattr(os, "fork"):
+        raise StrategyError(f"{sys.platform} cannot copy a process. {instead}")
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise StrategyError(
+            "CUDA is in use in this process, and a copy of it cannot use it. Restart, and train before"
+            f" anything is put on a GPU or asked of one. Or else: {instead[0].lower()}{instead[1:]}"
+        )
+
+
+def _as_rank_0(function: Callable[[], T], children: Sequence[Child], pipes: Sequence[int]) -> T:
+    try:
+        result = function()
+    except RankFailure:
+        wait_for(children, _GRACE)
+        raise
+    except Exception as error:
+        wait_for(children, _GRACE)
+        end_all(children)
+        first = _first_cause(children, pipes)
+        if first is not None and Cause.of_error(0, "", error).kind == "consequence":
+            failure = first.failure()
+            raise failure from failure.__cause__
+        raise
+    late = wait_for(children, _PATIENCE)
+    if late:
+        raise RankFailure(f"rank {late[0].rank} was still running {_PATIENCE:g} s after rank 0; it was ended")
+    first = _first_cause(children, pipes)
+    if first is not None:
+        raise first.failure()
+    return result
+
+
+def _first_cause(children: Sequence[Child], pipes: Sequence[int]) -> Cause | None:
+    causes = []
+    for child, pipe in zip(children, pipes, strict=True):
+        code = child.poll()
+        text = _sent(pipe)
+        if text:
+            causes.append(Cause.from_json(json.loads(text)))
+        elif code:
+            causes.append(Cause("lost", child.rank, "", f"it {ending(code)}"))
+    order = ("error", "lost", "consequence")
+    return min(causes, key=lambda each: order.index(each.kind), default=None)
+
+
+def _sent(pipe: int) -> bytes:
+    try:
+        return os.read(pipe, 1 << 16)
+    except BlockingIOError:  # nothing, and a worker of the copy's still holds the other end
+        return b""
+
+
+def _fork(
+    function: Callable[[], Any], environment: dict[str, str], others: Sequence[int]
+) -> tuple[Child, int]:
+    mark = parent_mark()
+    receiver, sender = os.pipe()
+    os.set_blocking(receiver, False)
+    with warnings.catch_warnings():
+        # Python warns of copies of a process with threads. The copy uses none of what they may hold.
+        warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        _run_copy(function, environment, sender, (*others, receiver), mark)
+    os.close(sender)
+    return Child(int(environment["RANK"]), pid, _poll(pid)), receiver
+
+
+def _run_copy(
+    function: Callable[[], Any], environment: dict[str, str], sender: int, closed: Sequence[int], mark: str
+) -> NoReturn:
+    # The copy ends here, whatever happens: what the program has still to do is the original's.
+    code = 1
+    try:
+        for each in closed:
+            os.close(each)
+        nothing = os.open(os.devnull, os.O_RDONLY)  # what is typed is for the original
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        started.clear()
+        end_with_parent(mark)
+        os.environ.update(environment)
+        torch.set_num_threads(1)
+        function()
+        code = 0
+    except BaseException as error:
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            code = 0
+        else:
+            cause = Cause.of_error(int(environment["RANK"]), "", error)
+            cause = replace(cause, what=cause.what[:_LONGEST], frames=cause.frames[-_LONGEST:])
+            os.write(sender, json.dumps(cause.to_json()).encode())
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+
+def _poll(pid: int) -> Callable[[], int | None]:
+    lock = threading.Lock()
+    code: int | None = None
+
+    def poll() -> int | None:
+        nonlocal code
+        with lock:
+            if code is None:
+                try:
+                    found, status = os.waitpid(pid, os.WNOHANG)
+                except ChildProcessError:  # somebody else has asked before, and been told
+                    code = 0
+                else:
+                    code = os.waitstatus_to_exitcode(status) if found else None
+            return code
+
+    return poll
+
+
+@contextmanager
+def _changed(environment: dict[str, str]) -> Iterator[None]:
+    """Rank 0's environment and its one thread, for a while."""
+    before = {name: os.environ.get(name) for name in environment}
+    threads = torch.get_num_threads()
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

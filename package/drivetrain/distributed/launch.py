@@ -1,0 +1,241 @@
+"""Starting the other ranks of this machine: the command that runs here is run again, once for each."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from drivetrain.distributed.children import (
+    PARENT,
+    Child,
+    end_all,
+    end_with_parent,
+    ending,
+    environment_of,
+    free_port,
+    parent_mark,
+    started,
+    threads_per_rank,
+    wait_for,
+)
+from drivetrain.distributed.environment import ProcessEnvironment, detect
+from drivetrain.errors import StrategyError
+
+_DIRECTORY = str(Path.cwd())
+"""Where the program was when it began: where its command means the same once more."""
+
+_GRACE = 4.0
+"""Seconds that this process has to end by itself once another rank has failed."""
+
+_PATIENCE = 60.0
+"""Seconds that rank 0 waits at its end for the others, when nothing has failed."""
+
+_FORMING = 10.0
+"""Seconds after which a process group that a rank can no longer join is given up."""
+
+_launched: _Launched | None = None
+_followed = False
+
+
+def ensure_ranks(local_world_size: int, num_nodes: int = 1) -> ProcessEnvironment:
+    """See to it that a job of so many processes runs: one that a launcher has started, or one started now.
+
+    Without a launcher this process becomes rank 0, and its command is run again for each other rank, with
+    the variables that torchrun sets. Every rank therefore runs the program from its beginning; a program
+    needs no `if __name__ == "__main__"` for that. Called again, it returns the same.
+
+    When rank 0 ends, it waits for the others, and its exit code is not 0 if one of theirs is not. They end
+    when rank 0 dies, and it when one of them fails.
+
+    Args:
+        local_world_size: How many processes this machine shall have.
+        num_nodes: On how many machines.
+
+    Raises:
+        StrategyError: A launcher has started another number; several machines without a launcher; or a
+            program that has no command to be run again (see `rerun_obstacle`).
+    """
+    global _followed
+    asked = local_world_size * num_nodes
+    found = detect(os.environ)
+    if found is not None:
+        is_ours = _launched is not None or PARENT in os.environ
+        found = replace(found, launcher="drivetrain") if is_ours else found
+        _check_size(found, local_world_size, num_nodes)
+        if PARENT in os.environ and not _followed:
+            _followed = True
+            end_with_parent(os.environ[PARENT])
+        return found
+    if num_nodes > 1:
+        raise StrategyError(
+            f"num_nodes={num_nodes} needs a launcher on every machine, and none has started this process."
+            f" Start it on each with `drivetrain launch --nodes {num_nodes} --node-rank 0 --address HOST"
+            f" --devices {local_world_size} train.py` (0, 1, ...: which machine; HOST: the first one's name),"
+            f" with torchrun, or as a step of a batch system: `srun --nodes {num_nodes} --ntasks-per-node"
+            f" {local_world_size} python train.py`"
+        )
+    if asked == 1:
+        return ProcessEnvironment("drivetrain", 0, 1, 0, 1)
+    obstacle = rerun_obstacle()
+    if obstacle is not None:
+        raise StrategyError(
+            f"{asked} processes were asked for, but this program cannot be run again for each: {obstacle}."
+            " Use devices=1, or start it as a script, with python -m or with `drivetrain launch`"
+        )
+    return _start(local_world_size)
+
+
+def rerun_obstacle() -> str | None:
+    """Why this process's command cannot be run again for the other ranks; None when it can."""
+    main = sys.modules.get("__main__")
+    if hasattr(sys, "ps1") or sys.flags.interactive or sys.flags.inspect or _is_notebook():
+        return "it is interactive"
+    if multiprocessing.parent_process() is not None:
+        return "it is a process of multiprocessing's"
+    if "PYTEST_CURRENT_TEST" in os.environ:
+        return "it is a run of tests, and all of them would run again"
+    if sys.argv[:1] != ["-c"] and not os.path.exists(getattr(main, "__file__", None) or ""):
+        return "it was read from standard input"
+    return None
+
+
+def _is_notebook() -> bool:
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
+    return shell() is not None
+
+
+def _check_size(found: ProcessEnvironment, local_world_size: int, num_nodes: int) -> None:
+    asked = local_world_size * num_nodes
+    if found.world_size == asked:
+        return
+    if found.launcher == "drivetrain":
+        raise StrategyError(
+            f"this program already runs as {found.world_size} processes, which its first devices=... has"
+            f" started, and devices={local_world_size} asks for {asked}. Give the same number everywhere"
+        )
+    each = found.world_size // num_nodes if found.world_size % num_nodes == 0 else None
+    fit = f"Give devices={each}" if each else "Give devices and num_nodes that multiply to it"
+    raise StrategyError(
+        f"{found.launcher} has started {found.world_size} processes, but devices={local_world_size} and"
+        f" num_nodes={num_nodes} ask for {asked}. {fit}, or start {asked}"
+    )
+
+
+def _start(world_size: int) -> ProcessEnvironment:
+    global _launched
+    port, threads = free_port(), threads_per_rank(world_size, os.environ)
+    command = [sys.executable, *sys.orig_argv[1:]]
+    children: list[Child] = []
+    try:
+        for rank in range(1, world_size):
+            own = {**environment_of(rank, world_size, port, threads), PARENT: parent_mark()}
+            # Only one process can read what is typed, and that is this one.
+            process = subprocess.Popen(
+                command, cwd=_DIRECTORY, env={**os.environ, **own}, stdin=subprocess.DEVNULL
+            )
+            children.append(Child(rank, process.pid, process.poll))
+            started[rank] = children[-1]
+    except BaseException as error:
+        end_all(children, grace=0)
+        if isinstance(error, OSError):
+            raise StrategyError(f"rank {len(children) + 1} could not be started: {error}") from error
+        raise
+    os.environ.update(environment_of(0, world_size, port, threads))
+    if threads is not None:
+        torch.set_num_threads(threads)
+    _launched = _Launched(children)
+    return ProcessEnvironment("drivetrain", 0, world_size, 0, world_size, "127.0.0.1", port)
+
+
+class _Launched:
+    """What rank 0 knows of the ranks that it has started: it watches them, and ends after them.
+
+    Attributes:
+        children: The processes.
+        is_guarded: Whether a failure channel is open, which knows more of a failure and ends the ranks.
+        failure_told: Whether a failure was told already, and rank 0 left to end by itself.
+        has_finished: Whether a failure channel was closed without a failure: what rank 0 still does then may
+            take its time.
+        exit_code: What rank 0 ends with when another rank has failed; None for that rank's own.
+    """
+
+    def __init__(self, children: list[Child]) -> None:
+        self.children = children
+        self.is_guarded = False
+        self.failure_told = False
+        self.has_finished = False
+        self.exit_code: int | None = None
+        self._ending = threading.Event()
+        self._grouped = False
+        atexit.register(self._finish)
+        threading.Thread(target=self._watch, name="drivetrain-ranks", daemon=True).start()
+
+    def _watch(self) -> None:
+        alone = 0.0
+        while not self._ending.wait(0.1):
+            self._grouped = self._grouped or _has_group()
+            failed = self._failed()
+            if failed is not None and not self.is_guarded:
+                if self._ending.wait(_PATIENCE if self.has_finished else _GRACE):
+                    return
+                if not (self.failure_told or self.is_guarded):
+                    self._give_up(f"rank {failed.rank} failed first: it {ending(failed.poll() or 0)}")
+            ended = [each for each in self.children if each.poll() == 0]
+            alone = alone + 0.1 if ended and not self._grouped else 0.0
+            if alone > _FORMING:
+                self._give_up(
+                    f"rank {ended[0].rank} ended, with exit code 0, before the process group was formed: does"
+                    " the program end early, or go another way, on some ranks?"
+                )
+
+    def _give_up(self, why: str) -> None:
+        end_all(self.children)
+        self._exit(why)
+
+    def _exit(self, why: str | None) -> None:
+        sys.stdout.flush()
+        sys.stderr.write(f"drivetrain: {why}\n" if why else "")
+        sys.stderr.flush()
+        failed = self._failed()
+        theirs = (failed.poll() if failed is not None else None) or 1
+        os._exit(max(theirs, 1) if self.exit_code is None else self.exit_code)
+
+    def _failed(self) -> Child | None:
+        return next((each for each in self.children if each.poll()), None)
+
+    def _finish(self) -> None:
+        """At the end of rank 0, after its last line and, if there is one, after its traceback."""
+        self._ending.set()
+        raised = hasattr(sys, "last_value") or self.failure_told
+        late: list[Child] = []
+        try:
+            late = wait_for(self.children, _GRACE if raised else _PATIENCE)
+        finally:  # also after Ctrl-C
+            end_all(self.children)
+        failed = self._failed()
+        if hasattr(sys, "last_value") or failed is None:
+            return
+        if self.failure_told:
+            self._exit(None)
+        if late:
+            self._exit(
+                f"rank {late[0].rank} was still running {_PATIENCE:g} s after rank 0 ended, and was ended"
+            )
+        self._exit(f"rank {failed.rank} failed: it {ending(failed.poll() or 0)}")
+
+
+def _has_group() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def launched() -> _Launched | None:
+    """The ranks that this process has started, if it has."""
+    return _launched
