@@ -153,7 +153,9 @@ PAGES = {
         "Strategies",
         "how-to/strategies/single.md",
         {
-            "strategies": "Strategy Prepared Support SingleDevice STRATEGIES select_strategy Hardware",
+            "strategies": "Strategy Prepared Support SingleDevice STRATEGIES Choice choose select_strategy"
+            " Hardware",
+            "strategies.ddp": "DDP DDPConfig",
             "registry": "Registry",
         },
     ),
@@ -365,7 +367,18 @@ def _page(page: Page) -> str:
 
 
 COMMANDS = [
-    *([], ["fit"], ["validate"], ["test"], ["predict"], ["plan"], ["env"], ["checkpoint"]),
+    *(
+        [],
+        ["fit"],
+        ["validate"],
+        ["test"],
+        ["predict"],
+        ["plan"],
+        ["env"],
+        ["strategies"],
+        ["launch"],
+        ["checkpoint"],
+    ),
     *(["checkpoint", action] for action in ("list", "show", "verify", "export", "diff")),
 ]
 

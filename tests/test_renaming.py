@@ -93,6 +93,9 @@ def test_a_hint_that_helps_few_is_not_given() -> None:
     assert prefix_hint(given, OWN) == ""
     assert prefix_hint(["weight"], ["head.weight", "head.bias"]) == ""
     assert prefix_hint(["weight"], ["head.weight"]) == "Most names would fit with rename={'^': 'head.'}. "
+    half = [f"model.{name}" for name in OWN[:4]] + [f"other.{number}" for number in range(4)]
+    assert prefix_hint(half, OWN) == ""
+    assert r"{'^model\\.': ''}" in prefix_hint([*half[1:], f"model.{OWN[0]}", f"model.{OWN[4]}"], OWN)
     assert prefix_hint([], OWN) == prefix_hint(OWN, []) == ""
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from tests.support.tasks import Regression, pairs, quiet
 
-from drivetrain import CheckpointConfig, ConfigError, LambdaCallback
+from drivetrain import CheckpointConfig, CheckpointError, ConfigError, LambdaCallback
 from drivetrain.checkpoint import files as checkpoint_files
-from drivetrain.checkpoint import load_weights
+from drivetrain.checkpoint import load_weights, resolve
 
 
 def test_keepers_that_were_asked_for_need_a_validation(tmp_path: Path) -> None:
@@ -75,3 +75,39 @@ def test_a_run_directory_that_is_a_file_is_told_before_training(below: str, tmp_
     (tmp_path / "run").write_text("", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"cannot be made: '.*/run' is a file"):
         quiet(max_epochs=1, run_dir=tmp_path / "run" / below).fit(Regression(), pairs())
+
+
+def test_another_runs_checkpoint_is_not_mixed_into_a_run_directory(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        quiet(max_epochs=1, run_dir=tmp_path / name, checkpoint=True).fit(Regression(), pairs())
+    trainer = quiet(max_epochs=2, run_dir=tmp_path / "b", checkpoint=True)
+    for other in (tmp_path / "a", tmp_path / "a" / "checkpoints" / "update-00000005"):
+        with pytest.raises(ConfigError, match="holds the checkpoints of an earlier run"):
+            trainer.fit(Regression(), pairs(), resume=str(other))
+    (tmp_path / "link").symlink_to(tmp_path / "b")
+    own = tmp_path / "link" / "checkpoints" / "update-00000005"
+    assert trainer.fit(Regression(), pairs(), resume=str(own)).progress.updates == 10
+
+
+def test_a_run_that_is_resumed_by_its_path_sets_the_damaged_aside_too(tmp_path: Path) -> None:
+    policy = CheckpointConfig(every="1 epoch", keep_last=2, best=0)
+    quiet(max_epochs=2, run_dir=tmp_path, checkpoint=policy).fit(Regression(), pairs())
+    (tmp_path / "checkpoints" / "update-00000010" / "model.safetensors").unlink()
+    with pytest.warns(UserWarning, match=r"update-00000010\.bad"):
+        quiet(max_epochs=2, run_dir=tmp_path, checkpoint=policy).fit(
+            Regression(), pairs(), resume=str(tmp_path)
+        )
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["index.json", "update-00000005", "update-00000010", "update-00000010.bad"]
+
+
+def test_a_checkpoint_that_is_lost_is_not_passed_over_in_silence(tmp_path: Path) -> None:
+    quiet(max_epochs=2, run_dir=tmp_path, checkpoint=True).fit(Regression(), pairs())
+    (tmp_path / "checkpoints" / "update-00000010" / "manifest.json").unlink()
+    with pytest.warns(UserWarning, match="lacks update-00000010, newer than update-00000005"):
+        load_weights(tmp_path)
+
+
+def test_an_empty_path_is_told(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is empty"):
+        resolve("")

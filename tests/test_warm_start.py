@@ -311,3 +311,17 @@ def test_training_starts_from_what_was_loaded(tmp_path: Path) -> None:
     after = [quiet(max_steps=1).fit(each, pairs()).metrics for each in (task, other)]
     assert after[0] == after[1]
     assert unchanged(other, state(task))
+
+
+def test_tied_tensors_that_hold_the_same_nan_are_the_same(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.second.weight = self.first.weight
+
+    task = Tied()
+    with torch.no_grad():
+        task.first.weight[0, 0] = float("nan")
+    export_weights(task.state_dict(), tmp_path / "tied.safetensors")
+    assert "first.weight" in load_weights_into(Tied(), tmp_path / "tied.safetensors").loaded

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from drivetrain.precision import Precision
     from drivetrain.progress import Progress
     from drivetrain.run import Run
+    from drivetrain.strategies.ddp import DDPConfig
     from drivetrain.task import TaskModule
     from drivetrain.trainer import FitResult, Trainer
     from drivetrain.types import Every, StepOutput
@@ -72,6 +73,7 @@ _HOMES = {
     "drivetrain.precision": ("Precision",),
     "drivetrain.progress": ("Progress",),
     "drivetrain.run": ("Run",),
+    "drivetrain.strategies.ddp": ("DDPConfig",),
     "drivetrain.task": ("TaskModule",),
     "drivetrain.trainer": ("FitResult", "Trainer"),
     "drivetrain.types": ("Every", "StepOutput"),
@@ -85,6 +87,7 @@ __all__ = [
     "CheckpointConfig",
     "CheckpointError",
     "ConfigError",
+    "DDPConfig",
     "DataError",
     "DrivetrainError",
     "EarlyStopping",

@@ -298,6 +298,8 @@ class Engine:
         """Release what the strategy took, and leave the task as an ordinary module."""
         if self._compile and hasattr(self, "task"):
             self.task._compiled_call_impl = None
+        if hasattr(self, "step_module"):  # and not a wrapper, which holds on to a process group
+            self.model = self._run_step = self._evaluate_step = self.step_module
         self.strategy.teardown()
 
     # A loop of your own.

@@ -107,7 +107,7 @@ def prefix_hint(given: Collection[str], own: Collection[str]) -> str:
         return ""
     # Of those that fit the most names, the shortest.
     (old, new), count = max(votes.items(), key=lambda vote: (vote[1], -len(vote[0][0]) - len(vote[0][1])))
-    if old == new or 2 * count < min(len(given), len(own)) or count < min(2, len(own)):
+    if old == new or 2 * count <= min(len(given), len(own)) or count < min(2, len(own)):
         return ""
     return f"Most names would fit with rename={{{'^' + re.escape(old)!r}: {new!r}}}. "
 

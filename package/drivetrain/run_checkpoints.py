@@ -16,7 +16,7 @@ from drivetrain.checkpoint import (
     Snapshot,
     resolve,
 )
-from drivetrain.checkpoint.filesystem import os_errors
+from drivetrain.checkpoint.filesystem import FileSystem, os_errors
 from drivetrain.checkpoint.index import rank, read_index
 from drivetrain.checkpoint.locate import CHECKPOINTS
 from drivetrain.checkpoint.places import file_system
@@ -66,7 +66,7 @@ def make_saver(
         return None
     config = _policy(trainer, loaders[0] if loaders else None)
     manager = _manager(root, config, ranks)
-    if resume is None and manager.entries():
+    if manager.entries() and not _is_own(resume, root, manager.directory):
         raise ConfigError(
             f"{as_given(trainer, root)} holds the checkpoints of an earlier run (the newest after update"
             f" {manager.entries()[-1].update}). To go on from there, fit(..., resume='auto'); for a new run"
@@ -115,8 +115,13 @@ def find_checkpoint(
     if not isinstance(resume, (str, os.PathLike)):
         raise ConfigError(f"resume must be 'auto', a path or None, not {resume!r}")
     like = like_module(run.task)
+    if resume != "auto" and saver is not None and _is_whole_run(resume, saver.manager.directory):
+        # As "auto": what is damaged is set aside, and does not count as one of those that are kept.
+        found = saver.manager.load_latest(like)
+        if found is not None:
+            return found
     if resume != "auto":
-        _check_resume(resume, trainer)
+        _check_resume(resume)
         path = resolve(resume)
         return path, DirectoryCheckpointIO().load(path, like=like)
     root = checkpoint_root(trainer, trainer.run_dir)
@@ -126,7 +131,30 @@ def find_checkpoint(
     return manager.load_latest(like)
 
 
-def _check_resume(resume: str | os.PathLike[str], trainer: Trainer) -> None:
+def _is_own(resume: object, root: str, directory: str) -> bool:
+    """Whether a run goes on from what is in its own directory."""
+    if not isinstance(resume, (str, os.PathLike)):
+        return False
+    if resume == "auto" or _is_whole_run(resume, directory):
+        return True
+    files = file_system(root)
+    return files.split(_real(resume, files))[0] == _real(directory, files)
+
+
+def _is_whole_run(resume: str | os.PathLike[str], directory: str) -> bool:
+    """Whether a path is that of a run's directory of checkpoints, or of the run."""
+    files = file_system(directory)
+    own = _real(directory, files)
+    return _real(resume, files) in (own, files.split(own)[0])
+
+
+def _real(path: str | os.PathLike[str], files: FileSystem) -> str:
+    """A path without symbolic links, which only a disk has."""
+    given = os.fspath(path)
+    return os.path.realpath(given) if files.renames else files.absolute(given)
+
+
+def _check_resume(resume: str | os.PathLike[str]) -> None:
     """Say what is meant by a word, or a file of weights, that names no checkpoint."""
     given = os.fspath(resume)
     files = file_system(given)
@@ -143,7 +171,7 @@ def _check_resume(resume: str | os.PathLike[str], trainer: Trainer) -> None:
         hint = (
             "To start from these weights, call task.load_weights(path) before fit"
             if weights
-            else ("Give the directory of a checkpoint, or a run directory")
+            else "Give the directory of a checkpoint, or a run directory"
         )
         raise ConfigError(
             f"resume={given!r} is a file: a run is resumed from a checkpoint, which is a directory. {hint}"

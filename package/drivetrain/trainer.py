@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import inspect
 import os
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from drivetrain.assembly import build_evaluation, build_fit, build_prediction, start_from
 from drivetrain.boundary import boundary
 from drivetrain.checkpoint import CheckpointConfig
+from drivetrain.distributed.environment import detect
+from drivetrain.distributed.forking import fork_ranks
+from drivetrain.distributed.group import disband
+from drivetrain.distributed.launch import rerun_obstacle
 from drivetrain.errors import ConfigError
 from drivetrain.loggers.base import check_loggers
 from drivetrain.loop import evaluate, predict, train_steps
@@ -30,6 +37,8 @@ from drivetrain.strategies import Strategy, select_strategy
 from drivetrain.task import TaskModule
 from drivetrain.types import Every, Logger
 from drivetrain.window import StepResult
+
+T = TypeVar("T")
 
 Interval = str | int | float | timedelta | Every
 """What stands for an interval: "500 steps", "1 epoch", "10 minutes", a number of steps."""
@@ -208,6 +217,9 @@ class Trainer:
             CheckpointError: A checkpoint cannot be read, fitted or written.
             NonFiniteError: A loss was NaN or infinite.
         """
+        return self._in_ranks(lambda: self._fit(task, train_data, validation_data, resume))
+
+    def _fit(self, task: TaskModule, train_data: Any, validation_data: Any, resume: str | None) -> FitResult:
         run, saver = build_fit(self, task, train_data, validation_data, resume)
         with boundary(self, run):
             start_from(self, run, saver, resume)
@@ -260,9 +272,12 @@ class Trainer:
         return self._evaluate("test", task, data, checkpoint)
 
     def _evaluate(self, stage: str, task: TaskModule, data: Any, checkpoint: str | None) -> dict[str, float]:
-        run = build_evaluation(self, task, data, stage, checkpoint)
-        with boundary(self, run):
-            return evaluate(run, stage, run.evaluation_feeds)
+        def act() -> dict[str, float]:
+            run = build_evaluation(self, task, data, stage, checkpoint)
+            with boundary(self, run):
+                return evaluate(run, stage, run.evaluation_feeds)
+
+        return self._in_ranks(act)
 
     def predict(
         self,
@@ -283,10 +298,35 @@ class Trainer:
         Returns:
             A list with the outputs of each batch, or, with `save_to`, the list of files.
         """
-        run = build_prediction(self, task, data, checkpoint)
-        # Closed at once even when writing fails: a suspended pass would leave gradients off for its caller.
-        with boundary(self, run), closing(predict(run, run.evaluation_feeds[0][1])) as outputs:
-            return list(outputs) if save_to is None else write_predictions(outputs, Path(save_to))
+
+        def act() -> Any:
+            run = build_prediction(self, task, data, checkpoint)
+            # Closed at once even when writing fails: a suspended pass would leave gradients off for its
+            # caller.
+            with boundary(self, run), closing(predict(run, run.evaluation_feeds[0][1])) as outputs:
+                if save_to is None:
+                    return list(outputs)
+                return write_predictions(outputs, Path(save_to), run.engine.ranks)
+
+        return self._in_ranks(act)
+
+    def _in_ranks(self, act: Callable[[], T]) -> T:
+        """Do something as every rank of a run; the others are started by the engine where that can be done by
+        running the program again, and copied from this process where it cannot: in a notebook.
+        """
+        size = self.select_strategy().world_size
+        alone = size == 1 or torch.distributed.is_initialized() or detect(os.environ) is not None
+        if alone or self.num_nodes > 1 or rerun_obstacle() is None:
+            return act()
+
+        def act_and_leave() -> T:
+            try:
+                return act()
+            finally:
+                disband()
+
+        gc.collect()  # what is left of an earlier run's process group must not be met by the copies
+        return fork_ranks(act_and_leave, size)
 
     def plan(self, task: TaskModule, train_data: Any, validation_data: Any = None) -> Plan:
         """What a fit would do, without training: updates, rates, intervals, memory, and warnings of

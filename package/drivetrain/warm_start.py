@@ -272,11 +272,18 @@ def _check_twins(twins: Mapping[str, list[str]], fitting: Mapping[str, Tensor], 
     for name, value in fitting.items():
         first = next((each for each in twins.get(name, ()) if each in fitting), name)
         other = fitting[first]
-        if other is not value and not torch.equal(other, value.to(device=other.device, dtype=other.dtype)):
+        if other is not value and not _same(other, value.to(device=other.device, dtype=other.dtype)):
             raise CheckpointError(
                 f"{first!r} and {name!r} are one tensor in the module, and differ in {where}. Say with "
                 f"`rename` which counts: rename={{{'^' + re.escape(name) + '$'!r}: None}} drops the latter"
             )
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors have the same values; NaN is the same as NaN."""
+    return first.shape == second.shape and bool(
+        ((first == second) | ((first != first) & (second != second))).all()
+    )
 
 
 def _rest(kind: str, names: Collection[object]) -> list[tuple[str, str, str]]:

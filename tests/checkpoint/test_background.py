@@ -1,5 +1,6 @@
 """Saving behind the loop: what is in the file, how many at a time, and what becomes of an error."""
 
+import errno
 import os
 import threading
 import time
@@ -205,47 +206,56 @@ def test_a_thread_that_cannot_be_started_leaves_the_manager_as_it_was(tmp_path, 
     assert [entry.update for entry in manager.entries()] == [2]
 
 
-class Slow(LocalFileSystem):
-    """A disk on which what one rank writes takes longer, by which the ranks' background work ends apart."""
+class Uneven(LocalFileSystem):
+    """A disk on which one rank deletes slowly, so that its work ends later, and another may not write."""
 
-    def __init__(self, seconds):
+    def __init__(self, seconds, is_full):
         self.seconds = seconds
+        self.is_full = is_full
 
     def create(self, path):
-        time.sleep(self.seconds)
+        if self.is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
         return super().create(path)
 
+    def delete(self, path):
+        time.sleep(self.seconds)
+        super().delete(path)
 
-def poll_on_ranks(directory, fails):
+
+def poll_on_ranks(directory, is_full):
     ranks = Ranks.of_job()
-    files = Slow(0.3 * ranks.rank)
-    manager = CheckpointManager(directory, ASYNC, files=files, ranks=ranks)
-    manager.save(1, 0, {}, lambda: snapshot({f"w{number}": torch.ones(3) for number in range(4)}))
-    if fails and ranks.rank == 1:
-        files.seconds = None  # the next file raises a TypeError of sleep's
-    told = []
+    files = Uneven(0.3 if ranks.rank == 0 else 0.0, False)
+    manager = CheckpointManager(
+        directory, CheckpointConfig(keep_last=1, by=None, asynchronous=True), files=files, ranks=ranks
+    )
+    tensors = {f"w{number}": torch.ones(3) for number in range(4)}
+    manager.save(1, 0, {}, lambda: snapshot(tensors))
+    manager.wait()
+    files.is_full = is_full and ranks.rank == 1
+    manager.save(2, 0, {}, lambda: snapshot(tensors))
     for update in range(400):
         ranks.all_gather(update)  # what the run exchanges meanwhile
         try:
             committed = manager.poll()
-        except Exception as error:
-            return update, type(error).__name__
+        except CheckpointError as error:
+            return update, str(error), [entry.update for entry in manager.entries()]
         if committed is not None:
-            told.append((update, os.path.basename(committed)))
-            return told
+            return update, os.path.basename(committed), [entry.update for entry in manager.entries()]
         time.sleep(0.01)
-    return told
+    return None
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 def test_all_ranks_take_note_of_a_commit_at_the_same_update(tmp_path):
     first, second = run_distributed(poll_on_ranks, str(tmp_path), False)
     assert first == second
-    assert [name for _, name in first] == ["update-00000001"]
+    assert first[1:] == ("update-00000002", [2])
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
-def test_all_ranks_hear_of_a_failed_write_at_the_same_update(tmp_path):
+def test_all_ranks_raise_what_one_could_not_write_at_the_same_update(tmp_path):
     first, second = run_distributed(poll_on_ranks, str(tmp_path), True)
-    assert first[0] == second[0]
-    assert {first[1], second[1]} <= {"TypeError", "RuntimeError", "CheckpointError"}
+    assert first == second
+    assert "ENOSPC" in first[1]
+    assert first[2] == [1]

@@ -16,7 +16,9 @@ from tests.support.tasks import Regression, pairs, quiet
 from drivetrain import CheckpointConfig
 from drivetrain.checkpoint import CheckpointManager, DirectoryCheckpointIO, Snapshot
 from drivetrain.checkpoint.format import MANIFEST
+from drivetrain.checkpoint.places import file_system
 from drivetrain.cli.main import main
+from drivetrain.testing.faults import read_bytes
 
 
 @pytest.fixture(scope="module")
@@ -231,9 +233,6 @@ def test_export_to_torch_and_in_parts(capsys, run_dir, tmp_path):
     code, printed = run(capsys, *words)
     assert code == 0
     assert printed.out.splitlines()[-1].endswith("w.safetensors.index.json")
-    code, printed = run(capsys, *words)
-    assert code == 2
-    assert "w.safetensors.index.json' is there already" in printed.err
 
 
 def test_export_of_another_group(capsys, run_dir, tmp_path):
@@ -254,6 +253,29 @@ def test_export_overwrites_only_when_told_to(capsys, run_dir, tmp_path):
     assert target.read_text(encoding="ascii") == "precious"
     assert run(capsys, "export", run_dir, target, "--force")[0] == 0
     assert set(load_file(target)) == {"line.weight", "line.bias"}
+
+
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize(
+    "lost",
+    [[], ["w.safetensors.index.json"], [f"w-0000{number}-of-00002.safetensors" for number in (1, 2)]],
+    ids=["nothing lost", "without the index", "the index alone"],
+)
+def test_no_file_of_an_export_in_parts_is_replaced_unasked(capsys, run_dir, tmp_path, remote, lost):
+    place = f"memory://{tmp_path.name}/out" if remote else str(tmp_path / "out")
+    files, target = file_system(place), f"{place}/w.safetensors"
+    assert run(capsys, "export", run_dir, target, "--max-shard-size", "16")[0] == 0
+    for each in lost:
+        files.delete(f"{place}/{each}")
+    before = {name: read_bytes(files, f"{place}/{name}") for name in files.entries(place)}
+    for size in ([], ["--max-shard-size", "16"]):
+        code, printed = run(capsys, "export", run_dir, target, *size)
+        assert code == 2
+        assert re.search(rf"{re.escape(place)}/w.*' is there already; --force", printed.err)
+    assert before == {name: read_bytes(files, f"{place}/{name}") for name in files.entries(place)}
+    assert len(before) == 3 - len(lost)
+    assert run(capsys, "export", run_dir, target, "--force")[0] == 0
+    assert files.entries(place).keys() - before.keys() == {"w.safetensors"}
 
 
 @pytest.mark.parametrize(

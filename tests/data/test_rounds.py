@@ -1,5 +1,8 @@
 """However many processes read the data, and whatever the batch size, they see the same epoch once."""
 
+import itertools
+from multiprocessing.reduction import ForkingPickler
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +17,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from drivetrain.data import Everywhere, Feed, Measure, Share, Transfer, as_source
+from drivetrain.data import Everywhere, Feed, Measure, Share, Transfer, as_source, evaluation_sources
 from drivetrain.streams import mix
 
 CPU = Transfer(torch.device("cpu"))
@@ -137,7 +140,25 @@ def test_batches_of_a_batch_sampler_stay_whole():
         [batches[1], batches[3], []],
     ]
     assert [each.advance for each in shares[1]] == [4, 6, 1]
+    # Each rank knows the samples of all: nobody has to be asked.
+    assert [each.everywhere for each in shares[1]] == [
+        Everywhere(4, 4, 0),
+        Everywhere(6, 6, 0),
+        Everywhere(1, 1, 0),
+    ]
     assert in_order(read(data, 3, position=4)) == list(range(4, 11))
+
+
+def test_ready_batches_of_a_dataset_are_dealt_out_one_to_each():
+    batches = [torch.arange(start, start + 3) for start in range(0, 15, 3)]
+    shares = read(DataLoader(batches, batch_size=None), 2)
+    assert [[numbers(each) for each in share] for share in shares] == [
+        [[0, 1, 2], [6, 7, 8], [12, 13, 14]],
+        [[3, 4, 5], [9, 10, 11], []],
+    ]
+    assert [each.advance for each in shares[1]] == [2, 2, 1]
+    assert [each.samples for each in shares[1]] == [3, 3, 0]
+    assert {each.everywhere for each in shares[0]} == {None}  # how long another's batch is, is not known
 
 
 def test_a_sampler_that_divides_the_data_itself_is_undone():
@@ -166,6 +187,45 @@ def test_iterables_and_lists_are_dealt_out_batch_by_batch(ranks):
     assert in_order(shares) == list(range(6, 20))
     with pytest.warns(UserWarning, match="its first 2 batches are drawn again"):
         assert in_order(read(DataLoader(Stream(20), batch_size=3), ranks, position=2)) == list(range(6, 20))
+
+
+def test_streams_made_by_workers_are_dealt_out_too():
+    def made(ranks):
+        return read(DataLoader(Stream(10), batch_size=3, num_workers=2), ranks)
+
+    one = in_order(made(1))
+    assert sorted(one) == sorted(
+        [*range(10), *range(10)]
+    )  # of each worker, as torch does without a worker's part
+    assert in_order(made(3)) == one
+
+
+def cut(lengths):
+    ends = list(itertools.accumulate(lengths, initial=0))
+    return [list(range(start, end)) for start, end in itertools.pairwise(ends)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 4), min_size=1, max_size=12), ranks=st.integers(1, 5),
+    then_ranks=st.integers(1, 5), after=st.integers(0, 5), listed=st.booleans(),
+)  # fmt: skip
+def test_batches_of_any_lengths_are_resumed_by_another_number_of_ranks(
+    lengths, ranks, then_ranks, after, listed
+):
+    batches, count = cut(lengths), sum(lengths)
+    data = (
+        list(map(torch.tensor, batches))
+        if listed
+        else DataLoader(TensorDataset(torch.arange(count)), batch_sampler=batches)
+    )
+    first = [share[:after] for share in read(data, ranks)]
+    position = sum(each.advance for each in first[0])
+    if position == (len(batches) if listed else count):
+        return
+    rest = read(data, then_ranks, position=position)
+    assert in_order(first) + in_order(rest) == list(range(count))
+    assert all(len(share) == len(rest[0]) for share in rest)
 
 
 class Counting:
@@ -198,6 +258,28 @@ def test_a_stream_with_a_state_of_its_own_moves_on_by_whole_rounds_on_every_rank
         windows.close()
     assert states == [{"at": 4}, {"at": 4}]
 
+    shares = []
+    for rank in range(3):
+        source = as_source(Counting(7), "training", 0, share=Share(rank, 3))
+        source.restore(states[0])
+        shares.append([each for window in Feed(source, CPU).windows(0, 4) for each in window.micro_batches])
+    assert in_order(shares) == [4, 5, 6]
+
+
+def test_a_limit_and_the_updates_of_an_epoch_count_rounds():
+    source = as_source(loader(100, 4), "training", 0, share=Share(1, 3))
+    assert source.count() == 9
+    assert source.count(96) == 1
+    feed = Feed(source, CPU, accumulation=2, limit=5)
+    assert (feed.batches_per_epoch, feed.updates_per_epoch) == (5, 3)
+    windows = list(feed.windows(0))
+    assert [(len(window.micro_batches), window.last) for window in windows] == [
+        (2, False),
+        (2, False),
+        (1, True),
+    ]
+    assert sum(each.advance for window in windows for each in window.micro_batches) == 60
+
 
 class Drawing(Dataset):
     """Every sample is drawn at random, as an augmentation is."""
@@ -218,6 +300,28 @@ def test_what_a_batch_draws_is_a_function_of_its_place_in_the_global_order(worke
         assert drawn.batch.tolist() == [float(torch.rand(())) for _ in drawn.batch]
 
 
+@pytest.mark.parametrize(
+    "options", [{"shuffle": True, "batch_size": 2}, {"batch_sampler": cut([3, 1, 2, 4, 1])}]
+)
+def test_workers_change_nothing(options):
+    data = TensorDataset(torch.arange(11))
+    here = read(DataLoader(data, **options), 3)
+    made = read(DataLoader(data, num_workers=2, **options), 3)
+    assert in_order(made) == in_order(here) == in_order(read(DataLoader(data, **options), 1))
+    assert [[each[1:] for each in share] for share in made] == [
+        [each[1:] for each in share] for share in here
+    ]
+
+
+def test_what_travels_to_workers_is_a_batchs_own_indices():
+    source = as_source(loader(100_000, 2, shuffle=True), "training", 0, share=Share(1, 2))
+    indices = next(source.index_batches(0, 0))
+    sent = len(ForkingPickler.dumps(indices))
+    assert sent < 400
+    # Not a view of the order, which would be put into shared memory for it.
+    assert not source._order.indices(0).untyped_storage().is_shared()
+
+
 def test_weights_and_tokens_of_the_task_are_left_to_be_added_up():
     measure = Measure(weight=lambda batch: batch[0].sum(), tokens=lambda batch: 7)
     first, second = read(loader(3, 2), 2, measure=measure)
@@ -231,3 +335,11 @@ def test_weights_and_tokens_of_the_task_are_left_to_be_added_up():
 def test_an_evaluation_has_every_sample_once_in_the_order_of_the_data(count, size, ranks):
     data = loader(count, size, shuffle=True, drop_last=True)
     assert in_order(read(data, ranks, in_order=True, every_sample=True)) == list(range(count))
+
+
+def test_every_named_loader_is_shared():
+    data = {"a": loader(5, 2), "b": [torch.arange(3), torch.arange(3, 5)]}
+    for name, source in evaluation_sources(data, "validation", 0, share=Share(1, 2), every_sample=True):
+        assert [numbers(each) for each in Feed(source, CPU).micro_batches()] == (
+            [[2, 3], []] if name == "a" else [[3, 4]]
+        )

@@ -88,6 +88,34 @@ class Source(Protocol):
         ...
 
 
+class BytesSource:
+    """Bytes in memory that are read as a file; a `Source`.
+
+    Args:
+        content: All of it.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        self.size = len(content)
+        self._content = content
+        self._position = 0
+
+    def read_into(self, target: memoryview) -> int:
+        """See `Source.read_into`."""
+        found = self._content[self._position : self._position + len(target)]
+        target[: len(found)] = found
+        self._position += len(found)
+        return len(found)
+
+    def seek(self, position: int) -> None:
+        """See `Source.seek`."""
+        self._position = position
+
+    def close(self) -> None:
+        """See `Source.close`; the memory is free again."""
+        self._content = b""
+
+
 class FileSystem(Protocol):
     """Where files are. Every method raises `OSError` and nothing else.
 

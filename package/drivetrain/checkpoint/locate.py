@@ -35,7 +35,7 @@ def resolve(path: str | os.PathLike[str]) -> str:
         DamagedCheckpointError: There are checkpoints, and all are damaged.
         CheckpointError: There is none; says where it was looked for, and what is near.
     """
-    path = os.fspath(path)
+    path = _given(path)
     if DirectoryCheckpointIO().exists(path):
         return path
     return _newest_good(path, verify)[0]
@@ -50,7 +50,7 @@ def load_newest(path: str | os.PathLike[str], groups: Collection[str]) -> tuple[
     Raises:
         CheckpointError: As `resolve` and `CheckpointIO.load`.
     """
-    path = os.fspath(path)
+    path = _given(path)
     io = DirectoryCheckpointIO()
 
     def load(candidate: str) -> Snapshot:
@@ -59,15 +59,25 @@ def load_newest(path: str | os.PathLike[str], groups: Collection[str]) -> tuple[
     return (path, load(path)) if io.exists(path) else _newest_good(path, load)
 
 
+def _given(path: str | os.PathLike[str]) -> str:
+    given = os.fspath(path)
+    if not given:
+        raise CheckpointError("the path of a checkpoint or a run directory is empty")
+    return given
+
+
 def _newest_good(path: str, read: Callable[[str], T]) -> tuple[str, T]:
     """The newest checkpoint in a directory that can be read, and what came of reading it."""
     files = file_system(path)
     damaged: list[str] = []
     for directory in (files.join(path, CHECKPOINTS), path):
-        for name in newest_first(directory):
+        names = newest_first(directory)
+        for name in names:
             candidate = files.join(directory, name)
             try:
-                return candidate, read(candidate)
+                found = read(candidate)
+                _warn_of_lost(directory, files, name, names)
+                return candidate, found
             except DamagedCheckpointError as error:
                 damaged.append(str(error))
                 warnings.warn(
@@ -81,6 +91,30 @@ def _newest_good(path: str, read: Callable[[str], T]) -> tuple[str, T]:
         f"no checkpoint found at {path!r}. Looked for {MANIFEST} in it, and for checkpoints in it and in its "
         f"{CHECKPOINTS!r}.{_near(path, files)}"
     )
+
+
+def _warn_of_lost(directory: str, files: FileSystem, chosen: str, present: list[str]) -> None:
+    """Warn of checkpoints that the index has after the chosen one, and that are not there."""
+    try:
+        # Anew: another process may have pruned some since.
+        entries = {entry.name: entry for entry in read_index(directory, files) or []}
+    except DamagedCheckpointError:
+        return
+    if chosen not in entries:
+        return
+    lost = [
+        name
+        for name, entry in entries.items()
+        if entry.order > entries[chosen].order
+        and name not in present
+        and not DirectoryCheckpointIO().exists(files.join(directory, name))
+    ]
+    if lost:
+        warnings.warn(
+            f"{directory!r} lacks {', '.join(sorted(lost))}, newer than {chosen} by its index: removed, or"
+            f" without {MANIFEST}. {chosen} is used",
+            stacklevel=5,
+        )
 
 
 def newest_first(directory: str) -> list[str]:

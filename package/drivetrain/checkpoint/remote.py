@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from drivetrain.checkpoint.client import Client, configuration, connect, implementation
-from drivetrain.checkpoint.filesystem import Kind, Sink, Source
-from drivetrain.checkpoint.format import MANIFEST
+from drivetrain.checkpoint.filesystem import BytesSource, Kind, Sink, Source
 from drivetrain.checkpoint.retries import Request, Retry, as_os_error
 from drivetrain.checkpoint.uploads import ObjectSink
 
@@ -111,7 +110,7 @@ class RemoteFileSystem:
         if info["size"] is None:
             raise OSError(errno.EPROTO, "the service does not tell the object's size", path)
         if info["size"] <= self._block:
-            return _SmallSource(client, path, info["size"], self._block)
+            return BytesSource(_read_small(client, path, info["size"], self._block))
         return _Source(client, path, info["size"], self._block, self._lanes)
 
     def make_directory(self, path: str) -> None:
@@ -127,16 +126,12 @@ class RemoteFileSystem:
         self._delete_object(client, old, client.strip(old))
 
     def delete(self, path: str) -> None:
-        """See `FileSystem.delete`.
-
-        A manifest goes first: of what is half deleted, nothing shall look like a checkpoint. What hidden
-        names stand for goes last: a checkpoint's marker, by which an unfinished one is found and deleted.
-        """
+        """See `FileSystem.delete`; of a directory one object after the other."""
         client = self._client(path)
         own = client.strip(path)
         is_object = client.info(path)["type"] == "file"
         names = [own] if is_object else client.call("listing", path, "find", own)
-        for name in sorted(names, key=_deletion_order):
+        for name in names:
             self._delete_object(client, path, name)
 
     def _delete_object(self, client: Client, path: str, name: str) -> None:
@@ -164,33 +159,19 @@ class RemoteFileSystem:
         return client
 
 
-class _SmallSource:
-    """An object that fits in a block, read in one request: of one that is replaced meanwhile, old or new."""
+def _read_small(client: Client, path: str, size: int, block: int) -> bytes:
+    """An object that fits in a block, in one request: of one that is replaced meanwhile, old or new."""
 
-    def __init__(self, client: Client, path: str, size: int, block: int) -> None:
-        def check(content: bytes) -> None:
-            if len(content) != size and len(content) != client.info(path)["size"]:
-                raise ConnectionResetError(errno.ECONNRESET, f"only {len(content)} bytes came", path)
+    def check(content: bytes) -> None:
+        if len(content) != size and len(content) != client.info(path)["size"]:
+            raise ConnectionResetError(errno.ECONNRESET, f"only {len(content)} bytes came", path)
 
-        self._content = b""
-        if size:  # nothing can be asked of an empty one
-            self._content = client.call(
-                "reading", path, "cat_file", client.strip(path), start=0, end=block, check=check
-            )
-        self._position = 0
-        self.size = len(self._content)
-
-    def read_into(self, target: memoryview) -> int:
-        found = self._content[self._position : self._position + len(target)]
-        target[: len(found)] = found
-        self._position += len(found)
-        return len(found)
-
-    def seek(self, position: int) -> None:
-        self._position = position
-
-    def close(self) -> None:
-        self._content = b""
+    if not size:  # nothing can be asked of an empty one
+        return b""
+    content: bytes = client.call(
+        "reading", path, "cat_file", client.strip(path), start=0, end=block, check=check
+    )
+    return content
 
 
 class _Source:
@@ -260,8 +241,3 @@ class _Source:
     def _drop(self, wanted: range | tuple[()]) -> None:
         for number in [each for each in self._under_way if each not in wanted]:
             self._under_way.pop(number).cancel()
-
-
-def _deletion_order(name: str) -> tuple[int, str]:
-    last = name.rpartition("/")[2]
-    return (0 if last == MANIFEST else 2 if last.startswith(".") else 1), name

@@ -10,6 +10,7 @@ from drivetrain.cli.config import Settings
 from drivetrain.cli.references import load
 from drivetrain.cli.values import arguments
 from drivetrain.errors import ConfigError
+from drivetrain.strategies.table import config_type
 from drivetrain.trainer import Trainer
 
 
@@ -22,6 +23,8 @@ def build_trainer(settings: Settings) -> Trainer:
     """
     given = dict(settings.arguments["trainer"])
     callbacks = given.pop("callbacks", ())
+    if isinstance(given.get("strategy"), Mapping):
+        given["strategy"] = _strategy(given["strategy"])
     return Trainer(**arguments("trainer", Trainer, given), callbacks=_callbacks(callbacks))
 
 
@@ -105,8 +108,12 @@ def plain_config(settings: Settings) -> dict[str, Any]:
                 )
     config.update({name: each for name, each in settings.objects.items() if name not in config})
     trainer = dict(settings.arguments["trainer"])
-    callbacks = {"callbacks": _listed(trainer.pop("callbacks"))} if "callbacks" in trainer else {}
-    config["trainer"] = {**arguments("trainer", Trainer, trainer, build=False), **callbacks}
+    listed: dict[str, Any] = {}
+    if "callbacks" in trainer:
+        listed["callbacks"] = _listed(trainer.pop("callbacks"))
+    if isinstance(trainer.get("strategy"), Mapping):
+        listed["strategy"] = _strategy(trainer.pop("strategy"), build=False)
+    config["trainer"] = {**arguments("trainer", Trainer, trainer, build=False), **listed}
     return {**config, **settings.texts}
 
 
@@ -127,6 +134,28 @@ def _made(option: str, reference: str, given: Mapping[str, Any]) -> Any:
             f"--{option}.{next(iter(given))}; name its class"
         )
     return found
+
+
+def _strategy(parts: Mapping[str, Any], *, build: bool = True) -> Any:
+    """The name alone, or, with options beside it, the strategy's configuration.
+
+    Args:
+        parts: The "name", and options as texts or as values of a JSON file.
+        build: Make the configuration; False gives the converted parts, as a file would have them.
+    """
+    # Configurations are never changed, so that their sequences are tuples, which JSON has not.
+    given = {key: tuple(each) if isinstance(each, list) else each for key, each in parts.items()}
+    name: Any = given.pop("name", None)
+    if name is None:
+        raise ConfigError(
+            f"which strategy? trainer.strategy.{next(iter(given), 'name')} is an option of one: give"
+            " --trainer.strategy NAME too"
+        )
+    if not given:
+        return name
+    config = config_type(name)
+    options = arguments("trainer.strategy", config, given, build=build)
+    return config(**options) if build else {"name": name, **options}
 
 
 def _listed(callbacks: Any) -> list[Any]:

@@ -143,14 +143,24 @@ def _check_output(parsed: argparse.Namespace) -> None:
         )
     if parsed.format == "safetensors" and output.endswith(PICKLES):
         raise ConfigError(f"{output!r} is a name for a file of torch; add --format torch, or use {TENSORS!r}")
-    if parsed.force:
-        return
-    for path in (output, *([f"{WeightFiles(output).index}"] if parsed.format == "safetensors" else [])):
-        files = file_system(path)
-        with os_errors("read", path):
-            kind = files.kind(files.absolute(path))
-        if kind not in (None, "directory"):  # of a directory the export itself says what is wrong
-            raise ConfigError(f"{path!r} is there already; --force replaces it")
+    if not parsed.force:
+        _check_free(output, may_be_several=parsed.format == "safetensors")
+
+
+def _check_free(output: str, may_be_several: bool) -> None:
+    """Refuse to replace a file, or any of the files and the index of an export in several."""
+    files = file_system(output)
+    with os_errors("read", output):
+        parent, single = files.split(files.absolute(output))
+        taken = {single} if files.kind(files.absolute(output)) not in (None, "directory") else set()
+        if may_be_several:
+            names = WeightFiles(single)
+            taken |= {
+                name for name in files.entries(parent) if name == names.index or names.is_one_of_several(name)
+            }
+    if taken:  # of a directory at the path the export itself says what is wrong
+        path = files.join(files.split(output)[0], min(taken, key=lambda name: (name != single, name)))
+        raise ConfigError(f"{path!r} is there already; --force replaces it")
 
 
 def _diff(parsed: argparse.Namespace) -> int:

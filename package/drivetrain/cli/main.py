@@ -24,9 +24,12 @@ _COMMANDS = {
     "predict": "write or print a task's predictions",
     "plan": "say what a fit would do, without training",
     "env": "say what is installed and which devices there are",
+    "strategies": "list the strategies, what they need and which can run here",
+    "launch": "start a program as several processes, on one machine or many",
     "checkpoint": "list, show, verify, export and compare checkpoints",
 }
 _RUNS = ("fit", "validate", "test", "predict", "plan")
+_LISTS = ("env", "strategies")
 
 
 class _Option(NamedTuple):
@@ -55,13 +58,14 @@ _OPTIONS = {
     "--save-to": _Option("DIR", "write the outputs to files in this directory", ("predict",)),
     "--config": _Option("FILE", "a JSON file with the same settings; the command line wins", _RUNS),
     "--print-config": _Option(None, "print the merged settings as JSON, and stop", _RUNS),
-    "--json": _Option(None, "print JSON", (*_RUNS, "env")),
-    "--debug": _Option(None, "show the traceback of every error", (*_RUNS, "env")),
+    "--json": _Option(None, "print JSON", (*_RUNS, *_LISTS)),
+    "--debug": _Option(None, "show the traceback of every error", (*_RUNS, *_LISTS)),
 }
 _EPILOG = """\
 --task.NAME VALUE, --data.NAME VALUE and --trainer.NAME VALUE set a constructor's argument:
   --task.hidden 256 --trainer.max_epochs 3 --trainer.strategy cpu --trainer.loggers csv,jsonl
   --trainer.checkpoint.every "100 steps" --trainer.progress_bar false
+  --trainer.strategy ddp --trainer.strategy.bucket_mb 50
 """
 
 
@@ -99,6 +103,10 @@ def _run(words: Sequence[str]) -> int:
         from drivetrain.cli.checkpoint_words import run
 
         return run(words[1:])
+    if words and words[0] == "launch":  # behind the program's name, the words are the program's
+        from drivetrain.cli.launch import run as run_launch
+
+        return run_launch(words[1:])
     rest, dotted = split_dotted(words)
     parsed, unknown = _parser().parse_known_args(rest)
     if unknown:
@@ -106,12 +114,13 @@ def _run(words: Sequence[str]) -> int:
         raise ConfigError(
             f"drivetrain {parsed.command}: unknown argument {unknown[0]}. {nearest(unknown[0], allowed)}"
         )
-    if parsed.command == "env":
-        _refuse_dotted(dotted)
+    if parsed.command in _LISTS:
+        _refuse_dotted(parsed.command, dotted)
         # Imported here and below, so that --help and a wrong command line need not wait for torch.
         from drivetrain.cli.environment import print_environment
+        from drivetrain.cli.strategies import print_strategies
 
-        print_environment(parsed.json)
+        (print_environment if parsed.command == "env" else print_strategies)(parsed.json)
         return 0
     settings = _settings(parsed, dotted)
     from drivetrain.cli.commands import COMMANDS, print_config
@@ -123,10 +132,10 @@ def _run(words: Sequence[str]) -> int:
     return 0
 
 
-def _refuse_dotted(dotted: dict[str, dict[str, object]]) -> None:
+def _refuse_dotted(command: str, dotted: dict[str, dict[str, object]]) -> None:
     for section, values in dotted.items():
         for name in values:
-            raise ConfigError(f"drivetrain env takes no --{section}.{name}")
+            raise ConfigError(f"drivetrain {command} takes no --{section}.{name}")
 
 
 def _settings(parsed: argparse.Namespace, dotted: dict[str, dict[str, object]]) -> Settings:

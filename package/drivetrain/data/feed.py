@@ -254,10 +254,10 @@ class Feed:
             if samples is None:
                 samples = batch_size(batch)
                 if samples is None:
-                    raise self._unknown_kind(batch, epoch, position + number)
+                    raise self._unknown_kind(batch, epoch, self.source.number(position) + number)
             weight: float | Tensor = samples if weigh is None else _on_host(weigh(batch))
             if not isinstance(weight, Tensor) and not 0 <= weight < math.inf:
-                raise self._bad_weight(weight, epoch, position + number)
+                raise self._bad_weight(weight, epoch, self.source.number(position) + number)
             tokens = 0 if count_tokens is None else int(count_tokens(batch))
             number += 1
             yield MicroBatch(batch, weight, samples, tokens, advance)
@@ -277,8 +277,10 @@ class Feed:
             batch, advance, samples, stand_in, known = fetched
             samples = batch_size(batch) if samples is None else samples
             if samples is None:
-                raise self._unknown_kind(batch, epoch, position + number)
-            weight = self._weighed(batch, samples, epoch, position + number)
+                raise self._unknown_kind(batch, epoch, self._number(position, number, stand_in))
+            weight: float | Tensor = samples if weigh is None else _on_host(weigh(batch))
+            if not isinstance(weight, Tensor) and not 0 <= weight < math.inf:
+                raise self._bad_weight(weight, epoch, self._number(position, number, stand_in))
             tokens = 0 if count_tokens is None else int(count_tokens(batch))
             everywhere = None
             if known is not None and weigh is None and count_tokens is None:
@@ -292,14 +294,10 @@ class Feed:
         if number == 0 and position == 0:
             raise self._empty(epoch)
 
-    def _weighed(self, batch: Batch, samples: int, epoch: int, number: int) -> float | Tensor:
-        weigh = self._measure.weight
-        if weigh is None:
-            return samples
-        weight = _on_host(weigh(batch))
-        if not isinstance(weight, Tensor) and not 0 <= weight < math.inf:
-            raise self._bad_weight(weight, epoch, number)
-        return weight
+    def _number(self, position: int, round_: int, stand_in: bool) -> int:
+        """Which batch of its epoch this process has in a round counted from a position on."""
+        share = self.source.share
+        return self.source.number(position) + round_ * share.size + (0 if stand_in else share.rank)
 
     def _bad_weight(self, weight: float, epoch: int, number: int) -> DataError:
         return DataError(

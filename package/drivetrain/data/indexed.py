@@ -24,7 +24,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from drivetrain.data.order import Order, undivided, unshuffled
+from drivetrain.data.order import Order, refuse_divided, undivided, unshuffled
 from drivetrain.data.rounds import SharedBatch, Slice, drawn, grouped, rounds, sliced
 from drivetrain.data.share import WHOLE, Share
 from drivetrain.data.sources import Fetched, Source
@@ -194,10 +194,12 @@ class IndexedSource(Source):
         # None and its sampler sequential; the batch sampler itself is right in both cases.
         plain = type(loader.batch_sampler) is BatchSampler
         described: Any = loader.batch_sampler if plain else loader
-        sampler = described.sampler if share.size == 1 else undivided(described.sampler, loader.dataset)
-        sampler = unshuffled(sampler, size) if in_order else sampler
+        sampler = described.sampler if share.size == 1 else undivided(described.sampler, name)
+        sampler = unshuffled(sampler) if in_order else sampler
         self._order = Order(name, sampler, size, seed)
         self._batch_sampler = None if ready or plain or in_order else loader.batch_sampler
+        if self._batch_sampler is not None and share.size > 1:
+            refuse_divided(self._batch_sampler, name)
         batch_size = described.batch_size or getattr(loader.batch_sampler, "batch_size", None)
         self._batch_size = batch_size if isinstance(batch_size, int) and not ready else 1
         self._numbers: dict[int, int] = {}  # of a user's batch sampler: each batch's number by its start
@@ -242,13 +244,15 @@ class IndexedSource(Source):
             indices = each.items
             batch = IndexBatch(indices.tolist() if isinstance(indices, torch.Tensor) else indices)
             batch.epoch, batch.start, batch.seed = epoch, each.start, mix_next(stream, each.start)
-            batch.slice = each
+            # Without its indices: a view of the epoch's order would travel to workers by shared memory.
+            batch.slice = each._replace(items=None)
             yield batch
 
     def _round_slices(self, epoch: int, position: int) -> Iterator[Slice]:
         if self._batch_sampler is not None:
             sampled = self._sampled(self._order.replayed(self._batch_sampler, epoch), position)
-            return grouped(((start, batch, len(batch)) for start, batch in sampled), self.share)
+            together = grouped(((start, batch, len(batch)) for start, batch in sampled), self.share)
+            return (each._replace(samples=each.advance) for each in together)
         if self._order.length() is None:
             take = drawn(islice(self._order.drawn(self._order.sampler, epoch), position, None))
         else:
@@ -358,8 +362,11 @@ class IndexedSource(Source):
         start = indices.start
         shown = ", ".join(str(index) for index in indices[:8]) + (", ..." if len(indices) > 8 else "")
         detail = f" (samples {start} to {start + len(indices) - 1} of its order, dataset indices [{shown}])"
-        number = self._numbers.get(start, start // self._batch_size)
-        return self.failure(error, number, indices.epoch, detail)
+        return self.failure(error, self.number(start), indices.epoch, detail)
+
+    def number(self, position: int) -> int:
+        """Counted in this loader's batches; of a user's batch sampler, once it has been drawn as far."""
+        return self._numbers.get(position, position // self._batch_size)
 
     def count(self, position: int = 0) -> int | None:
         """The batches from a position on; for a user's batch sampler its length, at position 0 only."""

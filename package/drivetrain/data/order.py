@@ -112,22 +112,44 @@ class Order:
         return self._size if self.known else _length(self.sampler)
 
 
-def unshuffled(sampler: Iterable[Any], size: int) -> Iterable[Any]:
+def unshuffled(sampler: Iterable[Any]) -> Iterable[Any]:
     """The same choice of samples in the dataset's order, as far as that can be told of a sampler; one of the
     user's own is left as it is.
     """
     if isinstance(sampler, RandomSampler):
-        return SequentialSampler(range(size))
+        return SequentialSampler(sampler.data_source)
     if isinstance(sampler, SubsetRandomSampler):
         return sorted(int(index) for index in sampler.indices)
     return sampler
 
 
-def undivided(sampler: Iterable[Any], dataset: Any) -> Iterable[Any]:
-    """A sampler of the whole dataset in the place of one that divides it over processes, as we do that."""
-    if not isinstance(sampler, DistributedSampler):
-        return sampler
-    return RandomSampler(dataset) if sampler.shuffle else SequentialSampler(dataset)
+def undivided(sampler: Iterable[Any], name: str) -> Iterable[Any]:
+    """A sampler of the whole dataset in the place of torch's that divides it over processes, as we do that.
+
+    Raises:
+        DataError: It divides the dataset in a way of its own.
+    """
+    if isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__:
+        whole: Any = sampler.dataset
+        return RandomSampler(whole) if sampler.shuffle else SequentialSampler(whole)
+    refuse_divided(sampler, name)
+    return sampler
+
+
+def refuse_divided(sampler: Any, name: str) -> None:
+    """Stand against samples that nobody would see: what has been divided must not be divided once more.
+
+    Raises:
+        DataError: It, or the sampler that it draws from, gives one of several processes its part.
+    """
+    for owner in (sampler, getattr(sampler, "sampler", None)):
+        parts = getattr(owner, "num_replicas", None)
+        if isinstance(parts, int) and parts > 1:
+            raise DataError(
+                f"the {name} data's sampler ({type(owner).__name__}) divides the dataset into {parts} parts"
+                " itself, and several processes would divide its part again. Make it with num_replicas=1 and"
+                " rank=0, so that it gives all samples, or give a sampler of the whole dataset"
+            )
 
 
 def _length(sampler: Any) -> int | None:

@@ -22,7 +22,7 @@ class Slice(NamedTuple):
 
     Attributes:
         start: The position of its first sample.
-        items: Its samples' indices, or its batch.
+        items: Its samples' indices, or its batch; None once they are held elsewhere.
         advance: By how much the whole round moves the position.
         stand_in: Whether it is another process's.
         samples: How many samples the round has, if that is known.

@@ -53,6 +53,10 @@ class Source(ABC):
     def count(self, position: int = 0) -> int | None:
         """How many batches an epoch has from `position` on; None when that is not known."""
 
+    def number(self, position: int) -> int:
+        """Which batch of its epoch begins at a position, for error messages."""
+        return position
+
     def snapshot(self) -> dict[str, Any] | None:
         """The data's own state, for data that can only be resumed by it."""
         return None

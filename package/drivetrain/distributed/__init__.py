@@ -1,1 +1,1 @@
-"""Processes: what watches them, and, in later versions, what connects them."""
+"""Processes: what starts them, connects them, watches them, and ends them together."""

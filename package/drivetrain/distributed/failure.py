@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 _GRACE = 1.0
 """Seconds that the main thread has to end by itself once another rank has failed."""
 
+_UNWINDING = 4.0
+"""Seconds that it has in addition when it was seen to have an error of its own: files are closed then."""
+
 _DECIDING = 3.0
 """Seconds that a failing rank waits to hear whose failure was the first: more than rank 0 needs to decide."""
 
@@ -61,7 +64,8 @@ class FailureChannel:
         timeout: Seconds of silence after which a rank that is seen to be stopped or gone counts as lost. One
             that is seen to run, or cannot be seen, has twelve times as long: a call that holds the
             interpreter keeps a rank silent too.
-        describe: Says how far this rank is, such as "update 17, epoch 2". Called in a thread.
+        describe: Says how far this rank is, such as "update 17" or "in training, after update 17". Called in
+            a thread.
         progress: A number that grows with every step; called in a thread.
         hang_timeout: Seconds without progress on any rank after which the run is ended with exit code 75,
             naming the ranks that are behind; needs `progress`. None for no limit.
@@ -115,8 +119,13 @@ class FailureChannel:
             self._hub = Hub(self.world_size, local, self._timeout, self._hang_timeout)
             found = {"port": self._hub.port, "token": self._hub.token, "machine": machine()}
             store.set(key, json.dumps({**found, "hosts": [] if local else _own_hosts()}))
-        offer = json.loads(store.get(key))
-        self._line = self._connect(offer, environment.address if environment is not None else None)
+        try:
+            offer = json.loads(store.get(key))
+            self._line = self._connect(offer, environment.address if environment is not None else None)
+        except BaseException:
+            if self._hub is not None:
+                self._hub.leave()
+            raise
         self._line.send(kind="hello", token=offer["token"], rank=self.rank, **_me(), **self._state())
         ranks = launched()
         if ranks is not None:
@@ -177,7 +186,9 @@ class FailureChannel:
         if self._hub is not None:
             self._hub.finished.wait(_LAST)
         self._close(is_fine=False)
-        if cause.rank == self.rank and cause.kind != "hang":
+        if cause.kind == "hang":
+            self._end(cause)
+        elif cause.rank == self.rank:
             self._own_end(cause, error)
         elif isinstance(error, KeyboardInterrupt) and self._tells():
             return
@@ -193,6 +204,8 @@ class FailureChannel:
         deadline = time.monotonic() + seconds
         while not (self._hub.finished.wait(0.02) or self._decided.is_set()) and time.monotonic() < deadline:
             pass
+        if self._hub.cause is not None:
+            self._decided.wait(_GRACE)  # until the channel's thread has heard of it too
 
     def _own_end(self, cause: Cause, error: BaseException | None) -> None:
         """This rank's error goes on, and whoever prints it says that it was the first."""
@@ -276,10 +289,14 @@ class FailureChannel:
             sys.stderr.write(f"drivetrain: the stacks of rank {self.rank}:\n")
             sys.stderr.flush()
             faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
-        if self._out.wait(_GRACE) or self._closed.is_set():
+        is_out = self._out.wait(_GRACE) or (self._reported is not None and self._out.wait(_UNWINDING))
+        if is_out or self._closed.is_set():
             return
         if self._hub is not None:
             self._hub.finished.wait(_LAST)
+        self._end(cause)
+
+    def _end(self, cause: Cause) -> NoReturn:
         if self._tells():
             sys.stderr.write(cause.block())
             _record(cause.failure())

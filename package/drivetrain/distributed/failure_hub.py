@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drivetrain.distributed.children import ending, started
-from drivetrain.distributed.failure_wire import Cause, Line, kept_to_this_process, machine, state_of
+from drivetrain.distributed.failure_wire import Cause, Line, at, kept_to_this_process, machine, state_of
 
 PATIENCE = 12
 """So many timeouts a rank may be silent that is not seen to be stopped or gone: while a call holds the
@@ -190,7 +190,10 @@ class Hub:
         missing = sorted(set(range(self._world_size)) - self._peers.keys())
         if missing:
             self._still = 0
-            if self._ticks >= 5 * PATIENCE:
+            ended = [each for each in missing if each in started and started[each].poll() is not None]
+            if ended:
+                self._decide(Cause("lost", ended[0], "", _death(ended[0])))
+            elif self._ticks >= 5 * PATIENCE:
                 text = f"it has not come to the failure channel within {PATIENCE * self._timeout:g} s"
                 self._decide(Cause("lost", missing[0], "", text))
         elif self._hang_timeout is not None and self._still * self._tick >= self._hang_timeout and here:
@@ -206,15 +209,15 @@ class Hub:
         behind = [each for each, number in zip(peers, numbers, strict=True) if number < max(numbers)]
         ahead = next(each for each, number in zip(peers, numbers, strict=True) if number == max(numbers))
         if not behind:
-            where = f"all ranks are at {ahead.where}"
+            where = f"all ranks are {at(ahead.where)}"
             every = tuple(range(min(self._world_size, _SHOWN)))
             return Cause("hang", 0, "", f"no progress for {seconds:g} s; {where}", stuck=every)
         listed = "; ".join(
-            f"rank {each.rank} {'ended' if each.state == 'left' else 'is'} at {each.where}"
+            f"rank {each.rank} {'ended' if each.state == 'left' else 'is'} {at(each.where)}"
             for each in behind[:_SHOWN]
         )
         more = f"; {len(behind) - _SHOWN} more are behind" if len(behind) > _SHOWN else ""
-        what = f"no progress for {seconds:g} s; {listed}{more}, the others wait at {ahead.where}"
+        what = f"no progress for {seconds:g} s; {listed}{more}, the others wait {at(ahead.where)}"
         stuck = tuple(each.rank for each in behind if each.state == "here") or (ahead.rank,)
         return Cause("hang", behind[0].rank, behind[0].where, what, stuck=stuck)
 
@@ -224,7 +227,7 @@ class Hub:
         left = next((each for each in self._peers.values() if each.state == "left"), None)
         if left is None:
             return found
-        waiting = f"rank {found.rank}, at {found.where or 'its step'},"
+        waiting = f"rank {found.rank}, {at(found.where or 'its step')},"
         text = f"it had ended when {waiting} waited for it ({found.what.partition('. ')[0]})"
         return Cause("lost", left.rank, left.where, text, found.frames)
 
@@ -238,7 +241,7 @@ class Hub:
 
     def _tell(self, **message: Any) -> None:
         for each in self._peers.values():
-            if each.state == "here":
+            if each.state != "gone":  # rank 0 has said goodbye, and is there all the same
                 each.line.send(**message)
 
 

@@ -33,6 +33,11 @@ _CONSEQUENCE = re.compile(
 """How back ends complain of a rank that is gone."""
 
 
+def at(where: str) -> str:
+    """A place in a sentence: "at update 17"; "in training, after update 17" as it is."""
+    return where if where.startswith(("at ", "in ", "after ", "before ")) else f"at {where}"
+
+
 @dataclass(frozen=True)
 class Cause:
     """Why a job fails.
@@ -41,7 +46,8 @@ class Cause:
         kind: "error" for one that was raised, "consequence" for one that another rank's end has probably
             brought about, "lost" for a rank that died or stopped, "hang" where nobody makes progress.
         rank: Where.
-        where: How far that rank was, such as "update 17"; empty when it is not known.
+        where: How far that rank was, such as "update 17" or "in training, after update 17"; empty when that
+            is not known.
         what: What happened there.
         frames: The end of the traceback.
         stuck: With a hang, the ranks whose stacks tell more.
@@ -57,8 +63,9 @@ class Cause:
     def __str__(self) -> str:
         if self.kind == "hang":
             return self.what
-        at = "last heard of at" if self.kind == "lost" else "at"
-        return f"rank {self.rank} failed first{f', {at} {self.where}' if self.where else ''}: {self.what}"
+        heard = "last heard of " if self.kind == "lost" else ""
+        place = f", {heard}{at(self.where)}" if self.where else ""
+        return f"rank {self.rank} failed first{place}: {self.what}"
 
     @classmethod
     def of_error(cls, rank: int, where: str, error: BaseException) -> Cause:
@@ -100,9 +107,9 @@ def _is_consequence(error: BaseException) -> bool:
     of_torch = (distributed.DistError,) if distributed.is_available() else ()
     each: BaseException | None = error
     while each is not None:
-        if isinstance(each, of_torch):
+        if isinstance(each, (*of_torch, ConnectionError)):
             return True
-        if isinstance(each, (RuntimeError, ConnectionError)) and _CONSEQUENCE.search(str(each)):
+        if isinstance(each, RuntimeError) and _CONSEQUENCE.search(str(each)):
             return True
         if any("happened on rank" in note for note in getattr(each, "__notes__", ())):
             return True
@@ -185,7 +192,7 @@ def machine() -> str | None:
         return None
     boot = Path("/proc/sys/kernel/random/boot_id")
     try:
-        return f"{boot.read_text(encoding='ascii').strip()} {os.readlink('/proc/self/ns/pid')}"
+        return f"{boot.read_text(encoding='utf-8').strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -150,7 +151,15 @@ def _fork(
     with warnings.catch_warnings():
         # Python warns of copies of a process with threads. The copy uses none of what they may hold.
         warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
+        is_collecting = gc.isenabled()
+        gc.disable()
         pid = os.fork()
+    if pid == 0:
+        # What an earlier run has left, such as a process group in a traceback, is never collected here: its
+        # end would wait for threads that a copy does not have.
+        gc.freeze()
+    if is_collecting:
+        gc.enable()
     if pid == 0:
         _run_copy(function, environment, sender, (*others, receiver), mark)
     os.close(sender)

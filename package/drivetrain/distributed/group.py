@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,8 +15,11 @@ from drivetrain.distributed.environment import ProcessEnvironment, detect
 from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.errors import StrategyError
 
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """What connects the processes, by the kind of device that their tensors are on."""
+
+
+_formed = False
 
 
 @dataclass(frozen=True)
@@ -27,18 +31,19 @@ class Member:
         world_size: How many there are.
         device: Where its model lives.
         ranks: All of them, for what they exchange on the host.
-        owned: Whether the process group was made here, and so ends here.
     """
 
     rank: int
     world_size: int
     device: torch.device
     ranks: Ranks
-    owned: bool
 
 
 def join(world_size: int, device: str, timeout: timedelta | None = None) -> Member:
-    """Join the process group of the job that the environment tells of, or of one that is there already.
+    """Join the process group of the job that the environment tells of, or one that is there already.
+
+    A group that is formed here stays for the runs that follow, until the program ends or `disband` is called:
+    processes that form another in the same place would meet what is left of the first.
 
     Args:
         world_size: How many processes the run has.
@@ -48,9 +53,8 @@ def join(world_size: int, device: str, timeout: timedelta | None = None) -> Memb
     Raises:
         StrategyError: No job, another number of processes, or a group that cannot be formed.
     """
-    found = distributed.is_initialized()
     environment = detect(os.environ)
-    if not found:
+    if not distributed.is_initialized():
         _connect(environment, world_size, device, timeout)
     rank, size = distributed.get_rank(), distributed.get_world_size()
     if size != world_size:
@@ -60,7 +64,7 @@ def join(world_size: int, device: str, timeout: timedelta | None = None) -> Memb
         )
     local = environment.local_rank if environment is not None else rank
     ranks = Ranks.of_job() if size > 1 else ALONE
-    return Member(rank, size, _own_device(device, local), ranks, not found)
+    return Member(rank, size, _own_device(device, local), ranks)
 
 
 def _connect(
@@ -71,6 +75,7 @@ def _connect(
             f"a run of {world_size} processes needs them to be started: by the Trainer, `drivetrain launch`,"
             " torchrun or a batch system"
         )
+    global _formed
     own = _own_device(device, environment.local_rank if environment is not None else 0)
     if own.type == "cuda":
         torch.cuda.set_device(own)
@@ -78,17 +83,23 @@ def _connect(
         if environment is None:
             # One process: nobody else has to find the store.
             distributed.init_process_group(BACKENDS[device], store=HashStore(), rank=0, world_size=1)
-            return
-        distributed.init_process_group(
-            BACKENDS[device],
-            init_method=f"tcp://{environment.address}:{environment.port}" if not _has_store() else "env://",
-            rank=environment.rank,
-            world_size=environment.world_size,
-            timeout=timeout,
-            device_id=own if own.type == "cuda" else None,
-        )
+        else:
+            _meet(environment, own, timeout)
     except (RuntimeError, ValueError) as error:
         raise StrategyError(f"the process group could not be formed: {error}") from error
+    _formed = True
+    atexit.register(disband)
+
+
+def _meet(environment: ProcessEnvironment, own: torch.device, timeout: timedelta | None) -> None:
+    distributed.init_process_group(
+        BACKENDS[own.type],
+        init_method="env://" if _has_store() else f"tcp://{environment.address}:{environment.port}",
+        rank=environment.rank,
+        world_size=environment.world_size,
+        timeout=timeout,
+        device_id=own if own.type == "cuda" else None,
+    )
 
 
 def _has_store() -> bool:
@@ -101,8 +112,13 @@ def _own_device(kind: str, local_rank: int) -> torch.device:
 
 
 def leave(member: Member) -> None:
-    """End the process group, unless somebody else made it."""
-    if member.owned and distributed.is_initialized():
+    """Give back what a member had for itself; the group of the job stays."""
+    member.ranks.close()
+
+
+def disband() -> None:
+    """End the process group that was formed here, if there is one."""
+    global _formed
+    if _formed and distributed.is_initialized():
         distributed.destroy_process_group()
-    elif member.ranks.group is not None:
-        distributed.destroy_process_group(member.ranks.group)
+    _formed = False

@@ -100,7 +100,7 @@ def rerun_obstacle() -> str | None:
         return "it is interactive"
     if multiprocessing.parent_process() is not None:
         return "it is a process of multiprocessing's"
-    if "PYTEST_CURRENT_TEST" in os.environ:
+    if "PYTEST_CURRENT_TEST" in os.environ and "_pytest" in sys.modules:
         return "it is a run of tests, and all of them would run again"
     if sys.argv[:1] != ["-c"] and not os.path.exists(getattr(main, "__file__", None) or ""):
         return "it was read from standard input"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -27,11 +27,13 @@ class Ranks:
         rank: This process, from 0.
         size: How many there are.
         group: Their process group; None where there is one process.
+        siblings: What `sibling` made.
     """
 
     rank: int = 0
     size: int = 1
     group: ProcessGroup | None = None
+    siblings: list[Ranks] = field(default_factory=list, compare=False, repr=False)
 
     @classmethod
     def of_job(cls) -> Ranks:
@@ -54,7 +56,19 @@ class Ranks:
             return self
         members = torch.distributed.get_process_group_ranks(self.group)
         group = torch.distributed.new_group(members, backend="gloo")
-        return Ranks(self.rank, self.size, group)
+        self.siblings.append(Ranks(self.rank, self.size, group))
+        return self.siblings[-1]
+
+    def close(self) -> None:
+        """End the group, and those of its siblings; whoever still has these ranks has no group to use.
+
+        An object of a group that outlives it, in a reference that somebody keeps, would stop a copy of this
+        process (a fork) that drops it: the group's threads are not in the copy.
+        """
+        for each in (*self.siblings, self):
+            if each.group is not None and torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group(each.group)
+            object.__setattr__(each, "group", None)
 
     def all_gather(self, value: T) -> list[T]:
         """The values of all, in the order of their ranks."""

@@ -1,7 +1,19 @@
 """Where a step runs: one file for each strategy, chosen by name."""
 
 from drivetrain.strategies.base import Prepared, Strategy, Support
-from drivetrain.strategies.select import STRATEGIES, Hardware, select_strategy
+from drivetrain.strategies.hardware import Hardware
+from drivetrain.strategies.select import Choice, choose, select_strategy
 from drivetrain.strategies.single import SingleDevice
+from drivetrain.strategies.table import STRATEGIES
 
-__all__ = ["STRATEGIES", "Hardware", "Prepared", "SingleDevice", "Strategy", "Support", "select_strategy"]
+__all__ = [
+    "STRATEGIES",
+    "Choice",
+    "Hardware",
+    "Prepared",
+    "SingleDevice",
+    "Strategy",
+    "Support",
+    "choose",
+    "select_strategy",
+]

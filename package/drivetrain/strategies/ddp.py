@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree
 
 from drivetrain.distributed.group import Member, join, leave
+from drivetrain.distributed.ranks import ALONE
 from drivetrain.distributed.tensors import average_gradients, broadcast_module
 from drivetrain.errors import ConfigError, StrategyError, nearest
 from drivetrain.precision import Precision
@@ -141,7 +142,7 @@ class DDP(Strategy):
         self._wrapped = None
         if self._member is not None:
             leave(self._member)
-            self._member = None
+            self._member, self.ranks = None, ALONE
 
     def prepare(
         self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision

@@ -41,8 +41,13 @@ def content(update: int) -> Snapshot:
     generator = torch.Generator().manual_seed(update)
     weight = torch.randn(16, 16, generator=generator)
     bits = torch.randint(-(2**62), 2**62, (40,), generator=generator)
+    # One parameter with the first at every other update, and one of its own at those between.
+    output = weight if update % 2 else torch.randn(16, 16, generator=generator)
     return Snapshot(
-        tensors={"model": {"weight": weight, "half": weight.bfloat16()}, "state": {"bits": bits}},
+        tensors={
+            "model": {"weight": weight, "half": weight.bfloat16(), "output": output},
+            "state": {"bits": bits},
+        },
         objects={"state": {"update": update, "text": f"after {update} updates"}},
         progress={"updates": update, "epoch": update // 3},
         metrics={"loss": loss(update)},

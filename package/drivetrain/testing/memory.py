@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from drivetrain.checkpoint.filesystem import Kind, Sink, Source
+from drivetrain.checkpoint.filesystem import BytesSource, Kind, Sink, Source
 
 
 @dataclass(eq=False, slots=True)
@@ -112,7 +112,7 @@ class MemoryDisk:
         node = self._find(path)
         if not isinstance(node, _File):
             raise _os_error(errno.ENOENT if node is None else errno.EISDIR, path)
-        return MemorySource(node.content)
+        return BytesSource(node.content)
 
     def make_directory(self, path: str) -> None:
         """See `FileSystem.make_directory`."""
@@ -245,7 +245,7 @@ class MemoryObjects:
         """See `FileSystem.open`."""
         if path not in self._objects:
             raise _os_error(errno.ENOENT, path)
-        return MemorySource(self._objects[path])
+        return BytesSource(self._objects[path])
 
     def make_directory(self, path: str) -> None:
         """See `FileSystem.make_directory`; there is nothing to do."""
@@ -269,29 +269,6 @@ class MemoryObjects:
 
     def _inside(self, directory: str) -> Iterator[str]:
         return (key for key in self._objects if key.startswith(f"{directory}/"))
-
-
-class MemorySource:
-    """Bytes that are read as a file; see `Source`."""
-
-    def __init__(self, content: bytes) -> None:
-        self.size = len(content)
-        self._content = content
-        self._position = 0
-
-    def read_into(self, target: memoryview) -> int:
-        """See `Source.read_into`."""
-        found = self._content[self._position : self._position + len(target)]
-        target[: len(found)] = found
-        self._position += len(found)
-        return len(found)
-
-    def seek(self, position: int) -> None:
-        """See `Source.seek`."""
-        self._position = position
-
-    def close(self) -> None:
-        """See `Source.close`."""
 
 
 class _DiskSink:

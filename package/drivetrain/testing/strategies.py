@@ -5,7 +5,7 @@ one process on the whole batch. A strategy of your own is held to it by
 
     check_strategy(lambda world_size: MyStrategy(world_size=world_size), world_size=2)
 
-The numbers are those of "What every strategy must prove" in docs/explanation/numerics.md.
+What is promised is said in docs/how-to/strategies/ddp.md.
 """
 
 from __future__ import annotations

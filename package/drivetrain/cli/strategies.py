@@ -1,0 +1,99 @@
+"""`drivetrain strategies`: every strategy by name, what it needs, and whether it can run here."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from drivetrain.cli.printing import line, print_json, section
+from drivetrain.strategies import STRATEGIES, Hardware, SingleDevice, choose
+from drivetrain.strategies.table import DEVICES, strategy_class
+
+_ONE_PROCESS = {
+    "auto": "any device: the fastest, in one process, or 'ddp' in several and on several GPUs",
+    "single": "any device: the fastest, in one process",
+    "cpu": "a CPU; several processes are 'ddp'",
+    "cuda": "a CUDA GPU; several processes are 'ddp', on one each",
+    "mps": "a Mac with Metal, which serves one process",
+}
+
+
+class Listed(NamedTuple):
+    """A strategy as it is listed.
+
+    Attributes:
+        name: What a user writes.
+        needs: What it needs; empty when that cannot be told.
+        available: Whether it can run here.
+        reason: Why not; empty when it can.
+        options: The names of its configuration's options with their defaults, as texts.
+    """
+
+    name: str
+    needs: str
+    available: bool
+    reason: str
+    options: dict[str, str]
+
+
+def list_strategies(hardware: Hardware) -> list[Listed]:
+    """Every registered strategy, those of other packages included.
+
+    Args:
+        hardware: The machine in question.
+    """
+    return [_listed(name, hardware) for name in STRATEGIES]
+
+
+def print_strategies(as_json: bool) -> None:
+    """Print them with what this machine has."""
+    hardware = Hardware.here()
+    found = list_strategies(hardware)
+    if as_json:
+        listed = [each._asdict() for each in found]
+        print_json({"hardware": dataclasses.asdict(hardware), "strategies": listed})
+        return
+    line(f"This machine has {hardware}.")
+    section("can run here", [(each.name, f"needs {each.needs}") for each in found if each.available])
+    section("cannot run here", [(each.name, _why_not(each)) for each in found if not each.available])
+    options = [
+        (each.name, ", ".join(f"{key}={value}" for key, value in each.options.items())) for each in found
+    ]
+    section("options, as --trainer.strategy.NAME VALUE", [row for row in options if row[1]])
+
+
+def _why_not(listed: Listed) -> str:
+    return f"{listed.reason}; needs {listed.needs}" if listed.needs else listed.reason
+
+
+def _listed(name: str, hardware: Hardware) -> Listed:
+    needs = ""
+    options: dict[str, str] = {}
+    try:
+        if STRATEGIES[name] is SingleDevice:
+            needs = _ONE_PROCESS[name]
+            if name in DEVICES and not hardware.has(name):
+                return Listed(name, needs, False, f"this machine has {hardware}", options)
+        else:
+            kind = strategy_class(name)
+            needs, options = str(kind.needs), _options(kind.config_type)
+            support = kind.available(hardware)
+            if not support:
+                return Listed(name, needs, False, str(support.reason), options)
+        choose(name, hardware)
+    except Exception as error:  # code of another package: whatever it raises, the others are listed
+        return Listed(name, needs, False, str(error) or type(error).__name__, options)
+    return Listed(name, needs, True, "", options)
+
+
+def _options(config_type: Any) -> dict[str, str]:
+    """Names and defaults; empty for a configuration that is no dataclass."""
+    if not dataclasses.is_dataclass(config_type):
+        return {}
+    return {each.name: _default(each) for each in dataclasses.fields(config_type)}
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default is not dataclasses.MISSING:
+        return str(field.default)
+    return "required" if field.default_factory is dataclasses.MISSING else str(field.default_factory())

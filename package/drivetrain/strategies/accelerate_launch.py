@@ -1,0 +1,147 @@
+"""What `accelerate launch` asks for: a pure function of the environment variables that it sets.
+
+https://huggingface.co/docs/accelerate/package_reference/cli and `accelerate/utils/launch.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from drivetrain.errors import StrategyError
+
+_TRUE = ("1", "true", "t", "yes", "y", "on")
+_FALSE = ("", "0", "false", "f", "no", "n", "off", "none")
+
+_PRECISIONS = {"no": None, "bf16": "bf16-mixed", "fp16": "16-mixed"}
+_SHARDINGS = {
+    "FULL_SHARD": "full_shard",
+    "SHARD_GRAD_OP": "shard_grad_op",
+    "NO_SHARD": "no_shard",
+    "HYBRID_SHARD": "hybrid",
+}
+_NUMBERED = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+"""What a number as the sharding strategy stands for, from 1."""
+
+_OTHERS = {
+    "ACCELERATE_USE_DEEPSPEED": "strategy 'deepspeed'",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a configuration of several parallelisms",
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a launcher has been told about the run.
+
+    Attributes:
+        strategy: The strategy's name, or None for any.
+        options: Options of its configuration.
+        precision: The precision's name, or None for any.
+        device: The kind of device, or None for the best.
+    """
+
+    strategy: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    precision: str | None = None
+    device: str | None = None
+
+
+def read_request(environment: Mapping[str, str]) -> Request | None:
+    """What `accelerate launch` was configured for, or None when it has not started this process.
+
+    What does not change a result is passed over: prefetching backward, the kind of state dict, original
+    parameters, loading on one rank.
+
+    Args:
+        environment: Such as `os.environ`.
+
+    Raises:
+        StrategyError: It asks for what this version has not; names the variable.
+    """
+    if not any(name.startswith("ACCELERATE_") for name in environment):
+        return None
+    for name, what in _OTHERS.items():
+        if _flag(environment, name):
+            raise _refused(name, environment[name], f"{what} is not part of this version")
+    precision = _precision(environment)
+    device = "cpu" if _flag(environment, "ACCELERATE_USE_CPU") else None
+    if not _flag(environment, "ACCELERATE_USE_FSDP"):
+        return Request(precision=precision, device=device)
+    return Request("fsdp", _fsdp_options(environment), precision, device)
+
+
+def _precision(environment: Mapping[str, str]) -> str | None:
+    name = "ACCELERATE_MIXED_PRECISION"
+    if name not in environment:
+        return None
+    given = environment[name].lower()
+    if given not in _PRECISIONS:
+        raise _refused(name, environment[name], f"allowed are {', '.join(map(repr, _PRECISIONS))}")
+    return _PRECISIONS[given]
+
+
+def _fsdp_options(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Only what differs from the defaults of `FSDPConfig`."""
+    if _flag(environment, "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"):
+        name = "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"
+        raise _refused(name, environment[name], "activations cannot be kept on the host")
+    ignored = environment.get("FSDP_IGNORED_MODULES", "")
+    if ignored.lower() not in _FALSE:
+        why = "give names of parameters instead: strategy=FSDPConfig(ignored=(...))"
+        raise _refused("FSDP_IGNORED_MODULES", ignored, why)
+    options: dict[str, Any] = {"sharding": _sharding(environment), "wrap": _wrapping(environment)}
+    if _flag(environment, "FSDP_OFFLOAD_PARAMS"):
+        options["cpu_offload"] = True
+    if _flag(environment, "FSDP_ACTIVATION_CHECKPOINTING"):
+        options["activation_checkpointing"] = "full"
+    if _flag(environment, "FSDP_FORWARD_PREFETCH"):
+        options["forward_prefetch"] = 1
+    return options
+
+
+def _sharding(environment: Mapping[str, str]) -> str:
+    version, old = environment.get("FSDP_VERSION", "1"), "FSDP_SHARDING_STRATEGY"
+    # Version 2 has a flag in place of the old strategies, which are set all the same; version 1 falls back
+    # to the flag's variable, with the old words in it.
+    name = old if version == "1" and old in environment else "FSDP_RESHARD_AFTER_FORWARD"
+    given = environment.get(name, "true")
+    if name != old and given.lower() in (*_TRUE, *_FALSE):
+        return "full_shard" if given.lower() in _TRUE else "shard_grad_op"
+    word = given.upper()
+    if word.isdigit() and 0 < int(word) <= len(_NUMBERED):
+        word = _NUMBERED[int(word) - 1]
+    if word not in _SHARDINGS:
+        raise _refused(name, given, f"allowed are {', '.join(_SHARDINGS)}")
+    return _SHARDINGS[word]
+
+
+def _wrapping(environment: Mapping[str, str]) -> str | int | tuple[str, ...]:
+    name = "FSDP_AUTO_WRAP_POLICY"
+    policy = environment.get(name, "NO_WRAP").upper()
+    if policy == "NO_WRAP":
+        return ()
+    if policy == "TRANSFORMER_BASED_WRAP":
+        classes = environment.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "").split(",")
+        return tuple(each.strip() for each in classes if each.strip()) or "auto"
+    if policy == "SIZE_BASED_WRAP":
+        size = environment.get("FSDP_MIN_NUM_PARAMS", "0").strip()
+        if not size.isdigit():
+            raise _refused("FSDP_MIN_NUM_PARAMS", size, "it must be a whole number")
+        return max(int(size), 1)
+    raise _refused(name, policy, "allowed are TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP and NO_WRAP")
+
+
+def _flag(environment: Mapping[str, str], name: str) -> bool:
+    given = environment.get(name, "").strip().lower()
+    if given not in (*_TRUE, *_FALSE):
+        raise _refused(name, environment[name], "it must be true or false")
+    return given in _TRUE
+
+
+def _refused(name: str, value: str, why: str) -> StrategyError:
+    return StrategyError(
+        f"`accelerate launch` asks for {name}={value}, which cannot be had: {why}. Change its configuration,"
+        " or give Trainer(strategy=...) a name or a configuration, which counts more"
+    )

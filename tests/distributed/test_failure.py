@@ -1,0 +1,356 @@
+"""One rank fails, in whatever way: all end within seconds, and the last lines name the first cause."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+from torch._C._distributed_c10d import HashStore
+
+from drivetrain.distributed.failure import FailureChannel
+from drivetrain.distributed.failure_hub import PATIENCE, silence
+from drivetrain.distributed.failure_wire import Cause, machine, state_of
+from drivetrain.errors import RankFailure, StrategyError
+
+needs_gloo = pytest.mark.skipif(not distributed.is_gloo_available(), reason="needs gloo")
+JOB = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+PROGRAM = """
+import os, signal, sys, time
+import torch
+from torch import distributed
+from drivetrain.distributed.failure import FailureChannel
+from drivetrain.distributed.launch import ensure_ranks
+
+environment = ensure_ranks(2)
+rank, done = environment.rank, 0
+kill = lambda number: os.kill(os.getpid(), number)
+
+def act(update):
+    HERE
+
+distributed.init_process_group("gloo")
+JOIN
+with FailureChannel(
+    rank, 2, timeout=1.0, describe=lambda: f"update {done}", progress=lambda: done, hang_timeout=LIMIT
+):
+    for update in range(12):
+        if update == 7:
+            time.sleep(0.6)  # so that all have told how far they are
+            if act(update):  # whether to leave the collective out
+                done += 1
+                continue
+        distributed.all_reduce(torch.ones(1))
+        done += 1
+    LAST
+distributed.destroy_process_group()
+sys.stdout.write(f"rank {rank} ended\\n")
+"""
+
+
+def run(
+    act: str = "pass",
+    last: str = "pass",
+    limit: float | None = None,
+    join: str = "",
+    interrupt: bool = False,
+    **variables: str,
+) -> tuple[int, str, list[str]]:
+    """Two ranks that do something before the eighth of twelve collectives; gives code, output, errors.
+
+    A rank that was left behind would hold the output open, and so be found.
+    """
+    program = PROGRAM.replace("HERE", act).replace("LIMIT", repr(limit)).replace("LAST", last)
+    program = program.replace("JOIN", join)
+    Path("program.py").write_text(program, encoding="utf-8")
+    environment = {name: value for name, value in os.environ.items() if name not in JOB}
+    process = subprocess.Popen(
+        [sys.executable, "program.py"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**environment, "OMP_NUM_THREADS": "1", **variables},
+        start_new_session=True,
+    )
+    try:
+        if interrupt:
+            deadline = time.monotonic() + 20
+            while not Path("sleeping").exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        out, err = process.communicate(timeout=30)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        pytest.fail(f"a rank has not ended:\n{out}\n{err}")
+    return process.returncode, out, err.splitlines()
+
+
+@needs_gloo
+def test_a_rank_that_does_not_come_to_the_channel_is_not_waited_for_long() -> None:
+    started = time.monotonic()
+    code, _, errors = run(join="if rank == 1: sys.exit(3)")
+    assert code == 1
+    assert errors[-1].endswith("rank 1 failed first: it ended with exit code 3, without a word")
+    assert time.monotonic() - started < 12, "not PATIENCE timeouts"
+
+
+@needs_gloo
+@pytest.mark.parametrize("last", ["pass", "time.sleep(1.5 * rank)", "time.sleep(1.5 * (1 - rank))"])
+def test_an_end_without_an_error_is_silent_whoever_is_first(last: str) -> None:
+    code, out, errors = run(last=last)
+    assert (code, sorted(out.splitlines()), errors) == (0, ["rank 0 ended", "rank 1 ended"], [])
+
+
+@needs_gloo
+@pytest.mark.parametrize(
+    ("act", "code", "last"),
+    [
+        (
+            "if rank == 1: raise ValueError('boom')",
+            1,
+            r"RankFailure: rank 1 failed first, at update 7: ValueError: boom",
+        ),
+        (
+            "if rank == 0: raise ValueError('boom')",
+            1,
+            r"drivetrain: rank 0 failed first, at update 7: ValueError: boom",
+        ),
+        (
+            "if rank == 1: kill(signal.SIGKILL)",
+            1,
+            r"RankFailure: rank 1 failed first, last heard of at update 7: it was killed by SIGKILL",
+        ),
+        # A worker that it has started lives on for a while, and with it a copy of all that was open.
+        (
+            "if rank == 1 and os.fork(): kill(signal.SIGKILL)\n    if rank == 1: time.sleep(3); os._exit(0)",
+            1,
+            r"drivetrain: rank 1 failed first, last heard of at update 7: it was killed by SIGKILL",
+        ),
+        (
+            "if rank == 0: kill(signal.SIGKILL)",
+            -signal.SIGKILL,
+            r"rank 0 failed first, last heard of at update 7: it died without a word",
+        ),
+        (
+            "if rank == 1: kill(signal.SIGSTOP)",
+            1,
+            r"RankFailure: rank 1 failed first, last heard of at update 7: it is stopped \(by SIGSTOP",
+        ),
+        (
+            "if rank == 0: kill(signal.SIGSTOP)",
+            -signal.SIGKILL,
+            r"rank 0 failed first, last heard of at update 7: it is stopped \(by SIGSTOP",
+        ),
+        (
+            "if rank == 1: os._exit(0)",
+            1,
+            r"RankFailure: rank 1 failed first, .*: it ended with exit code 0, without a word",
+        ),
+        ("if rank == 1: sys.exit(3)", 1, r"RankFailure: rank 1 failed first, at update 7: SystemExit: 3"),
+        ("if rank == 0: sys.exit(3)", 3, r"drivetrain: rank 0 failed first, at update 7: SystemExit: 3"),
+        # Without an error, but too early for the other, whose own error says only that a connection ended.
+        (
+            "if rank == 1: sys.exit()",
+            1,
+            r"RankFailure: rank 1 .*: it had ended when rank 0, at update 7, waited for it \(RuntimeError",
+        ),
+        # The main thread of rank 0 does not come back by itself.
+        (
+            "if rank == 1: raise ValueError('boom')\n    else: time.sleep(60)",
+            1,
+            r"drivetrain: rank 1 failed first, at update 7: ValueError: boom",
+        ),
+        # What the end of a rank brings about on the other may be seen first; it is not the cause.
+        (
+            "if rank == 0: raise RuntimeError('Connection reset')\n    time.sleep(1); raise KeyError(5)",
+            1,
+            r"RankFailure: rank 1 failed first, at update 7: KeyError: 5",
+        ),
+    ],
+)
+def test_all_end_and_the_last_line_names_the_first_cause(act: str, code: int, last: str) -> None:
+    started = time.monotonic()
+    found, out, errors = run(act)
+    assert found == code
+    assert re.search(last, errors[-1]), "\n".join(errors)
+    assert "ended" not in out
+    assert sum("failed first" in each for each in errors) <= 2, "once by the rank itself, once by rank 0"
+    assert time.monotonic() - started < 25
+
+
+@needs_gloo
+def test_a_rank_that_fails_after_the_others_have_ended_is_not_missed() -> None:
+    code, out, errors = run(last="if rank == 1: time.sleep(0.5); raise ValueError('late')")
+    assert (code, out) == (1, "")
+    assert errors[-1].endswith("RankFailure: rank 1 failed first, at update 12: ValueError: late")
+
+
+@needs_gloo
+def test_the_traceback_of_the_first_cause_is_shown_too() -> None:
+    _, _, errors = run("if rank == 1: raise ValueError('boom')\n    else: time.sleep(60)")
+    block = errors[errors.index("drivetrain: on rank 1:") :]
+    assert any("in act" in each for each in block)
+    assert block[-1].endswith("boom")
+
+
+@needs_gloo
+def test_a_skipped_collective_ends_with_the_name_of_the_rank_that_is_behind() -> None:
+    code, _, errors = run("return rank == 0", limit=1.5)
+    assert code == 75
+    assert errors[-1] == (
+        "drivetrain: no progress for 1.5 s; rank 1 is at update 11, the others wait at update 12"
+    )
+    stacks = errors[errors.index("drivetrain: the stacks of rank 1:") :]
+    assert any("in all_reduce" in each for each in stacks)
+
+
+@needs_gloo
+def test_a_rank_that_does_something_else_for_ever_is_found_too() -> None:
+    code, _, errors = run("if rank == 1: time.sleep(60)", limit=1.5)
+    assert code == 75
+    assert errors[-1] == "drivetrain: no progress for 1.5 s; all ranks are at update 7"
+    assert sum("in act" in each for each in errors) == 1, "the stacks of all ranks tell which"
+
+
+@needs_gloo
+def test_what_torchs_debug_mode_finds_is_in_the_last_lines() -> None:
+    act = "distributed.all_reduce(torch.ones(2 + rank))"
+    code, _, errors = run(act, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    assert code == 1
+    assert re.search("failed first, at update 7.*Detected mismatch between collectives", errors[-1])
+
+
+@needs_gloo
+def test_ctrl_c_ends_all_ranks_and_shows_one_traceback() -> None:
+    code, _, errors = run("open('sleeping', 'w').close(); time.sleep(60)", interrupt=True)
+    assert code == -signal.SIGINT
+    assert errors[-1].endswith("KeyboardInterrupt")
+    assert sum("Traceback" in each for each in errors) == 1
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in JOB:
+        monkeypatch.delenv(name, raising=False)
+
+
+def together(store: HashStore, act, world_size: int = 2, **options: object) -> list[object]:
+    """Ranks as threads of this process: what each found."""
+    found: list[object] = [None] * world_size
+
+    def as_rank(rank: int) -> None:
+        try:
+            with FailureChannel(rank, world_size, store, timeout=0.5, **options) as channel:
+                found[rank] = act(rank, channel)
+        except BaseException as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=as_rank, args=(rank,)) for rank in range(world_size)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(20)
+    return found
+
+
+def test_a_channel_can_be_opened_again_on_the_same_store(alone: None) -> None:
+    store = HashStore()
+    for _ in range(3):
+        assert together(store, lambda rank, channel: rank, world_size=3) == [0, 1, 2]
+
+
+def test_one_process_needs_no_channel() -> None:
+    with FailureChannel(0, 1) as channel:
+        channel.report(ValueError())
+    assert threading.active_count() == 1
+
+
+def test_strangers_are_not_listened_to(alone: None) -> None:
+    def act(rank: int, channel: FailureChannel) -> str:
+        if rank == 0:
+            assert channel._hub is not None
+            hello = {"kind": "hello", "token": "guessed", "rank": 1, "machine": None, "pid": 1, "where": ""}
+            for text in (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"\xff\n", json.dumps(hello).encode() + b"\n"):
+                with socket.create_connection(("127.0.0.1", channel._hub.port), 5) as stranger:
+                    stranger.sendall(text)
+                    assert stranger.recv(1) == b"", "the line is closed"
+        else:
+            time.sleep(0.5)
+        return "fine"
+
+    assert together(HashStore(), act) == ["fine", "fine"]
+
+
+def test_a_rank_0_that_cannot_be_reached_is_an_error(alone: None) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    store = HashStore()
+    offer = {"port": port, "token": "", "machine": None, "hosts": ["127.0.0.1"]}
+    store.set("drivetrain/failure/at/1", json.dumps(offer))
+    with (
+        pytest.raises(
+            StrategyError, match=rf"rank 1 cannot reach rank 0 at port {port} \(127.0.0.1: .*refused"
+        ),
+        FailureChannel(1, 2, store),
+    ):
+        pass
+
+
+def test_a_channel_needs_a_store() -> None:
+    with pytest.raises(StrategyError, match="needs a process group"), FailureChannel(1, 2):
+        pass
+
+
+@pytest.mark.skipif(machine() is None, reason="needs Linux, where a process's state can be seen")
+def test_a_silent_process_that_is_seen_to_run_is_left_in_peace_for_longer() -> None:
+    here, pid = machine(), os.getpid()
+    assert silence(4, here, pid, 1.0) is None
+    assert silence(5, here, pid, 1.0) is None, "it runs: something holds its interpreter"
+    assert silence(5 * PATIENCE, here, pid, 1.0) == "it has not answered for 12 s"
+    assert silence(5, "another machine", pid, 1.0) is None
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process.send_signal(signal.SIGSTOP)
+    while state_of(process.pid) != "stopped":
+        time.sleep(0.01)
+    assert "it is stopped" in str(silence(5, here, process.pid, 1.0))
+    process.kill()
+    process.wait()
+    assert "it died" in str(silence(5, here, process.pid, 1.0))
+
+
+def test_what_a_gone_rank_brings_about_is_told_from_errors_of_its_own() -> None:
+    def kind(error: BaseException) -> str:
+        return Cause.of_error(0, "", error).kind
+
+    assert kind(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")) == "consequence"
+    assert kind(distributed.DistBackendError("NCCL error")) == "consequence"
+    wrapped = StrategyError("the process group could not be formed")
+    wrapped.__cause__ = ConnectionResetError("by peer")
+    assert kind(wrapped) == "consequence"
+    for error in (ValueError("timeout=-1"), RuntimeError("size mismatch"), torch.OutOfMemoryError("no room")):
+        assert kind(error) == "error"
+    told = ValueError("of all")
+    told.add_note("drivetrain: this happened on rank 3")
+    assert kind(told) == "consequence"
+
+
+def test_another_ranks_failure_is_an_error_that_says_where() -> None:
+    cause = Cause("error", 3, "update 9", "ValueError: boom", '  File "train.py", line 1, in step\n')
+    assert Cause.from_json(json.loads(json.dumps(cause.to_json()))) == cause
+    failure = cause.failure()
+    assert isinstance(failure, RankFailure)
+    assert str(failure) == "rank 3 failed first, at update 9: ValueError: boom"
+    assert "in step" in str(failure.__cause__)

@@ -1,0 +1,115 @@
+"""Ranks of a program that cannot be run again: copies of it, which leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+import torch
+from torch import distributed
+
+from drivetrain.distributed.failure import FailureChannel
+from drivetrain.distributed.forking import fork_ranks
+from drivetrain.errors import RankFailure, StrategyError
+
+pytestmark = pytest.mark.skipif(
+    not distributed.is_gloo_available() or sys.platform != "linux", reason="needs gloo and a safe fork"
+)
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def summed(before=lambda: None) -> list[float]:
+    """The sum over all ranks, by a function that can do something else before."""
+    distributed.init_process_group("gloo")
+    try:
+        before()
+        total = torch.tensor([rank() + 1.0])
+        distributed.all_reduce(total)
+        return [*total.tolist(), torch.get_num_threads()]
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_rank_0s_result_comes_back_and_it_can_be_called_again() -> None:
+    # What a program has defined itself, as a notebook's cells do, is there in every rank.
+    assert fork_ranks(lambda: summed(), 2) == [3.0, 1]
+    assert fork_ranks(lambda: summed(), 3) == [6.0, 1]
+
+
+def test_the_error_of_a_copy_is_raised_here_with_its_traceback() -> None:
+    def fails_on_rank_1():
+        if rank() == 1:
+            raise LookupError("no such column")
+
+    with pytest.raises(RankFailure, match="rank 1 failed first: LookupError: no such column") as caught:
+        fork_ranks(lambda: summed(fails_on_rank_1), 2)
+    assert "in fails_on_rank_1" in str(caught.value.__cause__)
+
+
+def test_the_error_of_this_process_is_raised_as_it_is() -> None:
+    def fails_on_rank_0():
+        if rank() == 0:
+            raise LookupError("mine")
+
+    with pytest.raises(LookupError, match="mine"):
+        fork_ranks(lambda: summed(fails_on_rank_0), 2)
+
+
+def test_a_copy_that_is_killed_is_named() -> None:
+    def dies():
+        if rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(RankFailure, match="rank 1 failed first: it was killed by SIGKILL"):
+        fork_ranks(lambda: summed(dies), 2)
+
+
+def test_a_copy_that_stops_answering_does_not_take_this_process_with_it() -> None:
+    def stops():
+        with FailureChannel(rank(), 2, timeout=0.5, describe=lambda: "update 7"):
+            if rank() == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            distributed.barrier()
+
+    with pytest.raises(RankFailure, match="rank 1 failed first, last heard of at update 7: it is stopped"):
+        fork_ranks(lambda: summed(stops), 2)
+
+
+def test_an_interrupted_call_ends_the_copies() -> None:
+    def interrupts():
+        if rank() == 0:
+            raise KeyboardInterrupt
+        time.sleep(60)
+
+    with pytest.raises(KeyboardInterrupt):
+        fork_ranks(interrupts, 2)
+
+
+def test_a_copy_does_not_read_what_is_typed_nor_print_what_was_printed(capfd) -> None:
+    sys.stdout.write("once")
+
+    def reads():
+        return 0 if os.readlink("/proc/self/fd/0") == os.devnull or rank() == 0 else 1 / 0
+
+    fork_ranks(reads, 2)
+    sys.stdout.flush()
+    assert capfd.readouterr().out == "once"
+
+
+def test_a_rank_has_no_ranks_of_its_own(monkeypatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(StrategyError, match="one of 2 already"):
+        fork_ranks(summed, 2)
+
+
+def test_a_process_with_cuda_in_use_is_not_copied(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(StrategyError, match=r"CUDA is in use in this process.*start it as a script"):
+        fork_ranks(summed, 2)

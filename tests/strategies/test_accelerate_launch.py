@@ -1,0 +1,150 @@
+"""What `accelerate launch` was configured for is understood, or refused by the variable's name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from drivetrain import StrategyError
+from drivetrain.strategies.accelerate_launch import Request, read_request
+
+# What accelerate 1.15 sets for --use_fsdp and nothing else.
+DEFAULTS = {
+    "ACCELERATE_USE_CPU": "False",
+    "ACCELERATE_MIXED_PRECISION": "no",
+    "ACCELERATE_DYNAMO_BACKEND": "no",
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "1",
+    "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_OFFLOAD_PARAMS": "false",
+    "FSDP_MIN_NUM_PARAMS": "100000000",
+    "FSDP_FORWARD_PREFETCH": "false",
+    "FSDP_USE_ORIG_PARAMS": "true",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+    "FSDP_SYNC_MODULE_STATES": "true",
+    "FSDP_ACTIVATION_CHECKPOINTING": "false",
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "false",
+}
+PLAIN = {"sharding": "full_shard", "wrap": ()}
+
+
+def options(**variables: str) -> dict[str, Any]:
+    request = read_request({**DEFAULTS, **variables})
+    assert request is not None
+    assert request.strategy == "fsdp"
+    return dict(request.options)
+
+
+def test_without_accelerate_launch_nothing_is_asked_for() -> None:
+    assert read_request({}) is None
+    assert read_request({"FSDP_VERSION": "2", "RANK": "0", "WORLD_SIZE": "2"}) is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"ACCELERATE_MIXED_PRECISION": "no"}, Request()),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, Request(precision="bf16-mixed")),
+        ({"ACCELERATE_MIXED_PRECISION": "FP16"}, Request(precision="16-mixed")),
+        ({"ACCELERATE_USE_CPU": "True"}, Request(device="cpu")),
+        ({"ACCELERATE_USE_CPU": "False", "ACCELERATE_USE_FSDP": "false"}, Request()),
+        ({"ACCELERATE_USE_FSDP": "true"}, Request("fsdp", PLAIN)),
+        (DEFAULTS, Request("fsdp", PLAIN)),
+        (
+            {**DEFAULTS, "ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_CPU": "True"},
+            Request("fsdp", PLAIN, "bf16-mixed", "cpu"),
+        ),
+    ],
+)
+def test_strategy_precision_and_device_are_read(variables: dict[str, str], expected: Request) -> None:
+    assert read_request(variables) == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "sharding"),
+    [
+        ({"FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP"}, "shard_grad_op"),
+        ({"FSDP_SHARDING_STRATEGY": "2"}, "shard_grad_op"),
+        ({"FSDP_SHARDING_STRATEGY": "no_shard"}, "no_shard"),
+        ({"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}, "hybrid"),
+        ({"FSDP_VERSION": "2"}, "full_shard"),
+        ({"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false"}, "shard_grad_op"),
+        # In version 2 the old variable is set, and means nothing.
+        ({"FSDP_VERSION": "2", "FSDP_SHARDING_STRATEGY": "NO_SHARD"}, "full_shard"),
+    ],
+)
+def test_both_versions_words_for_sharding_are_read(variables: dict[str, str], sharding: str) -> None:
+    assert options(**variables)["sharding"] == sharding
+
+
+def test_version_1_without_its_own_variable_reads_the_words_of_the_other() -> None:
+    variables = {"ACCELERATE_USE_FSDP": "true", "FSDP_RESHARD_AFTER_FORWARD": "SHARD_GRAD_OP"}
+    request = read_request(variables)
+    assert request is not None
+    assert request.options["sharding"] == "shard_grad_op"
+
+
+@pytest.mark.parametrize(
+    ("variables", "wrap"),
+    [
+        ({}, ()),
+        ({"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}, ()),
+        ({"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}, "auto"),
+        (
+            {
+                "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+                "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block, Head",
+            },
+            ("Block", "Head"),
+        ),
+        ({"FSDP_AUTO_WRAP_POLICY": "size_based_wrap"}, 100_000_000),
+        ({"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "5000"}, 5000),
+    ],
+)
+def test_what_is_wrapped_is_read(variables: dict[str, str], wrap: object) -> None:
+    assert options(**variables)["wrap"] == wrap
+
+
+def test_further_options_are_given_only_when_they_are_on() -> None:
+    assert options() == PLAIN
+    found = options(
+        FSDP_OFFLOAD_PARAMS="true", FSDP_ACTIVATION_CHECKPOINTING="True", FSDP_FORWARD_PREFETCH="1"
+    )
+    further = {"cpu_offload": True, "activation_checkpointing": "full", "forward_prefetch": 1}
+    assert found == {**PLAIN, **further}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("ACCELERATE_USE_DEEPSPEED", "true", "strategy 'deepspeed' is not part of this version"),
+        ("ACCELERATE_USE_MEGATRON_LM", "true", "Megatron-LM is not part of this version"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "several parallelisms"),
+        ("ACCELERATE_MIXED_PRECISION", "fp8", "allowed are 'no', 'bf16', 'fp16'"),
+        ("ACCELERATE_USE_FSDP", "perhaps", "must be true or false"),
+        (
+            "FSDP_SHARDING_STRATEGY",
+            "HYBRID_SHARD_ZERO2",
+            "allowed are FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HY",
+        ),
+        ("FSDP_SHARDING_STRATEGY", "5", "allowed are FULL_SHARD"),
+        ("FSDP_SHARDING_STRATEGY", "9", "allowed are FULL_SHARD"),
+        ("FSDP_AUTO_WRAP_POLICY", "MAGIC", "allowed are TRANSFORMER_BASED_WRAP"),
+        ("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "true", "cannot be kept on the host"),
+        ("FSDP_IGNORED_MODULES", ".*bias", "FSDPConfig"),
+        ("FSDP_OFFLOAD_PARAMS", "some", "must be true or false"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_by_name(name: str, value: str, why: str) -> None:
+    with pytest.raises(StrategyError) as caught:
+        read_request({**DEFAULTS, name: value})
+    assert f"asks for {name}={value}, which cannot be had" in str(caught.value)
+    assert why in str(caught.value)
+
+
+def test_a_size_that_is_no_number_is_refused() -> None:
+    variables = {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "1e8"}
+    with pytest.raises(StrategyError, match=r"FSDP_MIN_NUM_PARAMS=1e8.*whole number"):
+        read_request({**DEFAULTS, **variables})
