@@ -122,8 +122,11 @@ def find_checkpoint(
             return found
     if resume != "auto":
         _check_resume(resume)
-        path = resolve(resume)
-        return path, DirectoryCheckpointIO().load(path, like=like)
+        ranks = run.engine.ranks
+        path = ranks.first(lambda: resolve(resume))
+        loaded: list[Snapshot] = []
+        ranks.together(lambda: loaded.append(DirectoryCheckpointIO().load(path, like=like)))
+        return path, loaded[0]
     root = checkpoint_root(trainer, trainer.run_dir)
     if root is None:
         raise ConfigError("resume='auto' takes the newest checkpoint of run_dir: give the Trainer a run_dir")

@@ -211,7 +211,7 @@ def test_a_launcher_that_says_otherwise_is_not_overruled(
     [
         ("auto", FOUR_GPUS, 8, "8 processes were asked for.* sees 4 GPUs. Give at most devices=4, or str"),
         ("ddp", ONE_GPU, 2, "2 processes were asked for.* sees 1 GPU. Give at most devices=1"),
-        ("auto", MAC, 2, "'auto' runs 1 process on mps, but devices=2.*Use devices=1, or use strategy='cpu'"),
+        ("auto", MAC, 2, "'auto' runs 1 process on mps, but devices=2.*Use devices=1, or strategy='cpu'"),
         ("mps", MAC, 2, "'mps' runs 1 process on mps, but devices=2 on 1 node.s. asks for 2"),
         ("auto", TPU, "auto", "TPU idle .no CUDA GPUs, no Metal and 4 TPU chips.: strategy 'xla', .*'cpu'"),
         ("single", TPU, 1, "TPU idle"),

@@ -249,13 +249,13 @@ def _only_one(
         if environment is None
         else f"{environment.launcher} has started {total}"
     )
-    one = "Use devices=1" if environment is None else "Start one"
+    one = "Use devices=1, or" if environment is None else "Start one, or use"
     other = (
         "strategy='cpu' for several processes on the CPU: Metal serves one"
         if kind == "mps"
         else "a strategy for several processes: 'ddp', 'fsdp' or 'auto'"
     )
-    return StrategyError(f"strategy {name!r} runs 1 process on {kind}, but {who}. {one}, or use {other}")
+    return StrategyError(f"strategy {name!r} runs 1 process on {kind}, but {who}. {one} {other}")
 
 
 def _too_few_gpus(hardware: Hardware, environment: ProcessEnvironment | None, local: int) -> StrategyError:

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain.checkpoint import CheckpointConfig, load_weights
 from drivetrain.errors import CheckpointError
-from drivetrain.strategies import Strategy
+from drivetrain.strategies import SingleDevice, Strategy
 from drivetrain.task import TaskModule
 from drivetrain.testing.distributed import run_distributed
 from drivetrain.testing.strategy_tasks import OPTIMIZERS, Counted, Duel, Norms, Sequences, Tokens
@@ -58,7 +58,7 @@ class Job:
         devices = 1 if alone else self.world_size
         strategy: Any = self.make(self.world_size)
         if alone:
-            strategy = "cpu" if strategy.device.type == "cpu" else "single"
+            strategy = SingleDevice(strategy.device.type)
         settings = {"progress_bar": False, "checkpoint": False, "max_epochs": 2, **options}
         return Trainer(strategy=strategy, devices=devices, precision=self.precision, **settings)
 
