@@ -153,8 +153,8 @@ PAGES = {
         "Strategies",
         "how-to/strategies/single.md",
         {
-            "strategies": "Strategy Prepared Support SingleDevice STRATEGIES Choice choose select_strategy"
-            " Hardware",
+            "strategies": "Strategy StrategyConfig Prepared Support SingleDevice STRATEGIES Choice choose"
+            " select_strategy Hardware",
             "strategies.ddp": "DDP DDPConfig",
             "registry": "Registry",
         },

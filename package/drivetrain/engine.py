@@ -26,7 +26,7 @@ from drivetrain.native import OpenWindow, prepare_module
 from drivetrain.precision import Precision, as_precision
 from drivetrain.progress import Progress
 from drivetrain.step_output import StepValues, read_output
-from drivetrain.strategies import Prepared, Strategy, select_strategy
+from drivetrain.strategies import Prepared, Strategy, StrategyConfig, select_strategy
 from drivetrain.streams import Streams
 from drivetrain.task import StepModule, TaskModule
 from drivetrain.types import Batch
@@ -51,7 +51,8 @@ class Engine:
     """Device, precision, optimizers and the step.
 
     Args:
-        strategy: A name or an instance; see `drivetrain.strategies`.
+        strategy: A name, a configuration such as `DDPConfig(...)`, or an instance; see
+            `drivetrain.strategies`.
         precision: A name or a `Precision`.
         devices: How many processes, or "auto".
         num_nodes: How many machines.
@@ -75,7 +76,7 @@ class Engine:
 
     def __init__(
         self,
-        strategy: str | Strategy = "auto",
+        strategy: str | Strategy | StrategyConfig = "auto",
         precision: str | Precision = "32",
         devices: int | str = "auto",
         num_nodes: int = 1,

@@ -33,7 +33,7 @@ from drivetrain.prediction_files import write_predictions
 from drivetrain.progress import Progress
 from drivetrain.run import Hooks
 from drivetrain.run_checkpoints import as_given
-from drivetrain.strategies import Strategy, select_strategy
+from drivetrain.strategies import Strategy, StrategyConfig, select_strategy
 from drivetrain.task import TaskModule
 from drivetrain.types import Every, Logger
 from drivetrain.window import StepResult
@@ -76,7 +76,8 @@ class Trainer:
         max_epochs: Passes over the training data; one of the three limits must be given to train.
         max_steps: Optimizer updates.
         max_time: Wall time over all restarts: "2 hours", seconds, or a timedelta.
-        strategy: Where it runs: "auto", "cpu", "cuda", "mps", or an instance.
+        strategy: Where it runs: "auto", "cpu", "cuda", "mps", "ddp", a configuration such as
+            `DDPConfig(...)`, an instance, or another package's name; see `drivetrain strategies`.
         devices: How many processes, or "auto".
         num_nodes: How many machines.
         precision: "32", "bf16-mixed", "16-mixed", "bf16-true", "16-true" or "64".
@@ -109,7 +110,7 @@ class Trainer:
     max_epochs: int | None = None
     max_steps: int | None = None
     max_time: str | float | timedelta | None = None
-    strategy: str | Strategy = "auto"
+    strategy: str | Strategy | StrategyConfig = "auto"
     devices: int | str = "auto"
     num_nodes: int = 1
     precision: str | int | Precision = "32"
@@ -217,9 +218,8 @@ class Trainer:
             CheckpointError: A checkpoint cannot be read, fitted or written.
             NonFiniteError: A loss was NaN or infinite.
         """
-        return self._in_ranks(lambda: self._fit(task, train_data, validation_data, resume))
-
-    def _fit(self, task: TaskModule, train_data: Any, validation_data: Any, resume: str | None) -> FitResult:
+        if self._has_to_fork():
+            return self._forked(lambda: self.fit(task, train_data, validation_data, resume=resume))
         run, saver = build_fit(self, task, train_data, validation_data, resume)
         with boundary(self, run):
             start_from(self, run, saver, resume)
@@ -272,12 +272,11 @@ class Trainer:
         return self._evaluate("test", task, data, checkpoint)
 
     def _evaluate(self, stage: str, task: TaskModule, data: Any, checkpoint: str | None) -> dict[str, float]:
-        def act() -> dict[str, float]:
-            run = build_evaluation(self, task, data, stage, checkpoint)
-            with boundary(self, run):
-                return evaluate(run, stage, run.evaluation_feeds)
-
-        return self._in_ranks(act)
+        if self._has_to_fork():
+            return self._forked(lambda: self._evaluate(stage, task, data, checkpoint))
+        run = build_evaluation(self, task, data, stage, checkpoint)
+        with boundary(self, run):
+            return evaluate(run, stage, run.evaluation_feeds)
 
     def predict(
         self,
@@ -298,26 +297,25 @@ class Trainer:
         Returns:
             A list with the outputs of each batch, or, with `save_to`, the list of files.
         """
+        if self._has_to_fork():
+            return self._forked(lambda: self.predict(task, data, checkpoint=checkpoint, save_to=save_to))
+        run = build_prediction(self, task, data, checkpoint)
+        # Closed at once even when writing fails: a suspended pass would leave gradients off for its caller.
+        with boundary(self, run), closing(predict(run, run.evaluation_feeds[0][1])) as outputs:
+            if save_to is None:
+                return list(outputs)
+            return write_predictions(outputs, Path(save_to), run.engine.ranks)
 
-        def act() -> Any:
-            run = build_prediction(self, task, data, checkpoint)
-            # Closed at once even when writing fails: a suspended pass would leave gradients off for its
-            # caller.
-            with boundary(self, run), closing(predict(run, run.evaluation_feeds[0][1])) as outputs:
-                if save_to is None:
-                    return list(outputs)
-                return write_predictions(outputs, Path(save_to), run.engine.ranks)
-
-        return self._in_ranks(act)
-
-    def _in_ranks(self, act: Callable[[], T]) -> T:
-        """Do something as every rank of a run; the others are started by the engine where that can be done by
-        running the program again, and copied from this process where it cannot: in a notebook.
+    def _has_to_fork(self) -> bool:
+        """Whether the other ranks are to be copied from this process: where the engine cannot start them by
+        running the program again, as in a notebook.
         """
-        size = self.select_strategy().world_size
-        alone = size == 1 or torch.distributed.is_initialized() or detect(os.environ) is not None
-        if alone or self.num_nodes > 1 or rerun_obstacle() is None:
-            return act()
+        if self.select_strategy().world_size == 1 or self.num_nodes > 1 or torch.distributed.is_initialized():
+            return False
+        return detect(os.environ) is None and rerun_obstacle() is not None
+
+    def _forked(self, act: Callable[[], T]) -> T:
+        """Do something as every rank, in copies of this process, and leave nothing of it behind."""
 
         def act_and_leave() -> T:
             try:
@@ -326,7 +324,7 @@ class Trainer:
                 disband()
 
         gc.collect()  # what is left of an earlier run's process group must not be met by the copies
-        return fork_ranks(act_and_leave, size)
+        return fork_ranks(act_and_leave, self.select_strategy().world_size)
 
     def plan(self, task: TaskModule, train_data: Any, validation_data: Any = None) -> Plan:
         """What a fit would do, without training: updates, rates, intervals, memory, and warnings of

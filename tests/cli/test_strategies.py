@@ -41,6 +41,8 @@ def test_what_a_machine_cannot_run_is_listed_with_the_reason(
         assert found[name].needs
         assert found[name].available is (name not in cannot)
         assert cannot.get(name, "") in found[name].reason
+        if name in cannot and name in ("cuda", "mps"):
+            assert found[name].reason == f"this machine has {hardware}"
 
 
 def test_the_options_of_a_strategy_are_listed_with_their_defaults() -> None:

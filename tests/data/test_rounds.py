@@ -106,6 +106,8 @@ def test_whole_batches_are_dealt_out_where_short_ones_are_dropped():
     assert [[numbers(each) for each in share] for share in shares] == [
         [[0, 1], [8, 9]], [[2, 3], []], [[4, 5], []], [[6, 7], []],
     ]  # fmt: skip
+    # Batch normalisation, for one, refuses a single sample: what stands in is as long as any other batch.
+    assert [share[1].batch[0].tolist() for share in shares[1:]] == [[8, 9]] * 3
 
 
 class Own:

@@ -121,7 +121,7 @@ def test_an_end_without_an_error_is_silent_whoever_is_first(last: str) -> None:
         (
             "if rank == 1: raise ValueError('boom')",
             1,
-            r"RankFailure: rank 1 failed first, at update 7: ValueError: boom",
+            r"rank 1 failed first, at update 7: ValueError: boom",
         ),
         (
             "if rank == 0: raise ValueError('boom')",
@@ -159,7 +159,7 @@ def test_an_end_without_an_error_is_silent_whoever_is_first(last: str) -> None:
             1,
             r"RankFailure: rank 1 failed first, .*: it ended with exit code 0, without a word",
         ),
-        ("if rank == 1: sys.exit(3)", 1, r"RankFailure: rank 1 failed first, at update 7: SystemExit: 3"),
+        ("if rank == 1: sys.exit(3)", 1, r"rank 1 failed first, at update 7: SystemExit: 3"),
         ("if rank == 0: sys.exit(3)", 3, r"drivetrain: rank 0 failed first, at update 7: SystemExit: 3"),
         # Without an error, but too early for the other, whose own error says only that a connection ended.
         (
@@ -171,13 +171,13 @@ def test_an_end_without_an_error_is_silent_whoever_is_first(last: str) -> None:
         (
             "if rank == 1: raise ValueError('boom')\n    else: time.sleep(60)",
             1,
-            r"drivetrain: rank 1 failed first, at update 7: ValueError: boom",
+            r"rank 1 failed first, at update 7: ValueError: boom",
         ),
         # What the end of a rank brings about on the other may be seen first; it is not the cause.
         (
             "if rank == 0: raise RuntimeError('Connection reset')\n    time.sleep(1); raise KeyError(5)",
             1,
-            r"RankFailure: rank 1 failed first, at update 7: KeyError: 5",
+            r"rank 1 failed first, at update 7: KeyError: 5",
         ),
     ],
 )

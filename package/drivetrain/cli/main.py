@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import traceback
@@ -124,11 +125,17 @@ def _run(words: Sequence[str]) -> int:
         return 0
     settings = _settings(parsed, dotted)
     from drivetrain.cli.commands import COMMANDS, print_config
+    from drivetrain.distributed.environment import detect
 
-    if parsed.print_config:
-        print_config(settings)
-    else:
-        COMMANDS[parsed.command](settings, parsed.json)
+    job = detect(os.environ)
+    with contextlib.ExitStack() as stack:
+        if job is not None and job.rank > 0:  # rank 0 tells what all of them found
+            nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+        if parsed.print_config:
+            print_config(settings)
+        else:
+            COMMANDS[parsed.command](settings, parsed.json)
     return 0
 
 

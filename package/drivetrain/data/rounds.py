@@ -81,7 +81,8 @@ def sliced(
             high = low + each + (share.rank < more)
         stand_in = low >= count or low == high
         if stand_in:
-            low, high = 0, 1
+            # One sample is enough, but who drops short batches may do so because a step cannot take them.
+            low, high = 0, size if drop_last else 1
         yield Slice(position + low, indices[low:high], count, stand_in, count)
         if count < whole:
             return

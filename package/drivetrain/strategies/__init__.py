@@ -1,6 +1,6 @@
 """Where a step runs: one file for each strategy, chosen by name."""
 
-from drivetrain.strategies.base import Prepared, Strategy, Support
+from drivetrain.strategies.base import Prepared, Strategy, StrategyConfig, Support
 from drivetrain.strategies.hardware import Hardware
 from drivetrain.strategies.select import Choice, choose, select_strategy
 from drivetrain.strategies.single import SingleDevice
@@ -13,6 +13,7 @@ __all__ = [
     "Prepared",
     "SingleDevice",
     "Strategy",
+    "StrategyConfig",
     "Support",
     "choose",
     "select_strategy",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,12 @@ from drivetrain.task import StepModule
 
 MakeOptimizers = Callable[[nn.Module], dict[str, Optimizer]]
 """Given the module as the strategy has wrapped or sharded it, returns the optimizers by name."""
+
+
+class StrategyConfig(Protocol):
+    """The options of a strategy: a data class, such as `DDPConfig`, that its strategy's `config_type` is."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
 
 class Support(NamedTuple):
