@@ -156,6 +156,7 @@ PAGES = {
             "strategies": "Strategy StrategyConfig Prepared Support SingleDevice STRATEGIES Choice choose"
             " select_strategy Hardware",
             "strategies.ddp": "DDP DDPConfig",
+            "strategies.fsdp": "FSDP FSDPConfig",
             "registry": "Registry",
         },
     ),

@@ -142,9 +142,13 @@ def _fused(config: OptimizerConfig, module: nn.Module, parameters: Sequence[Tens
 def _can_fuse(factory: OptimizerFactory, parameter: Tensor) -> bool:
     if not parameter.is_floating_point() or parameter.device.type not in _FUSED_DEVICES:
         return False
+    kind = factory if isinstance(factory, type) else None
+    # Of sharded parameters (DTensors) torch knows how to do Adam's fused step only.
+    if hasattr(parameter, "placements") and kind not in (torch.optim.Adam, torch.optim.AdamW):
+        return False
     # On the CPU, fused SGD leaves most 16-bit weights as they are and writes garbage to their momentum,
     # without an error; seen in torch 2.13 and reported as https://github.com/pytorch/pytorch/issues/191763.
-    is_sgd = isinstance(factory, type) and issubclass(factory, torch.optim.SGD)
+    is_sgd = kind is not None and issubclass(kind, torch.optim.SGD)
     return not (is_sgd and parameter.device.type == "cpu" and parameter.itemsize < 4)
 
 

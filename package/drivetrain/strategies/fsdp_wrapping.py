@@ -1,0 +1,86 @@
+"""Which parts of a model are gathered and freed together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from torch import nn
+
+from drivetrain.errors import ConfigError, nearest
+
+Wrap = str | int | tuple[str, ...] | Callable[[nn.Module], bool]
+"""How a user says it; see `FSDPConfig.wrap`."""
+
+
+def units(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
+    """The modules that are gathered each by itself, inner ones before those that contain them.
+
+    Raises:
+        ConfigError: A class of which the model has none; lists the nearest.
+    """
+    if wrap == "auto":
+        return repeated_blocks(model)
+    if isinstance(wrap, (tuple, list)):
+        chosen = _of_classes(model, wrap)
+    elif isinstance(wrap, int):
+        chosen = _by_size(model, wrap)
+    else:
+        assert callable(wrap)
+        chosen = [each for each in model.modules() if each is not model and wrap(each)]
+    return _separate(model, chosen[::-1])
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The largest blocks that occur more than once in a list of modules, in the order of the model."""
+    found: list[nn.Module] = []
+    inside: set[int] = set()
+    for module in model.modules():  # outer ones first
+        if id(module) in inside or not isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+            continue
+        children = list(module.children())
+        kinds = Counter(type(each) for each in children if any(True for _ in each.parameters()))
+        for child in children:
+            composed = any(True for _ in child.children())
+            if composed and kinds[type(child)] > 1:
+                found.append(child)
+                inside.update(id(each) for each in child.modules())
+    return _separate(model, found)
+
+
+def _of_classes(model: nn.Module, names: tuple[str, ...] | list[str]) -> list[nn.Module]:
+    present = {type(each).__name__ for each in model.modules()}
+    for name in names:
+        if name not in present:
+            raise ConfigError(f"the model has no module of the class {name!r}. {nearest(name, present)}")
+    return [each for each in model.modules() if each is not model and type(each).__name__ in names]
+
+
+def _by_size(model: nn.Module, least: int) -> list[nn.Module]:
+    """Modules that have as many parameters without those of units inside of them."""
+    chosen: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> int:
+        own = sum(each.numel() for each in module.parameters(recurse=False))
+        own += sum(visit(child) for child in module.children())
+        if own >= least and module is not model:
+            chosen.append(module)
+            return 0
+        return own
+
+    visit(model)
+    return chosen[::-1]
+
+
+def _separate(model: nn.Module, modules: list[nn.Module]) -> list[nn.Module]:
+    """Those that share no parameter with the rest of the model: tied parameters must be gathered together."""
+    users: dict[int, set[int]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            users.setdefault(id(parameter), set()).add(id(module))
+    separate = []
+    for module in modules:
+        own = {id(each) for each in module.modules()}
+        if all(users[id(parameter)] <= own for parameter in module.parameters()):
+            separate.append(module)
+    return separate

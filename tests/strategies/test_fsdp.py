@@ -1,0 +1,176 @@
+"""A model in shards: the same numbers whatever is sharded, wrapped, offloaded or computed again."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from tests.support.tasks import Regression, pairs, quiet
+from torch import nn
+
+from drivetrain import ConfigError, FSDPConfig, StrategyError, TaskModule
+from drivetrain.precision import as_precision
+from drivetrain.strategies.fsdp import FSDP
+from drivetrain.strategies.fsdp_wrapping import repeated_blocks, units
+from drivetrain.testing.distributed import run_distributed
+from drivetrain.testing.strategies import check_strategy
+from drivetrain.testing.strategy_tasks import Tokens
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+
+
+def fsdp(world_size: int) -> FSDP:
+    return FSDP(world_size=world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_fsdp_conforms(world_size: int) -> None:
+    check_strategy(fsdp, world_size)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "shard_grad_op": {"sharding": "shard_grad_op"},
+    "no_shard": {"sharding": "no_shard"},
+    "root": {"wrap": ()},
+    "by_class": {"wrap": ("Sequential",)},
+    "by_size": {"wrap": 100},
+    "by_function": {"wrap": lambda module: isinstance(module, nn.Embedding)},
+    "offload": {"cpu_offload": True},
+    "again": {"activation_checkpointing": "full"},
+    "again_by_class": {"activation_checkpointing": ("Sequential",)},
+    "prefetch": {"forward_prefetch": 1},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_options_of_fsdp_conform(name: str) -> None:
+    config = FSDPConfig(**OPTIONS[name])
+    checks = ["same_as_the_big_batch", "frozen_and_tied", "resume_is_bitwise"]
+    check_strategy(lambda world_size: FSDP(config, world_size=world_size), checks=checks)
+
+
+def test_shards_may_be_replicated() -> None:
+    config = FSDPConfig(sharding="hybrid", shard_size=2)
+    checks = ["same_as_the_big_batch", "resume_is_bitwise"]
+    check_strategy(lambda world_size: FSDP(config, world_size=world_size), 4, checks=checks)
+
+
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [("64", 1e-6), ("bf16-mixed", 0.05), ("bf16-true", 0.1), ("16-mixed", 0.05)]
+)
+def test_fsdp_conforms_in_every_precision(precision: str, tolerance: float) -> None:
+    checks = ["same_as_the_big_batch", "all_ranks_see_the_same", "resume_is_bitwise"]
+    check_strategy(fsdp, checks=checks, precision=precision, tolerance=tolerance)
+
+
+class Large(TaskModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4))
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            batch = layer(batch)
+        loss: torch.Tensor = batch.square().mean()
+        return loss
+
+
+def held(config: FSDPConfig) -> list[int]:
+    """Bytes of weights and of optimizer state that a process keeps."""
+    from drivetrain import Callback
+
+    sizes: list[int] = []
+
+    class Look(Callback):
+        def on_step_end(self, run: Any) -> None:
+            (updater,) = run.engine.updaters.values()
+            states = [each for state in updater.optimizer.state.values() for each in state.values()]
+            for tensors in (list(run.task.parameters()), states):
+                local: list[Any] = [getattr(each, "_local_tensor", each) for each in tensors]
+                sizes.append(sum(each.numel() * each.element_size() for each in local if each.ndim))
+
+    world_size = int(os.environ["WORLD_SIZE"])
+    quiet(
+        max_steps=1, strategy=FSDP(config, world_size=world_size), devices=world_size, callbacks=[Look()]
+    ).fit(Large(), [torch.ones(4, 64)] * world_size)
+    return sizes
+
+
+@pytest.mark.parametrize(("sharding", "part"), [("full_shard", 4), ("shard_grad_op", 4), ("no_shard", 1)])
+def test_a_process_keeps_its_part_of_weights_and_optimizer(sharding: str, part: int) -> None:
+    whole = 4 * sum(each.numel() for each in Large().parameters())
+    for weights, states in run_distributed(held, FSDPConfig(sharding=sharding), world_size=4):
+        assert weights == whole // part
+        assert states == 2 * whole // part
+
+
+def start(_: int) -> Any:
+    torch.manual_seed(int(os.environ["RANK"]))
+    task = Regression()
+    nn.init.normal_(task.line.weight)
+    quiet(max_steps=1, strategy=FSDP(world_size=2), devices=2).fit(task, pairs())
+    weight: Any = task.line.weight
+    return weight.full_tensor().tolist()
+
+
+def test_all_ranks_begin_with_the_weights_of_rank_0() -> None:
+    first, second = run_distributed(start, 0)
+    assert first == second
+
+
+def test_repeated_blocks_are_found_and_those_with_tied_parameters_are_not() -> None:
+    task = Tokens()
+    assert repeated_blocks(task) == list(task.blocks)
+    assert units(task, ("Embedding",)) == [task.embedding]
+    tied = Tokens(tied=True)
+    assert units(tied, ("Embedding",)) == []
+    task.blocks[1][0].weight = task.blocks[0][0].weight
+    assert repeated_blocks(task) == [task.blocks[2]]
+
+
+def test_a_class_that_the_model_does_not_have_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"no module of the class 'Linar'\. Did you mean 'Linear'"):
+        units(Tokens(), ("Linar",))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"sharding": "full"}, "unknown sharding 'full'.*full_shard"),
+        ({"wrap": "blocks"}, "not 'blocks'"),
+        ({"wrap": 0}, "not 0"),
+        ({"activation_checkpointing": True}, "not True"),
+        ({"shard_size": 2}, "for sharding='hybrid'"),
+        ({"forward_prefetch": -1}, "not -1"),
+        ({"timeout": 0}, "positive"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        FSDPConfig(**options)
+
+
+def test_a_shard_size_must_divide_the_processes() -> None:
+    with pytest.raises(StrategyError, match="shard_size=2 does not divide 3 processes"):
+        FSDP(FSDPConfig(sharding="hybrid", shard_size=2), world_size=3)
+
+
+class Scalar(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+def test_a_scalar_parameter_is_refused_by_name() -> None:
+    def fit(_: int) -> None:
+        quiet(max_steps=1, strategy=FSDP(world_size=2), devices=2).fit(Scalar(), pairs())
+
+    with pytest.raises(RuntimeError, match=r"the parameter 'scale' is a scalar.*the shape \(1,\)"):
+        run_distributed(fit, 0)
+
+
+def test_every_precision_is_supported_on_a_cpu() -> None:
+    for name in ("32", "64", "bf16-mixed", "bf16-true", "16-mixed", "16-true"):
+        assert FSDP().supports(as_precision(name))
