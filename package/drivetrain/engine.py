@@ -327,15 +327,16 @@ class Engine:
             self.strategy.prepare_data(data), "training" if training else "evaluation", self.seed,
             pin_memory=pin_memory_for(self.device), share=self.share,
         )  # fmt: skip
-        return EngineData(self.progress, Feed(source, self.transfer), training, self.streams)
+        return EngineData(self.progress, Feed(source, self.transfer), training, self.streams, self._window)
 
-    def backward(self, loss: Tensor, weight: float | Tensor = 1.0) -> None:
+    def backward(self, loss: Tensor, weight: float | Tensor | None = None) -> None:
         """Add a micro-batch's gradient; over the backwards between two steps it is sum(weight x loss) /
         sum(weight).
 
         Args:
             loss: A scalar.
-            weight: What the loss is a mean over, such as its number of samples or tokens.
+            weight: What the loss is a mean over, such as its number of samples or tokens. None counts every
+                backward alike; with several processes, each by its number of samples.
         """
         self._window.backward(self.strategy, loss, weight)
 

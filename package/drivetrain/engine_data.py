@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drivetrain.data import Feed
+from drivetrain.native import OpenWindow
 from drivetrain.progress import Progress
 from drivetrain.streams import Streams
 from drivetrain.types import Batch
@@ -25,9 +26,13 @@ class EngineData:
         training: Whether it counts.
         streams: The engine's; each training batch is handed out under a random stream of its own, so that
             what is drawn between two batches, by an evaluation for example, moves nothing.
+        window: The engine's; is told which batch was handed out.
     """
 
-    def __init__(self, progress: Progress, feed: Feed, training: bool, streams: Streams) -> None:
+    def __init__(
+        self, progress: Progress, feed: Feed, training: bool, streams: Streams, window: OpenWindow
+    ) -> None:
+        self._window = window
         self._progress = progress
         self._feed = feed
         self._training = training
@@ -47,7 +52,8 @@ class EngineData:
     def __iter__(self) -> Iterator[Batch]:
         progress = self._progress
         if not self._training:
-            yield from (micro_batch.batch for micro_batch in self._feed.micro_batches())
+            # Of data that is only looked at, each sample once, on one of the processes.
+            yield from (each.batch for each in self._feed.micro_batches() if not each.stand_in)
             return
         update, number = -1, 0
         for micro_batch in self._feed.micro_batches(progress.epoch, progress.position):
@@ -56,7 +62,10 @@ class EngineData:
             self._streams.seed_update(update + number * _STRIDE)
             progress.position += micro_batch.advance
             progress.micro_batches += 1
-            progress.samples += micro_batch.samples
+            everywhere = micro_batch.everywhere
+            progress.samples += micro_batch.samples if everywhere is None else everywhere.samples
+            self._window.handed = micro_batch
             yield micro_batch.batch
+        self._window.handed = None
         progress.epoch += 1
         progress.position = 0

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.data import MicroBatch
 from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.errors import ConfigError
 from drivetrain.precision import Precision
@@ -44,17 +45,29 @@ class OpenWindow:
 
     def __init__(self, ranks: Ranks = ALONE) -> None:
         self._ranks = ranks
+        self.handed: MicroBatch | None = None
         self._open = False
         self._first: float | Tensor | None = None
         self._total: float | Tensor = 0.0
 
-    def backward(self, strategy: Strategy, loss: Tensor, weight: float | Tensor) -> None:
+    def _own(self, weight: float | Tensor | None) -> float | Tensor:
+        """The weight that was given, or that of the batch that was handed out last: what stands in for one
+        that this process does not have weighs nothing.
+        """
+        if self.handed is not None and self.handed.stand_in:
+            return 0.0
+        if weight is None:
+            return self.handed.samples if self.handed is not None and self._ranks.size > 1 else 1.0
+        return weight
+
+    def backward(self, strategy: Strategy, loss: Tensor, weight: float | Tensor | None) -> None:
         """Add a micro-batch's gradients; one of weight zero has none to add, and its mean loss is usually 0 /
         0.
 
         Raises:
             ConfigError: A weight below zero, or none.
         """
+        weight = self._own(weight)
         if not isinstance(weight, Tensor) or weight.device.type == "cpu":  # reading another would wait for it
             weight = float(weight)
             if not weight >= 0:

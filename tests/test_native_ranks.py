@@ -1,0 +1,49 @@
+"""A loop of one's own on several processes: the numbers of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Engine
+from drivetrain.strategies.ddp import DDP
+from drivetrain.strategies.fsdp import FSDP
+from drivetrain.testing.distributed import run_distributed
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+
+
+def loop(kind: Any, world_size: int, batch_size: int, accumulate: int = 1) -> Any:
+    torch.manual_seed(0)
+    model: Any = nn.Linear(3, 1)
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(17, 3, generator=generator)
+    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=batch_size, shuffle=True)
+    engine = Engine(kind(world_size=world_size) if kind else "cpu", devices=world_size if kind else 1)
+    model, optimizer = engine.prepare(model, lambda params: torch.optim.SGD(params, lr=0.1))
+    norms = []
+    for _ in range(2):
+        for number, (features, target) in enumerate(engine.prepare_data(loader)):
+            engine.backward(F.mse_loss(model(features), target))
+            if (number + 1) % accumulate == 0:
+                norms.append(float(engine.step(optimizer, max_grad_norm=1.0).grad_norm))  # type: ignore[arg-type]
+    parameters = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in model.parameters()]
+    counted = engine.progress.samples
+    engine.teardown()
+    return [each.tolist() for each in parameters], norms, counted
+
+
+@pytest.mark.parametrize("kind", [DDP, FSDP])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_each_sample_counts_once_in_a_short_last_round(kind: Any, world_size: int) -> None:
+    # 17 samples: a last round of one sample, which all processes but one have no part of.
+    alone = loop(None, 1, 4)
+    for found in run_distributed(loop, kind, world_size, 4 // world_size, world_size=world_size):
+        for mine, theirs in zip((*found[0], found[1]), (*alone[0], alone[1]), strict=True):
+            torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-6, atol=1e-6)
+        assert found[2] == alone[2] == 34
