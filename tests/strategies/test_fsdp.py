@@ -12,6 +12,7 @@ from torch import nn
 
 from drivetrain import ConfigError, FSDPConfig, StrategyError, TaskModule
 from drivetrain.precision import as_precision
+from drivetrain.strategies import SingleDevice
 from drivetrain.strategies.fsdp import FSDP
 from drivetrain.strategies.fsdp_wrapping import repeated_blocks, units
 from drivetrain.testing.distributed import run_distributed
@@ -128,6 +129,49 @@ def test_repeated_blocks_are_found_and_those_with_tied_parameters_are_not() -> N
     assert units(tied, ("Embedding",)) == []
     task.blocks[1][0].weight = task.blocks[0][0].weight
     assert repeated_blocks(task) == [task.blocks[2]]
+
+
+def test_parts_chosen_by_size_are_modules_that_are_called() -> None:
+    model = nn.ModuleDict({"lists": nn.ModuleList(nn.MultiheadAttention(4, 2) for _ in range(3))})
+    model["line"] = nn.Linear(4, 8)
+    assert units(model, 20) == [model["line"]]
+
+
+class Normed(TaskModule):
+    """Computes a batch norm's mean over what a matrix product gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.layers(features)
+        return made
+
+    def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+        return nn.functional.mse_loss(outputs, batch[1])
+
+
+def normed(precision: str) -> None:
+    """A batch norm in shards ends as alone, where both processes see the batches of the one."""
+    states: list[tuple[torch.Tensor, torch.Tensor]] = []
+    same = [batch for batch in pairs(12, 4) for _ in range(2)]
+    for strategy, data in ((SingleDevice("cpu"), same[::2]), (FSDP(world_size=2), same)):
+        task = Normed()
+        devices = strategy.world_size
+        quiet(max_epochs=1, strategy=strategy, devices=devices, precision=precision).fit(task, data)
+        norm: Any = task.layers[1]
+        weight = norm.weight.full_tensor() if devices == 2 else norm.weight
+        states.append((weight.detach(), norm.running_mean))
+    tolerance = 1e-6 if precision == "32" else 1e-2
+    torch.testing.assert_close(states[1], states[0], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("precision", ["32", "bf16-mixed", "bf16-true"])
+def test_batch_norms_work_in_every_precision(precision: str) -> None:
+    run_distributed(normed, precision)
 
 
 def test_a_class_that_the_model_does_not_have_is_named() -> None:

@@ -23,7 +23,8 @@ from drivetrain.distributed.tensors import broadcast_module
 from drivetrain.errors import ConfigError, StrategyError, nearest
 from drivetrain.precision import Precision
 from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Support
-from drivetrain.strategies.fsdp_wrapping import Wrap, repeated_blocks, units
+from drivetrain.strategies.fsdp_meta import Materialization, on_meta
+from drivetrain.strategies.fsdp_wrapping import Wrap, batch_norms, repeated_blocks, units
 from drivetrain.strategies.scaling import LossScale
 from drivetrain.strategies.stepping import step
 from drivetrain.task import StepModule
@@ -145,14 +146,19 @@ class FSDP(Strategy):
     def prepare(
         self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision
     ) -> Prepared:
-        """Convert, move, shard, then make the optimizers on the shards."""
+        """Convert, move, shard, then make the optimizers on the shards.
+
+        A task on the meta device gets its values part by part while it is sharded.
+        """
+        values = Materialization(module) if on_meta(module) else None
         precision.convert_module(module)
         _check_shapes(module)
-        module.to(self.device)
-        broadcast_module(module, self.world_size)
+        if values is None:
+            module.to(self.device)
+            broadcast_module(module, self.world_size)
         module.context = precision.forward_context(self.device)
         self._scale = LossScale(self.device, self._agree) if precision.loss_scaling else None
-        self._shard(module, precision)
+        self._shard(module, precision, values)
         self._parameters = [each for each in module.parameters() if each.requires_grad]
         return Prepared(module, make_optimizers(module) if make_optimizers else {})
 
@@ -160,7 +166,7 @@ class FSDP(Strategy):
         # Each process looks at its own shards only.
         torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
 
-    def _shard(self, module: StepModule, precision: Precision) -> None:
+    def _shard(self, module: StepModule, precision: Precision, values: Materialization | None) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         config = self.config
@@ -178,10 +184,20 @@ class FSDP(Strategy):
             "mp_policy": policy,
             "offload_policy": offload,
         }
-        blocks = units(module.task, config.wrap)
+        mixed = precision.compute_dtype not in (None, precision.param_dtype or torch.float32)
+        norms = batch_norms(module.task) if mixed else []
+        uncast = {**options, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
+        blocks = [each for each in units(module.task, config.wrap) if each not in norms]
         self._checkpoint(module.task)
-        for block in blocks:
-            fully_shard(block, **options)
+
+        def shard(part: nn.Module) -> None:
+            fully_shard(part, **(uncast if part in norms else options))
+
+        if values is None:
+            for part in (*norms, *blocks):
+                shard(part)
+        else:
+            values.run([*norms, *blocks], self.device, self.world_size, shard)
         # Of the root, what forward gathered is needed by the backward that follows at once.
         fully_shard(module, **{**options, "reshard_after_forward": False})
         ahead = config.forward_prefetch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
@@ -48,6 +48,17 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return _separate(model, found)
 
 
+def batch_norms(model: nn.Module) -> list[nn.Module]:
+    """The batch norms with weights of their own: these must have the dtype of the running means, while all
+    other weights are gathered in the computing dtype.
+    """
+    kind = nn.modules.batchnorm._BatchNorm
+    found = [
+        each for each in model.modules() if isinstance(each, kind) and any(True for _ in each.parameters())
+    ]
+    return _separate(model, found)
+
+
 def _of_classes(model: nn.Module, names: tuple[str, ...] | list[str]) -> list[nn.Module]:
     present = {type(each).__name__ for each in model.modules()}
     for name in names:
@@ -61,9 +72,15 @@ def _by_size(model: nn.Module, least: int) -> list[nn.Module]:
     chosen: list[nn.Module] = []
 
     def visit(module: nn.Module) -> int:
+        if isinstance(module, nn.MultiheadAttention):
+            # It uses an inner module's weights without calling it, and gives back a view, which torch warns
+            # of: it belongs to the module around it.
+            return sum(each.numel() for each in module.parameters())
         own = sum(each.numel() for each in module.parameters(recurse=False))
         own += sum(visit(child) for child in module.children())
-        if own >= least and module is not model:
+        # A container is never called, so that nothing would be gathered.
+        called = module is not model and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        if called and own >= least:
             chosen.append(module)
             return 0
         return own
@@ -72,7 +89,7 @@ def _by_size(model: nn.Module, least: int) -> list[nn.Module]:
     return chosen[::-1]
 
 
-def _separate(model: nn.Module, modules: list[nn.Module]) -> list[nn.Module]:
+def _separate(model: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Those that share no parameter with the rest of the model: tied parameters must be gathered together."""
     users: dict[int, set[int]] = {}
     for module in model.modules():
