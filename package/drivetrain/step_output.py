@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from drivetrain.data.batch import map_tensors
 from drivetrain.errors import ConfigError
-from drivetrain.types import StepOutput
+from drivetrain.types import Batch, StepOutput
 
 StepValues: TypeAlias = tuple[Tensor | None, tuple[str, ...], Tensor | None, Any]
 """A step's return value, taken apart: the scalar to optimise, with its graph (None when a validation step
@@ -59,6 +60,27 @@ def read_output(output: Any) -> StepValues:
             " with 'loss', or a StepOutput"
         )
     return loss, tuple(named), _stacked(named, loss), outputs
+
+
+def without_other_graphs(step: Callable[[Batch], Any], keep_outputs: bool) -> Callable[[Batch], Any]:
+    """The step, of whose result the loss alone has a graph.
+
+    For wrappers that hook every returned tensor that requires a gradient: each costs FSDP one more pass of
+    its backward hook, though only the loss is led back.
+
+    Args:
+        step: A training step.
+        keep_outputs: Whether anybody looks at the outputs; else they are dropped.
+    """
+
+    def run(batch: Batch) -> Any:
+        output = step(batch)
+        if isinstance(output, StepOutput) and output.outputs is not None:
+            outputs = map_tensors(Tensor.detach, output.outputs) if keep_outputs else None
+            return StepOutput(output.loss, outputs, output.metrics)
+        return output
+
+    return run
 
 
 def _check_extra(loss: Any, extra: Mapping[str, Any]) -> None:

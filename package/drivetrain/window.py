@@ -49,8 +49,13 @@ def shared(micro_batches: Sequence[MicroBatch], ranks: Ranks) -> tuple[Weighted,
         total = _asked(micro_batches, ranks)
     if not isinstance(total.weight, Tensor) and not total.weight:
         return [], total
-    scale = ranks.size / total.weight
-    return [(each, each.weight * scale) for each in micro_batches], total
+    size, weight = ranks.size, total.weight
+    if isinstance(weight, Tensor):
+        return [(each, each.weight * size / weight) for each in micro_batches], total
+    shares = [each.weight * size / weight for each in micro_batches]
+    return [
+        (each, None if share == 1 else share) for each, share in zip(micro_batches, shares, strict=True)
+    ], total
 
 
 def _asked(micro_batches: Sequence[MicroBatch], ranks: Ranks) -> Everywhere:
@@ -61,7 +66,7 @@ def _asked(micro_batches: Sequence[MicroBatch], ranks: Ranks) -> Everywhere:
         weight, samples, tokens = ranks.total([sum(map(float, weights)), *counts])
         return Everywhere(weight, int(samples), int(tokens))
     summed = torch.stack([torch.as_tensor(each, device=on_device) for each in weights]).sum()
-    torch.distributed.all_reduce(summed)
+    ranks.add(summed)
     samples, tokens = ranks.total(counts)
     return Everywhere(summed, int(samples), int(tokens))
 

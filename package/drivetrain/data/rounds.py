@@ -94,18 +94,23 @@ def drawn(items: Iterator[Any]) -> Callable[[int, int], Sequence[Any]]:
     return lambda start, stop: list(islice(items, stop - start))
 
 
-def grouped(batches: Iterable[tuple[int, Any, int]], share: Share) -> Iterator[Slice]:
+def grouped(
+    batches: Iterable[tuple[int, Any, int]], share: Share, count: Callable[[Any], int | None]
+) -> Iterator[Slice]:
     """One process's batches of rounds that have a whole batch for each process.
 
     Args:
         batches: Where each begins, the batch, and by how much it moves the position.
         share: Whose batches.
+        count: A batch's number of samples, or None when that cannot be said.
     """
     iterator = iter(batches)
     while together := list(islice(iterator, share.size)):
         stand_in = share.rank >= len(together)
         start, items, _ = together[0 if stand_in else share.rank]
-        yield Slice(start, items, sum(advance for _, _, advance in together), stand_in, None)
+        counts = [count(each) for _, each, _ in together]
+        samples = None if None in counts else sum(counts)  # type: ignore[arg-type]
+        yield Slice(start, items, sum(advance for _, _, advance in together), stand_in, samples)
 
 
 def rounds(batches: int, share: Share) -> int:

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
+from drivetrain.data.batch import batch_size
 from drivetrain.data.rounds import SharedBatch, grouped, rounds
 from drivetrain.data.share import WHOLE, Share
 from drivetrain.errors import DataError
@@ -94,8 +95,8 @@ class BatchSource(Source):
 
 def _every_round(batches: Iterable[Batch], share: Share) -> Iterator[SharedBatch]:
     """One process's batches of data of which every process draws all: nothing is read twice or left out."""
-    for part in grouped(((0, batch, 1) for batch in batches), share):
-        yield SharedBatch(part.items, part.advance, None, part.stand_in, None)
+    for part in grouped(((0, batch, 1) for batch in batches), share, batch_size):
+        yield SharedBatch(part.items, part.advance, None, part.stand_in, part.samples)
 
 
 class IterableSource(Source):

@@ -5,6 +5,7 @@ Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Train
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -133,6 +134,8 @@ class DDP(Strategy):
 
     def setup(self) -> None:
         """Join the process group."""
+        # DDP's constructor imports it, which takes a second: better while the other processes still start.
+        importlib.import_module("torch._dynamo")
         limit = None if self.config.timeout is None else timedelta(seconds=self.config.timeout)
         self._member = member = join(self.world_size, self.device.type, limit)
         self.rank, self.device, self.ranks = member.rank, member.device, member.ranks
@@ -169,6 +172,7 @@ class DDP(Strategy):
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             **buffers,
         )
+        self._synchronized = True
         self._register_hook(wrapped)
         if self.world_size > 1 and not (config.static_graph or config.find_unused_parameters):
             self._settle_buckets(wrapped)
@@ -212,9 +216,10 @@ class DDP(Strategy):
         # is averaged once more, and stays the same.
         last = last or self._unlearned
         self._unlearned = False
-        self._synchronized = last
-        if self._wrapped is not None:
-            self._wrapped.require_backward_grad_sync = last
+        if last != self._synchronized:  # a module takes 3 us to have an attribute set
+            self._synchronized = last
+            if self._wrapped is not None:
+                self._wrapped.require_backward_grad_sync = last
 
     def backward(
         self, loss: Tensor, share: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
