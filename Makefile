@@ -29,6 +29,7 @@ unit: $(READY)
 # The figures of README.md and docs/explanation: not part of `make test`, because times are no tests.
 bench: $(READY)
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/distributed.py
 	$(BIN)/python benchmarks/checkpoint.py
 
 docs: $(READY)

@@ -75,10 +75,11 @@ def without_other_graphs(step: Callable[[Batch], Any], keep_outputs: bool) -> Ca
 
     def run(batch: Batch) -> Any:
         output = step(batch)
-        if isinstance(output, StepOutput) and output.outputs is not None:
-            outputs = map_tensors(Tensor.detach, output.outputs) if keep_outputs else None
-            return StepOutput(output.loss, outputs, output.metrics)
-        return output
+        if not isinstance(output, StepOutput):
+            return output
+        if keep_outputs:
+            return StepOutput(output.loss, map_tensors(Tensor.detach, output.outputs), output.metrics)
+        return StepOutput(output.loss, None, output.metrics) if output.metrics else output.loss
 
     return run
 

@@ -49,7 +49,9 @@ MVAPICH = {key.replace("OMPI_COMM", "MV2_COMM"): value for key, value in OPENMPI
         ({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, None),
         (OPENMPI, ProcessEnvironment("openmpi", 2, 3, 2, 3, "10.0.0.1", 1234)),
-        (MPICH, ProcessEnvironment("mpich", 1, 2, 1, 2)),
+        (MPICH, ProcessEnvironment("mpich", 1, 2, 1, 2, "127.0.0.1", 15_000)),
+        ({**MPICH, "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}, ProcessEnvironment("mpich", 1, 2, 0, 1)),
+        ({**MPICH, "MASTER_PORT": "99"}, ProcessEnvironment("mpich", 1, 2, 1, 2, "127.0.0.1", 99)),
         ({**MPICH, "PMI_SIZE": "1", "PMI_RANK": "0"}, None),
         (MVAPICH, ProcessEnvironment("mvapich", 2, 3, 2, 3, "10.0.0.1", 1234)),
     ],
@@ -93,3 +95,8 @@ def test_what_makes_no_sense_is_refused(environment, message):
 )
 def test_the_first_host_of_a_list(nodes, host):
     assert first_host(nodes) == host
+
+
+def test_mpi_jobs_on_one_machine_do_not_meet() -> None:
+    ports = [detect({**MPICH, "PMIX_NAMESPACE": f"prterun-host-{job}@1"}).port for job in range(5)]
+    assert len(set(ports)) == 5

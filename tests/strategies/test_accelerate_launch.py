@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from drivetrain import StrategyError
-from drivetrain.strategies.accelerate_launch import Request, read_request
+from drivetrain.strategies.accelerate_launch import Request, read_precision, read_request
 
 # What accelerate 1.15 sets for --use_fsdp and nothing else.
 DEFAULTS = {
@@ -45,21 +45,31 @@ def test_without_accelerate_launch_nothing_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({"ACCELERATE_MIXED_PRECISION": "no"}, Request()),
-        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, Request(precision="bf16-mixed")),
-        ({"ACCELERATE_MIXED_PRECISION": "FP16"}, Request(precision="16-mixed")),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, Request()),
         ({"ACCELERATE_USE_CPU": "True"}, Request(device="cpu")),
         ({"ACCELERATE_USE_CPU": "False", "ACCELERATE_USE_FSDP": "false"}, Request()),
         ({"ACCELERATE_USE_FSDP": "true"}, Request("fsdp", PLAIN)),
         (DEFAULTS, Request("fsdp", PLAIN)),
         (
-            {**DEFAULTS, "ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_CPU": "True"},
-            Request("fsdp", PLAIN, "bf16-mixed", "cpu"),
+            {**DEFAULTS, "ACCELERATE_USE_CPU": "True"},
+            Request("fsdp", PLAIN, "cpu"),
         ),
     ],
 )
-def test_strategy_precision_and_device_are_read(variables: dict[str, str], expected: Request) -> None:
+def test_strategy_and_device_are_read(variables: dict[str, str], expected: Request) -> None:
     assert read_request(variables) == expected
+
+
+@pytest.mark.parametrize(
+    ("told", "name"), [("no", None), ("bf16", "bf16-mixed"), ("FP16", "16-mixed"), (None, None)]
+)
+def test_the_precision_is_read(told: str | None, name: str | None) -> None:
+    assert read_precision({} if told is None else {"ACCELERATE_MIXED_PRECISION": told}) == name
+
+
+def test_a_precision_that_there_is_not_is_refused() -> None:
+    with pytest.raises(StrategyError, match=r"MIXED_PRECISION=fp8.*allowed are 'no', 'bf16', 'fp16'"):
+        read_precision({"ACCELERATE_MIXED_PRECISION": "fp8"})
 
 
 @pytest.mark.parametrize(
@@ -122,7 +132,6 @@ def test_further_options_are_given_only_when_they_are_on() -> None:
         ("ACCELERATE_USE_DEEPSPEED", "true", "strategy 'deepspeed' is not part of this version"),
         ("ACCELERATE_USE_MEGATRON_LM", "true", "Megatron-LM is not part of this version"),
         ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "several parallelisms"),
-        ("ACCELERATE_MIXED_PRECISION", "fp8", "allowed are 'no', 'bf16', 'fp16'"),
         ("ACCELERATE_USE_FSDP", "perhaps", "must be true or false"),
         (
             "FSDP_SHARDING_STRATEGY",

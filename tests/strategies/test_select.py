@@ -11,13 +11,21 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain import ConfigError, Engine, StrategyError
+from drivetrain import ConfigError, Engine, StrategyError, Trainer
 from drivetrain.distributed.children import PARENT
 from drivetrain.distributed.environment import ProcessEnvironment, detect
 from drivetrain.errors import MissingDependencyError
 from drivetrain.precision import as_precision
 from drivetrain.registry import Registry
-from drivetrain.strategies import STRATEGIES, Choice, Hardware, SingleDevice, choose, select_strategy
+from drivetrain.strategies import (
+    STRATEGIES,
+    Choice,
+    Hardware,
+    SingleDevice,
+    choose,
+    select_precision,
+    select_strategy,
+)
 from drivetrain.strategies.accelerate_launch import Request
 from drivetrain.strategies.ddp import DDP, DDPConfig
 from drivetrain.strategies.select import OURS
@@ -282,21 +290,30 @@ def test_processes_that_this_program_has_started_are_not_called_a_launcher_s() -
 
 
 def test_accelerate_launch_s_request_counts_for_auto_alone() -> None:
-    request = Request("ddp", {"bucket_mb": 3.0}, "bf16-mixed", "cpu")
-    expected = Choice("ddp", "cpu", 1, 1, DDPConfig(bucket_mb=3.0), "bf16-mixed")
+    request = Request("ddp", {"bucket_mb": 3.0}, "cpu")
+    expected = Choice("ddp", "cpu", 1, 1, DDPConfig(bucket_mb=3.0))
     assert choose("auto", FOUR_GPUS, None, request=request) == expected
     assert choose("single", FOUR_GPUS, None, request=request) == single("cuda")
     assert choose("ddp", FOUR_GPUS, None, request=request) == ddp("cuda", 4)
     assert choose("auto", FOUR_GPUS, None, request=Request(device="cpu")) == single("cpu")
 
 
-def test_a_precision_that_accelerate_launch_was_told_is_not_dropped_in_silence() -> None:
-    variables = {"ACCELERATE_MIXED_PRECISION": "bf16"}
-    with pytest.warns(UserWarning, match=r"precision='32'. To follow it, give precision='bf16-mixed'"):
-        select_strategy("auto", FULL, hardware=LAPTOP, environment=variables)
-    # Somebody who has chosen one knows; and a strategy that was chosen, too, needs none.
-    select_strategy("auto", as_precision("bf16-true"), hardware=LAPTOP, environment=variables)
-    select_strategy("cpu", FULL, hardware=LAPTOP, environment=variables)
+def test_the_precision_that_accelerate_launch_was_told_is_taken_unless_one_is_given() -> None:
+    told = {"ACCELERATE_MIXED_PRECISION": "bf16"}
+    assert select_precision("auto", told).name == "bf16-mixed"
+    assert select_precision("auto", {"ACCELERATE_MIXED_PRECISION": "no"}).name == "32"
+    assert select_precision("auto", {}).name == "32"
+    assert select_precision("64", told).name == "64"
+    assert select_precision(as_precision("bf16-true"), told).name == "bf16-true"
+    with pytest.raises(ConfigError, match="unknown precision 'bf-16'"):
+        select_precision("bf-16", told)
+
+
+def test_a_run_has_the_precision_of_accelerate_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert as_precision(Trainer(max_epochs=1).precision).name == "bf16-mixed"
+    assert as_precision(Trainer(max_epochs=1, precision="32").precision).name == "32"
+    assert Engine().precision.name == "bf16-mixed"
 
 
 def test_what_accelerate_launch_cannot_have_is_refused_unless_a_strategy_was_chosen() -> None:

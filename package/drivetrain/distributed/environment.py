@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from drivetrain.errors import StrategyError
 
-_SLURM_PORTS = range(15_000, 30_000)
+_PORTS = range(15_000, 30_000)
 """Ports from which one is taken by the job's number: below those that systems give out by themselves."""
+
+_JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_PORT")
+"""Variables that differ between MPI jobs, and not within one."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,7 @@ def _slurm(environment: Mapping[str, str]) -> ProcessEnvironment | None:
         number("SLURM_LOCALID"),
         -(-world_size // nodes),
         environment.get("MASTER_ADDR") or first_host(environment.get("SLURM_STEP_NODELIST", "127.0.0.1")),
-        number("MASTER_PORT", default=_SLURM_PORTS[(job * 31 + step) % len(_SLURM_PORTS)]),
+        number("MASTER_PORT", default=_PORTS[(job * 31 + step) % len(_PORTS)]),
     )
 
 
@@ -130,13 +134,14 @@ def _mpich(environment: Mapping[str, str]) -> ProcessEnvironment | None:
     if environment.get("PMI_SIZE", "1") == "1" or "PMI_RANK" not in environment:
         return None
     number = _reader("mpich", environment)
+    local_size = number("MPI_LOCALNRANKS", default=number("PMI_SIZE"))
     return ProcessEnvironment(
         "mpich",
         number("PMI_RANK"),
         number("PMI_SIZE"),
         number("MPI_LOCALRANKID", default=number("PMI_RANK")),
-        number("MPI_LOCALNRANKS", default=number("PMI_SIZE")),
-        *_master("mpich", environment),
+        local_size,
+        *_meeting_place("mpich", environment, local_size == number("PMI_SIZE")),
     )
 
 
@@ -153,13 +158,22 @@ def _mpi(launcher: str, environment: Mapping[str, str], world: str, local: str) 
         world_size,
         number(local.format("RANK")),
         number(local.format("SIZE")),
-        *_master(launcher, environment),
+        *_meeting_place(launcher, environment, number(local.format("SIZE")) == world_size),
     )
 
 
-def _master(launcher: str, environment: Mapping[str, str]) -> tuple[str | None, int | None]:
-    port = "MASTER_PORT" in environment
-    return environment.get("MASTER_ADDR"), _reader(launcher, environment)("MASTER_PORT") if port else None
+def _meeting_place(
+    launcher: str, environment: Mapping[str, str], one_machine: bool
+) -> tuple[str | None, int | None]:
+    """Where the processes meet: what MASTER_ADDR and MASTER_PORT say, as MPI's launchers have no word for it.
+
+    On one machine they need not be set. Runs beside one another get ports of their own by their job's name.
+    """
+    job = next((environment[name] for name in _JOBS if name in environment), "")
+    port = _PORTS[zlib.crc32(job.encode()) % len(_PORTS)] if one_machine else None
+    if port is not None or "MASTER_PORT" in environment:
+        port = _reader(launcher, environment)("MASTER_PORT", default=port)
+    return environment.get("MASTER_ADDR", "127.0.0.1" if one_machine else None), port
 
 
 def _reader(launcher: str, environment: Mapping[str, str]) -> Callable[..., int]:

@@ -2,7 +2,7 @@
 
 from drivetrain.strategies.base import Prepared, Strategy, StrategyConfig, Support
 from drivetrain.strategies.hardware import Hardware
-from drivetrain.strategies.select import Choice, choose, select_strategy
+from drivetrain.strategies.select import Choice, choose, select_precision, select_strategy
 from drivetrain.strategies.single import SingleDevice
 from drivetrain.strategies.table import STRATEGIES
 
@@ -16,5 +16,6 @@ __all__ = [
     "StrategyConfig",
     "Support",
     "choose",
+    "select_precision",
     "select_strategy",
 ]

@@ -38,13 +38,11 @@ class Request:
     Attributes:
         strategy: The strategy's name, or None for any.
         options: Options of its configuration.
-        precision: The precision's name, or None for any.
         device: The kind of device, or None for the best.
     """
 
     strategy: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    precision: str | None = None
     device: str | None = None
 
 
@@ -65,14 +63,21 @@ def read_request(environment: Mapping[str, str]) -> Request | None:
     for name, what in _OTHERS.items():
         if _flag(environment, name):
             raise _refused(name, environment[name], f"{what} is not part of this version")
-    precision = _precision(environment)
     device = "cpu" if _flag(environment, "ACCELERATE_USE_CPU") else None
     if not _flag(environment, "ACCELERATE_USE_FSDP"):
-        return Request(precision=precision, device=device)
-    return Request("fsdp", _fsdp_options(environment), precision, device)
+        return Request(device=device)
+    return Request("fsdp", _fsdp_options(environment), device)
 
 
-def _precision(environment: Mapping[str, str]) -> str | None:
+def read_precision(environment: Mapping[str, str]) -> str | None:
+    """The name of the precision that `accelerate launch` was configured for, or None for any.
+
+    Args:
+        environment: Such as `os.environ`.
+
+    Raises:
+        StrategyError: It asks for what this version has not; names the variable.
+    """
     name = "ACCELERATE_MIXED_PRECISION"
     if name not in environment:
         return None

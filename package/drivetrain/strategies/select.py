@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -12,8 +11,8 @@ from drivetrain.distributed.children import PARENT
 from drivetrain.distributed.environment import ProcessEnvironment, detect
 from drivetrain.distributed.launch import launched
 from drivetrain.errors import StrategyError
-from drivetrain.precision import Precision
-from drivetrain.strategies.accelerate_launch import Request, read_request
+from drivetrain.precision import Precision, as_precision
+from drivetrain.strategies.accelerate_launch import Request, read_precision, read_request
 from drivetrain.strategies.base import Strategy
 from drivetrain.strategies.hardware import Hardware
 from drivetrain.strategies.single import SingleDevice
@@ -35,7 +34,6 @@ class Choice(NamedTuple):
         local_world_size: How many processes on this machine.
         world_size: How many processes on all machines.
         config: The strategy's configuration; None for its defaults.
-        precision: The precision that the launcher was told, or None.
     """
 
     name: str
@@ -43,7 +41,6 @@ class Choice(NamedTuple):
     local_world_size: int = 1
     world_size: int = 1
     config: Any = None
-    precision: str | None = None
 
 
 def choose(
@@ -88,7 +85,7 @@ def choose(
         raise _too_few_gpus(hardware, environment, local)
     if name in ("auto", "single", *DEVICES):
         name = "ddp" if total > 1 else "single"
-    return Choice(name, kind, local, total, config, request.precision)
+    return Choice(name, kind, local, total, config)
 
 
 def select_strategy(
@@ -125,6 +122,22 @@ def select_strategy(
     return strategy
 
 
+def select_precision(spec: str | int | Precision, environment: Mapping[str, str] | None = None) -> Precision:
+    """The precision for a run: "auto" is what `accelerate launch` was told, and else "32".
+
+    Args:
+        spec: A name, or a precision, which is taken as it is.
+        environment: The environment variables; default is this process's.
+
+    Raises:
+        ConfigError: An unknown name; lists the allowed ones.
+        StrategyError: `accelerate launch` was told one that there is not.
+    """
+    if spec == "auto":
+        spec = read_precision(os.environ if environment is None else environment) or "32"
+    return as_precision(spec)
+
+
 def _make(
     spec: Any,
     precision: Precision,
@@ -139,12 +152,6 @@ def _make(
         found = dataclasses.replace(found, launcher=OURS)
     request = read_request(variables) if isinstance(spec, str) and spec == "auto" else None
     choice = choose(spec, hardware, found, devices, num_nodes, request)
-    if choice.precision is not None and precision.name == "32":
-        warnings.warn(
-            f"`accelerate launch` was told a mixed precision, and this run has precision='32'. To follow it,"
-            f" give precision={choice.precision!r}",
-            stacklevel=2,
-        )
     if choice.name == "single":
         return SingleDevice(choice.device_kind)
     made = strategy_class(choice.name)

@@ -1,0 +1,148 @@
+"""A program that is started by somebody else's launcher trains in the processes that it finds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+
+PROGRAM = """
+import json, sys
+import torch
+from torch import nn
+from drivetrain import TaskModule, Trainer
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + self.line(x).tanh()
+
+class Deep(TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(3)))
+
+    def forward(self, x):
+        return self.blocks(x)
+
+    def loss(self, outputs, batch):
+        return outputs.square().mean()
+
+trainer = Trainer(max_epochs=1, loggers=(), checkpoint=False, progress_bar=False)
+strategy = trainer.select_strategy()
+result = trainer.fit(Deep(), [{"x": torch.ones(2, 4)}] * 8)
+config = getattr(strategy, "config", None)
+found = {
+    "strategy": strategy.name,
+    "wrap": getattr(config, "wrap", None),
+    "precision": trainer.precision.name,
+    "samples": result.progress.samples,
+    "updates": result.progress.updates,
+}
+sys.stdout.write(json.dumps(found) + "\\n")
+"""
+
+# As `accelerate config` writes it.
+CONFIGURATION = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_transformer_layer_cls_to_wrap: Block
+  fsdp_reshard_after_forward: true
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+machine_rank: 0
+mixed_precision: bf16
+num_machines: 1
+num_processes: 2
+rdzv_backend: static
+same_network: true
+use_cpu: true
+"""
+
+DDP = {"strategy": "ddp", "wrap": None, "precision": "32", "samples": 16, "updates": 4}
+FSDP = {**DDP, "strategy": "fsdp", "wrap": ["Block"], "precision": "bf16-mixed"}
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what a launcher of the tests themselves has set."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def outcomes(*processes: subprocess.Popen[str]) -> list[dict[str, object]]:
+    """What each rank has told at its end."""
+    try:
+        done = [each.communicate(timeout=60) for each in processes]
+    finally:
+        for each in processes:
+            each.kill()
+            each.wait()
+    assert all(each.returncode == 0 for each in processes), "\n".join(error for _, error in done)
+    return [json.loads(line) for out, _ in done for line in out.splitlines() if line.startswith("{")]
+
+
+def start(*words: str, **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **variables},
+    )
+
+
+@pytest.mark.usefixtures("alone")
+def test_torchrun() -> None:
+    Path("train.py").write_text(PROGRAM, encoding="utf-8")
+    started = start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py")
+    assert outcomes(started) == [DDP, DDP]
+
+
+@pytest.mark.usefixtures("alone")
+def test_accelerate_launch_s_configuration_chooses_strategy_and_precision() -> None:
+    pytest.importorskip("accelerate")
+    Path("train.py").write_text(PROGRAM, encoding="utf-8")
+    Path("fsdp.yaml").write_text(CONFIGURATION, encoding="utf-8")
+    launch = ["-m", "accelerate.commands.launch", "--config_file", "fsdp.yaml"]
+    assert outcomes(start(*launch, "--main_process_port=0", "train.py")) == [FSDP, FSDP]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("same", "own"),
+    [
+        (
+            {
+                "SLURM_JOB_ID": str(os.getpid() % 1000),
+                "SLURM_STEP_ID": "0",
+                "SLURM_STEP_NUM_TASKS": "2",
+                "SLURM_STEP_NUM_NODES": "1",
+                "SLURM_STEP_NODELIST": "localhost",
+            },
+            ("SLURM_PROCID", "SLURM_LOCALID"),
+        ),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+            ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+        ),
+        ({"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}, ("PMI_RANK", "MPI_LOCALRANKID")),
+    ],
+    ids=["srun", "Open MPI", "MPICH"],
+)
+def test_the_variables_of_batch_systems(same: dict[str, str], own: tuple[str, ...]) -> None:
+    Path("train.py").write_text(PROGRAM, encoding="utf-8")
+    ranks = [start("train.py", **same, **dict.fromkeys(own, str(rank))) for rank in range(2)]
+    assert outcomes(*ranks) == [DDP, DDP]
