@@ -1,9 +1,9 @@
 """What the engine adds to hand-written loops on several processes: `python benchmarks/distributed.py`.
 
 Two processes of this machine (gloo, one thread each) hold a hand-written loop and ours, over the same model,
-data and optimizer, and make an update of each in turns, so that whatever else the machine does slows both. The
-figures are medians over the updates, in rank 0. The last rows are the start of a script: from the command to
-its end with `devices=2`, an update included, beside torchrun with a script that imports torch.
+data and optimizer, and make an update of each in turns, so that whatever else the machine does slows both.
+The figures are medians over the updates, in rank 0. The last rows are the start of a script: from the command
+to its end with `devices=2`, an update included, beside torchrun with a script that imports torch.
 
     python benchmarks/distributed.py [--processes 2] [--only TEXT] [--json FILE]
 """

@@ -142,6 +142,9 @@ PAGES = {
         "explanation/crash-safety.md",
         {
             "testing.distributed": "run_distributed",
+            "testing.strategies": "check_strategy",
+            "testing.strategy_resume": "check_resume",
+            "testing.strategy_job": "Job MakeStrategy",
             "testing.storage": "check_file_system check_checkpoint_io everything",
             "testing.faults": "FaultyFileSystem",
             "testing.fault_kinds": "Fault FaultKind Killed",
@@ -153,10 +156,11 @@ PAGES = {
         "Strategies",
         "how-to/strategies/single.md",
         {
-            "strategies": "Strategy StrategyConfig Prepared Support SingleDevice STRATEGIES Choice choose"
+            "strategies": "Strategy StrategyConfig Prepared Support SingleDevice STRATEGIES Choice choose select_precision"
             " select_strategy Hardware",
             "strategies.ddp": "DDP DDPConfig",
-            "strategies.fsdp": "FSDP FSDPConfig",
+            "strategies.fsdp": "FSDP",
+            "strategies.fsdp_config": "FSDPConfig",
             "registry": "Registry",
         },
     ),

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Engine
+from drivetrain import ConfigError, Engine
 from drivetrain.strategies.ddp import DDP
 from drivetrain.strategies.fsdp import FSDP
 from drivetrain.testing.distributed import run_distributed
@@ -47,3 +47,37 @@ def test_each_sample_counts_once_in_a_short_last_round(kind: Any, world_size: in
         for mine, theirs in zip((*found[0], found[1]), (*alone[0], alone[1]), strict=True):
             torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-6, atol=1e-6)
         assert found[2] == alone[2] == 34
+
+
+def weightless(kind: Any, mean: str) -> Any:
+    """Rank 1 has nothing but padding in the first of two updates; the weights after each, or the error."""
+    torch.manual_seed(0)
+    model: Any = nn.Linear(3, 2)
+    engine = Engine(kind(world_size=2), devices=2)
+    model, optimizer = engine.prepare(model, lambda params: torch.optim.SGD(params, lr=0.1))
+    target = torch.tensor([0, 1])
+    try:
+        for update in range(2):
+            labels = torch.full((2,), -100) if engine.ranks.rank == 1 and update == 0 else target
+            scores = model(torch.ones(2, 3))
+            counted = int((labels >= 0).sum())
+            if mean == "torch":
+                loss = F.cross_entropy(scores, labels)
+            else:
+                loss = (scores.square().sum(1) * (labels >= 0)).sum() / counted
+            engine.backward(loss, counted)
+            engine.step(optimizer)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        engine.teardown()
+    return [
+        bool(each.isfinite().all()) for each in (getattr(p, "_local_tensor", p) for p in model.parameters())
+    ]
+
+
+@pytest.mark.parametrize("kind", [DDP, FSDP])
+def test_a_mean_over_nothing_counts_nothing_or_is_refused(kind: Any) -> None:
+    assert run_distributed(weightless, kind, "torch") == [[True, True]] * 2
+    for told in run_distributed(weightless, kind, "by hand"):
+        assert "had a loss that is not finite" in told

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from drivetrain.progress import Progress
     from drivetrain.run import Run
     from drivetrain.strategies.ddp import DDPConfig
-    from drivetrain.strategies.fsdp import FSDPConfig
+    from drivetrain.strategies.fsdp_config import FSDPConfig
     from drivetrain.task import TaskModule
     from drivetrain.trainer import FitResult, Trainer
     from drivetrain.types import Every, StepOutput
@@ -75,7 +75,7 @@ _HOMES = {
     "drivetrain.progress": ("Progress",),
     "drivetrain.run": ("Run",),
     "drivetrain.strategies.ddp": ("DDPConfig",),
-    "drivetrain.strategies.fsdp": ("FSDPConfig",),
+    "drivetrain.strategies.fsdp_config": ("FSDPConfig",),
     "drivetrain.task": ("TaskModule",),
     "drivetrain.trainer": ("FitResult", "Trainer"),
     "drivetrain.types": ("Every", "StepOutput"),

@@ -199,7 +199,9 @@ def _fit_run(
     totals = planned_totals(trainer, feed)
     declared = task.metrics()
     train_metrics = (
-        DeclaredMetrics(declared, engine.device, engine.ranks) if declared and trainer.train_metrics else None
+        DeclaredMetrics(declared, engine.device, engine.data_ranks)
+        if declared and trainer.train_metrics
+        else None
     )
     feeds = evaluation_feeds(trainer, engine, task, validation_data, "validation")
     validate_every = every(trainer.validate_every) if feeds else None
@@ -224,7 +226,7 @@ def _fit_run(
         train_feed=feed,
         evaluation_feeds=feeds,
         train_metrics=train_metrics,
-        evaluation_metrics=DeclaredMetrics(task.metrics(), engine.device, engine.ranks)
+        evaluation_metrics=DeclaredMetrics(task.metrics(), engine.device, engine.data_ranks)
         if feeds and declared
         else None,
     )
@@ -328,7 +330,7 @@ def _evaluation_run(
         callbacks=[each for each in with_defaults(trainer, None) if not isinstance(each, ModelSummary)],
         run_dir=Path(trainer.run_dir) if trainer.run_dir is not None else None,
         evaluation_feeds=feeds,
-        evaluation_metrics=DeclaredMetrics(declared, engine.device, engine.ranks) if declared else None,
+        evaluation_metrics=DeclaredMetrics(declared, engine.device, engine.data_ranks) if declared else None,
     )
 
 

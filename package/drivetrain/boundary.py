@@ -78,17 +78,18 @@ def _report(trainer: Trainer, run: Run, error: BaseException) -> None:
 
 def _where(run: Run) -> str:
     progress = run.progress
+    more = f", epoch {progress.epoch}, position {progress.position}" if run.stage == "train" else ""
+    return f"{_place(run)}{more}, rank {run.engine.strategy.rank}"
+
+
+def _place(run: Run) -> str:
+    """How far a run is, in a few words."""
+    after = f"after update {run.progress.updates}"
     if run.stage == "train":
-        return (
-            f"in training, after update {progress.updates}, epoch {progress.epoch}, position"
-            f" {progress.position}, rank {run.engine.strategy.rank}"
-        )
+        return f"in training, {after}"
     place = run.evaluation
     loader = f" of loader {place.loader!r}" if place.loader else ""
-    return (
-        f"in {run.stage}, batch {place.batch}{loader}, after update {progress.updates}, rank"
-        f" {run.engine.strategy.rank}"
-    )
+    return f"in {run.stage}, batch {place.batch}{loader}, {after}"
 
 
 def _tell_callbacks(run: Run) -> None:
@@ -127,7 +128,7 @@ def _failing_together(trainer: Trainer, run: Run) -> FailureChannel:
     return FailureChannel(
         ranks.rank,
         ranks.size,
-        describe=lambda: _where(run),
+        describe=lambda: _place(run),
         progress=progress,
         hang_timeout=trainer.hang_timeout,
     )

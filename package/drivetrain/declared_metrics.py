@@ -70,7 +70,7 @@ class DeclaredMetrics:
         self._metrics = {name: _moved(metric, device) for name, metric in metrics.items()}
         self._updates = tuple(metric.update for metric in self._metrics.values())
         self._ranks = ranks
-        if ranks.size > 1:
+        if not ranks.alone:
             check_joinable(self._metrics)
         self.updated = False
 
@@ -103,7 +103,7 @@ class DeclaredMetrics:
 
     def compute(self) -> dict[str, float]:
         """All values as floats: a mapping or a vector gives one for each entry, `name/key` or `name/0`."""
-        if self._ranks.size > 1:
+        if not self._ranks.alone:
             with joined_states(list(self._metrics.values()), self.updated, self._ranks) as updated:
                 return self._values() if updated else {}
         return self._values() if self.updated else {}

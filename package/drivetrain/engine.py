@@ -23,10 +23,10 @@ from drivetrain.errors import ConfigError
 from drivetrain.generator_step import generator_step
 from drivetrain.metrics import MetricBuffer, Row, refuse_nonfinite
 from drivetrain.native import OpenWindow, prepare_module
-from drivetrain.precision import Precision, as_precision
+from drivetrain.precision import Precision
 from drivetrain.progress import Progress
-from drivetrain.step_output import StepValues, read_output
-from drivetrain.strategies import Prepared, Strategy, StrategyConfig, select_strategy
+from drivetrain.step_output import StepValues, read_output, without_other_graphs
+from drivetrain.strategies import Prepared, Strategy, StrategyConfig, select_precision, select_strategy
 from drivetrain.streams import Streams
 from drivetrain.task import StepModule, TaskModule
 from drivetrain.types import Batch
@@ -53,7 +53,7 @@ class Engine:
     Args:
         strategy: A name, a configuration such as `DDPConfig(...)`, or an instance; see
             `drivetrain.strategies`.
-        precision: A name or a `Precision`.
+        precision: A name or a `Precision`; "auto" for what `accelerate launch` was told, and else "32".
         devices: How many processes, or "auto".
         num_nodes: How many machines.
         seed: Seeds every random stream of the run.
@@ -77,31 +77,31 @@ class Engine:
     def __init__(
         self,
         strategy: str | Strategy | StrategyConfig = "auto",
-        precision: str | Precision = "32",
+        precision: str | Precision = "auto",
         devices: int | str = "auto",
         num_nodes: int = 1,
         seed: int = 0,
         compile: bool | Mapping[str, Any] = False,
     ) -> None:
-        self.precision = as_precision(precision)
+        self.precision = select_precision(precision)
         self.strategy = select_strategy(strategy, self.precision, devices, num_nodes)
         if self.strategy.world_size > 1 and not torch.distributed.is_initialized():
             ensure_ranks(self.strategy.world_size // num_nodes, num_nodes)
         self.strategy.setup()
         self.device = self.strategy.device
-        self.ranks = self.strategy.ranks
+        self.ranks, self.data_ranks = self.strategy.ranks, self.strategy.data_ranks
         self.seed = seed
         self.progress = Progress()
-        self.streams = Streams(seed, self.strategy.rank, self.device)
+        self.streams = Streams(seed, self.strategy.data_rank, self.device)
         self.transfer = Transfer(self.device, self.precision.input_dtype)
-        self.buffer = MetricBuffer(self.ranks)
+        self.buffer = MetricBuffer(self.data_ranks)
         self.updaters: dict[str, Updater] = {}
         self.before_optimizer_step: Callable[[], None] | None = None
         self._compile = compile
         self._scaled = self.precision.loss_scaling
         self._alone = self.ranks.size == 1
-        self._spare = Spare()
-        self._window = OpenWindow(self.ranks)
+        self._spare = Spare(self.transfer)
+        self._window = OpenWindow(self.data_ranks)
 
     # The task's side: what the Trainer uses.
 
@@ -166,7 +166,10 @@ class Engine:
 
     def use_training_step(self) -> None:
         """Make the model run the task's training step."""
-        self.step_module.use(advance if self._interleaved else self.task.training_step)
+        step: Callable[..., Any] = advance if self._interleaved else self.task.training_step
+        if self.strategy.sharded and not self._interleaved:
+            step = without_other_graphs(step, keep_outputs=self._train_metrics is not None)
+        self.step_module.use(step)
 
     @property
     def share(self) -> Share:
@@ -189,7 +192,7 @@ class Engine:
         if self._alone:
             pairs = weighted(micro_batches)
         else:
-            pairs, total = shared(micro_batches, self.strategy.ranks)
+            pairs, total = shared(micro_batches, self.data_ranks, self._spare)
         if self._interleaved:
             return generator_step(self, micro_batches, pairs, total)
         strategy, run_step = self.strategy, self._run_step

@@ -160,7 +160,7 @@ def _evaluate_loader(run: Run, loader: str | None, feed: Feed) -> dict[str, floa
     step, metric_inputs, add = (
         engine.evaluation_step,
         task.metric_inputs,
-        (buffer := MetricBuffer(engine.ranks)).add,
+        (buffer := MetricBuffer(engine.data_ranks)).add,
     )
     if declared:
         declared.reset()
@@ -190,7 +190,7 @@ def _evaluate_loader(run: Run, loader: str | None, feed: Feed) -> dict[str, floa
 def predict(run: Run, feed: Feed) -> Generator[Any, None, None]:
     """The outputs of every batch, on the CPU, in the data's order; of all ranks' batches, on every rank."""
     engine, hooks = run.engine, run.hooks
-    ranks, sharded = engine.ranks, engine.strategy.sharded
+    ranks, sharded = engine.data_ranks, engine.strategy.sharded
     run.stage = "predict"
     with engine.evaluating("predict"):
         run.evaluation = Evaluation(None, 0, feed.batches_per_epoch)

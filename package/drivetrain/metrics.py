@@ -103,7 +103,7 @@ class MetricBuffer:
         Raises:
             NonFiniteError: A loss was NaN or infinite; names the first such update and all bad values.
         """
-        if not self._folded and self._ranks.size == 1:
+        if not self._folded and self._ranks.alone:
             means = self._plain_means()
             if means is not None:
                 return means
@@ -117,7 +117,8 @@ class MetricBuffer:
         """The totals of all ranks, added in their order, so that each rank has the same."""
         joined: dict[str, Total] = {}
         gathered = self._ranks.all_gather((totals, beside))
-        for rank, (each, _) in enumerate(gathered):
+        for index, (each, _) in enumerate(gathered):
+            rank = index * self._ranks.copies
             for name, total in each.items():
                 joined[name] = total.on(rank) if name not in joined else joined[name].plus(total.on(rank))
         first = gathered[0][1]

@@ -47,6 +47,7 @@ class OpenWindow:
         self._ranks = ranks
         self.handed: MicroBatch | None = None
         self._open = False
+        self._doubtful = False
         self._first: float | Tensor | None = None
         self._total: float | Tensor = 0.0
 
@@ -76,8 +77,10 @@ class OpenWindow:
                 )
         self._open = True
         if self._ranks.size > 1:
-            # All go through backward together; a loss of no weight, usually 0 / 0, has no gradient.
-            if not isinstance(weight, Tensor) and weight == 0:
+            # All go through backward together, also with a loss of no weight. That is usually 0 / 0, and
+            # cross_entropy's has no gradient then; that of a division has, and it is NaN.
+            if not isinstance(weight, Tensor) and weight == 0 and not loss.isfinite():
+                self._doubtful = True
                 loss = torch.nan_to_num(loss)
             self._first = 1.0
             self._total = self._total + weight
@@ -103,7 +106,8 @@ class OpenWindow:
         There may be none, when every weight was zero; optimizers pass parameters without a gradient over.
 
         Raises:
-            ConfigError: No backward came before.
+            ConfigError: No backward came before; or a loss of weight zero was not finite, and its gradient is
+                not zero.
         """
         if not self._open:
             raise ConfigError("engine.step() without engine.backward(loss) before it: there is no gradient")
@@ -111,8 +115,23 @@ class OpenWindow:
             total = self._total
             if self._ranks.size > 1:
                 # Strategies average over the processes.
-                total = self._ranks.total([float(total)])[0] / self._ranks.size
+                summed, doubtful = self._ranks.total([float(total), self._doubtful])
+                total = summed / self._ranks.size
+                if doubtful:
+                    self._check_finite(parameters)
             gradients = [each.grad for each in parameters if each.grad is not None]
             if total != 0:
                 torch._foreach_mul_(gradients, self._first / total)
-        self._open, self._first, self._total = False, None, 0.0
+        self._open, self._doubtful, self._first, self._total = False, False, None, 0.0
+
+    def _check_finite(self, parameters: Sequence[Tensor]) -> None:
+        """See that a loss of no weight has left no NaN; of shards, each process looks at its own."""
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        locals_ = [each.to_local() if hasattr(each, "to_local") else each for each in gradients]
+        bad = not all(bool(each.isfinite().all()) for each in locals_)
+        if self._ranks.total([bad])[0]:
+            raise ConfigError(
+                "a backward of weight 0 had a loss that is not finite, such as a mean over nothing, and its"
+                " gradient is NaN where it must be 0. With several processes it cannot be left out: make the"
+                " loss finite, such as loss_sum / max(count, 1)"
+            )

@@ -125,16 +125,18 @@ def _fused(config: OptimizerConfig, module: nn.Module, parameters: Sequence[Tens
     if config.fused is False:
         return False
     obstacle = next((each for each in parameters if not _can_fuse(factory, each)), None)
+    mixed = len({_is_sharded(each) for each in parameters}) > 1  # of which torch makes no step together
     if config.fused:
-        if obstacle is not None:
+        if obstacle is not None or mixed:
+            which = "sharded and whole" if obstacle is None else f"{obstacle.dtype}"
             raise ConfigError(
-                f"{optimizer_title(config)} has no sound fused implementation for {obstacle.dtype} "
-                f"parameters on {obstacle.device.type}. Leave fused at None"
+                f"{optimizer_title(config)} has no sound fused implementation for {which} "
+                f"parameters on {parameters[0].device.type}. Leave fused at None"
             )
         return True
     conflicting = any(config.options.get(name) for name in ("foreach", "differentiable"))
     # Fused Adagrad exists on fewer devices than the others, and no fused kernel takes sparse gradients.
-    if factory is torch.optim.Adagrad or conflicting or obstacle is not None:
+    if factory is torch.optim.Adagrad or conflicting or mixed or obstacle is not None:
         return None
     return True if set(parameters).isdisjoint(sparse_parameters(module)) else None
 
@@ -144,12 +146,16 @@ def _can_fuse(factory: OptimizerFactory, parameter: Tensor) -> bool:
         return False
     kind = factory if isinstance(factory, type) else None
     # Of sharded parameters (DTensors) torch knows how to do Adam's fused step only.
-    if hasattr(parameter, "placements") and kind not in (torch.optim.Adam, torch.optim.AdamW):
+    if _is_sharded(parameter) and kind not in (torch.optim.Adam, torch.optim.AdamW):
         return False
     # On the CPU, fused SGD leaves most 16-bit weights as they are and writes garbage to their momentum,
     # without an error; seen in torch 2.13 and reported as https://github.com/pytorch/pytorch/issues/191763.
     is_sgd = kind is not None and issubclass(kind, torch.optim.SGD)
     return not (is_sgd and parameter.device.type == "cpu" and parameter.itemsize < 4)
+
+
+def _is_sharded(parameter: Tensor) -> bool:
+    return hasattr(parameter, "placements")  # a DTensor, whose import takes half a second
 
 
 def remember_base_rates(optimizer: Optimizer) -> None:

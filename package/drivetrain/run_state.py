@@ -27,7 +27,7 @@ def snapshot_run(run: Run) -> Snapshot:
         CheckpointError: A part of it cannot be stored; says which.
     """
     engine = run.engine
-    own, *others = engine.ranks.all_gather(_own_state(run))
+    own, *others = engine.data_ranks.all_gather(_own_state(run))
     weights, extras = module_state(run.task)
     optimizers, meta = optimizer_state(
         run.task, {name: each.optimizer for name, each in engine.updaters.items()}
@@ -112,7 +112,7 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> None:
     run.progress.load_json(snapshot.progress)
     # What each process had of its own: with fewer of them now, one goes on from several; with more, some
     # begin with nothing.
-    mine = _states_for(engine.ranks.rank, engine.ranks.size, [tree, *tree.get("ranks", [])])
+    mine = _states_for(engine.data_ranks.rank, engine.data_ranks.size, [tree, *tree.get("ranks", [])])
     if mine:
         run.host_streams = mine[0]["host_streams"]
         engine.buffer.load_state_dict(joined_buffers([each["buffer"] for each in mine]), engine.device)

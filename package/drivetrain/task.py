@@ -130,6 +130,16 @@ class TaskModule(nn.Module):
         """
         return OptimizerConfig("adamw")
 
+    def parallel_plan(self) -> Mapping[str, Any]:
+        """How modules are split over processes, for `FSDPConfig(tensor_parallel=2)`; without that it is not
+        looked at. Default: none is.
+
+        Returns:
+            Styles of `torch.distributed.tensor.parallel`, such as `ColwiseParallel()`, by the names of
+            modules in the task. In a name `*` stands for any part between two dots: `"blocks.*.out"`.
+        """
+        return {}
+
     # What a step does.
 
     def training_step(self, batch: Batch) -> Any:

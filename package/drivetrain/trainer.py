@@ -33,7 +33,7 @@ from drivetrain.prediction_files import write_predictions
 from drivetrain.progress import Progress
 from drivetrain.run import Hooks
 from drivetrain.run_checkpoints import as_given
-from drivetrain.strategies import Strategy, StrategyConfig, select_strategy
+from drivetrain.strategies import Strategy, StrategyConfig, select_precision, select_strategy
 from drivetrain.task import TaskModule
 from drivetrain.types import Every, Logger
 from drivetrain.window import StepResult
@@ -80,7 +80,8 @@ class Trainer:
             `DDPConfig(...)`, an instance, or another package's name; see `drivetrain strategies`.
         devices: How many processes, or "auto".
         num_nodes: How many machines.
-        precision: "32", "bf16-mixed", "16-mixed", "bf16-true", "16-true" or "64".
+        precision: "32", "bf16-mixed", "16-mixed", "bf16-true", "16-true" or "64"; "auto" for what
+            `accelerate launch` was told, and else "32".
         gradient_accumulation_steps: Micro-batches per update.
         max_grad_norm: Clip the gradient's global norm to this; None for no clipping.
         validate_every: When to validate during a fit; None for never.
@@ -113,7 +114,7 @@ class Trainer:
     strategy: str | Strategy | StrategyConfig = "auto"
     devices: int | str = "auto"
     num_nodes: int = 1
-    precision: str | int | Precision = "32"
+    precision: str | int | Precision = "auto"
     gradient_accumulation_steps: int = 1
     max_grad_norm: float | None = None
     validate_every: Interval | None = "1 epoch"
@@ -177,7 +178,7 @@ class Trainer:
                 " run_dir local, and send the checkpoints there: checkpoint=CheckpointConfig(directory=...)"
             )
         object.__setattr__(self, "max_time", _seconds(self.max_time))
-        object.__setattr__(self, "precision", as_precision(self.precision))
+        object.__setattr__(self, "precision", select_precision(self.precision))
         object.__setattr__(self, "checkpoint", _checkpoint_policy(self.checkpoint))
         single = not isinstance(self.callbacks, Iterable) or isinstance(self.callbacks, (str, Mapping))
         if single or any(isinstance(each, type) for each in self.callbacks):

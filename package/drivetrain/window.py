@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain.data import Everywhere, MicroBatch
+from drivetrain.data import Everywhere, MicroBatch, Transfer, to_host
 from drivetrain.distributed.ranks import Ranks
 from drivetrain.errors import ConfigError, nearest
 from drivetrain.metrics import MetricBuffer, Row
@@ -32,7 +32,7 @@ def weighted(micro_batches: Sequence[MicroBatch]) -> Weighted:
     return [(each, each.weight / total) for each in kept]
 
 
-def shared(micro_batches: Sequence[MicroBatch], ranks: Ranks) -> tuple[Weighted, Everywhere]:
+def shared(micro_batches: Sequence[MicroBatch], ranks: Ranks, spare: Spare) -> tuple[Weighted, Everywhere]:
     """As `weighted`, for a window of which other processes have micro-batches too.
 
     Strategies average gradients over the processes, so that each share is of the window's weight everywhere,
@@ -46,7 +46,10 @@ def shared(micro_batches: Sequence[MicroBatch], ranks: Ranks) -> tuple[Weighted,
     if len(known) == len(micro_batches):
         total = Everywhere(*map(sum, zip(*known, strict=True)))
     else:
-        total = _asked(micro_batches, ranks)
+        # Those without weight come last: what is run in their place draws after all others, so that a resumed
+        # run, in which it may be another batch, draws the same for these.
+        micro_batches = sorted(micro_batches, key=_weighs_nothing)
+        total = _asked(micro_batches, ranks, spare)
     if not isinstance(total.weight, Tensor) and not total.weight:
         return [], total
     size, weight = ranks.size, total.weight
@@ -58,12 +61,20 @@ def shared(micro_batches: Sequence[MicroBatch], ranks: Ranks) -> tuple[Weighted,
     ], total
 
 
-def _asked(micro_batches: Sequence[MicroBatch], ranks: Ranks) -> Everywhere:
+def _weighs_nothing(micro_batch: MicroBatch) -> bool:
+    # A weight on an accelerator is not looked at.
+    return not isinstance(micro_batch.weight, Tensor) and not micro_batch.weight
+
+
+def _asked(micro_batches: Sequence[MicroBatch], ranks: Ranks, spare: Spare) -> Everywhere:
     weights = [each.weight for each in micro_batches]
     on_device = next((each.device for each in weights if isinstance(each, Tensor)), None)
     counts = [sum(each.samples for each in micro_batches), sum(each.tokens for each in micro_batches)]
     if on_device is None:
-        weight, samples, tokens = ranks.total([sum(map(float, weights)), *counts])
+        lacks = spare.lacks(micro_batches)
+        weight, samples, tokens, lacking = ranks.total([sum(map(float, weights)), *counts, lacks])
+        if weight and lacking:
+            spare.borrow(micro_batches, ranks)
         return Everywhere(weight, int(samples), int(tokens))
     summed = torch.stack([torch.as_tensor(each, device=on_device) for each in weights]).sum()
     ranks.add(summed)
@@ -72,10 +83,26 @@ def _asked(micro_batches: Sequence[MicroBatch], ranks: Ranks) -> Everywhere:
 
 
 class Spare:
-    """What is run in the place of a micro-batch without weight, where all processes run each of them."""
+    """What is run in the place of a micro-batch without weight, where all processes run each of them.
 
-    def __init__(self) -> None:
+    Args:
+        transfer: Brings a batch to the device.
+    """
+
+    def __init__(self, transfer: Transfer) -> None:
+        self._transfer = transfer
         self._batch: Batch | None = None
+
+    def lacks(self, micro_batches: Sequence[MicroBatch]) -> bool:
+        """Whether nothing here weighed something yet, in this window or before."""
+        return self._batch is None and all(map(_weighs_nothing, micro_batches))
+
+    def borrow(self, micro_batches: Sequence[MicroBatch], ranks: Ranks) -> None:
+        """Take another process's where there is none; to be called by all processes, of which one has one."""
+        mine = None if _weighs_nothing(micro_batches[0]) else to_host(micro_batches[0].batch)
+        batches = [each for each in ranks.all_gather(mine) if each is not None]
+        if self._batch is None:
+            self._batch = self._transfer(batches[0])
 
     def instead_of(self, micro_batch: MicroBatch) -> MicroBatch:
         """The micro-batch, or what weighed something before if it has no weight itself.

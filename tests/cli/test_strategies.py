@@ -14,6 +14,7 @@ from drivetrain.cli.strategies import Listed, list_strategies
 from drivetrain.errors import MissingDependencyError
 from drivetrain.strategies import STRATEGIES, Hardware, Support
 from drivetrain.strategies.ddp import DDPConfig
+from drivetrain.strategies.fsdp_config import FSDPConfig
 
 
 def listed(hardware: Hardware) -> dict[str, Listed]:
@@ -126,6 +127,17 @@ QUIET = "--trainer.loggers= --trainer.progress_bar false"
         ("--trainer.strategy.static-graph yes --trainer.strategy ddp", DDPConfig(static_graph=True)),
         ("--trainer.strategy ddp --trainer.strategy.communication fp16", DDPConfig(communication="fp16")),
         ("--trainer.strategy ddp --trainer.strategy.timeout none", DDPConfig()),
+        (
+            "--trainer.strategy fsdp --trainer.strategy.tensor_parallel 2 --trainer.devices 2",
+            FSDPConfig(tensor_parallel=2),
+        ),
+        (
+            (
+                "--trainer.strategy fsdp --trainer.strategy.ignored head,norm.*"
+                " --trainer.strategy.activation_checkpointing selective"
+            ),
+            FSDPConfig(ignored=("head", "norm.*"), activation_checkpointing="selective"),
+        ),
     ],
 )
 def test_options_of_a_strategy_make_its_configuration(line: str, expected: Any) -> None:

@@ -13,6 +13,7 @@ from torch import distributed
 
 from drivetrain.distributed.failure import FailureChannel
 from drivetrain.distributed.forking import fork_ranks
+from drivetrain.distributed.group import disband, join, leave
 from drivetrain.errors import RankFailure, StrategyError
 
 pytestmark = pytest.mark.skipif(
@@ -79,6 +80,32 @@ def test_a_copy_that_stops_answering_does_not_take_this_process_with_it() -> Non
 
     with pytest.raises(RankFailure, match="rank 1 failed first, last heard of at update 7: it is stopped"):
         fork_ranks(lambda: summed(stops), 2)
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        (lambda: 1 / 0, "rank 1 failed first: ZeroDivisionError: division by zero"),
+        (
+            lambda: os.kill(os.getpid(), signal.SIGKILL),
+            "rank 1 failed first, before the process group was formed: it was killed by SIGKILL",
+        ),
+        (lambda: os._exit(0), "rank 1 ended, with exit code 0, before the process group was formed"),
+    ],
+)
+def test_a_copy_that_ends_before_it_joins_is_not_waited_for(end, told: str) -> None:
+    def joins():
+        if rank() == 1:
+            end()
+        try:
+            leave(join(2, "cpu"))
+        finally:
+            disband()
+
+    started = time.monotonic()
+    with pytest.raises(RankFailure, match=told):
+        fork_ranks(joins, 2)
+    assert time.monotonic() - started < 15, "torch waits for minutes"
 
 
 def test_an_interrupted_call_ends_the_copies() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -140,6 +141,54 @@ def test_a_rank_that_fails_ends_the_program(tmp_path: Path, then: str, code: int
     done = python("program.py", expected=code)
     assert last in done.stderr.splitlines()[-1]
     assert time.monotonic() - started < 20, "not after the 25 s that the other rank would take"
+
+
+JOINING = """
+from drivetrain.distributed.group import join
+import torch
+if rank == 1:
+    BEFORE
+join(2, "cpu")
+if rank == 1:
+    AFTER
+torch.distributed.all_reduce(torch.ones(1))
+"""
+
+
+@needs_gloo
+@pytest.mark.parametrize(
+    ("before", "after", "last"),
+    [
+        (
+            "raise ValueError('no data')",
+            "pass",
+            r"RankFailure: rank 1 failed first, before the process group .*: it ended with exit code 1$",
+        ),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            "pass",
+            r"RankFailure: rank 1 failed first, before the process group .*: it was killed by SIGKILL$",
+        ),
+        ("sys.exit()", "pass", r"RankFailure: rank 1 ended, with exit code 0, before the process group was"),
+        # Rank 0 itself learns only that a connection was closed.
+        (
+            "pass",
+            "raise ValueError('no data')",
+            "^drivetrain: rank 1 failed first: it ended with exit code 1$",
+        ),
+    ],
+)
+def test_a_rank_that_fails_before_a_run_begins_is_named_at_once(
+    tmp_path: Path, before: str, after: str, last: str
+) -> None:
+    program = JOINING.replace("BEFORE", before).replace("AFTER", after)
+    (tmp_path / "program.py").write_text(FAILING + program, encoding="utf-8")
+    started = time.monotonic()
+    errors = python("program.py", expected=1).stderr.splitlines()
+    assert re.search(last, errors[-1]), "\n".join(errors)
+    shown = [each for each in errors if each.endswith("ValueError: no data")]
+    assert len(shown) == ("raise" in before + after)
+    assert time.monotonic() - started < 15, "torch waits for minutes"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's end of a parent's children")

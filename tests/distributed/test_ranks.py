@@ -41,6 +41,42 @@ def test_all_get_the_same():
 
 
 @needs_gloo
+def test_of_processes_that_have_the_same_one_counts_and_all_hear():
+    def act():
+        job = Ranks.of_job()
+        ranks = job.grouped(2)
+        found = (
+            (ranks.rank, ranks.size, job.grouped(1) is job),
+            ranks.all_gather(job.rank),
+            ranks.total([1.0, job.rank]),
+            ranks.add(torch.tensor(10.0 + job.rank)).item(),
+            ranks.first(lambda: f"from {job.rank}"),
+            ranks.together(lambda: job.rank),
+            ranks.distribute(job.rank, lambda values: [sum(values) + value for value in values]),
+        )
+        job.close()
+        assert ranks.group is None
+        return found
+
+    for rank, found in enumerate(run_distributed(act, world_size=4)):
+        group = rank // 2
+        both = [0, 2]
+        expected = ((group, 2, True), both, [2.0, 2.0], 22.0, "from 0", both, 2 + 2 * group)
+        assert found == expected
+
+
+@needs_gloo
+def test_an_error_of_one_that_does_not_count_is_raised_by_all_too():
+    def act():
+        ranks = Ranks.of_job().grouped(2)
+        with pytest.raises(CheckpointError, match="no room"):
+            ranks.together(lambda: fail() if ranks.copy == 1 else None)
+        return ranks.all_gather("still together")
+
+    assert run_distributed(act) == [["still together"]] * 2
+
+
+@needs_gloo
 def test_an_error_of_one_is_raised_by_all():
     def act():
         ranks = Ranks.of_job()

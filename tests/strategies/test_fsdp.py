@@ -41,7 +41,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "offload": {"cpu_offload": True},
     "again": {"activation_checkpointing": "full"},
     "again_by_class": {"activation_checkpointing": ("Sequential",)},
-    "prefetch": {"forward_prefetch": 1},
+    "again_in_part": {"activation_checkpointing": "selective"},
+    "prefetch": {"forward_prefetch": 1, "backward_prefetch": 2},
 }
 
 
@@ -131,6 +132,22 @@ def test_repeated_blocks_are_found_and_those_with_tied_parameters_are_not() -> N
     assert repeated_blocks(task) == [task.blocks[2]]
 
 
+def test_containers_are_passed_over_or_refused_as_they_are_never_called() -> None:
+    model = nn.ModuleList(
+        nn.ModuleDict({"pair": nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))})
+        for _ in range(2)
+    )
+    assert repeated_blocks(model) == [each for one in model for each in one["pair"]]  # type: ignore[index]
+    with pytest.raises(ConfigError, match="a ModuleDict is never called"):
+        units(model, ("ModuleDict",))
+
+
+def test_parts_chosen_by_function_are_those_for_which_it_is_true() -> None:
+    task = Tokens()
+    assert units(task, lambda module: isinstance(module, nn.Linear))[-1] is task.blocks[0][0]
+    assert units(task, ()) == []
+
+
 def test_parts_chosen_by_size_are_modules_that_are_called() -> None:
     model = nn.ModuleDict({"lists": nn.ModuleList(nn.MultiheadAttention(4, 2) for _ in range(3))})
     model["line"] = nn.Linear(4, 8)
@@ -187,7 +204,11 @@ def test_a_class_that_the_model_does_not_have_is_named() -> None:
         ({"wrap": 0}, "not 0"),
         ({"activation_checkpointing": True}, "not True"),
         ({"shard_size": 2}, "for sharding='hybrid'"),
+        ({"activation_checkpointing": "some"}, "'selective'.*not 'some'"),
         ({"forward_prefetch": -1}, "not -1"),
+        ({"backward_prefetch": 1.5}, "backward_prefetch is a number of blocks, not 1.5"),
+        ({"tensor_parallel": 0}, "tensor_parallel is a number of processes, not 0"),
+        ({"ignored": "head"}, "such as .*not 'head'"),
         ({"timeout": 0}, "positive"),
     ],
 )

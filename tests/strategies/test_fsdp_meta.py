@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -49,6 +50,16 @@ class Small(TaskModule):
             x = block(x)
         loss: Tensor = self.last(self.head(self.norm(x.flatten(0, 1)))).square().mean()
         return loss
+
+    def parallel_plan(self) -> Mapping[str, Any]:
+        from torch.distributed.tensor import Replicate
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        return {
+            "blocks.*.line": ColwiseParallel(output_layouts=Replicate()),
+            "embedding": ColwiseParallel(output_layouts=Replicate()),
+            "head": RowwiseParallel(input_layouts=Replicate()),
+        }
 
 
 class Rescaled(Small):
@@ -99,6 +110,10 @@ def trained(kind: type[TaskModule], config: FSDPConfig, precision: str) -> str:
         (Small, {"cpu_offload": True, "activation_checkpointing": "full"}, "bf16-mixed"),
         (Rescaled, {"sharding": "shard_grad_op"}, "32"),
         (Rescaled, {"wrap": 60}, "bf16-true"),
+        (Small, {"tensor_parallel": 2}, "32"),
+        (Rescaled, {"tensor_parallel": 2, "activation_checkpointing": "selective"}, "bf16-mixed"),
+        (Small, {"ignored": ("blocks.1", "*.bias", "head")}, "32"),
+        (Rescaled, {"ignored": ("last",), "tensor_parallel": 2}, "bf16-true"),
     ],
 )
 def test_a_task_from_the_meta_device_trains_as_one_from_the_cpu(

@@ -150,7 +150,9 @@ class Throughput(Callback):
         # An update without an optimizer's step (a window of weight zero) has no complete backward to count.
         if flops is not None and samples > 0:
             self._measure = False
-            self._flops_per_sample = self._devices * flops / samples if flops else None
+            # Matrices that are split over processes are counted whole; attention over some heads is not.
+            shares = run.engine.strategy.data_size
+            self._flops_per_sample = shares * flops / samples if flops else None
 
     def _stop(self) -> None:
         if self._counting is not None:

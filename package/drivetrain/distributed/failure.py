@@ -18,9 +18,10 @@ import torch
 
 from drivetrain.distributed.children import outlive_parent
 from drivetrain.distributed.environment import detect
-from drivetrain.distributed.failure_hub import Hub, end_process, silence
+from drivetrain.distributed.failure_hub import DIED, Hub, end_process, silence
 from drivetrain.distributed.failure_wire import Cause, Line, machine
 from drivetrain.distributed.launch import launched
+from drivetrain.distributed.waiting import Waiting
 from drivetrain.distributed.watchdog import EXIT_HANG
 from drivetrain.errors import RankFailure, StrategyError
 
@@ -38,6 +39,9 @@ _DECIDING = 3.0
 
 _LAST = 2.0
 """Seconds that rank 0 leaves the others to end before it does, so that its last lines are the last."""
+
+_FREED = 0.5
+"""Seconds that rank 0's main thread then has to end by itself, as it must where it is a notebook's."""
 
 _GOODBYE = 60.0
 """Seconds that rank 0, whose threads the channel lives in, waits at its end for the others."""
@@ -69,6 +73,8 @@ class FailureChannel:
         progress: A number that grows with every step; called in a thread.
         hang_timeout: Seconds without progress on any rank after which the run is ended with exit code 75,
             naming the ranks that are behind; needs `progress`. None for no limit.
+        deadlock_timeout: Seconds after which ranks that all wait for one another, in collectives that do not
+            match, are ended, naming where each waits; see `Waiting` for how that is known. None to let them.
         on_failure: Is told of another rank's failure before this process ends; called in a thread.
 
     Raises:
@@ -85,6 +91,7 @@ class FailureChannel:
         describe: Callable[[], str] = str,
         progress: Callable[[], int] | None = None,
         hang_timeout: float | None = None,
+        deadlock_timeout: float | None = 5.0,
         on_failure: Callable[[RankFailure], None] | None = None,
     ) -> None:
         self.rank = rank
@@ -94,7 +101,9 @@ class FailureChannel:
         self._describe = describe
         self._progress = progress
         self._hang_timeout = hang_timeout if progress is not None else None
+        self._deadlock_timeout = deadlock_timeout
         self._on_failure = on_failure
+        self._waiting: Waiting
         self._cause: Cause | None = None
         self._decided = threading.Event()
         self._out = threading.Event()
@@ -109,6 +118,7 @@ class FailureChannel:
     def __enter__(self) -> FailureChannel:
         if self.world_size == 1:
             return self
+        self._waiting = Waiting()
         store = self._store if self._store is not None else _default_store()
         environment = detect(os.environ)
         # How often this rank has opened one on this store: the same number on every rank.
@@ -116,7 +126,7 @@ class FailureChannel:
         key = f"drivetrain/failure/at/{opened}"
         if self.rank == 0:
             local = environment is not None and environment.local_world_size == self.world_size
-            self._hub = Hub(self.world_size, local, self._timeout, self._hang_timeout)
+            self._hub = Hub(self.world_size, local, self._timeout, self._hang_timeout, self._deadlock_timeout)
             found = {"port": self._hub.port, "token": self._hub.token, "machine": machine()}
             store.set(key, json.dumps({**found, "hosts": [] if local else _own_hosts()}))
         try:
@@ -213,7 +223,8 @@ class FailureChannel:
         if isinstance(error, SystemExit):  # which prints nothing
             if ranks is not None and isinstance(error.code, int):
                 ranks.exit_code = error.code
-            sys.stderr.write(cause.block())
+            if self._tells():
+                sys.stderr.write(cause.block())
         elif error is not None and not isinstance(error, KeyboardInterrupt):
             error.add_note(f"drivetrain: {cause}")
         elif isinstance(error, KeyboardInterrupt) and not self._tells():
@@ -251,8 +262,7 @@ class FailureChannel:
                 self._fail(self._hub.cause)  # the hub was done before its word to this very process was read
                 return
             if messages is None:
-                text = "it died without a word: killed, perhaps for want of memory, or ended by os._exit"
-                self._lost(text)
+                self._lost(DIED)
                 return
             for each in messages:
                 silent = 0
@@ -265,6 +275,8 @@ class FailureChannel:
                 self._rank_0, self._rank_0_where = (each["machine"], int(each["pid"])), each["where"]
             if time.monotonic() >= following:
                 following = time.monotonic() + tick
+                if self._deadlock_timeout:
+                    self._waiting.look()
                 self._line.send(kind="beat", **self._state())
                 silent += self.rank != 0
                 found = silence(silent, *self._rank_0, self._timeout)
@@ -294,6 +306,9 @@ class FailureChannel:
             return
         if self._hub is not None:
             self._hub.finished.wait(_LAST)
+            # The end of the others breaks the collective that held the main thread.
+            if self._out.wait(_FREED) or (self._reported is not None and self._out.wait(_UNWINDING)):
+                return
         self._end(cause)
 
     def _end(self, cause: Cause) -> NoReturn:
@@ -310,7 +325,12 @@ class FailureChannel:
         return (is_rank_0_lost and self.rank == 1) or os.environ.get("LOCAL_RANK") == "0"
 
     def _state(self) -> dict[str, Any]:
-        return {"where": self._where(), "progress": self._progress() if self._progress is not None else None}
+        return {
+            "where": self._where(),
+            "progress": self._progress() if self._progress is not None else None,
+            "looks": self._waiting.looks,
+            "place": self._waiting.place,
+        }
 
     def _where(self) -> str:
         try:

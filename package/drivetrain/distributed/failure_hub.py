@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import math
 import os
 import selectors
 import signal
@@ -22,6 +23,12 @@ interpreter, such as one that reads a large file, none of its threads can send a
 _ASIDE = 2.0
 """Seconds that an error which is probably a consequence waits for its cause."""
 
+_ABOVE = "what it had to say stands above"
+DIED = f"it was killed, perhaps for want of memory, or ended by os._exit, or aborted ({_ABOVE})"
+"""What can be said of a process that this one has not started."""
+
+_FRESH = 2
+"""Ticks for which it counts what a rank has said of itself."""
 
 _SHOWN = 8
 """Ranks that are named one by one."""
@@ -37,6 +44,8 @@ class _Peer:
     pid: int
     where: str = ""
     progress: int | None = None
+    looks: int = 0
+    place: str = ""
     silent: int = 0
     state: str = "here"  # then "left" after a goodbye, "gone" after anything else
 
@@ -49,6 +58,7 @@ class Hub:
         local: Whether all of them are on this machine.
         timeout: Seconds of silence after which a rank that is seen to be stopped counts as lost.
         hang_timeout: Seconds without any rank's progress that count as a hang; None for no limit.
+        deadlock_timeout: Seconds for which all ranks must be seen to wait for one another; None to let them.
 
     Attributes:
         port: Where it listens.
@@ -57,11 +67,19 @@ class Hub:
         finished: Set when no rank but this one is left.
     """
 
-    def __init__(self, world_size: int, local: bool, timeout: float, hang_timeout: float | None) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        local: bool,
+        timeout: float,
+        hang_timeout: float | None,
+        deadlock_timeout: float | None,
+    ) -> None:
         self._world_size = world_size
         self._timeout = timeout
         self._tick = timeout / 5
         self._hang_timeout = hang_timeout
+        self._looks = math.ceil(deadlock_timeout / self._tick) if deadlock_timeout else None
         self._server = kept_to_this_process(_listen(local))
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
@@ -159,6 +177,7 @@ class Hub:
     def _take(self, peer: _Peer, message: dict[str, Any]) -> None:
         peer.silent = 0
         peer.where = str(message["where"])
+        peer.looks, peer.place = int(message["looks"]), str(message["place"])
         if message["progress"] != peer.progress:
             peer.progress = message["progress"]
             self._still = 0
@@ -196,6 +215,8 @@ class Hub:
             elif self._ticks >= 5 * PATIENCE:
                 text = f"it has not come to the failure channel within {PATIENCE * self._timeout:g} s"
                 self._decide(Cause("lost", missing[0], "", text))
+        elif self._looks is not None and self._all_wait(here, self._looks):
+            self._decide(self._deadlock())
         elif self._hang_timeout is not None and self._still * self._tick >= self._hang_timeout and here:
             self._decide(self._hang(self._hang_timeout))
 
@@ -203,10 +224,28 @@ class Hub:
         where = self._peers[0].where if 0 in self._peers else ""
         return {"kind": "beat", "machine": machine(), "pid": os.getpid(), "where": where}
 
+    def _all_wait(self, here: list[_Peer], looks: int) -> bool:
+        """Whether all that are still here have been at rest for so long that nothing can be on its way.
+
+        One that has left the channel has done its part of what the ranks do together: nobody may wait for it.
+        """
+        return bool(here) and all(each.looks >= looks and each.silent <= _FRESH for each in here)
+
+    def _deadlock(self) -> Cause:
+        places: dict[str, list[int]] = {}
+        for each in sorted(self._peers.values(), key=lambda each: each.rank):
+            where = f", {at(each.where)}" if each.where else ""
+            place = f"in {each.place}{where}" if each.state == "here" else f"at its end{where}"
+            places.setdefault(place, []).append(each.rank)
+        listed = "; ".join(f"{_named(ranks)} {place}" for place, ranks in list(places.items())[:_SHOWN])
+        return Cause("deadlock", -1, "", f"the ranks wait for one another: {listed}")
+
     def _hang(self, seconds: float) -> Cause:
         peers = sorted(self._peers.values(), key=lambda each: each.rank)
         numbers = [each.progress or 0 for each in peers]
         behind = [each for each, number in zip(peers, numbers, strict=True) if number < max(numbers)]
+        if not behind and any(each.looks for each in peers):
+            behind = [each for each in peers if not each.looks]
         ahead = next(each for each, number in zip(peers, numbers, strict=True) if number == max(numbers))
         if not behind:
             where = f"all ranks are {at(ahead.where)}"
@@ -217,7 +256,9 @@ class Hub:
             for each in behind[:_SHOWN]
         )
         more = f"; {len(behind) - _SHOWN} more are behind" if len(behind) > _SHOWN else ""
-        what = f"no progress for {seconds:g} s; {listed}{more}, the others wait {at(ahead.where)}"
+        for_them = "for it" if len(behind) == 1 else "for them"
+        place = at(ahead.where) if ahead.where != behind[0].where else for_them
+        what = f"no progress for {seconds:g} s; {listed}{more}, the others wait {place}"
         stuck = tuple(each.rank for each in behind if each.state == "here") or (ahead.rank,)
         return Cause("hang", behind[0].rank, behind[0].where, what, stuck=stuck)
 
@@ -243,6 +284,14 @@ class Hub:
         for each in self._peers.values():
             if each.state != "gone":  # rank 0 has said goodbye, and is there all the same
                 each.line.send(**message)
+
+
+def _named(ranks: list[int]) -> str:
+    """Ranks in a sentence: "rank 3", "ranks 0, 1 and 3", "ranks 0, 1, 2 and 61 more"."""
+    shown = [str(each) for each in ranks[:_SHOWN]]
+    if len(ranks) > _SHOWN:
+        shown[-1] = f"{len(ranks) - _SHOWN + 1} more"
+    return f"rank {shown[0]}" if len(shown) == 1 else f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
 
 
 def silence(ticks: int, of_machine: str | None, pid: int, timeout: float) -> str | None:
@@ -283,8 +332,8 @@ def _death(rank: int | None) -> str:
         time.sleep(0.01)
     code = child.poll() if child is not None else None
     if code is None:
-        return "it died without a word: killed, perhaps for want of memory, or ended by os._exit"
-    return f"it {ending(code)}, without a word"
+        return DIED
+    return f"it {ending(code)}" + (f"; {_ABOVE}" if code == -signal.SIGABRT else "")
 
 
 def _listen(local: bool) -> socket.socket:

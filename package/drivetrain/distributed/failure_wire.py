@@ -44,8 +44,9 @@ class Cause:
 
     Attributes:
         kind: "error" for one that was raised, "consequence" for one that another rank's end has probably
-            brought about, "lost" for a rank that died or stopped, "hang" where nobody makes progress.
-        rank: Where.
+            brought about, "lost" for a rank that died or stopped, "deadlock" where all ranks wait for one
+            another, "hang" where nobody makes progress.
+        rank: Where; -1 where it is all of them.
         where: How far that rank was, such as "update 17" or "in training, after update 17"; empty when that
             is not known.
         what: What happened there.
@@ -61,7 +62,7 @@ class Cause:
     stuck: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        if self.kind == "hang":
+        if self.kind in ("hang", "deadlock"):
             return self.what
         heard = "last heard of " if self.kind == "lost" else ""
         place = f", {heard}{at(self.where)}" if self.where else ""
@@ -72,7 +73,7 @@ class Cause:
         """The cause that an error on this rank may be."""
         what = "".join(traceback.format_exception_only(type(error), error)).strip()
         where_raised = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
-        kind = "consequence" if _is_consequence(error) else "error"
+        kind = "consequence" if is_consequence(error) else "error"
         return cls(kind, rank, where, what, "".join(traceback.format_list(where_raised)))
 
     def to_json(self) -> dict[str, Any]:
@@ -102,7 +103,8 @@ class _Remote(Exception):  # noqa: N818 - shown in tracebacks, where it stands f
     """Another process's traceback."""
 
 
-def _is_consequence(error: BaseException) -> bool:
+def is_consequence(error: BaseException) -> bool:
+    """Whether an error says no more than that another rank is gone."""
     distributed = torch.distributed
     of_torch = (distributed.DistError,) if distributed.is_available() else ()
     each: BaseException | None = error
@@ -118,6 +120,7 @@ def _is_consequence(error: BaseException) -> bool:
 
 
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_opening = threading.Lock()
 
 
 def _close_copies() -> None:
@@ -132,8 +135,15 @@ if hasattr(os, "register_at_fork"):
 
 def kept_to_this_process(line: socket.socket) -> socket.socket:
     """The socket, which processes that are forked from this one shall not hold."""
-    _open.add(line)
+    with _opening:
+        _open.add(line)
     return line
+
+
+def own_connections() -> set[int]:
+    """The descriptors of the failure channel's own sockets in this process."""
+    with _opening:
+        return {each.fileno() for each in _open}
 
 
 class Line:
@@ -147,6 +157,8 @@ class Line:
     def __init__(self, connection: socket.socket, timeout: float) -> None:
         self.socket = kept_to_this_process(connection)
         self.socket.settimeout(timeout)
+        # A goodbye that waits in the system for more to send would be lost when the line is closed after it.
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._rest = b""
         self._sending = threading.Lock()
 

@@ -102,14 +102,11 @@ def _check(world_size: int) -> None:
 def _as_rank_0(function: Callable[[], T], children: Sequence[Child], pipes: Sequence[int]) -> T:
     try:
         result = function()
-    except RankFailure:
-        wait_for(children, _GRACE)
-        raise
     except Exception as error:
         wait_for(children, _GRACE)
         end_all(children)
         first = _first_cause(children, pipes)
-        if first is not None and Cause.of_error(0, "", error).kind == "consequence":
+        if first is not None and _is_better_told(first, error):
             failure = first.failure()
             raise failure from failure.__cause__
         raise
@@ -120,6 +117,13 @@ def _as_rank_0(function: Callable[[], T], children: Sequence[Child], pipes: Sequ
     if first is not None:
         raise first.failure()
     return result
+
+
+def _is_better_told(first: Cause, error: Exception) -> bool:
+    """Whether what the copies have sent says more of a failure than the error that it brought about here."""
+    if isinstance(error, RankFailure):  # which may know no more than that a process has ended
+        return first.kind == "error" and error.__cause__ is None
+    return Cause.of_error(0, "", error).kind == "consequence"
 
 
 def _first_cause(children: Sequence[Child], pipes: Sequence[int]) -> Cause | None:

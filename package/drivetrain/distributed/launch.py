@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -27,6 +28,7 @@ from drivetrain.distributed.children import (
     wait_for,
 )
 from drivetrain.distributed.environment import ProcessEnvironment, detect
+from drivetrain.distributed.failure_wire import is_consequence
 from drivetrain.errors import StrategyError
 
 _DIRECTORY = str(Path.cwd())
@@ -72,6 +74,9 @@ def ensure_ranks(local_world_size: int, num_nodes: int = 1) -> ProcessEnvironmen
         _check_size(found, local_world_size, num_nodes)
         if PARENT in os.environ and not _followed:
             _followed = True
+            atexit.register(
+                gc.freeze
+            )  # rank 0 waits for the end, which else begins with a search for garbage
             end_with_parent(os.environ[PARENT])
         return found
     if num_nodes > 1:
@@ -213,6 +218,7 @@ class _Launched:
 
     def _finish(self) -> None:
         """At the end of rank 0, after its last line and, if there is one, after its traceback."""
+        gc.freeze()
         self._ending.set()
         raised = hasattr(sys, "last_value") or self.failure_told
         late: list[Child] = []
@@ -221,8 +227,11 @@ class _Launched:
         finally:  # also after Ctrl-C
             end_all(self.children)
         failed = self._failed()
-        if hasattr(sys, "last_value") or failed is None:
+        error = getattr(sys, "last_value", None)
+        if failed is None or (error is not None and (self.failure_told or not is_consequence(error))):
             return
+        if error is not None:  # it has told no more than that a connection was lost
+            self._exit(f"rank {failed.rank} failed first: it {ending(failed.poll() or 0)}")
         if self.failure_told:
             self._exit(None)
         if late:

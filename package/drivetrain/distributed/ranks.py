@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from drivetrain.errors import DrivetrainError
 
@@ -27,13 +28,17 @@ class Ranks:
         rank: This process, from 0.
         size: How many there are.
         group: Their process group; None where there is one process.
-        siblings: What `sibling` made.
+        siblings: What `sibling` and `grouped` made.
+        copies: Of how many neighbouring processes, that all have the same, the first one's counts.
+        copy: Which of these this process is.
     """
 
     rank: int = 0
     size: int = 1
     group: ProcessGroup | None = None
     siblings: list[Ranks] = field(default_factory=list, compare=False, repr=False)
+    copies: int = 1
+    copy: int = 0
 
     @classmethod
     def of_job(cls) -> Ranks:
@@ -52,12 +57,28 @@ class Ranks:
 
     def sibling(self) -> Ranks:
         """The same processes in another group, for what happens beside what is done in this one."""
-        if self.size == 1:
+        if self.alone:
             return self
         members = torch.distributed.get_process_group_ranks(self.group)
         group = torch.distributed.new_group(members, backend="gloo")
-        self.siblings.append(Ranks(self.rank, self.size, group))
+        self.siblings.append(replace(self, group=group, siblings=[]))
         return self.siblings[-1]
+
+    def grouped(self, copies: int) -> Ranks:
+        """The same processes, of which as many neighbours as `copies` says have the same and count as one.
+
+        All of them still take part, so that each gets the same to the last bit, whichever group it is in.
+        """
+        if copies == 1:
+            return self
+        size, (rank, copy) = self.size // copies, divmod(self.rank, copies)
+        self.siblings.append(Ranks(rank, size, self.group, copies=copies, copy=copy))
+        return self.siblings[-1]
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other process to exchange anything with."""
+        return self.size * self.copies == 1
 
     def close(self) -> None:
         """End the group, and those of its siblings; whoever still has these ranks has no group to use.
@@ -66,26 +87,44 @@ class Ranks:
         process (a fork) that drops it: the group's threads are not in the copy.
         """
         for each in (*self.siblings, self):
-            if each.group is not None and torch.distributed.is_initialized():
+            shared = each is not self and each.group is self.group
+            if each.group is not None and not shared and torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group(each.group)
             object.__setattr__(each, "group", None)
 
+    @property
+    def _is_first(self) -> bool:
+        return self.rank == 0 and self.copy == 0
+
     def all_gather(self, value: T) -> list[T]:
         """The values of all, in the order of their ranks."""
-        if self.size == 1:
+        return self._of_each(value)[:: self.copies]
+
+    def _of_each(self, value: T) -> list[T]:
+        if self.alone:
             return [value]
-        values: list[Any] = [None] * self.size
+        values: list[Any] = [None] * (self.size * self.copies)
         torch.distributed.all_gather_object(values, value, group=self.group)
         return values
 
     def total(self, numbers: Sequence[float]) -> list[float]:
         """The sums over all ranks; the same on each, to the last bit."""
-        if self.size == 1:
+        if self.alone:
             return list(numbers)
         sums = torch.tensor(numbers, dtype=torch.float64)
+        if self.copy:
+            sums.zero_()
         torch.distributed.all_reduce(sums, group=self.group)
         summed: list[float] = sums.tolist()
         return summed
+
+    def add(self, tensor: Tensor) -> Tensor:
+        """The sum of a tensor over all ranks, in place: where it is, without a wait for the device."""
+        if self.copy:
+            tensor.zero_()
+        if not self.alone:
+            torch.distributed.all_reduce(tensor)
+        return tensor
 
     def first(self, act: Callable[[], T]) -> T:
         """What rank 0 gets from `act`; the others only wait for it.
@@ -94,11 +133,11 @@ class Ranks:
             Exception: `act` raised; every rank raises it.
         """
         value: Any
-        value, error = _attempt(act) if self.rank == 0 else (None, None)
-        if self.size > 1:
+        value, error = _attempt(act) if self._is_first else (None, None)
+        if not self.alone:
             outcome = [value, _sendable(error)]
             torch.distributed.broadcast_object_list(outcome, group=self.group, group_src=0)
-            if self.rank != 0:
+            if not self._is_first:
                 value, error = outcome
         if error is not None:
             raise error
@@ -112,14 +151,14 @@ class Ranks:
             Exception: One raised. Every rank raises: its own error, or that of the first that has one.
         """
         mine, error = _attempt(act)
-        outcomes = self.all_gather((mine, _sendable(error)))
+        outcomes = self._of_each((mine, _sendable(error)))
         if error is not None:
             raise error
         for rank, (_, theirs) in enumerate(outcomes):
             if theirs is not None:
                 theirs.add_note(f"drivetrain: this happened on rank {rank}")
                 raise theirs
-        return [each for each, _ in outcomes]
+        return [each for each, _ in outcomes][:: self.copies]
 
     def distribute(self, value: T, divide: Callable[[list[T]], list[T]]) -> T:
         """Rank 0 is given the values of all, and gives one back to each.
@@ -127,14 +166,17 @@ class Ranks:
         Raises:
             Exception: `divide` raised; every rank raises it.
         """
-        if self.size == 1:
+        if self.alone:
             return divide([value])[0]
-        gathered: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        processes = self.size * self.copies
+        gathered: list[Any] | None = [None] * processes if self._is_first else None
         torch.distributed.gather_object(value, gathered, group=self.group, group_dst=0)
         outcomes: list[Any] | None = None
         if gathered is not None:
-            values, error = _attempt(lambda: divide(gathered))
-            outcomes = [(None, _sendable(error))] * self.size if error else [(each, None) for each in values]
+            values, error = _attempt(lambda: divide(gathered[:: self.copies]))
+            outcomes = [(None, _sendable(error))] * processes
+            if error is None:
+                outcomes = [(each, None) for each in values for _ in range(self.copies)]
         mine: list[Any] = [None]
         torch.distributed.scatter_object_list(mine, outcomes, group=self.group, group_src=0)
         given, error = mine[0]

@@ -32,20 +32,21 @@ def average_gradients(parameters: Sequence[Tensor], world_size: int) -> None:
     """Replace the gradients by their means over all processes; one that no process has stays None."""
     if world_size == 1:
         return
-    device = parameters[0].device
-    has = torch.tensor([each.grad is not None for each in parameters], dtype=torch.uint8, device=device)
-    distributed.all_reduce(has, distributed.ReduceOp.MAX)
-    used = [each for each, somewhere in zip(parameters, has.tolist(), strict=True) if somewhere]
-    for each in used:
-        if each.grad is None:
-            each.grad = torch.zeros_like(each)
-    gradients = [each.grad for each in used if each.grad is not None]
-    for bucket in _buckets(gradients):
-        flat = torch.cat([each.reshape(-1) for each in bucket])
+    for bucket in _buckets(parameters):
+        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in bucket]
+        # How many processes have it goes along; only one that lacks a gradient has to wait for that number.
+        complete = all(each.grad is not None for each in bucket)
+        has = torch.ones(len(bucket), dtype=bucket[0].dtype, device=bucket[0].device)
+        if not complete:
+            has = torch.tensor([float(each.grad is not None) for each in bucket]).to(has)
+        flat = torch.cat([*(each.detach().reshape(-1) for each in gradients), has])
         distributed.all_reduce(flat)
-        flat /= world_size
-        for each, part in zip(bucket, torch.split(flat, [each.numel() for each in bucket]), strict=True):
-            each.copy_(part.view_as(each))
+        *means, has = torch.split(flat, [*(each.numel() for each in bucket), len(bucket)])
+        holders = None if complete else has.tolist()
+        for number, (each, gradient, mean) in enumerate(zip(bucket, gradients, means, strict=True)):
+            if holders is None or holders[number]:
+                each.grad = gradient
+                gradient.copy_((mean / world_size).view_as(gradient))
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:

@@ -83,6 +83,11 @@ class Strategy(ABC):
         """How many shares the data has."""
         return self.world_size
 
+    @property
+    def data_ranks(self) -> Ranks:
+        """The processes among which the data is divided: of those that get the same, one counts."""
+        return self.ranks
+
     @abstractmethod
     def supports(self, precision: Precision) -> Support:
         """Whether this precision works here; asked when a Trainer or Engine is constructed."""

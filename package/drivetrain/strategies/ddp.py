@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils import _pytree
 
-from drivetrain.distributed.group import Member, join, leave
+from drivetrain.distributed.group import Member, join, leave, uncompared
 from drivetrain.distributed.ranks import ALONE
 from drivetrain.distributed.tensors import average_gradients, broadcast_module
 from drivetrain.errors import ConfigError, StrategyError, nearest
@@ -166,6 +166,7 @@ class DDP(Strategy):
         self._wrapped = wrapped = DistributedDataParallel(
             module,
             device_ids=[self.device] if self.device.type == "cuda" else None,
+            process_group=uncompared(),
             bucket_cap_mb=config.bucket_mb,
             find_unused_parameters=config.find_unused_parameters,
             static_graph=config.static_graph,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -18,75 +17,21 @@ from torch.optim import Optimizer
 
 from drivetrain.distributed.environment import detect
 from drivetrain.distributed.group import Member, join, leave
-from drivetrain.distributed.ranks import ALONE
-from drivetrain.distributed.tensors import broadcast_module
-from drivetrain.errors import ConfigError, StrategyError, nearest
+from drivetrain.distributed.ranks import ALONE, Ranks
+from drivetrain.distributed.tensors import average_gradients, broadcast_module
+from drivetrain.errors import ConfigError, StrategyError
 from drivetrain.precision import Precision
 from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Support
+from drivetrain.strategies.fsdp_checkpointing import checkpoint_blocks
+from drivetrain.strategies.fsdp_config import FSDPConfig
+from drivetrain.strategies.fsdp_ignored import ignored_names, named
 from drivetrain.strategies.fsdp_meta import Materialization, on_meta
-from drivetrain.strategies.fsdp_wrapping import Wrap, batch_norms, repeated_blocks, units
+from drivetrain.strategies.fsdp_norms import clip_by_global_norm
+from drivetrain.strategies.fsdp_tensor import Planned, TensorParallel, planned
+from drivetrain.strategies.fsdp_wrapping import batch_norms, units
 from drivetrain.strategies.scaling import LossScale
 from drivetrain.strategies.stepping import step
 from drivetrain.task import StepModule
-
-SHARDINGS = ("full_shard", "shard_grad_op", "no_shard", "hybrid")
-
-
-@dataclass(frozen=True, kw_only=True)
-class FSDPConfig:
-    """Options of strategy "fsdp".
-
-    Attributes:
-        sharding: "full_shard": parameters are gathered for each use and freed after it (ZeRO 3);
-            "shard_grad_op": they stay whole from forward to backward (ZeRO 2); "no_shard": every process
-            keeps all; "hybrid": sharded over `shard_size` processes, replicated over the groups of them.
-        wrap: What is gathered together: "auto" for each of the model's repeated blocks, the names of classes,
-            a least number of parameters, a function of a module, or () for the whole model at once.
-        shard_size: With "hybrid", over how many processes a parameter is sharded; None for those of a
-            machine.
-        cpu_offload: Keep shards and optimizer states in the host's memory.
-        activation_checkpointing: False; "full" to compute each block's activations again in backward; or the
-            names of the classes whose activations are.
-        forward_prefetch: How many blocks ahead are gathered during forward, beyond what happens by itself.
-        timeout: Seconds that a collective may take; None for torch's limit.
-    """
-
-    sharding: str = "full_shard"
-    wrap: Wrap = "auto"
-    shard_size: int | None = None
-    cpu_offload: bool = False
-    activation_checkpointing: bool | str | tuple[str, ...] = False
-    forward_prefetch: int = 0
-    timeout: float | None = None
-
-    def __post_init__(self) -> None:
-        """Check each option.
-
-        Raises:
-            ConfigError: One is of no use; says what is allowed.
-        """
-        if self.sharding not in SHARDINGS:
-            raise ConfigError(f"unknown sharding {self.sharding!r}. {nearest(str(self.sharding), SHARDINGS)}")
-        names = isinstance(self.wrap, (tuple, list)) and all(isinstance(each, str) for each in self.wrap)
-        count = isinstance(self.wrap, int) and not isinstance(self.wrap, bool) and self.wrap > 0
-        if not (names or count or self.wrap == "auto" or callable(self.wrap)):
-            raise ConfigError(
-                "FSDPConfig(wrap=...) is 'auto', names of classes, a number of parameters or a function of a"
-                f" module, not {self.wrap!r}"
-            )
-        again = self.activation_checkpointing
-        if not (again in (False, "full") or isinstance(again, (tuple, list))):
-            raise ConfigError(
-                "FSDPConfig(activation_checkpointing=...) is False, 'full' or names of classes, not"
-                f" {again!r}"
-            )
-        if self.shard_size is not None and self.sharding != "hybrid":
-            raise ConfigError(f"shard_size is for sharding='hybrid', not {self.sharding!r}")
-        for name, value in (("timeout", self.timeout), ("shard_size", self.shard_size)):
-            if value is not None and not (isinstance(value, (int, float)) and value > 0):
-                raise ConfigError(f"FSDPConfig({name}=...) must be a positive number, not {value!r}")
-        if not isinstance(self.forward_prefetch, int) or self.forward_prefetch < 0:
-            raise ConfigError(f"forward_prefetch is a number of blocks, not {self.forward_prefetch!r}")
 
 
 class FSDP(Strategy):
@@ -98,7 +43,7 @@ class FSDP(Strategy):
         world_size: How many processes.
 
     Raises:
-        StrategyError: A `shard_size` that does not divide the number of processes.
+        StrategyError: A `tensor_parallel`, or a `shard_size`, that does not divide the number of processes.
     """
 
     name = "fsdp"
@@ -113,9 +58,33 @@ class FSDP(Strategy):
         self._member: Member | None = None
         self._scale: LossScale | None = None
         self._parameters: list[nn.Parameter] = []
-        size = self.config.shard_size
-        if size is not None and world_size % size:
-            raise StrategyError(f"shard_size={size} does not divide {world_size} processes")
+        self._ignored: list[nn.Parameter] = []
+        self._data_ranks = ALONE
+        self._synchronized = True
+        split, size = self.config.tensor_parallel, self.config.shard_size
+        if world_size % split:
+            raise StrategyError(
+                f"tensor_parallel={split} does not divide {world_size} processes; give devices and num_nodes"
+                " that multiply to a multiple of it"
+            )
+        if size is not None and self.data_size % size:
+            each = f", each as {split} in tensor_parallel" if split > 1 else ""
+            raise StrategyError(f"shard_size={size} does not divide {self.data_size} processes{each}")
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this process's tensor group."""
+        return self.rank // self.config.tensor_parallel
+
+    @property
+    def data_size(self) -> int:
+        """How many tensor groups there are."""
+        return self.world_size // self.config.tensor_parallel
+
+    @property
+    def data_ranks(self) -> Ranks:
+        """The tensor groups, each as one."""
+        return self._data_ranks
 
     @classmethod
     def available(cls, hardware: Any) -> Support:
@@ -136,100 +105,131 @@ class FSDP(Strategy):
         limit = None if self.config.timeout is None else timedelta(seconds=self.config.timeout)
         self._member = member = join(self.world_size, self.device.type, limit)
         self.rank, self.device, self.ranks = member.rank, member.device, member.ranks
+        self._data_ranks = member.ranks.grouped(self.config.tensor_parallel)
 
     def teardown(self) -> None:
         """Leave the process group."""
         if self._member is not None:
             leave(self._member)
-            self._member, self.ranks = None, ALONE
+            self._member, self.ranks, self._data_ranks = None, ALONE, ALONE
 
     def prepare(
         self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision
     ) -> Prepared:
-        """Convert, move, shard, then make the optimizers on the shards.
+        """Convert, move, split, shard, then make the optimizers on the shards.
 
         A task on the meta device gets its values part by part while it is sharded.
         """
+        task = module.task
         values = Materialization(module) if on_meta(module) else None
+        whole = ignored_names(task, self.config.ignored)
+        plan = planned(task) if self.config.tensor_parallel > 1 else []
+        _check(task, whole, plan)
         precision.convert_module(module)
-        _check_shapes(module)
         if values is None:
             module.to(self.device)
             broadcast_module(module, self.world_size)
         module.context = precision.forward_context(self.device)
         self._scale = LossScale(self.device, self._agree) if precision.loss_scaling else None
-        self._shard(module, precision, values)
+        self._shard(module, precision, values, whole, plan)
         self._parameters = [each for each in module.parameters() if each.requires_grad]
+        kept = named(task, whole)
+        self._ignored = [each for each in self._parameters if each in kept]
+        self._synchronized = True
         return Prepared(module, make_optimizers(module) if make_optimizers else {})
 
     def _agree(self, found: Tensor) -> None:
         # Each process looks at its own shards only.
         torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
 
-    def _shard(self, module: StepModule, precision: Precision, values: Materialization | None) -> None:
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    def _shard(
+        self,
+        module: StepModule,
+        precision: Precision,
+        values: Materialization | None,
+        whole: frozenset[str],
+        plan: list[Planned],
+    ) -> None:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        config = self.config
-        policy = MixedPrecisionPolicy(
-            param_dtype=precision.compute_dtype,
-            reduce_dtype=None if precision.compute_dtype is None else precision.reduce_dtype,
-            cast_forward_inputs=False,  # the precision's own context casts what it needs
-        )
-        offload = OffloadPolicy()
-        if config.cpu_offload:
-            offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
-        options: dict[str, Any] = {
-            "mesh": self._mesh(),
-            "reshard_after_forward": config.sharding not in ("shard_grad_op", "no_shard"),
-            "mp_policy": policy,
-            "offload_policy": offload,
-        }
+        config, task, mesh = self.config, module.task, self._mesh()
+        names = [each for each in mesh.mesh_dim_names if each != "tensor"]
+        splitting = TensorParallel(plan, mesh["tensor"]) if plan else None
+        options = self._options(precision)
+        options["mesh"] = mesh[tuple(names)] if plan else mesh
         mixed = precision.compute_dtype not in (None, precision.param_dtype or torch.float32)
-        norms = batch_norms(module.task) if mixed else []
+        norms = batch_norms(task) if mixed else []
         uncast = {**options, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
-        blocks = [each for each in units(module.task, config.wrap) if each not in norms]
-        self._checkpoint(module.task)
+        blocks = [each for each in units(task, config.wrap) if each not in norms]
+
+        def split(part: nn.Module) -> None:
+            if splitting is not None:
+                splitting.split(part)
 
         def shard(part: nn.Module) -> None:
-            fully_shard(part, **(uncast if part in norms else options))
+            split(part)
+            fully_shard(part, ignored_params=named(task, whole), **(uncast if part in norms else options))
 
         if values is None:
+            split(task)
+            checkpoint_blocks(task, config.activation_checkpointing)
             for part in (*norms, *blocks):
                 shard(part)
         else:
+            checkpoint_blocks(task, config.activation_checkpointing)
             values.run([*norms, *blocks], self.device, self.world_size, shard)
+            split(task)
         # Of the root, what forward gathered is needed by the backward that follows at once.
-        fully_shard(module, **{**options, "reshard_after_forward": False})
-        ahead = config.forward_prefetch
-        for index, block in enumerate(blocks if ahead else ()):
-            sharded: Any = block
-            sharded.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + ahead])
+        fully_shard(module, ignored_params=named(task, whole), **{**options, "reshard_after_forward": False})
+        self._prefetch(blocks)
+
+    def _options(self, precision: Precision) -> dict[str, Any]:
+        """What `fully_shard` is told of every part."""
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+        offload = OffloadPolicy()
+        if self.config.cpu_offload:
+            offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+        return {
+            "reshard_after_forward": self.config.sharding not in ("shard_grad_op", "no_shard"),
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=precision.compute_dtype,
+                reduce_dtype=None if precision.compute_dtype is None else precision.reduce_dtype,
+                cast_forward_inputs=False,  # the precision's own context casts what it needs
+            ),
+            "offload_policy": offload,
+        }
+
+    def _prefetch(self, blocks: Sequence[Any]) -> None:
+        forward, backward = self.config.forward_prefetch, self.config.backward_prefetch
+        for index, block in enumerate(blocks):
+            if forward:
+                block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + forward])
+            if backward:
+                block.set_modules_to_backward_prefetch(blocks[max(0, index - backward) : index][::-1])
 
     def _mesh(self) -> Any:
+        """The processes in their dimensions; those of a tensor group are neighbours."""
         from torch.distributed.device_mesh import init_device_mesh
 
-        kind, size = self.device.type, self.world_size
+        size, split = self.data_size, self.config.tensor_parallel
+        sizes = {"shard": size}
         if self.config.sharding == "no_shard":
-            return init_device_mesh(kind, (size, 1), mesh_dim_names=("replicate", "shard"))
-        if self.config.sharding == "hybrid":
-            each = self.config.shard_size or _local_size(size)
-            return init_device_mesh(kind, (size // each, each), mesh_dim_names=("replicate", "shard"))
-        return init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
-
-    def _checkpoint(self, task: nn.Module) -> None:
-        again = self.config.activation_checkpointing
-        if not again:
-            return
-        from torch.distributed._composable.checkpoint_activation import checkpoint
-
-        for block in repeated_blocks(task) if again == "full" else units(task, tuple(again)):  # type: ignore[arg-type]
-            checkpoint(block)
+            sizes = {"replicate": size, "shard": 1}
+        elif self.config.sharding == "hybrid":
+            each = self.config.shard_size or _local_size(self.world_size, split)
+            sizes = {"replicate": size // each, "shard": each}
+        if split > 1:
+            sizes["tensor"] = split
+        return init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     def microbatch(self, model: nn.Module, last: bool) -> None:
         """Reduce gradients in the window's last micro-batch only."""
-        sharded: Any = model
-        sharded.set_requires_gradient_sync(last)
-        sharded.set_is_last_backward(last)
+        if last != self._synchronized:  # torch walks all modules for it
+            self._synchronized = last
+            sharded: Any = model
+            sharded.set_requires_gradient_sync(last)
+            sharded.set_is_last_backward(last)
 
     def backward(
         self, loss: Tensor, share: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
@@ -247,12 +247,21 @@ class FSDP(Strategy):
         for each in others:
             each.grad = None
         loss.backward(root)  # type: ignore[no-untyped-call]
+        if inputs is None and self._synchronized and self._ignored:
+            average_gradients(self._ignored, self.world_size)
         for each, gradient in zip(others, before, strict=True):
             each.grad = gradient
 
     def _others(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         mine = {id(each) for each in inputs}
         return [each for each in self._parameters if id(each) not in mine]
+
+    def synchronize(self, parameters: Sequence[Tensor]) -> None:
+        """Average the gradients of a generator step's ignored parameters; torch reduces those of shards."""
+        mine = {id(each) for each in parameters}
+        ignored = [each for each in self._ignored if id(each) in mine]
+        if ignored:
+            average_gradients(ignored, self.world_size)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the loss scale."""
@@ -261,9 +270,7 @@ class FSDP(Strategy):
 
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         """Clip by the global norm of the unsharded gradient."""
-        norm: Any = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-        whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        return whole
+        return clip_by_global_norm(parameters, max_norm, self.device, self.world_size)
 
     def optimizer_step(self, optimizer: Optimizer) -> bool:
         """Step, unless a gradient overflowed on any rank."""
@@ -282,16 +289,24 @@ class FSDP(Strategy):
             self._scale.load_state_dict(state["scaler"])
 
 
-def _check_shapes(module: StepModule) -> None:
-    for name, parameter in module.task.named_parameters():
-        if parameter.ndim == 0:
+def _check(task: nn.Module, whole: frozenset[str], plan: Sequence[Planned]) -> None:
+    for name, parameter in task.named_parameters():
+        if parameter.ndim == 0 and name not in whole:
             raise StrategyError(
-                f"the parameter {name!r} is a scalar, which cannot be sharded; give it the shape (1,)"
+                f"the parameter {name!r} is a scalar, which cannot be sharded; give it the shape (1,), or"
+                f" FSDPConfig(ignored=({name!r},))"
             )
+    for each in plan:
+        for name, _ in each.module.named_parameters(each.name):
+            if name in whole:
+                raise ConfigError(
+                    f"{name!r} is in FSDPConfig(ignored=...), to be kept whole, and in the parallel_plan, to"
+                    " be split; take it out of one of them"
+                )
 
 
-def _local_size(world_size: int) -> int:
-    """The processes of this machine, if they divide all."""
+def _local_size(world_size: int, split: int) -> int:
+    """Over how many tensor groups of this machine to shard, if machines divide all processes."""
     found = detect(os.environ)
     local = world_size if found is None else found.local_world_size
-    return local if world_size % local == 0 else world_size
+    return (local if world_size % local == 0 and local % split == 0 else world_size) // split

@@ -17,7 +17,8 @@ def units(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
     """The modules that are gathered each by itself, inner ones before those that contain them.
 
     Raises:
-        ConfigError: A class of which the model has none; lists the nearest.
+        ConfigError: A class of which the model has none; lists the nearest. Or a container, such as a
+            `ModuleList`.
     """
     if wrap == "auto":
         return repeated_blocks(model)
@@ -28,6 +29,12 @@ def units(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
     else:
         assert callable(wrap)
         chosen = [each for each in model.modules() if each is not model and wrap(each)]
+    for each in chosen:
+        if not _is_called(each):
+            raise ConfigError(
+                f"a {type(each).__name__} is never called itself, so that nothing would be gathered: wrap"
+                " what is in it"
+            )
     return _separate(model, chosen[::-1])
 
 
@@ -42,7 +49,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
         kinds = Counter(type(each) for each in children if any(True for _ in each.parameters()))
         for child in children:
             composed = any(True for _ in child.children())
-            if composed and kinds[type(child)] > 1:
+            if composed and kinds[type(child)] > 1 and _is_called(child):
                 found.append(child)
                 inside.update(id(each) for each in child.modules())
     return _separate(model, found)
@@ -78,15 +85,21 @@ def _by_size(model: nn.Module, least: int) -> list[nn.Module]:
             return sum(each.numel() for each in module.parameters())
         own = sum(each.numel() for each in module.parameters(recurse=False))
         own += sum(visit(child) for child in module.children())
-        # A container is never called, so that nothing would be gathered.
-        called = module is not model and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
-        if called and own >= least:
+        if module is not model and _is_called(module) and own >= least:
             chosen.append(module)
             return 0
         return own
 
     visit(model)
     return chosen[::-1]
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether it may have a forward; gathering happens there."""
+    return (
+        not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        or type(module).forward is not nn.Module.forward
+    )
 
 
 def _separate(model: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Module]:

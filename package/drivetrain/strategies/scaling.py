@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,6 +16,26 @@ _OVERFLOWS_IN_A_ROW = 100
 """Skipped updates in a row for which no loss scale can be the cause: 2**16 halved 100 times is 5e-26."""
 
 
+class _Scaler(torch.amp.GradScaler):
+    """Looks at the shards that are here: torch has no check of sharded and whole gradients together."""
+
+    def _unscale_grads_(self, optimizer: Any, *others: Any) -> Any:
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        if any(hasattr(each, "to_local") for each in parameters):
+            optimizer = SimpleNamespace(param_groups=[{"params": [_local(each) for each in parameters]}])
+        return super()._unscale_grads_(optimizer, *others)
+
+
+def _local(parameter: Any) -> Tensor:
+    """What is here of a parameter and its gradient."""
+    gradient = parameter.grad
+    if gradient is None or not hasattr(parameter, "to_local"):
+        return parameter  # type: ignore[no-any-return]
+    local: Tensor = parameter.detach().to_local()
+    local.grad = gradient.to_local()
+    return local
+
+
 class LossScale:
     """A gradient scaler that says whether an update overflowed.
 
@@ -25,7 +46,7 @@ class LossScale:
     """
 
     def __init__(self, device: torch.device, agree: Callable[[Tensor], None] | None = None) -> None:
-        self._scaler = torch.amp.GradScaler(device.type)
+        self._scaler = _Scaler(device.type)
         self._agree = agree
         self._overflows = 0
         # It makes its scale when it first sees a loss; an update of weight zero shows it none.

@@ -1,0 +1,96 @@
+"""The options of fully sharded training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from drivetrain.errors import ConfigError, nearest
+from drivetrain.strategies.fsdp_wrapping import Wrap
+
+SHARDINGS = ("full_shard", "shard_grad_op", "no_shard", "hybrid")
+
+Again = bool | str | tuple[str, ...] | Callable[..., Any]
+"""What is computed again in backward; see `FSDPConfig.activation_checkpointing`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDPConfig:
+    """Options of strategy "fsdp".
+
+    Attributes:
+        sharding: "full_shard": parameters are gathered for each use and freed after it (ZeRO 3);
+            "shard_grad_op": they stay whole from forward to backward (ZeRO 2); "no_shard": every process
+            keeps all; "hybrid": sharded over `shard_size` processes, replicated over the groups of them.
+        wrap: What is gathered together: "auto" for each of the model's repeated blocks, the names of classes,
+            a least number of parameters, a function of a module, or () for the whole model at once.
+        shard_size: With "hybrid", over how many processes a parameter is sharded; None for those of a
+            machine.
+        tensor_parallel: Over how many neighbouring processes the modules of the task's `parallel_plan` are
+            split; these processes get the same data. 1 for none: the plan is then not looked at.
+        ignored: Names of parameters or modules, or globs on them (`*` crosses dots), that every process keeps
+            whole; their gradients are averaged.
+        cpu_offload: Keep shards and optimizer states in the host's memory.
+        activation_checkpointing: False; "full" to compute each block's activations again in backward;
+            "selective" to keep the results of matrix products, convolutions and attention and compute the
+            rest again; a function of (context, operation, *arguments, **keywords) that gives a
+            `torch.utils.checkpoint.CheckpointPolicy`; or the names of the classes whose activations are
+            computed again.
+        forward_prefetch: How many blocks ahead are gathered during forward, beyond what happens by itself.
+        backward_prefetch: The same during backward, where one happens by itself: 0 and 1 are the same.
+        timeout: Seconds that a collective may take; None for torch's limit.
+    """
+
+    sharding: str = "full_shard"
+    wrap: Wrap = "auto"
+    shard_size: int | None = None
+    tensor_parallel: int = 1
+    ignored: tuple[str, ...] = ()
+    cpu_offload: bool = False
+    activation_checkpointing: Again = False
+    forward_prefetch: int = 0
+    backward_prefetch: int = 0
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check each option.
+
+        Raises:
+            ConfigError: One is of no use; says what is allowed.
+        """
+        if self.sharding not in SHARDINGS:
+            raise ConfigError(f"unknown sharding {self.sharding!r}. {nearest(str(self.sharding), SHARDINGS)}")
+        if not (self.wrap == "auto" or _names(self.wrap) or _whole(self.wrap, 1) or callable(self.wrap)):
+            raise ConfigError(
+                "FSDPConfig(wrap=...) is 'auto', names of classes, a number of parameters or a function of a"
+                f" module, not {self.wrap!r}"
+            )
+        again = self.activation_checkpointing
+        if not (again in (False, "full", "selective") or _names(again) or callable(again)):
+            raise ConfigError(
+                "FSDPConfig(activation_checkpointing=...) is False, 'full', 'selective', names of classes or"
+                f" a policy, not {again!r}"
+            )
+        if not _names(self.ignored):
+            raise ConfigError(
+                f"FSDPConfig(ignored=...) is a tuple of names, such as ('head.*',), not {self.ignored!r}"
+            )
+        if self.shard_size is not None and self.sharding != "hybrid":
+            raise ConfigError(f"shard_size is for sharding='hybrid', not {self.sharding!r}")
+        for name, value in (("timeout", self.timeout), ("shard_size", self.shard_size)):
+            if value is not None and not (isinstance(value, (int, float)) and value > 0):
+                raise ConfigError(f"FSDPConfig({name}=...) must be a positive number, not {value!r}")
+        for name in ("forward_prefetch", "backward_prefetch"):
+            if not _whole(getattr(self, name), 0):
+                raise ConfigError(f"{name} is a number of blocks, not {getattr(self, name)!r}")
+        if not _whole(self.tensor_parallel, 1):
+            raise ConfigError(f"tensor_parallel is a number of processes, not {self.tensor_parallel!r}")
+
+
+def _names(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and all(isinstance(each, str) for each in value)
+
+
+def _whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

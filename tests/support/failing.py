@@ -1,0 +1,112 @@
+"""A program of two ranks with a failure channel, run to its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+JOB = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+PROGRAM = """
+import os, signal, sys, time
+import torch
+from torch import distributed
+from drivetrain.distributed.failure import FailureChannel
+from drivetrain.distributed.launch import ensure_ranks
+
+environment = ensure_ranks(2)
+rank, done = environment.rank, 0
+kill = lambda number: os.kill(os.getpid(), number)
+
+def act(update):
+    HERE
+
+distributed.init_process_group("gloo")
+JOIN
+with FailureChannel(
+    rank,
+    2,
+    timeout=1.0,
+    describe=lambda: f"update {done}",
+    progress=lambda: done,
+    hang_timeout=LIMIT,
+    deadlock_timeout=DEADLOCK,
+):
+    for update in range(12):
+        if update == 7:
+            time.sleep(0.6)  # so that all have told how far they are
+            if act(update):  # whether to leave the collective out
+                done += 1
+                continue
+        distributed.all_reduce(torch.ones(1))
+        done += 1
+    LAST
+AFTER
+distributed.destroy_process_group()
+sys.stdout.write(f"rank {rank} ended\\n")
+"""
+
+
+def undisturbed() -> dict[str, str]:
+    """An environment in which a program is alone, whatever the tests run in."""
+    environment = {name: value for name, value in os.environ.items() if name not in JOB}
+    return {**environment, "OMP_NUM_THREADS": "1"}
+
+
+def run_together(
+    act: str = "pass",
+    last: str = "pass",
+    limit: float | None = None,
+    deadlock: float | None = 1.0,
+    join: str = "",
+    after: str = "pass",
+    interrupt: signal.Signals | None = None,
+    **variables: str,
+) -> tuple[int, str, list[str]]:
+    """Two ranks that do something before the eighth of twelve collectives; gives code, output, errors.
+
+    A rank that was left behind would hold the output open, and so be found.
+
+    Args:
+        act: What they do, the body of a function of `rank` and `update`; true to leave the collective out.
+        last: What they do at the end, in the channel.
+        limit: The channel's `hang_timeout`.
+        deadlock: Its `deadlock_timeout`.
+        join: What they do before it.
+        after: What they do after it.
+        interrupt: A signal, once a file "sleeping" is there: SIGINT for all ranks, another for rank 0.
+        **variables: For their environment.
+    """
+    program = PROGRAM.replace("HERE", act).replace("LIMIT", repr(limit)).replace("LAST", last)
+    program = program.replace("JOIN", join).replace("DEADLOCK", repr(deadlock)).replace("AFTER", after)
+    Path("program.py").write_text(program, encoding="utf-8")
+    process = subprocess.Popen(
+        [sys.executable, "program.py"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**undisturbed(), **variables},
+        start_new_session=True,
+    )
+    try:
+        if interrupt:
+            deadline = time.monotonic() + 20
+            while not Path("sleeping").exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            if interrupt is signal.SIGINT:
+                os.killpg(process.pid, interrupt)  # as a terminal does
+            else:
+                process.send_signal(interrupt)
+        out, err = process.communicate(timeout=30)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        pytest.fail(f"a rank has not ended:\n{out}\n{err}")
+    return process.returncode, out, err.splitlines()
