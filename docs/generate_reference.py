@@ -156,8 +156,8 @@ PAGES = {
         "Strategies",
         "how-to/strategies/single.md",
         {
-            "strategies": "Strategy StrategyConfig Prepared Support SingleDevice STRATEGIES Choice choose select_precision"
-            " select_strategy Hardware",
+            "strategies": "Strategy StrategyConfig Prepared Support SingleDevice STRATEGIES Choice choose"
+            " select_strategy select_precision Hardware",
             "strategies.ddp": "DDP DDPConfig",
             "strategies.fsdp": "FSDP",
             "strategies.fsdp_config": "FSDPConfig",

@@ -5,7 +5,6 @@ Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Train
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -135,7 +134,8 @@ class DDP(Strategy):
     def setup(self) -> None:
         """Join the process group."""
         # DDP's constructor imports it, which takes a second: better while the other processes still start.
-        importlib.import_module("torch._dynamo")
+        import torch._dynamo  # noqa: F401
+
         limit = None if self.config.timeout is None else timedelta(seconds=self.config.timeout)
         self._member = member = join(self.world_size, self.device.type, limit)
         self.rank, self.device, self.ranks = member.rank, member.device, member.ranks
