@@ -41,6 +41,7 @@ def boundary(trainer: Trainer, run: Run) -> Iterator[None]:
             stack.enter_context(_watched(trainer.hang_timeout, run))
         try:
             yield
+            run.engine.strategy.restore()
         except GeneratorExit:
             if sys.is_finalizing():
                 # The loop was left suspended and the interpreter is taking itself down: torch can no longer
@@ -50,6 +51,7 @@ def boundary(trainer: Trainer, run: Run) -> Iterator[None]:
                 raise
             try:
                 _end_early(run)
+                run.engine.strategy.restore()
             except BaseException as error:
                 _report(trainer, run, error)
                 raise

@@ -6,6 +6,7 @@ parts for a loop of your own over any `nn.Module`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -302,6 +303,8 @@ class Engine:
         """Release what the strategy took, and leave the task as an ordinary module."""
         if self._compile and hasattr(self, "task"):
             self.task._compiled_call_impl = None
+        if sys.exc_info()[0] is None:  # after an error the other processes may not be there
+            self.strategy.restore()
         if hasattr(self, "step_module"):  # and not a wrapper, which holds on to a process group
             self.model = self._run_step = self._evaluate_step = self.step_module
         self.strategy.teardown()

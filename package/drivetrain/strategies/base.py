@@ -12,11 +12,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.distributed.ranks import ALONE, Ranks
+from drivetrain.errors import StrategyError
 from drivetrain.precision import Precision
 from drivetrain.task import StepModule
 
 MakeOptimizers = Callable[[nn.Module], dict[str, Optimizer]]
 """Given the module as the strategy has wrapped or sharded it, returns the optimizers by name."""
+
+
+def refuse_shards(task: nn.Module) -> None:
+    """See that a task is whole before it is prepared.
+
+    Raises:
+        StrategyError: It has shards of an earlier run; names the first.
+    """
+    shard = next((name for name, each in task.named_parameters() if hasattr(each, "full_tensor")), None)
+    if shard is not None:
+        raise StrategyError(
+            f"this {type(task).__name__} has only a shard of {shard!r}, left by an earlier run that failed or"
+            f" had FSDPConfig(gather_at_end=False). Make it anew: {type(task).__name__}.from_checkpoint(path)"
+        )
 
 
 class StrategyConfig(Protocol):
@@ -103,6 +118,11 @@ class Strategy(ABC):
         self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision
     ) -> Prepared:
         """Place, wrap or shard the module and have its optimizers made, in the order this strategy needs."""
+
+    def restore(self) -> None:
+        """Make what was prepared an ordinary module with all of its values again. Called by all processes,
+        after a run that ended well.
+        """
 
     def prepare_data(self, data: Any) -> Any:
         """A user's loader for this rank; one process takes it as it is."""

@@ -22,7 +22,7 @@ from drivetrain.distributed.ranks import ALONE
 from drivetrain.distributed.tensors import average_gradients, broadcast_module
 from drivetrain.errors import ConfigError, StrategyError, nearest
 from drivetrain.precision import Precision
-from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Support
+from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Support, refuse_shards
 from drivetrain.strategies.scaling import LossScale
 from drivetrain.strategies.stepping import step
 from drivetrain.task import StepModule
@@ -151,6 +151,7 @@ class DDP(Strategy):
         self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision
     ) -> Prepared:
         """Convert, move, wrap, then make the optimizers."""
+        refuse_shards(module.task)
         precision.convert_module(module)
         if self.config.sync_batchnorm:
             module.task = nn.SyncBatchNorm.convert_sync_batchnorm(module.task)  # type: ignore[no-untyped-call]

@@ -6,6 +6,7 @@ torch's `fully_shard` (FSDP2), which makes each parameter a DTensor under its ow
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -21,13 +22,14 @@ from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.distributed.tensors import average_gradients, broadcast_module
 from drivetrain.errors import ConfigError, StrategyError
 from drivetrain.precision import Precision
-from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Support
+from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Support, refuse_shards
 from drivetrain.strategies.fsdp_checkpointing import checkpoint_blocks
 from drivetrain.strategies.fsdp_config import FSDPConfig
 from drivetrain.strategies.fsdp_ignored import ignored_names, named
 from drivetrain.strategies.fsdp_meta import Materialization, on_meta
 from drivetrain.strategies.fsdp_norms import clip_by_global_norm
 from drivetrain.strategies.fsdp_tensor import Planned, TensorParallel, planned
+from drivetrain.strategies.fsdp_whole import Before
 from drivetrain.strategies.fsdp_wrapping import batch_norms, units
 from drivetrain.strategies.scaling import LossScale
 from drivetrain.strategies.stepping import step
@@ -60,6 +62,7 @@ class FSDP(Strategy):
         self._parameters: list[nn.Parameter] = []
         self._ignored: list[nn.Parameter] = []
         self._data_ranks = ALONE
+        self._sharded: list[Before] = []
         self._synchronized = True
         split, size = self.config.tensor_parallel, self.config.shard_size
         if world_size % split:
@@ -109,6 +112,7 @@ class FSDP(Strategy):
 
     def teardown(self) -> None:
         """Leave the process group."""
+        self._sharded = []
         if self._member is not None:
             leave(self._member)
             self._member, self.ranks, self._data_ranks = None, ALONE, ALONE
@@ -121,6 +125,8 @@ class FSDP(Strategy):
         A task on the meta device gets its values part by part while it is sharded.
         """
         task = module.task
+        refuse_shards(task)
+        before = Before(module)
         values = Materialization(module) if on_meta(module) else None
         whole = ignored_names(task, self.config.ignored)
         plan = planned(task) if self.config.tensor_parallel > 1 else []
@@ -136,7 +142,14 @@ class FSDP(Strategy):
         kept = named(task, whole)
         self._ignored = [each for each in self._parameters if each in kept]
         self._synchronized = True
+        self._sharded.append(before)
         return Prepared(module, make_optimizers(module) if make_optimizers else {})
+
+    def restore(self) -> None:
+        """Gather the whole values into the host's memory, unless `gather_at_end` is off."""
+        sharded, self._sharded = self._sharded, []
+        for before in sharded if self.config.gather_at_end else ():
+            before.restore()
 
     def _agree(self, found: Tensor) -> None:
         # Each process looks at its own shards only.
@@ -154,7 +167,11 @@ class FSDP(Strategy):
 
         config, task, mesh = self.config, module.task, self._mesh()
         names = [each for each in mesh.mesh_dim_names if each != "tensor"]
-        splitting = TensorParallel(plan, mesh["tensor"]) if plan else None
+        splitting = None
+        if plan:
+            splitting = TensorParallel(plan, mesh["tensor"])
+            # It tells of every parameter on two meshes that gathering it takes two collectives.
+            logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         options = self._options(precision)
         options["mesh"] = mesh[tuple(names)] if plan else mesh
         mixed = precision.compute_dtype not in (None, precision.param_dtype or torch.float32)

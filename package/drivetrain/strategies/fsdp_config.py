@@ -40,6 +40,8 @@ class FSDPConfig:
         forward_prefetch: How many blocks ahead are gathered during forward, beyond what happens by itself.
         backward_prefetch: The same during backward, where one happens by itself: 0 and 1 are the same.
         timeout: Seconds that a collective may take; None for torch's limit.
+        gather_at_end: Give the task its whole values again when a run has ended well, in the host's memory of
+            every process. False leaves the shards, where the whole has no room.
     """
 
     sharding: str = "full_shard"
@@ -52,6 +54,7 @@ class FSDPConfig:
     forward_prefetch: int = 0
     backward_prefetch: int = 0
     timeout: float | None = None
+    gather_at_end: bool = True
 
     def __post_init__(self) -> None:
         """Check each option.

@@ -1,0 +1,89 @@
+"""Making a sharded module an ordinary one again: whole values, its own classes, none of torch's hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+
+_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params", "_distribute_module_applied")
+"""Attributes by which torch knows modules that it has sharded or split."""
+
+
+class Before:
+    """What the modules were before torch sharded them.
+
+    Args:
+        module: The whole, as it is now.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = [
+            (each, type(each), {name: set(getattr(each, name)) for name in _HOOKS})
+            for each in module.modules()
+        ]
+
+    def restore(self) -> None:
+        """Gather every parameter into the host's memory, one after the other, and take back what torch has
+        added. To be called by all processes together; what else was added to the modules stays.
+        """
+        from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+        from torch.distributed._composable_state import _module_state_mapping
+        from torch.distributed.fsdp import FSDPModule
+
+        for module, _, _ in self._modules:
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        whole: dict[int, nn.Parameter] = {}
+        for module, kind, hooks in self._modules:
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = _gathered(parameter, whole)
+            for name, own in hooks.items():
+                _remove(module, name, own)
+            _module_state_mapping.pop(module, None)
+            for key in (STATE_KEY, REGISTRY_KEY, *_MARKS):
+                vars(module).pop(key, None)
+            if type(module) is not kind and isinstance(module, FSDPModule):
+                module.__class__ = kind  # type: ignore[assignment]
+        root, _, _ = self._modules[0]
+        root.to("cpu")
+
+
+def _gathered(parameter: nn.Parameter, whole: dict[int, nn.Parameter]) -> nn.Parameter:
+    # By identity, so that tied parameters stay tied; the sharded ones live until all are gathered.
+    if id(parameter) not in whole:
+        value: Tensor = parameter.detach()
+        if hasattr(value, "full_tensor"):
+            value = value.full_tensor().cpu()
+            whole[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        else:
+            whole[id(parameter)] = parameter
+    return whole[id(parameter)]
+
+
+def _remove(module: nn.Module, name: str, own: set[Any]) -> None:
+    hooks = getattr(module, name)
+    for key in [each for each in hooks if each not in own and _is_torchs(hooks[each])]:
+        del hooks[key]
+        for flags in _FLAGS:
+            getattr(module, flags).pop(key, None)
+
+
+def _is_torchs(hook: Any) -> bool:
+    """Whether a hook is torch's own, also as a partial function, a method or in torch's wrapping."""
+    for name in ("hook", "func", "__func__"):
+        hook = getattr(hook, name, hook)
+    return str(getattr(hook, "__module__", "")).startswith("torch.")
