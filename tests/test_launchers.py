@@ -146,3 +146,49 @@ def test_the_variables_of_batch_systems(same: dict[str, str], own: tuple[str, ..
     Path("train.py").write_text(PROGRAM, encoding="utf-8")
     ranks = [start("train.py", **same, **dict.fromkeys(own, str(rank))) for rank in range(2)]
     assert outcomes(*ranks) == [DDP, DDP]
+
+
+ONE_AND_SEVERAL = """
+import sys
+import torch
+from torch import nn
+from drivetrain import OptimizerConfig, TaskModule, Trainer
+
+class Line(TaskModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.line = nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.line(x)
+
+    def loss(self, outputs, batch):
+        return outputs.square().mean()
+
+    def configure_optimizers(self):
+        return OptimizerConfig("sgd", lr=0.1)
+
+data = [{"x": torch.full((2, 3), float(index))} for index in range(4)]
+quiet = {"max_epochs": 1, "loggers": (), "checkpoint": False, "progress_bar": False}
+first = Line()
+Trainer(**quiet).fit(first, data)
+second = Line()
+result = Trainer(strategy="ddp", devices=2, **quiet).fit(second, data)
+again = Trainer(strategy="ddp", devices=2, **quiet).validate(second, data)
+sys.stdout.write(f"{result.progress.updates} {again['validation/loss']:.5f}\\n")
+"""
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_program_that_has_trained_in_one_process_goes_on_in_several() -> None:
+    Path("train.py").write_text(ONE_AND_SEVERAL, encoding="utf-8")
+    Path("several.py").write_text(ONE_AND_SEVERAL.replace("Trainer(**quiet).fit(first, data)", ""), "utf-8")
+    told = []
+    for name in ("train.py", "several.py"):
+        process = start(name)
+        out, error = process.communicate(timeout=60)
+        assert process.returncode == 0, error
+        told.append(set(out.splitlines()))
+    assert told[0] == told[1]
+    assert {each.split()[0] for each in told[0]} == {"2"}

@@ -81,3 +81,48 @@ def test_a_mean_over_nothing_counts_nothing_or_is_refused(kind: Any) -> None:
     assert run_distributed(weightless, kind, "torch") == [[True, True]] * 2
     for told in run_distributed(weightless, kind, "by hand"):
         assert "had a loss that is not finite" in told
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.line(x)
+        return made
+
+
+def saved_or_loaded(kind: Any, path: str, save: bool) -> Any:
+    """The names of the model's state, and its weights after an update that was saved, or as loaded."""
+    torch.manual_seed(0 if save else 1)
+    world_size = torch.distributed.get_world_size() if kind else 1
+    engine = Engine(kind(world_size=world_size) if kind else "cpu", devices=world_size)
+    model, optimizer = engine.prepare(Named(), lambda params: torch.optim.AdamW(params, lr=0.1))
+    if save:
+        engine.backward(model(torch.ones(2, 4)).square().mean())
+        engine.step(optimizer)
+        engine.save(path, model=model, optimizer=optimizer)
+    else:
+        engine.load(path, model=model, optimizer=optimizer)
+    state = model.state_dict()
+    model.load_state_dict(state)
+    whole = {
+        name: (each.full_tensor() if hasattr(each, "full_tensor") else each).tolist()
+        for name, each in state.items()
+    }
+    engine.teardown()
+    return whole
+
+
+def test_what_one_strategy_saves_in_a_loop_of_ones_own_all_others_load(tmp_path: Any) -> None:
+    kinds = [None, DDP, FSDP]
+    for first in kinds:
+        path = str(tmp_path / str(first))
+        processes = 2 if first else 1
+        saved = run_distributed(saved_or_loaded, first, path, True, world_size=processes)[0]
+        assert sorted(saved) == ["line.bias", "line.weight"]
+        for second in kinds:
+            processes = 2 if second else 1
+            for loaded in run_distributed(saved_or_loaded, second, path, False, world_size=processes):
+                assert loaded == saved

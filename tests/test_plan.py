@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from tests.support.tasks import Regression, quiet
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -372,3 +373,19 @@ def test_a_conflict_is_named_once_and_shown(words, arguments):
 )
 def test_just_within_its_bounds_nothing_is_a_conflict(arguments):
     assert plan(**{"max_epochs": 2, "log_every": 2, **arguments}).warnings == ()
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_all_processes_count(processes: int) -> None:
+    data = DataLoader(TensorDataset(torch.ones(19, 3), torch.ones(19, 1)), batch_size=4)
+    trainer = quiet(max_epochs=2, strategy="ddp", devices=processes)
+    plan = trainer.plan(Regression(), data)
+    rounds = -(-19 // (4 * processes))
+    assert plan.updates == 2 * rounds
+    assert plan.samples_per_update == 4 * processes
+    assert plan.last_window == (1, 19 - 4 * processes * (rounds - 1))
+    assert f"strategy ddp, {processes} processes" in str(plan)
+    whole = trainer.plan(Regression(), DataLoader(data.dataset, batch_size=4, drop_last=True))
+    assert whole.last_window == (1, {2: 8, 3: 4}[processes])
+    ready = [(torch.ones(size, 3), torch.ones(size, 1)) for size in (4, 2, 5, 1, 3)]
+    assert trainer.plan(Regression(), ready).updates_per_epoch == -(-5 // processes)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from drivetrain.data import Everywhere, Feed, MicroBatch, Share, Transfer, as_source, pin_memory_for
 from drivetrain.declared_metrics import DeclaredMetrics
-from drivetrain.distributed.launch import ensure_ranks
+from drivetrain.distributed.launch import ensure_ranks, note_run_alone
 from drivetrain.engine_data import EngineData
 from drivetrain.engine_state import load_engine, save_engine
 from drivetrain.errors import ConfigError
@@ -32,14 +32,7 @@ from drivetrain.streams import Streams
 from drivetrain.task import StepModule, TaskModule
 from drivetrain.types import Batch
 from drivetrain.updates import Updater, build_updaters, is_interleaved, optimizer_specs
-from drivetrain.window import (
-    Spare,
-    StepResult,
-    advance,
-    no_loss,
-    shared,
-    weighted,
-)
+from drivetrain.window import Spare, StepResult, advance, no_loss, shared, weighted
 
 _STEPS = {
     "validation": "validation_step",
@@ -88,6 +81,8 @@ class Engine:
         self.strategy = select_strategy(strategy, self.precision, devices, num_nodes)
         if self.strategy.world_size > 1 and not torch.distributed.is_initialized():
             ensure_ranks(self.strategy.world_size // num_nodes, num_nodes)
+        elif self.strategy.world_size == 1:
+            note_run_alone()
         self.strategy.setup()
         self.device = self.strategy.device
         self.ranks, self.data_ranks = self.strategy.ranks, self.strategy.data_ranks
@@ -303,7 +298,7 @@ class Engine:
         """Release what the strategy took, and leave the task as an ordinary module."""
         if self._compile and hasattr(self, "task"):
             self.task._compiled_call_impl = None
-        if sys.exc_info()[0] is None:  # after an error the other processes may not be there
+        if sys.exc_info()[0] is None:  # else the other processes may not be there
             self.strategy.restore()
         if hasattr(self, "step_module"):  # and not a wrapper, which holds on to a process group
             self.model = self._run_step = self._evaluate_step = self.step_module

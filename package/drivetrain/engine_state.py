@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from drivetrain.checkpoint.format import Snapshot
@@ -84,6 +85,8 @@ def _as_one_module(model: Any) -> nn.Module:
 
 
 def _plain(model: Any) -> nn.Module:
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
     if isinstance(model, StepModule):
         return model.task
     if isinstance(model, nn.Module):

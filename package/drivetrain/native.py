@@ -30,7 +30,10 @@ def prepare_module(
         parameters = [each for each in model.parameters() if each.requires_grad]
         return {DEFAULT: from_factory(make_optimizer, parameters)[0]}
 
-    return strategy.prepare(StepModule(model), make_optimizers if make_optimizer else None, precision)
+    prepared = strategy.prepare(StepModule(model), make_optimizers if make_optimizer else None, precision)
+    for name in ("state_dict", "load_state_dict"):  # by the names that the module itself has
+        object.__setattr__(prepared.model, name, getattr(model, name))
+    return prepared
 
 
 class OpenWindow:

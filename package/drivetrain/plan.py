@@ -35,7 +35,7 @@ class Plan:
         updates_per_epoch: Updates in an epoch.
         unknown: Why a length is not known or not certain, or "".
         micro_batches_per_update: Micro-batches in a full window.
-        samples_per_update: Samples in an epoch's largest window: the effective batch.
+        samples_per_update: Samples in an epoch's largest window, of all processes: the effective batch.
         last_window: Micro-batches and samples in an epoch's last window.
         rates: By the names that a run logs them under: "lr", "lr/<optimizer>", "lr/<group>".
         validation: When it validates.
@@ -44,9 +44,11 @@ class Plan:
         dtypes: Of "parameters", "compute", "gradients" and "optimizer".
         device: Where the model runs.
         strategy: The strategy's name.
+        processes: How many processes train together.
         parameters: The number of parameters.
         trainable: The number of those that are trained.
-        memory: Bytes of "parameters", "gradients" and "optimizer" (its state).
+        memory: Bytes of "parameters", "gradients" and "optimizer" (its state) of the whole model, of which each
+            process has a share under "fsdp".
         warnings: Conflicts, each with what to do about it.
     """
 
@@ -64,6 +66,7 @@ class Plan:
     dtypes: dict[str, str]
     device: str
     strategy: str
+    processes: int
     parameters: int
     trainable: int
     memory: dict[str, int | None]
@@ -78,6 +81,7 @@ class Plan:
         last, rest = self.last_window
         sizes = [each for each in self.memory.values() if each is not None]
         complete = len(sizes) == len(self.memory)
+        several = f", {self.processes} processes" if self.processes > 1 else ""
         rows = [
             ("updates", f"{_number(self.updates)} in all, {_number(self.updates_per_epoch)} per epoch"),
             ("", self.unknown),
@@ -88,7 +92,7 @@ class Plan:
             ("validates every", str(self.validation)),
             ("logs every", str(self.logging)),
             ("saves every", str(self.saving)),
-            ("device", f"{self.device}, strategy {self.strategy}"),
+            ("device", f"{self.device}, strategy {self.strategy}{several}"),
             ("dtypes", ", ".join(f"{what} {dtype}" for what, dtype in self.dtypes.items())),
             ("parameters", f"{self.parameters:,}, trainable {self.trainable:,}"),
             *((f"memory: {what}", _memory_text(size)) for what, size in self.memory.items()),
@@ -163,6 +167,7 @@ def make_plan(trainer: Trainer, task: Any, train_data: Any, validation_data: Any
             dtypes=built.dtypes(),
             device=str(strategy.device),
             strategy=strategy.name,
+            processes=strategy.world_size,
             parameters=sum(each.numel() for each in parameters),
             trainable=sum(each.numel() for each in parameters if each.requires_grad),
             memory=built.memory(),

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from drivetrain.assembly import measure_of
-from drivetrain.data import Feed, Transfer, as_source, batch_size
+from drivetrain.data import Feed, Share, Transfer, as_source, batch_size
 from drivetrain.progress import Progress
 from drivetrain.run import Totals
 from drivetrain.task import TaskModule
@@ -64,7 +64,11 @@ class Epoch:
     """
 
     def __init__(self, trainer: Trainer, task: TaskModule, data: Any) -> None:
-        source = as_source(data, "training", trainer.seed, batch_size=trainer.batch_size, shuffle=True)
+        self._processes = trainer.select_strategy().data_size
+        source = as_source(
+            data, "training", trainer.seed, batch_size=trainer.batch_size, shuffle=True,
+            share=Share(0, self._processes),
+        )  # fmt: skip
         self._accumulation = trainer.gradient_accumulation_steps
         transfer = Transfer(torch.device("cpu"))
         self.feed = Feed(source, transfer, measure_of(task), self._accumulation, trainer.limit_train_batches)
@@ -72,10 +76,23 @@ class Epoch:
         self.updates = self.feed.updates_per_epoch
         self.exact = source.exact
         self._ready = isinstance(data, (list, tuple))
-        self._size = _sample_counter(data, trainer.batch_size) if source.exact else None
+        of_batch = _sample_counter(data, trainer.batch_size) if source.exact else None
+        self._size = of_batch if of_batch is None or self._processes == 1 else self._of_round(of_batch, data)
+
+    def _of_round(self, of_batch: Callable[[int], int], data: Any) -> Callable[[int], int]:
+        """Samples of all processes together in a micro-batch of each."""
+        size, batches = self._processes, len(data) if hasattr(data, "__getitem__") and self._ready else None
+
+        def of_round(number: int) -> int:
+            last = (number + 1) * size if batches is None else min((number + 1) * size, batches)
+            return sum(max(0, of_batch(each)) for each in range(number * size, last))
+
+        return of_round
 
     def samples(self, number: int) -> int | None:
-        """Samples in micro-batch `number` (from 0); None when that is not known without reading it."""
+        """Samples in micro-batch `number` (from 0) of all processes; None when that is not known without
+        reading it.
+        """
         return None if self._size is None else self._size(number)
 
     def window(self, number: int) -> int | None:
@@ -91,7 +108,8 @@ class Epoch:
         if self._size is None or not self.batches:
             return False
         return any(
-            self._size(each) == 1 for each in (range(self.batches) if self._ready else (0, self.batches - 1))
+            self._size(each) < 2 * self._processes
+            for each in (range(self.batches) if self._ready else (0, self.batches - 1))
         )
 
     @property
@@ -122,6 +140,8 @@ def _sample_counter(data: Any, given: int | None) -> Callable[[int], int] | None
             samples = len(data.sampler)  # type: ignore[arg-type]
         except TypeError:
             return None
+        if data.drop_last:
+            samples -= samples % size
     else:
         size, samples = int(getattr(data, "batch_size", None) or given or 1), len(data)
     return lambda number: min(size, samples - number * size)

@@ -45,6 +45,7 @@ _FORMING = 10.0
 
 _launched: _Launched | None = None
 _followed = False
+_ran_alone = False
 
 
 def ensure_ranks(local_world_size: int, num_nodes: int = 1) -> ProcessEnvironment:
@@ -98,6 +99,12 @@ def ensure_ranks(local_world_size: int, num_nodes: int = 1) -> ProcessEnvironmen
     return _start(local_world_size)
 
 
+def note_run_alone() -> None:
+    """Remember that this program has run something in one process, which other ranks would do again."""
+    global _ran_alone
+    _ran_alone = True
+
+
 def rerun_obstacle() -> str | None:
     """Why this process's command cannot be run again for the other ranks; None when it can."""
     main = sys.modules.get("__main__")
@@ -107,6 +114,8 @@ def rerun_obstacle() -> str | None:
         return "it is a process of multiprocessing's"
     if "PYTEST_CURRENT_TEST" in os.environ and "_pytest" in sys.modules:
         return "it is a run of tests, and all of them would run again"
+    if _ran_alone:
+        return "it has trained or evaluated in one process before, which every rank would do again"
     if sys.argv[:1] != ["-c"] and not os.path.exists(getattr(main, "__file__", None) or ""):
         return "it was read from standard input"
     return None

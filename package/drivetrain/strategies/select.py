@@ -230,13 +230,13 @@ def _check_launcher(environment: ProcessEnvironment, devices: int | str, num_nod
     local, nodes = environment.local_world_size, environment.num_nodes
     if launcher == OURS:
         has = f"this program already runs as {_counted(total)}, which its first run has started"
-        hint = "Ask for as many everywhere, or leave out devices"
+        hint = "Ask for as many everywhere"
     else:
         has = f"{launcher} has started {_counted(total)}, {local} on this machine"
-        hint = "Leave out devices and num_nodes, to take what the launcher says"
+        hint = "Leave out devices and num_nodes, to take what the launcher says, or start as many as are asked for"
     if isinstance(devices, int) and devices * num_nodes != total:
         asked = f"devices={devices} and num_nodes={num_nodes} ask for {devices * num_nodes}"
-        raise StrategyError(f"{has}, but {asked}. {hint}, or start as many as are asked for")
+        raise StrategyError(f"{has}, but {asked}. {hint}")
     if isinstance(devices, int) and devices != local:
         raise StrategyError(f"{has}, but devices={devices} asks for {devices} on each. {hint}")
     if devices == "auto" and num_nodes not in (1, nodes):
