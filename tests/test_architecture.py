@@ -45,6 +45,7 @@ LAYERS: list[set[str]] = [
     {"callbacks", "loggers"},
     {
         "prediction_files",
+        "agreement",
         "boundary",
         "assembly",
         "run_checkpoints",

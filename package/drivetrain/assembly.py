@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.agreement import check_alike
 from drivetrain.callbacks.checkpoint import CheckpointSaver
 from drivetrain.callbacks.progress_bar import ProgressBar
 from drivetrain.callbacks.summary import ModelSummary
 from drivetrain.checkpoint import DirectoryCheckpointIO
 from drivetrain.data import Feed, Measure, as_source, evaluation_sources, pin_memory_for
 from drivetrain.declared_metrics import DeclaredMetrics
+from drivetrain.distributed.failure import FailureChannel
 from drivetrain.engine import Engine
 from drivetrain.errors import ConfigError, nearest
 from drivetrain.loggers import build_loggers
@@ -102,10 +104,13 @@ def make_engine(trainer: Trainer) -> Engine:
 
 
 @contextmanager
-def left_if_it_fails(engine: Engine) -> Iterator[None]:
-    """Release what an engine took if its run cannot be built."""
+def setting_up(trainer: Trainer, task: TaskModule, engine: Engine) -> Iterator[None]:
+    """What is done before a run begins: the process group is left if it fails, and told of it."""
+    ranks = engine.ranks
     try:
-        yield
+        with FailureChannel(ranks.rank, ranks.size, describe=lambda: "while the run was set up"):
+            check_alike(trainer, task, ranks)
+            yield
     except BaseException:
         engine.teardown()
         raise
@@ -183,7 +188,7 @@ def build_fit(
     task = check_task(task)
     train_data, validation_data = fit_data(train_data, validation_data)
     engine = make_engine(trainer)
-    with left_if_it_fails(engine):
+    with setting_up(trainer, task, engine):
         return _fit_run(trainer, engine, task, train_data, validation_data, resume)
 
 
@@ -303,7 +308,7 @@ def build_evaluation(trainer: Trainer, task: Any, data: Any, stage: str, checkpo
     """The run of a validation, test or prediction outside a fit: no loggers, no files."""
     task = check_task(task)
     engine = make_engine(trainer)
-    with left_if_it_fails(engine):
+    with setting_up(trainer, task, engine):
         return _evaluation_run(trainer, engine, task, data, stage, checkpoint)
 
 

@@ -41,7 +41,7 @@ def boundary(trainer: Trainer, run: Run) -> Iterator[None]:
             stack.enter_context(_watched(trainer.hang_timeout, run))
         try:
             yield
-            run.engine.strategy.restore()
+            _hand_back(run)
         except GeneratorExit:
             if sys.is_finalizing():
                 # The loop was left suspended and the interpreter is taking itself down: torch can no longer
@@ -51,7 +51,7 @@ def boundary(trainer: Trainer, run: Run) -> Iterator[None]:
                 raise
             try:
                 _end_early(run)
-                run.engine.strategy.restore()
+                _hand_back(run)
             except BaseException as error:
                 _report(trainer, run, error)
                 raise
@@ -59,8 +59,16 @@ def boundary(trainer: Trainer, run: Run) -> Iterator[None]:
         except BaseException as error:
             if channel is not None:  # before anything that waits for the others
                 channel.report(error)
+                if isinstance(error, SystemExit) and not error.code:
+                    error.code = 1  # the others have failed for it
             _report(trainer, run, error)
             raise
+
+
+def _hand_back(run: Run) -> None:
+    """After a run that ended well: the task as an ordinary module, the same in all processes."""
+    run.engine.synchronize_buffers()
+    run.engine.strategy.restore()
 
 
 def _end_early(run: Run) -> None:
@@ -133,6 +141,7 @@ def _failing_together(trainer: Trainer, run: Run) -> FailureChannel:
         describe=lambda: _place(run),
         progress=progress,
         hang_timeout=trainer.hang_timeout,
+        stopping=run.stopping if run.stage == "train" else None,
     )
 
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from drivetrain.data import Everywhere, Feed, MicroBatch, Share, Transfer, as_source, pin_memory_for
 from drivetrain.declared_metrics import DeclaredMetrics
 from drivetrain.distributed.launch import ensure_ranks, note_run_alone
+from drivetrain.distributed.tensors import broadcast_buffers
 from drivetrain.engine_data import EngineData
 from drivetrain.engine_state import load_engine, save_engine
 from drivetrain.errors import ConfigError
@@ -34,11 +35,7 @@ from drivetrain.types import Batch
 from drivetrain.updates import Updater, build_updaters, is_interleaved, optimizer_specs
 from drivetrain.window import Spare, StepResult, advance, no_loss, shared, weighted
 
-_STEPS = {
-    "validation": "validation_step",
-    "test": "test_step",
-    "predict": "predict_step",
-}
+_STEPS = {"validation": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
 class Engine:
@@ -272,6 +269,7 @@ class Engine:
         """Run the step of "validation", "test" or "predict": evaluation mode, no gradients; all as before
         afterwards.
         """
+        self.synchronize_buffers()
         modes = [(module, module.training) for module in self.task.modules()]
         step = self.step_module.step
         self.step_module.use(getattr(self.task, _STEPS[stage]))
@@ -283,6 +281,11 @@ class Engine:
             self.step_module.use(step)
             for module, training in modes:
                 module.training = training
+
+    def synchronize_buffers(self) -> None:
+        """Give all processes rank 0's buffers, which are those that are saved."""
+        if not self._alone:
+            broadcast_buffers(self.task, self.strategy.world_size)
 
     def evaluation_step(self, micro_batch: MicroBatch, number: int) -> StepValues:
         """One evaluation batch, the `number`-th of its loader; inside `evaluating`."""

@@ -13,6 +13,7 @@ from drivetrain.checkpoint.format import Snapshot
 from drivetrain.checkpoint.io import DirectoryCheckpointIO
 from drivetrain.checkpoint.sharding import Like, is_sharded
 from drivetrain.checkpoint.tree import pack, unpack, well_formed
+from drivetrain.distributed.tensors import broadcast_buffers
 from drivetrain.errors import CheckpointError, ConfigError
 from drivetrain.module_state import load_module_state, module_state, parameter_names
 from drivetrain.optim import load_state_by_name, state_by_name
@@ -113,6 +114,7 @@ def save_engine(engine: Engine, path: str, model: Any, optimizer: Any, state: Ma
     tree: dict[str, Any] = {"strategy": engine.strategy.state_dict(), "module_extras": {}, "optimizers": {}}
     if model is not None:
         module = _as_one_module(model)
+        broadcast_buffers(module, engine.strategy.world_size)
         weights, tree["module_extras"] = module_state(module)
         if optimizer is not None:
             optimizers, tree["optimizers"] = optimizer_state(module, _by_name(optimizer))

@@ -36,6 +36,10 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
     assert feed is not None
     run.call(hooks.on_fit_start)
     run.start()
+    stopping = run.stopping
+    stopping.passed += 1
+    if stopping.held and run.stop_reason is None:
+        run.stop_reason = stopping.answer()
     while not run.due_to_stop():
         with shielded():
             run.call(hooks.on_epoch_start)
@@ -62,7 +66,8 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
             except GeneratorExit:
                 # The loop was left here: what this update still owes, a log point, a validation, a save, is
                 # made up, so that a resumed run has all that the uninterrupted one has.
-                run.stop("the loop was left by its caller")
+                # All ranks leave it at the same update: there is nothing to agree on.
+                run.stop_reason = run.stop_reason or "the loop was left by its caller"
                 if not sys.is_finalizing():
                     _end_update(run, window.last)
                 raise
@@ -103,7 +108,11 @@ def _end_update(run: Run, epoch_ended: bool) -> None:
         with shielded():
             run.call(run.hooks.on_epoch_end)
         progress.position = progress.epoch_updates = progress.epoch_batches = 0
-    run.due_to_stop()
+    stopping = run.stopping
+    stopping.passed += 1
+    if stopping.held and run.stop_reason is None:
+        run.stop_reason = stopping.answer()
+    run.due_to_stop()  # after the answer: a reason of the program's own comes before a limit
     for hook in run.hooks.on_save:
         hook(run)
 

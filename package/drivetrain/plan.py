@@ -47,8 +47,8 @@ class Plan:
         processes: How many processes train together.
         parameters: The number of parameters.
         trainable: The number of those that are trained.
-        memory: Bytes of "parameters", "gradients" and "optimizer" (its state) of the whole model, of which each
-            process has a share under "fsdp".
+        memory: Bytes of "parameters", "gradients" and "optimizer" (its state) of the whole model, of which
+            each process has a share under "fsdp".
         warnings: Conflicts, each with what to do about it.
     """
 

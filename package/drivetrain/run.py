@@ -17,6 +17,7 @@ from drivetrain.checkpoint.format import Snapshot
 from drivetrain.checkpoint.tree import well_formed
 from drivetrain.data import Feed
 from drivetrain.declared_metrics import DeclaredMetrics, joined
+from drivetrain.distributed.stopping import Stopping
 from drivetrain.engine import Engine
 from drivetrain.errors import CheckpointError, ConfigError
 from drivetrain.peers import HOOKS as NAMES
@@ -142,7 +143,8 @@ class Run:
         window: The window being trained on, or None.
         evaluation: Where the evaluation is.
         timing: Seconds spent so far on "data", "compute", "evaluation" and "save".
-        stop_reason: Why the run is to stop, or None.
+        stop_reason: Why the run stops, or None.
+        stopping: How the ranks agree on that.
         exception: What ended the run, for `on_exception`.
         last_checkpoint: The address of the last checkpoint saved or loaded, or None.
         origin: The time, on `perf_counter`'s clock, at which `progress.seconds` was zero.
@@ -190,6 +192,7 @@ class Run:
         self.evaluation = Evaluation()
         self.timing = {"data": 0.0, "compute": 0.0, "evaluation": 0.0, "save": 0.0}
         self.stop_reason: str | None = None
+        self.stopping = Stopping()
         self.exception: BaseException | None = None
         self.last_checkpoint: str | None = None
         self.host_streams: dict[str, Any] | None = None
@@ -202,8 +205,15 @@ class Run:
         self.origin = perf_counter()
 
     def stop(self, reason: str) -> None:
-        """End the run after the current update; the first reason is kept."""
-        self.stop_reason = self.stop_reason or reason
+        """End the run after the current update; the first reason is kept.
+
+        One rank may ask alone: all stop after the same update, the first that none of them has ended, with
+        its reason. Until they have agreed on that, `stop_reason` stays None.
+        """
+        if self.stop_reason is None and self.stopping.shared:
+            self.stopping.ask(reason)
+        else:
+            self.stop_reason = self.stop_reason or reason
 
     def log(self, name: str, value: float | Tensor) -> None:
         """Add a number, or a tensor with one, to the next log point; inside `on_log`, to the current one."""
@@ -298,15 +308,15 @@ class Run:
             self.timing[kind] += perf_counter() - start
 
     def due_to_stop(self) -> bool:
-        """Whether the run's limits are reached or somebody asked to stop; notes the reason."""
+        """Whether the run's limits, the same on all ranks, are reached or all stop; notes the reason."""
         if self.stop_reason is None:
             totals, progress = self.totals, self.progress
             if totals.max_updates is not None and progress.updates >= totals.max_updates:
-                self.stop(f"max_steps={totals.max_updates} reached")
+                self.stop_reason = f"max_steps={totals.max_updates} reached"
             elif totals.max_seconds is not None and progress.seconds >= totals.max_seconds:
-                self.stop(f"max_time={totals.max_seconds:g} seconds reached")
+                self.stop_reason = f"max_time={totals.max_seconds:g} seconds reached"
             elif totals.epochs is not None and progress.epoch >= totals.epochs:
-                self.stop(f"max_epochs={totals.epochs} reached")
+                self.stop_reason = f"max_epochs={totals.epochs} reached"
         return self.stop_reason is not None
 
     # Checkpoints.

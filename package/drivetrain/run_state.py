@@ -27,6 +27,7 @@ def snapshot_run(run: Run) -> Snapshot:
         CheckpointError: A part of it cannot be stored; says which.
     """
     engine = run.engine
+    engine.synchronize_buffers()
     own, *others = engine.data_ranks.all_gather(_own_state(run))
     weights, extras = module_state(run.task)
     optimizers, meta = optimizer_state(

@@ -247,7 +247,8 @@ class Trainer:
         """`fit` as a generator: yields after every update, for a loop body of one's own.
 
         What the body does is seen by the validation and the checkpoint of the same update. Leaving the loop
-        ends the run in order. Arguments and errors are those of `fit`.
+        ends the run in order; of several ranks all must leave it at the same update, and one that alone wants
+        to end calls `run.stop` in a callback. Arguments and errors are those of `fit`.
         """
         run, saver = build_fit(self, task, train_data, validation_data, resume)
         with boundary(self, run):

@@ -17,7 +17,7 @@ from drivetrain.data.rounds import SharedBatch
 from drivetrain.data.share import WHOLE, Everywhere, Share
 from drivetrain.data.sources import BatchSource, IterableSource, Source
 from drivetrain.data.transfer import MicroBatch, Transfer
-from drivetrain.errors import DataError
+from drivetrain.errors import ConfigError, DataError
 from drivetrain.types import Batch
 
 Count = Callable[[Batch], Any]
@@ -328,9 +328,15 @@ class Feed:
 
 def _on_host(weight: Any) -> float | Tensor:
     # A weight on an accelerator stays there: reading it would wait for the device in every step.
-    if isinstance(weight, Tensor):
-        return float(weight) if weight.device.type == "cpu" else weight
-    return float(weight)
+    if isinstance(weight, Tensor) and weight.device.type != "cpu":
+        return weight
+    try:
+        return float(weight)
+    except (TypeError, ValueError, RuntimeError):
+        given = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
+        raise ConfigError(
+            f"loss_weight gave {given[:80]}; it gives one number, what the batch's loss is a mean over"
+        ) from None
 
 
 def evaluation_sources(data: Any, name: str, seed: int, **options: Any) -> list[tuple[str | None, Source]]:

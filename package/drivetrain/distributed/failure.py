@@ -21,6 +21,7 @@ from drivetrain.distributed.environment import detect
 from drivetrain.distributed.failure_hub import DIED, Hub, end_process, silence
 from drivetrain.distributed.failure_wire import Cause, Line, machine
 from drivetrain.distributed.launch import launched
+from drivetrain.distributed.stopping import Stopping
 from drivetrain.distributed.waiting import Waiting
 from drivetrain.distributed.watchdog import EXIT_HANG
 from drivetrain.errors import RankFailure, StrategyError
@@ -75,6 +76,7 @@ class FailureChannel:
             naming the ranks that are behind; needs `progress`. None for no limit.
         deadlock_timeout: Seconds after which ranks that all wait for one another, in collectives that do not
             match, are ended, naming where each waits; see `Waiting` for how that is known. None to let them.
+        stopping: Agrees with the other ranks on when to stop, over these lines.
         on_failure: Is told of another rank's failure before this process ends; called in a thread.
 
     Raises:
@@ -92,6 +94,7 @@ class FailureChannel:
         progress: Callable[[], int] | None = None,
         hang_timeout: float | None = None,
         deadlock_timeout: float | None = 5.0,
+        stopping: Stopping | None = None,
         on_failure: Callable[[RankFailure], None] | None = None,
     ) -> None:
         self.rank = rank
@@ -102,6 +105,7 @@ class FailureChannel:
         self._progress = progress
         self._hang_timeout = hang_timeout if progress is not None else None
         self._deadlock_timeout = deadlock_timeout
+        self._stopping = stopping if stopping is not None else Stopping()
         self._on_failure = on_failure
         self._waiting: Waiting
         self._cause: Cause | None = None
@@ -143,6 +147,7 @@ class FailureChannel:
         outlive_parent(True)
         self._thread = threading.Thread(target=self._run, name="drivetrain-failure", daemon=True)
         self._thread.start()
+        self._stopping.shared = True
         return self
 
     def _connect(self, offer: dict[str, Any], address: str | None) -> Line:
@@ -235,6 +240,7 @@ class FailureChannel:
     def _close(self, is_fine: bool) -> None:
         assert self._line is not None
         self._closed.set()
+        self._stopping.shared = False
         if self._thread is not None:
             self._thread.join()
         self._line.close()
@@ -253,7 +259,10 @@ class FailureChannel:
         assert self._line is not None
         tick = self._timeout / 5
         silent, following = 0, time.monotonic() + tick
+        has_asked = False
         while not self._closed.wait(0.05):
+            if self._stopping.asked is not None and not has_asked:
+                has_asked = self._line.send(kind="stop", **self._state(), asked=self._stopping.asked)
             try:
                 messages = self._line.receive()
             except ValueError:
@@ -268,11 +277,17 @@ class FailureChannel:
                 silent = 0
                 if each["kind"] == "end":
                     self._line.close()  # which tells the hub that this was heard
+                    self._stopping.abandon(RankFailure("rank 0 has ended, and cannot say when to stop"))
                     return
                 if each["kind"] == "cause":
                     self._fail(Cause.from_json(each["cause"]))
                     return
-                self._rank_0, self._rank_0_where = (each["machine"], int(each["pid"])), each["where"]
+                if each["kind"] == "hold":
+                    self._line.send(kind="held", **{**self._state(), **self._stopping.hold()})
+                elif each["kind"] == "stop":
+                    self._stopping.tell(each["at"], each["reason"])
+                else:
+                    self._rank_0, self._rank_0_where = (each["machine"], int(each["pid"])), each["where"]
             if time.monotonic() >= following:
                 following = time.monotonic() + tick
                 if self._deadlock_timeout:
@@ -292,6 +307,7 @@ class FailureChannel:
         """Another rank, or this one, was the first to fail; in the channel's thread."""
         self._cause = cause
         self._decided.set()
+        self._stopping.abandon(cause.failure())
         if cause.kind != "hang" and cause.rank == self.rank:
             return
         if self._on_failure is not None:
@@ -330,6 +346,7 @@ class FailureChannel:
             "progress": self._progress() if self._progress is not None else None,
             "looks": self._waiting.looks,
             "place": self._waiting.place,
+            "passed": self._stopping.passed,
         }
 
     def _where(self) -> str:

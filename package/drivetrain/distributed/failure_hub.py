@@ -15,6 +15,7 @@ from typing import Any
 
 from drivetrain.distributed.children import ending, started
 from drivetrain.distributed.failure_wire import Cause, Line, at, kept_to_this_process, machine, state_of
+from drivetrain.distributed.stopping import Poll
 
 PATIENCE = 12
 """So many timeouts a rank may be silent that is not seen to be stopped or gone: while a call holds the
@@ -84,6 +85,7 @@ class Hub:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
         self._peers: dict[int, _Peer] = {}
+        self._poll = Poll(world_size)
         self._aside: list[Cause] = []
         self._aside_until = 0.0
         self.cause: Cause | None = None
@@ -170,6 +172,8 @@ class Hub:
         self._peers[peer.rank] = peer
         self._selector.modify(line.socket, selectors.EVENT_READ, peer)
         line.send(**self._beat())
+        if self._poll.is_open:
+            line.send(kind="hold")
         if self.cause is not None:
             line.send(kind="cause", cause=self.cause.to_json())
         return peer
@@ -183,6 +187,11 @@ class Hub:
             self._still = 0
         if message["kind"] == "bye":
             peer.state = "left"
+            self._poll.note(peer.rank, int(message["passed"]))
+        elif message["kind"] == "held":
+            self._poll.note(peer.rank, int(message["passed"]), message["asked"])
+        elif message["kind"] == "stop" and self._poll.open(peer.rank, str(message["asked"])):
+            self._tell(kind="hold")
         elif message["kind"] == "cause" and self.cause is None:
             cause = Cause.from_json(message["cause"])
             if cause.kind != "consequence":
@@ -190,6 +199,9 @@ class Hub:
             elif not self._aside:
                 self._aside_until = time.monotonic() + _ASIDE
                 self._aside.append(cause)
+        decision = self._poll.decision()
+        if decision is not None:
+            self._tell(kind="stop", **decision)
 
     def _look(self) -> None:
         """Once in a tick: show that rank 0 is alive, and look for ranks that are not, or that stand still."""

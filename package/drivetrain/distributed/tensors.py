@@ -13,15 +13,19 @@ _BUCKET = 25 << 20
 
 def broadcast_module(module: nn.Module, world_size: int) -> None:
     """Give every process the parameters and buffers of rank 0, in place."""
-    if world_size == 1:
-        return
-    seen: set[int] = set()
-    tensors = []
-    for tensor in (*module.parameters(), *module.buffers()):
-        if id(tensor) not in seen and tensor.device.type != "meta":
-            seen.add(id(tensor))
-            tensors.append(tensor.detach())
-    for bucket in _buckets(tensors):
+    if world_size > 1:
+        _broadcast((*module.parameters(), *module.buffers()))
+
+
+def broadcast_buffers(module: nn.Module, world_size: int) -> None:
+    """Give every process the buffers of rank 0, such as running means, in place."""
+    if world_size > 1:
+        _broadcast([getattr(each, "_local_tensor", each) for each in module.buffers()])
+
+
+def _broadcast(tensors: Iterable[Tensor]) -> None:
+    unique = {id(each): each.detach() for each in tensors if each.device.type != "meta"}
+    for bucket in _buckets(unique.values()):
         flat = torch.cat([each.reshape(-1) for each in bucket])
         distributed.broadcast(flat, 0)
         for each, part in zip(bucket, torch.split(flat, [each.numel() for each in bucket]), strict=True):

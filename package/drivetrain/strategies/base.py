@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.distributed.ranks import ALONE, Ranks
-from drivetrain.errors import StrategyError
+from drivetrain.errors import ConfigError, StrategyError
 from drivetrain.precision import Precision
 from drivetrain.task import StepModule
 
@@ -20,18 +20,44 @@ MakeOptimizers = Callable[[nn.Module], dict[str, Optimizer]]
 """Given the module as the strategy has wrapped or sharded it, returns the optimizers by name."""
 
 
-def refuse_shards(task: nn.Module) -> None:
-    """See that a task is whole before it is prepared.
+def check_values(task: nn.Module, name: str) -> None:
+    """See that a task has all of its values before strategy `name` prepares it.
 
     Raises:
-        StrategyError: It has shards of an earlier run; names the first.
+        StrategyError: It has shards of an earlier run, or is on the meta device, which "fsdp" alone can take;
+            names the first such parameter.
     """
+    if name != "fsdp":
+        empty = next((each for each, tensor in task.named_parameters() if tensor.is_meta), None)
+        if empty is not None:
+            raise StrategyError(
+                f"{type(task).__name__} was made on the meta device and has no values ({empty!r}). Strategy"
+                f" 'fsdp' gives them, strategy {name!r} does not: make it without torch.device('meta')"
+            )
     shard = next((name for name, each in task.named_parameters() if hasattr(each, "full_tensor")), None)
     if shard is not None:
         raise StrategyError(
             f"this {type(task).__name__} has only a shard of {shard!r}, left by an earlier run that failed or"
             f" had FSDPConfig(gather_at_end=False). Make it anew: {type(task).__name__}.from_checkpoint(path)"
         )
+
+
+def check_options(config: Any, positive: Sequence[str], flags: Sequence[str]) -> None:
+    """See that options of a configuration are positive numbers, or None, and true or false.
+
+    Raises:
+        ConfigError: One is not; names it.
+    """
+    kind = type(config).__name__
+    for name in positive:
+        value = getattr(config, name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (number and 0 < value < 1e9):
+            raise ConfigError(f"{kind}({name}=...) must be a positive number, not {value!r}")
+    for name in flags:
+        value = getattr(config, name)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{kind}({name}=...) must be True or False, not {value!r}")
 
 
 class StrategyConfig(Protocol):

@@ -22,7 +22,14 @@ from drivetrain.distributed.ranks import ALONE
 from drivetrain.distributed.tensors import average_gradients, broadcast_module
 from drivetrain.errors import ConfigError, StrategyError, nearest
 from drivetrain.precision import Precision
-from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Support, refuse_shards
+from drivetrain.strategies.base import (
+    MakeOptimizers,
+    Prepared,
+    Strategy,
+    Support,
+    check_options,
+    check_values,
+)
 from drivetrain.strategies.scaling import LossScale
 from drivetrain.strategies.stepping import step
 from drivetrain.task import StepModule
@@ -43,6 +50,13 @@ _pytree.register_pytree_node(
 )
 
 _HOOKS = ("fp16", "bf16", "powersgd")
+_FLAGS = (
+    "find_unused_parameters",
+    "static_graph",
+    "gradient_as_bucket_view",
+    "broadcast_buffers",
+    "sync_batchnorm",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +90,7 @@ class DDPConfig:
         Raises:
             ConfigError: One is of no use; says what is allowed.
         """
-        for name, value in (("bucket_mb", self.bucket_mb), ("timeout", self.timeout)):
-            if value is not None and not (isinstance(value, (int, float)) and value > 0):
-                raise ConfigError(f"DDPConfig({name}=...) must be a positive number, not {value!r}")
+        check_options(self, ("bucket_mb", "timeout"), _FLAGS)
         hook = self.communication
         if isinstance(hook, str) and hook not in _HOOKS:
             raise ConfigError(f"unknown communication {hook!r}. {nearest(hook, _HOOKS)}")
@@ -110,6 +122,7 @@ class DDP(Strategy):
         self._scale: LossScale | None = None
         self._wrapped: DistributedDataParallel | None = None
         self._parameters: list[nn.Parameter] = []
+        self._names: list[str] = []
         self._synchronized = True
         self._unlearned = self.config.static_graph
         if device == "cpu" and self.config.sync_batchnorm:
@@ -151,14 +164,16 @@ class DDP(Strategy):
         self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision
     ) -> Prepared:
         """Convert, move, wrap, then make the optimizers."""
-        refuse_shards(module.task)
+        check_values(module.task, self.name)
         precision.convert_module(module)
         if self.config.sync_batchnorm:
             module.task = nn.SyncBatchNorm.convert_sync_batchnorm(module.task)  # type: ignore[no-untyped-call]
         module.to(self.device)
         module.context = precision.forward_context(self.device)
         self._scale = LossScale(self.device) if precision.loss_scaling else None
-        self._parameters = [each for each in module.parameters() if each.requires_grad]
+        trained = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
+        self._names = [name.removeprefix("task.") for name, _ in trained]
+        self._parameters = [each for _, each in trained]
         if make_optimizers is None or not self._parameters:
             broadcast_module(module, self.world_size)
             return Prepared(module, make_optimizers(module) if make_optimizers else {})
@@ -242,10 +257,15 @@ class DDP(Strategy):
             raise self._unused(unused)
 
     def _unused(self, indices: Sequence[int]) -> ConfigError:
-        assert self._wrapped is not None
-        names = [name for name, each in self._wrapped.module.named_parameters() if each.requires_grad]
-        listed = ", ".join(names[index].removeprefix("task.") for index in indices[:8])
+        names = self._names
+        listed = ", ".join(names[index] for index in indices[:8])
         more = f" and {len(indices) - 8} more" if len(indices) > 8 else ""
+        frozen = [names[index] for index in indices if not self._parameters[index].requires_grad]
+        if frozen:
+            return ConfigError(
+                f"{len(frozen)} parameters were frozen after the run had begun, {frozen[0]!r} among them."
+                " Freeze them before it, or give DDPConfig(find_unused_parameters=True)"
+            )
         return ConfigError(
             f"the step used {len(names) - len(indices)} of {len(names)} trainable parameters; these got no"
             f" gradient: {listed}{more}. Freeze them, use them, or give"

@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 from drivetrain.distributed.environment import detect
 from drivetrain.distributed.group import Member, join, leave
 from drivetrain.distributed.ranks import ALONE, Ranks
-from drivetrain.distributed.tensors import average_gradients, broadcast_module
+from drivetrain.distributed.tensors import average_gradients, broadcast_buffers, broadcast_module
 from drivetrain.errors import ConfigError, StrategyError
 from drivetrain.precision import Precision
-from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Support, refuse_shards
+from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Support, check_values
 from drivetrain.strategies.fsdp_checkpointing import checkpoint_blocks
 from drivetrain.strategies.fsdp_config import FSDPConfig
 from drivetrain.strategies.fsdp_ignored import ignored_names, named
@@ -64,6 +64,7 @@ class FSDP(Strategy):
         self._data_ranks = ALONE
         self._sharded: list[Before] = []
         self._synchronized = True
+        self._has_buffers = False
         split, size = self.config.tensor_parallel, self.config.shard_size
         if world_size % split:
             raise StrategyError(
@@ -105,6 +106,7 @@ class FSDP(Strategy):
 
     def setup(self) -> None:
         """Join the process group."""
+        _forget_meshes()
         limit = None if self.config.timeout is None else timedelta(seconds=self.config.timeout)
         self._member = member = join(self.world_size, self.device.type, limit)
         self.rank, self.device, self.ranks = member.rank, member.device, member.ranks
@@ -125,7 +127,7 @@ class FSDP(Strategy):
         A task on the meta device gets its values part by part while it is sharded.
         """
         task = module.task
-        refuse_shards(task)
+        check_values(task, self.name)
         before = Before(module)
         values = Materialization(module) if on_meta(module) else None
         whole = ignored_names(task, self.config.ignored)
@@ -142,6 +144,7 @@ class FSDP(Strategy):
         kept = named(task, whole)
         self._ignored = [each for each in self._parameters if each in kept]
         self._synchronized = True
+        self._has_buffers = self.config.broadcast_buffers and any(True for _ in module.buffers())
         self._sharded.append(before)
         return Prepared(module, make_optimizers(module) if make_optimizers else {})
 
@@ -242,6 +245,8 @@ class FSDP(Strategy):
 
     def microbatch(self, model: nn.Module, last: bool) -> None:
         """Reduce gradients in the window's last micro-batch only."""
+        if self._has_buffers:
+            broadcast_buffers(model, self.world_size)
         if last != self._synchronized:  # torch walks all modules for it
             self._synchronized = last
             sharded: Any = model
@@ -304,6 +309,20 @@ class FSDP(Strategy):
         """Take over a loss scale; one saved under another precision is left alone."""
         if self._scale is not None and "scaler" in state:
             self._scale.load_state_dict(state["scaler"])
+
+
+def _forget_meshes() -> None:
+    """Have torch forget how operations on shards went before.
+
+    It remembers that by the mesh's shape alone (2.13), with the mesh of then in it. A process that is a copy
+    of rank 0, as in a notebook, would take rank 0's part for its own.
+    """
+    from torch.distributed.tensor import _redistribute, debug
+
+    debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    for each in vars(_redistribute).values():
+        if hasattr(each, "cache_clear") and hasattr(each, "cache_info"):
+            each.cache_clear()
 
 
 def _check(task: nn.Module, whole: frozenset[str], plan: Sequence[Planned]) -> None:

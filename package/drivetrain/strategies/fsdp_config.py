@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drivetrain.errors import ConfigError, nearest
+from drivetrain.strategies.base import check_options
 from drivetrain.strategies.fsdp_wrapping import Wrap
 
 SHARDINGS = ("full_shard", "shard_grad_op", "no_shard", "hybrid")
@@ -31,6 +32,7 @@ class FSDPConfig:
             split; these processes get the same data. 1 for none: the plan is then not looked at.
         ignored: Names of parameters or modules, or globs on them (`*` crosses dots), that every process keeps
             whole; their gradients are averaged.
+        broadcast_buffers: Give all ranks rank 0's buffers, such as running means, before each forward.
         cpu_offload: Keep shards and optimizer states in the host's memory.
         activation_checkpointing: False; "full" to compute each block's activations again in backward;
             "selective" to keep the results of matrix products, convolutions and attention and compute the
@@ -49,6 +51,7 @@ class FSDPConfig:
     shard_size: int | None = None
     tensor_parallel: int = 1
     ignored: tuple[str, ...] = ()
+    broadcast_buffers: bool = True
     cpu_offload: bool = False
     activation_checkpointing: Again = False
     forward_prefetch: int = 0
@@ -81,9 +84,9 @@ class FSDPConfig:
             )
         if self.shard_size is not None and self.sharding != "hybrid":
             raise ConfigError(f"shard_size is for sharding='hybrid', not {self.sharding!r}")
-        for name, value in (("timeout", self.timeout), ("shard_size", self.shard_size)):
-            if value is not None and not (isinstance(value, (int, float)) and value > 0):
-                raise ConfigError(f"FSDPConfig({name}=...) must be a positive number, not {value!r}")
+        if self.shard_size is not None and not _whole(self.shard_size, 1):
+            raise ConfigError(f"shard_size must be a positive number of processes, not {self.shard_size!r}")
+        check_options(self, ("timeout",), ("broadcast_buffers", "cpu_offload", "gather_at_end"))
         for name in ("forward_prefetch", "backward_prefetch"):
             if not _whole(getattr(self, name), 0):
                 raise ConfigError(f"{name} is a number of blocks, not {getattr(self, name)!r}")

@@ -233,7 +233,7 @@ def _check_launcher(environment: ProcessEnvironment, devices: int | str, num_nod
         hint = "Ask for as many everywhere"
     else:
         has = f"{launcher} has started {_counted(total)}, {local} on this machine"
-        hint = "Leave out devices and num_nodes, to take what the launcher says, or start as many as are asked for"
+        hint = "Leave out devices and num_nodes, to take what it says, or start as many as are asked for"
     if isinstance(devices, int) and devices * num_nodes != total:
         asked = f"devices={devices} and num_nodes={num_nodes} ask for {devices * num_nodes}"
         raise StrategyError(f"{has}, but {asked}. {hint}")

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from drivetrain.errors import StrategyError
 from drivetrain.precision import Precision
-from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Support, refuse_shards
+from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Support, check_values
 from drivetrain.strategies.scaling import LossScale
 from drivetrain.strategies.stepping import step
 from drivetrain.task import StepModule
@@ -77,7 +77,7 @@ class SingleDevice(Strategy):
         self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision
     ) -> Prepared:
         """Convert, move, then make the optimizers on the parameters where they now are."""
-        refuse_shards(module.task)
+        check_values(module.task, self.name)
         precision.convert_module(module)
         module.to(self.device)
         module.context = precision.forward_context(self.device)

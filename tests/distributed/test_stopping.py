@@ -1,0 +1,132 @@
+"""A stop that one rank asks for: all ranks stop after the same update, for the same reason."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.tasks import Regression, pairs, quiet
+
+from drivetrain import Callback, CheckpointConfig, RankFailure
+from drivetrain.checkpoint.index import read_index
+from drivetrain.checkpoint.locate import CHECKPOINTS
+from drivetrain.distributed.stopping import Poll, Stopping
+from drivetrain.strategies.ddp import DDP
+from drivetrain.testing.distributed import run_distributed
+
+needs_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+HOOKS = ("on_step_start", "on_step_end", "on_log", "on_evaluation_end", "on_epoch_start", "on_epoch_end")
+
+
+class Asks(Callback):
+    """Asks to stop in a hook, once an update is reached, on some ranks.
+
+    Args:
+        hook: Where.
+        update: From which update on.
+        ranks: On which ranks.
+    """
+
+    def __init__(self, hook: str, update: int, ranks: set[int]) -> None:
+        self.update, self.ranks = update, ranks
+        self.asked_at: int | None = None
+        setattr(self, hook, self.decide)
+
+    def decide(self, run: Any) -> None:
+        rank = run.engine.strategy.rank
+        if run.progress.updates >= self.update and rank in self.ranks and self.asked_at is None:
+            self.asked_at = run.progress.updates
+            run.stop(f"rank {rank} wanted it")
+
+
+def fit(asks: Callback, world_size: int = 1, **options: Any) -> Any:
+    strategy = {} if world_size == 1 else {"strategy": DDP(world_size=world_size), "devices": world_size}
+    given = {"max_epochs": 4, "validate_every": "3 steps", "log_every": "2 steps", **strategy, **options}
+    return quiet(callbacks=[asks], **given).fit(Regression(), pairs(24), pairs(8))
+
+
+def ended(world_size: int, hook: str, update: int, ranks: set[int], **options: Any) -> Any:
+    asks = Asks(hook, update, ranks)
+    result = fit(asks, world_size, **options)
+    return result.progress.updates, result.stop_reason, asks.asked_at
+
+
+def test_the_first_boundary_that_nobody_has_passed_is_taken_once_all_have_told() -> None:
+    poll = Poll(3)
+    assert poll.open(2, "two")
+    assert not poll.open(1, "one")
+    poll.note(0, 7)
+    poll.note(1, 6, "one")
+    assert poll.decision() is None
+    poll.note(2, 6)  # a goodbye counts, too
+    assert poll.decision() == {"at": 8, "reason": "one"}
+    assert poll.decision() is None
+
+
+def test_a_rank_that_waits_for_its_own_answer_can_still_stop_where_it_waits() -> None:
+    stopping = Stopping()
+    stopping.passed = 4
+    stopping.ask("enough")
+    stopping.passed = 5  # it has come to the boundary, and waits there
+    assert stopping.hold() == {"passed": 4, "asked": "enough"}
+    stopping.tell(6, "enough")
+    assert stopping.answer() is None
+    stopping.passed = 6
+    assert stopping.answer() == "enough"
+
+
+def test_a_failure_ends_the_wait() -> None:
+    stopping = Stopping()
+    stopping.abandon(RankFailure("rank 1 failed first"))
+    with pytest.raises(RankFailure, match="rank 1 failed first"):
+        stopping.answer()
+
+
+@needs_gloo
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_wherever_and_whoever_asks_all_ranks_agree(world_size: int) -> None:
+    draw = random.Random(world_size)
+    cases = []
+    for _ in range(20):
+        ranks = set(draw.sample(range(world_size), draw.choice([1, 1, 2])))
+        cases.append((draw.choice(HOOKS), draw.randrange(1, 10), ranks))
+    found = run_distributed(
+        lambda: [ended(world_size, *case) for case in cases], world_size=world_size, timeout=120.0
+    )
+    for case, *outcomes in zip(cases, *found, strict=True):
+        assert len({each[:2] for each in outcomes}) == 1, (case, outcomes)
+        updates, reason, _ = outcomes[0]
+        assert reason in {f"rank {rank} wanted it" for rank in case[2]}, (case, outcomes)
+        asked = min(each[2] for each in outcomes if each[2] is not None)
+        assert asked <= updates <= asked + 2, (case, outcomes)
+
+
+@needs_gloo
+@pytest.mark.parametrize("hook", ["on_fit_start", *HOOKS])
+def test_ranks_that_all_ask_stop_after_the_same_update_as_one_process(hook: str) -> None:
+    update = 0 if hook == "on_fit_start" else 4
+    alone = ended(1, hook, update, {0}, limit_train_batches=6)
+    both = run_distributed(lambda: ended(2, hook, update, {0, 1}, limit_train_batches=6))
+    assert [each[0] for each in both] == [alone[0]] * 2
+    assert {each[1] for each in both} == {"rank 0 wanted it"} or {each[1] for each in both} == {
+        "rank 1 wanted it"
+    }
+
+
+@needs_gloo
+def test_a_limit_that_is_reached_first_ends_all_ranks() -> None:
+    found = run_distributed(lambda: ended(2, "on_epoch_end", 5, {1}, max_epochs=1))
+    assert len({each[:2] for each in found}) == 1, found
+
+
+@needs_gloo
+def test_the_last_checkpoint_is_that_of_the_agreed_update(tmp_path: Path) -> None:
+    options = {"run_dir": tmp_path, "checkpoint": CheckpointConfig(every="4 steps", by=None)}
+    found = run_distributed(lambda: ended(2, "on_step_end", 6, {1}, **options))
+    assert len({each[:2] for each in found}) == 1, found
+    entries = read_index(str(tmp_path / CHECKPOINTS))
+    assert entries is not None
+    assert max(each.update for each in entries) == found[0][0]
