@@ -116,6 +116,7 @@ class FSDP(Strategy):
         """Leave the process group."""
         self._sharded = []
         if self._member is not None:
+            _forget_meshes()  # a copy of this process must not be the one to free their groups
             leave(self._member)
             self._member, self.ranks, self._data_ranks = None, ALONE, ALONE
 
