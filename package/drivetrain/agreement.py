@@ -53,7 +53,7 @@ def check_alike(trainer: Trainer, task: nn.Module, ranks: Ranks) -> None:
             if value != found[0][0][name]:
                 raise ConfigError(
                     f"the ranks were given different Trainers: {name} is {found[0][0][name]} on rank 0 and"
-                    f" {value} on rank {rank}. Give all the same; only rank 0 writes files, whatever it is"
+                    f" {value} on rank {rank}. Give all the same; rank 0 alone writes files"
                 )
     if any(digest != found[0][1] for _, digest in found):
         raise _different(ranks.all_gather(tensors))

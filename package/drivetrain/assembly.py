@@ -108,7 +108,7 @@ def setting_up(trainer: Trainer, task: TaskModule, engine: Engine) -> Iterator[N
     """What is done before a run begins: the process group is left if it fails, and told of it."""
     ranks = engine.ranks
     try:
-        with FailureChannel(ranks.rank, ranks.size, describe=lambda: "while the run was set up"):
+        with FailureChannel(ranks.rank, ranks.size, describe=lambda: "in the set-up of the run"):
             check_alike(trainer, task, ranks)
             yield
     except BaseException:

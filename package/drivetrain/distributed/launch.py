@@ -75,9 +75,8 @@ def ensure_ranks(local_world_size: int, num_nodes: int = 1) -> ProcessEnvironmen
         _check_size(found, local_world_size, num_nodes)
         if PARENT in os.environ and not _followed:
             _followed = True
-            atexit.register(
-                gc.freeze
-            )  # rank 0 waits for the end, which else begins with a search for garbage
+            # Rank 0 waits for the end, which else begins with a search for garbage.
+            atexit.register(gc.freeze)
             end_with_parent(os.environ[PARENT])
         return found
     if num_nodes > 1:

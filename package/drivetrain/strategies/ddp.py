@@ -263,8 +263,8 @@ class DDP(Strategy):
         frozen = [names[index] for index in indices if not self._parameters[index].requires_grad]
         if frozen:
             return ConfigError(
-                f"{len(frozen)} parameters were frozen after the run had begun, {frozen[0]!r} among them."
-                " Freeze them before it, or give DDPConfig(find_unused_parameters=True)"
+                f"parameters were frozen after the run had begun: {', '.join(frozen[:8])}. Freeze them before"
+                " it, or give DDPConfig(find_unused_parameters=True)"
             )
         return ConfigError(
             f"the step used {len(names) - len(indices)} of {len(names)} trainable parameters; these got no"
