@@ -76,14 +76,14 @@ def _gathered(parameter: nn.Parameter, whole: dict[int, nn.Parameter]) -> nn.Par
 
 def _remove(module: nn.Module, name: str, own: set[Any]) -> None:
     hooks = getattr(module, name)
-    for key in [each for each in hooks if each not in own and _is_torchs(hooks[each])]:
+    for key in [each for each in hooks if each not in own and _is_distributed(hooks[each])]:
         del hooks[key]
         for flags in _FLAGS:
             getattr(module, flags).pop(key, None)
 
 
-def _is_torchs(hook: Any) -> bool:
-    """Whether a hook is torch's own, also as a partial function, a method or in torch's wrapping."""
+def _is_distributed(hook: Any) -> bool:
+    """Whether a hook is of torch.distributed, also as a partial function, a method or in torch's wrapping."""
     for name in ("hook", "func", "__func__"):
         hook = getattr(hook, name, hook)
-    return str(getattr(hook, "__module__", "")).startswith("torch.")
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
