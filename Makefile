@@ -1,20 +1,26 @@
-# Two commands: `make demo` and `make test`. Each sets up everything that it needs in .venv first.
+# Two commands: `make demo` and `make test`. Each sets up everything that it needs first: in .venv, and for XLA's
+# strategies in .venv-xla.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+XLA ?= torch==2.9.0 torch_xla==2.9.0
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+VENV_XLA := .venv-xla
+BIN_XLA := $(VENV_XLA)/bin
+READY_XLA := $(VENV_XLA)/.ready
 
 # Two processes share two cores in many places; one thread each is faster than two that wait for one another.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint types unit bench docs clean
+.PHONY: demo test lint types unit xla bench docs clean
 
 demo: $(READY)
 	OMP_NUM_THREADS=2 $(BIN)/python examples/digits.py
 
-test: lint types unit
+# torch_xla's CPU client, which these tests run on, comes for Linux on x86-64 only.
+test: lint types unit $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),xla)
 
 lint: $(READY)
 	$(BIN)/ruff check package tests examples benchmarks docs
@@ -25,6 +31,9 @@ types: $(READY)
 
 unit: $(READY)
 	$(BIN)/python -m pytest
+
+xla: $(READY_XLA)
+	$(BIN_XLA)/python -m pytest tests/xla
 
 # The figures of README.md and docs/explanation: not part of `make test`, because times are no tests.
 bench: $(READY)
@@ -42,5 +51,18 @@ $(READY): setup.cfg setup.py Makefile tests/constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c tests/constraints.txt -e '.[test,examples]'
 	touch $(READY)
 
+# torch_xla goes with one version of torch only, of which PyPI has the build for CUDA: no dependencies, for those are
+# CUDA's libraries, in whose place stand-ins are compiled.
+$(READY_XLA): setup.cfg setup.py Makefile tests/constraints.txt tests/xla/cuda_stubs.py
+	test -x $(BIN_XLA)/python || $(PYTHON) -m venv $(VENV_XLA)
+	$(BIN_XLA)/python -m pip install --quiet --disable-pip-version-check -c tests/constraints.txt \
+		filelock typing_extensions sympy networkx jinja2 fsspec absl-py pyyaml requests packaging setuptools \
+		numpy pytest safetensors tensorboard tqdm xxhash
+	$(BIN_XLA)/python -m pip install --quiet --disable-pip-version-check --no-deps $(XLA) \
+		-c tests/constraints.txt torchmetrics lightning-utilities
+	$(BIN_XLA)/python tests/xla/cuda_stubs.py $$($(BIN_XLA)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
+	$(BIN_XLA)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $(READY_XLA)
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(VENV_XLA) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

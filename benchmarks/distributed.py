@@ -29,8 +29,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from drivetrain import TaskModule, Trainer
+from drivetrain import DeepSpeedConfig, TaskModule, Trainer
 from drivetrain.strategies.ddp import DDP
+from drivetrain.strategies.deepspeed import DeepSpeed
+from drivetrain.strategies.deepspeed_library import connect, library, quiet
 from drivetrain.strategies.fsdp import FSDP
 from drivetrain.testing.distributed import run_distributed
 
@@ -152,6 +154,9 @@ def hand_loop(task: Any, batches: Batches, strategy: str) -> Iterator[None]:
     """The loop that a user would write by hand."""
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     whole: Any = Whole(task)
+    if strategy.startswith("zero"):
+        yield from deepspeed_loop(whole, batches[rank::world_size], int(strategy.removeprefix("zero")))
+        return
     if strategy == "ddp":
         model = DistributedDataParallel(whole, gradient_as_bucket_view=True)
     else:
@@ -174,10 +179,34 @@ def hand_loop(task: Any, batches: Batches, strategy: str) -> Iterator[None]:
         yield
 
 
+def deepspeed_loop(whole: Any, batches: Batches, stage: int) -> Iterator[None]:
+    """The loop that DeepSpeed's own manual shows."""
+    deepspeed = library("cpu")
+    connect(deepspeed)
+    config = {
+        "train_micro_batch_size_per_gpu": whole.task.rows,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    optimizer = whole.task.optimizer(whole.parameters())
+    with quiet():
+        model, *_ = deepspeed.initialize(model=whole, optimizer=optimizer, config=config)
+    model.train()
+    for batch in batches:
+        loss = model(batch)
+        model.backward(loss)
+        model.step()
+        yield
+
+
 def our_loop(task: TaskModule, batches: Batches, strategy: str) -> Iterator[Any]:
     """The same in a Trainer, with everything off that the hand-written loop has not."""
     world_size = torch.distributed.get_world_size()
-    made = {"ddp": DDP, "fsdp": FSDP}[strategy](world_size=world_size)
+    if strategy.startswith("zero"):
+        config = DeepSpeedConfig(stage=int(strategy.removeprefix("zero")))
+        made: Any = DeepSpeed(config, world_size=world_size)
+    else:
+        made = {"ddp": DDP, "fsdp": FSDP}[strategy](world_size=world_size)
     trainer = Trainer(
         max_epochs=1, checkpoint=False, loggers=(), progress_bar=False, strategy=made, devices=world_size
     )
@@ -191,7 +220,7 @@ class Case:
     Attributes:
         name: What it measures.
         task: The class of its task.
-        strategy: "ddp" or "fsdp".
+        strategy: "ddp", "fsdp" or "zero1" to "zero3".
         updates: How many are timed.
         goal: What is hoped for, as text.
     """
@@ -209,6 +238,9 @@ CASES = [
     Case("DDP, GPT of 10M", GPT, "ddp", 40, "1.02"),
     Case("FSDP, GPT of 10M", GPT, "fsdp", 40, "1.02"),
     Case("DDP, GPT of 10M, weighted by tokens", Weighted, "ddp", 40),
+    Case("ZeRO 1, GPT of 10M", GPT, "zero1", 40, "1.02"),
+    Case("ZeRO 2, GPT of 10M", GPT, "zero2", 40, "1.02"),
+    Case("ZeRO 3, GPT of 10M", GPT, "zero3", 40, "1.02"),
 ]
 
 

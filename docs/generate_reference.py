@@ -96,7 +96,8 @@ PAGES = {
             "data": "as_source evaluation_sources Everywhere Feed Measure MicroBatch Share Source Transfer"
             " Window",
             "data.batch": "batch_size map_tensors move to_host",
-            "data.feed": "pin_memory_for",
+            "data.reading": "pin_memory_for",
+            "data.split": "already_split",
         },
     ),
     "callbacks": Page(
@@ -135,6 +136,7 @@ PAGES = {
         {
             "checkpoint": "export_weights export_torch load_weights",
             "warm_start": "load_weights_into LoadReport",
+            "foreign": "import_deepspeed ImportedCheckpoint",
         },
     ),
     "testing": Page(
@@ -156,11 +158,19 @@ PAGES = {
         "Strategies",
         "how-to/strategies/single.md",
         {
-            "strategies": "Strategy StrategyConfig Prepared Support SingleDevice STRATEGIES Choice choose"
-            " select_strategy select_precision Hardware",
+            "strategies": "Strategy StrategyConfig Prepared Settings Support SingleDevice STRATEGIES Choice"
+            " choose select_strategy select_precision Hardware",
             "strategies.ddp": "DDP DDPConfig",
             "strategies.fsdp": "FSDP",
             "strategies.fsdp_config": "FSDPConfig",
+            "strategies.deepspeed": "DeepSpeed",
+            "strategies.deepspeed_config": "DeepSpeedConfig",
+            "strategies.accelerate": "Accelerate",
+            "strategies.accelerate_config": "AccelerateConfig",
+            "mps_fallback": "enable_mps_fallback",
+            "distributed.processes": "rank world_size one_at_a_time",
+            "strategies.xla_fsdp": "XLAFSDPConfig",
+            "strategies.xla_fsdp_v2": "XLAFSDPv2Config",
             "registry": "Registry",
         },
     ),
@@ -384,7 +394,7 @@ COMMANDS = [
         ["launch"],
         ["checkpoint"],
     ),
-    *(["checkpoint", action] for action in ("list", "show", "verify", "export", "diff")),
+    *(["checkpoint", action] for action in ("list", "show", "verify", "export", "diff", "import-deepspeed")),
 ]
 
 

@@ -21,13 +21,14 @@ MAX_FUNCTION = 60
 # counts. Storage stands below the task, not above it as the first drawing had it, because
 # `TaskModule.from_checkpoint` reads a file.
 LAYERS: list[set[str]] = [
-    {"version", "errors", "registry", "progress", "types", "options", "peers"},
+    {"version", "errors", "registry", "progress", "types", "options", "peers", "mps_fallback"},
     {"distributed"},
     {"checkpoint", "streams", "module_state"},
     {
         "stored_dataclass",
         "stored_task",
         "renaming",
+        "foreign",
         "warm_start",
         "precision",
         "step_output",
@@ -40,7 +41,7 @@ LAYERS: list[set[str]] = [
     {"task"},
     {"strategies"},
     {"updates", "window", "generator_step", "native", "engine_data", "engine_state", "engine"},
-    {"run_state", "run"},
+    {"imported_state", "run_state", "run"},
     {"loop"},
     {"callbacks", "loggers"},
     {

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +86,17 @@ def test_the_note_of_an_evaluation_names_the_loader_and_the_batch() -> None:
         quiet().validate(Odd(), {"whole": pairs(4), "odd": pairs(5)})
     assert caught.value.__notes__[0].startswith("drivetrain: in validation, batch ")
     assert "of loader 'odd'" in caught.value.__notes__[0]
+
+
+def test_the_note_of_a_validation_within_training_says_so() -> None:
+    def fail(run: Any) -> None:
+        raise RuntimeError("planted")
+
+    with pytest.raises(RuntimeError) as caught:
+        quiet(max_epochs=1, callbacks=[LambdaCallback(on_evaluation_start=fail)]).fit(
+            Regression(), pairs(), pairs(4)
+        )
+    assert caught.value.__notes__ == ["drivetrain: in validation, batch 0, after update 5, rank 0"]
 
 
 def test_an_exception_in_a_hook_is_handled_like_any_other() -> None:
@@ -218,3 +232,44 @@ def test_a_task_can_be_trained_on_after_a_failure(tmp_path: Path) -> None:
     for each in (task, right):
         quiet(max_epochs=1, gradient_accumulation_steps=4).fit(each, pairs())
     assert torch.equal(task.get_parameter("line.weight"), right.line.weight)
+
+
+SUSPENDED = """
+import torch
+from tests.support.tasks import Regression, pairs
+from drivetrain import Trainer
+
+loop = Trainer(max_epochs=1, run_dir="run", progress_bar=False).steps(Regression(), pairs())
+for step in loop:
+    raise ValueError("planted")
+"""
+
+
+def test_a_loop_that_is_suspended_when_the_program_ends_is_left_in_order() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SUSPENDED],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "ValueError: planted"
+    assert done.stderr.count("Traceback") == 1
+    assert Path("run/checkpoints/update-00000001").is_dir()
+    assert list(Path("run").glob("events*")), "loggers are closed, too"
+
+
+class Normed(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(4)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(features))
+
+
+def test_batch_norm_on_a_last_batch_of_one_sample_says_what_to_do() -> None:
+    with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
+        quiet(max_epochs=1).fit(Normed(), pairs(5))
+    assert any("Use DataLoader(..., drop_last=True)" in note for note in caught.value.__notes__)

@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from drivetrain import CheckpointError, ConfigError, LambdaCallback
 from drivetrain.checkpoint import pack, unpack
 from drivetrain.declared_metrics import DeclaredMetrics
+from drivetrain.strategies.ddp import DDP
+from drivetrain.strategies.fsdp import FSDP
+from drivetrain.testing.distributed import run_distributed
 
 CPU = torch.device("cpu")
 CLASSES = 4
@@ -381,3 +384,62 @@ def test_training_metrics_can_be_left_alone() -> None:
     quiet(max_epochs=1, train_metrics=False, callbacks=[note]).fit(Measured(), pairs(), pairs())
     assert "validation/error" in logged
     assert "train/error" not in logged
+
+
+class Weighed(Regression):
+    """Counts the samples that its metric has seen; the last column of a batch is its weight."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return (super().loss(outputs, batch) * batch[2]).sum() / batch[2].sum()  # 0 / 0 where all are padding
+
+    def loss_weight(self, batch: Any) -> float:
+        return float(batch[2].sum())
+
+    def metrics(self) -> dict[str, Any]:
+        from torchmetrics import SumMetric
+
+        return {"seen": SumMetric()}
+
+    def metric_inputs(self, outputs: Tensor, batch: Any) -> tuple[Tensor]:
+        return (torch.tensor(float(len(batch[0]))),)
+
+
+class Yielding(Weighed):
+    """The same in a step that is a generator."""
+
+    def training_step(self, batch: Any) -> Any:
+        yield "default", super().training_step(batch)
+
+
+def seen(kind: Any, task: type[Weighed], world_size: int, accumulation: int) -> list[float]:
+    """How many samples the metrics have seen in training and in validation, of 21 in six batches."""
+    weights = [0.0, 1.0, 1.0, 0.0, 1.0, 0.0]
+    batches = [
+        (torch.ones(count, 4), torch.ones(count, 1), torch.full((count, 1), weight))
+        for count, weight in enumerate(weights, 1)
+    ]
+    strategy = {} if kind is None else {"strategy": kind(world_size=world_size), "devices": world_size}
+    options = {"max_epochs": 1, "log_every": "1 epoch", "gradient_accumulation_steps": accumulation}
+    found = quiet(**options, **strategy).fit(task(), batches, batches).metrics
+    return [found["train/seen"], found["validation/seen"]]
+
+
+WEIGHED = 2.0 + 3.0 + 5.0
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("task", [Weighed, Yielding])
+def test_what_weighs_nothing_is_counted_in_no_metric_of_training(
+    task: type[Weighed], accumulation: int
+) -> None:
+    assert seen(None, task, 1, accumulation) == [WEIGHED, 21.0]
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+@pytest.mark.parametrize("kind", [DDP, FSDP])
+@pytest.mark.parametrize("task", [Weighed, Yielding])
+def test_on_several_ranks_it_is_not_counted_either(kind: Any, task: type[Weighed]) -> None:
+    def both() -> Any:
+        return [seen(kind, task, 2, accumulation) for accumulation in (1, 2)]
+
+    assert run_distributed(both) == [[[WEIGHED, 21.0]] * 2] * 2

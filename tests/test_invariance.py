@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,10 @@ def test_a_run_resumed_with_another_batch_size_sees_each_sample_once(
             run_dir=tmp_path / "run",
         )
         loader = DataLoader(data, batch_size=batch_size, shuffle=True)
-        result = trainer.fit(Regression(), loader, resume="auto")
+        resumed = limit == {"max_epochs": 1}
+        size, before = batch_size * accumulation, first[0] * first[1]
+        told = pytest.warns(match=f"goes on with {size} samples per update, the checkpoint's had {before}:")
+        with told if resumed and size != before else nullcontext():
+            result = trainer.fit(Regression(), loader, resume="auto")
     assert sorted(seen) == list(range(17))
     assert result.progress.samples == 17

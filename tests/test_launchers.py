@@ -7,15 +7,20 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from drivetrain.distributed.children import free_port
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 
 PROGRAM = """
 import json, sys
 import torch
+
+from drivetrain.distributed.children import free_port
 from torch import nn
 from drivetrain import TaskModule, Trainer
 
@@ -105,6 +110,14 @@ def start(*words: str, **variables: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.usefixtures("alone")
+def test_deepspeeds_launcher() -> None:
+    Path("train.py").write_text(PROGRAM, encoding="utf-8")
+    port = str(free_port())
+    words = ("-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port, "train.py")
+    assert outcomes(start(*words, DS_ACCELERATOR="cpu")) == [DDP, DDP]
+
+
+@pytest.mark.usefixtures("alone")
 def test_torchrun() -> None:
     Path("train.py").write_text(PROGRAM, encoding="utf-8")
     started = start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py")
@@ -151,6 +164,8 @@ def test_the_variables_of_batch_systems(same: dict[str, str], own: tuple[str, ..
 ONE_AND_SEVERAL = """
 import sys
 import torch
+
+from drivetrain.distributed.children import free_port
 from torch import nn
 from drivetrain import OptimizerConfig, TaskModule, Trainer
 
@@ -192,3 +207,56 @@ def test_a_program_that_has_trained_in_one_process_goes_on_in_several() -> None:
         told.append(set(out.splitlines()))
     assert told[0] == told[1]
     assert {each.split()[0] for each in told[0]} == {"2"}
+
+
+EVALUATES = """
+import json, sys
+import torch
+
+from drivetrain.distributed.children import free_port
+from torch import nn
+from drivetrain import StrategyError, TaskModule, Trainer
+from drivetrain.strategies import SingleDevice
+
+class Line(TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.line(x)
+
+    def loss(self, outputs, batch):
+        return outputs.square().mean()
+
+data = [{"x": torch.full((2, 3), float(index))} for index in range(5)]
+quiet = {"loggers": (), "checkpoint": False, "progress_bar": False}
+task = Line()
+Trainer(max_epochs=1, strategy="ddp", devices=2, **quiet).fit(task, data)
+told = []
+for one in ({"strategy": "single"}, {"devices": 1}):
+    try:
+        Trainer(**one, **quiet)
+    except StrategyError as error:
+        told.append(str(error))
+together = Trainer(**quiet).validate(task, data)["validation/loss"]
+alone = Trainer(strategy=SingleDevice("cpu"), **quiet).validate(task, data)["validation/loss"]
+sys.stdout.write(json.dumps({"told": told, "values": [round(together, 5), round(alone, 5)]}) + "\\n")
+"""
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "launcher", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")]
+)
+def test_a_program_of_several_processes_evaluates_in_all_of_them_or_in_each(
+    launcher: tuple[str, ...],
+) -> None:
+    Path("train.py").write_text(EVALUATES, encoding="utf-8")
+    found = outcomes(start(*launcher, "train.py"))
+    values: list[Any] = [each["values"] for each in found]
+    assert values == [[values[0][0]] * 2] * 2
+    for each in found:
+        told: Any = each["told"]
+        assert len(told) == 2
+        assert all("To evaluate, no process has to be alone: on several every sample" in one for one in told)

@@ -14,8 +14,11 @@ from tests.support.outcome import weights
 from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor, nn
 
-from drivetrain import Callback, CheckpointConfig, DataError, LambdaCallback, OptimizerConfig
+from drivetrain import Callback, CheckpointConfig, ConfigError, DataError, LambdaCallback, OptimizerConfig
 from drivetrain.run import HOOKS
+from drivetrain.strategies.ddp import DDP
+from drivetrain.strategies.fsdp import FSDP
+from drivetrain.testing.distributed import run_distributed
 
 
 class Recorder(Callback):
@@ -278,3 +281,154 @@ def test_reduce_on_plateau_follows_validation() -> None:
     note = LambdaCallback(on_epoch_start=lambda run: rates.append(run.learning_rates()["lr"]))
     quiet(max_epochs=4, callbacks=[note]).fit(Stuck(optimizer), pairs(4), pairs(2))
     assert rates == pytest.approx([0.1, 0.1, 0.05, 0.025])
+
+
+# A loop over the steps, on several ranks.
+
+
+class Ends(Callback):
+    """Notes how the run ended."""
+
+    def __init__(self) -> None:
+        self.ends: list[Any] = []
+
+    def on_fit_end(self, run: Any) -> None:
+        self.ends.append((run.progress.updates, run.stop_reason, run.last_checkpoint))
+
+
+def looped(leave_at: dict[int, int], run_dir: Path, error: type[Exception] | None = None) -> Any:
+    """A loop that ranks leave at an update, by `break` or by an error; what this one saw, and the end."""
+    rank, ends, seen = torch.distributed.get_rank(), Ends(), []
+    trainer = quiet(
+        max_epochs=3,
+        strategy=DDP(world_size=2),
+        devices=2,
+        callbacks=[ends],
+        run_dir=run_dir,
+        checkpoint=CheckpointConfig(every=None, by=None),
+    )
+    task = Regression()
+    try:
+        for step in trainer.steps(task, pairs(12)):
+            seen.append(step.update)
+            if step.update == leave_at.get(rank):
+                if error is not None:
+                    raise error("planted")
+                break
+    except ValueError as caught:
+        seen.append(str(caught).splitlines()[0])
+    return seen, ends.ends, weights(task)
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+@pytest.mark.parametrize(
+    "leave_at", [{0: 1}, {1: 1}, {1: 2}, {0: 3, 1: 4}, {0: 4, 1: 4}, {0: 2, 1: 2}], ids=str
+)  # an epoch has three updates
+def test_a_loop_that_a_rank_leaves_ends_on_all_after_the_same_update(
+    leave_at: dict[int, int], tmp_path: Path
+) -> None:
+    found = run_distributed(looped, leave_at, tmp_path)
+    (_, [(updates, reason, saved)], trained), (_, *other) = found
+    assert other == [[(updates, reason, saved)], trained]
+    assert reason == "the loop was left by its caller"
+    assert saved.endswith(f"update-{updates:08d}")
+    first = min(leave_at.values())
+    assert updates == first + 1 if len(set(leave_at.values())) < len(leave_at) else updates - first in (1, 2)
+    for rank, (seen, *_) in enumerate(found):
+        assert seen == list(range(leave_at[rank] + 1 if rank in leave_at else updates))
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+def test_an_error_in_the_body_on_one_rank_is_that_ranks_and_the_run_ends_in_order(tmp_path: Path) -> None:
+    (_, *ended), (seen, *other) = run_distributed(looped, {1: 2}, tmp_path, ValueError)
+    assert seen == [0, 1, 2, "planted"]
+    assert ended == other
+
+
+# Parameters that come too late.
+
+
+class Grows(Regression):
+    """Gets a parameter, or has one replaced or unfrozen, in a step or by a callback's hand.
+
+    Args:
+        how: "added", "replaced", "unfrozen", or "frozen", which is no error.
+        in_step: Whether in the second step.
+    """
+
+    def __init__(self, how: str, in_step: bool = False) -> None:
+        super().__init__()
+        self.other = nn.Linear(1, 1).requires_grad_(False)
+        self.how, self.in_step, self.steps = how, in_step, 0
+
+    def training_step(self, batch: Any) -> Any:
+        self.steps += 1
+        if self.in_step and self.steps == 2:
+            self.grow()
+        return super().training_step(batch)
+
+    def grow(self) -> None:
+        if self.how == "unfrozen":
+            self.other.requires_grad_(True)
+        else:
+            late = nn.Linear(1, 1).requires_grad_(self.how != "frozen")
+            setattr(self, "other" if self.how == "replaced" else "late", late)
+
+
+def grown(kind: Any, how: str, hook: str | None, **options: Any) -> None:
+    strategy = {} if kind is None else {"strategy": kind(world_size=2), "devices": 2}
+    callbacks = [] if hook is None else [LambdaCallback(**{hook: lambda run: run.task.grow()})]
+    trainer = quiet(**{"max_epochs": 2, "callbacks": callbacks, **strategy, **options})
+    trainer.fit(Grows(how, in_step=hook is None), pairs(8), pairs(4))
+
+
+def told(how: str) -> str:
+    return (
+        rf"'{'late' if how == 'added' else 'other'}\.weight' was added to Grows, replaced or unfrozen after"
+    )
+
+
+@pytest.mark.parametrize("how", ["added", "replaced", "unfrozen"])
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_epoch_start", "on_step_end", "on_epoch_end", None])
+def test_a_parameter_that_comes_after_the_start_is_an_error_that_names_it(how: str, hook: str | None) -> None:
+    with pytest.raises(ConfigError, match=told(how)):
+        grown(None, how, hook, log_every=None)
+
+
+def test_it_is_told_before_such_a_task_is_saved(tmp_path: Path) -> None:
+    options = {"checkpoint": CheckpointConfig(every="3 steps", by=None), "run_dir": tmp_path, "max_steps": 4}
+    with pytest.raises(ConfigError, match=told("added")):
+        grown(None, "added", None, log_every=None, **options)
+    assert not list((tmp_path / "checkpoints").glob("update-*"))
+
+
+def test_it_is_told_at_the_next_log_point() -> None:
+    updates: list[int] = []
+    keep = LambdaCallback(on_step_end=lambda run: updates.append(run.progress.updates))
+    with pytest.raises(ConfigError, match=told("unfrozen")):
+        grown(None, "unfrozen", None, log_every="3 steps", callbacks=[keep])
+    assert updates == [1, 2, 3]
+
+
+def test_a_parameter_that_is_not_to_be_trained_may_come_at_any_time() -> None:
+    grown(None, "frozen", "on_fit_start")
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+@pytest.mark.parametrize("kind", [DDP, FSDP])
+@pytest.mark.parametrize("how", ["added", "unfrozen"])
+def test_it_is_told_on_several_ranks_too(kind: Any, how: str) -> None:
+    with pytest.raises(RuntimeError, match=told(how)):
+        run_distributed(grown, kind, how, "on_epoch_end")
+
+
+def gathers() -> int:
+    gather = LambdaCallback(on_epoch_start=lambda run: run.engine.model.unshard())
+    strategy = {"strategy": FSDP(world_size=2), "devices": 2, "log_every": "1 step"}
+    trainer = quiet(max_epochs=2, validate_every="1 step", callbacks=[gather], **strategy)
+    return trainer.fit(Regression(), pairs(8), pairs(4)).progress.updates
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+def test_what_fsdp_puts_in_the_place_of_a_shard_for_a_while_does_not_count_as_new() -> None:
+    assert run_distributed(gathers) == [4, 4]

@@ -83,6 +83,30 @@ def test_a_mean_over_nothing_counts_nothing_or_is_refused(kind: Any) -> None:
         assert "had a loss that is not finite" in told
 
 
+def running_means(kind: Any, evaluate: bool) -> Any:
+    """What batch norm has counted after two updates, then perhaps after an evaluation, on this rank."""
+    torch.manual_seed(0)
+    norm: Any = nn.BatchNorm1d(3)
+    engine = Engine(kind(world_size=2), devices=2)
+    model, optimizer = engine.prepare(norm, lambda params: torch.optim.SGD(params, lr=0.1))
+    for update in range(2):
+        engine.backward(model(torch.randn(4, 3) + engine.ranks.rank + update).square().mean())
+        engine.step(optimizer)
+    if evaluate:
+        model.eval()
+        for _ in range(2):
+            model(torch.ones(2, 3))
+    engine.teardown()
+    return norm.running_mean.tolist()
+
+
+@pytest.mark.parametrize("evaluate", [False, True])
+def test_buffers_are_rank_0s_before_each_forward_in_every_strategy(evaluate: bool) -> None:
+    ddp, fsdp = (run_distributed(running_means, kind, evaluate) for kind in (DDP, FSDP))
+    assert ddp == fsdp
+    assert (ddp[0] == ddp[1]) is evaluate
+
+
 class Named(nn.Module):
     def __init__(self) -> None:
         super().__init__()

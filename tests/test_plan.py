@@ -20,6 +20,7 @@ from drivetrain import (
     ParameterGroup,
     TaskModule,
     Trainer,
+    already_split,
 )
 from drivetrain.errors import ConfigError, DataError
 
@@ -389,3 +390,11 @@ def test_all_processes_count(processes: int) -> None:
     assert whole.last_window == (1, {2: 8, 3: 4}[processes])
     ready = [(torch.ones(size, 3), torch.ones(size, 1)) for size in (4, 2, 5, 1, 3)]
     assert trainer.plan(Regression(), ready).updates_per_epoch == -(-5 // processes)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_of_data_that_is_divided_by_rank_only_ones_own_part_is_known(devices: int) -> None:
+    part = DataLoader(TensorDataset(torch.zeros(10, 4), torch.zeros(10, 1)), batch_size=2)
+    plan = quiet(max_epochs=2, devices=devices).plan(Regression(), already_split(part))
+    assert plan.updates == 10
+    assert ("the length is what the training data says of itself" in str(plan)) == (devices == 2)

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain import Callback, ConfigError, LambdaCallback, Trainer
 from drivetrain.run import HOOKS, Hooks
+from drivetrain.strategies.ddp import DDP
+from drivetrain.testing.distributed import run_distributed
 
 
 class Misspelt(Callback):
@@ -75,6 +78,30 @@ def test_what_is_logged_after_the_last_log_point_is_not_lost() -> None:
     assert log_points(log, log_every="5 steps")[-1] == {"late": 1.0}
 
 
+def logged_on_a_rank() -> list[dict[str, float]]:
+    def add(run: Any) -> None:
+        ranks = run.engine.ranks
+        run.log("mine", ranks.rank + 0.5)
+        run.log(f"of rank {ranks.rank} alone", 1)
+        run.log("mean", ranks.total([ranks.rank + 0.5])[0] / ranks.size)
+
+    def add_late(run: Any) -> None:
+        run.log("late", run.engine.ranks.rank + 3.0)
+
+    strategy = {"strategy": DDP(world_size=2), "devices": 2, "log_every": "2 steps"}
+    callbacks = [LambdaCallback(on_step_end=add, on_epoch_end=add), LambdaCallback(on_log=add_late)]
+    return log_points(*callbacks, **strategy)
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+def test_of_several_ranks_it_is_rank_0_whose_values_are_logged() -> None:
+    first, second = run_distributed(logged_on_a_rank)
+    own = {"mine": 0.5, "of rank 0 alone": 1.0, "mean": 1.0, "late": 3.0}
+    assert [{name: each[name] for name in each if name != "train/loss"} for each in first] == [own] * 2
+    assert [each.pop("late") for each in second] == [4.0] * 2, "until all callbacks have seen the log point"
+    assert [{**each, "late": 3.0} for each in second] == first
+
+
 def test_loggers_get_what_callbacks_added_and_the_number_of_updates() -> None:
     class Keeping:
         def __init__(self) -> None:
@@ -122,3 +149,11 @@ def test_a_step_can_be_read_after_it_was_made() -> None:
     assert all(step.applied for step in steps)
     assert steps[0].metrics == {"loss": steps[0].loss}
     assert steps[0].loss > steps[-1].loss
+
+
+def test_what_moves_between_two_updates_is_counted(tmp_path: Path) -> None:
+    seen: list[int] = []
+    notes = LambdaCallback(on_checkpoint_saved=lambda run: seen.append(run.milestones))
+    options: dict[str, Any] = {"run_dir": tmp_path, "checkpoint": True, "callbacks": [notes]}
+    quiet(max_epochs=2, **options).fit(Regression(), pairs(), pairs())
+    assert seen == [2, 4]  # each time a pass over the validation data, and a checkpoint

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
         Throughput,
     )
     from drivetrain.checkpoint import CheckpointConfig
+    from drivetrain.data.split import already_split
+    from drivetrain.distributed.processes import one_at_a_time, rank, world_size
     from drivetrain.engine import Engine
     from drivetrain.errors import (
         CheckpointError,
@@ -34,13 +36,18 @@ if TYPE_CHECKING:
         StrategyError,
     )
     from drivetrain.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
+    from drivetrain.mps_fallback import enable_mps_fallback
     from drivetrain.optim import OptimizerConfig, ParameterGroup
     from drivetrain.plan import Plan
     from drivetrain.precision import Precision
     from drivetrain.progress import Progress
     from drivetrain.run import Run
+    from drivetrain.strategies.accelerate_config import AccelerateConfig
     from drivetrain.strategies.ddp import DDPConfig
+    from drivetrain.strategies.deepspeed_config import DeepSpeedConfig
     from drivetrain.strategies.fsdp_config import FSDPConfig
+    from drivetrain.strategies.xla_fsdp import XLAFSDPConfig
+    from drivetrain.strategies.xla_fsdp_v2 import XLAFSDPv2Config
     from drivetrain.task import TaskModule
     from drivetrain.trainer import FitResult, Trainer
     from drivetrain.types import Every, StepOutput
@@ -57,6 +64,8 @@ _HOMES = {
         "Throughput",
     ),
     "drivetrain.checkpoint": ("CheckpointConfig",),
+    "drivetrain.data.split": ("already_split",),
+    "drivetrain.distributed.processes": ("one_at_a_time", "rank", "world_size"),
     "drivetrain.engine": ("Engine",),
     "drivetrain.errors": (
         "CheckpointError",
@@ -69,13 +78,18 @@ _HOMES = {
         "StrategyError",
     ),
     "drivetrain.loggers": ("CSVLogger", "JSONLinesLogger", "TensorBoardLogger"),
+    "drivetrain.mps_fallback": ("enable_mps_fallback",),
     "drivetrain.optim": ("OptimizerConfig", "ParameterGroup"),
     "drivetrain.plan": ("Plan",),
     "drivetrain.precision": ("Precision",),
     "drivetrain.progress": ("Progress",),
     "drivetrain.run": ("Run",),
+    "drivetrain.strategies.accelerate_config": ("AccelerateConfig",),
     "drivetrain.strategies.ddp": ("DDPConfig",),
+    "drivetrain.strategies.deepspeed_config": ("DeepSpeedConfig",),
     "drivetrain.strategies.fsdp_config": ("FSDPConfig",),
+    "drivetrain.strategies.xla_fsdp": ("XLAFSDPConfig",),
+    "drivetrain.strategies.xla_fsdp_v2": ("XLAFSDPv2Config",),
     "drivetrain.task": ("TaskModule",),
     "drivetrain.trainer": ("FitResult", "Trainer"),
     "drivetrain.types": ("Every", "StepOutput"),
@@ -84,6 +98,7 @@ _HOMES = {
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "AccelerateConfig",
     "CSVLogger",
     "Callback",
     "CheckpointConfig",
@@ -91,6 +106,7 @@ __all__ = [
     "ConfigError",
     "DDPConfig",
     "DataError",
+    "DeepSpeedConfig",
     "DrivetrainError",
     "EarlyStopping",
     "Engine",
@@ -118,7 +134,14 @@ __all__ = [
     "TensorBoardLogger",
     "Throughput",
     "Trainer",
+    "XLAFSDPConfig",
+    "XLAFSDPv2Config",
     "__version__",
+    "already_split",
+    "enable_mps_fallback",
+    "one_at_a_time",
+    "rank",
+    "world_size",
 ]
 
 

@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.agreement import check_alike
+from drivetrain.agreement import check_alike, check_optimizers_alike
 from drivetrain.callbacks.checkpoint import CheckpointSaver
 from drivetrain.callbacks.progress_bar import ProgressBar
 from drivetrain.callbacks.summary import ModelSummary
 from drivetrain.checkpoint import DirectoryCheckpointIO
 from drivetrain.data import Feed, Measure, as_source, evaluation_sources, pin_memory_for
+from drivetrain.data.alike import check_data
 from drivetrain.declared_metrics import DeclaredMetrics
 from drivetrain.distributed.failure import FailureChannel
 from drivetrain.engine import Engine
@@ -26,6 +27,7 @@ from drivetrain.run import Run, Totals, Triggers
 from drivetrain.run_checkpoints import find_checkpoint, make_saver, named_checkpoint
 from drivetrain.run_state import snapshot_run
 from drivetrain.stored_task import read_extras
+from drivetrain.strategies import Settings, Strategy
 from drivetrain.task import TaskModule
 from drivetrain.types import Every, Trigger
 
@@ -104,13 +106,21 @@ def make_engine(trainer: Trainer) -> Engine:
 
 
 @contextmanager
-def setting_up(trainer: Trainer, task: TaskModule, engine: Engine) -> Iterator[None]:
-    """What is done before a run begins: the process group is left if it fails, and told of it."""
+def setting_up(trainer: Trainer, task: TaskModule, engine: Engine, **arguments: Any) -> Iterator[None]:
+    """What is done before a run begins: the process group is left if it fails, and told of it.
+
+    Args:
+        trainer: The settings.
+        task: The task.
+        engine: The engine.
+        **arguments: What else all ranks must have been given alike.
+    """
     ranks = engine.ranks
     try:
         with FailureChannel(ranks.rank, ranks.size, describe=lambda: "in the set-up of the run"):
-            check_alike(trainer, task, ranks)
+            check_alike(trainer, task, engine.strategy, **arguments)
             yield
+            ranks.all_gather(None)  # one that has left could not be told of what fails on another
     except BaseException:
         engine.teardown()
         raise
@@ -133,6 +143,7 @@ def train_feed(trainer: Trainer, engine: Engine, task: TaskModule, data: Any) ->
         shuffle=True,
         pin_memory=pin_memory_for(engine.device),
         share=engine.share,
+        ranks=engine.data_ranks,
     )
     steps = trainer.gradient_accumulation_steps
     return Feed(source, engine.transfer, measure_of(task), steps, trainer.limit_train_batches)
@@ -154,6 +165,7 @@ def evaluation_feeds(
         every_sample=True,
         pin_memory=pin_memory_for(engine.device),
         share=engine.share,
+        ranks=engine.data_ranks,
     )
     limit = getattr(trainer, f"limit_{stage}_batches")
     return [(name, Feed(source, engine.transfer, measure_of(task), 1, limit)) for name, source in sources]
@@ -188,7 +200,7 @@ def build_fit(
     task = check_task(task)
     train_data, validation_data = fit_data(train_data, validation_data)
     engine = make_engine(trainer)
-    with setting_up(trainer, task, engine):
+    with setting_up(trainer, task, engine, resume=resume):
         return _fit_run(trainer, engine, task, train_data, validation_data, resume)
 
 
@@ -209,14 +221,18 @@ def _fit_run(
         else None
     )
     feeds = evaluation_feeds(trainer, engine, task, validation_data, "validation")
+    check_data([feed, *(each for _, each in feeds)], engine.ranks)
     validate_every = every(trainer.validate_every) if feeds else None
     triggers = Triggers(
         Trigger(every(trainer.log_every), totals.updates_per_epoch),
         Trigger(validate_every, totals.updates_per_epoch),
     )
+    size = trainer.batch_size if trainer.batch_size is not None else getattr(train_data, "batch_size", None)
+    check_settings(trainer, engine.strategy, size)
     engine.prepare_task(
         task, total_updates=totals.updates, max_grad_norm=trainer.max_grad_norm, metrics=train_metrics
     )
+    check_optimizers_alike(task, engine.updaters, totals.updates, engine.ranks)
     run_dir = engine.ranks.first(lambda: pick_run_dir(trainer, task))
     saver = make_saver(trainer, run_dir, [name for name, _ in feeds], resume, engine.ranks)
     run = Run(
@@ -238,6 +254,26 @@ def _fit_run(
     if run.hooks.on_before_optimizer_step:
         engine.before_optimizer_step = lambda: run.call(run.hooks.on_before_optimizer_step)
     return run, saver
+
+
+def check_settings(trainer: Trainer, strategy: Strategy, batch_size: Any = None) -> None:
+    """Tell a strategy what the Trainer asks for.
+
+    Args:
+        trainer: The Trainer.
+        strategy: The run's.
+        batch_size: Samples of a micro-batch, if that is said anywhere.
+
+    Raises:
+        ConfigError: The strategy's own configuration says otherwise.
+    """
+    asked = Settings(
+        batch_size if isinstance(batch_size, int) else None,
+        trainer.gradient_accumulation_steps,
+        trainer.max_grad_norm,
+        strategy.world_size,
+    )
+    strategy.check_settings(asked, as_precision(trainer.precision))
 
 
 def pick_run_dir(trainer: Trainer, task: TaskModule) -> Path | None:
@@ -308,7 +344,7 @@ def build_evaluation(trainer: Trainer, task: Any, data: Any, stage: str, checkpo
     """The run of a validation, test or prediction outside a fit: no loggers, no files."""
     task = check_task(task)
     engine = make_engine(trainer)
-    with setting_up(trainer, task, engine):
+    with setting_up(trainer, task, engine, checkpoint=checkpoint):
         return _evaluation_run(trainer, engine, task, data, stage, checkpoint)
 
 
@@ -316,7 +352,7 @@ def _evaluation_run(
     trainer: Trainer, engine: Engine, task: TaskModule, data: Any, stage: str, checkpoint: str | None
 ) -> Run:
     if checkpoint is not None:
-        path = named_checkpoint(trainer, checkpoint)
+        path = engine.ranks.first(lambda: named_checkpoint(trainer, checkpoint))
         tensors = DirectoryCheckpointIO().load(path, groups=("model",)).tensors["model"]
         extras = read_extras(path) if has_extras(task) else {}
         load_module_state(task, tensors, extras, where=path, adopt_dtypes=True)
@@ -327,6 +363,7 @@ def _evaluation_run(
             f"no data to {stage}: give a DataLoader, a Dataset, an iterable of batches or a mapping of named"
             " loaders"
         )
+    check_data([each for _, each in feeds], engine.ranks)
     declared = task.metrics() if stage != "predict" else {}
     return Run(
         task,

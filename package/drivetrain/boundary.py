@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import inspect
 import sys
 import traceback
-from collections.abc import Iterator
+import weakref
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,9 +18,28 @@ from drivetrain.distributed.watchdog import Watchdog
 from drivetrain.run import Run
 from drivetrain.run_checkpoints import as_given
 from drivetrain.streams import preserved
+from drivetrain.window import StepResult
 
 if TYPE_CHECKING:
     from drivetrain.trainer import Trainer
+
+
+_loops: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
+
+
+def left_with_program(loop: Generator[StepResult, None, None]) -> Generator[StepResult, None, None]:
+    """The loop, which is left in order if it is still suspended when the program ends: while torch can still
+    compute and files can be written, which the interpreter's own end does not wait for.
+    """
+    _loops.add(loop)
+    return loop
+
+
+def _leave_loops() -> None:
+    with ExitStack() as stack:
+        for each in _loops:
+            if inspect.getgeneratorstate(each) != inspect.GEN_RUNNING:  # in a thread that is not waited for
+                stack.callback(each.close)
 
 
 @contextmanager
@@ -27,6 +49,9 @@ def boundary(trainer: Trainer, run: Run) -> Iterator[None]:
     Callbacks hear of an exception, loggers are closed, and it is raised again with a note of where the run
     stood.
     """
+    # The last to be registered is the first to be called: before the process group is ended.
+    atexit.unregister(_leave_loops)
+    atexit.register(_leave_loops)
     with ExitStack() as stack:
         stack.callback(run.engine.teardown)
         for logger in run.loggers:  # each by itself: one that fails to close leaves none of the others open
@@ -43,14 +68,7 @@ def boundary(trainer: Trainer, run: Run) -> Iterator[None]:
             yield
             _hand_back(run)
         except GeneratorExit:
-            if sys.is_finalizing():
-                # The loop was left suspended and the interpreter is taking itself down: torch can no longer
-                # compute, there is no process state left to restore, and files are all that can be saved.
-                stack.pop_all()
-                _close_loggers(run)
-                raise
             try:
-                _end_early(run)
                 _hand_back(run)
             except BaseException as error:
                 _report(trainer, run, error)
@@ -71,15 +89,14 @@ def _hand_back(run: Run) -> None:
     run.engine.strategy.restore()
 
 
-def _end_early(run: Run) -> None:
-    """End a run whose loop was left: like any that stops, it logs what is left."""
-    run.log_training()
-    run.call(run.hooks.on_fit_end)
-
-
 def _report(trainer: Trainer, run: Run, error: BaseException) -> None:
     run.exception = error
     error.add_note(f"drivetrain: {_where(run)}")
+    if "Expected more than 1 value per channel" in str(error):  # torch.nn.functional.batch_norm
+        error.add_note(
+            "drivetrain: batch norm cannot train on one sample; the last batch of an epoch may have no more."
+            " Use DataLoader(..., drop_last=True), other batch sizes, or group norm"
+        )
     _tell_callbacks(run)  # a save in the background ends here
     if run.last_checkpoint is not None:
         newest = as_given(trainer, run.last_checkpoint)
@@ -110,11 +127,6 @@ def _tell_callbacks(run: Run) -> None:
             traceback.print_exc(file=sys.stderr)
 
 
-def _close_loggers(run: Run) -> None:
-    for logger in run.loggers:
-        logger.close()
-
-
 @contextmanager
 def _deterministic() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
@@ -131,8 +143,8 @@ def _deterministic() -> Iterator[None]:
 
 
 def _failing_together(trainer: Trainer, run: Run) -> FailureChannel:
-    def progress() -> int:
-        return run.progress.micro_batches * 1_000_000 + run.evaluation.batch
+    def progress() -> int:  # which never falls, so that it tells who is behind
+        return (run.progress.micro_batches + run.milestones) * 1_000_000 + run.evaluation.batch
 
     ranks = run.engine.ranks
     return FailureChannel(

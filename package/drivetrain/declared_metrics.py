@@ -21,6 +21,7 @@ from drivetrain.metric_states import (
     members,
     registered_states,
     take_joined,
+    turn_synchronisation_off,
 )
 
 
@@ -70,6 +71,7 @@ class DeclaredMetrics:
         self._metrics = {name: _moved(metric, device) for name, metric in metrics.items()}
         self._updates = tuple(metric.update for metric in self._metrics.values())
         self._ranks = ranks
+        turn_synchronisation_off(self._metrics)
         if not ranks.alone:
             check_joinable(self._metrics)
         self.updated = False

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.data import Everywhere, Feed, MicroBatch, Share, Transfer, as_source, pin_memory_for
+from drivetrain.data import Everywhere, MicroBatch, Share, Transfer
 from drivetrain.declared_metrics import DeclaredMetrics
 from drivetrain.distributed.launch import ensure_ranks, note_run_alone
+from drivetrain.distributed.lifetime import ProgramChannel
 from drivetrain.distributed.tensors import broadcast_buffers
-from drivetrain.engine_data import EngineData
+from drivetrain.engine_data import EngineData, engine_data
 from drivetrain.engine_state import load_engine, save_engine
 from drivetrain.errors import ConfigError
 from drivetrain.generator_step import generator_step
@@ -32,10 +33,8 @@ from drivetrain.strategies import Prepared, Strategy, StrategyConfig, select_pre
 from drivetrain.streams import Streams
 from drivetrain.task import StepModule, TaskModule
 from drivetrain.types import Batch
-from drivetrain.updates import Updater, build_updaters, is_interleaved, optimizer_specs
+from drivetrain.updates import Updater, build_updaters, configured_specs, is_interleaved
 from drivetrain.window import Spare, StepResult, advance, no_loss, shared, weighted
-
-_STEPS = {"validation": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
 class Engine:
@@ -74,7 +73,7 @@ class Engine:
         seed: int = 0,
         compile: bool | Mapping[str, Any] = False,
     ) -> None:
-        self.precision = select_precision(precision)
+        self.precision = select_precision(precision, strategy=strategy)
         self.strategy = select_strategy(strategy, self.precision, devices, num_nodes)
         if self.strategy.world_size > 1 and not torch.distributed.is_initialized():
             ensure_ranks(self.strategy.world_size // num_nodes, num_nodes)
@@ -86,15 +85,17 @@ class Engine:
         self.seed = seed
         self.progress = Progress()
         self.streams = Streams(seed, self.strategy.data_rank, self.device)
-        self.transfer = Transfer(self.device, self.precision.input_dtype)
+        self.transfer = Transfer(self.device, self.precision.input_dtype, self.strategy.place)
         self.buffer = MetricBuffer(self.data_ranks)
         self.updaters: dict[str, Updater] = {}
         self.before_optimizer_step: Callable[[], None] | None = None
         self._compile = compile
         self._scaled = self.precision.loss_scaling
         self._alone = self.ranks.size == 1
+        self._tells = not self._alone or self.strategy.always_told
         self._spare = Spare(self.transfer)
         self._window = OpenWindow(self.data_ranks)
+        self._channel = ProgramChannel(self.ranks, self.progress)
 
     # The task's side: what the Trainer uses.
 
@@ -128,13 +129,7 @@ class Engine:
         if not training:
             self._take(self.strategy.prepare(self.step_module, None, self.precision))
             return
-        specs = optimizer_specs(task.configure_optimizers())
-        if len(specs) > 1 and not self._interleaved:
-            raise ConfigError(
-                f"{type(task).__name__} configures {len(specs)} optimizers ({', '.join(map(repr, specs))})"
-                " but its training_step is no generator. Write `yield name, loss` for each, or configure one"
-                " optimizer"
-            )
+        specs = configured_specs(task, self.strategy, total_updates)
 
         def make_optimizers(_: nn.Module) -> dict[str, Optimizer]:
             self.updaters = build_updaters(task, specs, total_updates, max_grad_norm)
@@ -192,8 +187,9 @@ class Engine:
         rows: list[Row] = []
         seen: list[Any] = []
         for micro_batch, scale in pairs:
-            if not self._alone:
+            if self._tells:
                 strategy.microbatch(self.model, micro_batch is pairs[-1][0])
+            if not self._alone:
                 micro_batch = self._spare.instead_of(micro_batch)
             loss, names, values, outputs = read_output(run_step(micro_batch.batch))
             if loss is None or values is None or not loss.requires_grad:
@@ -266,21 +262,17 @@ class Engine:
 
     @contextmanager
     def evaluating(self, stage: str) -> Iterator[None]:
-        """Run the step of "validation", "test" or "predict": evaluation mode, no gradients; all as before
-        afterwards.
-        """
+        """Within it the step of "validation", "test" or "predict" is run, without gradients."""
         self.synchronize_buffers()
-        modes = [(module, module.training) for module in self.task.modules()]
-        step = self.step_module.step
-        self.step_module.use(getattr(self.task, _STEPS[stage]))
-        self.task.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self.step_module.use(step)
-            for module, training in modes:
-                module.training = training
+        with self.step_module.evaluating(getattr(self.task, f"{stage}_step")):
+            yield
+
+    def exchanged(self, write: bool = False) -> AbstractContextManager[Mapping[str, Optimizer]]:
+        """Within it the task, and the optimizers that it gives, are as checkpoints hold them; see
+        `Strategy.exchanged`.
+        """
+        optimizers = {name: each.optimizer for name, each in self.updaters.items()}
+        return self.strategy.exchanged(optimizers, write)
 
     def synchronize_buffers(self) -> None:
         """Give all processes rank 0's buffers, which are those that are saved."""
@@ -297,8 +289,19 @@ class Engine:
         self.streams.seed_evaluation(number)
         return self._evaluate_step(micro_batch.batch)
 
+    def __enter__(self) -> Self:
+        """The engine, which `with` tears down."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Tear it down; the other processes are told of an error."""
+        self.teardown()
+
     def teardown(self) -> None:
         """Release what the strategy took, and leave the task as an ordinary module."""
+        self._channel.leave(self._release)
+
+    def _release(self) -> None:
         if self._compile and hasattr(self, "task"):
             self.task._compiled_call_impl = None
         if sys.exc_info()[0] is None:  # else the other processes may not be there
@@ -322,16 +325,14 @@ class Engine:
             `model` if no optimizer is wanted, else `(model, optimizer)`. The model's forward runs under the
             precision's context; its state keys are those of the module that was given.
         """
+        self._channel.open()
         prepared = prepare_module(self.strategy, self.precision, model, make_optimizer)
         return (prepared.model, prepared.optimizer) if make_optimizer else prepared.model
 
     def prepare_data(self, data: Any, *, training: bool = True) -> EngineData:
         """Data whose batches come on the device, from where `progress` stands; see `EngineData`."""
-        source = as_source(
-            self.strategy.prepare_data(data), "training" if training else "evaluation", self.seed,
-            pin_memory=pin_memory_for(self.device), share=self.share,
-        )  # fmt: skip
-        return EngineData(self.progress, Feed(source, self.transfer), training, self.streams, self._window)
+        self._channel.open()
+        return engine_data(self, data, training, self._window)
 
     def backward(self, loss: Tensor, weight: float | Tensor | None = None) -> None:
         """Add a micro-batch's gradient; over the backwards between two steps it is sum(weight x loss) /
@@ -355,7 +356,7 @@ class Engine:
             ConfigError: No backward came before.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._window.close(parameters)
+        self._window.close(self.strategy, parameters)
         if self._scaled:
             self.strategy.unscale(optimizer)
         norm = None if max_grad_norm is None else self.strategy.clip_grad_norm(parameters, max_grad_norm)

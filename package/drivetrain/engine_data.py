@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-from drivetrain.data import Feed
+from drivetrain.data import Feed, as_source, pin_memory_for
+from drivetrain.data.alike import check_data
 from drivetrain.native import OpenWindow
 from drivetrain.progress import Progress
 from drivetrain.streams import Streams
 from drivetrain.types import Batch
+
+if TYPE_CHECKING:
+    from drivetrain.engine import Engine
 
 _STRIDE = 15_485_863
 """Between the streams of a window's micro-batches, which are numbered like those of far later updates."""
@@ -69,3 +74,19 @@ class EngineData:
         self._window.handed = None
         progress.epoch += 1
         progress.position = 0
+
+
+def engine_data(engine: Engine, data: Any, training: bool, window: OpenWindow) -> EngineData:
+    """A user's data for an engine's loop; training data is seen to be the same on all ranks."""
+    source = as_source(
+        engine.strategy.prepare_data(data),
+        "training" if training else "evaluation",
+        engine.seed,
+        pin_memory=pin_memory_for(engine.device),
+        share=engine.share,
+        ranks=engine.data_ranks,
+    )
+    feed = Feed(source, engine.transfer)
+    if training:  # what is only looked at may be looked at by one rank alone
+        check_data([feed], engine.ranks)
+    return EngineData(engine.progress, feed, training, engine.streams, window)

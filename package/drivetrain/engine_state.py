@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from drivetrain.checkpoint.format import Snapshot
@@ -86,7 +85,7 @@ def _as_one_module(model: Any) -> nn.Module:
 
 
 def _plain(model: Any) -> nn.Module:
-    if isinstance(model, DistributedDataParallel):
+    if isinstance(getattr(model, "module", None), StepModule):  # wrapped by DDP or by DeepSpeed
         model = model.module
     if isinstance(model, StepModule):
         return model.task
@@ -98,6 +97,8 @@ def _plain(model: Any) -> nn.Module:
 
 
 def _by_name(optimizer: Any) -> dict[str, Optimizer]:
+    if optimizer is None:
+        return {}
     named = dict(optimizer) if isinstance(optimizer, Mapping) else {"default": optimizer}
     for each in named.values():
         if not isinstance(each, Optimizer):
@@ -115,9 +116,10 @@ def save_engine(engine: Engine, path: str, model: Any, optimizer: Any, state: Ma
     if model is not None:
         module = _as_one_module(model)
         broadcast_buffers(module, engine.strategy.world_size)
-        weights, tree["module_extras"] = module_state(module)
-        if optimizer is not None:
-            optimizers, tree["optimizers"] = optimizer_state(module, _by_name(optimizer))
+        with engine.strategy.exchanged(_by_name(optimizer)) as taken:
+            weights, tree["module_extras"] = module_state(module)
+            if optimizer is not None:
+                optimizers, tree["optimizers"] = optimizer_state(module, taken)
     elif optimizer is not None:
         raise ConfigError("an optimizer is saved by its parameters' names: give the model too")
     tree["user"] = {
@@ -137,7 +139,8 @@ def load_engine(
 ) -> dict[str, Any]:
     """See `Engine.load`."""
     module = None if model is None else _as_one_module(model)
-    like = None if module is None else like_module(module)
+    with engine.strategy.exchanged(_by_name(optimizer)):
+        like = None if module is None else like_module(module)
     snapshot = DirectoryCheckpointIO().load(str(path), like=like)
     with well_formed(f"the state in {path}"):
         tree = unpack(snapshot.objects.get("state"), snapshot.tensors.get("state", {}))
@@ -158,11 +161,10 @@ def _take_over(
             f"{path} was not saved by Engine.save; a Trainer's checkpoint is resumed by fit(resume=...)"
         )
     if module is not None:
-        load_module_state(module, snapshot.tensors["model"], tree["module_extras"], where=str(path))
-        if optimizer is not None:
-            restore_optimizer_state(
-                module, _by_name(optimizer), snapshot.tensors["optimizer"], tree["optimizers"]
-            )
+        with engine.strategy.exchanged(_by_name(optimizer), write=True) as taken:
+            load_module_state(module, snapshot.tensors["model"], tree["module_extras"], where=str(path))
+            if optimizer is not None:
+                restore_optimizer_state(module, taken, snapshot.tensors["optimizer"], tree["optimizers"])
     engine.strategy.load_state_dict(tree["strategy"])
     engine.progress.load_json(snapshot.progress)
     engine.streams.seed_update(engine.progress.updates)

@@ -6,7 +6,6 @@ the same code. Evaluation and prediction are plain passes over their data.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from time import perf_counter
@@ -36,13 +35,13 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
     assert feed is not None
     run.call(hooks.on_fit_start)
     run.start()
-    stopping = run.stopping
-    stopping.passed += 1
-    if stopping.held and run.stop_reason is None:
-        run.stop_reason = stopping.answer()
+    left = False
+    if run.stopping.shared:
+        _agree(run)
     while not run.due_to_stop():
         with shielded():
             run.call(hooks.on_epoch_start)
+        run.check_parameters()
         windows = feed.windows(progress.epoch, progress.position, progress.epoch_batches)
         idle = progress.epoch_updates == 0
         while True:
@@ -61,17 +60,16 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
             for hook in hooks.on_step_end:
                 hook(run)
             idle = idle and not run.step.rows
-            try:
-                yield run.step
-            except GeneratorExit:
-                # The loop was left here: what this update still owes, a log point, a validation, a save, is
-                # made up, so that a resumed run has all that the uninterrupted one has.
-                # All ranks leave it at the same update: there is nothing to agree on.
-                run.stop_reason = run.stop_reason or "the loop was left by its caller"
-                if not sys.is_finalizing():
-                    _end_update(run, window.last)
-                raise
-            if idle and window.last:
+            if not left:
+                try:
+                    yield run.step
+                except GeneratorExit:
+                    # The loop was left here: what this update still owes, a log point, a validation, a save,
+                    # is made up, so that a resumed run has all that the uninterrupted one has. Ranks whose
+                    # loop goes on may be in the next update already, which they cannot make alone.
+                    run.stop("the loop was left by its caller")
+                    left = True
+            if idle and window.last and not left:
                 raise _nothing_learned(run)
             _end_update(run, window.last)
             if window.last or run.stop_reason is not None:
@@ -108,13 +106,23 @@ def _end_update(run: Run, epoch_ended: bool) -> None:
         with shielded():
             run.call(run.hooks.on_epoch_end)
         progress.position = progress.epoch_updates = progress.epoch_batches = 0
+    if run.stopping.shared:
+        _agree(run)
+    stops = run.due_to_stop()  # after the answer: a reason of the program's own comes before a limit
+    for hook in run.hooks.on_save:
+        hook(run)
+    if run.stopping.shared:
+        _agree(run)
+    if run.stop_reason is not None and not stops:  # asked for meanwhile: a run that stops is saved
+        run.call(run.hooks.on_save)
+
+
+def _agree(run: Run) -> None:
+    """Pass a boundary, at which all ranks may have agreed to stop; see `Stopping`."""
     stopping = run.stopping
     stopping.passed += 1
     if stopping.held and run.stop_reason is None:
         run.stop_reason = stopping.answer()
-    run.due_to_stop()  # after the answer: a reason of the program's own comes before a limit
-    for hook in run.hooks.on_save:
-        hook(run)
 
 
 def validate(run: Run) -> None:
@@ -143,19 +151,17 @@ def evaluate(run: Run, stage: str, feeds: Feeds) -> dict[str, float]:
     engine, hooks = run.engine, run.hooks
     values: dict[str, float] = {}
     before, run.stage = run.stage, stage
-    try:
-        with engine.evaluating(stage):
-            run.evaluation = Evaluation()
-            run.call(hooks.on_evaluation_start)
-            for loader, feed in feeds:
-                prefix = stage if loader is None else f"{stage}/{loader}"
-                found = _evaluate_loader(run, loader, feed)
-                values.update({f"{prefix}/{name}": value for name, value in found.items()})
-            run.metrics.update(values)
-            run.evaluation = replace(run.evaluation, values=values)
-            run.call(hooks.on_evaluation_end)
-    finally:
-        run.stage = before
+    with engine.evaluating(stage):
+        run.evaluation = Evaluation()
+        run.call(hooks.on_evaluation_start)
+        for loader, feed in feeds:
+            prefix = stage if loader is None else f"{stage}/{loader}"
+            found = _evaluate_loader(run, loader, feed)
+            values.update({f"{prefix}/{name}": value for name, value in found.items()})
+        run.metrics.update(values)
+        run.evaluation = replace(run.evaluation, values=values)
+        run.call(hooks.on_evaluation_end)
+    run.stage = before  # not after an error, which tells where the run was
     return values
 
 
@@ -174,8 +180,10 @@ def _evaluate_loader(run: Run, loader: str | None, feed: Feed) -> dict[str, floa
     if declared:
         declared.reset()
     run.evaluation = Evaluation(loader, 0, feed.batches_per_epoch)
+    run.milestones += 1
     sharded = engine.strategy.sharded
     for number, micro_batch in enumerate(feed.micro_batches()):
+        run.evaluation.batch = number
         if micro_batch.stand_in:  # this rank has no samples left; of a sharded model all run every forward
             if sharded:
                 step(micro_batch, number)
@@ -186,7 +194,6 @@ def _evaluate_loader(run: Run, loader: str | None, feed: Feed) -> dict[str, floa
         if declared and outputs is not None:
             declared.update(metric_inputs(outputs, micro_batch.batch))
         if hooks:
-            run.evaluation.batch = number
             run.call(hooks)
     # A loss that is NaN here is reported as NaN: it says something of the data, and stops no training.
     values = buffer.means(refuse_nonfinite=False)

@@ -38,25 +38,29 @@ def members(metric: Any) -> list[Any]:
     return [member for part in parts(metric) for member in part.modules()]
 
 
+def turn_synchronisation_off(metrics: Mapping[str, Any]) -> None:
+    """Have metrics compute from what is here, also where torch.distributed has a group: not all of its
+    processes need be in the run, nor can it take tensors of every device.
+    """
+    for metric in metrics.values():
+        for each in _owners([metric]) if _is_module(metric) else ():
+            each.sync_on_compute = False
+            each._to_sync = False
+
+
 def check_joinable(metrics: Mapping[str, Any]) -> None:
-    """Turn the metrics' own synchronisation off.
+    """See that what several processes have can be joined.
 
     Raises:
         ConfigError: One that does not tell how its states are joined.
     """
     for name, metric in metrics.items():
-        told = (
-            [each for each in members(metric) if hasattr(each, "_reductions")] if _is_module(metric) else []
-        )
-        if not told:
+        if not (_is_module(metric) and _owners([metric])):
             raise ConfigError(
                 f"the metric {name!r} ({type(metric).__name__}) does not tell how its states are joined over"
                 " processes. Make it a torchmetrics.Metric, whose add_state(..., dist_reduce_fx=...) tells"
                 " it, or train in one process"
             )
-        for each in told:
-            each.sync_on_compute = False
-            each._to_sync = False
 
 
 def _is_module(metric: Any) -> bool:

@@ -18,8 +18,14 @@ from drivetrain.errors import CheckpointError, nearest
 _EXTRA = "_extra_state"
 """How torch names what `get_extra_state` gives, behind the module's own name."""
 
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
-"""What torch.compile, and torch's activation checkpointing, call the module inside."""
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_fpw_module"})
+"""What torch.compile, torch's activation checkpointing and torch_xla's FSDP call the module inside."""
+
+
+def elements(parameter: nn.Parameter) -> int:
+    """How many numbers a parameter has, also one that DeepSpeed has divided and left empty here."""
+    whole: int = getattr(parameter, "ds_numel", parameter.numel())
+    return whole
 
 
 def clean_name(name: str) -> str:

@@ -31,9 +31,27 @@ def prepare_module(
         return {DEFAULT: from_factory(make_optimizer, parameters)[0]}
 
     prepared = strategy.prepare(StepModule(model), make_optimizers if make_optimizer else None, precision)
+    if strategy.sharded and strategy.world_size > 1 and any(True for _ in model.buffers()):
+        prepared.model.register_forward_pre_hook(_SharedBuffers(strategy))
     for name in ("state_dict", "load_state_dict"):  # by the names that the module itself has
         object.__setattr__(prepared.model, name, getattr(model, name))
     return prepared
+
+
+class _SharedBuffers:
+    """Tells a sharded strategy of each forward, before which it gives all processes rank 0's buffers.
+
+    Of an evaluation, in which no buffer changes, before the first alone. All processes run every forward.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._changed = True
+
+    def __call__(self, model: nn.Module, _: object) -> None:
+        if model.training or self._changed:
+            self._strategy.microbatch(model, True)
+        self._changed = model.training
 
 
 class OpenWindow:
@@ -103,7 +121,7 @@ class OpenWindow:
         """Whether gradients were added since the last step."""
         return self._open
 
-    def close(self, parameters: Sequence[Tensor]) -> None:
+    def close(self, strategy: Strategy, parameters: Sequence[Tensor]) -> None:
         """Bring the gradients to their mean; the next backward opens a new window.
 
         There may be none, when every weight was zero; optimizers pass parameters without a gradient over.
@@ -122,9 +140,8 @@ class OpenWindow:
                 total = summed / self._ranks.size
                 if doubtful:
                     self._check_finite(parameters)
-            gradients = [each.grad for each in parameters if each.grad is not None]
             if total != 0:
-                torch._foreach_mul_(gradients, self._first / total)
+                strategy.scale_gradients(parameters, self._first / total)
         self._open, self._doubtful, self._first, self._total = False, False, None, 0.0
 
     def _check_finite(self, parameters: Sequence[Tensor]) -> None:

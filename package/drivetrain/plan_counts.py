@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from drivetrain.assembly import measure_of
 from drivetrain.data import Feed, Share, Transfer, as_source, batch_size
+from drivetrain.data.split import AlreadySplit
 from drivetrain.progress import Progress
 from drivetrain.run import Totals
 from drivetrain.task import TaskModule
@@ -74,9 +75,10 @@ class Epoch:
         self.feed = Feed(source, transfer, measure_of(task), self._accumulation, trainer.limit_train_batches)
         self.batches = self.feed.batches_per_epoch
         self.updates = self.feed.updates_per_epoch
-        self.exact = source.exact
+        self.exact = source.exact and not source.apart  # the other processes' parts are not known here
+        data = data.data if isinstance(data, AlreadySplit) else data
         self._ready = isinstance(data, (list, tuple))
-        of_batch = _sample_counter(data, trainer.batch_size) if source.exact else None
+        of_batch = _sample_counter(data, trainer.batch_size) if self.exact else None
         self._size = of_batch if of_batch is None or self._processes == 1 else self._of_round(of_batch, data)
 
     def _of_round(self, of_batch: Callable[[int], int], data: Any) -> Callable[[int], int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import operator
 from collections.abc import Iterator
 from importlib.metadata import entry_points
@@ -99,3 +100,8 @@ class Registry(Generic[T]):
         self._discovered = True
         for entry in entry_points(group=f"drivetrain.{self.kind.replace(' ', '_')}"):
             self._rows.setdefault(entry.name, f"{entry.module}:{entry.attr}")
+
+
+def is_installed(package: str) -> bool:
+    """Whether there is a package of a name, which is not loaded for it."""
+    return importlib.util.find_spec(package) is not None

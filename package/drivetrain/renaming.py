@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TypeAlias
-
-from torch import Tensor
+from typing import TypeAlias, TypeVar
 
 from drivetrain.errors import CheckpointError, ConfigError
 from drivetrain.module_state import clean_name, clean_names
+
+T = TypeVar("T")
 
 Rename: TypeAlias = Mapping[str, str | None] | Callable[[str], str | None]
 """How names there become names here: regular expressions with replacements, or a function; None drops."""
@@ -19,10 +19,8 @@ _COMMON = 8
 """An end that more names than this have, such as "weight", tells nothing about their beginnings."""
 
 
-def renamed(
-    given: Mapping[str, Tensor], rename: Rename | None, where: str
-) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors by the names that they are to have here, and the names that were dropped.
+def renamed(given: Mapping[str, T], rename: Rename | None, where: str) -> tuple[dict[str, T], list[str]]:
+    """Tensors, or anything else, by the names that they are to have here; and the names that were dropped.
 
     Args:
         given: By the names there; what wrapping adds is taken off before `rename` sees them.

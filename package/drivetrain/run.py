@@ -26,6 +26,7 @@ from drivetrain.run_state import restore_run, snapshot_run
 from drivetrain.streams import load_host_state, shielded
 from drivetrain.task import TaskModule
 from drivetrain.types import Logger, Trigger
+from drivetrain.updates import check_trained
 from drivetrain.window import StepResult
 
 HOOKS = (
@@ -147,6 +148,7 @@ class Run:
         stopping: How the ranks agree on that.
         exception: What ended the run, for `on_exception`.
         last_checkpoint: The address of the last checkpoint saved or loaded, or None.
+        milestones: How many checkpoints it has saved, and passes over evaluation data begun.
         origin: The time, on `perf_counter`'s clock, at which `progress.seconds` was zero.
         host_streams: The states of the host's generators that a checkpoint brought, or None.
         by_time: Whether anything is due by time, so that all ranks must have the same.
@@ -195,6 +197,7 @@ class Run:
         self.stopping = Stopping()
         self.exception: BaseException | None = None
         self.last_checkpoint: str | None = None
+        self.milestones = 0
         self.host_streams: dict[str, Any] | None = None
         self.by_time = self.totals.max_seconds is not None or any(
             each.every is not None and each.every.seconds is not None
@@ -234,6 +237,15 @@ class Run:
         for hook in hooks:
             hook(self)
 
+    def check_parameters(self) -> None:
+        """See that the task trains what it did when the run began; a walk, so not for every step.
+
+        Raises:
+            ConfigError: A parameter was added, replaced or unfrozen since; names it.
+        """
+        engine = self.engine
+        check_trained(self.task, engine._parameters, lambda: engine.strategy.settle(engine.model))
+
     # Log points.
 
     def log_training(self) -> None:
@@ -241,7 +253,9 @@ class Run:
 
         Raises:
             NonFiniteError: A loss was NaN or infinite.
+            ConfigError: The task has got a parameter that is not trained.
         """
+        self.check_parameters()
         means = self.engine.buffer.means(beside=self._values)
         self.engine.buffer.reset()
         if self.train_metrics:
@@ -328,7 +342,9 @@ class Run:
             NonFiniteError: A loss since the last log point was NaN or infinite: such weights are not worth
                 keeping.
             CheckpointError: A callback's, logger's or data's state cannot be stored.
+            ConfigError: The task has got a parameter that is not trained.
         """
+        self.check_parameters()
         self.engine.buffer.check()
         return snapshot_run(self)
 
@@ -360,6 +376,7 @@ class Run:
     def checkpoint_saved(self, address: str) -> None:
         """Called by savers after each commit."""
         self.last_checkpoint = address
+        self.milestones += 1
         self.call(self.hooks.on_checkpoint_saved)
 
     def pending_values(self) -> dict[str, float]:

@@ -114,7 +114,8 @@ def find_checkpoint(
         return None
     if not isinstance(resume, (str, os.PathLike)):
         raise ConfigError(f"resume must be 'auto', a path or None, not {resume!r}")
-    like = like_module(run.task)
+    with run.engine.exchanged():
+        like = like_module(run.task)
     if resume != "auto" and saver is not None and _is_whole_run(resume, saver.manager.directory):
         # As "auto": what is damaged is set aside, and does not count as one of those that are kept.
         found = saver.manager.load_latest(like)
@@ -127,7 +128,7 @@ def find_checkpoint(
         loaded: list[Snapshot] = []
         ranks.together(lambda: loaded.append(DirectoryCheckpointIO().load(path, like=like)))
         return path, loaded[0]
-    root = checkpoint_root(trainer, trainer.run_dir)
+    root = checkpoint_root(trainer, None if trainer.run_dir is None else run.run_dir)  # rank 0's
     if root is None:
         raise ConfigError("resume='auto' takes the newest checkpoint of run_dir: give the Trainer a run_dir")
     manager = saver.manager if saver else _manager(root, CheckpointConfig(), run.engine.ranks)

@@ -6,10 +6,11 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.checkpoint.format import Snapshot
+from drivetrain.checkpoint.format import IMPORTED, Snapshot
 from drivetrain.checkpoint.tree import pack, unpack, well_formed
 from drivetrain.engine_state import optimizer_state, restore_optimizer_state
 from drivetrain.errors import CheckpointError
+from drivetrain.imported_state import restore_imported
 from drivetrain.metrics import joined_buffers
 from drivetrain.module_state import load_module_state, module_state
 from drivetrain.stored_task import pack_hparams
@@ -29,10 +30,9 @@ def snapshot_run(run: Run) -> Snapshot:
     engine = run.engine
     engine.synchronize_buffers()
     own, *others = engine.data_ranks.all_gather(_own_state(run))
-    weights, extras = module_state(run.task)
-    optimizers, meta = optimizer_state(
-        run.task, {name: each.optimizer for name, each in engine.updaters.items()}
-    )
+    with engine.exchanged() as taken:
+        weights, extras = module_state(run.task)
+        optimizers, meta = optimizer_state(run.task, taken)
     tree = {
         **own,
         "ranks": others,
@@ -44,6 +44,7 @@ def snapshot_run(run: Run) -> Snapshot:
         "metrics": run.metrics,
         "callbacks": {name: each.state_dict() for name, each in _stateful(run.callbacks).items()},
         "data": run.train_feed.snapshot() if run.train_feed is not None else None,
+        "samples_per_update": run.train_feed.samples_per_update if run.train_feed is not None else None,
     }
     state, tensors = pack(tree)
     return Snapshot(
@@ -87,7 +88,9 @@ def restore_run(run: Run, snapshot: Snapshot) -> None:
             "this checkpoint holds weights only; it cannot be resumed from. Use from_checkpoint(path)"
         )
     with well_formed("the checkpoint's state"):
-        _take_over(run, snapshot, unpack(snapshot.objects["state"], snapshot.tensors.get("state", {})))
+        tree = unpack(snapshot.objects["state"], snapshot.tensors.get("state", {}))
+        take_over = restore_imported if IMPORTED in tree else _take_over
+        take_over(run, snapshot, tree)
 
 
 def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> None:
@@ -102,11 +105,13 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> None:
             f"the checkpoint was saved with seed={tree['seed']}, this Trainer has seed={engine.seed}: the"
             f" order of the data would change in the middle of an epoch. Use Trainer(seed={tree['seed']})"
         )
-    load_module_state(
-        run.task, snapshot.tensors.get("model", {}), tree["module_extras"], where="the checkpoint"
-    )
-    optimizers = {name: each.optimizer for name, each in engine.updaters.items()}
-    restore_optimizer_state(run.task, optimizers, snapshot.tensors.get("optimizer", {}), tree["optimizers"])
+    with engine.exchanged(write=True) as optimizers:
+        load_module_state(
+            run.task, snapshot.tensors.get("model", {}), tree["module_extras"], where="the checkpoint"
+        )
+        restore_optimizer_state(
+            run.task, optimizers, snapshot.tensors.get("optimizer", {}), tree["optimizers"]
+        )
     for name, updater in engine.updaters.items():
         updater.load_state_dict(tree["schedules"][name])
     engine.strategy.load_state_dict(tree["strategy"])
@@ -127,7 +132,19 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> None:
     if run.is_main:
         _restore_each(run.loggers, tree["loggers"], "logger")
     if run.train_feed is not None:
-        run.train_feed.source.restore(tree["data"])
+        run.train_feed.restore(tree["data"], run.progress.position)
+        if run.is_main:
+            _note_other_size(tree.get("samples_per_update"), run.train_feed.samples_per_update)
+
+
+def _note_other_size(before: Any, now: int | None) -> None:
+    if isinstance(before, int) and now is not None and before != now:
+        warnings.warn(
+            f"this run goes on with {now} samples per update, the checkpoint's had {before}: the samples of a"
+            " batch, times the processes, times gradient_accumulation_steps. The learning rate and the"
+            " schedule's number of updates are not adapted",
+            stacklevel=2,
+        )
 
 
 def _numbers(tree: Any, part: str) -> dict[str, float]:

@@ -90,7 +90,28 @@ def seed_after(seed: int) -> None:
     seed_host(~seed & _MASK)
 
 
-def device_generators(device: torch.device) -> tuple[torch.Generator, ...]:
+class _XLAGenerator:
+    """torch_xla's random stream of a device, whose state is the seed of what is traced next."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch_xla.core.xla_model as xla
+
+        self._xla, self._device = xla, str(device)
+
+    def manual_seed(self, seed: int) -> None:
+        """Begin a stream; the seed is an input of what is compiled, not a part of it."""
+        self._xla.set_rng_state(seed, self._device)
+
+    def get_state(self) -> torch.Tensor:
+        """Where the stream stands, without a wait for the device; an unsigned number of 64 bits."""
+        return torch.tensor(self._xla.get_rng_state(self._device), dtype=torch.uint64)
+
+    def set_state(self, state: torch.Tensor) -> None:
+        """Go back there."""
+        self.manual_seed(int(state.numpy()))
+
+
+def device_generators(device: torch.device) -> tuple[torch.Generator | _XLAGenerator, ...]:
     """The default generators of an accelerator; none for the CPU."""
     if device.type == "cuda":
         torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -98,6 +119,8 @@ def device_generators(device: torch.device) -> tuple[torch.Generator, ...]:
         return (torch.cuda.default_generators[index],)
     if device.type == "mps":
         return (torch.mps._get_default_mps_generator(),)
+    if device.type == "xla":
+        return (_XLAGenerator(device),)
     return ()
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Self
 
+import torch
 from torch import Tensor, nn
 
 from drivetrain.data.batch import batch_size
@@ -333,6 +334,21 @@ class StepModule(nn.Module):
         # Past nn.Module's own bookkeeping: a module that is the step must not be registered as a second
         # child.
         object.__setattr__(self, "step", step)
+
+    @contextmanager
+    def evaluating(self, step: Callable[..., Any]) -> Iterator[None]:
+        """Within it this step is run: evaluation mode, no gradients; all as before afterwards."""
+        modes = [(module, module.training) for module in self.task.modules()]
+        before = self.step
+        self.use(step)
+        self.task.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.use(before)
+            for module, training in modes:
+                module.training = training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The current step on one micro-batch."""

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from drivetrain.assembly import build_evaluation, build_fit, build_prediction, start_from
-from drivetrain.boundary import boundary
+from drivetrain.assembly import build_evaluation, build_fit, build_prediction, check_settings, start_from
+from drivetrain.boundary import boundary, left_with_program
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.distributed.environment import detect
 from drivetrain.distributed.forking import fork_ranks
@@ -81,7 +81,7 @@ class Trainer:
         devices: How many processes, or "auto".
         num_nodes: How many machines.
         precision: "32", "bf16-mixed", "16-mixed", "bf16-true", "16-true" or "64"; "auto" for what
-            `accelerate launch` was told, and else "32".
+            `accelerate launch` was told, or an Accelerator has, and else "32".
         gradient_accumulation_steps: Micro-batches per update.
         max_grad_norm: Clip the gradient's global norm to this; None for no clipping.
         validate_every: When to validate during a fit; None for never.
@@ -178,7 +178,8 @@ class Trainer:
                 " run_dir local, and send the checkpoints there: checkpoint=CheckpointConfig(directory=...)"
             )
         object.__setattr__(self, "max_time", _seconds(self.max_time))
-        object.__setattr__(self, "precision", select_precision(self.precision))
+        chosen = select_precision(self.precision, strategy=self.strategy)
+        object.__setattr__(self, "precision", chosen)
         object.__setattr__(self, "checkpoint", _checkpoint_policy(self.checkpoint))
         single = not isinstance(self.callbacks, Iterable) or isinstance(self.callbacks, (str, Mapping))
         if single or any(isinstance(each, type) for each in self.callbacks):
@@ -186,7 +187,7 @@ class Trainer:
         object.__setattr__(self, "callbacks", tuple(self.callbacks))
         Hooks(self.callbacks)
         check_loggers(self.loggers)
-        self.select_strategy()
+        check_settings(self, self.select_strategy(), self.batch_size)
 
     def select_strategy(self) -> Strategy:
         """The strategy that a run would use.
@@ -247,9 +248,15 @@ class Trainer:
         """`fit` as a generator: yields after every update, for a loop body of one's own.
 
         What the body does is seen by the validation and the checkpoint of the same update. Leaving the loop
-        ends the run in order; of several ranks all must leave it at the same update, and one that alone wants
-        to end calls `run.stop` in a callback. Arguments and errors are those of `fit`.
+        ends the run in order. Of several ranks one may leave it alone: it then makes with the others the
+        update that they have begun, if they have, and the loops of all end. Arguments and errors are those of
+        `fit`.
         """
+        return left_with_program(self._steps(task, train_data, validation_data, resume))
+
+    def _steps(
+        self, task: TaskModule, train_data: Any, validation_data: Any, resume: str | None
+    ) -> Generator[StepResult, None, None]:
         run, saver = build_fit(self, task, train_data, validation_data, resume)
         with boundary(self, run):
             start_from(self, run, saver, resume)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from fractions import Fraction
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
@@ -22,9 +22,8 @@ Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | 
 """What can stand in a JSON file."""
 
 
-@dataclass(slots=True)
-class StepOutput:
-    """What a step gives back when a bare loss is not enough.
+class StepOutput(NamedTuple):
+    """What a step gives back when a bare loss is not enough; a tuple, in which wrappers find its tensors.
 
     Attributes:
         loss: The scalar that is optimised, or a mapping whose "loss" is; the rest is logged.

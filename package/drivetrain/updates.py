@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from drivetrain.errors import CheckpointError, ConfigError
+from drivetrain.errors import CheckpointError, ConfigError, StrategyError
+from drivetrain.module_state import clean_name
 from drivetrain.module_state import parameter_names as parameter_names_of
 from drivetrain.optim import (
     OptimizerConfig,
@@ -21,6 +22,8 @@ from drivetrain.optim import (
     build_schedule,
     remember_base_rates,
 )
+from drivetrain.strategies import Strategy
+from drivetrain.task import TaskModule
 
 DEFAULT = "default"
 """The name of the only optimizer of a task that configures one."""
@@ -146,6 +149,31 @@ def optimizer_specs(configured: Any) -> dict[str, OptimizerSpec]:
     )
 
 
+def configured_specs(
+    task: TaskModule, strategy: Strategy, total_updates: int | None
+) -> dict[str, OptimizerSpec]:
+    """The optimizers of a task, or those that the strategy's own configuration chooses, by name.
+
+    Raises:
+        ConfigError: They do not fit the task's training step.
+        StrategyError: The strategy cannot run that step.
+    """
+    if is_interleaved(task) and strategy.no_generators:
+        raise StrategyError(
+            f"{type(task).__name__}.training_step is a generator, which strategy {strategy.name!r}"
+            f" cannot run: {strategy.no_generators}. Use 'ddp' or 'fsdp'"
+        )
+    configured = strategy.configured_optimizer(task, total_updates)
+    specs = optimizer_specs(task.configure_optimizers() if configured is None else configured)
+    if len(specs) > 1 and not is_interleaved(task):
+        raise ConfigError(
+            f"{type(task).__name__} configures {len(specs)} optimizers ({', '.join(map(repr, specs))})"
+            " but its training_step is no generator. Write `yield name, loss` for each, or configure one"
+            " optimizer"
+        )
+    return specs
+
+
 def parameter_names(task: nn.Module, name: str, spec: OptimizerConfig, alone: bool) -> set[str] | None:
     """Which parameters a named optimizer trains: those its configuration says, else those of the submodule of
     its name.
@@ -225,6 +253,36 @@ def from_factory(
         )
     remember_base_rates(made)
     return made, scheduler
+
+
+def check_trained(task: nn.Module, trained: Sequence[nn.Parameter], settle: Callable[[], object]) -> None:
+    """See that no parameter wants a gradient that the optimizers were not made with.
+
+    Args:
+        task: The task.
+        trained: What was trained when the run began.
+        settle: Has the parameters as they were then, where the strategy changes their form in between.
+
+    Raises:
+        ConfigError: One was added, replaced or unfrozen since; names it.
+    """
+    known = {id(each) for each in trained}
+    strangers = [
+        name for name, each in task.named_parameters() if each.requires_grad and id(each) not in known
+    ]
+    if not strangers:
+        return
+    settle()
+    settled = dict(task.named_parameters())
+    late = next((name for name in strangers if id(settled[name]) not in known), None)
+    if late is not None:
+        raise ConfigError(
+            f"the parameter {clean_name(late)!r} was added to {type(task).__name__}, replaced or unfrozen"
+            " after the run had begun: it is not trained, or in each process apart. Make it in the"
+            " constructor, and freeze none there that is to be trained later: in on_fit_start it can be, on"
+            " several processes with DDPConfig(find_unused_parameters=True) or 'fsdp'. If it is not to be"
+            " trained, call requires_grad_(False) on it"
+        )
 
 
 def is_interleaved(task: nn.Module) -> bool:

@@ -48,7 +48,7 @@ PLANNERS = {"default_planner", "metadata", "planner"}
 # Each with the reason why no file says what is run or imported there.
 ALLOWED = {
     "__init__.py": ["importlib"],  # the package's own table of names
-    "registry.py": ["importlib", "importlib.metadata"],  # rows of our tables, and of installed packages
+    "registry.py": ["importlib", "importlib.metadata", "importlib.util"],  # rows, ours and other packages'
     "stored_dataclass.py": ["typing.get_type_hints"],  # of annotations in the code
     "checkpoint/torch_file.py": ["torch.save"],  # written on request, for programs that read nothing else
     "cli/environment.py": ["importlib.metadata"],  # versions of a fixed list of packages

@@ -29,7 +29,13 @@ def listed(hardware: Hardware) -> dict[str, Listed]:
         (Hardware(cuda=8), {"mps": "8 CUDA GPUs and no Metal"}),
         (
             Hardware(tpu=4),
-            {"auto": "'xla'", "single": "'xla'", "ddp": "'xla'", "cuda": "4 TPU chips", "mps": "4 TPU chips"},
+            {
+                "auto": "torch_xla",
+                "single": "'xla'",
+                "ddp": "'xla'",
+                "cuda": "4 TPU chips",
+                "mps": "4 TPU chips",
+            },
         ),
     ],
 )

@@ -41,6 +41,10 @@ MVAPICH = {key.replace("OMPI_COMM", "MV2_COMM"): value for key, value in OPENMPI
         ({"PATH": "/bin"}, None),
         (TORCHRUN, ProcessEnvironment("torchrun", 3, 4, 1, 2, "node0", 29500)),
         ({"RANK": "0", "WORLD_SIZE": "1"}, ProcessEnvironment("torchrun", 0, 1, 0, 1)),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "0"},  # any that is free
+            ProcessEnvironment("torchrun", 0, 1, 0, 1, None, 0),
+        ),
         ({"RANK": "1"}, None),  # some other program's variable
         (SLURM, ProcessEnvironment("slurm", 5, 8, 1, 4, "gpu07", 15_000 + (4711 * 31) % 15_000)),
         ({**SLURM, "MASTER_ADDR": "a", "MASTER_PORT": "5"}, ProcessEnvironment("slurm", 5, 8, 1, 4, "a", 5)),
@@ -74,6 +78,9 @@ def test_the_number_of_machines_follows():
         ({**TORCHRUN, "WORLD_SIZE": ""}, "WORLD_SIZE='' in the environment is no number"),
         ({**TORCHRUN, "WORLD_SIZE": "-1"}, "is no number"),
         ({key: value for key, value in SLURM.items() if key != "SLURM_LOCALID"}, "SLURM_LOCALID is not in"),
+        ({**TORCHRUN, "MASTER_PORT": "abc"}, "MASTER_PORT='abc' in the environment is no number"),
+        ({**TORCHRUN, "MASTER_PORT": "0"}, r"MASTER_PORT=0 in the environment is no port\. Set it to"),
+        ({**SLURM, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 in the environment is no port"),
         ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is not in its environment"),
     ],
 )

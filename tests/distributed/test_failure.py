@@ -7,198 +7,262 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 
 import pytest
 import torch
-from tests.support.failing import JOB, run_together
+from tests.support.failing import JOB, Ended
 from torch import distributed
 from torch._C._distributed_c10d import HashStore
 
 from drivetrain.distributed.failure import FailureChannel
-from drivetrain.distributed.failure_hub import PATIENCE, silence
-from drivetrain.distributed.failure_wire import Cause, machine, state_of
+from drivetrain.distributed.failure_wire import Cause
+from drivetrain.distributed.silence import machine
 from drivetrain.errors import RankFailure, StrategyError
 
+program = pytest.mark.program
 needs_gloo = pytest.mark.skipif(not distributed.is_gloo_available(), reason="needs gloo")
 
 
 @needs_gloo
-def test_a_rank_that_does_not_come_to_the_channel_is_not_waited_for_long() -> None:
-    started = time.monotonic()
-    code, _, errors = run_together(join="if rank == 1: sys.exit(3)")
-    assert code == 1
-    assert errors[-1].endswith("rank 1 failed first: it ended with exit code 3")
-    assert time.monotonic() - started < 12, "not PATIENCE timeouts"
-
-
-@needs_gloo
-@pytest.mark.parametrize("last", ["pass", "time.sleep(1.5 * rank)", "time.sleep(1.5 * (1 - rank))"])
-def test_an_end_without_an_error_is_silent_whoever_is_first(last: str) -> None:
-    code, out, errors = run_together(last=last)
-    assert (code, sorted(out.splitlines()), errors) == (0, ["rank 0 ended", "rank 1 ended"], [])
+@program(join="if rank == 1: sys.exit(3)")
+def test_a_rank_that_does_not_come_to_the_channel_is_named(ended: Ended) -> None:
+    assert ended.code == 1
+    assert ended.errors[-1].endswith("rank 1 failed first: it ended with exit code 3")
 
 
 @needs_gloo
 @pytest.mark.parametrize(
-    ("act", "code", "last"),
+    "last",
     [
-        (
-            "if rank == 1: raise ValueError('boom')",
-            1,
-            r"rank 1 failed first, at update 7: ValueError: boom",
-        ),
-        (
-            "if rank == 0: raise ValueError('boom')",
-            1,
-            r"drivetrain: rank 0 failed first, at update 7: ValueError: boom",
-        ),
-        (
-            "if rank == 1: kill(signal.SIGKILL)",
-            1,
-            r"RankFailure: rank 1 failed first, last heard of at update 7: it was killed by SIGKILL",
-        ),
-        # A worker that it has started lives on for a while, and with it a copy of all that was open.
-        (
-            "if rank == 1 and os.fork(): kill(signal.SIGKILL)\n    if rank == 1: time.sleep(3); os._exit(0)",
-            1,
-            r"drivetrain: rank 1 failed first, last heard of at update 7: it was killed by SIGKILL",
-        ),
-        (
-            "if rank == 0: kill(signal.SIGKILL)",
-            -signal.SIGKILL,
-            r"rank 0 failed first, last heard of at update 7: it was killed, perhaps",
-        ),
-        (
-            "if rank == 1: kill(signal.SIGSTOP)",
-            1,
-            r"RankFailure: rank 1 failed first, last heard of at update 7: it is stopped \(by SIGSTOP",
-        ),
-        (
-            "if rank == 0: kill(signal.SIGSTOP)",
-            -signal.SIGKILL,
-            r"rank 0 failed first, last heard of at update 7: it is stopped \(by SIGSTOP",
-        ),
-        (
-            "if rank == 1: os._exit(0)",
-            1,
-            r"RankFailure: rank 1 failed first, .*: it ended with exit code 0$",
-        ),
-        (
-            "if rank == 1: os.abort()",
-            1,
-            r"RankFailure: rank 1 .*: it was killed by SIGABRT; what it had to say stands above",
-        ),
-        ("if rank == 1: sys.exit(3)", 1, r"rank 1 failed first, at update 7: SystemExit: 3"),
-        ("if rank == 0: sys.exit(3)", 3, r"drivetrain: rank 0 failed first, at update 7: SystemExit: 3"),
-        # Without an error, but too early for the other, whose own error says only that a connection ended.
-        (
-            "if rank == 1: sys.exit()",
-            1,
-            r"RankFailure: rank 1 .*: it had ended when rank 0, at update 7, waited for it \(RuntimeError",
-        ),
-        # The main thread of rank 0 does not come back by itself.
-        (
-            "if rank == 1: raise ValueError('boom')\n    else: time.sleep(60)",
-            1,
-            r"rank 1 failed first, at update 7: ValueError: boom",
-        ),
-        # What the end of a rank brings about on the other may be seen first; it is not the cause.
-        (
-            "if rank == 0: raise RuntimeError('Connection reset')\n    time.sleep(1); raise KeyError(5)",
-            1,
-            r"rank 1 failed first, at update 7: KeyError: 5",
-        ),
+        pytest.param(last, marks=program(last=last))
+        for last in ("pass", "time.sleep(1.5 * rank)", "time.sleep(1.5 * (1 - rank))")
     ],
 )
-def test_all_end_and_the_last_line_names_the_first_cause(act: str, code: int, last: str) -> None:
-    started = time.monotonic()
-    found, out, errors = run_together(act)
-    assert found == code
-    assert re.search(last, errors[-1]), "\n".join(errors)
-    assert "ended" not in out
-    assert sum("failed first" in each for each in errors) <= 2, "once by the rank itself, once by rank 0"
-    assert time.monotonic() - started < 25
+def test_an_end_without_an_error_is_silent_whoever_is_first(ended: Ended, last: str) -> None:
+    assert (ended.code, sorted(ended.out.splitlines()), ended.errors) == (
+        0,
+        ["rank 0 ended", "rank 1 ended"],
+        [],
+    )
+
+
+ENDS = [
+    (
+        "if rank == 0: raise ValueError('boom')",
+        1,
+        r"drivetrain: rank 0 failed first, at update 7: ValueError: boom",
+    ),
+    (
+        "if rank == 1: kill(signal.SIGKILL)",
+        1,
+        r"RankFailure: rank 1 failed first, last heard of at update 7: it was killed by SIGKILL",
+    ),
+    # A worker that it has started lives on for a while, and with it a copy of all that was open.
+    (
+        "if rank == 1 and os.fork(): kill(signal.SIGKILL)\n    if rank == 1: time.sleep(3); os._exit(0)",
+        1,
+        r"drivetrain: rank 1 failed first, last heard of at update 7: it was killed by SIGKILL",
+    ),
+    (
+        "if rank == 0: kill(signal.SIGKILL)",
+        -signal.SIGKILL,
+        r"rank 0 failed first, last heard of at update 7: it was killed, perhaps",
+    ),
+    (
+        "if rank == 1: kill(signal.SIGSTOP)",
+        1,
+        r"RankFailure: rank 1 failed first, last heard of at update 7: it is stopped \(by SIGSTOP",
+    ),
+    (
+        "if rank == 0: kill(signal.SIGSTOP)",
+        -signal.SIGKILL,
+        r"rank 0 failed first, last heard of at update 7: it is stopped \(by SIGSTOP",
+    ),
+    (
+        "if rank == 1: os._exit(0)",
+        1,
+        r"RankFailure: rank 1 failed first, .*: it ended with exit code 0$",
+    ),
+    (
+        "if rank == 1: os.abort()",
+        1,
+        r"RankFailure: rank 1 .*: it was killed by SIGABRT; what it had to say stands above",
+    ),
+    ("if rank == 1: sys.exit(3)", 1, r"rank 1 failed first, at update 7: SystemExit: 3"),
+    ("if rank == 0: sys.exit(3)", 3, r"drivetrain: rank 0 failed first, at update 7: SystemExit: 3"),
+    # Without an error, but too early for the other, whose own error says only that a connection ended.
+    (
+        "if rank == 1: sys.exit()",
+        1,
+        r"RankFailure: rank 1 .*: it had ended when rank 0, at update 7, waited for it \(RuntimeError",
+    ),
+    # What the end of a rank brings about on the other may be seen first; it is not the cause.
+    (
+        "if rank == 0: raise RuntimeError('Connection reset')\n    time.sleep(1); raise KeyError(5)",
+        1,
+        r"rank 1 failed first, at update 7: KeyError: 5",
+    ),
+]
 
 
 @needs_gloo
-def test_a_rank_that_fails_after_the_others_have_ended_is_not_missed() -> None:
-    code, out, errors = run_together(last="if rank == 1: time.sleep(0.5); raise ValueError('late')")
-    assert (code, out) == (1, "")
-    assert errors[-1].endswith("RankFailure: rank 1 failed first, at update 12: ValueError: late")
+@pytest.mark.parametrize(
+    ("code", "last"),
+    [pytest.param(code, last, marks=program(act=act), id=act) for act, code, last in ENDS],
+)
+def test_all_end_and_the_last_line_names_the_first_cause(ended: Ended, code: int, last: str) -> None:
+    assert ended.code == code
+    assert re.search(last, ended.errors[-1]), "\n".join(ended.errors)
+    assert "ended" not in ended.out
+    assert sum("failed first" in each for each in ended.errors) <= 2, (
+        "once by the rank itself, once by rank 0"
+    )
 
 
 @needs_gloo
-def test_the_traceback_of_the_first_cause_is_shown_too() -> None:
-    _, _, errors = run_together("if rank == 1: raise ValueError('boom')\n    else: time.sleep(60)")
-    block = errors[errors.index("drivetrain: on rank 1:") :]
+@program(last="if rank == 1: time.sleep(0.5); raise ValueError('late')")
+def test_a_rank_that_fails_after_the_others_have_ended_is_not_missed(ended: Ended) -> None:
+    assert (ended.code, ended.out) == (1, "")
+    assert ended.errors[-1].endswith("RankFailure: rank 1 failed first, at update 12: ValueError: late")
+
+
+@needs_gloo
+@program(act="if rank == 1: raise ValueError('boom')\n    else: time.sleep(60)")
+def test_a_main_thread_that_does_not_come_back_is_ended_and_the_traceback_of_the_cause_shown(
+    ended: Ended,
+) -> None:
+    assert (ended.code, ended.out) == (1, "")
+    block = ended.errors[ended.errors.index("drivetrain: on rank 1:") :]
     assert any("in act" in each for each in block)
-    assert block[-1].endswith("boom")
+    assert block[-1].endswith("rank 1 failed first, at update 7: ValueError: boom")
 
 
 @needs_gloo
-def test_a_skipped_collective_ends_with_the_name_of_the_rank_that_is_behind() -> None:
-    code, _, errors = run_together("return rank == 0", limit=1.5, deadlock=None)
-    assert code == 75
-    assert errors[-1] == (
+@program(
+    act="if rank == 1: raise ValueError('boom')\n    time.sleep(0.5); raise RuntimeError('Connection reset')",
+    join="""
+import atexit
+if rank == 1:
+    atexit.register(lambda: time.sleep(1) or sys.stderr.write('a last word\\n'))
+""",
+)
+def test_rank_0_has_the_last_word(ended: Ended) -> None:
+    assert ended.code == 1
+    assert "a last word" in ended.errors
+    assert ended.errors[-1].endswith("RankFailure: rank 1 failed first, at update 7: ValueError: boom")
+
+
+@needs_gloo
+@program(act="return rank == 0", limit=1.5, deadlock=None)
+def test_a_skipped_collective_ends_with_the_name_of_the_rank_that_is_behind(ended: Ended) -> None:
+    assert ended.code == 75
+    assert ended.errors[-1] == (
         "drivetrain: no progress for 1.5 s; rank 1 is at update 11, the others wait at update 12"
     )
-    stacks = errors[errors.index("drivetrain: the stacks of rank 1:") :]
+    stacks = ended.errors[ended.errors.index("drivetrain: the stacks of rank 1:") :]
     assert any("in all_reduce" in each for each in stacks)
 
 
 @needs_gloo
-def test_a_rank_that_does_something_else_for_ever_is_found_too() -> None:
-    code, _, errors = run_together("if rank == 1: time.sleep(60)", limit=1.5)
-    assert code == 75
+@program(act="if rank == 1: time.sleep(60)", limit=1.5)
+def test_a_rank_that_does_something_else_for_ever_is_found_too(ended: Ended) -> None:
+    assert ended.code == 75
     if sys.platform.startswith("linux"):  # which tells that rank 0 does nothing but wait
-        assert errors[-1] == (
+        assert ended.errors[-1] == (
             "drivetrain: no progress for 1.5 s; rank 1 is at update 7, the others wait for it"
         )
     else:
-        assert errors[-1] == "drivetrain: no progress for 1.5 s; all ranks are at update 7"
-    assert sum("in act" in each for each in errors) == 1, "the stacks tell what it does"
+        assert ended.errors[-1] == "drivetrain: no progress for 1.5 s; all ranks are at update 7"
+    assert sum("in act" in each for each in ended.errors) == 1, "the stacks tell what it does"
+
+
+# One call that never gives the interpreter to another thread, for longer than a rank may be silent.
+BUSY = "next(filter((time.monotonic() + 8).__lt__, iter(time.monotonic, None)))"
 
 
 @needs_gloo
-def test_what_torchs_debug_mode_finds_is_in_the_last_lines() -> None:
-    act = "distributed.all_reduce(torch.ones(2 + rank))"
-    code, _, errors = run_together(act, TORCH_DISTRIBUTED_DEBUG="DETAIL")
-    assert code == 1
-    assert re.search("failed first, at update 7.*Detected mismatch between collectives", errors[-1])
+@pytest.mark.skipif(machine() is None, reason="needs Linux, where it can be seen what a process does")
+@pytest.mark.parametrize(
+    "busy",
+    [
+        pytest.param(
+            rank,
+            marks=program(
+                act=f"if rank == {rank}: {BUSY}",
+                timeout=0.3,
+            ),
+        )
+        for rank in (0, 1)
+    ],
+)
+def test_a_rank_that_computes_is_waited_for_while_it_cannot_answer(ended: Ended, busy: int) -> None:
+    assert (ended.code, ended.errors) == (0, [])
 
 
 @needs_gloo
-def test_ddp_works_in_torchs_debug_mode_on_a_group_that_is_not_compared() -> None:
-    join = """
+@program(act="distributed.all_reduce(torch.ones(2 + rank))", TORCH_DISTRIBUTED_DEBUG="DETAIL")
+def test_what_torchs_debug_mode_finds_is_in_the_last_lines(ended: Ended) -> None:
+    assert ended.code == 1
+    assert re.search("failed first, at update 7.*Detected mismatch between collectives", ended.errors[-1])
+
+
+@needs_gloo
+@program(
+    join="""
 from drivetrain.distributed.group import uncompared
 from torch.nn.parallel import DistributedDataParallel
 model = DistributedDataParallel(torch.nn.Linear(2, 1), process_group=uncompared())
 model(torch.ones(1, 2)).sum().backward()
 del model  # or torch's threads would rarely abort the program at its end
-"""
-    code, _, errors = run_together(join=join, TORCH_DISTRIBUTED_DEBUG="DETAIL")
-    assert (code, errors) == (0, [])
+""",
+    TORCH_DISTRIBUTED_DEBUG="DETAIL",
+)
+def test_ddp_works_in_torchs_debug_mode_on_a_group_that_is_not_compared(ended: Ended) -> None:
+    assert (ended.code, ended.errors) == (0, [])
+
+
+WAIT = "open('waiting', 'w').close(); time.sleep(60)"
 
 
 @needs_gloo
-def test_ctrl_c_ends_all_ranks_and_shows_one_traceback() -> None:
-    code, _, errors = run_together("open('sleeping', 'w').close(); time.sleep(60)", interrupt=signal.SIGINT)
-    assert code == -signal.SIGINT
-    assert errors[-1].endswith("KeyboardInterrupt")
-    assert sum("Traceback" in each for each in errors) == 1
+@program(act=WAIT, interrupt=signal.SIGINT, whole_group=True)
+def test_ctrl_c_ends_all_ranks_and_shows_one_traceback(ended: Ended) -> None:
+    assert ended.code == -signal.SIGINT
+    assert ended.errors[-1].endswith("KeyboardInterrupt")
+    assert sum("Traceback" in each for each in ended.errors) == 1
 
 
 @needs_gloo
-def test_a_termination_of_rank_0_ends_all_ranks() -> None:
-    code, out, errors = run_together(
-        "open('sleeping', 'w').close(); time.sleep(60)", interrupt=signal.SIGTERM
-    )
-    assert (code, out) == (-signal.SIGTERM, "")
-    assert "rank 0 failed first" in errors[-1]
+@program(act=WAIT, interrupt=signal.SIGTERM)
+def test_a_termination_of_rank_0_ends_all_ranks(ended: Ended) -> None:
+    assert (ended.code, ended.out) == (-signal.SIGTERM, "")
+    assert "rank 0 failed first" in ended.errors[-1]
+
+
+@needs_gloo
+@pytest.mark.skipif(os.name == "nt", reason="needs signals")
+@program(act=f"if rank == 1: {WAIT}", interrupt=signal.SIGINT)
+def test_an_interrupt_is_heard_while_rank_0_waits_in_a_collective(ended: Ended) -> None:
+    assert ended.code == -signal.SIGINT
+    assert ended.errors[-1].endswith("KeyboardInterrupt")
+
+
+@needs_gloo
+@program(
+    act=f"""
+    try:
+        {WAIT}
+    except KeyboardInterrupt:
+        time.sleep(2)  # longer than an interrupt may be left unheard
+""",
+    interrupt=signal.SIGINT,
+    whole_group=True,
+)
+def test_an_interrupt_that_a_program_takes_itself_is_its_own(ended: Ended) -> None:
+    assert (ended.code, ended.errors) == (0, [])
 
 
 @pytest.fixture
@@ -274,23 +338,6 @@ def test_a_rank_0_that_cannot_be_reached_is_an_error(alone: None) -> None:
 def test_a_channel_needs_a_store() -> None:
     with pytest.raises(StrategyError, match="needs a process group"), FailureChannel(1, 2):
         pass
-
-
-@pytest.mark.skipif(machine() is None, reason="needs Linux, where a process's state can be seen")
-def test_a_silent_process_that_is_seen_to_run_is_left_in_peace_for_longer() -> None:
-    here, pid = machine(), os.getpid()
-    assert silence(4, here, pid, 1.0) is None
-    assert silence(5, here, pid, 1.0) is None, "it runs: something holds its interpreter"
-    assert silence(5 * PATIENCE, here, pid, 1.0) == "it has not answered for 12 s"
-    assert silence(5, "another machine", pid, 1.0) is None
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    process.send_signal(signal.SIGSTOP)
-    while state_of(process.pid) != "stopped":
-        time.sleep(0.01)
-    assert "it is stopped" in str(silence(5, here, process.pid, 1.0))
-    process.kill()
-    process.wait()
-    assert "it was killed" in str(silence(5, here, process.pid, 1.0))
 
 
 def test_what_a_gone_rank_brings_about_is_told_from_errors_of_its_own() -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 
 import pytest
 import torch
@@ -80,6 +81,39 @@ def test_a_copy_that_stops_answering_does_not_take_this_process_with_it() -> Non
 
     with pytest.raises(RankFailure, match="rank 1 failed first, last heard of at update 7: it is stopped"):
         fork_ranks(lambda: summed(stops), 2)
+
+
+def _raise() -> None:
+    raise LookupError("no such column")
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        (_raise, "rank 1 failed first: LookupError: no such column"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 1 failed first: it was killed by SIGKILL"),
+    ],
+)
+def test_a_copy_whose_workers_outlive_it_does_not_take_this_process_with_it(end, told: str) -> None:
+    def fails():
+        member = join(2, "cpu")
+        try:
+            with FailureChannel(rank(), 2, timeout=0.5):
+                if rank() == 1:
+                    with warnings.catch_warnings(action="ignore"):  # of a copy of a process with threads
+                        pid = os.fork()
+                    if pid == 0:
+                        time.sleep(8)  # as a loader's worker does, which holds a copy of all that is open
+                        os._exit(0)
+                    end()
+                distributed.all_reduce(torch.ones(1))
+        finally:
+            leave(member)
+            disband()
+
+    with pytest.raises(RankFailure, match=told):
+        fork_ranks(fails, 2)
+    assert fork_ranks(lambda: summed(), 2) == [3.0, 1]
 
 
 @pytest.mark.parametrize(

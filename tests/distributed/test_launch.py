@@ -215,6 +215,7 @@ sys.stdout.write(f"{rank} {sys.argv[1:]}\\n")
 def test_a_program_without_a_command_to_run_again_is_told_so(typed: str, words: list[str]) -> None:
     done = python(*words, typed=typed, expected=0 if "-i" in words else 1)
     assert "StrategyError: 2 processes were asked for, but this program cannot be run again" in done.stderr
+    assert "make copies of the process; Trainer.steps and Engine cannot" in done.stderr
 
 
 def test_neither_a_run_of_tests_nor_a_multiprocessing_process_is_run_again(monkeypatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.support.tasks import Regression, pairs, quiet
 
-from drivetrain import Callback, CheckpointConfig, RankFailure
+from drivetrain import Callback, CheckpointConfig, LambdaCallback, RankFailure
 from drivetrain.checkpoint.index import read_index
 from drivetrain.checkpoint.locate import CHECKPOINTS
 from drivetrain.distributed.stopping import Poll, Stopping
@@ -18,7 +18,10 @@ from drivetrain.strategies.ddp import DDP
 from drivetrain.testing.distributed import run_distributed
 
 needs_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
-HOOKS = ("on_step_start", "on_step_end", "on_log", "on_evaluation_end", "on_epoch_start", "on_epoch_end")
+HOOKS = (
+    *("on_step_start", "on_step_end", "on_log", "on_evaluation_end", "on_epoch_start", "on_epoch_end"),
+    "on_save",
+)
 
 
 class Asks(Callback):
@@ -105,11 +108,19 @@ def test_wherever_and_whoever_asks_all_ranks_agree(world_size: int) -> None:
 
 
 @needs_gloo
-@pytest.mark.parametrize("hook", ["on_fit_start", *HOOKS])
-def test_ranks_that_all_ask_stop_after_the_same_update_as_one_process(hook: str) -> None:
+@pytest.mark.parametrize("hook", ["on_fit_start", *HOOKS, "on_checkpoint_saved"])
+def test_ranks_that_all_ask_stop_after_the_same_update_as_one_process(hook: str, tmp_path: Path) -> None:
     update = 0 if hook == "on_fit_start" else 4
-    alone = ended(1, hook, update, {0}, limit_train_batches=6)
-    both = run_distributed(lambda: ended(2, hook, update, {0, 1}, limit_train_batches=6))
+
+    def stopped(world_size: int) -> Any:
+        options: dict[str, Any] = {"limit_train_batches": 6}
+        if hook == "on_checkpoint_saved":
+            saves = CheckpointConfig(every="2 steps", by=None)
+            options |= {"run_dir": tmp_path / str(world_size), "checkpoint": saves}
+        return ended(world_size, hook, update, set(range(world_size)), **options)
+
+    alone = stopped(1)
+    both = run_distributed(lambda: stopped(2))
     assert [each[0] for each in both] == [alone[0]] * 2
     assert {each[1] for each in both} == {"rank 0 wanted it"} or {each[1] for each in both} == {
         "rank 1 wanted it"
@@ -123,10 +134,34 @@ def test_a_limit_that_is_reached_first_ends_all_ranks() -> None:
 
 
 @needs_gloo
-def test_the_last_checkpoint_is_that_of_the_agreed_update(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [{1}, {0, 1}])
+@pytest.mark.parametrize("hook", ["on_step_end", "on_save", "on_checkpoint_saved"])
+def test_the_last_checkpoint_is_that_of_the_agreed_update(hook: str, ranks: set[int], tmp_path: Path) -> None:
     options = {"run_dir": tmp_path, "checkpoint": CheckpointConfig(every="4 steps", by=None)}
-    found = run_distributed(lambda: ended(2, "on_step_end", 6, {1}, **options))
+    found = run_distributed(lambda: ended(2, hook, 6, ranks, **options))
     assert len({each[:2] for each in found}) == 1, found
     entries = read_index(str(tmp_path / CHECKPOINTS))
     assert entries is not None
     assert max(each.update for each in entries) == found[0][0]
+
+
+@needs_gloo
+@pytest.mark.parametrize("ranks", [{1}, {0, 1}])
+def test_a_stop_in_the_body_of_a_loop_is_every_ranks(ranks: set[int]) -> None:
+    def looped() -> tuple[int, list[int]]:
+        runs: list[Any] = []
+        noting = LambdaCallback(on_fit_start=runs.append)
+        options = {"strategy": DDP(world_size=2), "devices": 2, "gradient_accumulation_steps": 3}
+        trainer = quiet(max_epochs=4, callbacks=[noting], **options)
+        seen = []
+        for step in trainer.steps(Regression(), pairs(24)):
+            seen.append(step.update)
+            if step.update == 4 and runs[0].engine.strategy.rank in ranks:
+                runs[0].stop("enough")
+        return runs[0].progress.updates, seen
+
+    one, other = run_distributed(looped)
+    assert one == other
+    updates, seen = one
+    assert seen == list(range(updates))
+    assert updates == 5 if ranks == {0, 1} else 5 <= updates <= 6

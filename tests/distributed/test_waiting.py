@@ -85,9 +85,10 @@ trainer.fit(Line(), [{"x": torch.ones(2, 2)} for _ in range(20)])
 """
 
 
-def test_a_barrier_on_one_rank_of_a_training_is_found_without_any_option() -> None:
-    Path("program.py").write_text(TRAINING, encoding="utf-8")
-    done = subprocess.run(
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    """A program as it is, run to its end."""
+    Path("program.py").write_text(program, encoding="utf-8")
+    return subprocess.run(
         [sys.executable, "program.py"],
         capture_output=True,
         text=True,
@@ -95,6 +96,10 @@ def test_a_barrier_on_one_rank_of_a_training_is_found_without_any_option() -> No
         env=undisturbed(),
         check=False,
     )
+
+
+def test_a_barrier_on_one_rank_of_a_training_is_found_without_any_option() -> None:
+    done = run(TRAINING)
     assert done.returncode == 1
     line = {each.split("(")[0].strip(): number for number, each in enumerate(TRAINING.splitlines(), 1)}
     assert done.stderr.splitlines()[-1].endswith(
@@ -166,15 +171,7 @@ distributed.destroy_process_group()
 
 
 def test_a_process_is_at_rest_only_while_nothing_moves() -> None:
-    Path("program.py").write_text(LOOKS, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "program.py"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=undisturbed(),
-        check=False,
-    )
+    done = run(LOOKS)
     assert done.returncode == 0, done.stderr
     *lines, place = [json.loads(line) for line in done.stdout.splitlines()]
     rest, bytes_come, rest_again, compute, rest_at_last, unread = lines

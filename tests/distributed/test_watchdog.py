@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from tests.support.failing import Ended
 
 from drivetrain.distributed.watchdog import EXIT_HANG, Watchdog
 
@@ -131,3 +133,31 @@ def test_its_thread_ends_with_it_at_once() -> None:
         raise KeyError
     assert threading.active_count() == before
     assert time.monotonic() - started < 5
+
+
+SLOW = """
+import sys, time
+from tests.support.tasks import Regression, pairs, quiet
+
+class Slow(Regression):
+    def validation_step(self, batch):
+        time.sleep(1.0)
+        return super().validation_step(batch)
+
+trainer = quiet(max_epochs=1, strategy="ddp" if DEVICES > 1 else "cpu", devices=DEVICES, hang_timeout=LIMIT)
+trainer.fit(Slow(), pairs(4 * DEVICES), pairs(8 * DEVICES))
+sys.stdout.write("validated\\n")
+"""
+
+
+def slow(devices: int, limit: float) -> pytest.MarkDecorator:
+    text = SLOW.replace("DEVICES", str(devices)).replace("LIMIT", str(limit))
+    return pytest.mark.program(text, PYTHONPATH=str(Path(__file__).parents[2]))
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+@pytest.mark.parametrize(
+    "devices", [pytest.param(1, marks=slow(1, 2.5)), pytest.param(2, marks=slow(2, 3.0))]
+)
+def test_a_validation_that_moves_is_no_hang_however_long_it_takes(ended: Ended, devices: int) -> None:
+    assert (ended.code, ended.out, ended.errors) == (0, devices * "validated\n", [])

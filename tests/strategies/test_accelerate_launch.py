@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from drivetrain import StrategyError
+from drivetrain.strategies import Choice, Hardware, choose
 from drivetrain.strategies.accelerate_launch import Request, read_precision, read_request
+from drivetrain.strategies.deepspeed_config import DeepSpeedConfig
 
 # What accelerate 1.15 sets for --use_fsdp and nothing else.
 DEFAULTS = {
@@ -129,7 +131,6 @@ def test_further_options_are_given_only_when_they_are_on() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "why"),
     [
-        ("ACCELERATE_USE_DEEPSPEED", "true", "strategy 'deepspeed' is not part of this version"),
         ("ACCELERATE_USE_MEGATRON_LM", "true", "Megatron-LM is not part of this version"),
         ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "several parallelisms"),
         ("ACCELERATE_USE_FSDP", "perhaps", "must be true or false"),
@@ -157,3 +158,87 @@ def test_a_size_that_is_no_number_is_refused() -> None:
     variables = {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "1e8"}
     with pytest.raises(StrategyError, match=r"FSDP_MIN_NUM_PARAMS=1e8.*whole number"):
         read_request({**DEFAULTS, **variables})
+
+
+DEEPSPEED = {
+    "ACCELERATE_MIXED_PRECISION": "bf16",
+    "ACCELERATE_CONFIG_DS_FIELDS": "zero_stage,mixed_precision",
+    "ACCELERATE_USE_DEEPSPEED": "true",
+}
+
+
+@pytest.mark.parametrize(
+    ("variables", "options"),
+    [
+        ({}, {"stage": 2}),
+        ({"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true"}, {"stage": 3}),
+        (
+            {
+                "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+                "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
+                "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "CPU",
+                "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
+            },
+            {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
+        ),
+        (
+            {
+                "ACCELERATE_DEEPSPEED_ZERO_STAGE": "1",
+                "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none",
+                "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
+                "ACCELERATE_GRADIENT_CLIPPING": "1.0",
+            },
+            {"stage": 1, "config": {"gradient_accumulation_steps": 4, "gradient_clipping": 1.0}},
+        ),
+        (
+            {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "auto", "ACCELERATE_GRADIENT_CLIPPING": "none"},
+            {"stage": 2},
+        ),
+        # A file of DeepSpeed's own says it all.
+        (
+            {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "zero.json", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
+            {"config": "zero.json"},
+        ),
+    ],
+)
+def test_deepspeed_s_variables_are_read(variables: dict[str, str], options: dict[str, Any]) -> None:
+    assert read_request({**DEEPSPEED, **variables}) == Request("deepspeed", options)
+
+
+def test_the_options_that_are_read_are_those_of_deepspeed_config() -> None:
+    request = read_request(
+        {
+            **DEEPSPEED,
+            "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+            "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu",
+            "ACCELERATE_GRADIENT_CLIPPING": "1.0",
+        }
+    )
+    assert request is not None
+    config = DeepSpeedConfig(**request.options)
+    assert (config.stage, config.offload_parameters, config.offload_optimizer) == (3, "cpu", None)
+    assert config.mapping == {"gradient_clipping": 1.0}
+
+
+def test_deepspeed_s_variables_choose_our_strategy() -> None:
+    request = read_request({**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"})
+    found = choose("auto", Hardware(), request=request)
+    assert found == Choice("deepspeed", "cpu", 1, 1, DeepSpeedConfig(stage=3))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "4", "allowed are 0, 1, 2, 3"),
+        ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "nvme", "allowed are none, cpu"),
+        ("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "nvme", "allowed are none, cpu"),
+        ("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "Experts", "layers of experts"),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "some", "a whole number"),
+        ("ACCELERATE_GRADIENT_CLIPPING", "much", "a number"),
+    ],
+)
+def test_what_deepspeed_cannot_be_asked_for_is_refused_by_name(name: str, value: str, why: str) -> None:
+    with pytest.raises(StrategyError) as caught:
+        read_request({**DEEPSPEED, name: value})
+    assert f"asks for {name}={value}, which cannot be had" in str(caught.value)
+    assert why in str(caught.value)

@@ -14,9 +14,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from drivetrain import Engine, OptimizerConfig, StrategyError
-from drivetrain.precision import Precision
+from drivetrain.precision import Precision, as_precision
 from drivetrain.strategies import Prepared, Strategy, Support
 from drivetrain.strategies.base import MakeOptimizers
+from drivetrain.strategies.ddp import DDP
+from drivetrain.strategies.fsdp import FSDP
 from drivetrain.task import StepModule
 
 
@@ -149,3 +151,27 @@ def test_an_only_optimizer_can_be_asked_for_whatever_its_name() -> None:
     assert Prepared(nn.Identity(), {"any": first}).optimizer is first
     with pytest.raises(ValueError, match="unpack"):
         _ = Prepared(nn.Identity(), {"a": first, "b": second}).optimizer
+
+
+class Lazy(Regression):
+    """Learns its sizes from the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Sequential(nn.LazyBatchNorm1d(affine=False), nn.LazyLinear(1))  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("kind", [DDP, FSDP])
+def test_sizes_that_the_first_batch_would_tell_are_asked_for_before_several_processes_begin(
+    kind: Any,
+) -> None:
+    told = r"'line\.1\.weight' of Lazy has no shape yet, .* strategy '(ddp|fsdp)' needs .* call the task with"
+    with pytest.raises(StrategyError, match=told):
+        kind().prepare(StepModule(Lazy()), None, as_precision("32"))
+
+
+@pytest.mark.parametrize("precision", ["32", "bf16-true", "16-mixed"])
+def test_one_process_learns_sizes_from_the_first_batch(precision: str) -> None:
+    task = Lazy()
+    quiet(max_epochs=1, precision=precision, max_grad_norm=1.0).fit(task, pairs())
+    assert task.line[1].weight.shape == (1, 4)  # type: ignore[index]

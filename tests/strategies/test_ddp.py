@@ -113,10 +113,10 @@ def test_gradients_can_be_sent_compressed(hook: str) -> None:
     assert first == second
 
 
-def test_a_hook_of_ones_own_is_used() -> None:
-    def silence(state, bucket):  # type: ignore[no-untyped-def]  # torch checks annotations
+def test_a_hook_of_ones_own_is_used_whatever_its_parameters_are_called() -> None:
+    def silence(_: None, bucket_of_gradients: Any) -> Any:
         future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(torch.zeros_like(bucket.buffer()))
+        future.set_result(torch.zeros_like(bucket_of_gradients.buffer()))
         return future
 
     first, _ = run_distributed(powered, DDPConfig(communication=silence))
@@ -128,6 +128,8 @@ def test_a_hook_of_ones_own_is_used() -> None:
     [
         ({"communication": "fp8"}, "unknown communication 'fp8'.*fp16"),
         ({"communication": 3}, "is a name or a hook, not 3"),
+        ({"communication": len}, r"cannot be called with \(state, bucket\)"),
+        ({"communication": lambda bucket: None}, r"cannot be called with \(state, bucket\)"),
         ({"bucket_mb": 0}, r"bucket_mb=...\) must be a positive number, not 0"),
         ({"timeout": -1}, r"timeout=...\) must be a positive number, not -1"),
     ],

@@ -237,3 +237,8 @@ def test_a_scalar_parameter_is_refused_by_name() -> None:
 def test_every_precision_is_supported_on_a_cpu() -> None:
     for name in ("32", "64", "bf16-mixed", "bf16-true", "16-mixed", "16-true"):
         assert FSDP().supports(as_precision(name))
+
+
+def test_synchronised_batch_norm_is_refused_on_a_cpu() -> None:
+    with pytest.raises(StrategyError, match="sync_batchnorm needs GPUs"):
+        FSDP(FSDPConfig(sync_batchnorm=True))

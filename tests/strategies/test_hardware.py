@@ -25,11 +25,13 @@ def test_the_hardware_of_this_machine_is_what_torch_sees() -> None:
         (Hardware(mps=True), "mps", "no CUDA GPUs and Metal"),
         (Hardware(cuda=1, mps=True), "cuda", "1 CUDA GPU and Metal"),
         (Hardware(cuda=8), "cuda", "8 CUDA GPUs and no Metal"),
-        (Hardware(tpu=1), "cpu", "no CUDA GPUs, no Metal and 1 TPU chip"),
-        (Hardware(tpu=4), "cpu", "no CUDA GPUs, no Metal and 4 TPU chips"),
+        (Hardware(tpu=1), "xla", "no CUDA GPUs, no Metal and 1 TPU chip"),
+        (Hardware(tpu=4), "xla", "no CUDA GPUs, no Metal and 4 TPU chips"),
     ],
 )
-def test_the_best_device_is_a_gpu_then_metal_then_the_cpu(hardware: Hardware, best: str, text: str) -> None:
+def test_the_best_device_is_a_gpu_then_metal_then_a_tpu_then_the_cpu(
+    hardware: Hardware, best: str, text: str
+) -> None:
     assert hardware.best_device == best
     assert str(hardware) == text
     assert hardware.has(best)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain import ConfigError, Engine, StrategyError, Trainer
+from drivetrain import ConfigError, DeepSpeedConfig, Engine, StrategyError, Trainer
 from drivetrain.distributed.children import PARENT
 from drivetrain.distributed.environment import ProcessEnvironment, detect
 from drivetrain.errors import MissingDependencyError
@@ -126,10 +126,21 @@ ALONE: list[tuple[str, Hardware, int | str, int, Choice]] = [
     ("cpu", EIGHT_GPUS, 16, 1, ddp("cpu", 16)),
     ("fsdp", EIGHT_GPUS, "auto", 1, Choice("fsdp", "cuda", 8, 8)),
     ("fsdp", EIGHT_GPUS, 1, 1, Choice("fsdp", "cuda")),
+    # DeepSpeed's stages have names of their own.
+    ("deepspeed", LAPTOP, 2, 1, Choice("deepspeed", "cpu", 2, 2)),
+    ("zero1", LAPTOP, "auto", 1, Choice("zero1", "cpu", config=DeepSpeedConfig(stage=1))),
+    ("zero3", FOUR_GPUS, "auto", 1, Choice("zero3", "cuda", 4, 4, DeepSpeedConfig(stage=3))),
     # Several machines, that a launcher has yet to start.
     ("auto", EIGHT_GPUS, "auto", 2, ddp("cuda", 8, 2)),
     ("ddp", LAPTOP, 4, 2, ddp("cpu", 4, 2)),
     ("cuda", EIGHT_GPUS, "auto", 2, ddp("cuda", 1, 2)),
+    # XLA, in one process: on a TPU also for "auto", and for all of its chips.
+    ("auto", Hardware(tpu=1), "auto", 1, Choice("xla", "xla")),
+    ("auto", TPU, "auto", 1, Choice("xla_fsdp_v2", "xla")),
+    ("xla", TPU, "auto", 1, Choice("xla", "xla")),
+    ("xla", LAPTOP, "auto", 1, Choice("xla", "xla")),
+    ("xla_fsdp", LAPTOP, 1, 1, Choice("xla_fsdp", "xla")),
+    ("xla_fsdp_v2", EIGHT_GPUS, "auto", 1, Choice("xla_fsdp_v2", "xla")),
     # A TPU's host computes on its CPU only when it is told to; a GPU beside it is used.
     ("cpu", TPU, "auto", 1, single("cpu")),
     ("cpu", TPU, 2, 1, ddp("cpu", 2)),
@@ -221,9 +232,10 @@ def test_a_launcher_that_says_otherwise_is_not_overruled(
         ("ddp", ONE_GPU, 2, "2 processes were asked for.* sees 1 GPU. Give at most devices=1"),
         ("auto", MAC, 2, "'auto' runs 1 process on mps, but devices=2.*Use devices=1, or strategy='cpu'"),
         ("mps", MAC, 2, "'mps' runs 1 process on mps, but devices=2 on 1 node.s. asks for 2"),
-        ("auto", TPU, "auto", "TPU idle .no CUDA GPUs, no Metal and 4 TPU chips.: strategy 'xla', .*'cpu'"),
-        ("single", TPU, 1, "TPU idle"),
+        ("single", TPU, 1, "TPU idle .no CUDA GPUs, no Metal and 4 TPU chips.*'auto' or 'xla', .*'cpu'"),
         ("ddp", TPU, 4, "TPU idle"),
+        ("auto", TPU, 2, "'auto' runs 1 process on xla, but devices=2.*Use devices=1, or 'xla_fsdp_v2'"),
+        ("xla", LAPTOP, 2, "'xla' runs 1 process on xla, but devices=2.*Use devices=1, or 'xla_fsdp_v2'"),
     ],
 )
 def test_what_a_machine_cannot_do_is_refused(
@@ -317,8 +329,8 @@ def test_a_run_has_the_precision_of_accelerate_launch(monkeypatch: pytest.Monkey
 
 
 def test_what_accelerate_launch_cannot_have_is_refused_unless_a_strategy_was_chosen() -> None:
-    variables = {"ACCELERATE_USE_DEEPSPEED": "true"}
-    with pytest.raises(StrategyError, match=r"ACCELERATE_USE_DEEPSPEED=true.*'deepspeed' is not part"):
+    variables = {"ACCELERATE_USE_MEGATRON_LM": "true"}
+    with pytest.raises(StrategyError, match=r"ACCELERATE_USE_MEGATRON_LM=true.*is not part"):
         select_strategy("auto", FULL, hardware=LAPTOP, environment=variables)
     assert select_strategy("cpu", FULL, hardware=LAPTOP, environment=variables).name == "single"
 
@@ -360,7 +372,7 @@ def test_a_precision_that_the_device_has_not_is_refused() -> None:
     [
         ("cpuu", "Did you mean 'cpu'"),
         ("fsd", "Did you mean 'fsdp'"),
-        ("xla", "Allowed: 'auto', 'cpu', 'cuda'"),
+        ("megatron", "Allowed: 'accelerate', 'auto', 'cpu', 'cuda'"),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_allowed_ones(wrong: str, hint: str) -> None:

@@ -8,8 +8,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+
+
+class Ended(NamedTuple):
+    """How a program has ended: its code, what it has written, and the lines of its errors."""
+
+    code: int
+    out: str
+    errors: list[str]
+
 
 JOB = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -32,7 +42,7 @@ JOIN
 with FailureChannel(
     rank,
     2,
-    timeout=1.0,
+    timeout=TIMEOUT,
     describe=lambda: f"update {done}",
     progress=lambda: done,
     hang_timeout=LIMIT,
@@ -66,12 +76,10 @@ def run_together(
     deadlock: float | None = 1.0,
     join: str = "",
     after: str = "pass",
-    interrupt: signal.Signals | None = None,
-    **variables: str,
-) -> tuple[int, str, list[str]]:
-    """Two ranks that do something before the eighth of twelve collectives; gives code, output, errors.
-
-    A rank that was left behind would hold the output open, and so be found.
+    timeout: float = 1.0,
+    **options: Any,
+) -> Ended:
+    """Two ranks that do something before the eighth of twelve collectives.
 
     Args:
         act: What they do, the body of a function of `rank` and `update`; true to leave the collective out.
@@ -80,14 +88,38 @@ def run_together(
         deadlock: Its `deadlock_timeout`.
         join: What they do before it.
         after: What they do after it.
-        interrupt: A signal, once a file "sleeping" is there: SIGINT for all ranks, another for rank 0.
-        **variables: For their environment.
+        timeout: The channel's `timeout`.
+        **options: As in `run_program`.
     """
     program = PROGRAM.replace("HERE", act).replace("LIMIT", repr(limit)).replace("LAST", last)
     program = program.replace("JOIN", join).replace("DEADLOCK", repr(deadlock)).replace("AFTER", after)
-    Path("program.py").write_text(program, encoding="utf-8")
+    program = program.replace("TIMEOUT", repr(timeout))
+    return run_program(program, **options)
+
+
+def run_program(
+    program: str,
+    directory: Path | None = None,
+    interrupt: signal.Signals | None = None,
+    whole_group: bool = False,
+    **variables: str,
+) -> Ended:
+    """A program of several ranks, run to its end.
+
+    A rank that was left behind would hold the output open, and so be found.
+
+    Args:
+        program: The text.
+        directory: Where it runs; None for here.
+        interrupt: A signal for rank 0, a second after it has made a file "waiting".
+        whole_group: Whether the signal is for all ranks, as a terminal's.
+        **variables: For its environment.
+    """
+    directory = Path.cwd() if directory is None else directory
+    (directory / "program.py").write_text(program, encoding="utf-8")
     process = subprocess.Popen(
         [sys.executable, "program.py"],
+        cwd=directory,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -97,16 +129,14 @@ def run_together(
     )
     try:
         if interrupt:
-            deadline = time.monotonic() + 20
-            while not Path("sleeping").exists() and time.monotonic() < deadline:
+            deadline = time.monotonic() + 30
+            while not (directory / "waiting").exists() and time.monotonic() < deadline:
                 time.sleep(0.05)
-            if interrupt is signal.SIGINT:
-                os.killpg(process.pid, interrupt)  # as a terminal does
-            else:
-                process.send_signal(interrupt)
-        out, err = process.communicate(timeout=30)
+            time.sleep(1.0)
+            (os.killpg if whole_group else os.kill)(process.pid, interrupt)
+        out, err = process.communicate(timeout=40)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate()
         pytest.fail(f"a rank has not ended:\n{out}\n{err}")
-    return process.returncode, out, err.splitlines()
+    return Ended(process.returncode, out, err.splitlines())

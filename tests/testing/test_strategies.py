@@ -103,6 +103,25 @@ class Exaggerating(DDP):
         return super().clip_grad_norm(parameters, max_norm) * 1.001
 
 
+class Mute(DDP):
+    """Clips, and tells of no norm."""
+
+    def clip_grad_norm(self, parameters: Any, max_norm: float) -> Any:
+        super().clip_grad_norm(parameters, max_norm)
+
+
+class Stubborn(DDP):
+    """Leaves each process the values that it has made."""
+
+    def prepare(self, module: Any, make_optimizers: Any, precision: Any) -> Any:
+        own = [each.detach().clone() for each in module.parameters()]
+        prepared = super().prepare(module, make_optimizers, precision)
+        with torch.no_grad():
+            for each, value in zip(module.parameters(), own, strict=True):
+                each.copy_(value)
+        return prepared
+
+
 class Poisoned(DDP):
     """Takes zero times what is no number for zero."""
 
@@ -191,6 +210,8 @@ FAULTS: list[tuple[type[DDP], str, str]] = [
     (Summing, "same_as_the_big_batch", "the weights .* on rank"),
     (Deaf, "same_as_the_big_batch", "the weights .* on rank"),
     (Exaggerating, "same_as_the_big_batch", "the gradient's norm .* on rank"),
+    (Mute, "same_as_the_big_batch", "clip_grad_norm gave None"),
+    (Stubborn, "all_begin_with_the_weights_of_rank_0", "the weights on rank"),
     (Poisoned, "a_process_may_begin_with_padding", ""),
     (Thawing, "frozen_and_tied", "the weights .*frozen.* on rank"),
     (Untying, "frozen_and_tied", "the weights .*tied.* on rank"),

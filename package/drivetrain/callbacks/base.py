@@ -103,7 +103,10 @@ class Callback:
 
     @unused
     def on_save(self, run: Run) -> None:
-        """Everything of this update is over. Savers belong here: what other hooks changed is then saved."""
+        """Everything of this update is over. Savers belong here: what other hooks changed is then saved.
+
+        Called once more when it was here that the run was asked to stop, so that its end is saved.
+        """
 
     @unused
     def on_checkpoint_saved(self, run: Run) -> None:

@@ -101,7 +101,10 @@ class CheckpointSaver(Callback):
         """Wait for what is still being written, and leave the weights as a plain safetensors file."""
         with run.timed("save"):
             self._tell(run, self.manager.wait())
-        export_weights(module_state(run.task)[0], self.weights, write=run.is_main)
+        with run.engine.exchanged():
+            weights, _ = module_state(run.task)
+        export_weights(weights, self.weights, write=run.is_main)
+        run.engine.ranks.all_gather(None)  # no rank goes on before the file is there
 
     def on_exception(self, run: Run) -> None:
         """Let a save that has begun end: it was good when it began."""

@@ -163,7 +163,9 @@ class ProgressBar(Callback):
         self._next = math.inf
 
     def _epoch_text(self, run: Run) -> str:
-        return _of("epoch", self._epoch, run.totals.epochs)
+        epochs = run.totals.epochs
+        epoch = self._epoch if epochs is None else min(self._epoch, epochs)  # a finished run begins no other
+        return _of("epoch", epoch, epochs)
 
     def _shown(self, names: Iterable[str]) -> list[str]:
         if self.metrics is not None:

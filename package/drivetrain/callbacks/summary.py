@@ -11,6 +11,7 @@ from torch import nn
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.errors import ConfigError
+from drivetrain.module_state import elements
 
 if TYPE_CHECKING:
     from drivetrain.run import Run
@@ -96,10 +97,10 @@ class _Count:
             if isinstance(parameter, nn.UninitializedParameter):
                 self.lazy += 1
                 continue
-            elements = parameter.numel()
-            self.elements += elements
-            self.trainable += elements if parameter.requires_grad else 0
-            self.bytes += elements * parameter.element_size()
+            count = elements(parameter)
+            self.elements += count
+            self.trainable += count if parameter.requires_grad else 0
+            self.bytes += count * parameter.element_size()
 
 
 def _check_depth(depth: int) -> None:
@@ -125,7 +126,7 @@ def _count(module: nn.Module, name: str, owned: dict[int, str]) -> _Count:
             count.add_all([parameter])
         else:
             count.dtypes[str(parameter.dtype).removeprefix("torch.")] = None
-            count.shared += 0 if isinstance(parameter, nn.UninitializedParameter) else parameter.numel()
+            count.shared += 0 if isinstance(parameter, nn.UninitializedParameter) else elements(parameter)
     return count
 
 

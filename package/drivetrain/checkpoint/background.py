@@ -54,7 +54,8 @@ class HostBuffers:
 
 
 def _identity(tensor: Tensor) -> _Identity:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    # XLA's tensors have no address; each is then by itself.
+    return tensor.data_ptr() or id(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _buffer_for(tensor: Tensor, before: Tensor | None) -> Tensor:
@@ -70,7 +71,7 @@ def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
     with torch.no_grad():
         for target, source in pairs:
             target.copy_(source, non_blocking=True)
-            if source.device.type != "cpu":
+            if source.device.type not in ("cpu", "xla"):  # XLA's copies to the host wait by themselves
                 devices.add(source.device)
     for device in devices:
         torch.accelerator.synchronize(device)

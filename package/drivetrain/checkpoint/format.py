@@ -44,6 +44,9 @@ FORMAT_VERSION = 1
 
 MANIFEST = "manifest.json"
 
+IMPORTED = "imported"
+"""Says in the object "state" what other program it was made from; the state of a run has no such entry."""
+
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _PART_NAME = re.compile(r"[a-z0-9_][a-z0-9_-]*")
 _DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)

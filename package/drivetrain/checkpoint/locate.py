@@ -142,6 +142,13 @@ def newest_first(directory: str) -> list[str]:
     return sorted(keys, key=lambda name: keys[name], reverse=True)
 
 
+def foreign_hint(names: Collection[str]) -> str:
+    """What to do with a folder that has these names in it, if DeepSpeed has saved it; else nothing."""
+    if "zero_to_fp32.py" not in names and not any(name.endswith("_optim_states.pt") for name in names):
+        return ""
+    return " DeepSpeed has saved this folder: drivetrain checkpoint import-deepspeed makes a checkpoint of it"
+
+
 def _near(path: str, files: FileSystem) -> str:
     io = DirectoryCheckpointIO()
     path = files.absolute(path)
@@ -149,6 +156,9 @@ def _near(path: str, files: FileSystem) -> str:
     if io.exists(parent):
         return f" Did you mean the checkpoint that it is in, {parent!r}?"
     with os_errors("list", parent):
+        hint = foreign_hint(files.entries(path)) if files.kind(path) == "directory" else ""
+        if hint:
+            return hint
         if files.renames and files.kind(parent) != "directory":
             return f" There is no directory {parent!r} either."
         names = [

@@ -78,7 +78,8 @@ def _state(tensors: Mapping[str, Tensor], outgoing: Outgoing) -> dict[str, Tenso
 
 def _memory(tensor: Tensor) -> object:
     """The same for two tensors that are one, as the two names of a tied parameter in a state dict."""
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj()
+    address = tensor.data_ptr() or id(tensor)  # XLA's tensors have none; each is then by itself
+    return tensor.device, address, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj()
 
 
 def _write(state: dict[str, Tensor], target: str, files: FileSystem) -> None:

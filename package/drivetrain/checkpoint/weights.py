@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from drivetrain.checkpoint.files import HashedReader
 from drivetrain.checkpoint.filesystem import DamagedCheckpointError, FileSystem, Kind, os_errors
 from drivetrain.checkpoint.format import MANIFEST
 from drivetrain.checkpoint.io import DirectoryCheckpointIO
-from drivetrain.checkpoint.locate import CHECKPOINTS, load_newest
+from drivetrain.checkpoint.locate import CHECKPOINTS, foreign_hint, load_newest
 from drivetrain.checkpoint.places import file_system
 from drivetrain.checkpoint.records import TENSORS
 from drivetrain.checkpoint.tensors import read_header, read_tensors
@@ -75,7 +75,7 @@ def _from_folder(path: str, files: FileSystem, names: Mapping[str, Kind]) -> dic
     )
 
 
-def _others(path: str, files: FileSystem, names: Iterable[str]) -> str:
+def _others(path: str, files: FileSystem, names: Collection[str]) -> str:
     """What to do with what is there instead."""
     indices = [name for name in names if name.endswith(f"{TENSORS}{INDEX}")]
     single = [name for name in names if name.endswith(TENSORS)]
@@ -83,7 +83,8 @@ def _others(path: str, files: FileSystem, names: Iterable[str]) -> str:
     if indices or single:
         shown = ", ".join(repr(files.join(path, name)) for name in (indices or single)[:3])
         return f" Give the path of a file, such as {shown}"
-    return f" {_why_no_pickle(files.join(path, pickles[0]))}" if pickles else ""
+    hint = f" {_why_no_pickle(files.join(path, pickles[0]))}" if pickles else ""
+    return foreign_hint(names) or hint
 
 
 def _from_file(path: str, files: FileSystem) -> dict[str, Tensor]:

@@ -1,10 +1,11 @@
-"""What `drivetrain checkpoint` does: lists, shows, verifies, exports, compares."""
+"""What `drivetrain checkpoint` does: lists, shows, verifies, exports, compares, imports."""
 
 from __future__ import annotations
 
 import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 
 from drivetrain.checkpoint.compare import compare
 from drivetrain.checkpoint.description import describe, open_checkpoint
@@ -32,6 +33,7 @@ from drivetrain.cli.checkpoint_answers import (
 from drivetrain.cli.printing import line, print_json
 from drivetrain.cli.watching import Meter, WatchedFileSystem
 from drivetrain.errors import CheckpointError, ConfigError
+from drivetrain.foreign import import_deepspeed
 
 _FINE, _NOT_FINE = 0, 1
 """Exit codes; the latter also of `diff` when something differs."""
@@ -172,11 +174,29 @@ def _diff(parsed: argparse.Namespace) -> int:
     return _FINE if found.is_same else _NOT_FINE
 
 
+def _import(parsed: argparse.Namespace) -> int:
+    rename: dict[str, str] = {}
+    for given in parsed.rename or ():
+        pattern, sign, replacement = given.rpartition("=")  # a pattern may have one in it, a name has none
+        if not sign or not pattern:
+            raise ConfigError(f"--rename takes PATTERN=REPLACEMENT, such as '^=net.', not {given!r}")
+        rename[pattern] = replacement
+    found = import_deepspeed(
+        parsed.folder, parsed.output, tag=parsed.tag, rename=rename, weights_only=parsed.weights_only
+    )
+    if parsed.json:
+        print_json(asdict(found))
+    else:
+        line(str(found))
+    return _FINE
+
+
 ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "list": _list,
     "show": _show,
     "verify": _verify,
     "export": _export,
     "diff": _diff,
+    "import-deepspeed": _import,
 }
 """What runs for each action; returns the exit code."""

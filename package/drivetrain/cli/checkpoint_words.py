@@ -90,8 +90,29 @@ _ACTIONS = {
             _switch("--all", "list every difference, not the first ones"),
         ),
     ),
+    "import-deepspeed": _Action(
+        "make a checkpoint of one that DeepSpeed's save_checkpoint wrote",
+        "Takes the float32 weights, and the states of Adam or AdamW, of ZeRO 1, 2 and 3. Runs nothing that is"
+        " in DeepSpeed's files, and needs no DeepSpeed.",
+        (
+            _value("folder", "FOLDER", "the folder with the file 'latest', or one inside with the files"),
+            _value("output", "OUTPUT", "the checkpoint to write, a directory; also an address"),
+            _value("--tag", "NAME", "the folder inside, such as global_step100; default what 'latest' says"),
+            _value(
+                "--rename",
+                "PATTERN=NEW",
+                "turn names there into the task's: what matches the regular expression into NEW, such as"
+                " '^=net.'; may be given again",
+                action="append",
+            ),
+            _switch("--weights-only", "leave the optimizer's states out"),
+        ),
+    ),
 }
-_EPILOG = "Each PATH may also be an address, such as s3://bucket/run. Only export writes anything."
+_EPILOG = (
+    "Each PATH may also be an address, such as s3://bucket/run. Only export and import-deepspeed write"
+    " anything."
+)
 
 
 def run(words: Sequence[str]) -> int:
@@ -123,13 +144,13 @@ def run(words: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="drivetrain checkpoint",
-        description="Look at checkpoints, check them, take weights out of them, compare two.",
+        description="Look at checkpoints, check them, take weights out of them, compare two, import.",
         epilog=_EPILOG,
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, action in _ACTIONS.items():
-        description = f"{action.purpose.capitalize()}. {action.about}"
+        description = f"{action.purpose[0].upper()}{action.purpose[1:]}. {action.about}"
         command = commands.add_parser(
             name, help=action.purpose, description=description, epilog=_EPILOG, allow_abbrev=False
         )

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from drivetrain.cli.config import OBJECTS, TEXTS, Settings, merged, read_file, split_dotted
 from drivetrain.cli.references import importable_here
 from drivetrain.errors import ConfigError, DrivetrainError, nearest
+from drivetrain.mps_fallback import enable_mps_fallback
 from drivetrain.version import __version__
 
 USAGE, FAILURE, INTERRUPTED = 2, 1, 130
@@ -27,7 +28,7 @@ _COMMANDS = {
     "env": "say what is installed and which devices there are",
     "strategies": "list the strategies, what they need and which can run here",
     "launch": "start a program as several processes, on one machine or many",
-    "checkpoint": "list, show, verify, export and compare checkpoints",
+    "checkpoint": "list, show, verify, export, compare and import checkpoints",
 }
 _RUNS = ("fit", "validate", "test", "predict", "plan")
 _LISTS = ("env", "strategies")
@@ -57,6 +58,11 @@ _OPTIONS = {
         ("validate", "test", "predict"),
     ),
     "--save-to": _Option("DIR", "write the outputs to files in this directory", ("predict",)),
+    "--mps-fallback": _Option(
+        None,
+        "on a Mac: have the CPU compute what MPS cannot",
+        ("fit", "validate", "test", "predict"),
+    ),
     "--config": _Option("FILE", "a JSON file with the same settings; the command line wins", _RUNS),
     "--print-config": _Option(None, "print the merged settings as JSON, and stop", _RUNS),
     "--json": _Option(None, "print JSON", (*_RUNS, *_LISTS)),
@@ -124,6 +130,8 @@ def _run(words: Sequence[str]) -> int:
         (print_environment if parsed.command == "env" else print_strategies)(parsed.json)
         return 0
     settings = _settings(parsed, dotted)
+    if getattr(parsed, "mps_fallback", False):
+        enable_mps_fallback()
     from drivetrain.cli.commands import COMMANDS, print_config
     from drivetrain.distributed.environment import detect
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from drivetrain.cli.printing import line, print_json, section
 from drivetrain.strategies import STRATEGIES, Hardware, SingleDevice, choose
-from drivetrain.strategies.table import DEVICES, strategy_class
+from drivetrain.strategies.table import DEVICES, PRESETS, strategy_class
 
 _ONE_PROCESS = {
     "auto": "any device: the fastest, in one process, or 'ddp' in several and on several GPUs",
@@ -76,11 +76,16 @@ def _listed(name: str, hardware: Hardware) -> Listed:
                 return Listed(name, needs, False, f"this machine has {hardware}", options)
         else:
             kind = strategy_class(name)
-            needs, options = str(kind.needs), _options(kind.config_type)
+            needs = str(kind.needs)
+            options = {} if name in PRESETS else _options(kind.config_type)
             support = kind.available(hardware)
             if not support:
                 return Listed(name, needs, False, str(support.reason), options)
-        choose(name, hardware)
+        chosen = choose(name, hardware).name
+        if chosen not in (name, "single"):  # what "auto" would take
+            support = strategy_class(chosen).available(hardware)
+            if not support:
+                return Listed(name, needs, False, str(support.reason), options)
     except Exception as error:  # code of another package: whatever it raises, the others are listed
         return Listed(name, needs, False, str(error) or type(error).__name__, options)
     return Listed(name, needs, True, "", options)

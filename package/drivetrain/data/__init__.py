@@ -1,9 +1,11 @@
 """From a user's data to micro-batches on the device, in an order that any run can resume."""
 
 from drivetrain.data.batch import batch_size, map_tensors, move, to_host
-from drivetrain.data.feed import Feed, Measure, Window, as_source, evaluation_sources, pin_memory_for
+from drivetrain.data.feed import Feed, Measure, Window
+from drivetrain.data.reading import as_source, evaluation_sources, pin_memory_for
 from drivetrain.data.share import Everywhere, Share
 from drivetrain.data.sources import Source
+from drivetrain.data.split import already_split
 from drivetrain.data.transfer import MicroBatch, Transfer
 
 __all__ = [
@@ -15,6 +17,7 @@ __all__ = [
     "Source",
     "Transfer",
     "Window",
+    "already_split",
     "as_source",
     "batch_size",
     "evaluation_sources",

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from drivetrain.data.batch import batch_size
-from drivetrain.data.indexed import IndexedSource
-from drivetrain.data.rounds import SharedBatch
-from drivetrain.data.share import WHOLE, Everywhere, Share
-from drivetrain.data.sources import BatchSource, IterableSource, Source
+from drivetrain.data.rounds import Evidence, SharedBatch
+from drivetrain.data.share import Everywhere
+from drivetrain.data.sources import Source
+from drivetrain.data.split import check_division
 from drivetrain.data.transfer import MicroBatch, Transfer
 from drivetrain.errors import ConfigError, DataError
 from drivetrain.types import Batch
 
 Count = Callable[[Batch], Any]
+Compare = Callable[[Evidence | None], None]
 
 
 @dataclass(frozen=True)
@@ -48,105 +48,6 @@ class Window(NamedTuple):
     last: bool
 
 
-def as_source(
-    data: Any,
-    name: str,
-    seed: int,
-    *,
-    batch_size: int | None = None,
-    num_workers: int = 0,
-    shuffle: bool = False,
-    in_order: bool = False,
-    every_sample: bool = False,
-    pin_memory: bool = False,
-    share: Share = WHOLE,
-) -> Source:
-    """The source that reads a user's data.
-
-    Args:
-        data: A DataLoader, a Dataset, a list or tuple of batches, or any other iterable of batches.
-        name: Whose data it is ("training", "validation", ...), for messages.
-        seed: The run's seed.
-        batch_size: For a bare Dataset that has no `batch_size` of its own.
-        num_workers: Worker processes for a bare Dataset.
-        shuffle: Whether a bare Dataset is shuffled.
-        in_order: Read in the dataset's own order even when the loader shuffles.
-        every_sample: Read the last, short batch too when the loader would drop it.
-        pin_memory: For copies to an accelerator.
-        share: Which part of it this process reads.
-
-    Raises:
-        DataError: Data of a kind that cannot be read, empty data, or a Dataset without a batch size.
-    """
-    loader = data
-    if isinstance(data, Dataset):
-        size = _batch_size_of(data, name, batch_size)
-        if size is not None:
-            loader = DataLoader(data, batch_size=size, shuffle=shuffle, num_workers=num_workers)
-    if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
-        if not isinstance(loader.dataset, IterableDataset) and hasattr(loader.dataset, "__len__"):
-            _check_samples(loader.dataset, name)
-            return IndexedSource(
-                name,
-                loader,
-                seed,
-                in_order=in_order,
-                every_sample=every_sample,
-                pin_memory=pin_memory,
-                share=share,
-            )
-    elif isinstance(loader, (list, tuple)):
-        return BatchSource(name, _ready_batches(loader, name), share)
-    if isinstance(loader, (str, bytes, Mapping, Tensor)) or not hasattr(loader, "__iter__"):
-        raise DataError(
-            f"the {name} data is a {type(data).__name__}, which gives no batches. Allowed: a DataLoader, a"
-            " Dataset, a list of batches, any iterable of batches, or an object with train_data() and so on"
-        )
-    return IterableSource(name, loader, seed, share)
-
-
-def _batch_size_of(dataset: Any, name: str, batch_size: int | None) -> int | None:
-    """The batch size of a bare Dataset; None for one that is iterated and gives ready batches."""
-    kind = type(dataset).__name__
-    if isinstance(dataset, IterableDataset):
-        if batch_size is None:
-            return None
-        raise DataError(
-            f"the {name} data is an IterableDataset ({kind}), which is read as ready batches, but"
-            f" batch_size={batch_size} was given. Pass DataLoader(dataset, batch_size={batch_size})"
-        )
-    size = getattr(dataset, "batch_size", None) or batch_size
-    if not isinstance(size, int) or size < 1:
-        raise DataError(
-            f"the {name} data is a Dataset ({kind}) without a batch size. Give Trainer(batch_size=32), give"
-            " the dataset a batch_size attribute, or pass DataLoader(dataset, batch_size=32)"
-        )
-    if not hasattr(dataset, "__len__"):
-        raise DataError(
-            f"the {name} data is a Dataset ({kind}) without a length. Give it __len__, pass"
-            " DataLoader(dataset, sampler=...), or make it an IterableDataset"
-        )
-    _check_samples(dataset, name)
-    return size
-
-
-def _ready_batches(batches: list[Batch] | tuple[Batch, ...], name: str) -> list[Batch] | tuple[Batch, ...]:
-    kind = type(batches).__name__
-    if not batches:
-        raise DataError(f"the {name} data is empty: its {kind} has no batches")
-    if isinstance(batches[0], (DataLoader, Dataset)):
-        raise DataError(
-            f"the {name} data is a {kind} of loaders. For evaluation on several, give them names:"
-            ' {"first": loader, "second": other}; training takes one loader'
-        )
-    return batches
-
-
-def _check_samples(dataset: Any, name: str) -> None:
-    if len(dataset) == 0:
-        raise DataError(f"the {name} data is empty: its dataset ({type(dataset).__name__}) has no samples")
-
-
 class Feed:
     """A source, counted, grouped into windows and brought to the device.
 
@@ -172,6 +73,17 @@ class Feed:
         self._measure = measure or Measure()
         self._limit = limit
         self._state: dict[str, Any] | None = None
+        self._compare: Compare | None = None
+
+    def compare_first(self, compare: Compare) -> None:
+        """Have the first round that is read shown to `compare`: its evidence, or None without one."""
+        self._compare, self.source.shows = compare, True
+
+    @property
+    def samples_per_update(self) -> int | None:
+        """Samples of a whole window of all processes, as far as the data says; else None."""
+        size, share = self.source.batch_size, self.source.share.size
+        return None if size is None else size * share * self.accumulation
 
     @property
     def batches_per_epoch(self) -> int | None:
@@ -241,8 +153,21 @@ class Feed:
         self._state = None
 
     def snapshot(self) -> dict[str, Any] | None:
-        """The data's own state as of the last window handed out."""
-        return self._state if self._state is not None else self.source.snapshot()
+        """The data's own state as of the last window handed out; to be called by all processes."""
+        return self.source.gathered(self._state if self._state is not None else self.source.snapshot())
+
+    def restore(self, state: dict[str, Any] | None, position: int) -> None:
+        """Take over what `snapshot` gave.
+
+        Args:
+            state: The data's own state.
+            position: Where in its epoch the run stands.
+
+        Raises:
+            CheckpointError: It is of data that is divided in another way.
+        """
+        check_division(self.source, state, position)
+        self.source.restore(state)
 
     def _counted(self, epoch: int, position: int, limit: int | None) -> Iterator[MicroBatch]:
         weigh, count_tokens = self._measure.weight, self._measure.tokens
@@ -272,9 +197,10 @@ class Feed:
         number = 0
         if limit is not None and limit <= 0:
             return
-        for fetched in self.source.batches(epoch, position):
+        rounds = self.source.batches(epoch, position)
+        for fetched in rounds if self._compare is None else self._compared(rounds, self._compare):
             assert isinstance(fetched, SharedBatch)
-            batch, advance, samples, stand_in, known = fetched
+            batch, advance, samples, stand_in, known, _ = fetched
             samples = batch_size(batch) if samples is None else samples
             if samples is None:
                 raise self._unknown_kind(batch, epoch, self._number(position, number, stand_in))
@@ -294,8 +220,16 @@ class Feed:
         if number == 0 and position == 0:
             raise self._empty(epoch)
 
+    def _compared(self, rounds: Iterator[Any], compare: Compare) -> Iterator[Any]:
+        self._compare = None
+        first: SharedBatch | None = next(rounds, None)
+        compare(None if first is None else first.evidence)
+        return rounds if first is None else chain((first,), rounds)
+
     def _number(self, position: int, round_: int, stand_in: bool) -> int:
         """Which batch of its epoch this process has in a round counted from a position on."""
+        if self.source.apart:
+            return position + round_
         share = self.source.share
         return self.source.number(position) + round_ * share.size + (0 if stand_in else share.rank)
 
@@ -337,26 +271,3 @@ def _on_host(weight: Any) -> float | Tensor:
         raise ConfigError(
             f"loss_weight gave {given[:80]}; it gives one number, what the batch's loss is a mean over"
         ) from None
-
-
-def evaluation_sources(data: Any, name: str, seed: int, **options: Any) -> list[tuple[str | None, Source]]:
-    """The sources of evaluation data: one without a name, or one for each named loader.
-
-    Raises:
-        DataError: No loaders, or a loader that cannot be read.
-    """
-    if not isinstance(data, Mapping):
-        return [(None, as_source(data, name, seed, **options))]
-    if not data:
-        raise DataError(f"the {name} data is a mapping without any loader")
-    sources: list[tuple[str | None, Source]] = []
-    for key, loader in data.items():
-        if not isinstance(key, str) or not key or "/" in key:
-            raise DataError(f"the name {key!r} of a {name} loader must be a non-empty text without '/'")
-        sources.append((key, as_source(loader, f"{name} ({key})", seed, **options)))
-    return sources
-
-
-def pin_memory_for(device: torch.device) -> bool:
-    """Whether batches for a device are worth putting into page-locked memory."""
-    return device.type == "cuda"

@@ -8,151 +8,30 @@ same whether it is made here or in a worker, and whatever was made before it.
 from __future__ import annotations
 
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Subset,
-    TensorDataset,
-    default_collate,
-    default_convert,
-    get_worker_info,
-)
+from torch.utils.data import BatchSampler, DataLoader
 
+from drivetrain.data.keyed import (
+    EpochBatches,
+    IndexBatch,
+    KeyedDataset,
+    OnlyItem,
+    WithDraws,
+    WorkerStart,
+    may_draw,
+)
 from drivetrain.data.order import Order, refuse_divided, undivided, unshuffled
-from drivetrain.data.rounds import SharedBatch, Slice, drawn, grouped, rounds, sliced
+from drivetrain.data.outline import Outline
+from drivetrain.data.rounds import Evidence, SharedBatch, Slice, drawn, grouped, rounds, sliced
 from drivetrain.data.share import WHOLE, Share
 from drivetrain.data.sources import Fetched, Source
 from drivetrain.errors import DataError
-from drivetrain.streams import ORDER, HostDraws, batch_stream, mix, mix_next, seed_host
-
-
-class IndexBatch(list[Any]):
-    """The indices of one batch; a list, so that any dataset can read it, that travels to workers with its
-    place.
-
-    Attributes:
-        epoch: The epoch that it belongs to.
-        start: The position of its first sample in the epoch's order.
-        seed: The seed of its random stream, a function of (seed, epoch, start).
-        slice: What of a round it is, where several processes read the data; else None.
-    """
-
-    epoch: int = 0
-    start: int = 0
-    seed: int = 0
-    slice: Slice | None = None
-
-
-class KeyedDataset:
-    """A dataset whose batches are made under the random stream of their key, in whichever process.
-
-    Args:
-        dataset: The user's.
-        draws: Whether making a batch may draw from the host's generators.
-        many: Whether samples may be asked for together, by `__getitems__` where the dataset has it.
-
-    Attributes:
-        notes_draws: Set where batches are made by workers.
-        before: Where the host's generators stood when the last batch was begun, when that is noted.
-    """
-
-    def __init__(self, dataset: Any, draws: bool, many: bool) -> None:
-        self.dataset = dataset
-        self.before: HostDraws | None = None
-        self.notes_draws = False
-        self._draws = draws
-        self._many = getattr(dataset, "__getitems__", None) if many else None
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitems__(self, indices: IndexBatch) -> Any:
-        """The samples of a batch, drawn under its own random stream.
-
-        Raises:
-            RuntimeError: The dataset raised StopIteration, which would otherwise end the batch, or the epoch,
-                without a word.
-        """
-        if self._draws:
-            seed_host(indices.seed)
-            self.before = HostDraws() if self.notes_draws else None
-        if self._many is not None:
-            return self._many(list(indices))
-        samples = list(map(self.dataset.__getitem__, indices))
-        if len(samples) != len(indices):
-            raise RuntimeError(f"the dataset raised StopIteration for index {indices[len(samples)]}")
-        return samples
-
-
-def _may_draw(dataset: Any, collate: Any) -> bool:
-    """Whether making a batch may draw from the host's generators: not where all code that runs is torch's.
-
-    Seeding them for each batch would cost as much as the rest of our step.
-    """
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    ours = collate is default_collate or collate is default_convert
-    return not (ours and type(dataset) in (TensorDataset, torch.Tensor, list, tuple, range))
-
-
-class _WithDraws:
-    """Collation in a worker: the batch, and where the host's generators stand if making it drew from them."""
-
-    def __init__(self, dataset: KeyedDataset, collate: Callable[[Any], Any]) -> None:
-        self.dataset = dataset  # the worker's own, which it notes in what it began with
-        self.dataset.notes_draws = True
-        self.collate = collate
-
-    def __call__(self, samples: Any) -> tuple[Any, HostDraws | None]:
-        batch = self.collate(samples)
-        before = self.dataset.before
-        return batch, None if before is None else before.if_moved()
-
-
-class _OnlyItem:
-    """Collation for datasets that give ready batches: the only item, converted as the user's loader would."""
-
-    def __init__(self, convert: Callable[[Any], Any]) -> None:
-        self.convert = convert
-
-    def __call__(self, items: Sequence[Any]) -> Any:
-        return self.convert(items[0])
-
-
-class _WorkerStart:
-    """What a worker does first: makes `get_worker_info().dataset` the user's own dataset, as it is without
-    us, then calls the user's `worker_init_fn`.
-    """
-
-    def __init__(self, then: Callable[[int], Any] | None) -> None:
-        self.then = then
-
-    def __call__(self, worker: int) -> None:
-        info = get_worker_info()
-        if info is not None and isinstance(info.dataset, KeyedDataset):
-            object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
-        if self.then is not None:
-            self.then(worker)
-
-
-class _EpochBatches:
-    """The batch sampler given to worker processes; remembers what is under way, for error messages."""
-
-    def __init__(self) -> None:
-        self.coming: Iterator[IndexBatch] = iter(())
-        self.under_way: deque[IndexBatch] = deque()
-
-    def __iter__(self) -> Iterator[IndexBatch]:
-        self.under_way.clear()
-        for indices in self.coming:
-            self.under_way.append(indices)
-            yield indices
+from drivetrain.streams import ORDER, batch_stream, mix, mix_next, seed_host
 
 
 class IndexedSource(Source):
@@ -169,6 +48,8 @@ class IndexedSource(Source):
         pin_memory: Have workers' batches put into page-locked memory, for copies to an accelerator. The
             loader's own flag is not looked at: without an accelerator torch warns of it.
         share: Which part of every round is read here.
+        reader: Which of several processes this is that read data of their own, each in random streams of its
+            own; their orders are drawn alike, so that what is shuffled before it is divided stays divided.
     """
 
     def __init__(
@@ -181,13 +62,15 @@ class IndexedSource(Source):
         every_sample: bool = False,
         pin_memory: bool = False,
         share: Share = WHOLE,
+        reader: int = 0,
     ) -> None:
         self.name = name
         self.share = share
         self._seed = seed
+        self._batch_seed = mix(seed, reader) if reader else seed
         self._loader = loader
         ready = loader.batch_sampler is None
-        self._draws = _may_draw(loader.dataset, loader.collate_fn)
+        self._draws = may_draw(loader.dataset, loader.collate_fn)
         self._dataset = KeyedDataset(loader.dataset, self._draws, not ready)
         size = len(self._dataset)
         # A BatchSampler that the user gave, unlike one that the loader made, leaves the loader's batch_size
@@ -201,14 +84,16 @@ class IndexedSource(Source):
         if self._batch_sampler is not None and share.size > 1:
             refuse_divided(self._batch_sampler, name)
         batch_size = described.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-        self._batch_size = batch_size if isinstance(batch_size, int) and not ready else 1
+        self.batch_size = batch_size if isinstance(batch_size, int) and not ready else None
+        self._batch_size: int = self.batch_size or 1
         self._numbers: dict[int, int] = {}  # of a user's batch sampler: each batch's number by its start
         self._drop_last = bool(described.drop_last) and not ready and not every_sample
         self._knows_samples = not ready
+        self._noted: tuple[str, int] | None = None
         # The length of a user's own sampler may be a guess; of torch's two it is not.
         self.exact = self._batch_sampler is None and self._order.known
-        self._collate: Callable[[Any], Any] = _OnlyItem(loader.collate_fn) if ready else loader.collate_fn
-        self._epoch_batches = _EpochBatches()
+        self._collate: Callable[[Any], Any] = OnlyItem(loader.collate_fn) if ready else loader.collate_fn
+        self._epoch_batches = EpochBatches()
         self._worker_loader = self._with_workers(pin_memory) if loader.num_workers else None
 
     def _with_workers(self, pin_memory: bool) -> DataLoader[Any]:
@@ -217,10 +102,10 @@ class IndexedSource(Source):
             self._dataset,  # type: ignore[arg-type]
             batch_sampler=self._epoch_batches,
             num_workers=loader.num_workers,
-            collate_fn=_WithDraws(self._dataset, self._collate),
+            collate_fn=WithDraws(self._dataset, self._collate),
             pin_memory=pin_memory,
             timeout=loader.timeout,
-            worker_init_fn=_WorkerStart(loader.worker_init_fn),
+            worker_init_fn=WorkerStart(loader.worker_init_fn),
             multiprocessing_context=loader.multiprocessing_context,
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,
@@ -239,14 +124,26 @@ class IndexedSource(Source):
         return self._keyed(self._slices(epoch, position), epoch)
 
     def _shared(self, epoch: int, position: int) -> Iterator[IndexBatch]:
-        stream = batch_stream(self._seed, epoch)
+        stream = batch_stream(self._batch_seed, epoch)
         for each in self._round_slices(epoch, position):
             indices = each.items
             batch = IndexBatch(indices.tolist() if isinstance(indices, torch.Tensor) else indices)
             batch.epoch, batch.start, batch.seed = epoch, each.start, mix_next(stream, each.start)
             # Without its indices: a view of the epoch's order would travel to workers by shared memory.
-            batch.slice = each._replace(items=None)
+            batch.slice = each._replace(items=None, whole=None)
+            if self.shows:
+                self.shows = False
+                self._note_order(batch, each.whole)
             yield batch
+
+    def _note_order(self, batch: IndexBatch, whole: Any) -> None:
+        """Remember a round's indices, and have some of its samples outlined with one of its batches."""
+        grouped_ = self._batch_sampler is not None
+        listed = whole.tolist() if isinstance(whole, torch.Tensor) else list(whole)
+        listed = [index for each in listed for index in each] if grouped_ else listed
+        first = f"[{', '.join(map(str, listed[:4]))}{', ...' if len(listed) > 4 else ''}]"
+        self._noted = first, zlib.crc32(repr(listed).encode())
+        batch.probe = batch_stream(self._seed, batch.epoch), [listed[0], listed[len(listed) // 2], listed[-1]]
 
     def _round_slices(self, epoch: int, position: int) -> Iterator[Slice]:
         if self._batch_sampler is not None:
@@ -263,7 +160,7 @@ class IndexedSource(Source):
         return sliced(take, position, self._batch_size, self._drop_last, self.share)
 
     def _keyed(self, slices: Iterator[tuple[int, Any]], epoch: int) -> Iterator[IndexBatch]:
-        stream = batch_stream(self._seed, epoch)
+        stream = batch_stream(self._batch_seed, epoch)
         for start, indices in slices:
             batch = IndexBatch(indices.tolist() if isinstance(indices, torch.Tensor) else indices)
             batch.epoch, batch.start, batch.seed = epoch, start, mix_next(stream, start)
@@ -314,7 +211,7 @@ class IndexedSource(Source):
             except Exception as error:
                 raise self._failure_of(error, indices) from error
             if indices.slice is not None:
-                yield _shared_batch(batch, indices, knows)
+                yield self._shared_batch(batch, indices, self._dataset.outlined)
                 continue
             size = len(indices)
             yield batch, size, size if knows else None
@@ -332,7 +229,7 @@ class IndexedSource(Source):
             try:
                 if iterator is None:
                     iterator = iter(loader)
-                batch, draws = next(iterator)
+                batch, draws, outlined = next(iterator)
             except Exception as error:
                 if isinstance(error, StopIteration) and not sampler.under_way:
                     return
@@ -349,7 +246,7 @@ class IndexedSource(Source):
                 if draws is not None:
                     draws.restore()
             if indices.slice is not None:
-                yield _shared_batch(batch, indices, self._knows_samples)
+                yield self._shared_batch(batch, indices, outlined)
             else:
                 yield batch, len(indices), len(indices) if self._knows_samples else None
 
@@ -381,9 +278,29 @@ class IndexedSource(Source):
         batches = left // self._batch_size if self._drop_last else -(-left // self._batch_size)
         return rounds(batches, self.share)
 
+    def start(self, epoch: int, number: int) -> int:
+        """The position at which a batch of an epoch begins; draws a user's batch sampler as far."""
+        if self._batch_sampler is None:
+            return number * self._batch_size
+        return sum(len(each) for each in islice(self._order.replayed(self._batch_sampler, epoch), number))
 
-def _shared_batch(batch: Any, indices: IndexBatch, knows: bool) -> SharedBatch:
-    part = indices.slice
-    assert part is not None
-    samples, everywhere = (len(indices), part.samples) if knows else (None, None)
-    return SharedBatch(batch, part.advance, samples, part.stand_in, everywhere)
+    def description(self) -> dict[str, Any]:
+        """The dataset's and the loader's numbers."""
+        loader = self._loader
+        described: Any = loader if loader.batch_sampler is None else loader.batch_sampler
+        return {
+            "kind": "a dataset",
+            "the number of samples in its dataset": len(self._dataset),
+            "its batch size": self._batch_size,
+            "its drop_last": self._drop_last,
+            "its sampler": type(getattr(described, "sampler", described)).__name__,
+            "its number of samples in an epoch": self._order.length(),
+            "its number of batches": self.count() if loader.batch_sampler is not None else None,
+        }
+
+    def _shared_batch(self, batch: Any, indices: IndexBatch, outlined: Outline | None) -> SharedBatch:
+        part = indices.slice
+        assert part is not None
+        samples, everywhere = (len(indices), part.samples) if self._knows_samples else (None, None)
+        evidence = None if indices.probe is None else Evidence(self._noted, outlined)
+        return SharedBatch(batch, part.advance, samples, part.stand_in, everywhere, evidence)

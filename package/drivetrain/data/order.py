@@ -148,7 +148,8 @@ def refuse_divided(sampler: Any, name: str) -> None:
             raise DataError(
                 f"the {name} data's sampler ({type(owner).__name__}) divides the dataset into {parts} parts"
                 " itself, and several processes would divide its part again. Make it with num_replicas=1 and"
-                " rank=0, so that it gives all samples, or give a sampler of the whole dataset"
+                " rank=0, so that it gives all samples, give a sampler of the whole dataset, or pass"
+                " drivetrain.already_split(loader)"
             )
 
 

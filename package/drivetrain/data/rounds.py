@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
+from drivetrain.data.outline import Outline
 from drivetrain.data.share import Share
 from drivetrain.types import Batch
 
@@ -26,6 +27,7 @@ class Slice(NamedTuple):
         advance: By how much the whole round moves the position.
         stand_in: Whether it is another process's.
         samples: How many samples the round has, if that is known.
+        whole: The items of the whole round; None once they are held elsewhere.
     """
 
     start: int
@@ -33,6 +35,7 @@ class Slice(NamedTuple):
     advance: int
     stand_in: bool
     samples: int | None
+    whole: Sequence[Any] | None = None
 
 
 class SharedBatch(NamedTuple):
@@ -44,6 +47,7 @@ class SharedBatch(NamedTuple):
         samples: Its number of samples when the source knows it.
         stand_in: Whether it is another process's.
         everywhere: How many samples the round has, if that is known.
+        evidence: What the round shows of the data, if that was asked for.
     """
 
     batch: Batch
@@ -51,6 +55,19 @@ class SharedBatch(NamedTuple):
     samples: int | None
     stand_in: bool
     everywhere: int | None
+    evidence: Evidence | None = None
+
+
+class Evidence(NamedTuple):
+    """What the first round that a process reads shows of the data, to be compared with the others'.
+
+    Attributes:
+        order: The first indices, for a message, and a checksum of all of the round's; None without indices.
+        contents: What samples or batches of it hold; None where that cannot be said.
+    """
+
+    order: tuple[str, int] | None
+    contents: Outline | None
 
 
 def sliced(
@@ -83,7 +100,7 @@ def sliced(
         if stand_in:
             # One sample is enough, but who drops short batches may do so because a step cannot take them.
             low, high = 0, size if drop_last else 1
-        yield Slice(position + low, indices[low:high], count, stand_in, count)
+        yield Slice(position + low, indices[low:high], count, stand_in, count, indices)
         if count < whole:
             return
         position += count
@@ -110,7 +127,8 @@ def grouped(
         start, items, _ = together[0 if stand_in else share.rank]
         counts = [count(each) for _, each, _ in together]
         samples = None if None in counts else sum(counts)  # type: ignore[arg-type]
-        yield Slice(start, items, sum(advance for _, _, advance in together), stand_in, samples)
+        advance = sum(each for _, _, each in together)
+        yield Slice(start, items, advance, stand_in, samples, [each for _, each, _ in together])
 
 
 def rounds(batches: int, share: Share) -> int:

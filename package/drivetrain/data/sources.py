@@ -16,7 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 from drivetrain.data.batch import batch_size
-from drivetrain.data.rounds import SharedBatch, grouped, rounds
+from drivetrain.data.outline import outline
+from drivetrain.data.rounds import Evidence, SharedBatch, grouped, rounds
 from drivetrain.data.share import WHOLE, Share
 from drivetrain.errors import DataError
 from drivetrain.streams import batch_stream, mix_next, seed_after, seed_batch, seed_host
@@ -35,12 +36,18 @@ class Source(ABC):
         exact: Whether `count` can be relied on; an iterable's own length may be a guess.
         stateful: Whether it is resumed by its own state rather than by the position.
         share: Which part of every round is read here.
+        batch_size: Samples of a whole batch of one process, if that is known.
+        apart: Whether each process reads data of its own, rather than its part of what all have.
+        shows: Whether the next round read is to come with its `Evidence`.
     """
 
     name: str
     exact: bool = True
     stateful: bool = False
     share: Share = WHOLE
+    batch_size: int | None = None
+    apart: bool = False
+    shows: bool = False
 
     @abstractmethod
     def batches(self, epoch: int, position: int) -> Iterator[Fetched]:
@@ -58,12 +65,24 @@ class Source(ABC):
         """Which batch of its epoch begins at a position, for error messages."""
         return position
 
+    def start(self, epoch: int, number: int) -> int:
+        """The position at which a batch of an epoch begins."""
+        return number
+
+    def description(self) -> dict[str, Any]:
+        """What processes that read this together have alike, without reading it: numbers by name."""
+        return {"kind": "an iterable"}
+
     def snapshot(self) -> dict[str, Any] | None:
         """The data's own state, for data that can only be resumed by it."""
         return None
 
+    def gathered(self, state: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The state of all processes' data, from that of this one's; they call it together."""
+        return state
+
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Take over what `snapshot` gave, before `batches` is called with the matching position."""
+        """Take over what `gathered` gave, before `batches` is called with the matching position."""
 
     def failure(self, error: Exception, number: int, epoch: int, detail: str = "") -> DataError:
         """The error that says which batch could not be had."""
@@ -85,18 +104,26 @@ class BatchSource(Source):
         """The batches from `position` on, in their order."""
         batches = self._batches if position == 0 else itertools.islice(self._batches, position, None)
         if self.share.size > 1:
-            return _every_round(batches, self.share)
+            return _every_round(batches, self)
         return zip(batches, itertools.repeat(1), itertools.repeat(None))
 
     def count(self, position: int = 0) -> int | None:
         """What is left of the list."""
         return rounds(max(0, len(self._batches) - position), self.share)
 
+    def description(self) -> dict[str, Any]:
+        """How many batches."""
+        return {"kind": "a list of batches", "its number of batches": len(self._batches)}
 
-def _every_round(batches: Iterable[Batch], share: Share) -> Iterator[SharedBatch]:
+
+def _every_round(batches: Iterable[Batch], source: Source) -> Iterator[SharedBatch]:
     """One process's batches of data of which every process draws all: nothing is read twice or left out."""
-    for part in grouped(((0, batch, 1) for batch in batches), share, batch_size):
-        yield SharedBatch(part.items, part.advance, None, part.stand_in, part.samples)
+    for part in grouped(((0, batch, 1) for batch in batches), source.share, batch_size):
+        evidence = None
+        if source.shows and part.whole is not None:
+            source.shows = False
+            evidence = Evidence(None, outline((part.whole[0], part.whole[-1])))
+        yield SharedBatch(part.items, part.advance, None, part.stand_in, part.samples, evidence)
 
 
 class IterableSource(Source):
@@ -128,7 +155,7 @@ class IterableSource(Source):
     def batches(self, epoch: int, position: int) -> Iterator[Fetched]:
         """The batches of an epoch."""
         if self.share.size > 1:
-            return _every_round((each[0] for each in self._all(epoch, position)), self.share)
+            return _every_round((each[0] for each in self._all(epoch, position)), self)
         return self._all(epoch, position)
 
     def _all(self, epoch: int, position: int) -> Iterator[Fetched]:

@@ -7,7 +7,7 @@ ahead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -45,18 +45,28 @@ class Transfer:
     Args:
         device: Where to.
         dtype: What floating-point tensors are cast to; None leaves them.
+        place: What is done with each tensor there; see `Strategy.place`.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        place: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         self.device = device
         self.dtype = dtype
+        self._place = place
         self.idle = device.type == "cpu" and dtype is None
         cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
 
     def __call__(self, batch: Batch) -> Batch:
         """The batch on the device, ready to use."""
-        return batch if self.idle else move(batch, self.device, self.dtype)
+        if self.idle:
+            return batch
+        moved = move(batch, self.device, self.dtype)
+        return moved if self._place is None else map_tensors(self._place, moved)
 
     def ahead(self, micro_batches: Iterator[MicroBatch], early: bool = True) -> Iterator[MicroBatch]:
         """The micro-batches on the device.

@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 
+from drivetrain.distributed.silence import activity
+
 PARENT = "DRIVETRAIN_PARENT"
 """In a started process's environment: the process that started it, and "main" if its main thread did."""
 
@@ -171,4 +173,5 @@ def _is_alive(pid: int) -> bool:
         return False
     except PermissionError:  # somebody else's, who has got the number since
         return False
-    return True
+    # One that nobody has asked for its exit code yet can still be sent signals.
+    return sys.platform != "linux" or activity(pid).state != "gone"

@@ -39,10 +39,10 @@ class ProcessEnvironment:
     port: int | None = None
 
     def __post_init__(self) -> None:
-        """Check that the numbers fit together.
+        """Check that the numbers fit together, and that the port is one.
 
         Raises:
-            StrategyError: They do not.
+            StrategyError: They do not, or it is not.
         """
         fits = (
             0 <= self.rank < self.world_size
@@ -54,6 +54,12 @@ class ProcessEnvironment:
                 f"{self.launcher} started this process as rank {self.rank} of {self.world_size}, local rank"
                 f" {self.local_rank} of {self.local_world_size}: these numbers do not fit together. Unset its"
                 " environment variables to train in one process"
+            )
+        lowest = 1 if self.world_size > 1 else 0  # with 0 the system chooses one, which no other rank knows
+        if self.port is not None and not lowest <= self.port <= 65_535:
+            raise StrategyError(
+                f"MASTER_PORT={self.port} in the environment is no port. Set it to one from 1 to 65535 that"
+                " is free on rank 0's machine, the same for all ranks"
             )
 
     @property

@@ -6,7 +6,6 @@ import contextlib
 import faulthandler
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -16,11 +15,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from drivetrain.distributed.children import outlive_parent
+from drivetrain.distributed.children import outlive_parent, started, wait_for
 from drivetrain.distributed.environment import detect
-from drivetrain.distributed.failure_hub import DIED, Hub, end_process, silence
-from drivetrain.distributed.failure_wire import Cause, Line, machine
+from drivetrain.distributed.failure_hub import Hub
+from drivetrain.distributed.failure_wire import Cause, Line, connect, is_voluntary, own_hosts
+from drivetrain.distributed.interrupts import Interrupts
+from drivetrain.distributed.last_words import end_now, record
 from drivetrain.distributed.launch import launched
+from drivetrain.distributed.silence import DIED, Silence, machine
 from drivetrain.distributed.stopping import Stopping
 from drivetrain.distributed.waiting import Waiting
 from drivetrain.distributed.watchdog import EXIT_HANG
@@ -67,8 +69,8 @@ class FailureChannel:
         store: A store of torch's that all ranks share, for the first contact; None takes the default process
             group's.
         timeout: Seconds of silence after which a rank that is seen to be stopped or gone counts as lost. One
-            that is seen to run, or cannot be seen, has twelve times as long: a call that holds the
-            interpreter keeps a rank silent too.
+            that cannot be seen, or does nothing, has twelve times as long; one that is seen to run is waited
+            for: a call that holds the interpreter keeps a rank silent too.
         describe: Says how far this rank is, such as "update 17" or "in training, after update 17". Called in
             a thread.
         progress: A number that grows with every step; called in a thread.
@@ -108,6 +110,8 @@ class FailureChannel:
         self._stopping = stopping if stopping is not None else Stopping()
         self._on_failure = on_failure
         self._waiting: Waiting
+        self._interrupts = Interrupts()
+        self._interrupted = False
         self._cause: Cause | None = None
         self._decided = threading.Event()
         self._out = threading.Event()
@@ -116,7 +120,7 @@ class FailureChannel:
         self._hub: Hub | None = None
         self._line: Line | None = None
         self._thread: threading.Thread | None = None
-        self._rank_0: tuple[str | None, int] = (None, 0)
+        self._rank_0: Silence
         self._rank_0_where = ""
 
     def __enter__(self) -> FailureChannel:
@@ -131,38 +135,29 @@ class FailureChannel:
         if self.rank == 0:
             local = environment is not None and environment.local_world_size == self.world_size
             self._hub = Hub(self.world_size, local, self._timeout, self._hang_timeout, self._deadlock_timeout)
-            found = {"port": self._hub.port, "token": self._hub.token, "machine": machine()}
-            store.set(key, json.dumps({**found, "hosts": [] if local else _own_hosts()}))
+            found = {"port": self._hub.port, "token": self._hub.token, "hosts": [] if local else own_hosts()}
+            store.set(key, json.dumps({**found, "machine": machine(), "pid": os.getpid()}))
         try:
             offer = json.loads(store.get(key))
-            self._line = self._connect(offer, environment.address if environment is not None else None)
+            self._line = connect(
+                self.rank, offer, environment.address if environment is not None else None, self._timeout
+            )
         except BaseException:
             if self._hub is not None:
                 self._hub.leave()
             raise
-        self._line.send(kind="hello", token=offer["token"], rank=self.rank, **_me(), **self._state())
+        self._rank_0 = Silence(offer["machine"], offer["pid"], self._timeout)
+        me = {"rank": self.rank, "machine": machine(), "pid": os.getpid()}
+        self._line.send(kind="hello", token=offer["token"], **me, **self._state())
         ranks = launched()
         if ranks is not None:
             ranks.is_guarded = True
         outlive_parent(True)
+        self._interrupts.open()
         self._thread = threading.Thread(target=self._run, name="drivetrain-failure", daemon=True)
         self._thread.start()
         self._stopping.shared = True
         return self
-
-    def _connect(self, offer: dict[str, Any], address: str | None) -> Line:
-        near = not offer["hosts"] or (offer["machine"] is not None and offer["machine"] == machine())
-        hosts = ["127.0.0.1"] if near else [*filter(None, [address]), *offer["hosts"]]
-        errors = []
-        for host in dict.fromkeys(hosts):
-            try:
-                return Line(socket.create_connection((host, offer["port"]), self._timeout), self._timeout)
-            except OSError as error:
-                errors.append(f"{host}: {error}")
-        raise StrategyError(
-            f"rank {self.rank} cannot reach rank 0 at port {offer['port']} ({'; '.join(errors)}). The"
-            " machines of a job must be able to reach each other at any port"
-        )
 
     def report(self, error: BaseException) -> None:
         """Tell the others of an error on this rank, and wait a moment to hear whether it is the first.
@@ -186,7 +181,7 @@ class FailureChannel:
     ) -> None:
         if self._line is None:
             return
-        has_failed = error is not None and not _is_voluntary(error)
+        has_failed = error is not None and not is_voluntary(error)
         if error is not None and has_failed:
             self.report(error)
         elif not self._decided.is_set():
@@ -198,8 +193,7 @@ class FailureChannel:
         if cause is None:
             self._close(is_fine=not has_failed)
             return
-        if self._hub is not None:
-            self._hub.finished.wait(_LAST)
+        self._outlast()
         self._close(is_fine=False)
         if cause.kind == "hang":
             self._end(cause)
@@ -209,10 +203,17 @@ class FailureChannel:
             return
         elif self._tells():
             failure = cause.failure()
-            _record(failure)
+            record(failure)
             raise failure
         else:
-            _exit(1)
+            end_now(1)
+
+    def _outlast(self) -> None:
+        """On rank 0, leave the others time to end, and to print the last of it."""
+        if self._hub is not None:
+            until = time.monotonic() + _LAST
+            self._hub.finished.wait(_LAST)
+            wait_for(started.values(), until - time.monotonic())
 
     def _wait_for_others(self, seconds: float) -> None:
         assert self._hub is not None
@@ -233,13 +234,14 @@ class FailureChannel:
         elif error is not None and not isinstance(error, KeyboardInterrupt):
             error.add_note(f"drivetrain: {cause}")
         elif isinstance(error, KeyboardInterrupt) and not self._tells():
-            _exit(130)
+            end_now(130)
         if error is not None:
-            _record(error)
+            record(error)
 
     def _close(self, is_fine: bool) -> None:
         assert self._line is not None
         self._closed.set()
+        self._interrupts.close()
         self._stopping.shared = False
         if self._thread is not None:
             self._thread.join()
@@ -258,9 +260,13 @@ class FailureChannel:
     def _run(self) -> None:
         assert self._line is not None
         tick = self._timeout / 5
-        silent, following = 0, time.monotonic() + tick
+        following = time.monotonic() + tick
         has_asked = False
         while not self._closed.wait(0.05):
+            if not self._interrupted and self._interrupts.unheard() > _GRACE:
+                self._interrupted = True
+                cause = Cause("error", self.rank, self._state()["where"], "KeyboardInterrupt")
+                self._line.send(kind="cause", cause=cause.to_json(), **self._state())
             if self._stopping.asked is not None and not has_asked:
                 has_asked = self._line.send(kind="stop", **self._state(), asked=self._stopping.asked)
             try:
@@ -274,7 +280,7 @@ class FailureChannel:
                 self._lost(DIED)
                 return
             for each in messages:
-                silent = 0
+                self._rank_0.end()
                 if each["kind"] == "end":
                     self._line.close()  # which tells the hub that this was heard
                     self._stopping.abandon(RankFailure("rank 0 has ended, and cannot say when to stop"))
@@ -287,16 +293,15 @@ class FailureChannel:
                 elif each["kind"] == "stop":
                     self._stopping.tell(each["at"], each["reason"])
                 else:
-                    self._rank_0, self._rank_0_where = (each["machine"], int(each["pid"])), each["where"]
+                    self._rank_0_where = each["where"]
             if time.monotonic() >= following:
                 following = time.monotonic() + tick
                 if self._deadlock_timeout:
                     self._waiting.look()
                 self._line.send(kind="beat", **self._state())
-                silent += self.rank != 0
-                found = silence(silent, *self._rank_0, self._timeout)
+                found = self._rank_0.tick() if self.rank else None
                 if found is not None:
-                    end_process(*self._rank_0)
+                    self._rank_0.end_process()
                     self._lost(found)
                     return
 
@@ -308,7 +313,7 @@ class FailureChannel:
         self._cause = cause
         self._decided.set()
         self._stopping.abandon(cause.failure())
-        if cause.kind != "hang" and cause.rank == self.rank:
+        if cause.kind != "hang" and cause.rank == self.rank and not self._interrupted:
             return
         if self._on_failure is not None:
             with contextlib.suppress(Exception):  # the process has to end all the same
@@ -321,7 +326,7 @@ class FailureChannel:
         if is_out or self._closed.is_set():
             return
         if self._hub is not None:
-            self._hub.finished.wait(_LAST)
+            self._outlast()
             # The end of the others breaks the collective that held the main thread.
             if self._out.wait(_FREED) or (self._reported is not None and self._out.wait(_UNWINDING)):
                 return
@@ -330,8 +335,8 @@ class FailureChannel:
     def _end(self, cause: Cause) -> NoReturn:
         if self._tells():
             sys.stderr.write(cause.block())
-            _record(cause.failure())
-        _exit(EXIT_HANG if cause.kind == "hang" else 1)
+            record(cause.failure())
+        end_now(EXIT_HANG if cause.kind == "hang" else 1)
 
     def _tells(self) -> bool:
         """Whether this rank is the one that says why all end: rank 0, or the first of another machine."""
@@ -361,37 +366,3 @@ def _default_store() -> Store:
         raise StrategyError("a failure channel without a store needs a process group, and there is none")
     store: Store = torch.distributed.distributed_c10d._get_default_store()
     return store
-
-
-def _me() -> dict[str, Any]:
-    return {"machine": machine(), "pid": os.getpid()}
-
-
-def _own_hosts() -> list[str]:
-    """Where this machine may be reached, the likeliest first."""
-    name = socket.gethostname()
-    try:
-        found = [str(each[4][0]) for each in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
-    except OSError:
-        found = []
-    return [name, *(each for each in found if not each.startswith("127.") and each != "::1")]
-
-
-def _is_voluntary(error: BaseException) -> bool:
-    """Whether an end is one that the program wants, such as `sys.exit()`; it is no failure in itself."""
-    return isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0))
-
-
-def _record(error: BaseException) -> None:
-    """For the summary of torchrun, which otherwise knows no more than an exit code."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        from torch.distributed.elastic.multiprocessing import errors
-
-        errors.get_error_handler().record_exception(error)
-
-
-def _exit(code: int) -> NoReturn:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # closed, or a pipe that nobody reads
-            stream.flush()
-    os._exit(code)

@@ -14,19 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from drivetrain.distributed.children import ending, started
-from drivetrain.distributed.failure_wire import Cause, Line, at, kept_to_this_process, machine, state_of
+from drivetrain.distributed.failure_wire import Cause, Line, at
+from drivetrain.distributed.silence import ABOVE, DIED, PATIENCE, Silence
+from drivetrain.distributed.sockets import kept_to_this_process
 from drivetrain.distributed.stopping import Poll
-
-PATIENCE = 12
-"""So many timeouts a rank may be silent that is not seen to be stopped or gone: while a call holds the
-interpreter, such as one that reads a large file, none of its threads can send anything."""
 
 _ASIDE = 2.0
 """Seconds that an error which is probably a consequence waits for its cause."""
-
-_ABOVE = "what it had to say stands above"
-DIED = f"it was killed, perhaps for want of memory, or ended by os._exit, or aborted ({_ABOVE})"
-"""What can be said of a process that this one has not started."""
 
 _FRESH = 2
 """Ticks for which it counts what a rank has said of itself."""
@@ -37,17 +31,15 @@ _SHOWN = 8
 
 @dataclass
 class _Peer:
-    """What is known of a rank: its line, its process, and how it does."""
+    """What is known of a rank: its line, how silent it is, and how it does."""
 
     rank: int
     line: Line
-    machine: str | None
-    pid: int
+    silence: Silence
     where: str = ""
     progress: int | None = None
     looks: int = 0
     place: str = ""
-    silent: int = 0
     state: str = "here"  # then "left" after a goodbye, "gone" after anything else
 
 
@@ -57,7 +49,7 @@ class Hub:
     Args:
         world_size: How many ranks there are.
         local: Whether all of them are on this machine.
-        timeout: Seconds of silence after which a rank that is seen to be stopped counts as lost.
+        timeout: Seconds of silence after which a stopped rank counts as lost; see `Silence`.
         hang_timeout: Seconds without any rank's progress that count as a hang; None for no limit.
         deadlock_timeout: Seconds for which all ranks must be seen to wait for one another; None to let them.
 
@@ -168,7 +160,8 @@ class Hub:
     def _welcome(self, line: Line, hello: dict[str, Any]) -> _Peer:
         if not hmac.compare_digest(str(hello["token"]), self.token):
             raise ValueError("a stranger")
-        peer = _Peer(int(hello["rank"]), line, hello["machine"], int(hello["pid"]), str(hello["where"]))
+        silence = Silence(hello["machine"], int(hello["pid"]), self._timeout)
+        peer = _Peer(int(hello["rank"]), line, silence, str(hello["where"]))
         self._peers[peer.rank] = peer
         self._selector.modify(line.socket, selectors.EVENT_READ, peer)
         line.send(**self._beat())
@@ -179,7 +172,7 @@ class Hub:
         return peer
 
     def _take(self, peer: _Peer, message: dict[str, Any]) -> None:
-        peer.silent = 0
+        peer.silence.end()
         peer.where = str(message["where"])
         peer.looks, peer.place = int(message["looks"]), str(message["place"])
         if message["progress"] != peer.progress:
@@ -212,10 +205,8 @@ class Hub:
             return
         here = [each for each in self._peers.values() if each.state == "here"]
         for each in here:
-            # By ticks, not by the clock: while this process is itself suspended, nobody else is silent.
-            each.silent += each.rank != 0
-            lost = silence(each.silent, each.machine, each.pid, self._timeout)
-            if lost:
+            lost = each.silence.tick() if each.rank else None
+            if lost is not None:
                 self._decide(Cause("lost", each.rank, each.where, lost))
                 return
         missing = sorted(set(range(self._world_size)) - self._peers.keys())
@@ -234,14 +225,14 @@ class Hub:
 
     def _beat(self) -> dict[str, Any]:
         where = self._peers[0].where if 0 in self._peers else ""
-        return {"kind": "beat", "machine": machine(), "pid": os.getpid(), "where": where}
+        return {"kind": "beat", "where": where}
 
     def _all_wait(self, here: list[_Peer], looks: int) -> bool:
         """Whether all that are still here have been at rest for so long that nothing can be on its way.
 
         One that has left the channel has done its part of what the ranks do together: nobody may wait for it.
         """
-        return bool(here) and all(each.looks >= looks and each.silent <= _FRESH for each in here)
+        return bool(here) and all(each.looks >= looks and each.silence.ticks <= _FRESH for each in here)
 
     def _deadlock(self) -> Cause:
         places: dict[str, list[int]] = {}
@@ -289,7 +280,7 @@ class Hub:
         self._tell(kind="cause", cause=cause.to_json())
         lost = self._peers.get(cause.rank)
         if cause.kind == "lost" and lost is not None and lost.state == "here":
-            end_process(lost.machine, lost.pid)
+            lost.silence.end_process()
             lost.state = "gone"
 
     def _tell(self, **message: Any) -> None:
@@ -306,36 +297,6 @@ def _named(ranks: list[int]) -> str:
     return f"rank {shown[0]}" if len(shown) == 1 else f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
 
 
-def silence(ticks: int, of_machine: str | None, pid: int, timeout: float) -> str | None:
-    """What is wrong with a rank that has been silent for so many fifths of a timeout; None for nothing.
-
-    Args:
-        ticks: How many.
-        of_machine: Where it runs, as `machine` names it.
-        pid: Its process there.
-        timeout: In seconds.
-    """
-    if ticks < 5:
-        return None
-    state = state_of(pid) if of_machine is not None and of_machine == machine() else "unknown"
-    if state == "stopped":
-        return f"it is stopped (by SIGSTOP, say) and has not answered for {timeout:g} s"
-    if state == "gone":
-        return _death(None)
-    if ticks < 5 * PATIENCE:
-        return None
-    return f"it has not answered for {PATIENCE * timeout:g} s"
-
-
-def end_process(of_machine: str | None, pid: int) -> None:
-    """End a process that is silent, if it is one of this machine: it cannot hear that it should."""
-    if of_machine is not None and of_machine == machine() and pid != os.getpid():
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
-
-
 def _death(rank: int | None) -> str:
     """How a rank ended, as far as its parent, if that is this process, can tell."""
     child = started.get(rank) if rank is not None else None
@@ -345,7 +306,7 @@ def _death(rank: int | None) -> str:
     code = child.poll() if child is not None else None
     if code is None:
         return DIED
-    return f"it {ending(code)}" + (f"; {_ABOVE}" if code == -signal.SIGABRT else "")
+    return f"it {ending(code)}" + (f"; {ABOVE}" if code == -signal.SIGABRT else "")
 
 
 def _listen(local: bool) -> socket.socket:

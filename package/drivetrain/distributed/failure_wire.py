@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import select
 import socket
-import sys
 import threading
 import traceback
-import weakref
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from drivetrain.errors import RankFailure
+from drivetrain.distributed.silence import machine
+from drivetrain.distributed.sockets import kept_to_this_process
+from drivetrain.errors import RankFailure, StrategyError
 
 _LONGEST = 1 << 20
 """Bytes of a line; a longer one is nobody's who speaks this protocol."""
@@ -119,31 +117,9 @@ def is_consequence(error: BaseException) -> bool:
     return False
 
 
-_open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-_opening = threading.Lock()
-
-
-def _close_copies() -> None:
-    for each in list(_open):
-        each.close()
-
-
-if hasattr(os, "register_at_fork"):
-    # A worker that a rank forks would hold a copy of its line, and so hide that the rank itself has died.
-    os.register_at_fork(after_in_child=_close_copies)
-
-
-def kept_to_this_process(line: socket.socket) -> socket.socket:
-    """The socket, which processes that are forked from this one shall not hold."""
-    with _opening:
-        _open.add(line)
-    return line
-
-
-def own_connections() -> set[int]:
-    """The descriptors of the failure channel's own sockets in this process."""
-    with _opening:
-        return {each.fileno() for each in _open}
+def is_voluntary(error: BaseException) -> bool:
+    """Whether an end is one that the program wants, such as `sys.exit()`; it is no failure in itself."""
+    return isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0))
 
 
 class Line:
@@ -198,26 +174,37 @@ class Line:
         self.socket.close()
 
 
-def machine() -> str | None:
-    """This machine, as the number of a process is known in; None where that cannot be told."""
-    if sys.platform != "linux":
-        return None
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    try:
-        return f"{boot.read_text(encoding='utf-8').strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return None
+def connect(rank: int, offer: dict[str, Any], address: str | None, timeout: float) -> Line:
+    """A line to rank 0.
+
+    Args:
+        rank: This process.
+        offer: What rank 0 has put into the store: its "machine", "port" and "hosts".
+        address: Where the launcher says that it is, if it does.
+        timeout: In seconds.
+
+    Raises:
+        StrategyError: It cannot be reached.
+    """
+    near = not offer["hosts"] or (offer["machine"] is not None and offer["machine"] == machine())
+    hosts = ["127.0.0.1"] if near else [*filter(None, [address]), *offer["hosts"]]
+    errors = []
+    for host in dict.fromkeys(hosts):
+        try:
+            return Line(socket.create_connection((host, offer["port"]), timeout), timeout)
+        except OSError as error:
+            errors.append(f"{host}: {error}")
+    raise StrategyError(
+        f"rank {rank} cannot reach rank 0 at port {offer['port']} ({'; '.join(errors)}). The machines of a"
+        " job must be able to reach each other at any port"
+    )
 
 
-def state_of(pid: int) -> str:
-    """What a process of this machine does: "gone", "stopped" or "alive"."""
+def own_hosts() -> list[str]:
+    """Where this machine may be reached, the likeliest first."""
+    name = socket.gethostname()
     try:
-        state = (
-            Path(f"/proc/{pid}/stat")
-            .read_text(encoding="utf-8", errors="replace")
-            .rpartition(")")[2]
-            .split()[0]
-        )
+        found = [str(each[4][0]) for each in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
     except OSError:
-        return "gone"
-    return {"T": "stopped", "Z": "gone", "X": "gone"}.get(state, "alive")
+        found = []
+    return [name, *(each for each in found if not each.startswith("127.") and each != "::1")]

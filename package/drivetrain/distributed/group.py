@@ -23,7 +23,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from drivetrain.distributed.children import Child, ending, started, wait_for
 from drivetrain.distributed.environment import ProcessEnvironment, detect
+from drivetrain.distributed.gathering import gather, note_end
 from drivetrain.distributed.ranks import ALONE, Ranks
+from drivetrain.distributed.sockets import opened_here
 from drivetrain.errors import RankFailure, StrategyError
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -39,6 +41,8 @@ _LETTING_GO = 0.02
 """Seconds at the end in which other threads may have the interpreter's lock."""
 
 _formed = False
+_process = 0
+"""The process that is a member; a copy of it has the same memory."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,9 @@ def join(world_size: int, device: str, timeout: timedelta | None = None) -> Memb
 
     Raises:
         StrategyError: No job, another number of processes, or a group that cannot be formed.
-        RankFailure: A rank that this process has started has ended instead of joining.
+        RankFailure: A rank has ended instead of joining.
     """
+    global _process
     environment = detect(os.environ)
     if not distributed.is_initialized():
         _connect(environment, world_size, device, timeout)
@@ -82,6 +87,11 @@ def join(world_size: int, device: str, timeout: timedelta | None = None) -> Memb
             f"the process group has {size} processes, and this run asks for {world_size}. Give devices and"
             " num_nodes that multiply to the number that the launcher started"
         )
+    if _process != os.getpid():
+        _process = os.getpid()
+        atexit.register(_end)
+    if size > 1:
+        gather(rank, size)
     local = environment.local_rank if environment is not None else rank
     ranks = Ranks.of_job() if size > 1 else ALONE
     return Member(rank, size, _own_device(device, local), ranks)
@@ -104,11 +114,11 @@ def _connect(
             # One process: nobody else has to find the store.
             distributed.init_process_group(BACKENDS[device], store=HashStore(), rank=0, world_size=1)
         else:
-            _meet(environment, own, timeout)
+            with opened_here():
+                _meet(environment, own, timeout)
     except (RuntimeError, ValueError) as error:
         raise StrategyError(f"the process group could not be formed: {error}") from error
     _formed = True
-    atexit.register(_end)
 
 
 def _meet(environment: ProcessEnvironment, own: torch.device, timeout: timedelta | None) -> None:
@@ -178,7 +188,8 @@ def uncompared() -> distributed.ProcessGroup | None:
         return None
     set_debug_level(DebugLevel.OFF)
     try:
-        group: distributed.ProcessGroup = distributed.new_group()
+        with opened_here():
+            group: distributed.ProcessGroup = distributed.new_group()
         return group
     finally:
         set_debug_level(level)
@@ -194,7 +205,10 @@ def leave(member: Member) -> None:
 
 
 def _end() -> None:
-    """End the process group with the program."""
+    """End the process group with the program, and leave word of it for ranks that might wait for this one."""
+    if os.getpid() != _process:
+        return
+    note_end()
     disband()
     # A group that something still holds, such as a wrapped model, is not freed by that. Its threads may not
     # have let go of the last tensors yet, for which they need the interpreter's lock: waiting for it when the

@@ -93,7 +93,9 @@ def ensure_ranks(local_world_size: int, num_nodes: int = 1) -> ProcessEnvironmen
     if obstacle is not None:
         raise StrategyError(
             f"{asked} processes were asked for, but this program cannot be run again for each: {obstacle}."
-            " Use devices=1, or start it as a script, with python -m or with `drivetrain launch`"
+            " Trainer.fit, validate, test and predict then make copies of the process; Trainer.steps and"
+            " Engine cannot. Use devices=1, or start it as a script, with python -m or with `drivetrain"
+            " launch`"
         )
     return _start(local_world_size)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from drivetrain.distributed.sockets import opened_here
 from drivetrain.errors import DrivetrainError
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ class Ranks:
         if distributed.get_world_size() == 1:
             return cls()
         # gloo, because what is exchanged is on the host, and the accelerator's stream is not to wait for it.
-        group = distributed.new_group(backend="gloo")
+        with opened_here():
+            group = distributed.new_group(backend="gloo")
         return cls(distributed.get_rank(), distributed.get_world_size(), group)
 
     def sibling(self) -> Ranks:
@@ -60,7 +62,8 @@ class Ranks:
         if self.alone:
             return self
         members = torch.distributed.get_process_group_ranks(self.group)
-        group = torch.distributed.new_group(members, backend="gloo")
+        with opened_here():
+            group = torch.distributed.new_group(members, backend="gloo")
         self.siblings.append(replace(self, group=group, siblings=[]))
         return self.siblings[-1]
 

@@ -11,15 +11,15 @@ from drivetrain.errors import RankFailure
 class Stopping:
     """One rank's part: what its main thread has passed, and what it is to wait for.
 
-    At the end of every update the main thread passes a *boundary*: it counts `passed` up, and if it then
-    finds itself `held`, it takes `answer`. A rank that asks to stop is held at once, the others when they
-    hear of it. Whoever holds first sets `held` and then reads `passed`, the main thread does the reverse, so
-    that the boundary after the one that was read is not passed without an answer. Rank 0 hears what all ranks
-    have passed, and lets them stop at the first boundary that none has. It takes the channel's threads alone:
-    no rank waits for another's main thread.
+    At the end of every update, before its savers and after them, the main thread passes a *boundary*: it
+    counts `passed` up, and if it then finds itself `held`, it takes `answer`. A rank that asks to stop is
+    held at once, the others when they hear of it. Whoever holds first sets `held` and then reads `passed`,
+    the main thread does the reverse, so that the boundary after the one that was read is not passed without
+    an answer. Rank 0 hears what all ranks have passed, and lets them stop at the first boundary that none
+    has. It takes the channel's threads alone: no rank waits for another's main thread.
 
-    Where all ranks ask within the same update each is held from its own request on, so that they stop after
-    this very update, as one process does. Neither side takes a lock: a signal's handler may ask, too.
+    Where all ranks ask at the same point of an update each is held from its own request on, so that they stop
+    after this very update, as one process does. Neither side takes a lock: a signal's handler may ask, too.
 
     Attributes:
         passed: The last boundary that was passed, from 0, which stands before the first update.

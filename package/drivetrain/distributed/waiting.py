@@ -14,7 +14,7 @@ from types import FrameType
 
 import torch
 
-from drivetrain.distributed.failure_wire import own_connections
+from drivetrain.distributed.sockets import own_connections
 
 _TORCH = os.path.join(Path(torch.__file__).parent, "")
 _OURS = os.path.join(Path(__file__).parents[1], "")

@@ -1,6 +1,6 @@
 """Where a step runs: one file for each strategy, chosen by name."""
 
-from drivetrain.strategies.base import Prepared, Strategy, StrategyConfig, Support
+from drivetrain.strategies.base import Prepared, Settings, Strategy, StrategyConfig, Support
 from drivetrain.strategies.hardware import Hardware
 from drivetrain.strategies.select import Choice, choose, select_precision, select_strategy
 from drivetrain.strategies.single import SingleDevice
@@ -11,6 +11,7 @@ __all__ = [
     "Choice",
     "Hardware",
     "Prepared",
+    "Settings",
     "SingleDevice",
     "Strategy",
     "StrategyConfig",

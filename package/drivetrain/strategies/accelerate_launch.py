@@ -25,7 +25,6 @@ _NUMBERED = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_
 """What a number as the sharding strategy stands for, from 1."""
 
 _OTHERS = {
-    "ACCELERATE_USE_DEEPSPEED": "strategy 'deepspeed'",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "a configuration of several parallelisms",
 }
@@ -50,7 +49,7 @@ def read_request(environment: Mapping[str, str]) -> Request | None:
     """What `accelerate launch` was configured for, or None when it has not started this process.
 
     What does not change a result is passed over: prefetching backward, the kind of state dict, original
-    parameters, loading on one rank.
+    parameters, loading on one rank, and what DeepSpeed does with 16-bit copies of a model.
 
     Args:
         environment: Such as `os.environ`.
@@ -64,9 +63,11 @@ def read_request(environment: Mapping[str, str]) -> Request | None:
         if _flag(environment, name):
             raise _refused(name, environment[name], f"{what} is not part of this version")
     device = "cpu" if _flag(environment, "ACCELERATE_USE_CPU") else None
-    if not _flag(environment, "ACCELERATE_USE_FSDP"):
-        return Request(device=device)
-    return Request("fsdp", _fsdp_options(environment), device)
+    if _flag(environment, "ACCELERATE_USE_DEEPSPEED"):
+        return Request("deepspeed", _deepspeed_options(environment), device)
+    if _flag(environment, "ACCELERATE_USE_FSDP"):
+        return Request("fsdp", _fsdp_options(environment), device)
+    return Request(device=device)
 
 
 def read_precision(environment: Mapping[str, str]) -> str | None:
@@ -85,6 +86,49 @@ def read_precision(environment: Mapping[str, str]) -> str | None:
     if given not in _PRECISIONS:
         raise _refused(name, environment[name], f"allowed are {', '.join(map(repr, _PRECISIONS))}")
     return _PRECISIONS[given]
+
+
+def _deepspeed_options(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Only what differs from the defaults of `DeepSpeedConfig`; a file of DeepSpeed's own says it all.
+
+    Accumulation and clipping stand in DeepSpeed's own configuration, where what differs from the Trainer is
+    refused.
+    """
+    moe = "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"
+    if environment.get(moe, "").lower() not in _FALSE:
+        raise _refused(moe, environment[moe], "layers of experts cannot be kept together")
+    path = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    if path.lower() not in _FALSE:
+        return {"config": path}
+    options: dict[str, Any] = {"stage": int(_chosen(environment, "ZERO_STAGE", "2", ("0", "1", "2", "3")))}
+    for name, option in (("OPTIMIZER", "offload_optimizer"), ("PARAM", "offload_parameters")):
+        place = _chosen(environment, f"OFFLOAD_{name}_DEVICE", "none", ("none", "cpu"))
+        if place == "cpu":
+            options[option] = place
+    config: dict[str, Any] = {}
+    for name, key, kind in (
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "gradient_accumulation_steps", int),
+        ("ACCELERATE_GRADIENT_CLIPPING", "gradient_clipping", float),
+    ):
+        given = environment.get(name, "auto").lower()
+        if given not in ("auto", "none"):
+            config[key] = _number(name, given, kind)
+    return {**options, "config": config} if config else options
+
+
+def _chosen(environment: Mapping[str, str], what: str, default: str, allowed: tuple[str, ...]) -> str:
+    name = f"ACCELERATE_DEEPSPEED_{what}"
+    given = environment.get(name, default).strip().lower()
+    if given not in allowed:
+        raise _refused(name, given, f"allowed are {', '.join(allowed)}")
+    return given
+
+
+def _number(name: str, given: str, kind: type[int] | type[float]) -> int | float:
+    try:
+        return kind(given)
+    except ValueError:
+        raise _refused(name, given, f"it must be {'a whole' if kind is int else 'a'} number") from None
 
 
 def _fsdp_options(environment: Mapping[str, str]) -> dict[str, Any]:

@@ -3,43 +3,64 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.errors import ConfigError, StrategyError
 from drivetrain.precision import Precision
+from drivetrain.registry import is_installed
 from drivetrain.task import StepModule
 
 MakeOptimizers = Callable[[nn.Module], dict[str, Optimizer]]
 """Given the module as the strategy has wrapped or sharded it, returns the optimizers by name."""
 
 
-def check_values(task: nn.Module, name: str) -> None:
+def check_values(task: nn.Module, name: str, meta: bool = False) -> None:
     """See that a task has all of its values before strategy `name` prepares it.
 
+    Args:
+        task: The task.
+        name: The strategy's name.
+        meta: Whether the strategy gives values to a task on the meta device.
+
     Raises:
-        StrategyError: It has shards of an earlier run, or is on the meta device, which "fsdp" alone can take;
-            names the first such parameter.
+        StrategyError: It has shards of an earlier run; is on the meta device; or has lazy modules that have
+            seen no batch, with which "single" alone can begin. Names the first such parameter.
     """
-    if name != "fsdp":
+    tensors = (*task.named_parameters(), *task.named_buffers())
+    lazy = next((each for each, tensor in tensors if is_lazy(tensor)), None)
+    if lazy is not None and name != "single":
+        raise StrategyError(
+            f"{lazy!r} of {type(task).__name__} has no shape yet, because its module is lazy; strategy"
+            f" {name!r} needs all shapes before it begins. Give the module its sizes, or call the task with"
+            " one batch's inputs before the run"
+        )
+    if not meta:
         empty = next((each for each, tensor in task.named_parameters() if tensor.is_meta), None)
         if empty is not None:
             raise StrategyError(
                 f"{type(task).__name__} was made on the meta device and has no values ({empty!r}). Strategy"
-                f" 'fsdp' gives them, strategy {name!r} does not: make it without torch.device('meta')"
+                f" 'fsdp', or 'zero3', gives them, {name!r} does not: make it without torch.device('meta')"
             )
-    shard = next((name for name, each in task.named_parameters() if hasattr(each, "full_tensor")), None)
+    shard = next((each for each, tensor in task.named_parameters() if _is_share(tensor)), None)
     if shard is not None:
         raise StrategyError(
             f"this {type(task).__name__} has only a shard of {shard!r}, left by an earlier run that failed or"
-            f" had FSDPConfig(gather_at_end=False). Make it anew: {type(task).__name__}.from_checkpoint(path)"
+            f" had gather_at_end=False. Make it anew: {type(task).__name__}.from_checkpoint(path)"
         )
+
+
+def _is_share(parameter: Tensor) -> bool:
+    """Whether it is one process's part of a parameter: FSDP's, or that of a DeepSpeed engine."""
+    return hasattr(parameter, "full_tensor") or hasattr(parameter, "_z3_optimizer")
 
 
 def check_options(config: Any, positive: Sequence[str], flags: Sequence[str]) -> None:
@@ -76,6 +97,34 @@ class Support(NamedTuple):
         return self.ok
 
 
+def installed(package: str, extra: str) -> Support:
+    """Whether a package is there, without loading it.
+
+    Args:
+        package: Its name.
+        extra: The extra of this package that brings it.
+    """
+    if is_installed(package):
+        return Support(True)
+    return Support(False, f"the package {package!r} is not installed: pip install 'drivetrain[{extra}]'")
+
+
+class Settings(NamedTuple):
+    """What a Trainer asks for that a strategy's own configuration may say too.
+
+    Attributes:
+        batch_size: Samples of a micro-batch in each process; None where that is not known.
+        gradient_accumulation_steps: Micro-batches of an update in each process.
+        max_grad_norm: What the gradient's norm is clipped to; None for no clipping.
+        world_size: How many processes there are.
+    """
+
+    batch_size: int | None
+    gradient_accumulation_steps: int
+    max_grad_norm: float | None
+    world_size: int
+
+
 @dataclass(frozen=True)
 class Prepared:
     """What `Strategy.prepare` gives back.
@@ -105,6 +154,9 @@ class Strategy(ABC):
         world_size: How many processes train together.
         ranks: All of them, for what they exchange on the host.
         sharded: Whether every forward is done by all processes together, also in an evaluation.
+        always_told: Whether one process alone is told of each micro-batch, too.
+        no_generators: Why it cannot run steps of several optimizers; empty where it can.
+        place: What is done with each tensor of a batch once it is on the device; None for nothing.
     """
 
     name: str
@@ -113,6 +165,9 @@ class Strategy(ABC):
     world_size: int = 1
     ranks: Ranks = ALONE
     sharded: bool = False
+    always_told: bool = False
+    no_generators: str = ""
+    place: Callable[[Tensor], Tensor] | None = None
 
     @property
     def data_rank(self) -> int:
@@ -139,15 +194,46 @@ class Strategy(ABC):
     def teardown(self) -> None:
         """Release what `setup` took."""
 
+    def check_settings(self, asked: Settings, precision: Precision) -> None:
+        """Told what the Trainer asks for, before `prepare`, and when the Trainer is made.
+
+        Raises:
+            ConfigError: The strategy's own configuration says otherwise.
+        """
+
+    def configured_optimizer(self, task: nn.Module, total_updates: int | None) -> Any:
+        """The optimizer that the strategy's own configuration chooses, as `configure_optimizers` would return
+        it; None to ask the task.
+        """
+        return None
+
     @abstractmethod
     def prepare(
         self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision
     ) -> Prepared:
         """Place, wrap or shard the module and have its optimizers made, in the order this strategy needs."""
 
+    @contextmanager
+    def exchanged(
+        self, optimizers: Mapping[str, Optimizer], write: bool = False
+    ) -> Iterator[Mapping[str, Optimizer]]:
+        """Within it the prepared task's parameters, and the optimizers that it gives, are as checkpoints hold
+        them: whole tensors, or `DTensor`s. To be entered by all processes together.
+
+        Args:
+            optimizers: What `prepare` gave.
+            write: Take over at the end what was put there.
+        """
+        yield optimizers
+
     def restore(self) -> None:
         """Make what was prepared an ordinary module with all of its values again. Called by all processes,
         after a run that ended well.
+        """
+
+    def settle(self, model: nn.Module) -> None:
+        """Give the model the parameters that `prepare` left it with, where a forward puts others in their
+        place for a while. Called between updates, by all processes.
         """
 
     def prepare_data(self, data: Any) -> Any:
@@ -171,6 +257,10 @@ class Strategy(ABC):
 
     def synchronize(self, parameters: Sequence[Tensor]) -> None:
         """Average over all processes the gradients that backward was told to add to these `inputs` alone."""
+
+    def scale_gradients(self, parameters: Sequence[Tensor], factor: float | Tensor) -> None:
+        """Multiply the gradients that a loop of one's own has added up, before the update."""
+        torch._foreach_mul_([each.grad for each in parameters if each.grad is not None], factor)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Bring gradients of a scaled loss back to their size; called once before they are looked at."""

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils import _pytree
 
 from drivetrain.distributed.group import Member, join, leave, uncompared
 from drivetrain.distributed.ranks import ALONE
@@ -33,7 +32,6 @@ from drivetrain.strategies.base import (
 from drivetrain.strategies.scaling import LossScale
 from drivetrain.strategies.stepping import step
 from drivetrain.task import StepModule
-from drivetrain.types import StepOutput
 
 _BUFFERS = (
     "forward_sync_buffers"
@@ -41,13 +39,6 @@ _BUFFERS = (
     else "broadcast_buffers"
 )
 """What torch calls it; the second name is deprecated where there is the first."""
-
-# With a static graph DDP hangs its first all-reduce on the tensors that it finds in what the step returned.
-_pytree.register_pytree_node(
-    StepOutput,
-    lambda output: ([output.loss, output.outputs, output.metrics], None),
-    lambda values, _: StepOutput(*values),
-)
 
 _HOOKS = ("fp16", "bf16", "powersgd")
 _FLAGS = (
@@ -71,7 +62,7 @@ class DDPConfig:
         broadcast_buffers: Give all ranks rank 0's buffers, such as running means, before each forward.
         sync_batchnorm: Take batch statistics over all ranks; on GPUs.
         communication: How gradients travel: None as they are, "fp16" or "bf16" compressed to those,
-            "powersgd" by low rank, or a hook `(state, bucket) -> Future`.
+            "powersgd" by low rank, or a function `(state, bucket) -> Future`, whose state is None.
         timeout: Seconds that a collective may take; None for torch's limit.
     """
 
@@ -96,6 +87,21 @@ class DDPConfig:
             raise ConfigError(f"unknown communication {hook!r}. {nearest(hook, _HOOKS)}")
         if hook is not None and not isinstance(hook, str) and not callable(hook):
             raise ConfigError(f"DDPConfig(communication=...) is a name or a hook, not {hook!r}")
+        if callable(hook) and not _takes_two(hook):
+            raise ConfigError(
+                f"DDPConfig(communication={hook!r}) cannot be called with (state, bucket), as a hook is; see"
+                " torch's DistributedDataParallel.register_comm_hook"
+            )
+
+
+def _takes_two(hook: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(hook).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:  # a built-in function that does not tell
+        return True
+    return True
 
 
 class DDP(Strategy):
@@ -192,31 +198,16 @@ class DDP(Strategy):
         self._synchronized = True
         self._register_hook(wrapped)
         if self.world_size > 1 and not (config.static_graph or config.find_unused_parameters):
-            self._settle_buckets(wrapped)
+            settle_buckets(wrapped, self._parameters)
         return Prepared(wrapped, make_optimizers(module))
-
-    def _settle_buckets(self, wrapped: DistributedDataParallel) -> None:
-        """Have the buckets of gradients as they stay, from the first update on.
-
-        torch forms them anew after the first backward, in the order in which gradients became ready. With
-        more than two processes the sums in an all-reduce depend on where a gradient lies, so a resumed run's
-        first update would differ in its last bits from the uninterrupted run's. This is a backward of zeros
-        in which gradients become ready in the reverse order of the parameters.
-        """
-        total = torch.zeros((), device=self.device)
-        for parameter in self._parameters:
-            total = total + parameter.reshape(-1)[:0].sum().float()
-        wrapped.reducer.prepare_for_backward([])
-        total.backward()  # type: ignore[no-untyped-call]
-        for parameter in self._parameters:
-            parameter.grad = None
 
     def _register_hook(self, wrapped: DistributedDataParallel) -> None:
         hook = self.config.communication
         if hook is None:
             return
         if not isinstance(hook, str):
-            wrapped.register_comm_hook(None, hook)
+            # torch looks at the names and annotations of a hook's parameters, which may be anything.
+            wrapped.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
             return
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
@@ -247,30 +238,7 @@ class DDP(Strategy):
         root = None if share is None else torch.as_tensor(share, dtype=loss.dtype, device=loss.device)
         loss.backward(root, inputs=inputs)  # type: ignore[no-untyped-call]
         if inputs is None and self._synchronized and not self.config.find_unused_parameters:
-            self._check_used()
-
-    def _check_used(self) -> None:
-        # Without this the step would go wrong in silence: a bucket that lacks a gradient is never averaged,
-        # and torch says so only at the next forward, if there is one.
-        unused = [index for index, each in enumerate(self._parameters) if each.grad is None]
-        if unused:
-            raise self._unused(unused)
-
-    def _unused(self, indices: Sequence[int]) -> ConfigError:
-        names = self._names
-        listed = ", ".join(names[index] for index in indices[:8])
-        more = f" and {len(indices) - 8} more" if len(indices) > 8 else ""
-        frozen = [names[index] for index in indices if not self._parameters[index].requires_grad]
-        if frozen:
-            return ConfigError(
-                f"parameters were frozen after the run had begun: {', '.join(frozen[:8])}. Freeze them before"
-                " it, or give DDPConfig(find_unused_parameters=True)"
-            )
-        return ConfigError(
-            f"the step used {len(names) - len(indices)} of {len(names)} trainable parameters; these got no"
-            f" gradient: {listed}{more}. Freeze them, use them, or give"
-            " DDPConfig(find_unused_parameters=True)"
-        )
+            check_used(self._names, self._parameters, "DDPConfig(find_unused_parameters=True)")
 
     def synchronize(self, parameters: Sequence[Tensor]) -> None:
         """Average the gradients that backward left alone: those of a generator step's optimizers."""
@@ -300,3 +268,55 @@ class DDP(Strategy):
         """Take over a loss scale; one saved under another precision is left alone."""
         if self._scale is not None and "scaler" in state:
             self._scale.load_state_dict(state["scaler"])
+
+
+def settle_buckets(wrapped: DistributedDataParallel, parameters: Sequence[nn.Parameter]) -> None:
+    """Have the buckets of gradients as they stay, from the first update on.
+
+    torch forms them anew after the first backward, in the order in which gradients became ready. With more
+    than two processes the sums in an all-reduce depend on where a gradient lies, so a resumed run's first
+    update would differ in its last bits from the uninterrupted run's. This is a backward of zeros in which
+    gradients become ready in the reverse order of the parameters.
+
+    Args:
+        wrapped: The model; every step uses all of its parameters.
+        parameters: Those that are trained.
+    """
+    total = torch.zeros((), device=parameters[0].device)
+    for parameter in parameters:
+        total = total + parameter.reshape(-1)[:0].sum().float()
+    wrapped.reducer.prepare_for_backward([])
+    total.backward()  # type: ignore[no-untyped-call]
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def check_used(names: Sequence[str], parameters: Sequence[nn.Parameter], allow: str) -> None:
+    """See that every parameter has a gradient after a synchronised backward.
+
+    Without this the step would go wrong in silence: a bucket that lacks a gradient is never averaged, and
+    torch says so only at the next forward, if there is one.
+
+    Args:
+        names: Of the parameters.
+        parameters: Those that were trained when the run began.
+        allow: What a user gives to leave parameters out.
+
+    Raises:
+        ConfigError: One has none; names it.
+    """
+    without = [index for index, each in enumerate(parameters) if each.grad is None]
+    if not without:
+        return
+    frozen = [names[index] for index in without if not parameters[index].requires_grad]
+    if frozen:
+        raise ConfigError(
+            f"parameters were frozen after the run had begun: {', '.join(frozen[:8])}. Freeze them before"
+            f" it, or give {allow}"
+        )
+    listed = ", ".join(names[index] for index in without[:8])
+    more = f" and {len(without) - 8} more" if len(without) > 8 else ""
+    raise ConfigError(
+        f"the step used {len(names) - len(without)} of {len(names)} trainable parameters; these got no"
+        f" gradient: {listed}{more}. Freeze them, use them, or give {allow}"
+    )

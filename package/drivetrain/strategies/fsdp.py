@@ -26,6 +26,7 @@ from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Suppo
 from drivetrain.strategies.fsdp_checkpointing import checkpoint_blocks
 from drivetrain.strategies.fsdp_config import FSDPConfig
 from drivetrain.strategies.fsdp_ignored import ignored_names, named
+from drivetrain.strategies.fsdp_meshes import forget_meshes
 from drivetrain.strategies.fsdp_meta import Materialization, on_meta
 from drivetrain.strategies.fsdp_norms import clip_by_global_norm
 from drivetrain.strategies.fsdp_tensor import Planned, TensorParallel, planned
@@ -65,6 +66,8 @@ class FSDP(Strategy):
         self._sharded: list[Before] = []
         self._synchronized = True
         self._has_buffers = False
+        if device == "cpu" and self.config.sync_batchnorm:
+            raise StrategyError("sync_batchnorm needs GPUs: torch has no synchronised batch norm for CPUs")
         split, size = self.config.tensor_parallel, self.config.shard_size
         if world_size % split:
             raise StrategyError(
@@ -106,7 +109,7 @@ class FSDP(Strategy):
 
     def setup(self) -> None:
         """Join the process group."""
-        _forget_meshes()
+        forget_meshes()
         limit = None if self.config.timeout is None else timedelta(seconds=self.config.timeout)
         self._member = member = join(self.world_size, self.device.type, limit)
         self.rank, self.device, self.ranks = member.rank, member.device, member.ranks
@@ -116,7 +119,7 @@ class FSDP(Strategy):
         """Leave the process group."""
         self._sharded = []
         if self._member is not None:
-            _forget_meshes()  # a copy of this process must not be the one to free their groups
+            forget_meshes()  # a copy of this process must not be the one to free their groups
             leave(self._member)
             self._member, self.ranks, self._data_ranks = None, ALONE, ALONE
 
@@ -127,8 +130,10 @@ class FSDP(Strategy):
 
         A task on the meta device gets its values part by part while it is sharded.
         """
+        check_values(module.task, self.name, meta=True)
+        if self.config.sync_batchnorm:
+            module.task = nn.SyncBatchNorm.convert_sync_batchnorm(module.task)  # type: ignore[no-untyped-call]
         task = module.task
-        check_values(task, self.name)
         before = Before(module)
         values = Materialization(module) if on_meta(module) else None
         whole = ignored_names(task, self.config.ignored)
@@ -148,6 +153,14 @@ class FSDP(Strategy):
         self._has_buffers = self.config.broadcast_buffers and any(True for _ in module.buffers())
         self._sharded.append(before)
         return Prepared(module, make_optimizers(module) if make_optimizers else {})
+
+    def settle(self, model: nn.Module) -> None:
+        """Free what a forward without a backward, or a callback, has gathered."""
+        from torch.distributed.fsdp import FSDPModule
+
+        for each in model.modules():
+            if isinstance(each, FSDPModule):
+                each.reshard()
 
     def restore(self) -> None:
         """Gather the whole values into the host's memory, unless `gather_at_end` is off."""
@@ -310,20 +323,6 @@ class FSDP(Strategy):
         """Take over a loss scale; one saved under another precision is left alone."""
         if self._scale is not None and "scaler" in state:
             self._scale.load_state_dict(state["scaler"])
-
-
-def _forget_meshes() -> None:
-    """Have torch forget how operations on shards went before.
-
-    It remembers that by the mesh's shape alone (2.13), with the mesh of then in it. A process that is a copy
-    of rank 0, as in a notebook, would take rank 0's part for its own.
-    """
-    from torch.distributed.tensor import _redistribute, debug
-
-    debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
-    for each in vars(_redistribute).values():
-        if hasattr(each, "cache_clear") and hasattr(each, "cache_info"):
-            each.cache_clear()
 
 
 def _check(task: nn.Module, whole: frozenset[str], plan: Sequence[Planned]) -> None:

@@ -33,6 +33,7 @@ class FSDPConfig:
         ignored: Names of parameters or modules, or globs on them (`*` crosses dots), that every process keeps
             whole; their gradients are averaged.
         broadcast_buffers: Give all ranks rank 0's buffers, such as running means, before each forward.
+        sync_batchnorm: Take batch statistics over all ranks; on GPUs.
         cpu_offload: Keep shards and optimizer states in the host's memory.
         activation_checkpointing: False; "full" to compute each block's activations again in backward;
             "selective" to keep the results of matrix products, convolutions and attention and compute the
@@ -52,6 +53,7 @@ class FSDPConfig:
     tensor_parallel: int = 1
     ignored: tuple[str, ...] = ()
     broadcast_buffers: bool = True
+    sync_batchnorm: bool = False
     cpu_offload: bool = False
     activation_checkpointing: Again = False
     forward_prefetch: int = 0
@@ -86,7 +88,9 @@ class FSDPConfig:
             raise ConfigError(f"shard_size is for sharding='hybrid', not {self.sharding!r}")
         if self.shard_size is not None and not _whole(self.shard_size, 1):
             raise ConfigError(f"shard_size must be a positive number of processes, not {self.shard_size!r}")
-        check_options(self, ("timeout",), ("broadcast_buffers", "cpu_offload", "gather_at_end"))
+        check_options(
+            self, ("timeout",), ("broadcast_buffers", "sync_batchnorm", "cpu_offload", "gather_at_end")
+        )
         for name in ("forward_prefetch", "backward_prefetch"):
             if not _whole(getattr(self, name), 0):
                 raise ConfigError(f"{name} is a number of blocks, not {getattr(self, name)!r}")

@@ -116,7 +116,7 @@ class Materialization:
     def _place(self, part: nn.Module, device: torch.device, world_size: int) -> None:
         """Cast, move and broadcast what is not handed on yet."""
         for tensor in (*part.parameters(), *part.buffers()):
-            if id(tensor) in self._placed_buffers or hasattr(tensor, "full_tensor"):
+            if id(tensor) in self._placed_buffers or _is_divided(tensor):
                 continue
             origin = self._origins.pop(id(tensor), tensor)
             self._made.pop(id(origin), None)
@@ -134,6 +134,11 @@ class Materialization:
             f" {', '.join(names)}: give that class a method reset_parameters() that does, and call it at the"
             " end of its constructor; or make the task without torch.device('meta')"
         )
+
+
+def _is_divided(tensor: Tensor) -> bool:
+    """Whether it was handed on: a shard of FSDP's, or a share of DeepSpeed's."""
+    return hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id")
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
-_HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-    "_state_dict_pre_hooks",
-    "_state_dict_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
-_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+from drivetrain.strategies.module_hooks import OwnHooks
 
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params", "_distribute_module_applied")
 """Attributes by which torch knows modules that it has sharded or split."""
@@ -30,10 +18,7 @@ class Before:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._modules = [
-            (each, type(each), {name: set(getattr(each, name)) for name in _HOOKS})
-            for each in module.modules()
-        ]
+        self._modules = [(each, type(each), OwnHooks(each)) for each in module.modules()]
 
     def restore(self) -> None:
         """Gather every parameter into the host's memory, one after the other, and take back what torch has
@@ -51,8 +36,7 @@ class Before:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     module._parameters[name] = _gathered(parameter, whole)
-            for name, own in hooks.items():
-                _remove(module, name, own)
+            hooks.remove_others("torch.distributed")
             _module_state_mapping.pop(module, None)
             for key in (STATE_KEY, REGISTRY_KEY, *_MARKS):
                 vars(module).pop(key, None)
@@ -72,18 +56,3 @@ def _gathered(parameter: nn.Parameter, whole: dict[int, nn.Parameter]) -> nn.Par
         else:
             whole[id(parameter)] = parameter
     return whole[id(parameter)]
-
-
-def _remove(module: nn.Module, name: str, own: set[Any]) -> None:
-    hooks = getattr(module, name)
-    for key in [each for each in hooks if each not in own and _is_distributed(hooks[each])]:
-        del hooks[key]
-        for flags in _FLAGS:
-            getattr(module, flags).pop(key, None)
-
-
-def _is_distributed(hook: Any) -> bool:
-    """Whether a hook is of torch.distributed, also as a partial function, a method or in torch's wrapping."""
-    for name in ("hook", "func", "__func__"):
-        hook = getattr(hook, name, hook)
-    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")

@@ -39,11 +39,11 @@ class Hardware:
     @property
     def best_device(self) -> str:
         """The fastest kind of device that a strategy can use."""
-        return "cuda" if self.cuda else "mps" if self.mps else "cpu"
+        return "cuda" if self.cuda else "mps" if self.mps else "xla" if self.tpu else "cpu"
 
     def has(self, device: str) -> bool:
         """Whether there is such a kind of device."""
-        return {"cuda": self.cuda > 0, "mps": self.mps}.get(device, device == "cpu")
+        return {"cuda": self.cuda > 0, "mps": self.mps, "xla": self.tpu > 0}.get(device, device == "cpu")
 
     def __str__(self) -> str:
         gpus = f"{self.cuda or 'no'} CUDA GPU{'' if self.cuda == 1 else 's'}"

@@ -12,11 +12,12 @@ from drivetrain.distributed.environment import ProcessEnvironment, detect
 from drivetrain.distributed.launch import launched
 from drivetrain.errors import StrategyError
 from drivetrain.precision import Precision, as_precision
+from drivetrain.strategies.accelerate_config import AccelerateConfig, asked
 from drivetrain.strategies.accelerate_launch import Request, read_precision, read_request
 from drivetrain.strategies.base import Strategy
 from drivetrain.strategies.hardware import Hardware
 from drivetrain.strategies.single import SingleDevice
-from drivetrain.strategies.table import BUILT_IN, DEVICES, configure, named, strategy_class
+from drivetrain.strategies.table import BUILT_IN, DEVICES, XLA, configure, named, strategy_class
 
 OURS = "drivetrain"
 """The launcher of processes that this program itself has started."""
@@ -24,13 +25,19 @@ OURS = "drivetrain"
 ONE_PROCESS = ("single", "mps")
 """Names of strategies that never run several processes."""
 
+_TO_EVALUATE = (
+    ". To evaluate, no process has to be alone: on several every sample counts once, and all get the same"
+    " numbers; strategy=drivetrain.strategies.SingleDevice('cpu') has each do the whole by itself"
+)
+"""What those want who ask for one process in a program that runs as several."""
+
 
 class Choice(NamedTuple):
     """What a run will use.
 
     Attributes:
         name: The strategy's name: "single", "ddp", "fsdp" or another package's.
-        device_kind: "cpu", "cuda" or "mps".
+        device_kind: "cpu", "cuda", "mps" or "xla".
         local_world_size: How many processes on this machine.
         world_size: How many processes on all machines.
         config: The strategy's configuration; None for its defaults.
@@ -53,7 +60,8 @@ def choose(
 ) -> Choice:
     """Decide on strategy, device and number of processes; asks nothing but its arguments.
 
-    "auto" and the names of devices are "single" for one process and "ddp" for several. `devices="auto"` is
+    "auto" and the names of devices are "single" for one process and "ddp" for several; on a TPU "auto" is
+    "xla" for one chip and "xla_fsdp_v2" for several, in one process that uses all. `devices="auto"` is
     the number that a launcher has started; without one it is all GPUs for "auto", "ddp", "fsdp" and other
     packages' strategies, and 1 on a CPU or a Mac, where "ddp" and "fsdp" run with a single process too.
 
@@ -63,7 +71,7 @@ def choose(
         environment: The processes that a launcher has started; None for none.
         devices: How many processes on each machine, or "auto".
         num_nodes: How many machines; 1 also for those of the launcher.
-        request: What `accelerate launch` was told; counts for "auto".
+        request: What `accelerate launch` was told; counts for "auto", and for the device of "accelerate".
 
     Raises:
         ConfigError: An unknown name or configuration.
@@ -71,18 +79,20 @@ def choose(
     """
     _check_counts(devices, num_nodes)
     name, config = named(spec)
-    if name != "auto" or request is None:
+    if name not in ("auto", "accelerate") or request is None:
         request = Request()
-    if request.strategy is not None:
+    if request.strategy is not None and name == "auto":
         name = request.strategy
         config = configure(name, request.options)
     kind = _device_kind(name, request.device, hardware)
     local, total = _processes(name, kind, hardware, environment, devices, num_nodes)
-    if total > 1 and (name in ONE_PROCESS or kind == "mps"):
+    if total > 1 and (name in ONE_PROCESS or kind in ("mps", "xla")):
         raise _only_one(name, kind, environment, devices, num_nodes, total)
     # Processes of a launcher that has started one for each GPU see all GPUs, too: see `join`.
     if kind == "cuda" and local > hardware.cuda:
         raise _too_few_gpus(hardware, environment, local)
+    if name == "auto" and kind == "xla":
+        name = "xla_fsdp_v2" if hardware.tpu > 1 else "xla"
     if name in ("auto", "single", *DEVICES):
         name = "ddp" if total > 1 else "single"
     return Choice(name, kind, local, total, config)
@@ -122,19 +132,25 @@ def select_strategy(
     return strategy
 
 
-def select_precision(spec: str | int | Precision, environment: Mapping[str, str] | None = None) -> Precision:
-    """The precision for a run: "auto" is what `accelerate launch` was told, and else "32".
+def select_precision(
+    spec: str | int | Precision, environment: Mapping[str, str] | None = None, strategy: Any = None
+) -> Precision:
+    """The precision for a run: "auto" is that of an Accelerator, or what `accelerate launch` was told, and
+    else "32".
 
     Args:
         spec: A name, or a precision, which is taken as it is.
         environment: The environment variables; default is this process's.
+        strategy: What the run's strategy is chosen by.
 
     Raises:
         ConfigError: An unknown name; lists the allowed ones.
-        StrategyError: `accelerate launch` was told one that there is not.
+        StrategyError: An Accelerator has, or `accelerate launch` was told, one that there is not.
     """
     if spec == "auto":
-        spec = read_precision(os.environ if environment is None else environment) or "32"
+        spec = getattr(strategy, "asked_precision", None) or (
+            read_precision(os.environ if environment is None else environment) or "32"
+        )
     return as_precision(spec)
 
 
@@ -150,7 +166,7 @@ def _make(
     found = detect(variables)
     if found is not None and (launched() is not None or PARENT in variables):
         found = dataclasses.replace(found, launcher=OURS)
-    request = read_request(variables) if isinstance(spec, str) and spec == "auto" else None
+    request = _request(spec, variables)
     choice = choose(spec, hardware, found, devices, num_nodes, request)
     if choice.name == "single":
         return SingleDevice(choice.device_kind)
@@ -163,6 +179,15 @@ def _make(
         )
     strategy: Strategy = made(choice.config, device=choice.device_kind, world_size=choice.world_size)
     return strategy
+
+
+def _request(spec: Any, variables: Mapping[str, str]) -> Request | None:
+    """What the environment has to say to this choice of a strategy."""
+    if isinstance(spec, AccelerateConfig):
+        return Request(device=asked(spec, variables).device)
+    if spec == "accelerate":
+        return Request(device=asked(AccelerateConfig(), variables).device)
+    return read_request(variables) if spec == "auto" else None
 
 
 def _check_counts(devices: object, num_nodes: object) -> None:
@@ -195,12 +220,16 @@ def _device_kind(name: str, wanted: str | None, hardware: Hardware) -> str:
                 " takes the fastest device there is, or 'cpu'"
             )
         return name
+    if name in XLA:
+        return "xla"
+    if name == "auto":
+        return hardware.best_device
     if hardware.tpu and not hardware.cuda and name in BUILT_IN:
         raise StrategyError(
-            f"strategy {name!r} would leave this machine's TPU idle ({hardware}): strategy 'xla', which uses"
-            " it, is not part of this version. Use strategy='cpu' to train on the CPU all the same"
+            f"strategy {name!r} would leave this machine's TPU idle ({hardware}). Use strategy='auto' or"
+            " 'xla', which use it, or 'cpu' to train on the CPU all the same"
         )
-    if name in ("auto", "single"):
+    if name == "single":
         return hardware.best_device
     return "cuda" if hardware.cuda else "cpu"
 
@@ -236,7 +265,8 @@ def _check_launcher(environment: ProcessEnvironment, devices: int | str, num_nod
         hint = "Leave out devices and num_nodes, to take what it says, or start as many as are asked for"
     if isinstance(devices, int) and devices * num_nodes != total:
         asked = f"devices={devices} and num_nodes={num_nodes} ask for {devices * num_nodes}"
-        raise StrategyError(f"{has}, but {asked}. {hint}")
+        more = _TO_EVALUATE if devices * num_nodes == 1 else ""
+        raise StrategyError(f"{has}, but {asked}. {hint}{more}")
     if isinstance(devices, int) and devices != local:
         raise StrategyError(f"{has}, but devices={devices} asks for {devices} on each. {hint}")
     if devices == "auto" and num_nodes not in (1, nodes):
@@ -257,12 +287,12 @@ def _only_one(
         else f"{environment.launcher} has started {total}"
     )
     one = "Use devices=1, or" if environment is None else "Start one, or use"
-    other = (
-        "strategy='cpu' for several processes on the CPU: Metal serves one"
-        if kind == "mps"
-        else "a strategy for several processes: 'ddp', 'fsdp' or 'auto'"
-    )
-    return StrategyError(f"strategy {name!r} runs 1 process on {kind}, but {who}. {one} {other}")
+    more = "" if environment is None or kind == "mps" else _TO_EVALUATE
+    other = {
+        "mps": "strategy='cpu' for several processes on the CPU: Metal serves one",
+        "xla": "'xla_fsdp_v2', which uses all devices of one process",
+    }.get(kind, "a strategy for several processes: 'ddp', 'fsdp' or 'auto'")
+    return StrategyError(f"strategy {name!r} runs 1 process on {kind}, but {who}. {one} {other}{more}")
 
 
 def _too_few_gpus(hardware: Hardware, environment: ProcessEnvironment | None, local: int) -> StrategyError:

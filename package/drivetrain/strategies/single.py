@@ -62,12 +62,16 @@ class SingleDevice(Strategy):
         self._scale: LossScale | None = None
 
     def supports(self, precision: Precision) -> Support:
-        """All built-in precisions on the CPU; MPS has no float64; bfloat16 needs hardware that has it."""
+        """All built-in precisions on the CPU; MPS has none of 64 or 8 bits; bfloat16 needs hardware that has
+        it.
+        """
         dtypes = (precision.param_dtype, precision.compute_dtype)
-        if self.device.type == "mps" and torch.float64 in dtypes:
+        lacking = [each for each in dtypes if each is not None and each.itemsize in (1, 8)]
+        if self.device.type == "mps" and lacking:
             return Support(
                 False,
-                "MPS has no float64; allowed are '32', 'bf16-mixed', '16-mixed', 'bf16-true' and '16-true'",
+                f"MPS has no {str(lacking[0]).removeprefix('torch.')}; allowed are '32', 'bf16-mixed',"
+                " '16-mixed', 'bf16-true' and '16-true'",
             )
         if self.device.type == "cuda" and torch.bfloat16 in dtypes and not torch.cuda.is_bf16_supported():
             return Support(False, "this GPU has no bfloat16; use '16-mixed' or '32'")

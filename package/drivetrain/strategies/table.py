@@ -11,6 +11,13 @@ from drivetrain.registry import Registry
 from drivetrain.strategies.base import Strategy
 from drivetrain.strategies.single import SingleDevice
 
+PRESETS: dict[str, dict[str, Any]] = {
+    **{f"zero{stage}": {"stage": stage} for stage in range(4)},
+    "zero2_offload": {"stage": 2, "offload_optimizer": "cpu"},
+    "zero3_offload": {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
+}
+"""Names of strategy "deepspeed" with some of its options."""
+
 STRATEGIES: Registry[type[Strategy]] = Registry(
     "strategy",
     {
@@ -22,6 +29,12 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
         "mps": SingleDevice,
         "ddp": "drivetrain.strategies.ddp:DDP",
         "fsdp": "drivetrain.strategies.fsdp:FSDP",
+        "deepspeed": "drivetrain.strategies.deepspeed:DeepSpeed",
+        **dict.fromkeys(PRESETS, "drivetrain.strategies.deepspeed:DeepSpeed"),
+        "accelerate": "drivetrain.strategies.accelerate:Accelerate",
+        "xla": "drivetrain.strategies.xla:XLA",
+        "xla_fsdp": "drivetrain.strategies.xla_fsdp:XLAFSDP",
+        "xla_fsdp_v2": "drivetrain.strategies.xla_fsdp_v2:XLAFSDPv2",
     },
 )
 """The classes by name. One for several processes is made with `(config, device=..., world_size=...)` and has
@@ -32,7 +45,10 @@ ATTRIBUTES = ("name", "config_type", "needs", "available")
 """What a class in the table has: its name, the class of its configuration, one line on what it needs, and
 `available(hardware)`, which gives a `Support`."""
 
-BUILT_IN = ("auto", "single", "ddp", "fsdp")
+XLA = ("xla", "xla_fsdp", "xla_fsdp_v2")
+"""Names of strategies that compute by torch_xla, in one process."""
+
+BUILT_IN = ("auto", "single", "ddp", "fsdp", "accelerate", *XLA)
 """Names of strategies of this package that are no devices."""
 
 DEVICES = ("cpu", "cuda", "mps")
@@ -62,6 +78,7 @@ def configure(name: str, options: Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: An unknown strategy, one without options, or options that do not fit.
     """
+    options = {**PRESETS.get(name, {}), **options}
     if not options:
         return None
     try:
@@ -90,7 +107,7 @@ def named(spec: Any) -> tuple[str, Any]:
     """
     if not _is_configuration(spec):
         STRATEGIES.check(spec)
-        return spec, None
+        return spec, configure(spec, {}) if spec in PRESETS else None
     broken: list[str] = []
     # Ours come first: for them no other package need be loaded.
     for name in sorted(STRATEGIES, key=lambda each: (each not in BUILT_IN, each)):

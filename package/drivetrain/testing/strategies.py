@@ -49,6 +49,10 @@ def same_as_the_big_batch(job: Job) -> None:
             data = job.sequences(False, accumulation)
             found = job.fit(False, task, data, gradient_accumulation_steps=accumulation, **options)
             what = f"{name}, {accumulation} micro-batches"
+            assert len(found.record.norms) == len(alone.record.norms), (
+                f"clip_grad_norm gave None for the gradient's norm ({what}) on rank {job.rank}; it returns"
+                " the norm before clipping, a tensor without dimensions"
+            )
             job.close(found.weights, alone.weights, f"the weights ({what})")
             job.close(found.record.norms, alone.record.norms, f"the gradient's norm ({what})")
             job.close(found.result.metrics, alone.result.metrics, f"the metrics ({what})")
@@ -56,6 +60,18 @@ def same_as_the_big_batch(job: Job) -> None:
             for each in ("updates", "samples", "tokens", "epoch"):
                 mine, theirs = getattr(found.result.progress, each), getattr(alone.result.progress, each)
                 assert mine == theirs, f"{each} ({what}) on rank {job.rank}: {mine}, alone {theirs}"
+
+
+def all_begin_with_the_weights_of_rank_0(job: Job) -> None:
+    """A task that is made with other values in each process is trained as rank 0's, and stays alike."""
+    task = Tokens()
+    with torch.no_grad():
+        for each in task.parameters():
+            each.add_(job.rank)
+    alone = job.fit(True, Tokens(), job.sequences(True))
+    found = job.fit(False, task, job.sequences(False))
+    job.close(found.weights, alone.weights, "the weights")
+    same_everywhere([float(each.sum()) for each in found.weights.values()], "the sums of the weights")
 
 
 def a_process_may_begin_with_padding(job: Job) -> None:
@@ -162,6 +178,7 @@ CHECKS: dict[str, Callable[[Job], None]] = {
     check.__name__: check
     for check in (
         same_as_the_big_batch,
+        all_begin_with_the_weights_of_rank_0,
         a_process_may_begin_with_padding,
         frozen_and_tied,
         generator_steps,

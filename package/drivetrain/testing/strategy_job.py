@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from drivetrain.callbacks import Callback
 from drivetrain.engine_state import optimizer_state
 from drivetrain.strategies import SingleDevice, Strategy
+from drivetrain.strategies.table import DEVICES
 from drivetrain.task import TaskModule
 from drivetrain.testing.strategy_tasks import Sequences
 from drivetrain.trainer import FitResult, Trainer
@@ -63,8 +64,8 @@ class Record(Callback):
     def on_fit_end(self, run: Any) -> None:
         """Note the optimizers' states, gathered from all processes where they are sharded."""
         run.task.state_dict()  # FSDP puts what an evaluation has gathered back into its shards
-        optimizers = {name: each.optimizer for name, each in run.engine.updaters.items()}
-        tensors, _ = optimizer_state(run.task, optimizers)
+        with run.engine.exchanged() as optimizers:
+            tensors, _ = optimizer_state(run.task, optimizers)
         self.optimizer = {name: whole(each) for name, each in tensors.items()}
 
 
@@ -136,7 +137,8 @@ class Job:
         devices = 1 if alone else self.world_size
         strategy: Any = self.make(self.world_size)
         if alone:
-            strategy = SingleDevice(strategy.device.type)
+            kind = strategy.device.type
+            strategy = SingleDevice(kind if kind in DEVICES else "cpu")
         settings = {"progress_bar": False, "checkpoint": False, "max_epochs": 2, **options}
         settings.setdefault("loggers", ())
         return Trainer(strategy=strategy, devices=devices, precision=self.precision, **settings)

@@ -1,0 +1,91 @@
+"""Ctrl-C for a process whose main thread is in a call that does not come back, such as a collective."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+_current: Interrupts | None = None
+
+
+class Interrupts:
+    """Tells another thread of a SIGINT that the main thread has not heard of.
+
+    Python lets the main thread raise `KeyboardInterrupt` between two of its own steps, so never while it
+    waits inside of a collective. What the system calls at once writes the signal's number to a socket
+    (`signal.set_wakeup_fd`), which any thread can read.
+
+    Only where Ctrl-C does what it does by default, and nobody else reads the numbers of signals: a program
+    with a handler or an event loop of its own decides for itself. To be opened and closed by the thread that
+    it looks after; in another than the main one nothing happens.
+    """
+
+    def __init__(self) -> None:
+        self._ends: tuple[socket.socket, socket.socket] | None = None
+        self._since: float | None = None
+        self._taking = threading.RLock()  # one signal's handler may interrupt another's
+
+    def open(self) -> None:
+        """Begin."""
+        global _current
+        is_main = threading.current_thread() is threading.main_thread()
+        if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            return
+        ends = socket.socketpair()
+        for each in ends:
+            each.setblocking(False)
+        before = signal.set_wakeup_fd(ends[1].fileno(), warn_on_full_buffer=False)
+        if before != -1:
+            signal.set_wakeup_fd(before)
+            for each in ends:
+                each.close()
+            return
+        self._ends, _current = ends, self
+        signal.signal(signal.SIGINT, self._hear)
+
+    def close(self) -> None:
+        """End; the process is as it was."""
+        global _current
+        if self._ends is None:
+            return
+        signal.set_wakeup_fd(-1)
+        if signal.getsignal(signal.SIGINT) == self._hear:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        for each in self._ends:
+            each.close()
+        self._ends = _current = None
+
+    def unheard(self) -> float:
+        """For how many seconds the main thread has not heard of an interrupt; 0 without one."""
+        with self._taking:
+            if self._came():
+                self._since = time.monotonic() if self._since is None else self._since
+            return 0.0 if self._since is None else time.monotonic() - self._since
+
+    def _came(self) -> bool:
+        ends = self._ends
+        try:
+            return ends is not None and signal.SIGINT in ends[0].recv(1 << 12)
+        except OSError:  # nothing, or the main thread has just closed it
+            return False
+
+    def _hear(self, number: int, frame: FrameType | None) -> Any:
+        with self._taking:
+            self._came()
+            self._since = None
+        return signal.default_int_handler(number, frame)
+
+
+def _leave_to_parent() -> None:
+    """A copy of this process would tell the original of its own signals."""
+    if _current is not None:
+        _current.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)

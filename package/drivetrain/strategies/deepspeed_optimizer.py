@@ -1,0 +1,136 @@
+"""The optimizer and the schedule that DeepSpeed's own configuration asks for."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from drivetrain.errors import ConfigError, nearest
+from drivetrain.optim import OptimizerConfig
+from drivetrain.strategies.deepspeed_config import AUTO, DeepSpeedConfig
+from drivetrain.strategies.deepspeed_library import compiled_once, library
+
+_OPTIMIZERS = ("Adam", "AdamW", "SGD", "Lion")
+_SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+_ADAM_MODE = ("adam_w_mode", "torch_adam")
+
+
+def configured(config: DeepSpeedConfig, task: nn.Module, total_updates: int | None) -> OptimizerConfig | None:
+    """What the sections "optimizer" and "scheduler" ask for; None without the first.
+
+    Args:
+        config: The options.
+        task: The task, whose own optimizer they must not contradict.
+        total_updates: The run's length for schedules, or None when it is not known.
+
+    Raises:
+        ConfigError: The task configures its own optimizer too; or a type or parameter that is not known.
+    """
+    given = config.mapping.get("optimizer")
+    scheduler = config.mapping.get("scheduler")
+    overrides: Callable[[str], bool] | None = getattr(task, "overrides", None)
+    if given is None and scheduler is None:
+        return None
+    if given is None:
+        raise ConfigError(
+            "DeepSpeed's configuration has a scheduler without an optimizer. Give the schedule by"
+            " OptimizerConfig(schedule=...), or the optimizer there too"
+        )
+    if overrides is not None and overrides("configure_optimizers"):
+        raise ConfigError(
+            f"{type(task).__name__}.configure_optimizers and the section 'optimizer' of DeepSpeed's"
+            " configuration both choose an optimizer. Take out one of them"
+        )
+    kind = given.get("type", "AdamW")
+    if kind not in _OPTIMIZERS:
+        raise ConfigError(
+            f"DeepSpeed's configuration asks for the optimizer {kind!r}. {nearest(str(kind), _OPTIMIZERS)}"
+            " For another one let configure_optimizers return it"
+        )
+    options = {name: each for name, each in dict(given.get("params", {})).items() if each != AUTO}
+    rate = float(options.pop("lr", 1e-3))
+    decay = float(options.pop("weight_decay", 0.0))
+    factory = _factory(str(kind), config, options)
+    schedule = _schedule(scheduler or {}, rate, total_updates) if scheduler else "constant"
+    return OptimizerConfig(factory, rate, weight_decay=decay, schedule=schedule, decay_all=True, **options)
+
+
+def _factory(kind: str, config: DeepSpeedConfig, options: dict[str, Any]) -> Any:
+    """What makes the optimizer; DeepSpeed's own, for the CPU, where its states are offloaded."""
+    decoupled = kind == "AdamW" or bool(options.pop("adam_w_mode", True))
+    plain = bool(options.pop("torch_adam", False))
+    for name in _ADAM_MODE:
+        options.pop(name, None)
+    offloaded = config.offload_optimizer is not None
+    if kind in ("Adam", "AdamW") and (plain or not offloaded):
+        return torch.optim.AdamW if decoupled else torch.optim.Adam
+    if kind == "SGD":
+        return torch.optim.SGD
+    if not offloaded:
+        raise ConfigError(
+            f"DeepSpeed's {kind} for one device is a CUDA kernel that this version does not offer. Let"
+            " configure_optimizers return an optimizer, or offload it to the CPU"
+        )
+    return functools.partial(_on_cpu, kind, decoupled)
+
+
+def _on_cpu(kind: str, decoupled: bool, params: Any, lr: float = 1e-3, **options: Any) -> Any:
+    library("cpu" if not torch.cuda.is_available() else "cuda")
+    with compiled_once():
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+        from deepspeed.ops.lion import DeepSpeedCPULion
+
+        if kind == "Lion":
+            return DeepSpeedCPULion(params, lr=lr, **options)
+        return DeepSpeedCPUAdam(params, lr=lr, adamw_mode=decoupled, **options)
+
+
+def _schedule(section: Mapping[str, Any], rate: float, total: int | None) -> Callable[[int], float]:
+    """The factor of the base rate at each update, by DeepSpeed's own formulas."""
+    kind = section.get("type")
+    if kind not in _SCHEDULERS:
+        raise ConfigError(
+            f"DeepSpeed's configuration asks for the scheduler {kind!r}. {nearest(str(kind), _SCHEDULERS)}"
+            " For another one give OptimizerConfig(schedule=...) and take the sections out"
+        )
+    options = {name: each for name, each in dict(section.get("params", {})).items() if each != AUTO}
+    steps = max(2, int(options.pop("warmup_num_steps", 1000)))
+    log = options.pop("warmup_type", "log") != "linear"
+    length = options.pop("total_num_steps", total)
+    if kind != "WarmupLR" and length is None:
+        raise ConfigError(f"{kind} needs total_num_steps: the length of this run is not known")
+    if kind == "WarmupCosineLR":
+        low, high = float(options.pop("warmup_min_ratio", 0.0)), 1.0
+        end = float(options.pop("cos_min_ratio", 1e-4))
+    else:
+        low = float(options.pop("warmup_min_lr", 0.0)) / rate
+        highest = section.get("params", {}).get("warmup_max_lr", 1e-3 if kind == "WarmupDecayLR" else AUTO)
+        high = 1.0 if highest == AUTO else float(highest) / rate
+        options.pop("warmup_max_lr", None)
+        end = 0.0
+    if options:
+        allowed = ("warmup_num_steps", "warmup_type", "total_num_steps", "warmup_min_lr", "warmup_max_lr")
+        name = next(iter(options))
+        raise ConfigError(f"{kind} has no parameter {name!r}. {nearest(name, allowed)}")
+
+    def factor(update: int) -> float:
+        done = update - 1  # it steps after an update, and begins at the lowest rate
+        if done < 0:
+            return low if kind != "WarmupCosineLR" else 0.0
+        if done < steps:
+            part = math.log(done + 1) / math.log(steps) if log else done / steps
+            return low + (high - low) * part
+        if kind == "WarmupDecayLR":
+            left = max(0.0, (length - done) / max(1.0, length - steps))
+            return float(low + (high - low) * left)
+        if kind == "WarmupCosineLR":
+            through = min(1.0, (done - steps + 1) / max(1, length - steps))
+            return max(0.0, end + (1.0 - end) * (1 + math.cos(math.pi * through)) / 2)
+        return high
+
+    return factor

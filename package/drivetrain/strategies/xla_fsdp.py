@@ -1,0 +1,331 @@
+"""Fully sharded data parallel by torch_xla's XlaFullyShardedDataParallel ("FSDP v1"), on one device.
+
+Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023, as FairScale had
+it. What torch_xla makes of the model stays out of its names: the shards stand under those of the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.errors import ConfigError, StrategyError
+from drivetrain.precision import Precision
+from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Support, check_values
+from drivetrain.strategies.fsdp_wrapping import Wrap, units
+from drivetrain.strategies.xla_blocks import Again, check_blocks, checkpoint_blocks, forget_checkpointing
+from drivetrain.strategies.xla_device import Trace, available, check_alone, move, open_device, supports
+from drivetrain.task import StepModule
+from drivetrain.types import StepOutput
+
+_OURS = {
+    "module": "it is the task's",
+    "auto_wrap_policy": "give XLAFSDPConfig(wrap=...)",
+    "auto_wrapper_callable": "give XLAFSDPConfig(activation_checkpointing=...)",
+    "param_init_fn": "a task has its values before it is sharded",
+    "flatten_parameters": "checkpoints have parameters by name",
+    "shard_param_on_dim_0": "checkpoints have parameters in their shapes",
+    "sharding_groups": "it shards over all devices",
+    "sharding_rank": "it shards over all devices",
+    "sharding_world_size": "it shards over all devices",
+}
+"""Settings that are decided here, and why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class XLAFSDPConfig:
+    """Options of strategy "xla_fsdp".
+
+    Attributes:
+        wrap: What is gathered together: "auto" for each of the model's repeated blocks, the names of classes,
+            a least number of parameters, a function of a module, or () for the whole model at once.
+        activation_checkpointing: False; "full" to compute each repeated block's activations again in
+            backward; or the names of the classes whose activations are computed again.
+        xla_fsdp_settings: Further arguments of torch_xla's XlaFullyShardedDataParallel, as they are; a dtype
+            may be given by name, as in `{"compute_dtype": "bfloat16"}`.
+    """
+
+    wrap: Wrap = "auto"
+    activation_checkpointing: Again = False
+    xla_fsdp_settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check each option.
+
+        Raises:
+            ConfigError: One is of no use; says what is allowed.
+        """
+        kind = type(self).__name__
+        check_blocks(kind, self.wrap, self.activation_checkpointing)
+        settings = self.xla_fsdp_settings
+        if not isinstance(settings, Mapping) or not all(isinstance(name, str) for name in settings):
+            raise ConfigError(
+                f"{kind}(xla_fsdp_settings=...) is a mapping of names to values, not {settings!r}"
+            )
+        for name, reason in _OURS.items():
+            if name in settings:
+                raise ConfigError(f"{kind}(xla_fsdp_settings=...) cannot have {name!r}: {reason}")
+        for name, value in settings.items():
+            named = name.endswith("_dtype") and isinstance(value, str)
+            if named and not isinstance(getattr(torch, value, None), torch.dtype):
+                raise ConfigError(
+                    f"{kind}(xla_fsdp_settings={{{name!r}: {value!r}}}): torch has no such dtype"
+                )
+
+
+class XLAFSDP(Strategy):
+    """torch_xla's FSDP on the device of one process.
+
+    Args:
+        config: The options.
+        device: The kind of device, "xla".
+        world_size: How many processes: 1.
+
+    Raises:
+        StrategyError: More than one process.
+    """
+
+    name = "xla_fsdp"
+    config_type = XLAFSDPConfig
+    needs = "torch_xla, and a TPU or a CPU; one process that has one device"
+    sharded = True
+
+    def __init__(
+        self, config: XLAFSDPConfig | None = None, *, device: str = "xla", world_size: int = 1
+    ) -> None:
+        check_alone(self.name, world_size)
+        self.config = config or XLAFSDPConfig()
+        self.device = torch.device(device)
+        self._trace = Trace()
+        self._prepared: list[_Sharded] = []
+
+    @classmethod
+    def available(cls, hardware: Any) -> Support:
+        """Whether it can run on a machine."""
+        return available(hardware)
+
+    def supports(self, precision: Precision) -> Support:
+        """Parameters in float32, products in float32 or bfloat16."""
+        if precision.param_dtype not in (None, torch.float32):
+            return Support(
+                False, "torch_xla's FSDP takes parameters in float32 only; use '32' or 'bf16-mixed'"
+            )
+        return supports(precision)
+
+    def setup(self) -> None:
+        """Open the device.
+
+        Raises:
+            StrategyError: There are several.
+        """
+        self.device = open_device(self.name)
+        import torch_xla.runtime as runtime
+
+        count = runtime.global_runtime_device_count()
+        if count > 1:
+            raise StrategyError(
+                f"there are {count} XLA devices, and strategy 'xla_fsdp' takes one: torch_xla would shard"
+                " over all by a process for each, whose collectives on a CPU wait for one another for ever."
+                " Use 'xla_fsdp_v2', which uses all devices of one process, or leave one (CPU_NUM_DEVICES=1)"
+            )
+
+    def prepare(
+        self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision
+    ) -> Prepared:
+        """Move, shard, then make the optimizers on the shards.
+
+        Raises:
+            StrategyError: A parameter without a dimension to divide.
+            ConfigError: Settings that torch_xla refuses.
+        """
+        check_values(module.task, self.name)
+        for name, parameter in module.task.named_parameters():
+            if parameter.ndim == 0:
+                raise StrategyError(
+                    f"the parameter {name!r} is a scalar, which cannot be sharded; give it the shape (1,)"
+                )
+        move(module, self.device)
+        module.context = self._trace.context(precision.forward_context(self.device))
+        sharded = _Sharded(module, self.config, mixed=precision.compute_dtype is not None)
+        self._prepared.append(sharded)
+        return Prepared(sharded, make_optimizers(module) if make_optimizers else {})
+
+    def restore(self) -> None:
+        """Make the task an ordinary one in the host's memory."""
+        for sharded in self._prepared:
+            sharded.restore()
+        self._prepared = []
+
+    def backward(
+        self, loss: Tensor, share: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
+    ) -> None:
+        """Backward from the share as the loss's own gradient.
+
+        The shards are no leaves of the graph, so that torch cannot be told of `inputs`: the gradients of all
+        others are put back to what they were.
+        """
+        mine = {id(each) for each in inputs or ()}
+        others = [each for each in self._parameters() if id(each) not in mine] if inputs is not None else []
+        before = [each.grad for each in others]
+        for each in others:
+            each.grad = None
+        for sharded in self._prepared:
+            sharded.before_backward()
+        self._trace.backward(loss, share)
+        for each, gradient in zip(others, before, strict=True):
+            each.grad = gradient
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for each in self._prepared for parameter in each.parameters()]
+
+    def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
+        """Clip by the global norm: of one process the shards are whole."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    def optimizer_step(self, optimizer: Optimizer) -> bool:
+        """Step, and run what was traced."""
+        self._trace.update(optimizer)
+        return True
+
+
+class _Taken(nn.Module):
+    """Gives a step's result as a mapping, in whose tensors torch_xla looks for what leads back."""
+
+    def __init__(self, step: StepModule) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.step(*args, **kwargs)
+        return {StepOutput: output._asdict()} if isinstance(output, StepOutput) else output
+
+
+class _Sharded(nn.Module):
+    """A step module of which torch_xla has sharded the blocks, and the rest together.
+
+    Args:
+        module: The step module, on the device.
+        config: The options.
+        mixed: Whether it computes in another dtype than that of its parameters.
+
+    Raises:
+        ConfigError: Settings that torch_xla refuses.
+    """
+
+    def __init__(self, module: StepModule, config: XLAFSDPConfig, mixed: bool) -> None:
+        super().__init__()
+        from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
+
+        self._module = [module]  # in a list: it is no child, for that is in the wrapper
+        self._places: list[tuple[nn.Module, str, nn.Module]] = []
+        self._led_back = False
+        options: dict[str, Any] = {
+            "buffer_dtype": torch.float32,
+            # Its own linear layer takes no part in autocast.
+            "_use_xla_patched_linear": not mixed,
+            **{name: _value(name, value) for name, value in config.xla_fsdp_settings.items()},
+            # In one process a shard is then the whole, in its shape.
+            "shard_param_on_dim_0": True,
+        }
+        self._again = checkpoint_blocks(module.task, config.activation_checkpointing)
+        blocks = units(module.task, config.wrap)
+        try:
+            for block in blocks:
+                self._replace(module, block, XlaFullyShardedDataParallel(block, **options))
+            self.whole = XlaFullyShardedDataParallel(_Taken(module), **options)
+        except TypeError as error:
+            raise ConfigError(f"torch_xla refuses XLAFSDPConfig(xla_fsdp_settings=...): {error}") from error
+        self._wrappers = [
+            each for each in self.whole.modules() if isinstance(each, XlaFullyShardedDataParallel)
+        ]
+        for wrapper in self._wrappers:
+            _show_shards(wrapper)
+            wrapper._register_state_dict_hook(_leave_out)
+            wrapper._register_load_state_dict_pre_hook(_put_in)
+
+    def _replace(self, module: nn.Module, block: nn.Module, wrapper: nn.Module) -> None:
+        for parent in list(module.modules()):
+            for name, child in parent._modules.items():
+                if child is block:
+                    parent._modules[name] = wrapper
+                    self._places.append((parent, name, block))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The step's result."""
+        self._led_back = False
+        output = self.whole(*args, **kwargs)
+        if isinstance(output, dict) and StepOutput in output:
+            return StepOutput(**output[StepOutput])
+        return output
+
+    @property
+    def module(self) -> StepModule:
+        """What it is made of."""
+        return self._module[0]
+
+    def before_backward(self) -> None:
+        """Have torch_xla gather parameters and look for gradients also when it has led back one of several
+        forwards, after which it is done until the next.
+        """
+        if self._led_back:
+            for wrapper in self._wrappers:
+                wrapper._rebuild_full_params()
+                wrapper._register_post_backward_hooks()
+        self._led_back = True
+
+    def restore(self) -> None:
+        """Take out what torch_xla has put in, and bring the module into the host's memory."""
+        for wrapper in self._wrappers:
+            for _, module, name, *_ in (*wrapper.full_param_infos, *_aliases(wrapper)):
+                vars(module).pop(name)
+        for parent, name, block in self._places:
+            parent._modules[name] = block
+        forget_checkpointing(self._again)
+        for each in self.module.modules():
+            if vars(each).pop("_nn_linear_forward_original", None) is not None:
+                vars(each).pop("forward", None)
+        move(self.module, "cpu")
+
+
+def _value(name: str, value: Any) -> Any:
+    """A setting; a dtype that was named."""
+    return getattr(torch, value) if name.endswith("_dtype") and isinstance(value, str) else value
+
+
+def _aliases(wrapper: Any) -> list[tuple[Any, ...]]:
+    """Further places of tied parameters: their owner, and the place that the shard has been given."""
+    return [(None, *rest) for _, _, *rest in wrapper.shared_full_param_infos]
+
+
+def _show_shards(wrapper: Any) -> None:
+    """Register a wrapper's shards where its parameters were, under their names.
+
+    Attributes of the same names, which torch finds first, are the gathered ones, which forward uses.
+    """
+    for (_, module, name), shard in zip(wrapper.full_param_infos, wrapper.sharded_params, strict=True):
+        module._parameters[name] = shard
+    for _, module, name, owner, own in _aliases(wrapper):
+        module._parameters[name] = owner._parameters[own]
+    wrapper._parameters.clear()
+
+
+_INSIDE = "_fsdp_wrapped_module."
+"""What a wrapper calls what is inside."""
+
+
+def _leave_out(wrapper: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Give the state dict of a wrapper the names of what is inside."""
+    inside = prefix + _INSIDE
+    for key in [each for each in state if each.startswith(inside)]:
+        state[prefix + key.removeprefix(inside)] = state.pop(key)
+
+
+def _put_in(state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """The other way."""
+    for key in [each for each in state if each.startswith(prefix)]:
+        state[prefix + _INSIDE + key.removeprefix(prefix)] = state.pop(key)

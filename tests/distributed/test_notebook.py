@@ -1,0 +1,103 @@
+"""A notebook trains in several processes as often as it likes, and finds the results in its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.failing import undisturbed
+
+pytestmark = pytest.mark.skipif(
+    not torch.distributed.is_gloo_available() or sys.platform != "linux", reason="needs gloo and a safe fork"
+)
+
+FIRST = """
+import json
+import torch
+from torch import nn
+from torchmetrics import MeanSquaredError
+from drivetrain import TaskModule, Trainer
+
+class Deep(TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)))
+
+    def forward(self, x):
+        return self.blocks(x)
+
+    def loss(self, outputs, batch):
+        return (outputs - batch["y"]).square().mean()
+
+    def metrics(self):
+        return {"error": MeanSquaredError()}
+
+draw = torch.Generator().manual_seed(0)
+data = [{name: torch.rand(2, 8, generator=draw) for name in "xy"} for _ in range(8)]
+
+def found(**options):
+    trainer = Trainer(max_epochs=2, loggers=(), progress_bar=False, **options)
+    torch.manual_seed(0)
+    task = Deep()
+    result = trainer.fit(task, data, data)
+    values = {**result.metrics, **trainer.validate(task, data), "updates": result.progress.updates}
+    weights = {name: value.flatten().tolist() for name, value in task.state_dict().items()}
+    print(json.dumps([values, weights]))
+"""
+
+CELLS = [
+    FIRST,
+    'found(run_dir="runs/alone", gradient_accumulation_steps=2)',
+    'found(run_dir="runs/1", strategy="ddp", devices=2)',
+    'found(run_dir="runs/2", strategy="ddp", devices=2)',
+    'found(run_dir="runs/3", strategy="fsdp", devices=2)',
+    'found(run_dir="runs/4", strategy="fsdp", devices=2)',
+]
+
+EXECUTE = """
+import json, sys
+import nbformat
+from nbclient import NotebookClient
+
+cells = [nbformat.v4.new_code_cell(source) for source in json.load(sys.stdin)]
+notebook = nbformat.v4.new_notebook(cells=cells)
+NotebookClient(notebook, timeout=60, kernel_name="python3").execute()
+json.dump([cell.outputs for cell in notebook.cells], sys.stdout)
+"""
+
+
+def executed(cells: list[str]) -> list[list[dict[str, str]]]:
+    """What the cells of a notebook give, in a kernel of their own."""
+    here = {name: str(Path.cwd() / name) for name in ("IPYTHONDIR", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR")}
+    done = subprocess.run(
+        [sys.executable, "-c", EXECUTE],
+        input=json.dumps(cells),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**undisturbed(), **here},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    outputs: list[list[dict[str, str]]] = json.loads(done.stdout)
+    return outputs
+
+
+def test_each_training_of_a_notebook_gives_what_one_process_gives() -> None:
+    nothing, *outputs = executed(CELLS)
+    assert nothing == []
+    texts = [[each["text"] for each in output] for output in outputs]
+    assert [len(each) for each in texts] == [1] * 5, "the other ranks print nothing, and nobody warns"
+    values, weights = json.loads(texts[0][0])
+    assert values["updates"] == 8
+    assert {"train/loss", "train/error", "validation/loss", "validation/error"} <= values.keys()
+    for cell, text in zip(CELLS[2:], texts[1:], strict=True):
+        its_values, its_weights = json.loads(text[0])
+        assert its_values == pytest.approx(values, rel=1e-6), cell
+        assert its_weights.keys() == weights.keys()
+        for name, value in its_weights.items():
+            assert value == pytest.approx(weights[name], rel=1e-6, abs=1e-7), (cell, name)
