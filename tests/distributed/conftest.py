@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-from tests.support.failing import Ended, run_program, run_together
+from tests.support.failing import Ended, run_written, together
+
+TOGETHER = inspect.signature(together).parameters.keys()
+"""What a marker says of the program's text; the rest is of how it is run."""
 
 
 @pytest.fixture(scope="module")
@@ -19,15 +23,17 @@ def programs(
         for item in request.session.items:
             marker = item.get_closest_marker("program")
             if marker is not None and item.path == request.path:
-                run = run_program if marker.args else run_together
-                options = {"directory": tmp_path_factory.mktemp("program"), **marker.kwargs}
-                found[item.name] = pool.submit(run, *marker.args, **options)
+                made = {name: marker.kwargs[name] for name in TOGETHER & marker.kwargs.keys()}
+                options = {name: each for name, each in marker.kwargs.items() if name not in made}
+                text = marker.args[0] if marker.args else together(**made)
+                directory = tmp_path_factory.mktemp("program")
+                # Here, because a test that ends meanwhile would be told that it leaks an open file.
+                (directory / "program.py").write_text(text, encoding="utf-8")
+                found[item.name] = pool.submit(run_written, directory, **options)
         yield found
 
 
 @pytest.fixture
 def ended(request: pytest.FixtureRequest, programs: dict[str, Future[Ended]]) -> Ended:
-    """How the program of this test has ended: of `run_program` if its marker gives a text, else of
-    `run_together`.
-    """
+    """How the program of this test has ended: the text of its marker, or what `together` makes of it."""
     return programs[request.node.name].result()

@@ -69,7 +69,7 @@ def undisturbed() -> dict[str, str]:
     return {**environment, "OMP_NUM_THREADS": "1"}
 
 
-def run_together(
+def together(
     act: str = "pass",
     last: str = "pass",
     limit: float | None = None,
@@ -77,9 +77,8 @@ def run_together(
     join: str = "",
     after: str = "pass",
     timeout: float = 1.0,
-    **options: Any,
-) -> Ended:
-    """Two ranks that do something before the eighth of twelve collectives.
+) -> str:
+    """The program of two ranks that do something before the eighth of twelve collectives.
 
     Args:
         act: What they do, the body of a function of `rank` and `update`; true to leave the collective out.
@@ -89,34 +88,46 @@ def run_together(
         join: What they do before it.
         after: What they do after it.
         timeout: The channel's `timeout`.
-        **options: As in `run_program`.
     """
     program = PROGRAM.replace("HERE", act).replace("LIMIT", repr(limit)).replace("LAST", last)
     program = program.replace("JOIN", join).replace("DEADLOCK", repr(deadlock)).replace("AFTER", after)
-    program = program.replace("TIMEOUT", repr(timeout))
-    return run_program(program, **options)
+    return program.replace("TIMEOUT", repr(timeout))
 
 
-def run_program(
-    program: str,
-    directory: Path | None = None,
-    interrupt: signal.Signals | None = None,
-    whole_group: bool = False,
-    **variables: str,
-) -> Ended:
+def run_together(**options: Any) -> Ended:
+    """`run_program` of what `together` makes of these options."""
+    return run_program(together(**options))
+
+
+def run_program(program: str, directory: Path | None = None, **options: Any) -> Ended:
     """A program of several ranks, run to its end.
-
-    A rank that was left behind would hold the output open, and so be found.
 
     Args:
         program: The text.
         directory: Where it runs; None for here.
+        **options: As in `run_written`.
+    """
+    directory = Path.cwd() if directory is None else directory
+    (directory / "program.py").write_text(program, encoding="utf-8")
+    return run_written(directory, **options)
+
+
+def run_written(
+    directory: Path,
+    interrupt: signal.Signals | None = None,
+    whole_group: bool = False,
+    **variables: str,
+) -> Ended:
+    """The program that is in a directory, run to its end.
+
+    A rank that was left behind would hold the output open, and so be found.
+
+    Args:
+        directory: Where it is, and runs.
         interrupt: A signal for rank 0, a second after it has made a file "waiting".
         whole_group: Whether the signal is for all ranks, as a terminal's.
         **variables: For its environment.
     """
-    directory = Path.cwd() if directory is None else directory
-    (directory / "program.py").write_text(program, encoding="utf-8")
     process = subprocess.Popen(
         [sys.executable, "program.py"],
         cwd=directory,
