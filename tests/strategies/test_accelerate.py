@@ -449,7 +449,7 @@ def test_the_name_and_the_configuration_choose_it() -> None:
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drivetrain.strategies.accelerate.find_spec", lambda name: None)
+    monkeypatch.setattr("drivetrain.strategies.base.is_installed", lambda name: False)
     with pytest.raises(StrategyError, match=r"'accelerate' is not installed: pip install 'drivetrain\[accel"):
         Trainer(max_epochs=1, strategy="accelerate")
 

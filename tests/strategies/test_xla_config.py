@@ -24,7 +24,9 @@ def made(name: str, **options: Any) -> Any:
 @pytest.mark.skipif(HERE, reason="torch_xla is installed")
 @pytest.mark.parametrize("name", NAMES)
 def test_without_torch_xla_the_extra_is_named(name: str) -> None:
-    with pytest.raises(StrategyError, match=rf"'{name}' cannot run here: torch_xla is not installed: pip"):
+    with pytest.raises(
+        StrategyError, match=rf"'{name}' cannot run here: the package .torch_xla. is not installed: pip"
+    ):
         Trainer(strategy=name, max_epochs=1)
 
 
