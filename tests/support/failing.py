@@ -94,9 +94,9 @@ def together(
     return program.replace("TIMEOUT", repr(timeout))
 
 
-def run_together(**options: Any) -> Ended:
-    """`run_program` of what `together` makes of these options."""
-    return run_program(together(**options))
+def run_together(act: str, **options: Any) -> Ended:
+    """`run_program` of what `together` makes of these arguments."""
+    return run_program(together(act, **options))
 
 
 def run_program(program: str, directory: Path | None = None, **options: Any) -> Ended:
