@@ -7,13 +7,12 @@ https://github.com/huggingface/accelerate.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from drivetrain.distributed.group import Member, join, leave
 from drivetrain.distributed.ranks import ALONE
@@ -37,7 +36,6 @@ from drivetrain.strategies.fsdp_meshes import forget_meshes
 from drivetrain.strategies.fsdp_norms import clip_by_global_norm
 from drivetrain.strategies.fsdp_whole import Before
 from drivetrain.strategies.scaling import LossScale
-from drivetrain.strategies.stepping import step
 from drivetrain.task import StepModule
 
 _UNUSED = (
@@ -75,7 +73,6 @@ class Accelerate(Strategy):
         self.world_size = world_size
         self._member: Member | None = None
         self._session: Session | None = None
-        self._scale: LossScale | None = None
         self._wrapped: Any = None
         self._parameters: list[nn.Parameter] = []
         self._names: list[str] = []
@@ -294,32 +291,11 @@ class Accelerate(Strategy):
             self.world_size,
         )
 
-    def unscale(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by the loss scale."""
-        if self._scale is not None:
-            self._scale.unscale(optimizer)
-
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         """Clip by the global norm of the unsharded gradient."""
         if self.sharded:
             return clip_by_global_norm(parameters, max_norm, self.device, self.world_size)
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-
-    def optimizer_step(self, optimizer: Optimizer) -> bool:
-        """Step, unless a gradient overflowed on any rank."""
-        if self._scale is not None and self._scale.overflowed(optimizer):
-            return False
-        step(optimizer)
-        return True
-
-    def state_dict(self) -> dict[str, Any]:
-        """The loss scale and its growth counter."""
-        return {} if self._scale is None else {"scaler": self._scale.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a loss scale; one saved under another precision is left alone."""
-        if self._scale is not None and "scaler" in state:
-            self._scale.load_state_dict(state["scaler"])
 
 
 def _word(precision: Precision) -> str | None:

@@ -17,6 +17,8 @@ from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.errors import ConfigError, StrategyError
 from drivetrain.precision import Precision
 from drivetrain.registry import is_installed
+from drivetrain.strategies.scaling import LossScale
+from drivetrain.strategies.stepping import step
 from drivetrain.task import StepModule
 
 MakeOptimizers = Callable[[nn.Module], dict[str, Optimizer]]
@@ -168,6 +170,8 @@ class Strategy(ABC):
     always_told: bool = False
     no_generators: str = ""
     place: Callable[[Tensor], Tensor] | None = None
+    # Of a strategy whose backward scales losses itself; `unscale` and the methods after it go by it.
+    _scale: LossScale | None = None
 
     @property
     def data_rank(self) -> int:
@@ -264,20 +268,27 @@ class Strategy(ABC):
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Bring gradients of a scaled loss back to their size; called once before they are looked at."""
+        if self._scale is not None:
+            self._scale.unscale(optimizer)
 
     @abstractmethod
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         """Clip by the global norm of the unsharded, unscaled gradient and return that norm (0-d)."""
 
-    @abstractmethod
     def optimizer_step(self, optimizer: Optimizer) -> bool:
-        """Make the update; False when it was skipped because a scaled gradient overflowed. A loss scale is
-        updated here too.
+        """Make the update; False when it was skipped because a scaled gradient overflowed, on all processes
+        alike. A loss scale is updated here too; under one, knowing of an overflow takes a host sync.
         """
+        if self._scale is not None and self._scale.overflowed(optimizer):
+            return False
+        step(optimizer)
+        return True
 
     def state_dict(self) -> dict[str, Any]:
-        """What the strategy itself must remember, such as a loss scale."""
-        return {}
+        """What the strategy itself must remember: the loss scale and its growth counter."""
+        return {} if self._scale is None else {"scaler": self._scale.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Take over what `state_dict` gave; a loss scale saved under another precision is left alone."""
+        if self._scale is not None and "scaler" in state:
+            self._scale.load_state_dict(state["scaler"])

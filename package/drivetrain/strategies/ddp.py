@@ -6,7 +6,7 @@ Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Train
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from drivetrain.distributed.group import Member, join, leave, uncompared
 from drivetrain.distributed.ranks import ALONE
@@ -30,7 +29,6 @@ from drivetrain.strategies.base import (
     check_values,
 )
 from drivetrain.strategies.scaling import LossScale
-from drivetrain.strategies.stepping import step
 from drivetrain.task import StepModule
 
 _BUFFERS = (
@@ -125,7 +123,6 @@ class DDP(Strategy):
         self.device = torch.device(device)
         self.world_size = world_size
         self._member: Member | None = None
-        self._scale: LossScale | None = None
         self._wrapped: DistributedDataParallel | None = None
         self._parameters: list[nn.Parameter] = []
         self._names: list[str] = []
@@ -244,30 +241,9 @@ class DDP(Strategy):
         """Average the gradients that backward left alone: those of a generator step's optimizers."""
         average_gradients(parameters, self.world_size)
 
-    def unscale(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by the loss scale."""
-        if self._scale is not None:
-            self._scale.unscale(optimizer)
-
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         """Clip by the global norm, which is the same in every process."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-
-    def optimizer_step(self, optimizer: Optimizer) -> bool:
-        """Step, unless an averaged gradient overflowed, which all ranks find alike."""
-        if self._scale is not None and self._scale.overflowed(optimizer):
-            return False
-        step(optimizer)
-        return True
-
-    def state_dict(self) -> dict[str, Any]:
-        """The loss scale and its growth counter."""
-        return {} if self._scale is None else {"scaler": self._scale.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a loss scale; one saved under another precision is left alone."""
-        if self._scale is not None and "scaler" in state:
-            self._scale.load_state_dict(state["scaler"])
 
 
 def settle_buckets(wrapped: DistributedDataParallel, parameters: Sequence[nn.Parameter]) -> None:

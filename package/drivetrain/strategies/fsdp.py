@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from drivetrain.distributed.environment import detect
 from drivetrain.distributed.group import Member, join, leave
@@ -33,7 +32,6 @@ from drivetrain.strategies.fsdp_tensor import Planned, TensorParallel, planned
 from drivetrain.strategies.fsdp_whole import Before
 from drivetrain.strategies.fsdp_wrapping import batch_norms, units
 from drivetrain.strategies.scaling import LossScale
-from drivetrain.strategies.stepping import step
 from drivetrain.task import StepModule
 
 
@@ -59,7 +57,6 @@ class FSDP(Strategy):
         self.device = torch.device(device)
         self.world_size = world_size
         self._member: Member | None = None
-        self._scale: LossScale | None = None
         self._parameters: list[nn.Parameter] = []
         self._ignored: list[nn.Parameter] = []
         self._data_ranks = ALONE
@@ -299,30 +296,9 @@ class FSDP(Strategy):
         if ignored:
             average_gradients(ignored, self.world_size)
 
-    def unscale(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by the loss scale."""
-        if self._scale is not None:
-            self._scale.unscale(optimizer)
-
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         """Clip by the global norm of the unsharded gradient."""
         return clip_by_global_norm(parameters, max_norm, self.device, self.world_size)
-
-    def optimizer_step(self, optimizer: Optimizer) -> bool:
-        """Step, unless a gradient overflowed on any rank."""
-        if self._scale is not None and self._scale.overflowed(optimizer):
-            return False
-        step(optimizer)
-        return True
-
-    def state_dict(self) -> dict[str, Any]:
-        """The loss scale and its growth counter."""
-        return {} if self._scale is None else {"scaler": self._scale.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a loss scale; one saved under another precision is left alone."""
-        if self._scale is not None and "scaler" in state:
-            self._scale.load_state_dict(state["scaler"])
 
 
 def _check(task: nn.Module, whole: frozenset[str], plan: Sequence[Planned]) -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from drivetrain.errors import StrategyError
 from drivetrain.precision import Precision
 from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Support, check_values
 from drivetrain.strategies.scaling import LossScale
-from drivetrain.strategies.stepping import step
 from drivetrain.task import StepModule
 
 _KINDS = ("cpu", "cuda", "mps")
@@ -59,7 +56,6 @@ class SingleDevice(Strategy):
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = _existing(device)
         self.name = "single"
-        self._scale: LossScale | None = None
 
     def supports(self, precision: Precision) -> Support:
         """All built-in precisions on the CPU; MPS has none of 64 or 8 bits; bfloat16 needs hardware that has
@@ -97,29 +93,6 @@ class SingleDevice(Strategy):
         root = None if share is None else torch.as_tensor(share, dtype=loss.dtype, device=loss.device)
         loss.backward(root, inputs=inputs)  # type: ignore[no-untyped-call]
 
-    def unscale(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by the loss scale."""
-        if self._scale is not None:
-            self._scale.unscale(optimizer)
-
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         """Clip by the global norm."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-
-    def optimizer_step(self, optimizer: Optimizer) -> bool:
-        """Step, unless an unscaled gradient overflowed; knowing that takes one host sync, under loss scaling
-        only, after which the loss scale grows or shrinks.
-        """
-        if self._scale is not None and self._scale.overflowed(optimizer):
-            return False
-        step(optimizer)
-        return True
-
-    def state_dict(self) -> dict[str, Any]:
-        """The loss scale and its growth counter."""
-        return {} if self._scale is None else {"scaler": self._scale.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a loss scale; one saved under another precision is left alone."""
-        if self._scale is not None and "scaler" in state:
-            self._scale.load_state_dict(state["scaler"])
