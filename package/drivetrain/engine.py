@@ -189,7 +189,7 @@ class Engine:
         for micro_batch, scale in pairs:
             if self._tells:
                 strategy.microbatch(self.model, micro_batch is pairs[-1][0])
-            if not self._alone:
+            if total is not None and micro_batch.everywhere is None:
                 micro_batch = self._spare.instead_of(micro_batch)
             loss, names, values, outputs = read_output(run_step(micro_batch.batch))
             if loss is None or values is None or not loss.requires_grad:

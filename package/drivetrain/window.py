@@ -42,8 +42,9 @@ def shared(micro_batches: Sequence[MicroBatch], ranks: Ranks, spare: Spare) -> t
     Returns:
         The micro-batches with their shares, and the window's counts in all processes together.
     """
-    known = [each.everywhere for each in micro_batches if each.everywhere is not None]
-    if len(known) == len(micro_batches):
+    if len(micro_batches) == 1 and micro_batches[0].everywhere is not None:
+        total = micro_batches[0].everywhere
+    elif None not in (known := [each.everywhere for each in micro_batches]):
         total = Everywhere(*map(sum, zip(*known, strict=True)))
     else:
         # Those without weight come last: what is run in their place draws after all others, so that a resumed
@@ -55,10 +56,11 @@ def shared(micro_batches: Sequence[MicroBatch], ranks: Ranks, spare: Spare) -> t
     size, weight = ranks.size, total.weight
     if isinstance(weight, Tensor):
         return [(each, each.weight * size / weight) for each in micro_batches], total
-    shares = [each.weight * size / weight for each in micro_batches]
-    return [
-        (each, None if share == 1 else share) for each, share in zip(micro_batches, shares, strict=True)
-    ], total
+    pairs: Weighted = []
+    for each in micro_batches:
+        share = each.weight * size / weight
+        pairs.append((each, None if share == 1 else share))
+    return pairs, total
 
 
 def _weighs_nothing(micro_batch: MicroBatch) -> bool:

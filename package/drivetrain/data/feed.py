@@ -197,9 +197,8 @@ class Feed:
         number = 0
         if limit is not None and limit <= 0:
             return
-        rounds = self.source.batches(epoch, position)
+        rounds: Iterator[SharedBatch] = self.source.batches(epoch, position)  # type: ignore[assignment]
         for fetched in rounds if self._compare is None else self._compared(rounds, self._compare):
-            assert isinstance(fetched, SharedBatch)
             batch, advance, samples, stand_in, known, _ = fetched
             samples = batch_size(batch) if samples is None else samples
             if samples is None:
@@ -220,9 +219,9 @@ class Feed:
         if number == 0 and position == 0:
             raise self._empty(epoch)
 
-    def _compared(self, rounds: Iterator[Any], compare: Compare) -> Iterator[Any]:
+    def _compared(self, rounds: Iterator[SharedBatch], compare: Compare) -> Iterator[SharedBatch]:
         self._compare = None
-        first: SharedBatch | None = next(rounds, None)
+        first = next(rounds, None)
         compare(None if first is None else first.evidence)
         return rounds if first is None else chain((first,), rounds)
 

@@ -148,7 +148,7 @@ class IndexedSource(Source):
     def _round_slices(self, epoch: int, position: int) -> Iterator[Slice]:
         if self._batch_sampler is not None:
             sampled = self._sampled(self._order.replayed(self._batch_sampler, epoch), position)
-            return grouped(((start, batch, len(batch)) for start, batch in sampled), self.share, len)
+            return grouped(sampled, self.share)
         if self._order.length() is None:
             take = drawn(islice(self._order.drawn(self._order.sampler, epoch), position, None))
         else:

@@ -111,24 +111,20 @@ def drawn(items: Iterator[Any]) -> Callable[[int, int], Sequence[Any]]:
     return lambda start, stop: list(islice(items, stop - start))
 
 
-def grouped(
-    batches: Iterable[tuple[int, Any, int]], share: Share, count: Callable[[Any], int | None]
-) -> Iterator[Slice]:
+def grouped(batches: Iterable[tuple[int, Sequence[Any]]], share: Share) -> Iterator[Slice]:
     """One process's batches of rounds that have a whole batch for each process.
 
     Args:
-        batches: Where each begins, the batch, and by how much it moves the position.
+        batches: Where each begins, and its samples' indices.
         share: Whose batches.
-        count: A batch's number of samples, or None when that cannot be said.
     """
     iterator = iter(batches)
     while together := list(islice(iterator, share.size)):
         stand_in = share.rank >= len(together)
-        start, items, _ = together[0 if stand_in else share.rank]
-        counts = [count(each) for _, each, _ in together]
-        samples = None if None in counts else sum(counts)  # type: ignore[arg-type]
-        advance = sum(each for _, _, each in together)
-        yield Slice(start, items, advance, stand_in, samples, [each for _, each, _ in together])
+        start, items = together[0 if stand_in else share.rank]
+        whole = [each for _, each in together]
+        samples = sum(map(len, whole))
+        yield Slice(start, items, samples, stand_in, samples, whole)
 
 
 def rounds(batches: int, share: Share) -> int:

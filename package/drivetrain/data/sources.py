@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from drivetrain.data.batch import batch_size
 from drivetrain.data.outline import outline
-from drivetrain.data.rounds import Evidence, SharedBatch, grouped, rounds
+from drivetrain.data.rounds import Evidence, SharedBatch, rounds
 from drivetrain.data.share import WHOLE, Share
 from drivetrain.errors import DataError
 from drivetrain.streams import batch_stream, mix_next, seed_after, seed_batch, seed_host
@@ -118,12 +118,17 @@ class BatchSource(Source):
 
 def _every_round(batches: Iterable[Batch], source: Source) -> Iterator[SharedBatch]:
     """One process's batches of data of which every process draws all: nothing is read twice or left out."""
-    for part in grouped(((0, batch, 1) for batch in batches), source.share, batch_size):
+    iterator, (rank, size) = iter(batches), source.share
+    while together := list(itertools.islice(iterator, size)):
+        stand_in = rank >= len(together)
+        counts = [batch_size(each) for each in together]
+        everywhere = None if None in counts else sum(counts)  # type: ignore[arg-type]
         evidence = None
-        if source.shows and part.whole is not None:
+        if source.shows:
             source.shows = False
-            evidence = Evidence(None, outline((part.whole[0], part.whole[-1])))
-        yield SharedBatch(part.items, part.advance, None, part.stand_in, part.samples, evidence)
+            evidence = Evidence(None, outline((together[0], together[-1])))
+        which = 0 if stand_in else rank
+        yield SharedBatch(together[which], len(together), counts[which], stand_in, everywhere, evidence)
 
 
 class IterableSource(Source):
