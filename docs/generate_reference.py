@@ -169,6 +169,7 @@ PAGES = {
             "strategies.accelerate_config": "AccelerateConfig",
             "mps_fallback": "enable_mps_fallback",
             "distributed.processes": "rank world_size one_at_a_time",
+            "strategies.xla": "XLAConfig",
             "strategies.xla_fsdp": "XLAFSDPConfig",
             "strategies.xla_fsdp_v2": "XLAFSDPv2Config",
             "registry": "Registry",

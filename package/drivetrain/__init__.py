@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from drivetrain.strategies.ddp import DDPConfig
     from drivetrain.strategies.deepspeed_config import DeepSpeedConfig
     from drivetrain.strategies.fsdp_config import FSDPConfig
+    from drivetrain.strategies.xla import XLAConfig
     from drivetrain.strategies.xla_fsdp import XLAFSDPConfig
     from drivetrain.strategies.xla_fsdp_v2 import XLAFSDPv2Config
     from drivetrain.task import TaskModule
@@ -88,6 +89,7 @@ _HOMES = {
     "drivetrain.strategies.ddp": ("DDPConfig",),
     "drivetrain.strategies.deepspeed_config": ("DeepSpeedConfig",),
     "drivetrain.strategies.fsdp_config": ("FSDPConfig",),
+    "drivetrain.strategies.xla": ("XLAConfig",),
     "drivetrain.strategies.xla_fsdp": ("XLAFSDPConfig",),
     "drivetrain.strategies.xla_fsdp_v2": ("XLAFSDPv2Config",),
     "drivetrain.task": ("TaskModule",),
@@ -134,6 +136,7 @@ __all__ = [
     "TensorBoardLogger",
     "Throughput",
     "Trainer",
+    "XLAConfig",
     "XLAFSDPConfig",
     "XLAFSDPv2Config",
     "__version__",

@@ -43,6 +43,14 @@ def test_a_gpu_is_left_idle_only_by_somebody_who_says_so(name: str, monkeypatch:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_when_programs_run_is_one_of_two(name: str) -> None:
+    kind: Any = STRATEGIES[name]
+    assert kind.config_type().run_after == "micro_batch"
+    with pytest.raises(ConfigError, match=r"run_after='updates'.*Did you mean 'update'"):
+        kind.config_type(run_after="updates")
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_several_processes_are_refused(name: str) -> None:
     with pytest.raises(StrategyError, match=rf"'{name}' runs 1 process, not 2: .*'xla_fsdp_v2' uses all"):
         made(name, world_size=2)

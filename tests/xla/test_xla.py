@@ -14,15 +14,15 @@ from tests.support.xla import QUIET, Counts, apart, counts, make, trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from drivetrain import Engine, StrategyError, Trainer
+from drivetrain import Engine, StrategyError, Trainer, XLAConfig, XLAFSDPConfig, XLAFSDPv2Config
 from drivetrain.callbacks import LambdaCallback
 from drivetrain.checkpoint import export_torch, load_weights
-from drivetrain.strategies import Hardware
+from drivetrain.strategies import STRATEGIES, Hardware
 from drivetrain.streams import device_generators
 from drivetrain.testing import check_strategy
 from drivetrain.testing.strategy_tasks import Sequences, Tokens
 
-STRATEGIES = [("xla", 1), ("xla_fsdp", 1), ("xla_fsdp_v2", 2)]
+NAMES = [("xla", 1), ("xla_fsdp", 1), ("xla_fsdp_v2", 2)]
 """With how many devices each is held to what all must do."""
 
 CHECKS = [
@@ -49,17 +49,21 @@ def test_precisions_are_those_of_the_cpu(precision: str, tolerance: float) -> No
     check_strategy(make("xla"), 1, checks=["frozen_and_tied"], precision=precision, tolerance=tolerance)
 
 
-def counted(name: str, devices: int, samples: int, accumulation: int, log_every: str) -> Counts:
+def counted(
+    name: str, devices: int, samples: int, accumulation: int, log_every: str, run_after: str = "micro_batch"
+) -> Counts:
     """Three epochs of ragged micro-batches of four, with clipping, dropout and a rate that always changes."""
     seen = Counts()
+    kind: Any = STRATEGIES[name]
+    config = kind.config_type(run_after=run_after)
     task = Tokens(schedule="cosine", dropout=0.1)
     data = DataLoader(Sequences(samples), batch_size=4, shuffle=True)
     options = {"max_epochs": 3, "log_every": log_every, "max_grad_norm": 0.5, "callbacks": [seen]}
-    trainer(name, None, devices, gradient_accumulation_steps=accumulation, **options).fit(task, data)
+    trainer(name, config, devices, gradient_accumulation_steps=accumulation, **options).fit(task, data)
     return seen
 
 
-@pytest.mark.parametrize(("name", "devices"), STRATEGIES)
+@pytest.mark.parametrize(("name", "devices"), NAMES)
 def test_an_update_is_one_program_that_is_compiled_no_more_after_the_second(name: str, devices: int) -> None:
     def run() -> list[dict[str, int]]:
         return counted(name, devices, 16, 1, "1000 steps").updates
@@ -70,7 +74,7 @@ def test_an_update_is_one_program_that_is_compiled_no_more_after_the_second(name
     assert all(each["copied"] == 0 for each in updates)
 
 
-@pytest.mark.parametrize(("name", "devices"), STRATEGIES)
+@pytest.mark.parametrize(("name", "devices"), NAMES)
 def test_accumulation_runs_each_micro_batch_by_itself_whatever_its_share(name: str, devices: int) -> None:
     def run() -> list[dict[str, int]]:
         return counted(name, devices, 22, 2, "1000 steps").updates
@@ -79,6 +83,26 @@ def test_accumulation_runs_each_micro_batch_by_itself_whatever_its_share(name: s
     assert len(updates) == 9  # the third of an epoch has a micro-batch of two
     assert updates[6:] == [{"compiled": 0, "run": 2, "copied": 0}] * 3
     assert all(each["copied"] == 0 for each in updates)
+
+
+@pytest.mark.parametrize(("name", "devices"), NAMES)
+def test_a_whole_window_can_be_one_program(name: str, devices: int) -> None:
+    def run() -> list[dict[str, int]]:
+        return counted(name, devices, 22, 2, "1000 steps", "update").updates
+
+    updates = apart(run)
+    assert len(updates) == 9  # the third of an epoch has a micro-batch of two, and compiles once
+    assert [each["run"] for each in updates] == [1] * 9
+    assert updates[6:] == [{"compiled": 0, "run": 1, "copied": 0}] * 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "devices"),
+    [(XLAConfig, "xla", 1), (XLAFSDPConfig, "xla_fsdp", 1), (XLAFSDPv2Config, "xla_fsdp_v2", 2)],
+)
+def test_the_numbers_of_whole_windows_are_those_of_the_cpu(kind: Any, name: str, devices: int) -> None:
+    checks = ["same_as_the_big_batch", "generator_steps", "resume_is_bitwise"]
+    check_strategy(make(name, kind(run_after="update"), devices), 1, checks=checks)
 
 
 def own_loop(
@@ -108,7 +132,7 @@ def own_loop(
     return norms, dict(model.state_dict()), keys
 
 
-@pytest.mark.parametrize(("name", "devices"), STRATEGIES)
+@pytest.mark.parametrize(("name", "devices"), NAMES)
 def test_a_loop_of_ones_own_has_the_same_numbers_names_and_checkpoints(name: str, devices: int) -> None:
     def run() -> None:
         strategy = make(name, devices=devices)

@@ -12,13 +12,36 @@ from torch.optim import Optimizer
 
 from drivetrain.precision import Precision
 from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Support, check_values
-from drivetrain.strategies.xla_device import Trace, available, check_alone, move, open_device, supports
+from drivetrain.strategies.xla_device import (
+    Trace,
+    available,
+    check_alone,
+    check_run_after,
+    move,
+    open_device,
+    supports,
+)
 from drivetrain.task import StepModule
 
 
 @dataclass(frozen=True, kw_only=True)
 class XLAConfig:
-    """Options of strategy "xla", of which there are none."""
+    """Options of strategy "xla".
+
+    Attributes:
+        run_after: When XLA runs what was traced: after each "micro_batch", or once after the whole "update".
+            The latter compiles all micro-batches of a window as one program, and a short window anew.
+    """
+
+    run_after: str = "micro_batch"
+
+    def __post_init__(self) -> None:
+        """Check the option.
+
+        Raises:
+            ConfigError: It is of no use; says what is allowed.
+        """
+        check_run_after(type(self).__name__, self.run_after)
 
 
 class XLA(Strategy):
@@ -41,7 +64,7 @@ class XLA(Strategy):
         check_alone(self.name, world_size)
         self.config = config or XLAConfig()
         self.device = torch.device(device)
-        self._trace = Trace()
+        self._trace = Trace(self.config.run_after)
         self._prepared: list[nn.Module] = []
 
     @classmethod

@@ -16,13 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.errors import MissingDependencyError, StrategyError
+from drivetrain.errors import ConfigError, MissingDependencyError, StrategyError, nearest
 from drivetrain.precision import Precision
 from drivetrain.strategies.base import Support, installed
 from drivetrain.strategies.hardware import Hardware
 from drivetrain.strategies.stepping import step
 
 Context = Callable[[], AbstractContextManager[object]]
+
+RUN_AFTER = ("micro_batch", "update")
+"""When what was traced may run; see `Trace`."""
 
 _CLIENT = "PJRT_DEVICE"
 """The variable that tells torch_xla what to compute on."""
@@ -138,14 +141,31 @@ def move(module: nn.Module, device: torch.device | str) -> None:
             setattr(other, alias, getattr(owner, name))
 
 
-class Trace:
-    """When the operations that were traced run: once for a micro-batch, in the last one's case with the
-    update.
+def check_run_after(kind: str, value: str) -> None:
+    """Check the option of all of XLA's configurations.
 
-    Not all of a window at once: XLA would compile the sum of its micro-batches, and plan memory for it.
+    Args:
+        kind: The configuration's class.
+        value: What was given.
+
+    Raises:
+        ConfigError: It is unknown.
+    """
+    if value not in RUN_AFTER:
+        raise ConfigError(f"{kind}(run_after={value!r}) is unknown. {nearest(str(value), RUN_AFTER)}")
+
+
+class Trace:
+    """When the operations that were traced run.
+
+    Args:
+        run_after: "micro_batch" runs them once for each, in the last one's case with the update. "update"
+            runs a window's together, so that XLA compiles the sum of its micro-batches and plans memory for
+            it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, run_after: str) -> None:
+        self._whole = run_after == "update"
         self._backward = False
 
     def run(self) -> None:
@@ -162,8 +182,8 @@ class Trace:
 
         @contextmanager
         def step() -> Iterator[None]:
-            if self._backward:  # of the micro-batch before
-                self.run()
+            if self._backward and not (self._whole and torch.is_grad_enabled()):
+                self.run()  # the micro-batch before
             with inner() if inner is not None else nullcontext():
                 yield
             if not torch.is_grad_enabled():

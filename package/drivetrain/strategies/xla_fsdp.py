@@ -19,7 +19,15 @@ from drivetrain.precision import Precision
 from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Support, check_values
 from drivetrain.strategies.fsdp_wrapping import Wrap, units
 from drivetrain.strategies.xla_blocks import Again, check_blocks, checkpoint_blocks, forget_checkpointing
-from drivetrain.strategies.xla_device import Trace, available, check_alone, move, open_device, supports
+from drivetrain.strategies.xla_device import (
+    Trace,
+    available,
+    check_alone,
+    check_run_after,
+    move,
+    open_device,
+    supports,
+)
 from drivetrain.task import StepModule
 from drivetrain.types import StepOutput
 
@@ -48,11 +56,14 @@ class XLAFSDPConfig:
             backward; or the names of the classes whose activations are computed again.
         xla_fsdp_settings: Further arguments of torch_xla's XlaFullyShardedDataParallel, as they are; a dtype
             may be given by name, as in `{"compute_dtype": "bfloat16"}`.
+        run_after: When XLA runs what was traced: after each "micro_batch", or once after the whole "update".
+            The latter compiles all micro-batches of a window as one program, and a short window anew.
     """
 
     wrap: Wrap = "auto"
     activation_checkpointing: Again = False
     xla_fsdp_settings: Mapping[str, Any] = field(default_factory=dict)
+    run_after: str = "micro_batch"
 
     def __post_init__(self) -> None:
         """Check each option.
@@ -62,6 +73,7 @@ class XLAFSDPConfig:
         """
         kind = type(self).__name__
         check_blocks(kind, self.wrap, self.activation_checkpointing)
+        check_run_after(kind, self.run_after)
         settings = self.xla_fsdp_settings
         if not isinstance(settings, Mapping) or not all(isinstance(name, str) for name in settings):
             raise ConfigError(
@@ -101,7 +113,7 @@ class XLAFSDP(Strategy):
         check_alone(self.name, world_size)
         self.config = config or XLAFSDPConfig()
         self.device = torch.device(device)
-        self._trace = Trace()
+        self._trace = Trace(self.config.run_after)
         self._prepared: list[_Sharded] = []
 
     @classmethod

@@ -23,7 +23,15 @@ from drivetrain.precision import Precision
 from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Support, check_values
 from drivetrain.strategies.fsdp_wrapping import Wrap, units
 from drivetrain.strategies.xla_blocks import Again, check_blocks, checkpoint_blocks, forget_checkpointing
-from drivetrain.strategies.xla_device import Trace, available, check_alone, move, open_device, supports
+from drivetrain.strategies.xla_device import (
+    Trace,
+    available,
+    check_alone,
+    check_run_after,
+    move,
+    open_device,
+    supports,
+)
 from drivetrain.task import StepModule
 
 _DATA, _FSDP = "data", "fsdp"
@@ -41,11 +49,14 @@ class XLAFSDPv2Config:
         replicas: How many groups of devices have a copy of the model each; it is sharded within a group.
         activation_checkpointing: False; "full" to compute each repeated block's activations again in
             backward; or the names of the classes whose activations are computed again.
+        run_after: When XLA runs what was traced: after each "micro_batch", or once after the whole "update".
+            The latter compiles all micro-batches of a window as one program, and a short window anew.
     """
 
     wrap: Wrap = "auto"
     replicas: int = 1
     activation_checkpointing: Again = False
+    run_after: str = "micro_batch"
 
     def __post_init__(self) -> None:
         """Check each option.
@@ -54,6 +65,7 @@ class XLAFSDPv2Config:
             ConfigError: One is of no use; says what is allowed.
         """
         check_blocks(type(self).__name__, self.wrap, self.activation_checkpointing)
+        check_run_after(type(self).__name__, self.run_after)
         if not isinstance(self.replicas, int) or isinstance(self.replicas, bool) or self.replicas < 1:
             raise ConfigError(f"replicas is a number of groups of devices, not {self.replicas!r}")
 
@@ -84,7 +96,7 @@ class XLAFSDPv2(Strategy):
         self.config = config or XLAFSDPv2Config()
         self.device = torch.device(device)
         self.place = self._shard_samples
-        self._trace = Trace()
+        self._trace = Trace(self.config.run_after)
         self._mesh: Any = None
         self._shards = self._parts = 1
         self._prepared: list[tuple[nn.Module, list[nn.Module], list[RemovableHandle]]] = []
