@@ -11,69 +11,26 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.failing import JOB
+from tests.support.launched import DEEP, FSDP_YAML
 
 from drivetrain.distributed.children import free_port
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 
-PROGRAM = """
-import json, sys
-import torch
-
-from drivetrain.distributed.children import free_port
-from torch import nn
-from drivetrain import TaskModule, Trainer
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.line = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return x + self.line(x).tanh()
-
-class Deep(TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.Sequential(*(Block() for _ in range(3)))
-
-    def forward(self, x):
-        return self.blocks(x)
-
-    def loss(self, outputs, batch):
-        return outputs.square().mean()
-
+PROGRAM = f"""{DEEP}
 trainer = Trainer(max_epochs=1, loggers=(), checkpoint=False, progress_bar=False)
 strategy = trainer.select_strategy()
-result = trainer.fit(Deep(), [{"x": torch.ones(2, 4)}] * 8)
+result = trainer.fit(Deep(), [{{"x": torch.ones(2, 4)}}] * 8)
 config = getattr(strategy, "config", None)
-found = {
+found = {{
     "strategy": strategy.name,
     "wrap": getattr(config, "wrap", None),
     "precision": trainer.precision.name,
     "samples": result.progress.samples,
     "updates": result.progress.updates,
-}
+}}
 sys.stdout.write(json.dumps(found) + "\\n")
-"""
-
-# As `accelerate config` writes it.
-CONFIGURATION = """
-compute_environment: LOCAL_MACHINE
-distributed_type: FSDP
-fsdp_config:
-  fsdp_version: 2
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_transformer_layer_cls_to_wrap: Block
-  fsdp_reshard_after_forward: true
-  fsdp_state_dict_type: SHARDED_STATE_DICT
-machine_rank: 0
-mixed_precision: bf16
-num_machines: 1
-num_processes: 2
-rdzv_backend: static
-same_network: true
-use_cpu: true
 """
 
 DDP = {"strategy": "ddp", "wrap": None, "precision": "32", "samples": 16, "updates": 4}
@@ -83,7 +40,7 @@ FSDP = {**DDP, "strategy": "fsdp", "wrap": ["Block"], "precision": "bf16-mixed"}
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what a launcher of the tests themselves has set."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in JOB:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -128,7 +85,7 @@ def test_torchrun() -> None:
 def test_accelerate_launch_s_configuration_chooses_strategy_and_precision() -> None:
     pytest.importorskip("accelerate")
     Path("train.py").write_text(PROGRAM, encoding="utf-8")
-    Path("fsdp.yaml").write_text(CONFIGURATION, encoding="utf-8")
+    Path("fsdp.yaml").write_text(FSDP_YAML, encoding="utf-8")
     launch = ["-m", "accelerate.commands.launch", "--config_file", "fsdp.yaml"]
     assert outcomes(start(*launch, "--main_process_port=0", "train.py")) == [FSDP, FSDP]
 
@@ -164,8 +121,6 @@ def test_the_variables_of_batch_systems(same: dict[str, str], own: tuple[str, ..
 ONE_AND_SEVERAL = """
 import sys
 import torch
-
-from drivetrain.distributed.children import free_port
 from torch import nn
 from drivetrain import OptimizerConfig, TaskModule, Trainer
 
@@ -212,8 +167,6 @@ def test_a_program_that_has_trained_in_one_process_goes_on_in_several() -> None:
 EVALUATES = """
 import json, sys
 import torch
-
-from drivetrain.distributed.children import free_port
 from torch import nn
 from drivetrain import StrategyError, TaskModule, Trainer
 from drivetrain.strategies import SingleDevice

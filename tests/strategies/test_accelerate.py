@@ -15,6 +15,8 @@ import torch
 import torch._dynamo  # here and not in each of the processes, which are copies of this one
 import torch.distributed.fsdp
 import torchmetrics  # noqa: F401  for the same reason
+from tests.support.failing import JOB
+from tests.support.launched import DEEP, FSDP_YAML
 from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor, nn
 
@@ -454,59 +456,12 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
         Trainer(max_epochs=1, strategy="accelerate")
 
 
-# As `accelerate config` writes it.
-CONFIGURATION = """
-compute_environment: LOCAL_MACHINE
-debug: false
-distributed_type: FSDP
-downcast_bf16: 'no'
-fsdp_config:
-  fsdp_activation_checkpointing: false
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_cpu_ram_efficient_loading: true
-  fsdp_offload_params: false
-  fsdp_reshard_after_forward: true
-  fsdp_state_dict_type: SHARDED_STATE_DICT
-  fsdp_transformer_layer_cls_to_wrap: Block
-  fsdp_version: 2
-machine_rank: 0
-main_training_function: main
-mixed_precision: bf16
-num_machines: 1
-num_processes: 2
-rdzv_backend: static
-same_network: true
-use_cpu: true
-"""
-
-PROGRAM = """
-import json, sys
-import torch
-from torch import nn
-from drivetrain import AccelerateConfig, Callback, TaskModule, Trainer
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.line = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return x + self.line(x).tanh()
-
-class Deep(TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.Sequential(*(Block() for _ in range(3)))
-
-    def forward(self, x):
-        return self.blocks(x)
-
-    def loss(self, outputs, batch):
-        return outputs.square().mean()
+PROGRAM = f"""{DEEP}
+from drivetrain import AccelerateConfig, Callback
 
 class Kinds(Callback):
     def on_step_end(self, run):
-        self.found = sorted({type(each).__name__ for each in run.task.modules()} - {"Deep", "Sequential"})
+        self.found = sorted({{type(each).__name__ for each in run.task.modules()}} - {{"Deep", "Sequential"}})
 
 kinds = Kinds()
 strategy = AccelerateConfig(**json.loads(sys.argv[1])) if len(sys.argv) > 2 else "accelerate"
@@ -515,8 +470,8 @@ trainer = Trainer(
     max_epochs=1, strategy=strategy, devices=devices, loggers=(), checkpoint=False, progress_bar=False,
     callbacks=[kinds],
 )
-result = trainer.fit(Deep(), [{"x": torch.ones(2, 4)}] * 8)
-found = {"precision": trainer.precision.name, "samples": result.progress.samples, "kinds": kinds.found}
+result = trainer.fit(Deep(), [{{"x": torch.ones(2, 4)}}] * 8)
+found = {{"precision": trainer.precision.name, "samples": result.progress.samples, "kinds": kinds.found}}
 sys.stdout.write(json.dumps(found) + "\\n")
 """
 
@@ -525,10 +480,10 @@ EXPECTED = {"precision": "bf16-mixed", "samples": 16, "kinds": ["FSDPBlock", "Li
 
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in JOB:
         monkeypatch.delenv(name, raising=False)
     Path("train.py").write_text(PROGRAM, encoding="utf-8")
-    Path("fsdp.yaml").write_text(CONFIGURATION, encoding="utf-8")
+    Path("fsdp.yaml").write_text(FSDP_YAML, encoding="utf-8")
 
 
 def told(*words: str) -> list[dict[str, Any]]:
@@ -550,7 +505,7 @@ def test_a_file_of_accelerate_config_is_enough_without_its_launcher() -> None:
 
 
 def test_a_file_is_read_and_the_environment_does_not_count_beside_it() -> None:
-    Path("fsdp.yaml").write_text(CONFIGURATION, encoding="utf-8")
+    Path("fsdp.yaml").write_text(FSDP_YAML, encoding="utf-8")
     config = AccelerateConfig(config_file="fsdp.yaml")
     assert asked(config, {"ACCELERATE_MIXED_PRECISION": "fp16"}) == ("bf16", "cpu", True, 1)
     assert config.asked_precision == "bf16-mixed"
