@@ -83,13 +83,14 @@ def on_meta(task: Any) -> Any:
     return task.to("meta")
 
 
-def one_sees(options: Any = None, make: Any = Regression, arguments: Any = None) -> str:
+def one_sees(options: Any = None, make: Any = Regression, arguments: Any = None, verb: str = "fit") -> str:
     """What is said to this rank when rank 1 has what is given, and rank 0 has not."""
     rank = int(os.environ["RANK"])
     one = strategy("ddp") if options is None or not rank else options
     one.setup()
     try:
-        check_alike(quiet(), make() if rank else Regression(), one, **(arguments or {}) if rank else {})
+        given = (make(), verb, arguments or {}) if rank else (Regression(), "fit", {})
+        check_alike(quiet(), given[0], one, given[1], **given[2])
     except (ConfigError, StrategyError) as error:
         return str(error)
     finally:
@@ -122,6 +123,10 @@ SEEN: list[tuple[Any, str]] = [
     (
         lambda: one_sees(DDP(DDPConfig(communication=settle_buckets), world_size=2)),
         "DDPConfig.communication is None on rank 0 and <function settle_buckets> on rank 1",
+    ),
+    (
+        lambda: one_sees(verb="test", arguments={"checkpoint": "best"}),
+        "the ranks do different things: the verb is fit on rank 0 and test on rank 1",
     ),
     (lambda: one_sees(strategy("fsdp")), "different Trainers: strategy is ddp on rank 0 and fsdp on rank 1"),
     (lambda: one_sees(make=Weighted), "loss_weight is the default on rank 0 and overridden on rank 1"),

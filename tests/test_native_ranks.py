@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import ConfigError, Engine
+from drivetrain import ConfigError, Engine, StrategyError
 from drivetrain.strategies.ddp import DDP
 from drivetrain.strategies.fsdp import FSDP
 from drivetrain.testing.distributed import run_distributed
@@ -47,6 +47,34 @@ def test_each_sample_counts_once_in_a_short_last_round(kind: Any, world_size: in
         for mine, theirs in zip((*found[0], found[1]), (*alone[0], alone[1]), strict=True):
             torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-6, atol=1e-6)
         assert found[2] == alone[2] == 34
+
+
+def prepared(kind: Any, what: str) -> str:
+    """What both ranks are told when rank 1 prepares something else."""
+    rank = torch.distributed.get_rank()
+    model: Any = nn.Linear(3, 2 if what == "shape" and rank else 1)
+    rate = 0.2 if what == "rate" and rank else 0.1
+    engine = Engine(kind(world_size=2), devices=2)
+    try:
+        engine.prepare(model, lambda params: torch.optim.SGD(params, lr=rate))
+    except (ConfigError, StrategyError) as error:
+        return str(error)
+    finally:
+        engine.teardown()
+    return "nothing"
+
+
+@pytest.mark.parametrize("kind", [DDP, FSDP])
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("same", "nothing"),
+        ("rate", "lr of group 0 of the optimizer is 0.1 on rank 0 and 0.2 on rank 1. Let the factory give"),
+        ("shape", "rank 0 has 'weight' of shape [1, 3] (torch.float32), rank 1 'weight' of shape [2, 3]"),
+    ],
+)
+def test_ranks_that_prepare_different_things_are_told(kind: Any, what: str, told: str) -> None:
+    assert all(told in each for each in run_distributed(prepared, kind, what))
 
 
 def weightless(kind: Any, mean: str) -> Any:

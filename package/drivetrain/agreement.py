@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from drivetrain.distributed.ranks import Ranks
 from drivetrain.errors import ConfigError, StrategyError
@@ -57,8 +58,9 @@ _SAMPLED = (0, 1, 10, 100, 1000, 10_000, 100_000)
 """Updates at which schedules are compared."""
 
 
-def check_alike(trainer: Trainer, task: TaskModule, strategy: Strategy, **arguments: Any) -> None:
-    """See that the ranks have the same settings, strategies and arguments, and tasks of the same parameters.
+def check_alike(trainer: Trainer, task: TaskModule, strategy: Strategy, verb: str, **arguments: Any) -> None:
+    """See that the ranks do the same, with the same settings, strategies and arguments, and tasks of the same
+    parameters.
 
     One exchange of a few numbers, before a run; names the first that differs.
 
@@ -66,10 +68,11 @@ def check_alike(trainer: Trainer, task: TaskModule, strategy: Strategy, **argume
         trainer: The settings.
         task: The task.
         strategy: It has been set up, and no more.
+        verb: The Trainer's method that was called, such as "fit".
         **arguments: What else the verb was given, such as `resume`.
 
     Raises:
-        ConfigError: A setting or an argument differs.
+        ConfigError: The verb, a setting or an argument differs.
         StrategyError: A parameter or buffer differs in name, shape, dtype, whether it is trained or has
             values; or the tasks override different methods.
     """
@@ -80,7 +83,12 @@ def check_alike(trainer: Trainer, task: TaskModule, strategy: Strategy, **argume
     arguments = {name: _told(value) for name, value in arguments.items()}
     methods = {name: "overridden" if task.overrides(name) else "the default" for name in _METHODS}
     tensors = _described(task)
-    found = ranks.all_gather((settings, arguments, methods, zlib.crc32(repr(tensors).encode())))
+    found = ranks.all_gather((settings, arguments, methods, zlib.crc32(repr(tensors).encode()), verb))
+    different = _difference([{"the verb": each[4]} for each in found])
+    if different is not None:
+        raise ConfigError(
+            f"the ranks do different things: {different}. All make the same calls, in one order"
+        )
     different = _difference([each[0] for each in found])
     if different is not None:
         raise ConfigError(
@@ -109,12 +117,44 @@ def check_optimizers_alike(
     """
     if ranks.size == 1:
         return
-    made = dict(_made(task, updaters, total_updates))
+    _compare_made(dict(_made(task, updaters, total_updates)), ranks, "configure_optimizers")
+
+
+def _compare_made(made: Mapping[str, str], ranks: Ranks, maker: str) -> None:
     if len(set(ranks.all_gather(zlib.crc32(repr(made).encode())))) > 1:
         raise ConfigError(
             "the ranks have made different optimizers, so that each would train a model of its own:"
-            f" {_difference(ranks.all_gather(made))}. Let configure_optimizers give the same on all"
+            f" {_difference(ranks.all_gather(made))}. Let {maker} give the same on all"
         )
+
+
+def check_module_alike(strategy: Strategy, module: nn.Module) -> None:
+    """See that the ranks prepare the same module, under the same strategy, for a loop of their own.
+
+    Raises:
+        ConfigError: The strategy or one of its options differs.
+        StrategyError: A parameter or buffer differs; see `check_alike`.
+    """
+    ranks = strategy.ranks
+    if ranks.size == 1:
+        return
+    tensors = _described(module)
+    found = ranks.all_gather((_options(strategy), zlib.crc32(repr(tensors).encode())))
+    different = _difference([each[0] for each in found])
+    if different is not None:
+        raise ConfigError(f"the ranks were given different Engines: {different}. Give all the same")
+    if any(each[1] != found[0][1] for each in found):
+        raise _different(ranks.all_gather(tensors))
+
+
+def check_optimizer_alike(module: nn.Module, optimizer: Optimizer, ranks: Ranks) -> None:
+    """As `check_optimizers_alike`, for the optimizer of a loop of one's own.
+
+    Raises:
+        ConfigError: It differs in its kind, parameters or settings; says how.
+    """
+    if ranks.size > 1:
+        _compare_made(dict(_settings(module, "the optimizer", optimizer)), ranks, "the factory")
 
 
 def _options(strategy: Strategy) -> dict[str, str]:
@@ -156,20 +196,24 @@ def _made(
     task: nn.Module, updaters: Mapping[str, Updater], total_updates: int | None
 ) -> Iterator[tuple[str, str]]:
     """What optimizers are, each part under a name."""
-    names = parameter_names(task)
     for each in updaters.values():
-        whose = f"of optimizer {each.name!r}"
-        yield f"the kind {whose}", type(each.optimizer).__name__
-        yield f"max_grad_norm {whose}", _told(each.max_grad_norm)
-        for number, group in enumerate(each.optimizer.param_groups):
-            for parameter in group["params"]:
-                if parameter in names:  # a strategy may have put others in their place
-                    yield f"the group of {names[parameter]!r}", f"{number} {whose}"
-            for name, value in group.items():
-                if name not in ("params", "param_names"):
-                    yield f"{name} of group {number} {whose}", _told(value)
+        which = f"optimizer {each.name!r}"
+        yield from _settings(task, which, each.optimizer)
+        yield f"max_grad_norm of {which}", _told(each.max_grad_norm)
         for name, value in _scheduled(each, total_updates):
-            yield f"{name} {whose}", value
+            yield f"{name} of {which}", value
+
+
+def _settings(module: nn.Module, which: str, optimizer: Optimizer) -> Iterator[tuple[str, str]]:
+    names = parameter_names(module)
+    yield f"the kind of {which}", type(optimizer).__name__
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter in names:  # a strategy may have put others in their place
+                yield f"the group of {names[parameter]!r}", f"{number} of {which}"
+        for name, value in group.items():
+            if name not in ("params", "param_names"):
+                yield f"{name} of group {number} of {which}", _told(value)
 
 
 def _scheduled(updater: Updater, total_updates: int | None) -> Iterator[tuple[str, str]]:

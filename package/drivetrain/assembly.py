@@ -51,6 +51,10 @@ def check_task(task: object) -> TaskModule:
     )
 
 
+_VERBS = {"validation": "validate"}
+"""What the Trainer's method is called, where that is not the stage's name."""
+
+
 def pick_data(data: Any, stage: str) -> Any:
     """A stage's data: what was given, or what an object with `train_data()`, `validation_data()` and so on
     gives.
@@ -106,19 +110,22 @@ def make_engine(trainer: Trainer) -> Engine:
 
 
 @contextmanager
-def setting_up(trainer: Trainer, task: TaskModule, engine: Engine, **arguments: Any) -> Iterator[None]:
+def setting_up(
+    trainer: Trainer, task: TaskModule, engine: Engine, verb: str, **arguments: Any
+) -> Iterator[None]:
     """What is done before a run begins: the process group is left if it fails, and told of it.
 
     Args:
         trainer: The settings.
         task: The task.
         engine: The engine.
+        verb: The Trainer's method that was called.
         **arguments: What else all ranks must have been given alike.
     """
     ranks = engine.ranks
     try:
         with FailureChannel(ranks.rank, ranks.size, describe=lambda: "in the set-up of the run"):
-            check_alike(trainer, task, engine.strategy, **arguments)
+            check_alike(trainer, task, engine.strategy, verb, **arguments)
             yield
             ranks.all_gather(None)  # one that has left could not be told of what fails on another
     except BaseException:
@@ -200,7 +207,7 @@ def build_fit(
     task = check_task(task)
     train_data, validation_data = fit_data(train_data, validation_data)
     engine = make_engine(trainer)
-    with setting_up(trainer, task, engine, resume=resume):
+    with setting_up(trainer, task, engine, "fit", resume=resume):
         return _fit_run(trainer, engine, task, train_data, validation_data, resume)
 
 
@@ -344,7 +351,7 @@ def build_evaluation(trainer: Trainer, task: Any, data: Any, stage: str, checkpo
     """The run of a validation, test or prediction outside a fit: no loggers, no files."""
     task = check_task(task)
     engine = make_engine(trainer)
-    with setting_up(trainer, task, engine, checkpoint=checkpoint):
+    with setting_up(trainer, task, engine, _VERBS.get(stage, stage), checkpoint=checkpoint):
         return _evaluation_run(trainer, engine, task, data, stage, checkpoint)
 
 

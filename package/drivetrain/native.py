@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.agreement import check_module_alike, check_optimizer_alike
 from drivetrain.data import MicroBatch
 from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.errors import ConfigError
@@ -23,7 +24,13 @@ def prepare_module(
     model: nn.Module,
     make_optimizer: Callable[[list[nn.Parameter]], Optimizer] | None,
 ) -> Prepared:
-    """A module placed and wrapped by a strategy, and its optimizer if one is wanted; see `Engine.prepare`."""
+    """A module placed and wrapped by a strategy, and its optimizer if one is wanted; see `Engine.prepare`.
+
+    Raises:
+        ConfigError: The processes have different strategies or optimizers.
+        StrategyError: They have different modules.
+    """
+    check_module_alike(strategy, model)
 
     def make_optimizers(_: nn.Module) -> dict[str, Optimizer]:
         assert make_optimizer is not None
@@ -31,6 +38,8 @@ def prepare_module(
         return {DEFAULT: from_factory(make_optimizer, parameters)[0]}
 
     prepared = strategy.prepare(StepModule(model), make_optimizers if make_optimizer else None, precision)
+    if make_optimizer:
+        check_optimizer_alike(model, prepared.optimizer, strategy.ranks)
     if strategy.sharded and strategy.world_size > 1 and any(True for _ in model.buffers()):
         prepared.model.register_forward_pre_hook(_SharedBuffers(strategy))
     for name in ("state_dict", "load_state_dict"):  # by the names that the module itself has
