@@ -89,7 +89,7 @@ class Engine:
         self.buffer = MetricBuffer(self.data_ranks)
         self.updaters: dict[str, Updater] = {}
         self.before_optimizer_step: Callable[[], None] | None = None
-        self._compile = compile
+        self._compile = self.strategy.compile_options(compile)
         self._scaled = self.precision.loss_scaling
         self._alone = self.ranks.size == 1
         self._tells = not self._alone or self.strategy.always_told
@@ -122,8 +122,8 @@ class Engine:
         """
         self.task = task
         self.step_module = StepModule(task)
-        if self._compile:
-            task.compile(**(dict(self._compile) if isinstance(self._compile, Mapping) else {}))
+        if self._compile is not None:
+            task.compile(**self._compile)
         self._train_metrics = metrics if metrics else None
         self._interleaved = is_interleaved(task)
         if not training:
@@ -271,6 +271,7 @@ class Engine:
         """Within it the task, and the optimizers that it gives, are as checkpoints hold them; see
         `Strategy.exchanged`.
         """
+        self.strategy.settle(self.model)
         optimizers = {name: each.optimizer for name, each in self.updaters.items()}
         return self.strategy.exchanged(optimizers, write)
 
@@ -302,7 +303,7 @@ class Engine:
         self._channel.leave(self._release)
 
     def _release(self) -> None:
-        if self._compile and hasattr(self, "task"):
+        if self._compile is not None and hasattr(self, "task"):
             self.task._compiled_call_impl = None
         if sys.exc_info()[0] is None:  # else the other processes may not be there
             self.strategy.restore()

@@ -5,10 +5,41 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import fields
+from typing import Any, ClassVar, Self
 
 from drivetrain.errors import ConfigError, nearest
+from drivetrain.peers import help_with
+
+
+class ByName:
+    """A data class that refuses unknown arguments with the nearest name, which its own constructor would not
+    give.
+    """
+
+    _elsewhere: ClassVar[Mapping[str, str]] = {}
+    """What other libraries call its arguments."""
+
+    def __new__(cls, *positional: Any, **arguments: Any) -> Self:
+        """Look at the names alone.
+
+        Raises:
+            ConfigError: An unknown argument, or one without a name where all have one.
+        """
+        known = fields(cls)  # type: ignore[arg-type]
+        names = [each.name for each in known]
+        if positional and all(each.kw_only for each in known):
+            raise ConfigError(
+                f"{cls.__name__} takes its arguments by name, as in {cls.__name__}({names[0]}=...), not"
+                f" {positional[0]!r}"
+            )
+        for name in arguments:
+            if name not in names:
+                raise ConfigError(
+                    f"{cls.__name__} has no argument {name!r}. {help_with(name, names, cls._elsewhere)}"
+                )
+        return super().__new__(cls)
 
 
 def number(

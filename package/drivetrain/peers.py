@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from drivetrain.errors import nearest
 
@@ -46,6 +46,27 @@ CHECKPOINT_ARGUMENTS = {
 }
 """Arguments of Lightning's ModelCheckpoint, and those about checkpoints of Hugging Face and Composer."""
 
+STRATEGIES = {
+    "ddp_find_unused_parameters_true": "DDPConfig(find_unused_parameters=True)",
+    "ddp_fork": "ddp",
+    "ddp_notebook": "ddp",
+    "ddp_spawn": "ddp",
+    "deepspeed_stage_1": "zero1",
+    "deepspeed_stage_2": "zero2",
+    "deepspeed_stage_2_offload": "zero2_offload",
+    "deepspeed_stage_3": "zero3",
+    "deepspeed_stage_3_offload": "zero3_offload",
+    "dp": "ddp",
+    "fsdp_native": "fsdp",
+    "full_shard": "fsdp",
+    "gpu": "cuda",
+    "hybrid_shard": "FSDPConfig(sharding='hybrid')",
+    "shard_grad_op": "FSDPConfig(sharding='shard_grad_op')",
+    "tpu": "xla",
+    "xla_spmd": "xla_fsdp_v2",
+}
+"""Strategies and accelerators of Lightning, and sharding strategies of Hugging Face's Trainer."""
+
 HOOKS = {
     "on_after_backward": "on_before_optimizer_step",
     "on_epoch_begin": "on_epoch_start",
@@ -67,7 +88,7 @@ HOOKS = {
 """Hooks of Lightning's and Hugging Face's callbacks."""
 
 
-def help_with(name: str, allowed: Iterable[str], elsewhere: dict[str, str]) -> str:
+def help_with(name: str, allowed: Iterable[str], elsewhere: Mapping[str, str]) -> str:
     """As `errors.nearest`, but what another library calls by this name goes before what is spelt alike."""
     if name in elsewhere:
         return f"Here it is called {elsewhere[name]!r}. Allowed: {', '.join(map(repr, sorted(allowed)))}."

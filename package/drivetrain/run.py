@@ -219,9 +219,19 @@ class Run:
             self.stop_reason = self.stop_reason or reason
 
     def log(self, name: str, value: float | Tensor) -> None:
-        """Add a number, or a tensor with one, to the next log point; inside `on_log`, to the current one."""
-        number = float(value.detach() if isinstance(value, Tensor) else value)
-        (self.logged if self._logging else self._values)[name] = number
+        """Add a number, or a tensor with one, to the next log point; inside `on_log`, to the current one.
+
+        What was computed from sharded tensors is put together first: such a value all ranks log together.
+        """
+        if isinstance(value, Tensor):
+            value = self.engine.strategy.full_tensor(value).detach()
+        (self.logged if self._logging else self._values)[name] = float(value)
+
+    def full_tensor(self, tensor: Tensor) -> Tensor:
+        """All of a tensor of which each rank may have a part, such as a parameter of the task; any other
+        tensor itself. Called by all ranks together, and not changed in place: it may be the parameter.
+        """
+        return self.engine.strategy.full_tensor(tensor)
 
     def learning_rates(self) -> dict[str, float]:
         """The learning rates now: "lr", with the optimizer's name or the group's number where there are

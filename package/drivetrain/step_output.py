@@ -104,7 +104,7 @@ def _stacked(named: Mapping[str, Any], loss: Tensor | None) -> Tensor:
             device = next((each.device for each in tensors), torch.device("cpu"))
             wide = wide_dtype(device)
             return torch.stack([_scalar(name, value).to(device, wide) for name, value in named.items()])
-        if stacked.ndim > 1:  # alike in shape, but no scalars
+        if stacked.ndim > 1 or hasattr(stacked, "full_tensor"):  # alike in shape, but no scalars; or sharded
             return torch.stack([_scalar(name, value) for name, value in named.items()])
         return stacked
 
@@ -121,6 +121,8 @@ def _scalar(name: str, value: Any) -> Tensor:
         raise ConfigError(
             f"the value {name!r} that a step returned is a {type(value).__name__}, not a number"
         ) from None
+    if hasattr(tensor, "full_tensor"):  # of sharded parameters; in a step all processes are together
+        tensor = tensor.full_tensor()
     if tensor.numel() != 1:
         raise ConfigError(
             f"the value {name!r} that a step returned has shape {tuple(tensor.shape)}; only scalars can be "

@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -25,8 +25,8 @@ from drivetrain.distributed.launch import rerun_obstacle
 from drivetrain.errors import ConfigError
 from drivetrain.loggers.base import check_loggers
 from drivetrain.loop import evaluate, predict, train_steps
-from drivetrain.options import count, flag, number
-from drivetrain.peers import ARGUMENTS, help_with
+from drivetrain.options import ByName, count, flag, number
+from drivetrain.peers import ARGUMENTS
 from drivetrain.plan import Plan, make_plan
 from drivetrain.precision import Precision, as_precision
 from drivetrain.prediction_files import write_predictions
@@ -68,7 +68,7 @@ class FitResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trainer:
+class Trainer(ByName):
     """How to run a task: validated when it is made, never changed afterwards. Every verb builds a run of its
     own.
 
@@ -108,6 +108,8 @@ class Trainer:
         StrategyError: A strategy, number of devices or precision that cannot run here.
     """
 
+    _elsewhere: ClassVar[Mapping[str, str]] = ARGUMENTS
+
     max_epochs: int | None = None
     max_steps: int | None = None
     max_time: str | float | timedelta | None = None
@@ -135,22 +137,6 @@ class Trainer:
     limit_test_batches: int | None = None
     limit_predict_batches: int | None = None
     run_dir: str | os.PathLike[str] | None = None
-
-    def __new__(cls, *positional: Any, **arguments: Any) -> Trainer:
-        """Refuse unknown arguments with the nearest name, which a dataclass's own constructor would not give.
-
-        Raises:
-            ConfigError: An unknown argument, or one without a name.
-        """
-        names = [field.name for field in dataclasses.fields(cls)]
-        if positional:
-            raise ConfigError(
-                f"Trainer takes its arguments by name, not {positional[0]!r}: Trainer(max_epochs=3)"
-            )
-        for name in arguments:
-            if name not in names:
-                raise ConfigError(f"Trainer has no argument {name!r}. {help_with(name, names, ARGUMENTS)}")
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         """Check every argument, and normalise intervals, so that nothing fails later that could fail here."""
@@ -187,7 +173,9 @@ class Trainer:
         object.__setattr__(self, "callbacks", tuple(self.callbacks))
         Hooks(self.callbacks)
         check_loggers(self.loggers)
-        check_settings(self, self.select_strategy(), self.batch_size)
+        strategy = self.select_strategy()
+        strategy.compile_options(self.compile)
+        check_settings(self, strategy, self.batch_size)
 
     def select_strategy(self) -> Strategy:
         """The strategy that a run would use.

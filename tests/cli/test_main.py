@@ -177,6 +177,12 @@ def test_callbacks_are_named_by_their_class(drive, write):
     assert out.startswith("loud\n")
 
 
+def test_the_argument_that_deepspeeds_launcher_adds_is_passed_over(drive, monkeypatch):
+    assert drive("--local_rank=0", "env", quiet=False)[0] == 2
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert drive("--local_rank=0", "env", quiet=False)[0] == 0
+
+
 def test_the_environment_is_listed(drive):
     code, out, _ = drive("env", "--json")
     found = json.loads(out)

@@ -37,7 +37,11 @@ def test_a_terminal_shows_the_progress_and_then_the_result_alone(checkpoint, mon
     with open(ours, "rb", buffering=0) as reader, open(theirs, "w", encoding="utf-8") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
         assert main(["checkpoint", "verify", str(checkpoint)]) == 0
-        shown = reader.read(4096).decode()
+        terminal.write("the end")
+        terminal.flush()
+        shown = ""
+        while not shown.endswith("the end"):  # a terminal hands over what was written bit by bit
+            shown += reader.read(4096).decode()
     assert " of 4.1 kB: " in shown
-    assert shown.endswith("\r\x1b[K")
+    assert shown.endswith("\r\x1b[Kthe end")
     assert capsys.readouterr().out.endswith(": good, 4.1 kB\n")

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from drivetrain import ConfigError, DeepSpeedConfig
+from drivetrain import ConfigError, DeepSpeedConfig, Trainer
 from drivetrain.precision import PRECISIONS
+from drivetrain.registry import is_installed
 from drivetrain.strategies.base import Settings
 from drivetrain.strategies.deepspeed_config import check_contradictions, realise
+from drivetrain.strategies.deepspeed_library import library
+from drivetrain.strategies.deepspeed_names import NAMES
+from drivetrain.strategies.deepspeed_optimizer import configured
 
 ASKED = Settings(batch_size=4, gradient_accumulation_steps=2, max_grad_norm=1.0, world_size=2)
+
+
+OFF = {"device": "none"}
 
 
 def realised(config: dict[str, Any], precision: str = "32", asked: Settings = ASKED) -> dict[str, Any]:
@@ -58,6 +68,8 @@ def test_auto_is_filled_in_from_the_trainer_or_left_to_deepspeed() -> None:
         ({"train_batch_size": 8}, "train_batch_size=8, which contradicts 4 x 2 x 2"),
         ({"bf16": {"enabled": True}}, r"bf16\.enabled=True, which contradicts precision='32'"),
         ({"fp16": {"enabled": True}}, r"fp16\.enabled=True, which contradicts precision='32'"),
+        ({"bfloat16": {"enabled": True}}, r"bf16\.enabled=True, which contradicts precision='32'"),
+        ({"zero_optimization": {"compute_grad_norm": False}}, r"=false, which.*max_grad_norm=1\.0"),
     ],
 )
 def test_what_contradicts_the_trainer_is_refused_by_name(given: dict[str, Any], message: str) -> None:
@@ -109,6 +121,10 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str, m
         ({"stage": 0, "offload_optimizer": "cpu"}, "stage 0 divides nothing"),
         ({"stage": 1, "config": {"zero_optimization": {"stage": 2}}}, r"stage=1\) differs.*has 2"),
         ({"config": {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}}, "only 'cpu' is"),
+        (
+            {"offload_optimizer": "cpu", "config": {"zero_optimization": {"offload_optimizer": OFF}}},
+            r"offload_optimizer='cpu'\) differs.*has 'none'",
+        ),
         ({"config": {"zero_optimization": 3}}, "'zero_optimization' as a int"),
         ({"config": {"tensor_parallel": {"autotp_size": 2}}}, r"FSDPConfig\(tensor_parallel"),
         ({"config": {"amp": {"enabled": True}}}, "precision='16-mixed'"),
@@ -123,13 +139,180 @@ def test_an_option_that_is_of_no_use_is_refused(options: dict[str, Any], message
         DeepSpeedConfig(**options)
 
 
-def test_sections_that_are_off_are_no_matter() -> None:
-    DeepSpeedConfig(config={"amp": {"enabled": False}, "sequence_parallel_size": 1})
-    DeepSpeedConfig(config={"zero_optimization": {"round_robin_gradients": False, "mics_shard_size": -1}})
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"zero_optimization": {"stage": 5}}, r"zero_optimization\.stage=5; it is 0, 1, 2 or 3, or 'auto'"),
+    ({"zero_optimization": {"stage": "3"}}, "stage='3'; it is 0, 1, 2 or 3"),
+    ({"zero_optimization": {"stage": True}}, "stage=True; it is 0, 1, 2 or 3"),
+    (
+        {"zero_optimization": {"offload_optimizer": "cpu"}},
+        r"='cpu'; it is a mapping: \{\"device\": \"cpu\"\}",
+    ),
+    ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, r"device='gpu'; it is 'none', 'cpu'"),
+    ({"zero_optimization": {"cpu_offload": "yes"}}, "cpu_offload='yes'; it is true or false"),
+    ({"zero_optimization": {"cpu_offload": True, "offload_optimizer": OFF}}, "by its old name, cpu_offload"),
+    ({"zero_optimisation": {"stage": 3}}, "Did you mean 'zero_optimization'"),
+    ({"gradient_acumulation_steps": "auto"}, "Did you mean 'gradient_accumulation_steps'"),
+    ({"wall_clock_breakdown": "true"}, "wall_clock_breakdown='true'; it is true, false or 'auto'"),
+    ({"gradient_clipping": "0.5"}, "gradient_clipping='0.5'; it is a number of at least 0"),
+    ({"train_micro_batch_size_per_gpu": 0}, "it is a number of at least 1"),
+    ({"flops_profiler": True}, "'flops_profiler' as a bool; it is a mapping"),
+    ({"bf16": {"enabled": "true"}}, r"bf16\.enabled='true'; it is true, false or 'auto'"),
+    ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16 and fp16 both enabled"),
+    ({"bf16": {"enabled": True}, "bfloat16": {"enabled": False}}, "another 'bfloat16'"),
+    ({"bf16": {"bf16_master_weights_and_grads": True}}, "bf16_master_weights_and_grads, with which"),
+    ({"optimizer": {"params": None}}, "optimizer.params=None; it is a mapping"),
+    ({"optimizer": {"type": "AdamV"}}, "the optimizer 'AdamV'. Did you mean 'Adam"),
+    ({"optimizer": {"type": "OneBitAdam"}}, "let the task's configure_optimizers give it"),
+    ({"optimizer": {}, "scheduler": {"type": "WarmUpLR"}}, "Did you mean 'WarmupLR'"),
+    ({"scheduler": {"type": "WarmupLR"}}, "a scheduler without an optimizer"),
+    ({"prescale_gradients": True}, "prescale_gradients=True, which DeepSpeed does with stage 0 alone"),
+    ({"gradient_predivide_factor": 2.0}, r"gradient_predivide_factor=2\.0, which.*not with stage=2"),
+    ({"gradient_allreduce_op": "sum"}, "'gradient_allreduce_op', which would add the gradients"),
+    ({"managed_gradient_accumulation": False}, "each window's last micro-batch"),
+    ({"progressive_layer_drop": {"enabled": True}}, r"DeepSpeed 0\.19 no longer has"),
+    ({"sparse_gradients": True}, "sparse=True needs no setting"),
+    ({"compile": {"deepcompile": True}}, r"Trainer\(compile=True\)"),
+]
+"""What a file may say that is wrong by itself."""
+
+
+def test_a_file_that_is_wrong_by_itself_is_refused_by_name() -> None:
+    for config, message in WRONG:
+        with pytest.raises(ConfigError, match=message):
+            DeepSpeedConfig(config=config)
+
+
+def test_sections_that_are_off_are_no_matter_and_are_not_given_to_deepspeed_which_refuses_some() -> None:
+    made = realised(
+        {
+            "amp": {"enabled": False},
+            "sparse_gradients": False,
+            "sequence_parallel_size": 1,
+            "steps_per_print": None,
+            "zero_optimization": {
+                "round_robin_gradients": False,
+                "mics_shard_size": -1,
+                "offload_optimizer": None,
+                "offload_param": {"pin_memory": True},
+            },
+        }
+    )
+    assert made["zero_optimization"] == {
+        "stage": 2,
+        "offload_optimizer": None,
+        "offload_param": {"pin_memory": True},
+    }
+    assert not made.keys() & {"amp", "sparse_gradients", "sequence_parallel_size", "steps_per_print"}
+
+
+def test_what_others_use_and_notes_are_left_alone() -> None:
+    mine = {
+        "_comment": "mine",
+        "//": ["about this file"],
+        "comment on the stage": 2,
+        "author": "somebody",
+        "wandb": {"enabled": False, "project": "mine"},
+        "flops_profiler": {"enabled": False, "profile_step": 5},
+        "activation_checkpointing": {"partition_activations": False},
+        "steps_per_print": float("inf"),
+    }
+    made = realised(mine)
+    assert {key: made[key] for key in mine} == mine
+
+
+def test_old_names_are_read_as_todays() -> None:
+    config = DeepSpeedConfig(
+        config={
+            "bfloat16": {"enabled": True},
+            "zero_optimization": {"stage": 3, "cpu_offload": True, "cpu_offload_param": True},
+        }
+    )
+    assert config.asked_precision == "bf16-mixed"
+    assert (config.offload_optimizer, config.offload_parameters) == ("cpu", "cpu")
+    made = realise(config, PRECISIONS["bf16-mixed"], ASKED)
+    assert made["bf16"]["enabled"] is True
+    assert "bfloat16" not in made
+    assert made["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+
+
+ASSERTED: list[tuple[dict[str, Any], str]] = [
+    ({"zero_optimization": {"stag": 3}}, r"'zero_optimization\.stag', which.*Did you mean 'stage'"),
+    (
+        {"zero_optimization": {"stage": 3, "stage3_param_persistance_threshold": 0}},
+        "Did you mean 'stage3_param_persistence_threshold'",
+    ),
+    (
+        {"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}},
+        r"'zero_optimization\.offload_optimizer\.devise', which.*Did you mean 'device'",
+    ),
+    ({"zero_optimization": {"reduce_bucket_size": -1}}, r"reduce_bucket_size=-1: .*greater than 0"),
+    ({"fp16": {"loss_scale": -1}}, r"fp16\.loss_scale=-1"),
+    ({"wandb": {"projekt": "mine"}}, "'wandb.projekt', which.*Did you mean 'project'"),
+    ({"communication_data_type": "int8"}, "Invalid communication_data_type.*int8"),
+    ({"checkpoint": {"tag_validation": "perhaps"}}, "tag_validation.*PERHAPS"),
+    ({"optimizer": {"params": {"lr": "fast"}}}, "the parameter lr='fast'; it is a number"),
+    (
+        {"optimizer": {}, "scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 3}}},
+        "no parameter 'warmup_steps'. Did you mean 'warmup_num_steps'",
+    ),
+    ({"optimizer": {"type": "Lion"}}, "offload it to the CPU"),
+]
+"""What DeepSpeed, or the sections of the optimizer, would refuse when a run begins."""
+
+
+@pytest.mark.skipif(not is_installed("deepspeed"), reason="needs deepspeed")
+def test_what_deepspeed_would_refuse_is_refused_when_the_trainer_is_made() -> None:
+    for config, message in ASSERTED:
+        with pytest.raises(ConfigError, match=message):
+            Trainer(max_epochs=1, strategy=DeepSpeedConfig(config=config), devices=2, precision="32")
+
+
+@pytest.mark.skipif(not is_installed("deepspeed"), reason="needs deepspeed")
+def test_all_names_of_deepspeed_are_known() -> None:
+    library("cpu")
+    from deepspeed.runtime import config, constants
+
+    their_own = {"data_parallel_group", "global_rank"}  # of its loader's, and no settings
+    inner = {"param_dtype", "buffer_dtype"}
+    sources = "\n".join(Path(each.__file__).read_text(encoding="utf-8") for each in (config, constants))
+    read = re.findall(r"get_scalar_param\(param_dict, ([A-Z_]+),", sources)
+    read += re.findall(r"param_dict\.get\(([A-Z_]+),", sources)
+    names = {getattr(config, each) for each in read if hasattr(config, each)}
+    names |= set(re.findall(r"param_dict\.get\(['\"](\w+)['\"]", sources))
+    names |= config._REMOVED_TOP_LEVEL_CONFIG_KEYS.keys()
+    assert len(names) > 30, "this test no longer finds what DeepSpeed reads"
+    assert names - their_own - inner <= NAMES
 
 
 @pytest.mark.parametrize(
-    ("config", "name"), [({"bf16": {"enabled": True}}, "bf16-mixed"), ({"fp16": {"enabled": "auto"}}, None)]
+    ("config", "name"),
+    [
+        ({"bf16": {"enabled": True}}, "bf16-mixed"),
+        ({"bfloat16": {"enabled": True}}, "bf16-mixed"),
+        ({"fp16": {"enabled": "auto"}}, None),
+    ],
 )
 def test_it_may_choose_the_precision(config: dict[str, Any], name: str | None) -> None:
     assert DeepSpeedConfig(config=config).asked_precision == name
+
+
+def test_an_optimizers_name_is_read_as_deepspeed_does_without_its_capitals() -> None:
+    config = DeepSpeedConfig(config={"optimizer": {"type": "adamw", "params": {"lr": 0.5}}})
+    found = configured(config, nn.Linear(2, 2), 10)
+    assert found is not None
+    assert (found.name, found.lr) == (torch.optim.AdamW, 0.5)
+
+
+def test_a_warm_up_that_is_longer_than_the_run_is_told() -> None:
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
+    config = DeepSpeedConfig(config={"optimizer": {}, "scheduler": scheduler})
+    with pytest.warns(UserWarning, match="warms up over 1000 updates, and this run has 88"):
+        configured(config, nn.Linear(2, 2), 88)
+    configured(config, nn.Linear(2, 2), 1000)
+
+
+def test_what_accelerate_launch_was_told_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "0.5")
+    strategy = DeepSpeedConfig(config={"gradient_clipping": 0.5})
+    with pytest.raises(ConfigError, match=r"=0.5 \(accelerate launch was told it, by ACCELERATE_GRADIENT"):
+        Trainer(max_epochs=1, strategy=strategy, devices=1, max_grad_norm=1.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain import ConfigError, DeepSpeedConfig, Engine, StrategyError, Trainer
+from drivetrain import ConfigError, DeepSpeedConfig, Engine, StrategyError, Trainer, XLAFSDPConfig
 from drivetrain.distributed.children import PARENT
 from drivetrain.distributed.environment import ProcessEnvironment, detect
 from drivetrain.errors import MissingDependencyError
@@ -29,7 +31,7 @@ from drivetrain.strategies import (
 from drivetrain.strategies.accelerate_launch import Request
 from drivetrain.strategies.ddp import DDP, DDPConfig
 from drivetrain.strategies.select import OURS
-from drivetrain.strategies.table import strategy_class
+from drivetrain.strategies.table import configure, strategy_class
 
 LAPTOP = Hardware()
 MAC = Hardware(mps=True)
@@ -372,6 +374,8 @@ def test_a_precision_that_the_device_has_not_is_refused() -> None:
     [
         ("cpuu", "Did you mean 'cpu'"),
         ("fsd", "Did you mean 'fsdp'"),
+        ("deepspeed_stage_3_offload", "Here it is called 'zero3_offload'"),
+        ("tpu", "Here it is called 'xla'"),
         ("megatron", "Allowed: 'accelerate', 'auto', 'cpu', 'cuda'"),
     ],
 )
@@ -380,10 +384,44 @@ def test_an_unknown_name_is_refused_with_the_allowed_ones(wrong: str, hint: str)
         Engine(strategy=wrong)
 
 
-@pytest.mark.parametrize("wrong", [None, 3, SingleDevice, DDPConfig])
-def test_what_is_no_name_and_no_strategy_is_refused(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match="a strategy is given by its name"):
+@pytest.mark.parametrize(
+    ("wrong", "hint"),
+    [
+        (None, "Allowed: 'accelerate'"),
+        (3, "Allowed: 'accelerate'"),
+        (SingleDevice, r"Write SingleDevice\(...\)"),
+        (DeepSpeedConfig, r"Write DeepSpeedConfig\(...\)"),
+        ({"stage": 2}, r"DeepSpeedConfig\(config=...\)"),
+    ],
+)
+def test_what_is_no_name_and_no_strategy_is_refused(wrong: Any, hint: str) -> None:
+    with pytest.raises(ConfigError, match=f"a strategy is given by its name, a configuration.*{hint}"):
         Engine(strategy=wrong)
+
+
+def test_a_name_that_stands_for_an_option_takes_no_other() -> None:
+    assert configure("zero3", {"stage": 3, "gather_at_end": False}).stage == 3
+    with pytest.raises(
+        ConfigError, match=r"'zero3' stands for stage=3, but stage=2 was given\. Use.*stage=2"
+    ):
+        configure("zero3", {"stage": 2})
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument", "hint"),
+    [
+        (DDPConfig, "bucket_cap", "Did you mean 'bucket_mb'"),
+        (DeepSpeedConfig, "offload_optimiser", "Did you mean 'offload_optimizer'"),
+        (XLAFSDPConfig, "wrapp", "Did you mean 'wrap'"),
+    ],
+)
+def test_an_unknown_option_is_told_the_nearest(kind: Any, argument: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=f"{kind.__name__} has no argument '{argument}'. {hint}"):
+        kind(**{argument: 1})
+    with pytest.raises(ConfigError, match=f"{kind.__name__} takes its arguments by name"):
+        kind(1)
+    made = kind()
+    assert copy.deepcopy(made) == pickle.loads(pickle.dumps(made)) == made
 
 
 @pytest.mark.parametrize("devices", [0, -1, 1.0, True, "all", None])

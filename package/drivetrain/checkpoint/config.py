@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import ClassVar
 
 from drivetrain.errors import ConfigError
-from drivetrain.options import count, flag, one_of
-from drivetrain.peers import CHECKPOINT_ARGUMENTS, help_with
+from drivetrain.options import ByName, count, flag, one_of
+from drivetrain.peers import CHECKPOINT_ARGUMENTS
 from drivetrain.types import Every
 
 _MODES = ("min", "max")
@@ -21,7 +22,7 @@ _MANGLED = re.compile(r"[a-z][a-z0-9+.-]+:[/\\](?![/\\])", re.ASCII | re.IGNOREC
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(ByName):
     """When to save, and what to keep. Two separate ideas, and one checkpoint may serve both.
 
     *Resume points* are saved every so often, and the newest few are kept, so that a run can go on. *Keepers*
@@ -46,6 +47,8 @@ class CheckpointConfig:
         ConfigError: A value that is not allowed.
     """
 
+    _elsewhere: ClassVar[Mapping[str, str]] = CHECKPOINT_ARGUMENTS
+
     every: Every | str | int | float | timedelta | None = "1 epoch"
     keep_last: int | None = 2
     best: int = 1
@@ -53,19 +56,6 @@ class CheckpointConfig:
     mode: str = "min"
     asynchronous: bool = False
     directory: str | os.PathLike[str] | None = None
-
-    def __new__(cls, *positional: Any, **arguments: Any) -> CheckpointConfig:
-        """Refuse unknown arguments with the nearest name, which a dataclass's own constructor would not give.
-
-        Raises:
-            ConfigError: An unknown argument.
-        """
-        names = [each.name for each in fields(cls)]
-        for name in arguments:
-            if name not in names:
-                meant = help_with(name, names, CHECKPOINT_ARGUMENTS)
-                raise ConfigError(f"CheckpointConfig has no argument {name!r}. {meant}")
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         """Check each value, and read the interval."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -30,6 +31,9 @@ _COMMANDS = {
     "launch": "start a program as several processes, on one machine or many",
     "checkpoint": "list, show, verify, export, compare and import checkpoints",
 }
+_LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
+"""What the launcher `deepspeed` puts before a module's words; it is in the environment too."""
+
 _RUNS = ("fit", "validate", "test", "predict", "plan")
 _LISTS = ("env", "strategies")
 
@@ -86,6 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     user's code is passed on, so that it shows where it came from.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    if words and _LOCAL_RANK.fullmatch(words[0]) and "LOCAL_RANK" in os.environ:
+        del words[0]
     try:
         with importable_here():
             return _run(words)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from drivetrain.errors import ConfigError, MissingDependencyError, StrategyError
+from drivetrain.options import ByName
 from drivetrain.strategies.base import check_options, installed
 
 PRECISIONS = {"no": "32", "bf16": "bf16-mixed", "fp16": "16-mixed"}
@@ -45,7 +46,7 @@ _VARIABLES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class AccelerateConfig:
+class AccelerateConfig(ByName):
     """Options of strategy "accelerate". Without any, an Accelerator is made from what `accelerate launch` has
     set.
 

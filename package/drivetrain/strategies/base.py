@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -58,6 +58,25 @@ def check_values(task: nn.Module, name: str, meta: bool = False) -> None:
             f"this {type(task).__name__} has only a shard of {shard!r}, left by an earlier run that failed or"
             f" had gather_at_end=False. Make it anew: {type(task).__name__}.from_checkpoint(path)"
         )
+
+
+def check_dimensions(task: nn.Module, whole: Collection[str] = (), otherwise: str = "") -> None:
+    """See that every parameter that a strategy divides has a dimension for it.
+
+    Args:
+        task: The task.
+        whole: The names of those that it leaves whole.
+        otherwise: What else a user may do about the parameter `{name}`, as the end of a sentence.
+
+    Raises:
+        StrategyError: One is a scalar; names it.
+    """
+    for name, parameter in task.named_parameters():
+        if parameter.ndim == 0 and name not in whole:
+            raise StrategyError(
+                f"the parameter {name!r} is a scalar, which cannot be sharded; give it the shape (1,)"
+                f"{otherwise.format(name=name)}"
+            )
 
 
 def _is_share(parameter: Tensor) -> bool:
@@ -158,6 +177,8 @@ class Strategy(ABC):
         sharded: Whether every forward is done by all processes together, also in an evaluation.
         always_told: Whether one process alone is told of each micro-batch, too.
         no_generators: Why it cannot run steps of several optimizers; empty where it can.
+        no_compile: Why its models cannot be compiled; empty where they can.
+        compile_backend: The only backend by which `torch.compile` can run its models; None for any.
         place: What is done with each tensor of a batch once it is on the device; None for nothing.
     """
 
@@ -169,6 +190,8 @@ class Strategy(ABC):
     sharded: bool = False
     always_told: bool = False
     no_generators: str = ""
+    no_compile: str = ""
+    compile_backend: str | None = None
     place: Callable[[Tensor], Tensor] | None = None
     # Of a strategy whose backward scales losses itself; `unscale` and the methods after it go by it.
     _scale: LossScale | None = None
@@ -205,6 +228,30 @@ class Strategy(ABC):
             ConfigError: The strategy's own configuration says otherwise.
         """
 
+    def compile_options(self, asked: bool | Mapping[str, Any]) -> dict[str, Any] | None:
+        """What `torch.compile` is given; None where nothing is to be compiled.
+
+        Args:
+            asked: True, or options for `torch.compile`.
+
+        Raises:
+            StrategyError: Its models cannot be compiled, or not so; says why.
+        """
+        if not asked:
+            return None
+        if self.no_compile:
+            raise StrategyError(
+                f"compile={asked!r} with strategy {self.name!r}: {self.no_compile}. Use compile=False"
+            )
+        options = dict(asked) if isinstance(asked, Mapping) else {}
+        only = self.compile_backend
+        if only is not None and options.setdefault("backend", only) != only:
+            raise StrategyError(
+                f"compile={asked!r} with strategy {self.name!r}: its programs are compiled by the backend"
+                f" {only!r} alone. Leave the backend out: compile=True"
+            )
+        return options
+
     def configured_optimizer(self, task: nn.Module, total_updates: int | None) -> Any:
         """The optimizer that the strategy's own configuration chooses, as `configure_optimizers` would return
         it; None to ask the task.
@@ -229,6 +276,16 @@ class Strategy(ABC):
             write: Take over at the end what was put there.
         """
         yield optimizers
+
+    def full_tensor(self, tensor: Tensor) -> Tensor:
+        """All of a tensor of which each process may have a part, and any other tensor itself. To be called by
+        all processes together.
+
+        Args:
+            tensor: A parameter of the prepared task, its gradient, or what was computed from them.
+        """
+        whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        return whole
 
     def restore(self) -> None:
         """Make what was prepared an ordinary module with all of its values again. Called by all processes,

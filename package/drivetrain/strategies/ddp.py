@@ -19,6 +19,7 @@ from drivetrain.distributed.group import Member, join, leave, uncompared
 from drivetrain.distributed.ranks import ALONE
 from drivetrain.distributed.tensors import average_gradients, broadcast_module
 from drivetrain.errors import ConfigError, StrategyError, nearest
+from drivetrain.options import ByName
 from drivetrain.precision import Precision
 from drivetrain.strategies.base import (
     MakeOptimizers,
@@ -49,7 +50,7 @@ _FLAGS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class DDPConfig:
+class DDPConfig(ByName):
     """Options of strategy "ddp"; see `torch.nn.parallel.DistributedDataParallel`.
 
     Attributes:

@@ -7,6 +7,7 @@ The engine keeps weighting, accumulation, clipping and rates; DeepSpeed's own re
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,12 +28,15 @@ from drivetrain.strategies.base import (
     Settings,
     Strategy,
     Support,
+    check_dimensions,
     check_values,
     installed,
 )
 from drivetrain.strategies.deepspeed_config import PRECISIONS, DeepSpeedConfig, check_contradictions, realise
 from drivetrain.strategies.deepspeed_library import check_optimizer, connect, float16, library, quiet
+from drivetrain.strategies.deepspeed_norms import WideNorms
 from drivetrain.strategies.deepspeed_optimizer import configured
+from drivetrain.strategies.deepspeed_refusals import check_by_deepspeed, refusals
 from drivetrain.strategies.deepspeed_scale import load_scaler_state, scaler_state
 from drivetrain.strategies.deepspeed_state import ZeroState
 from drivetrain.strategies.deepspeed_unused import Unused
@@ -76,6 +80,7 @@ class DeepSpeed(Strategy):
         self._unused: Unused | None = None
         self._state: ZeroState | None = None
         self._before: Before | None = None
+        self._norms: WideNorms | None = None
         self._plain = self.config.stage == 0
         self._norm: Tensor | None = None
         self._last = True
@@ -108,9 +113,12 @@ class DeepSpeed(Strategy):
         return Support(True)
 
     def check_settings(self, asked: Settings, precision: Precision) -> None:
-        """Refuse what the configuration says otherwise than the Trainer."""
+        """Refuse what the configuration says otherwise than the Trainer, or DeepSpeed would not take."""
         check_contradictions(self.config, precision, asked)
         self._asked = asked
+        if self.config.mapping:
+            configured(self.config, nn.Module(), total_updates=sys.maxsize)  # the length comes later
+            check_by_deepspeed(realise(self.config, precision, asked), self.device.type)
 
     def configured_optimizer(self, task: nn.Module, total_updates: int | None) -> Any:
         """The optimizer and schedule of DeepSpeed's configuration, if it has them."""
@@ -154,6 +162,7 @@ class DeepSpeed(Strategy):
             module.to(self.device)
             broadcast_module(module, self.world_size)
             return Prepared(module, make_optimizers(module) if make_optimizers else {})
+        check_dimensions(task, otherwise="" if self.config.stage else ", or use strategy 'ddp'")
         deepspeed = library(self.device.type)
         connect(deepspeed)
         self._before = Before(module)
@@ -167,10 +176,10 @@ class DeepSpeed(Strategy):
             stored = {each: each.dtype for each in task.parameters()}
             if precision.compute_dtype is not None:
                 exact = {each: each.detach().clone() for each in stored if each.requires_grad}
-        optimizers = self._optimizers(module, make_optimizers) if trained else {}
+        optimizers = self._optimizers(module, make_optimizers)  # where nothing is trained, that is its error
         optimizer = next(iter(optimizers.values()), None)
         members = [list(group["params"]) for group in optimizer.param_groups] if optimizer else []
-        with quiet():
+        with quiet(), refusals():
             self._engine, zero, *_ = deepspeed.initialize(
                 model=module, optimizer=optimizer, config=settings, dist_init_required=False
             )
@@ -179,6 +188,7 @@ class DeepSpeed(Strategy):
             self._state = ZeroState(task, zero, optimizer, members, stored)
             self._state.put(exact)  # DeepSpeed has begun from rounded values
         self._unused = Unused(task) if optimizers else None
+        self._norms = WideNorms(module)
         return Prepared(self._engine, optimizers)
 
     def _optimizers(self, module: StepModule, make_optimizers: MakeOptimizers | None) -> dict[str, Optimizer]:
@@ -239,6 +249,15 @@ class DeepSpeed(Strategy):
             taken = self._state.optimizer
             yield {name: given if given and each is taken else each for name, each in optimizers.items()}
 
+    def full_tensor(self, tensor: Tensor) -> Tensor:
+        """All of a tensor; of a parameter that is divided, or kept in 16 bits, a copy of its exact values.
+
+        To be called by all processes together.
+        """
+        if self._state is not None and self._state.holds_back(tensor):
+            return self._state.gathered(tensor).to(tensor.device)
+        return super().full_tensor(tensor)
+
     def restore(self) -> None:
         """Gather the whole values into the host's memory, unless `gather_at_end` is off."""
         before, state, self._before = self._before, self._state, None
@@ -248,6 +267,9 @@ class DeepSpeed(Strategy):
 
     def _let_go(self) -> None:
         engine, self._engine, self._zero, self._state, self._before = self._engine, None, None, None, None
+        if self._norms is not None:
+            self._norms.remove()
+            self._norms = None
         if engine is not None:
             with quiet():
                 engine.destroy()

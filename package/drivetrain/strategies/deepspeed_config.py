@@ -3,54 +3,24 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from drivetrain.errors import ConfigError
+from drivetrain.options import ByName
 from drivetrain.precision import Precision
 from drivetrain.strategies.base import Settings, check_options
-
-AUTO = "auto"
-"""In DeepSpeed's configuration: to be filled in from the Trainer, or by DeepSpeed's own default."""
-
-STAGES = (0, 1, 2, 3)
+from drivetrain.strategies.deepspeed_file import AUTO, STAGES, read
+from drivetrain.strategies.deepspeed_names import REFUSED, REFUSED_ZERO
 
 PRECISIONS = {"32": None, "bf16-mixed": "bf16", "16-mixed": "fp16"}
 """The section of DeepSpeed's configuration that realises a precision."""
 
-_REFUSED = {
-    "tensor_parallel": "splits layers over processes that must then get the same data; use strategy 'fsdp'"
-    " with FSDPConfig(tensor_parallel=...)",
-    "sequence_parallel_size": "splits sequences over processes, which the data's shares do not know",
-    "elasticity": "chooses the batch size; give the Trainer's data the one that you want",
-    "curriculum_learning": "changes the data behind the engine's back; do it in the data set",
-    "data_efficiency": "changes the data behind the engine's back; do it in the data set",
-    "compression_training": "replaces modules, so that checkpoints would fit no other strategy",
-    "torch_autocast": "is the Trainer's: give precision='bf16-mixed'",
-    "amp": "needs NVIDIA's apex; give precision='16-mixed'",
-}
-"""Sections that the engine cannot honour, each with the reason and what to do instead."""
-
-_REFUSED_ZERO = {
-    "round_robin_gradients": "DeepSpeed 0.19 then loses track of where in its pieces a parameter lies, so"
-    " that weights would be mixed up in checkpoints, its own included",
-    "mics_shard_size": "checkpoints could not be put together from shards of groups of processes; use"
-    " strategy 'fsdp' with FSDPConfig(sharding='hybrid')",
-    "zero_hpz_partition_size": "the second copy of the weights that it keeps would stay as it was when a"
-    " checkpoint is read",
-    "elastic_checkpoint": "it is about DeepSpeed's own checkpoints, which are not written",
-    "zenflow": "it makes updates at other times than the engine",
-    "super_offload": "it makes updates at other times than the engine",
-}
-"""The same within "zero_optimization"."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class DeepSpeedConfig:
+class DeepSpeedConfig(ByName):
     """Options of strategy "deepspeed", whose stages are also called "zero0" to "zero3".
 
     Attributes:
@@ -88,15 +58,9 @@ class DeepSpeedConfig:
                 raise ConfigError(
                     f"DeepSpeedConfig({name}=...) is None or 'cpu', not {getattr(self, name)!r}"
                 )
-        given = _read(self.config)
+        given = read(self.config)
         object.__setattr__(self, "config", given)
-        for key, why in _REFUSED.items():
-            if key in given and not _is_off(given[key]):
-                raise ConfigError(f"DeepSpeed's configuration has {key!r}, which {why}")
         zero = given.get("zero_optimization", {})
-        for key, why in _REFUSED_ZERO.items():
-            if not _is_off(zero.get(key)) and zero.get(key) != -1:
-                raise ConfigError(f"DeepSpeed's configuration has {key}={zero[key]!r}: {why}")
         for name, value, there in (
             ("stage", self.stage, zero.get("stage")),
             ("offload_optimizer", self.offload_optimizer, _device(zero, "offload_optimizer")),
@@ -107,11 +71,12 @@ class DeepSpeedConfig:
                     f"DeepSpeedConfig({name}={value!r}) differs from its configuration, which has {there!r}."
                     " Leave one of them out"
                 )
-            if value is None and there not in (None, AUTO):
+            if value is None and there not in (None, AUTO, "none"):
                 object.__setattr__(self, name, there)
         if self.stage is None:
             object.__setattr__(self, "stage", 2)
         self._check_offload()
+        self._check_scaling()
 
     def _check_offload(self) -> None:
         for name in ("offload_optimizer", "offload_parameters"):
@@ -124,6 +89,15 @@ class DeepSpeedConfig:
             raise ConfigError(f"offload_parameters needs stage=3, not stage={self.stage}")
         if self.offload_optimizer and self.stage == 0:
             raise ConfigError("offload_optimizer needs stage 1, 2 or 3: stage 0 divides nothing")
+
+    def _check_scaling(self) -> None:
+        for key, plain in (("prescale_gradients", False), ("gradient_predivide_factor", 1.0)):
+            value = self.mapping.get(key, AUTO)
+            if value not in (AUTO, plain) and self.stage != 0:
+                raise ConfigError(
+                    f"DeepSpeed's configuration has {key}={value!r}, which DeepSpeed does with stage 0 alone,"
+                    f" not with stage={self.stage}. Take it out: gradients are reduced in float32"
+                )
 
     @property
     def mapping(self) -> Mapping[str, Any]:
@@ -153,7 +127,12 @@ def realise(config: DeepSpeedConfig, precision: Precision, asked: Settings) -> d
     """
     made: dict[str, Any] = copy.deepcopy(dict(config.mapping))
     _fill(made)
-    for key in ("train_batch_size", "optimizer", "scheduler"):
+    for key in (
+        "train_batch_size",
+        "optimizer",
+        "scheduler",
+        *REFUSED,
+    ):  # those were off, which it may refuse
         made.pop(key, None)
     section = PRECISIONS[precision.name]
     for each in ("bf16", "fp16"):
@@ -162,13 +141,15 @@ def realise(config: DeepSpeedConfig, precision: Precision, asked: Settings) -> d
     if section is not None:
         made.setdefault("communication_data_type", {"32": "fp32", "16": "fp16"}.get(reduced, "bf16"))
     zero = made.setdefault("zero_optimization", {})
+    for key in REFUSED_ZERO:
+        zero.pop(key, None)
     zero["stage"] = config.stage
     for name, chosen in (
         ("offload_optimizer", config.offload_optimizer),
         ("offload_param", config.offload_parameters),
     ):
         if chosen is not None:
-            zero[name] = {"device": chosen, "pin_memory": False, **zero.get(name, {})}
+            zero[name] = {"device": chosen, "pin_memory": False, **(zero.get(name) or {})}
     return {
         "zero_force_ds_cpu_optimizer": False,
         **made,
@@ -206,10 +187,17 @@ def check_contradictions(config: DeepSpeedConfig, precision: Precision, asked: S
     for key, value, source in wanted:
         there = given.get(key, AUTO)
         if there != AUTO and there != value:
+            told = f"ACCELERATE_{key.upper()}"
+            whose = f" (accelerate launch was told it, by {told})" if told in os.environ else ""
             raise ConfigError(
-                f"DeepSpeed's configuration has {key}={there}, which contradicts {source}. Write"
+                f"DeepSpeed's configuration has {key}={there!r}{whose}, which contradicts {source}. Write"
                 f' "{key}": "auto" there, or give both alike'
             )
+    if norm and given.get("zero_optimization", {}).get("compute_grad_norm") is False:
+        raise ConfigError(
+            "DeepSpeed's configuration has zero_optimization.compute_grad_norm=false, which contradicts"
+            f" Trainer(max_grad_norm={asked.max_grad_norm}). Take it out, or leave max_grad_norm out"
+        )
     for name, section in PRECISIONS.items():
         if section is None:
             continue
@@ -231,48 +219,6 @@ def _fill(given: dict[str, Any]) -> None:
             _fill(value)
 
 
-def _read(config: Any) -> dict[str, Any]:
-    if config is None:
-        return {}
-    if isinstance(config, (str, os.PathLike)):
-        path = Path(config)
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_each_once)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"DeepSpeed's configuration {str(path)!r} cannot be read: {error}") from error
-    if not isinstance(config, Mapping):
-        raise ConfigError(
-            "DeepSpeedConfig(config=...) is the path of a JSON file or a mapping, not a"
-            f" {type(config).__name__}"
-        )
-    for key, kind in _sections(config):
-        raise ConfigError(f"DeepSpeed's configuration has {key!r} as a {kind}; it is a mapping")
-    return copy.deepcopy(dict(config))
-
-
-def _sections(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for key in ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler"):
-        if key in config and not isinstance(config[key], Mapping):
-            yield key, type(config[key]).__name__
-
-
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    twice = next((key for key in keys if keys.count(key) > 1), None)
-    if twice is not None:
-        raise ValueError(f"it has {twice!r} twice")
-    return dict(pairs)
-
-
 def _device(zero: Mapping[str, Any], name: str) -> Any:
-    section = zero.get(name)
-    device = section.get("device", "cpu") if isinstance(section, Mapping) else section
-    return None if device in ("none", None) else device
-
-
-def _is_off(section: Any) -> bool:
-    if isinstance(section, Mapping):
-        return section.get("enabled") is False or (
-            section.get("autotp_size", 1) in (0, 1) and ("autotp_size" in section)
-        )
-    return section is None or section is False or section == AUTO or (section == 1 and section is not True)
+    """Where a section of "zero_optimization" offloads to; None where it does not say."""
+    return (zero.get(name) or {}).get("device")

@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigError, MissingDependencyError, StrategyError
+from drivetrain.muon import CombinedOptimizer
 from drivetrain.strategies.base import Support, installed
 
 _ELEMENTWISE = frozenset(
@@ -36,6 +37,9 @@ _ELEMENTWISE = frozenset(
     }
 )
 """Optimizers whose update of a number depends on that number's own history alone."""
+
+_OF_MATRICES = frozenset({"Adafactor", "Muon", "Shampoo", "SOAP"})
+"""Known to look at a parameter's shape."""
 
 _connected: Any = None
 
@@ -143,16 +147,15 @@ def compiled_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _environment(**variables: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
+    """Within it the variables are set; afterwards the environment is as before, whatever was set in it."""
+    before = dict(os.environ)
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def check_optimizer(optimizer: Optimizer, allowed: bool) -> None:
@@ -165,11 +168,18 @@ def check_optimizer(optimizer: Optimizer, allowed: bool) -> None:
     Raises:
         ConfigError: It looks at a parameter's shape, or is not known not to.
     """
-    name = type(optimizer).__name__
-    if allowed or name in _ELEMENTWISE:
+    if allowed:
         return
+    parts = optimizer.parts if isinstance(optimizer, CombinedOptimizer) else (optimizer,)
+    unknown = [name for name in (type(each).__name__ for each in parts) if name not in _ELEMENTWISE]
+    if not unknown:
+        return
+    name = unknown[0]
+    others = f"Allowed are {', '.join(sorted(_ELEMENTWISE))}"
+    given = "DeepSpeed gives the optimizer flat pieces in which parameters lie end to end, and"
+    if name in _OF_MATRICES:
+        raise ConfigError(f"{given} {name} works on whole matrices. Use strategy 'ddp' with it. {others}")
     raise ConfigError(
-        f"DeepSpeed gives the optimizer flat pieces in which parameters lie end to end, and {name} is not"
-        f" known to compute the same on those. Allowed are {', '.join(sorted(_ELEMENTWISE))}; if {name} works"
+        f"{given} {name} is not known to compute the same on those. {others}; if {name} works"
         ' number by number, give DeepSpeedConfig(config={"zero_allow_untested_optimizer": True})'
     )

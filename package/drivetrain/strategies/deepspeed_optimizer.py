@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,11 +13,10 @@ from torch import nn
 
 from drivetrain.errors import ConfigError, nearest
 from drivetrain.optim import OptimizerConfig
-from drivetrain.strategies.deepspeed_config import AUTO, DeepSpeedConfig
+from drivetrain.strategies.deepspeed_config import DeepSpeedConfig
+from drivetrain.strategies.deepspeed_file import AUTO, optimizer_type
 from drivetrain.strategies.deepspeed_library import compiled_once, library
 
-_OPTIMIZERS = ("Adam", "AdamW", "SGD", "Lion")
-_SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 _ADAM_MODE = ("adam_w_mode", "torch_adam")
 
 
@@ -29,35 +29,35 @@ def configured(config: DeepSpeedConfig, task: nn.Module, total_updates: int | No
         total_updates: The run's length for schedules, or None when it is not known.
 
     Raises:
-        ConfigError: The task configures its own optimizer too; or a type or parameter that is not known.
+        ConfigError: The task configures its own optimizer too; or a parameter is not known, or no number.
     """
     given = config.mapping.get("optimizer")
     scheduler = config.mapping.get("scheduler")
     overrides: Callable[[str], bool] | None = getattr(task, "overrides", None)
-    if given is None and scheduler is None:
-        return None
     if given is None:
-        raise ConfigError(
-            "DeepSpeed's configuration has a scheduler without an optimizer. Give the schedule by"
-            " OptimizerConfig(schedule=...), or the optimizer there too"
-        )
+        return None
     if overrides is not None and overrides("configure_optimizers"):
         raise ConfigError(
             f"{type(task).__name__}.configure_optimizers and the section 'optimizer' of DeepSpeed's"
             " configuration both choose an optimizer. Take out one of them"
         )
-    kind = given.get("type", "AdamW")
-    if kind not in _OPTIMIZERS:
-        raise ConfigError(
-            f"DeepSpeed's configuration asks for the optimizer {kind!r}. {nearest(str(kind), _OPTIMIZERS)}"
-            " For another one let configure_optimizers return it"
-        )
     options = {name: each for name, each in dict(given.get("params", {})).items() if each != AUTO}
-    rate = float(options.pop("lr", 1e-3))
-    decay = float(options.pop("weight_decay", 0.0))
-    factory = _factory(str(kind), config, options)
+    rate = _number(options, "lr", 1e-3)
+    decay = _number(options, "weight_decay", 0.0)
+    factory = _factory(optimizer_type(given), config, options)
     schedule = _schedule(scheduler or {}, rate, total_updates) if scheduler else "constant"
     return OptimizerConfig(factory, rate, weight_decay=decay, schedule=schedule, decay_all=True, **options)
+
+
+def _number(options: dict[str, Any], name: str, default: float) -> float:
+    """Take a number out of a section's parameters; DeepSpeed's files may have it as a string."""
+    value = options.pop(name, default)
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"DeepSpeed's configuration has the parameter {name}={value!r}; it is a number, or 'auto'"
+        ) from None
 
 
 def _factory(kind: str, config: DeepSpeedConfig, options: dict[str, Any]) -> Any:
@@ -93,24 +93,25 @@ def _on_cpu(kind: str, decoupled: bool, params: Any, lr: float = 1e-3, **options
 def _schedule(section: Mapping[str, Any], rate: float, total: int | None) -> Callable[[int], float]:
     """The factor of the base rate at each update, by DeepSpeed's own formulas."""
     kind = section.get("type")
-    if kind not in _SCHEDULERS:
-        raise ConfigError(
-            f"DeepSpeed's configuration asks for the scheduler {kind!r}. {nearest(str(kind), _SCHEDULERS)}"
-            " For another one give OptimizerConfig(schedule=...) and take the sections out"
-        )
     options = {name: each for name, each in dict(section.get("params", {})).items() if each != AUTO}
-    steps = max(2, int(options.pop("warmup_num_steps", 1000)))
+    steps = max(2, int(_number(options, "warmup_num_steps", 1000)))
     log = options.pop("warmup_type", "log") != "linear"
+    if total is not None and steps > total:
+        warnings.warn(
+            f"DeepSpeed's {kind} warms up over {steps} updates, and this run has {total}: its rate does not"
+            " come to its full size. Give the scheduler warmup_num_steps",
+            stacklevel=2,
+        )
     length = options.pop("total_num_steps", total)
     if kind != "WarmupLR" and length is None:
         raise ConfigError(f"{kind} needs total_num_steps: the length of this run is not known")
     if kind == "WarmupCosineLR":
-        low, high = float(options.pop("warmup_min_ratio", 0.0)), 1.0
-        end = float(options.pop("cos_min_ratio", 1e-4))
+        low, high = _number(options, "warmup_min_ratio", 0.0), 1.0
+        end = _number(options, "cos_min_ratio", 1e-4)
     else:
-        low = float(options.pop("warmup_min_lr", 0.0)) / rate
+        low = _number(options, "warmup_min_lr", 0.0) / rate
         highest = section.get("params", {}).get("warmup_max_lr", 1e-3 if kind == "WarmupDecayLR" else AUTO)
-        high = 1.0 if highest == AUTO else float(highest) / rate
+        high = 1.0 if highest == AUTO else _number({"warmup_max_lr": highest}, "warmup_max_lr", rate) / rate
         options.pop("warmup_max_lr", None)
         end = 0.0
     if options:

@@ -8,7 +8,6 @@ rows, so that no process ever holds more than one whole tensor beside its share.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -18,9 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.errors import CheckpointError
+from drivetrain.strategies import deepspeed_adam
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By the size of an element: whole numbers, of which a sum with zeros changes no bit."""
+_BITS = {1: torch.uint8, 2: torch.uint8, 4: torch.int32, 8: torch.int64}
+"""By the size of an element: whole numbers, of which a sum with zeros changes no bit. Those of 16 bits are
+added byte by byte, because neither gloo nor NCCL adds whole numbers of that size."""
 
 Members = list[list[nn.Parameter]]
 """The parameters of an optimizer's groups."""
@@ -98,15 +99,22 @@ class ZeroState:
             for module, parameters in modules:
                 module.__dict__["_parameters"] = parameters
         if write:
+            if self.optimizer is not None and given is not None:
+                deepspeed_adam.check_settings(self.optimizer, given)
             with torch.no_grad():
                 for each in own:
                     self._put(each, whole(forms[each].detach()))
                 if self.optimizer is not None and given is not None:
                     self._put_optimizer(self.optimizer, given, forms)
 
-    def gathered(self, parameter: nn.Parameter) -> Tensor:
+    def gathered(self, parameter: Any) -> Tensor:
         """A whole parameter on the host, as it is stored; to be called by all processes."""
         return self._joined(self._weights(parameter), parameter, self._stored[parameter])
+
+    def holds_back(self, tensor: Any) -> bool:
+        """Whether it is a parameter that has less than `gathered` gives: it is divided, or rounded."""
+        stored = self._stored.get(tensor)
+        return stored is not None and (hasattr(tensor, "ds_id") or tensor.dtype != stored)
 
     def put(self, values: Mapping[nn.Parameter, Tensor]) -> None:
         """Set the float32 weights of trained parameters: from whole ones, or from the shares of stage 3."""
@@ -180,13 +188,11 @@ class ZeroState:
 
     def _optimizer(self, optimizer: Optimizer, forms: Mapping[nn.Parameter, nn.Parameter]) -> Optimizer:
         """An optimizer of the same kind over the parameters in the form of a checkpoint."""
-        given: Optimizer = object.__new__(type(optimizer))
-        given.__dict__.update(optimizer.__dict__)
+        given = deepspeed_adam.shell(optimizer)
         given.param_groups = [
-            {**group, "params": [forms[each] for each in members]}
+            {**deepspeed_adam.told_settings(optimizer, group), "params": [forms[each] for each in members]}
             for group, members in zip(optimizer.param_groups, self._members, strict=True)
         ]
-        given.state = defaultdict(dict)
         for parameter in self._group:
             place = self._place(parameter)
             for slot, value in optimizer.state.get(place.flat, {}).items():
@@ -197,7 +203,7 @@ class ZeroState:
                         f"the state {slot!r} of {type(optimizer).__name__} has the shape {list(value.shape)},"
                         " which is not that of the parameters that DeepSpeed gave it, and cannot be divided"
                     )
-                given.state[forms[parameter]][slot] = value
+                given.state[forms[parameter]][slot] = deepspeed_adam.told_slot(optimizer, slot, value)
         return given
 
     # And back.
@@ -220,7 +226,7 @@ class ZeroState:
         self, optimizer: Optimizer, given: Optimizer, forms: Mapping[nn.Parameter, nn.Parameter]
     ) -> None:
         for group, theirs in zip(optimizer.param_groups, given.param_groups, strict=True):
-            group.update({key: value for key, value in theirs.items() if key != "params"})
+            group.update(deepspeed_adam.taken_settings(optimizer, group, theirs))
         optimizer.state.clear()
         told: dict[Tensor, dict[str, Any]] = {}
         for parameter in self._group:
@@ -231,7 +237,7 @@ class ZeroState:
             for name, value in slots.items():
                 kept = optimizer.state[place.flat]
                 if name in alike:
-                    kept[name] = value
+                    kept[name] = deepspeed_adam.taken_slot(optimizer, name, value)
                     continue
                 if name not in kept:
                     kept[name] = torch.zeros_like(place.flat, dtype=value.dtype, requires_grad=False)

@@ -21,7 +21,14 @@ from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.distributed.tensors import average_gradients, broadcast_buffers, broadcast_module
 from drivetrain.errors import ConfigError, StrategyError
 from drivetrain.precision import Precision
-from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Support, check_values
+from drivetrain.strategies.base import (
+    MakeOptimizers,
+    Prepared,
+    Strategy,
+    Support,
+    check_dimensions,
+    check_values,
+)
 from drivetrain.strategies.fsdp_checkpointing import checkpoint_blocks
 from drivetrain.strategies.fsdp_config import FSDPConfig
 from drivetrain.strategies.fsdp_ignored import ignored_names, named
@@ -302,12 +309,7 @@ class FSDP(Strategy):
 
 
 def _check(task: nn.Module, whole: frozenset[str], plan: Sequence[Planned]) -> None:
-    for name, parameter in task.named_parameters():
-        if parameter.ndim == 0 and name not in whole:
-            raise StrategyError(
-                f"the parameter {name!r} is a scalar, which cannot be sharded; give it the shape (1,), or"
-                f" FSDPConfig(ignored=({name!r},))"
-            )
+    check_dimensions(task, whole, ", or FSDPConfig(ignored=({name!r},))")
     for each in plan:
         for name, _ in each.module.named_parameters(each.name):
             if name in whole:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drivetrain.errors import ConfigError, nearest
+from drivetrain.options import ByName
 from drivetrain.strategies.base import check_options
 from drivetrain.strategies.fsdp_wrapping import Wrap
 
@@ -17,7 +18,7 @@ Again = bool | str | tuple[str, ...] | Callable[..., Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FSDPConfig:
+class FSDPConfig(ByName):
     """Options of strategy "fsdp".
 
     Attributes:

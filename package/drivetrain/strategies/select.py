@@ -148,9 +148,8 @@ def select_precision(
         StrategyError: An Accelerator has, or `accelerate launch` was told, one that there is not.
     """
     if spec == "auto":
-        spec = getattr(strategy, "asked_precision", None) or (
-            read_precision(os.environ if environment is None else environment) or "32"
-        )
+        asked_by = None if isinstance(strategy, type) else getattr(strategy, "asked_precision", None)
+        spec = asked_by or (read_precision(os.environ if environment is None else environment) or "32")
     return as_precision(spec)
 
 
@@ -288,6 +287,8 @@ def _only_one(
     )
     one = "Use devices=1, or" if environment is None else "Start one, or use"
     more = "" if environment is None or kind == "mps" else _TO_EVALUATE
+    if name == "xla_fsdp_v2":
+        one, more = "Leave devices out, for", "; CPU_NUM_DEVICES says how many a CPU stands for"
     other = {
         "mps": "strategy='cpu' for several processes on the CPU: Metal serves one",
         "xla": "'xla_fsdp_v2', which uses all devices of one process",

@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from drivetrain.errors import ConfigError, MissingDependencyError
+from drivetrain.errors import ConfigError, MissingDependencyError, nearest
+from drivetrain.peers import STRATEGIES as ELSEWHERE
+from drivetrain.peers import help_with
 from drivetrain.registry import Registry
 from drivetrain.strategies.base import Strategy
 from drivetrain.strategies.single import SingleDevice
@@ -78,7 +80,14 @@ def configure(name: str, options: Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: An unknown strategy, one without options, or options that do not fit.
     """
-    options = {**PRESETS.get(name, {}), **options}
+    preset = PRESETS.get(name, {})
+    for option, value in preset.items():
+        if options.get(option, value) != value:
+            raise ConfigError(
+                f"strategy {name!r} stands for {option}={value!r}, but {option}={options[option]!r} was"
+                f" given. Use strategy 'deepspeed' with {option}={options[option]!r}"
+            )
+    options = {**preset, **options}
     if not options:
         return None
     try:
@@ -106,7 +115,7 @@ def named(spec: Any) -> tuple[str, Any]:
         ConfigError: An unknown name, or a configuration of no strategy.
     """
     if not _is_configuration(spec):
-        STRATEGIES.check(spec)
+        _check_name(spec)
         return spec, configure(spec, {}) if spec in PRESETS else None
     broken: list[str] = []
     # Ours come first: for them no other package need be loaded.
@@ -120,6 +129,27 @@ def named(spec: Any) -> tuple[str, Any]:
             return name, spec
     because = f". Could not be loaded: {'; '.join(broken)}" if broken else ""
     raise ConfigError(f"no strategy takes a {type(spec).__name__} as its configuration{because}")
+
+
+def _check_name(spec: Any) -> None:
+    if isinstance(spec, str):
+        if spec in ELSEWHERE and spec not in STRATEGIES:
+            raise ConfigError(f"unknown strategy {spec!r}. {help_with(spec, STRATEGIES, ELSEWHERE)}")
+        STRATEGIES.check(spec)
+        return
+    kind = type(spec).__name__
+    if isinstance(spec, type):
+        hint = f"Write {spec.__name__}(...), with its parentheses"
+    elif isinstance(spec, Mapping):
+        hint = "For options give a configuration: DeepSpeedConfig(config=...) for DeepSpeed's"
+    elif kind == "Accelerator":
+        hint = "Write AccelerateConfig(accelerator=...)"
+    else:
+        hint = nearest("", STRATEGIES)
+    raise ConfigError(
+        "a strategy is given by its name, a configuration such as FSDPConfig(), or an instance, not as"
+        f" {spec!r}. {hint}"
+    )
 
 
 def _is_configuration(spec: Any) -> bool:

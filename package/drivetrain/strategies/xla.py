@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
+from drivetrain.options import ByName
 from drivetrain.precision import Precision
 from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Support, check_values
 from drivetrain.strategies.xla_device import (
@@ -19,13 +20,15 @@ from drivetrain.strategies.xla_device import (
     check_run_after,
     move,
     open_device,
+    restore_after_error,
     supports,
 )
+from drivetrain.strategies.xla_norms import correct_variances, forget_corrections
 from drivetrain.task import StepModule
 
 
 @dataclass(frozen=True, kw_only=True)
-class XLAConfig:
+class XLAConfig(ByName):
     """Options of strategy "xla".
 
     Attributes:
@@ -59,13 +62,14 @@ class XLA(Strategy):
     name = "xla"
     config_type = XLAConfig
     needs = "torch_xla, and a TPU or a CPU; one process, of which it uses one device"
+    compile_backend = "openxla"
 
     def __init__(self, config: XLAConfig | None = None, *, device: str = "xla", world_size: int = 1) -> None:
         check_alone(self.name, world_size)
         self.config = config or XLAConfig()
         self.device = torch.device(device)
         self._trace = Trace(self.config.run_after)
-        self._prepared: list[nn.Module] = []
+        self._prepared: list[StepModule] = []
 
     @classmethod
     def available(cls, hardware: Any) -> Support:
@@ -87,6 +91,7 @@ class XLA(Strategy):
         check_values(module.task, self.name)
         precision.convert_module(module)
         move(module, self.device)
+        correct_variances(module.task)
         module.context = self._trace.context(precision.forward_context(self.device))
         self._prepared.append(module)
         return Prepared(module, make_optimizers(module) if make_optimizers else {})
@@ -94,8 +99,13 @@ class XLA(Strategy):
     def restore(self) -> None:
         """Bring the task into the host's memory, where its operations run when they are called."""
         for module in self._prepared:
+            forget_corrections(module.task)
             move(module, "cpu")
         self._prepared = []
+
+    def teardown(self) -> None:
+        """Leave no task on the device, whatever has happened."""
+        restore_after_error(self.restore)
 
     def backward(
         self, loss: Tensor, share: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None

@@ -8,6 +8,7 @@ run is fast as long as what is traced is the same from update to update, and not
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -139,6 +140,21 @@ def move(module: nn.Module, device: torch.device | str) -> None:
     for (owner, name), *others in places.values():
         for other, alias in others:
             setattr(other, alias, getattr(owner, name))
+
+
+def restore_after_error(restore: Callable[[], None]) -> None:
+    """Make the task an ordinary one also after a run that failed: in one process nobody is waited for.
+
+    Args:
+        restore: The strategy's; does nothing the second time.
+    """
+    error = sys.exc_info()[1]
+    if error is None:
+        return
+    try:
+        restore()
+    except Exception as second:  # which must not hide the first
+        error.add_note(f"drivetrain: the task could not be brought back from XLA's device either: {second}")
 
 
 def check_run_after(kind: str, value: str) -> None:

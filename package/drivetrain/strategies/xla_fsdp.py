@@ -15,8 +15,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigError, StrategyError
+from drivetrain.options import ByName
 from drivetrain.precision import Precision
-from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Support, check_values
+from drivetrain.strategies.base import (
+    MakeOptimizers,
+    Prepared,
+    Strategy,
+    Support,
+    check_dimensions,
+    check_values,
+)
 from drivetrain.strategies.fsdp_wrapping import Wrap, units
 from drivetrain.strategies.xla_blocks import Again, check_blocks, checkpoint_blocks, forget_checkpointing
 from drivetrain.strategies.xla_device import (
@@ -26,8 +34,10 @@ from drivetrain.strategies.xla_device import (
     check_run_after,
     move,
     open_device,
+    restore_after_error,
     supports,
 )
+from drivetrain.strategies.xla_norms import correct_variances, forget_corrections
 from drivetrain.task import StepModule
 from drivetrain.types import StepOutput
 
@@ -46,7 +56,7 @@ _OURS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class XLAFSDPConfig:
+class XLAFSDPConfig(ByName):
     """Options of strategy "xla_fsdp".
 
     Attributes:
@@ -106,6 +116,10 @@ class XLAFSDP(Strategy):
     config_type = XLAFSDPConfig
     needs = "torch_xla, and a TPU or a CPU; one process that has one device"
     sharded = True
+    no_compile = (
+        "torch_xla frees the parameters that its FSDP has gathered, of which torch.compile's backend for XLA"
+        " knows nothing; XLA compiles every update as it is"
+    )
 
     def __init__(
         self, config: XLAFSDPConfig | None = None, *, device: str = "xla", world_size: int = 1
@@ -156,22 +170,32 @@ class XLAFSDP(Strategy):
             ConfigError: Settings that torch_xla refuses.
         """
         check_values(module.task, self.name)
-        for name, parameter in module.task.named_parameters():
-            if parameter.ndim == 0:
-                raise StrategyError(
-                    f"the parameter {name!r} is a scalar, which cannot be sharded; give it the shape (1,)"
-                )
+        check_dimensions(module.task)
         move(module, self.device)
+        correct_variances(module.task)
         module.context = self._trace.context(precision.forward_context(self.device))
         sharded = _Sharded(module, self.config, mixed=precision.compute_dtype is not None)
         self._prepared.append(sharded)
         return Prepared(sharded, make_optimizers(module) if make_optimizers else {})
+
+    def settle(self, model: nn.Module) -> None:
+        """Free what forward has gathered, so that the next one gathers what the shards are by then."""
+        for sharded in self._prepared:
+            sharded.free()
+
+    def full_tensor(self, tensor: Tensor) -> Tensor:
+        """All of a tensor; of a parameter that forward has gathered, and freed again, that is its shard."""
+        return super().full_tensor(getattr(tensor, "_sharded_param", tensor))
 
     def restore(self) -> None:
         """Make the task an ordinary one in the host's memory."""
         for sharded in self._prepared:
             sharded.restore()
         self._prepared = []
+
+    def teardown(self) -> None:
+        """Leave no task on the device, whatever has happened."""
+        restore_after_error(self.restore)
 
     def backward(
         self, loss: Tensor, share: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
@@ -290,6 +314,12 @@ class _Sharded(nn.Module):
                 wrapper._register_post_backward_hooks()
         self._led_back = True
 
+    def free(self) -> None:
+        """Free the parameters that are gathered."""
+        for wrapper in self._wrappers:
+            if wrapper.has_full_params:
+                wrapper._free_full_params()
+
     def restore(self) -> None:
         """Take out what torch_xla has put in, and bring the module into the host's memory."""
         for wrapper in self._wrappers:
@@ -298,6 +328,7 @@ class _Sharded(nn.Module):
         for parent, name, block in self._places:
             parent._modules[name] = block
         forget_checkpointing(self._again)
+        forget_corrections(self.module)
         for each in self.module.modules():
             if vars(each).pop("_nn_linear_forward_original", None) is not None:
                 vars(each).pop("forward", None)

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from drivetrain.data.batch import map_tensors
 from drivetrain.errors import ConfigError, StrategyError
+from drivetrain.options import ByName
 from drivetrain.precision import Precision
 from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Support, check_values
 from drivetrain.strategies.fsdp_wrapping import Wrap, units
@@ -30,8 +31,10 @@ from drivetrain.strategies.xla_device import (
     check_run_after,
     move,
     open_device,
+    restore_after_error,
     supports,
 )
+from drivetrain.strategies.xla_norms import correct_variances, forget_corrections
 from drivetrain.task import StepModule
 
 _DATA, _FSDP = "data", "fsdp"
@@ -39,7 +42,7 @@ _DATA, _FSDP = "data", "fsdp"
 
 
 @dataclass(frozen=True, kw_only=True)
-class XLAFSDPv2Config:
+class XLAFSDPv2Config(ByName):
     """Options of strategy "xla_fsdp_v2".
 
     Attributes:
@@ -88,6 +91,10 @@ class XLAFSDPv2(Strategy):
     name = "xla_fsdp_v2"
     config_type = XLAFSDPv2Config
     needs = "torch_xla, and a TPU or a CPU; one process, of which it uses all devices"
+    no_compile = (
+        "torch.compile's backend for XLA does not keep how tensors are divided, and computed other numbers"
+        " without a word; XLA compiles every update as it is"
+    )
 
     def __init__(
         self, config: XLAFSDPv2Config | None = None, *, device: str = "xla", world_size: int = 1
@@ -135,6 +142,7 @@ class XLAFSDPv2(Strategy):
         check_values(module.task, self.name)
         precision.convert_module(module)
         move(module, self.device)
+        correct_variances(module.task)
         module.context = self._trace.context(precision.forward_context(self.device))
         again = checkpoint_blocks(module.task, self.config.activation_checkpointing)
         hooks: list[RemovableHandle] = []
@@ -154,9 +162,14 @@ class XLAFSDPv2(Strategy):
         for module, again, hooks in self._prepared:
             for hook in hooks:
                 hook.remove()
+            forget_corrections(module)
             forget_checkpointing(again)
             move(module, "cpu")
         self._prepared, self._states = [], {}
+
+    def teardown(self) -> None:
+        """Leave no task on the device, whatever has happened."""
+        restore_after_error(self.restore)
 
     def _shard(self, tensors: Iterable[Tensor]) -> None:
         """Divide tensors along their longest dimension, unless it has fewer entries than there are shards."""
