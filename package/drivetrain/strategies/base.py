@@ -158,6 +158,7 @@ class Strategy(ABC):
         sharded: Whether every forward is done by all processes together, also in an evaluation.
         always_told: Whether one process alone is told of each micro-batch, too.
         no_generators: Why it cannot run steps of several optimizers; empty where it can.
+        no_compile: Why its models cannot be compiled; empty where they can.
         place: What is done with each tensor of a batch once it is on the device; None for nothing.
     """
 
@@ -169,6 +170,7 @@ class Strategy(ABC):
     sharded: bool = False
     always_told: bool = False
     no_generators: str = ""
+    no_compile: str = ""
     place: Callable[[Tensor], Tensor] | None = None
     # Of a strategy whose backward scales losses itself; `unscale` and the methods after it go by it.
     _scale: LossScale | None = None
