@@ -1,5 +1,5 @@
-# Two commands: `make demo` and `make test`. Each sets up everything that it needs first: in .venv, and for XLA's
-# strategies in .venv-xla.
+# Three commands: `make demo`, `make test` and `make bench`. Each sets up everything that it needs first: in .venv, for
+# XLA's strategies in .venv-xla, and for the libraries that ours is measured beside in .venv-bench.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -10,6 +10,11 @@ READY := $(VENV)/.ready
 VENV_XLA := .venv-xla
 BIN_XLA := $(VENV_XLA)/bin
 READY_XLA := $(VENV_XLA)/.ready
+VENV_BENCH := .venv-bench
+BIN_BENCH := $(VENV_BENCH)/bin
+READY_BENCH := $(VENV_BENCH)/.ready
+# Arguments of benchmarks/run.py, such as BENCH="--quick".
+BENCH ?=
 
 # Two processes share two cores in many places; one thread each is faster than two that wait for one another.
 export OMP_NUM_THREADS ?= 1
@@ -36,10 +41,8 @@ xla: $(READY_XLA)
 	$(BIN_XLA)/python -m pytest tests/xla
 
 # The figures of README.md and docs/explanation: not part of `make test`, because times are no tests.
-bench: $(READY)
-	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/distributed.py
-	$(BIN)/python benchmarks/checkpoint.py
+bench: $(READY_BENCH)
+	$(BIN_BENCH)/python benchmarks/run.py $(BENCH)
 
 docs: $(READY)
 	$(BIN)/python docs/generate_reference.py
@@ -64,5 +67,16 @@ $(READY_XLA): setup.cfg setup.py Makefile tests/constraints.txt tests/xla/cuda_s
 	$(BIN_XLA)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $(READY_XLA)
 
+# Composer goes without its dependencies into a folder of its own, for the reasons in composer.txt; where it cannot be
+# had, the others are measured.
+$(READY_BENCH): setup.cfg setup.py Makefile benchmarks/constraints.txt benchmarks/composer.txt
+	test -x $(BIN_BENCH)/python || $(PYTHON) -m venv $(VENV_BENCH)
+	$(BIN_BENCH)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN_BENCH)/python -m pip install --quiet --disable-pip-version-check -c benchmarks/constraints.txt -e '.[bench]'
+	rm -rf $(VENV_BENCH)/composer
+	-$(BIN_BENCH)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		--target $(VENV_BENCH)/composer -r benchmarks/composer.txt
+	touch $(READY_BENCH)
+
 clean:
-	rm -rf $(VENV) $(VENV_XLA) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(VENV_XLA) $(VENV_BENCH) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -1,9 +1,11 @@
 """What the engine adds to hand-written loops on several processes: `python benchmarks/distributed.py`.
 
-Two processes of this machine (gloo, one thread each) hold a hand-written loop and ours, over the same model,
-data and optimizer, and make an update of each in turns, so that whatever else the machine does slows both.
-The figures are medians over the updates, in rank 0. The last rows are the start of a script: from the command
-to its end with `devices=2`, an update included, beside torchrun with a script that imports torch.
+Two processes of this machine (gloo, one thread each) hold a hand-written loop, ours, and under DDP those of
+Fabric and Accelerate where they are installed (the other libraries' loops cannot be advanced by a single
+update), over the same model, data and optimizer, and make an update of each in turns, so that whatever else
+the machine does slows all. The figures are medians over the updates, in rank 0. The models that come out are
+compared. The last rows are the start of a script: from the command to its end with `devices=2`, an update
+included, beside torchrun with a script that imports torch.
 
     python benchmarks/distributed.py [--processes 2] [--only TEXT] [--json FILE]
 """
@@ -11,6 +13,7 @@ to its end with `devices=2`, an update included, beside torchrun with a script t
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -35,105 +38,38 @@ from drivetrain.strategies.deepspeed import DeepSpeed
 from drivetrain.strategies.deepspeed_library import connect, library, quiet
 from drivetrain.strategies.fsdp import FSDP
 from drivetrain.testing.distributed import run_distributed
+from peers import HAND, OURS, installed
+from workloads import GPT_10M, TINY, Batch, Work
 
 WARM_UP = 5
-LENGTH = 128
-"""Tokens in a window."""
-
-Batches = list[dict[str, Tensor]]
-Optimizers = Callable[[Any], torch.optim.Optimizer]
 
 
-class Tiny(TaskModule):
-    """A `Linear(32, 2)`: an update is nearly all overhead."""
+class Task(TaskModule):
+    """A task of a work, of which each process takes its part of the batches."""
 
-    optimizer: Optimizers = staticmethod(lambda parameters: torch.optim.SGD(parameters, lr=0.01))
-    rows = 8
-
-    def __init__(self) -> None:
+    def __init__(self, work: Any) -> None:
         super().__init__()
-        self.net = nn.Linear(32, 2)
+        self.net = work.model()
+        self.work = work
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)
 
-    def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return F.cross_entropy(outputs, batch["label"])
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        return F.cross_entropy(outputs.flatten(0, -2), batch["label"].flatten())
 
-    def configure_optimizers(self) -> Optimizers:
-        return self.optimizer
-
-    @classmethod
-    def batches(cls, count: int) -> Batches:
-        """So many batches."""
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(count, cls.rows, 32, generator=generator)
-        label = torch.randint(0, 2, (count, cls.rows), generator=generator)
-        return [{"x": a, "label": b} for a, b in zip(x, label, strict=True)]
+    def configure_optimizers(self) -> Callable[[Any], torch.optim.Optimizer]:
+        made: Callable[[Any], torch.optim.Optimizer] = self.work.make_optimizer
+        return made
 
 
-class Block(nn.Module):
-    """A block of a GPT."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.query_key_value = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.query_key_value(self.norms[0](x)).unflatten(-1, (3, self.heads, -1))
-        query, key, value = heads.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norms[1](x))
-
-
-class GPT(TaskModule):
-    """Ten million parameters; a batch is 2 windows of 128 tokens."""
-
-    optimizer: Optimizers = staticmethod(
-        lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True)
-    )
-    rows = 2
-
-    def __init__(self, layers: int = 8, width: int = 320, heads: int = 5) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(256, width)
-        self.positions = nn.Embedding(LENGTH, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 256, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens) + self.positions.weight
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-    def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return F.cross_entropy(outputs.flatten(0, 1), batch["label"].flatten())
-
-    def configure_optimizers(self) -> Optimizers:
-        return self.optimizer
-
-    @classmethod
-    def batches(cls, count: int) -> Batches:
-        """So many batches."""
-        generator = torch.Generator().manual_seed(0)
-        text = torch.randint(0, 256, (count, cls.rows, LENGTH + 1), generator=generator)
-        return [{"tokens": each[:, :-1], "label": each[:, 1:]} for each in text]
-
-
-class Weighted(GPT):
+class Weighted(Task):
     """The mean is over tokens that count, a number that differs from batch to batch and rank to rank."""
 
-    def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return F.cross_entropy(outputs.flatten(0, 1), batch["label"].flatten(), ignore_index=0)
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        return F.cross_entropy(outputs.flatten(0, -2), batch["label"].flatten(), ignore_index=0)
 
-    def loss_weight(self, batch: dict[str, Tensor]) -> int:
+    def loss_weight(self, batch: Batch) -> int:
         return int((batch["label"] != 0).sum())
 
 
@@ -146,11 +82,10 @@ class Whole(nn.Module):
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         """The loss of a batch."""
-        inputs = batch["x"] if "x" in batch else batch["tokens"]
-        return self.task.loss(self.task(inputs), batch)
+        return self.task.loss(self.task(batch["x"]), batch)
 
 
-def hand_loop(task: Any, batches: Batches, strategy: str) -> Iterator[None]:
+def hand_loop(task: Task, batches: list[Batch], strategy: str) -> Iterator[None]:
     """The loop that a user would write by hand."""
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     whole: Any = Whole(task)
@@ -160,10 +95,10 @@ def hand_loop(task: Any, batches: Batches, strategy: str) -> Iterator[None]:
     if strategy == "ddp":
         model = DistributedDataParallel(whole, gradient_as_bucket_view=True)
     else:
-        for block in getattr(task, "blocks", ()):
+        for block in getattr(task.net, "blocks", ()):
             fully_shard(block)
         model = fully_shard(whole)
-    optimizer = task.optimizer(model.parameters())
+    optimizer = task.work.make_optimizer(model.parameters())
     model.train()
     for batch in batches[rank::world_size]:
         loss = model(batch)
@@ -179,16 +114,16 @@ def hand_loop(task: Any, batches: Batches, strategy: str) -> Iterator[None]:
         yield
 
 
-def deepspeed_loop(whole: Any, batches: Batches, stage: int) -> Iterator[None]:
+def deepspeed_loop(whole: Any, batches: list[Batch], stage: int) -> Iterator[None]:
     """The loop that DeepSpeed's own manual shows."""
     deepspeed = library("cpu")
     connect(deepspeed)
     config = {
-        "train_micro_batch_size_per_gpu": whole.task.rows,
+        "train_micro_batch_size_per_gpu": whole.task.work.rows,
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
     }
-    optimizer = whole.task.optimizer(whole.parameters())
+    optimizer = whole.task.work.make_optimizer(whole.parameters())
     with quiet():
         model, *_ = deepspeed.initialize(model=whole, optimizer=optimizer, config=config)
     model.train()
@@ -199,7 +134,7 @@ def deepspeed_loop(whole: Any, batches: Batches, stage: int) -> Iterator[None]:
         yield
 
 
-def our_loop(task: TaskModule, batches: Batches, strategy: str) -> Iterator[Any]:
+def our_loop(task: Task, batches: list[Batch], strategy: str) -> Iterator[Any]:
     """The same in a Trainer, with everything off that the hand-written loop has not."""
     world_size = torch.distributed.get_world_size()
     if strategy.startswith("zero"):
@@ -213,67 +148,103 @@ def our_loop(task: TaskModule, batches: Batches, strategy: str) -> Iterator[Any]
     return iter(trainer.steps(task, batches))
 
 
+def contestants(case: Case, count: int) -> dict[str, tuple[Task, Iterator[Any]]]:
+    """The contestants of a row, each with a task and data of its own, and the loop over them."""
+    makers: dict[str, Callable[..., Iterator[Any]]] = {HAND: hand_loop, OURS: our_loop}
+    if case.strategy == "ddp" and not case.weighted:
+        peers = {"Lightning Fabric": "fabric_loop", "Accelerate": "accelerate_loop"}
+        steps = importlib.import_module("peers.stepping")
+        makers |= {name: getattr(steps, peers[name]) for name in installed(list(peers)) if name in peers}
+    made = {}
+    for name, make in makers.items():
+        torch.manual_seed(0)
+        task = (Weighted if case.weighted else Task)(case.work)
+        made[name] = task, make(task, case.work.batches(count, case.work.rows), case.strategy)
+    return made
+
+
 @dataclass(frozen=True)
 class Case:
     """One row.
 
     Attributes:
         name: What it measures.
-        task: The class of its task.
+        work: What is trained.
         strategy: "ddp", "fsdp" or "zero1" to "zero3".
         updates: How many are timed.
         goal: What is hoped for, as text.
+        weighted: Whether the loss is a mean over tokens of which some do not count.
     """
 
     name: str
-    task: type[Any]
+    work: Work
     strategy: str
     updates: int
     goal: str = ""
+    weighted: bool = False
 
 
 CASES = [
-    Case("DDP, Linear(32, 2)", Tiny, "ddp", 3000, "+25 us"),
-    Case("FSDP, Linear(32, 2)", Tiny, "fsdp", 3000, "+25 us"),
-    Case("DDP, GPT of 10M", GPT, "ddp", 40, "1.02"),
-    Case("FSDP, GPT of 10M", GPT, "fsdp", 40, "1.02"),
-    Case("DDP, GPT of 10M, weighted by tokens", Weighted, "ddp", 40),
-    Case("ZeRO 1, GPT of 10M", GPT, "zero1", 40, "1.02"),
-    Case("ZeRO 2, GPT of 10M", GPT, "zero2", 40, "1.02"),
-    Case("ZeRO 3, GPT of 10M", GPT, "zero3", 40, "1.02"),
+    Case("DDP, Linear(32, 2)", TINY, "ddp", 3000, "+25 us"),
+    Case("FSDP, Linear(32, 2)", TINY, "fsdp", 3000, "+25 us"),
+    Case("DDP, GPT of 10M", GPT_10M, "ddp", 40, "1.02"),
+    Case("FSDP, GPT of 10M", GPT_10M, "fsdp", 40, "1.02"),
+    Case("DDP, GPT of 10M, weighted by tokens", GPT_10M, "ddp", 40, weighted=True),
+    Case("ZeRO 1, GPT of 10M", GPT_10M, "zero1", 40, "1.02"),
+    Case("ZeRO 2, GPT of 10M", GPT_10M, "zero2", 40, "1.02"),
+    Case("ZeRO 3, GPT of 10M", GPT_10M, "zero3", 40, "1.02"),
 ]
 
 
-def in_turns(case: Case) -> tuple[list[float], list[float]]:
-    """The seconds of each update, hand-written and ours; in each process."""
-    total = (WARM_UP + case.updates + 1) * torch.distributed.get_world_size()
-    torch.manual_seed(0)
-    loops = [
-        hand_loop(case.task(), case.task.batches(total), case.strategy),
-        our_loop(case.task(), case.task.batches(total), case.strategy),
-    ]
-    spent: tuple[list[float], list[float]] = ([], [])
-    for update in range(WARM_UP + case.updates):
-        for which in (0, 1) if update % 2 else (1, 0):
+def in_turns(name: str, updates: int) -> dict[str, list[float]]:
+    """The seconds of each update, by contestant; in each process. A row goes there by its name."""
+    case = next(each for each in CASES if each.name == name)
+    made = contestants(case, (WARM_UP + updates + 1) * torch.distributed.get_world_size())
+    names = list(made)
+    spent: dict[str, list[float]] = {each: [] for each in names}
+    for update in range(WARM_UP + updates):
+        first = update % len(names)
+        for which in names[first:] + names[:first]:
             start = perf_counter()
-            next(loops[which])
+            next(made[which][1])
             spent[which].append(perf_counter() - start)
-    return spent[0][WARM_UP:], spent[1][WARM_UP:]
+    same_work({name: moved(task) for name, (task, _) in made.items()})
+    return {each: times[WARM_UP:] for each, times in spent.items()}
 
 
-def measure(case: Case, processes: int) -> dict[str, Any]:
-    """One row's figures, in microseconds."""
-    hand, ours = run_distributed(in_turns, case, world_size=processes, timeout=1800)[0]
-    by_hand, by_us = statistics.median(hand) * 1e6, statistics.median(ours) * 1e6
-    differences = [(b - a) * 1e6 for a, b in zip(hand, ours, strict=True)]
-    return {
-        "row": case.name,
-        "hand_us": round(by_hand, 1),
-        "ours_us": round(by_us, 1),
-        "added_us": round(statistics.median(differences), 1),
-        "ratio": round(by_us / by_hand, 3),
-        "goal": case.goal,
-    }
+def moved(task: Task) -> float:
+    """The sum of all weights, which shows how they were moved; shards are summed over all processes."""
+    sums = [each.detach().double().sum() for each in task.parameters()]
+    whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in sums]
+    return float(torch.stack(whole).sum())
+
+
+def same_work(ends: dict[str, float]) -> None:
+    """Compare where the contestants ended.
+
+    Raises:
+        RuntimeError: One ended elsewhere than the hand-written loop.
+    """
+    for name, end in ends.items():
+        if abs(end - ends[HAND]) > 1e-2 * max(1.0, abs(ends[HAND])) ** 0.5:
+            raise RuntimeError(f"the weights of {name} sum up to {end}, not {ends[HAND]}: it did other work")
+
+
+def measure(case: Case, processes: int, updates: int | None = None) -> dict[str, Any]:
+    """One row's figures, in microseconds: medians, and of the difference to the hand-written loop."""
+    spent = run_distributed(in_turns, case.name, updates or case.updates, world_size=processes, timeout=1800)[
+        0
+    ]
+    found: dict[str, Any] = {"row": case.name, "goal": case.goal, "contestants": {}}
+    hand = spent[HAND]
+    for name, times in spent.items():
+        differences = [(one - other) * 1e6 for one, other in zip(times, hand, strict=True)]
+        found["contestants"][name] = {
+            "us": round(statistics.median(times) * 1e6, 1),
+            "added_us": round(statistics.median(differences), 1),
+            "ratio": round(statistics.median(times) / statistics.median(hand), 3),
+        }
+    return found
 
 
 _SCRIPT = """
@@ -330,14 +301,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", help="also write the figures to this file")
     arguments = parser.parse_args(argv)
     rows = []
-    print(f"{'microseconds per update':40}{'hand':>11}{'ours':>11}{'added':>9}{'ratio':>8}{'goal':>9}")
+    print(f"{'microseconds per update':40}{'':20}{'us':>11}{'added':>9}{'ratio':>8}{'goal':>9}")
     for case in CASES:
         if arguments.only in case.name:
             rows.append(row := measure(case, arguments.processes))
-            figures = (
-                f"{row['hand_us']:11.1f}{row['ours_us']:11.1f}{row['added_us']:+9.1f}{row['ratio']:8.3f}"
-            )
-            print(f"{case.name:40}{figures}{case.goal:>9}", flush=True)
+            for name, each in row["contestants"].items():
+                figures = f"{each['us']:11.1f}{each['added_us']:+9.1f}{each['ratio']:8.3f}"
+                goal = case.goal if name == OURS else ""
+                print(f"{case.name:40}{name:20}{figures}{goal:>9}", flush=True)
     for strategy in ("ddp", "fsdp"):
         if arguments.only in f"start of two processes, {strategy}":
             rows.append(row := measure_start(strategy))

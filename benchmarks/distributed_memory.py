@@ -16,6 +16,7 @@ import argparse
 import gc
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,13 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from distributed import GPT
+from distributed import Task
 from drivetrain import DeepSpeedConfig, FSDPConfig, LambdaCallback, Trainer
 from drivetrain.strategies.ddp import DDP
 from drivetrain.strategies.deepspeed import DeepSpeed
 from drivetrain.strategies.fsdp import FSDP
 from drivetrain.testing.distributed import run_distributed
+from workloads import GPT, GPT_10M
 
 BUCKET = 500_000
 """Gradients that DeepSpeed reduces together: the paper's figures leave buffers out, and so they are small."""
@@ -86,12 +88,13 @@ def measure(name: str, precision: str, width: int) -> tuple[float, int]:
         if run.progress.updates == 1:
             counted.append(sum(size for place, size in alive().items() if place not in before))
 
-    task = GPT(width=width, heads=width // 64)
+    work = replace(GPT_10M, model=lambda: GPT(width=width, heads=width // 64))
+    task = Task(work)
     number = sum(each.numel() for each in task.parameters())
     Trainer(
         max_steps=2, precision=precision, checkpoint=False, loggers=(), progress_bar=False,
         strategy=strategy_of(name, processes), callbacks=[LambdaCallback(on_before_optimizer_step=count)],
-    ).fit(task, GPT.batches(2 * processes))  # fmt: skip
+    ).fit(task, work.batches(2 * processes, work.rows))  # fmt: skip
     return counted[0] / number, number
 
 

@@ -88,7 +88,21 @@ PAGES = {
             "optim": "build_schedule",
         },
     ),
-    "precision": Page("Precision", "how-to/precision.md", {"precision": "Precision PRECISIONS as_precision"}),
+    "precision": Page(
+        "Precision",
+        "how-to/precision.md",
+        {
+            "precision": "Precision Dtypes PRECISIONS UPDATES as_precision",
+            "tf32": "TF32",
+            "float8": "Float8 RECIPES",
+            "weight_updates": "WeightUpdates",
+        },
+    ),
+    "compiling": Page(
+        "Compilation",
+        "how-to/compile.md",
+        {"compiling": "CompileConfig SCOPES MODES", "blocks": "repeated_blocks"},
+    ),
     "data": Page(
         "Data",
         "how-to/data.md",
@@ -104,8 +118,8 @@ PAGES = {
         "Callbacks",
         "how-to/callbacks.md",
         {
-            "callbacks": "Callback EarlyStopping LambdaCallback LearningRateMonitor ModelSummary ProgressBar"
-            " Throughput HOOKS summarize",
+            "callbacks": "Callback CompileTime EarlyStopping LambdaCallback LearningRateMonitor ModelSummary"
+            " ProgressBar Throughput HOOKS summarize",
             "callbacks.base": "unused",
             "callbacks.peaks": "peak_flops",
         },

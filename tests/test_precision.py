@@ -16,12 +16,13 @@ from drivetrain.data import MicroBatch
 from drivetrain.precision import PRECISIONS, Precision, as_precision
 
 CPU = torch.device("cpu")
-NAMES = ("16-mixed", "16-true", "32", "64", "bf16-mixed", "bf16-true")
+ON_GPUS = ("fp8", "tf32")
 STORED = {
-    "16-true": torch.float16,
-    "bf16-true": torch.bfloat16,
+    **dict.fromkeys(("16-true", "16-true-master", "16-true-nearest"), torch.float16),
+    **dict.fromkeys(("bf16-true", "bf16-true-master", "bf16-true-nearest"), torch.bfloat16),
     "64": torch.float64,
 }
+NAMES = tuple(sorted({"16-mixed", "32", "bf16-mixed", *STORED}))
 COMPUTED = {
     "16-mixed": torch.float16,
     "bf16-mixed": torch.bfloat16,
@@ -70,7 +71,7 @@ def step(engine: Engine, **columns: Tensor) -> Any:
 
 
 def test_these_are_the_built_in_precisions() -> None:
-    assert tuple(PRECISIONS) == NAMES
+    assert tuple(PRECISIONS) == tuple(sorted({*NAMES, *ON_GPUS}))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -229,7 +230,7 @@ def test_a_loss_that_is_not_finite_is_no_overflow_and_is_told() -> None:
         ("16-mix", "Did you mean '16-mixed'"),
         ("BF16-MIXED", "Did you mean 'bf16-mixed'"),
         (16, "unknown precision '16'"),
-        ("float8", "Allowed: '16-mixed', '16-true', '32', '64', 'bf16-mixed', 'bf16-true'"),
+        ("float8", "Allowed: '16-mixed', '16-true', '16-true-master', '16-true-nearest', '32', '64', 'bf16-"),
         (None, "unknown precision 'None'"),
     ],
 )
@@ -277,6 +278,22 @@ def test_a_pair_that_cannot_work_is_refused_at_construction(arguments: Any, mess
 )
 def test_a_precision_says_what_it_is(name: str, text: str) -> None:
     assert str(as_precision(name)) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "dtypes"),
+    [
+        ("32", ("float32", "float32", "float32", "float32")),
+        ("bf16-mixed", ("float32", "bfloat16", "float32", "float32")),
+        ("bf16-true", ("bfloat16", "bfloat16", "bfloat16", "float32")),
+        ("bf16-true-nearest", ("bfloat16", "bfloat16", "bfloat16", "bfloat16")),
+        ("16-true-master", ("float16", "float16", "float16", "float32, with the weights in float32")),
+        ("64", ("float64", "float64", "float64", "float64")),
+        ("tf32", ("float32", "tf32", "float32", "float32")),
+    ],
+)
+def test_what_is_kept_and_computed_in_what_is_data(name: str, dtypes: tuple[str, ...]) -> None:
+    assert tuple(as_precision(name).dtypes) == dtypes
 
 
 def test_no_context_is_entered_where_none_is_needed() -> None:

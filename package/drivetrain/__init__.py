@@ -14,6 +14,7 @@ from drivetrain.version import __version__
 if TYPE_CHECKING:
     from drivetrain.callbacks import (
         Callback,
+        CompileTime,
         EarlyStopping,
         LambdaCallback,
         LearningRateMonitor,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
         Throughput,
     )
     from drivetrain.checkpoint import CheckpointConfig
+    from drivetrain.compiling import CompileConfig
     from drivetrain.data.split import already_split
     from drivetrain.distributed.processes import one_at_a_time, rank, world_size
     from drivetrain.engine import Engine
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
         RankFailure,
         StrategyError,
     )
+    from drivetrain.float8 import Float8
     from drivetrain.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
     from drivetrain.mps_fallback import enable_mps_fallback
     from drivetrain.optim import OptimizerConfig, ParameterGroup
@@ -57,6 +60,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "drivetrain.callbacks": (
         "Callback",
+        "CompileTime",
         "EarlyStopping",
         "LambdaCallback",
         "LearningRateMonitor",
@@ -65,6 +69,7 @@ _HOMES = {
         "Throughput",
     ),
     "drivetrain.checkpoint": ("CheckpointConfig",),
+    "drivetrain.compiling": ("CompileConfig",),
     "drivetrain.data.split": ("already_split",),
     "drivetrain.distributed.processes": ("one_at_a_time", "rank", "world_size"),
     "drivetrain.engine": ("Engine",),
@@ -78,6 +83,7 @@ _HOMES = {
         "RankFailure",
         "StrategyError",
     ),
+    "drivetrain.float8": ("Float8",),
     "drivetrain.loggers": ("CSVLogger", "JSONLinesLogger", "TensorBoardLogger"),
     "drivetrain.mps_fallback": ("enable_mps_fallback",),
     "drivetrain.optim": ("OptimizerConfig", "ParameterGroup"),
@@ -105,6 +111,8 @@ __all__ = [
     "Callback",
     "CheckpointConfig",
     "CheckpointError",
+    "CompileConfig",
+    "CompileTime",
     "ConfigError",
     "DDPConfig",
     "DataError",
@@ -115,6 +123,7 @@ __all__ = [
     "Every",
     "FSDPConfig",
     "FitResult",
+    "Float8",
     "JSONLinesLogger",
     "LambdaCallback",
     "LearningRateMonitor",

@@ -33,6 +33,7 @@ _SETTINGS = (
     "validate_every",
     "log_every",
     "checkpoint",
+    "compile",
     "train_metrics",
     "seed",
     "limit_train_batches",

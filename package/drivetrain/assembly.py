@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.agreement import check_alike, check_optimizers_alike
 from drivetrain.callbacks.checkpoint import CheckpointSaver
+from drivetrain.callbacks.compile_time import CompileTime
 from drivetrain.callbacks.progress_bar import ProgressBar
 from drivetrain.callbacks.summary import ModelSummary
 from drivetrain.checkpoint import DirectoryCheckpointIO
+from drivetrain.compiling import as_compile
 from drivetrain.data import Feed, Measure, as_source, evaluation_sources, pin_memory_for
 from drivetrain.data.alike import check_data
 from drivetrain.declared_metrics import DeclaredMetrics
@@ -321,6 +323,8 @@ def with_defaults(trainer: Trainer, saver: CheckpointSaver | None) -> list[Any]:
         for kind in (ModelSummary, ProgressBar):
             if not any(isinstance(each, kind) for each in callbacks):
                 callbacks.append(kind())
+    if as_compile(trainer.compile) and not any(isinstance(each, CompileTime) for each in callbacks):
+        callbacks.append(CompileTime(show=trainer.progress_bar))
     return [*callbacks, *([saver] if saver else [])]
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.compiling import Compilation, CompileConfig
 from drivetrain.data import Everywhere, MicroBatch, Share, Transfer
 from drivetrain.declared_metrics import DeclaredMetrics
 from drivetrain.distributed.launch import ensure_ranks, note_run_alone
@@ -22,11 +23,11 @@ from drivetrain.distributed.lifetime import ProgramChannel
 from drivetrain.distributed.tensors import broadcast_buffers
 from drivetrain.engine_data import EngineData, engine_data
 from drivetrain.engine_state import load_engine, save_engine
-from drivetrain.errors import ConfigError
 from drivetrain.generator_step import generator_step
 from drivetrain.metrics import MetricBuffer, Row, refuse_nonfinite
 from drivetrain.native import OpenWindow, prepare_module
 from drivetrain.precision import Precision
+from drivetrain.precision_in_use import PrecisionInUse
 from drivetrain.progress import Progress
 from drivetrain.step_output import StepValues, read_output, without_other_graphs
 from drivetrain.strategies import Prepared, Strategy, StrategyConfig, select_precision, select_strategy
@@ -47,7 +48,7 @@ class Engine:
         devices: How many processes, or "auto".
         num_nodes: How many machines.
         seed: Seeds every random stream of the run.
-        compile: True, or options for `torch.compile`, to compile the task's forward.
+        compile: True, a `CompileConfig`, or a mapping of its options, to compile the task's repeated blocks.
 
     Raises:
         ConfigError: An unknown strategy or precision; lists the allowed names.
@@ -71,10 +72,11 @@ class Engine:
         devices: int | str = "auto",
         num_nodes: int = 1,
         seed: int = 0,
-        compile: bool | Mapping[str, Any] = False,
+        compile: bool | Mapping[str, Any] | CompileConfig = False,
     ) -> None:
         self.precision = select_precision(precision, strategy=strategy)
         self.strategy = select_strategy(strategy, self.precision, devices, num_nodes)
+        self.compilation = Compilation(compile, self.strategy)
         if self.strategy.world_size > 1 and not torch.distributed.is_initialized():
             ensure_ranks(self.strategy.world_size // num_nodes, num_nodes)
         elif self.strategy.world_size == 1:
@@ -89,13 +91,13 @@ class Engine:
         self.buffer = MetricBuffer(self.data_ranks)
         self.updaters: dict[str, Updater] = {}
         self.before_optimizer_step: Callable[[], None] | None = None
-        self._compile = self.strategy.compile_options(compile)
         self._scaled = self.precision.loss_scaling
         self._alone = self.ranks.size == 1
         self._tells = not self._alone or self.strategy.always_told
         self._spare = Spare(self.transfer)
         self._window = OpenWindow(self.data_ranks)
         self._channel = ProgramChannel(self.ranks, self.progress)
+        self._in_use = PrecisionInUse(self.precision, seed, self.progress)
 
     # The task's side: what the Trainer uses.
 
@@ -122,8 +124,8 @@ class Engine:
         """
         self.task = task
         self.step_module = StepModule(task)
-        if self._compile is not None:
-            task.compile(**self._compile)
+        self._in_use.note(task)
+        self.compilation.add(task)
         self._train_metrics = metrics if metrics else None
         self._interleaved = is_interleaved(task)
         if not training:
@@ -132,7 +134,7 @@ class Engine:
         specs = configured_specs(task, self.strategy, total_updates)
 
         def make_optimizers(_: nn.Module) -> dict[str, Optimizer]:
-            self.updaters = build_updaters(task, specs, total_updates, max_grad_norm)
+            self.updaters = build_updaters(task, specs, total_updates, max_grad_norm, self._in_use.updates)
             return {name: updater.optimizer for name, updater in self.updaters.items()}
 
         self._take(self.strategy.prepare(self.step_module, make_optimizers, self.precision))
@@ -268,9 +270,7 @@ class Engine:
             yield
 
     def exchanged(self, write: bool = False) -> AbstractContextManager[Mapping[str, Optimizer]]:
-        """Within it the task, and the optimizers that it gives, are as checkpoints hold them; see
-        `Strategy.exchanged`.
-        """
+        """Within it the task and its optimizers, which it gives, are as checkpoints hold them."""
         self.strategy.settle(self.model)
         optimizers = {name: each.optimizer for name, each in self.updaters.items()}
         return self.strategy.exchanged(optimizers, write)
@@ -300,11 +300,11 @@ class Engine:
 
     def teardown(self) -> None:
         """Release what the strategy took, and leave the task as an ordinary module."""
-        self._channel.leave(self._release)
+        with self._in_use:
+            self._channel.leave(self._release)
 
     def _release(self) -> None:
-        if self._compile is not None and hasattr(self, "task"):
-            self.task._compiled_call_impl = None
+        self.compilation.release()
         if sys.exc_info()[0] is None:  # else the other processes may not be there
             self.strategy.restore()
         if hasattr(self, "step_module"):  # and not a wrapper, which holds on to a process group
@@ -327,7 +327,8 @@ class Engine:
             precision's context; its state keys are those of the module that was given.
         """
         self._channel.open()
-        prepared = prepare_module(self.strategy, self.precision, model, make_optimizer)
+        self.compilation.add(model)
+        prepared = prepare_module(self.strategy, self.precision, model, make_optimizer, self._in_use)
         return (prepared.model, prepared.optimizer) if make_optimizer else prepared.model
 
     def prepare_data(self, data: Any, *, training: bool = True) -> EngineData:
@@ -382,10 +383,7 @@ class Engine:
             ConfigError: In the middle of a window: gradients without their step are in no checkpoint.
             CheckpointError: It cannot be written, or something in it cannot be stored.
         """
-        if self._window.is_open:
-            raise ConfigError(
-                "engine.save() between engine.backward() and engine.step(): make the step first"
-            )
+        self._window.check_closed()
         save_engine(self, path, model, optimizer, state)
 
     def load(self, path: str, *, model: Any = None, optimizer: Any = None, **state: Any) -> dict[str, Any]:

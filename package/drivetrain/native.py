@@ -13,9 +13,10 @@ from drivetrain.data import MicroBatch
 from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.errors import ConfigError
 from drivetrain.precision import Precision
+from drivetrain.precision_in_use import PrecisionInUse
 from drivetrain.strategies import Prepared, Strategy
 from drivetrain.task import StepModule
-from drivetrain.updates import DEFAULT, from_factory
+from drivetrain.updates import DEFAULT, made_by
 
 
 def prepare_module(
@@ -23,6 +24,7 @@ def prepare_module(
     precision: Precision,
     model: nn.Module,
     make_optimizer: Callable[[list[nn.Parameter]], Optimizer] | None,
+    in_use: PrecisionInUse,
 ) -> Prepared:
     """A module placed and wrapped by a strategy, and its optimizer if one is wanted; see `Engine.prepare`.
 
@@ -34,9 +36,9 @@ def prepare_module(
 
     def make_optimizers(_: nn.Module) -> dict[str, Optimizer]:
         assert make_optimizer is not None
-        parameters = [each for each in model.parameters() if each.requires_grad]
-        return {DEFAULT: from_factory(make_optimizer, parameters)[0]}
+        return {DEFAULT: made_by(make_optimizer, model, in_use.updates)[0]}
 
+    in_use.note(model)
     prepared = strategy.prepare(StepModule(model), make_optimizers if make_optimizer else None, precision)
     if make_optimizer:
         check_optimizer_alike(model, prepared.optimizer, strategy.ranks)
@@ -125,10 +127,16 @@ class OpenWindow:
             self._total = self._total + weight
             strategy.backward(loss, weight / self._first)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether gradients were added since the last step."""
-        return self._open
+    def check_closed(self) -> None:
+        """See that there is something to save.
+
+        Raises:
+            ConfigError: Gradients were added since the last step.
+        """
+        if self._open:
+            raise ConfigError(
+                "engine.save() between engine.backward() and engine.step(): make the step first"
+            )
 
     def close(self, strategy: Strategy, parameters: Sequence[Tensor]) -> None:
         """Bring the gradients to their mean; the next backward opens a new window.

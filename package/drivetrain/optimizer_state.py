@@ -27,6 +27,12 @@ _NOT_SETTINGS = frozenset({"params", "param_names"}) | _IMPLEMENTATION
 # torch.optim.NAdam ("mu_product").
 _COUNTERS = frozenset({"step", "mu_product"})
 
+MASTER = "master"
+"""The slot of the float32 copy of a 16-bit weight, where such copies are kept."""
+
+WEIGHT_UPDATES = "weight_updates"
+"""The setting of a group that tells how its 16-bit weights take updates; without one, to the nearest."""
+
 
 def state_by_name(
     optimizer: Optimizer, names: Mapping[nn.Parameter, str]
@@ -110,6 +116,7 @@ def load_state_by_name(
         )
     _check_parameters(optimizer, names, saved["parameters"])
     pairs = _match_groups(optimizer, names, saved["groups"])
+    _check_updates(pairs)
     _check_tensors(tensors, saved["slots"])
     state: dict[str, dict[str, Any]] = defaultdict(dict)
     for key in (*saved["slots"], *saved["scalars"]):
@@ -254,6 +261,18 @@ def _match_groups(
             )
         pairs.append((group, saved[index]))
     return pairs
+
+
+def _check_updates(pairs: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """Refuse the state of 16-bit weights that were updated in another way, which is of other dtypes."""
+    for group, settings in pairs:
+        mine, theirs = (str(each.get(WEIGHT_UPDATES, "nearest")) for each in (group, settings))
+        if mine != theirs:
+            raise CheckpointError(
+                f"the checkpoint's 16-bit weights were updated by {theirs!r}, this run's are by {mine!r}, and"
+                f" the optimizers' states differ. Resume with Precision(updates={theirs!r}), such as"
+                f" precision='bf16-true-{theirs}', or load the weights only"
+            )
 
 
 def _check_fused(

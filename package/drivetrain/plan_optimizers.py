@@ -99,10 +99,16 @@ class Built:
         self.precision = as_precision(trainer.precision)
         self.state: list[Tensor] | None = None
         try:
-            self._build(self.precision.convert_module(_on_meta(task)), trainer, totals)
+            self._build(self._converted(_on_meta(task)), trainer, totals)
             self.state = self._states()
         except Exception:  # of tensors without values; what is wrong with the real ones too is raised below
             self._build(task, trainer, totals)
+
+    def _converted(self, module: nn.Module) -> nn.Module:
+        """In the dtype in which the optimizers compute."""
+        if self.precision.updates_of_weights == "nearest":
+            return self.precision.convert_module(module)
+        return module.float()
 
     def _build(self, module: Any, trainer: Trainer, totals: Totals) -> None:
         self.module: nn.Module = module
@@ -147,7 +153,9 @@ class Built:
             sizes["parameters"] = sum(size for _, size in bytes_of)
             sizes["gradients"] = sum(size for trained, size in bytes_of if trained)
         if self.state is not None:
-            sizes["optimizer"] = sum(each.numel() * each.itemsize for each in self.state)
+            kept = self.precision.updates_of_weights == "master"
+            copies = sum(4 * each.numel() for each in parameters if kept and each.requires_grad)
+            sizes["optimizer"] = copies + sum(each.numel() * each.itemsize for each in self.state)
         return sizes
 
     def dtypes(self) -> dict[str, str]:

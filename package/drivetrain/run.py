@@ -143,7 +143,8 @@ class Run:
         step: The last update's result, or None before the first.
         window: The window being trained on, or None.
         evaluation: Where the evaluation is.
-        timing: Seconds spent so far on "data", "compute", "evaluation" and "save".
+        timing: Seconds spent so far on "data", "compute", "evaluation" and "save"; and, where the task is
+            compiled, on "compile".
         stop_reason: Why the run stops, or None.
         stopping: How the ranks agree on that.
         exception: What ended the run, for `on_exception`.

@@ -34,7 +34,7 @@ _MASK64 = (1 << 64) - 1
 # 32 bits only, as torch's CPU generator does.
 _WEYL = 0x9E3779B97F4A7C15
 
-UPDATES, BATCHES, ORDER, EVALUATION, HOST = range(1, 6)
+UPDATES, BATCHES, ORDER, EVALUATION, HOST, ROUNDING = range(1, 7)
 """What a stream is for: the first key of `mix`, so that streams of one seed are unrelated."""
 
 

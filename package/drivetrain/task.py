@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -37,18 +36,23 @@ class _Forward(NamedTuple):
     takes_all: bool
 
 
-@functools.lru_cache(maxsize=256)
-def _forward_of(kind: type[nn.Module]) -> _Forward:
+_FORWARDS: dict[type[nn.Module], _Forward] = {}
+"""Of the classes that have been asked for; no `functools.lru_cache`, which torch.compile warns of."""
+
+
+def read_forward(kind: type[nn.Module]) -> _Forward:
+    """Look at a class's forward, once; what is compiled finds it looked at."""
     parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     star = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    return _Forward(
+    _FORWARDS[kind] = found = _Forward(
         tuple(p.name for p in named),
         tuple(p.name for p in named if p.default is p.empty),
         1_000_000 if star else len(positional),
         any(p.kind is p.VAR_KEYWORD for p in parameters),
     )
+    return found
 
 
 class TaskModule(nn.Module):
@@ -178,7 +182,9 @@ class TaskModule(nn.Module):
             DataError: A parameter without a default has no column; lists the batch's columns.
         """
         kind = type(batch)
-        forward = _forward_of(type(self))  # type: ignore[arg-type]
+        forward = _FORWARDS.get(type(self))
+        if forward is None:
+            forward = read_forward(type(self))
         if kind is dict or isinstance(batch, Mapping):
             columns = {}
             for name in forward.names:

@@ -18,6 +18,7 @@ import torch
 from drivetrain.assembly import build_evaluation, build_fit, build_prediction, check_settings, start_from
 from drivetrain.boundary import boundary, left_with_program
 from drivetrain.checkpoint import CheckpointConfig
+from drivetrain.compiling import CompileConfig, check_compile
 from drivetrain.distributed.environment import detect
 from drivetrain.distributed.forking import fork_ranks
 from drivetrain.distributed.group import disband
@@ -80,8 +81,8 @@ class Trainer(ByName):
             `DDPConfig(...)`, an instance, or another package's name; see `drivetrain strategies`.
         devices: How many processes, or "auto".
         num_nodes: How many machines.
-        precision: "32", "bf16-mixed", "16-mixed", "bf16-true", "16-true" or "64"; "auto" for what
-            `accelerate launch` was told, or an Accelerator has, and else "32".
+        precision: "32", "tf32", "bf16-mixed", "16-mixed", "fp8", "bf16-true", "16-true", "64", or a
+            `Precision`; "auto" for what `accelerate launch` was told, or an Accelerator has, and else "32".
         gradient_accumulation_steps: Micro-batches per update.
         max_grad_norm: Clip the gradient's global norm to this; None for no clipping.
         validate_every: When to validate during a fit; None for never.
@@ -92,7 +93,7 @@ class Trainer(ByName):
         loggers: Names ("tensorboard", "csv", "jsonl") or instances; `()` for none.
         progress_bar: Show progress, and a table of the task before training.
         train_metrics: Whether declared metrics are updated in training too.
-        compile: True, or options for `torch.compile`.
+        compile: True, or a `CompileConfig`, to run the task's repeated blocks in compiled form.
         seed: Seeds the order of the data and every random stream of a run.
         deterministic: Insist on deterministic kernels while a run lasts.
         hang_timeout: Seconds without progress after which the process is ended with its stacks; None for
@@ -126,7 +127,7 @@ class Trainer(ByName):
     loggers: str | Logger | Sequence[str | Logger] = ("tensorboard", "csv")
     progress_bar: bool = True
     train_metrics: bool = True
-    compile: bool | Mapping[str, Any] = False
+    compile: bool | Mapping[str, Any] | CompileConfig = False
     seed: int = 0
     deterministic: bool = False
     hang_timeout: float | None = None
@@ -154,8 +155,6 @@ class Trainer(ByName):
                 object.__setattr__(self, name, Every(getattr(self, name)))
         for name in ("progress_bar", "train_metrics", "deterministic"):
             flag(name, getattr(self, name))
-        if not isinstance(self.compile, Mapping):
-            flag("compile (unless it is a mapping of torch.compile's options)", self.compile)
         if not isinstance(self.run_dir, (str, os.PathLike, type(None))):
             raise ConfigError(f"run_dir must be a path, or None for a new one, not {self.run_dir!r}")
         if "://" in str(self.run_dir):
@@ -174,7 +173,7 @@ class Trainer(ByName):
         Hooks(self.callbacks)
         check_loggers(self.loggers)
         strategy = self.select_strategy()
-        strategy.compile_options(self.compile)
+        check_compile(self.compile, strategy)
         check_settings(self, strategy, self.batch_size)
 
     def select_strategy(self) -> Strategy:

@@ -24,6 +24,7 @@ from drivetrain.optim import (
 )
 from drivetrain.strategies import Strategy
 from drivetrain.task import TaskModule
+from drivetrain.weight_updates import WeightUpdates
 
 DEFAULT = "default"
 """The name of the only optimizer of a task that configures one."""
@@ -198,6 +199,7 @@ def build_updaters(
     specs: Mapping[str, OptimizerSpec],
     total_updates: int | None,
     max_grad_norm: float | None,
+    weight_updates: WeightUpdates | None = None,
 ) -> dict[str, Updater]:
     """The optimizers of a task, on the parameters as they now are.
 
@@ -206,22 +208,34 @@ def build_updaters(
         specs: What `optimizer_specs` gave.
         total_updates: The run's length, or None when it is not known.
         max_grad_norm: The run's clipping, for optimizers that set none.
+        weight_updates: How weights of 16 bits take updates; None for as the optimizers make them.
 
     Raises:
         ConfigError: A configuration that does not fit the task.
     """
     updaters: dict[str, Updater] = {}
+    weight_updates = weight_updates or WeightUpdates("nearest")
     for name, spec in specs.items():
         if isinstance(spec, OptimizerConfig):
             names = parameter_names(task, name, spec, alone=len(specs) == 1)
-            optimizer = build_optimizer(spec, task, names)
+            with weight_updates.building(task) as finish:
+                optimizer = finish(build_optimizer(spec, task, names))
             schedule = build_schedule(spec, total_updates)
             norm = spec.max_grad_norm if spec.max_grad_norm is not None else max_grad_norm
             updaters[name] = Updater(name, optimizer, schedule, None, norm)
         else:
-            optimizer, scheduler = from_factory(spec, [p for p in task.parameters() if p.requires_grad])
+            optimizer, scheduler = made_by(spec, task, weight_updates)
             updaters[name] = Updater(name, optimizer, None, scheduler, max_grad_norm)
     return updaters
+
+
+def made_by(
+    factory: Callable[[list[nn.Parameter]], Any], module: nn.Module, weight_updates: WeightUpdates
+) -> tuple[Optimizer, LRScheduler | None]:
+    """What a user's factory makes of a module's trained parameters; see `from_factory`."""
+    with weight_updates.building(module) as finish:
+        made, scheduler = from_factory(factory, [each for each in module.parameters() if each.requires_grad])
+        return finish(made), scheduler
 
 
 def from_factory(

@@ -91,7 +91,12 @@ def test_the_callback_prints_the_table_with_where_it_runs_once_and_not_to_stdout
     assert printed.out == ""
     assert "net     Sequential" in printed.err
     assert printed.err.endswith(
-        "145 parameters, 145 trainable, 580 bytes\ndevice cpu | strategy single | precision 32\n"
+        "145 parameters, 145 trainable, 580 bytes\n\n"
+        "weights, gradients   float32\n"
+        "products             float32\n"
+        "sums over processes  float32\n"
+        "optimizer state      float32\n\n"
+        "device cpu | strategy single | precision 32\n"
     )
 
 

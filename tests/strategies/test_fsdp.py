@@ -11,10 +11,11 @@ from tests.support.tasks import Regression, pairs, quiet
 from torch import nn
 
 from drivetrain import ConfigError, FSDPConfig, StrategyError, TaskModule
+from drivetrain.blocks import repeated_blocks
 from drivetrain.precision import as_precision
 from drivetrain.strategies import SingleDevice
 from drivetrain.strategies.fsdp import FSDP
-from drivetrain.strategies.fsdp_wrapping import repeated_blocks, units
+from drivetrain.strategies.fsdp_wrapping import units
 from drivetrain.testing.distributed import run_distributed
 from drivetrain.testing.strategies import check_strategy
 from drivetrain.testing.strategy_tasks import Tokens

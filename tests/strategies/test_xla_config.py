@@ -65,7 +65,10 @@ def test_precisions_that_xla_does_not_have_are_refused_with_the_reason(
         assert strategy.supports(as_precision(each))
     for each in ("16-mixed", "16-true"):
         assert "bf16-mixed" in strategy.supports(as_precision(each)).reason
-    for each in ("bf16-true", "64"):
+    for each in ("bf16-true", "bf16-true-master"):
+        wanted = "float32 only" if name == "xla_fsdp" else "bf16-true-nearest"
+        assert wanted in strategy.supports(as_precision(each)).reason
+    for each in ("bf16-true-nearest", "64"):
         found = strategy.supports(as_precision(each))
         assert "float32 only" in found.reason if name == "xla_fsdp" else found
     monkeypatch.setenv("PJRT_DEVICE", "TPU")

@@ -43,7 +43,7 @@ def test_numbers_are_those_of_the_cpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "tolerance"), [("bf16-mixed", 0.05), ("bf16-true", 0.05), ("64", 1e-12)]
+    ("precision", "tolerance"), [("bf16-mixed", 0.05), ("bf16-true-nearest", 0.05), ("64", 1e-12)]
 )
 def test_precisions_are_those_of_the_cpu(precision: str, tolerance: float) -> None:
     check_strategy(make("xla"), 1, checks=["frozen_and_tied"], precision=precision, tolerance=tolerance)

@@ -1,6 +1,7 @@
 """What watches a run or steers it; `Callback` draws where each hook is called."""
 
 from drivetrain.callbacks.base import HOOKS, Callback
+from drivetrain.callbacks.compile_time import CompileTime
 from drivetrain.callbacks.early_stopping import EarlyStopping
 from drivetrain.callbacks.lambda_callback import LambdaCallback
 from drivetrain.callbacks.learning_rate import LearningRateMonitor
@@ -11,6 +12,7 @@ from drivetrain.callbacks.throughput import Throughput
 __all__ = [
     "HOOKS",
     "Callback",
+    "CompileTime",
     "EarlyStopping",
     "LambdaCallback",
     "LearningRateMonitor",

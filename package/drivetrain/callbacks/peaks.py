@@ -52,7 +52,7 @@ def peak_flops(device_name: str, dtype: torch.dtype, tf32: bool = False) -> floa
     Args:
         device_name: What `torch.cuda.get_device_name` returns.
         dtype: What products are computed in.
-        tf32: Whether float32 products may use tensor cores (`torch.get_float32_matmul_precision`).
+        tf32: Whether float32 products may use tensor cores (`torch.backends.cuda.matmul.fp32_precision`).
     """
     # A slice of a GPU (MIG) is reported under the GPU's name, but has only a part of its peak.
     if "MIG" in device_name:

@@ -12,6 +12,7 @@ from torch import nn
 from drivetrain.callbacks.base import Callback
 from drivetrain.errors import ConfigError
 from drivetrain.module_state import elements
+from drivetrain.precision import Precision
 
 if TYPE_CHECKING:
     from drivetrain.run import Run
@@ -19,11 +20,20 @@ if TYPE_CHECKING:
 _HEADER = ("module", "type", "parameters", "trainable", "dtype")
 _NUMBERS = (2, 3)
 
+_DTYPES = {
+    "storage": "weights, gradients",
+    "compute": "products",
+    "reduce": "sums over processes",
+    "optimizer": "optimizer state",
+}
+"""What stands before each of a precision's dtypes."""
+
 
 class ModelSummary(Callback):
     """Prints a table of the task's parameters by module when a fit starts, on the main rank, to stderr.
 
-    Below it stand the totals, their memory, the device, the strategy and the precision.
+    Below it stand the totals, their memory, what is kept and computed in which dtype, the device, the
+    strategy and the precision.
 
     Args:
         depth: How many levels of modules to show; 0 shows the totals alone.
@@ -44,7 +54,15 @@ class ModelSummary(Callback):
         where = (
             f"device {engine.device} | strategy {engine.strategy.name} | precision {engine.precision.name}"
         )
-        print(f"{summarize(run.task, self.depth)}\n{where}", file=sys.stderr, flush=True)
+        parts = (summarize(run.task, self.depth), _dtype_table(engine.precision), where)
+        print("\n\n".join(parts), file=sys.stderr, flush=True)
+
+
+def _dtype_table(precision: Precision) -> str:
+    """What a run keeps and computes in: `Precision.dtypes` as a table."""
+    rows = [(_DTYPES[name], value) for name, value in precision.dtypes._asdict().items()]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
 
 
 def summarize(task: nn.Module, depth: int = 1) -> str:

@@ -18,7 +18,7 @@ from drivetrain.errors import ConfigError
 if TYPE_CHECKING:
     from drivetrain.run import Run
 
-_PARTS = ("data", "compute", "evaluation", "save")
+_PARTS = ("data", "compute", "evaluation", "save", "compile")
 
 
 class Throughput(Callback):
@@ -27,10 +27,10 @@ class Throughput(Callback):
     All names begin with ``throughput/``:
 
     - ``samples_per_second``, ``tokens_per_second`` (if tokens are counted) and ``updates_per_second``: over
-      the time spent on training, which is the wall time without evaluation and saving;
-    - ``data_seconds``, ``compute_seconds``, ``evaluation_seconds``, ``save_seconds``, and the same with
-      ``_share``: what the wall time went to. Waiting for the data is "data", so that a large share asks for
-      more workers;
+      the time spent on training, which is the wall time without evaluation, saving and compiling;
+    - ``data_seconds``, ``compute_seconds``, ``evaluation_seconds``, ``save_seconds``, with
+      ``Trainer(compile=True)`` also ``compile_seconds``, and the same with ``_share``: what the wall time
+      went to. Waiting for the data is "data", so that a large share asks for more workers;
     - ``model_flops_per_second``: operations of the forward and backward passes, on all devices;
     - ``model_flops_utilisation``: that per device over the device's peak (Chowdhery et al., "PaLM", arXiv
       2204.02311, appendix B), when the peak is known.
@@ -107,8 +107,10 @@ class Throughput(Callback):
             return
         now = self._mark = _Mark.now(run)
         wall = now.seconds - before.seconds
-        spent = {part: now.timing.get(part, 0.0) - before.timing.get(part, 0.0) for part in _PARTS}
-        training = wall - spent["evaluation"] - spent["save"]
+        spent = {
+            part: now.timing[part] - before.timing.get(part, 0.0) for part in _PARTS if part in now.timing
+        }
+        training = wall - spent["evaluation"] - spent["save"] - spent.get("compile", 0.0)
         if training <= 0:
             return
         samples = (now.samples - before.samples) / training
@@ -213,5 +215,7 @@ def _device_peak(run: Run) -> float | None:
     precision = run.engine.precision
     stored = next((each.dtype for each in run.task.parameters() if each.is_floating_point()), torch.float32)
     dtype = precision.compute_dtype or precision.param_dtype or stored
-    tf32 = torch.get_float32_matmul_precision() != "highest"
+    # torch's other question, by get_float32_matmul_precision, is an error once this was set.
+    matmul: Any = torch.backends.cuda.matmul
+    tf32 = matmul.fp32_precision == "tf32"
     return peak_flops(torch.cuda.get_device_name(device), dtype, tf32)

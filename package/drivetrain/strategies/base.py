@@ -178,7 +178,6 @@ class Strategy(ABC):
         always_told: Whether one process alone is told of each micro-batch, too.
         no_generators: Why it cannot run steps of several optimizers; empty where it can.
         no_compile: Why its models cannot be compiled; empty where they can.
-        compile_backend: The only backend by which `torch.compile` can run its models; None for any.
         place: What is done with each tensor of a batch once it is on the device; None for nothing.
     """
 
@@ -191,7 +190,6 @@ class Strategy(ABC):
     always_told: bool = False
     no_generators: str = ""
     no_compile: str = ""
-    compile_backend: str | None = None
     place: Callable[[Tensor], Tensor] | None = None
     # Of a strategy whose backward scales losses itself; `unscale` and the methods after it go by it.
     _scale: LossScale | None = None
@@ -227,30 +225,6 @@ class Strategy(ABC):
         Raises:
             ConfigError: The strategy's own configuration says otherwise.
         """
-
-    def compile_options(self, asked: bool | Mapping[str, Any]) -> dict[str, Any] | None:
-        """What `torch.compile` is given; None where nothing is to be compiled.
-
-        Args:
-            asked: True, or options for `torch.compile`.
-
-        Raises:
-            StrategyError: Its models cannot be compiled, or not so; says why.
-        """
-        if not asked:
-            return None
-        if self.no_compile:
-            raise StrategyError(
-                f"compile={asked!r} with strategy {self.name!r}: {self.no_compile}. Use compile=False"
-            )
-        options = dict(asked) if isinstance(asked, Mapping) else {}
-        only = self.compile_backend
-        if only is not None and options.setdefault("backend", only) != only:
-            raise StrategyError(
-                f"compile={asked!r} with strategy {self.name!r}: its programs are compiled by the backend"
-                f" {only!r} alone. Leave the backend out: compile=True"
-            )
-        return options
 
     def configured_optimizer(self, task: nn.Module, total_updates: int | None) -> Any:
         """The optimizer that the strategy's own configuration chooses, as `configure_optimizers` would return

@@ -73,6 +73,8 @@ class DeepSpeed(Strategy):
         self.device = torch.device(device)
         self.world_size = world_size
         self.sharded = self.config.stage == 3
+        if self.sharded:
+            self.no_compile = "DeepSpeed gathers the parameters of each layer inside of a block"
         self._asked = Settings(None, 1, None, world_size)
         self._member: Member | None = None
         self._engine: Any = None

@@ -20,6 +20,7 @@ from drivetrain.distributed.group import Member, join, leave
 from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.distributed.tensors import average_gradients, broadcast_buffers, broadcast_module
 from drivetrain.errors import ConfigError, StrategyError
+from drivetrain.float8 import Float8
 from drivetrain.precision import Precision
 from drivetrain.strategies.base import (
     MakeOptimizers,
@@ -109,6 +110,8 @@ class FSDP(Strategy):
         dtypes = (precision.param_dtype, precision.compute_dtype)
         if self.device.type == "cuda" and torch.bfloat16 in dtypes and not torch.cuda.is_bf16_supported():
             return Support(False, "this GPU has no bfloat16; use '16-mixed' or '32'")
+        if isinstance(precision, Float8) and self.config.tensor_parallel > 1:
+            return Support(False, "layers in float8 are not split by tensor_parallel; use 'bf16-mixed'")
         return Support(True)
 
     def setup(self) -> None:

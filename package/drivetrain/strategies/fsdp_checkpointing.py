@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from drivetrain.blocks import repeated_blocks
+from drivetrain.compiling import compiled_forward
 from drivetrain.strategies.fsdp_config import Again
-from drivetrain.strategies.fsdp_wrapping import repeated_blocks, units
+from drivetrain.strategies.fsdp_wrapping import units
 
 _KEPT = (
     "mm",
@@ -48,4 +50,8 @@ def checkpoint_blocks(model: nn.Module, again: Again) -> None:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
     classes = isinstance(again, (tuple, list))
     for block in units(model, tuple(again)) if classes else repeated_blocks(model):  # type: ignore[arg-type]
-        checkpoint(block, **options)
+        compiled = compiled_forward(block)
+        if compiled is None:
+            checkpoint(block, **options)
+        else:
+            compiled.recompute(**options)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from torch import nn
 
+from drivetrain.blocks import is_called, repeated_blocks, separate
 from drivetrain.errors import ConfigError, nearest
 
 Wrap = str | int | tuple[str, ...] | Callable[[nn.Module], bool]
@@ -30,29 +30,12 @@ def units(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
         assert callable(wrap)
         chosen = [each for each in model.modules() if each is not model and wrap(each)]
     for each in chosen:
-        if not _is_called(each):
+        if not is_called(each):
             raise ConfigError(
                 f"a {type(each).__name__} is never called itself, so that nothing would be gathered: wrap"
                 " what is in it"
             )
-    return _separate(model, chosen[::-1])
-
-
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The largest blocks that occur more than once in a list of modules, in the order of the model."""
-    found: list[nn.Module] = []
-    inside: set[int] = set()
-    for module in model.modules():  # outer ones first
-        if id(module) in inside or not isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
-            continue
-        children = list(module.children())
-        kinds = Counter(type(each) for each in children if any(True for _ in each.parameters()))
-        for child in children:
-            composed = any(True for _ in child.children())
-            if composed and kinds[type(child)] > 1 and _is_called(child):
-                found.append(child)
-                inside.update(id(each) for each in child.modules())
-    return _separate(model, found)
+    return separate(model, chosen[::-1])
 
 
 def batch_norms(model: nn.Module) -> list[nn.Module]:
@@ -63,7 +46,7 @@ def batch_norms(model: nn.Module) -> list[nn.Module]:
     found = [
         each for each in model.modules() if isinstance(each, kind) and any(True for _ in each.parameters())
     ]
-    return _separate(model, found)
+    return separate(model, found)
 
 
 def _of_classes(model: nn.Module, names: tuple[str, ...] | list[str]) -> list[nn.Module]:
@@ -85,32 +68,10 @@ def _by_size(model: nn.Module, least: int) -> list[nn.Module]:
             return sum(each.numel() for each in module.parameters())
         own = sum(each.numel() for each in module.parameters(recurse=False))
         own += sum(visit(child) for child in module.children())
-        if module is not model and _is_called(module) and own >= least:
+        if module is not model and is_called(module) and own >= least:
             chosen.append(module)
             return 0
         return own
 
     visit(model)
     return chosen[::-1]
-
-
-def _is_called(module: nn.Module) -> bool:
-    """Whether it may have a forward; gathering happens there."""
-    return (
-        not isinstance(module, (nn.ModuleList, nn.ModuleDict))
-        or type(module).forward is not nn.Module.forward
-    )
-
-
-def _separate(model: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those that share no parameter with the rest of the model: tied parameters must be gathered together."""
-    users: dict[int, set[int]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            users.setdefault(id(parameter), set()).add(id(module))
-    separate = []
-    for module in modules:
-        own = {id(each) for each in module.modules()}
-        if all(users[id(parameter)] <= own for parameter in module.parameters()):
-            separate.append(module)
-    return separate

@@ -14,7 +14,7 @@ from drivetrain.errors import StrategyError
 from drivetrain.precision import Precision, as_precision
 from drivetrain.strategies.accelerate_config import AccelerateConfig, asked
 from drivetrain.strategies.accelerate_launch import Request, read_precision, read_request
-from drivetrain.strategies.base import Strategy
+from drivetrain.strategies.base import Strategy, Support
 from drivetrain.strategies.hardware import Hardware
 from drivetrain.strategies.single import SingleDevice
 from drivetrain.strategies.table import BUILT_IN, DEVICES, XLA, configure, named, strategy_class
@@ -126,7 +126,8 @@ def select_strategy(
         strategy = spec
     else:
         strategy = _make(spec, precision, devices, num_nodes, hardware or Hardware.here(), environment)
-    support = strategy.supports(precision)
+    obstacle = precision.obstacle(strategy.device)
+    support = Support(False, obstacle) if obstacle else strategy.supports(precision)
     if not support:
         raise StrategyError(f"precision {precision.name!r} cannot run on {strategy.device}: {support.reason}")
     return strategy

@@ -14,6 +14,7 @@ from drivetrain.options import ByName
 from drivetrain.precision import Precision
 from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Support, check_values
 from drivetrain.strategies.xla_device import (
+    COMPILES,
     Trace,
     available,
     check_alone,
@@ -62,7 +63,7 @@ class XLA(Strategy):
     name = "xla"
     config_type = XLAConfig
     needs = "torch_xla, and a TPU or a CPU; one process, of which it uses one device"
-    compile_backend = "openxla"
+    no_compile = COMPILES
 
     def __init__(self, config: XLAConfig | None = None, *, device: str = "xla", world_size: int = 1) -> None:
         check_alone(self.name, world_size)

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from drivetrain.blocks import repeated_blocks
 from drivetrain.errors import ConfigError
-from drivetrain.strategies.fsdp_wrapping import Wrap, repeated_blocks, units
+from drivetrain.strategies.fsdp_wrapping import Wrap, units
 
 Again = bool | str | tuple[str, ...]
 """Whose activations are computed again in backward; see `XLAFSDPConfig.activation_checkpointing`."""

@@ -28,6 +28,9 @@ Context = Callable[[], AbstractContextManager[object]]
 RUN_AFTER = ("micro_batch", "update")
 """When what was traced may run; see `Trace`."""
 
+COMPILES = "XLA compiles every update as it is, and torch.compile loses what is sharded or freed there"
+"""Why XLA's strategies take no `compile`."""
+
 _CLIENT = "PJRT_DEVICE"
 """The variable that tells torch_xla what to compute on."""
 
@@ -66,16 +69,22 @@ def on_tpu() -> bool:
 
 
 def supports(precision: Precision) -> Support:
-    """float32 and bfloat16; float64 on a CPU."""
+    """float32 and bfloat16, whose updates are rounded to the nearest; float64 on a CPU."""
     dtypes = (precision.param_dtype, precision.compute_dtype)
     if torch.float16 in dtypes:
         return Support(
             False,
             "XLA's devices compute in bfloat16, which needs no loss scale, that the host would have to read"
-            " at every update; use 'bf16-mixed' or 'bf16-true'",
+            " at every update; use 'bf16-mixed' or 'bf16-true-nearest'",
         )
     if torch.float64 in dtypes and on_tpu():
-        return Support(False, "a TPU has no float64; use '32', 'bf16-mixed' or 'bf16-true'")
+        return Support(False, "a TPU has no float64; use '32' or 'bf16-mixed'")
+    if precision.updates_of_weights != "nearest":
+        return Support(
+            False,
+            f"XLA makes the updates of bfloat16 weights as the optimizer does, and not {precision.updates!r};"
+            " use 'bf16-mixed', or 'bf16-true-nearest', which loses small updates",
+        )
     return Support(True)
 
 

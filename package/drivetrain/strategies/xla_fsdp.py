@@ -28,6 +28,7 @@ from drivetrain.strategies.base import (
 from drivetrain.strategies.fsdp_wrapping import Wrap, units
 from drivetrain.strategies.xla_blocks import Again, check_blocks, checkpoint_blocks, forget_checkpointing
 from drivetrain.strategies.xla_device import (
+    COMPILES,
     Trace,
     available,
     check_alone,
@@ -116,10 +117,7 @@ class XLAFSDP(Strategy):
     config_type = XLAFSDPConfig
     needs = "torch_xla, and a TPU or a CPU; one process that has one device"
     sharded = True
-    no_compile = (
-        "torch_xla frees the parameters that its FSDP has gathered, of which torch.compile's backend for XLA"
-        " knows nothing; XLA compiles every update as it is"
-    )
+    no_compile = COMPILES
 
     def __init__(
         self, config: XLAFSDPConfig | None = None, *, device: str = "xla", world_size: int = 1

@@ -25,6 +25,7 @@ from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Suppo
 from drivetrain.strategies.fsdp_wrapping import Wrap, units
 from drivetrain.strategies.xla_blocks import Again, check_blocks, checkpoint_blocks, forget_checkpointing
 from drivetrain.strategies.xla_device import (
+    COMPILES,
     Trace,
     available,
     check_alone,
@@ -91,10 +92,7 @@ class XLAFSDPv2(Strategy):
     name = "xla_fsdp_v2"
     config_type = XLAFSDPv2Config
     needs = "torch_xla, and a TPU or a CPU; one process, of which it uses all devices"
-    no_compile = (
-        "torch.compile's backend for XLA does not keep how tensors are divided, and computed other numbers"
-        " without a word; XLA compiles every update as it is"
-    )
+    no_compile = COMPILES
 
     def __init__(
         self, config: XLAFSDPv2Config | None = None, *, device: str = "xla", world_size: int = 1

@@ -1,0 +1,84 @@
+"""drivetrain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drivetrain import Callback, TaskModule, Trainer
+from peers.base import Peer
+from workloads import Job
+
+
+class Task(TaskModule):
+    """A job's task."""
+
+    def __init__(self, job: Any) -> None:
+        super().__init__()
+        self.net = job.net
+        self.job = job
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> Any:
+        loss = self.job.loss(outputs, batch["label"])
+        if self.job.plain:
+            return loss
+        return {"loss": loss, **self.job.scalars(outputs, batch["label"], loss)}
+
+    def configure_optimizers(self) -> Callable[[Iterable[Any]], torch.optim.Optimizer]:
+        made: Callable[[Iterable[Any]], torch.optim.Optimizer] = self.job.optimizer
+        return made
+
+
+class HooksInTheStep(Callback):
+    """Overrides the two hooks of every step and does nothing in them."""
+
+    def on_step_start(self, run: Any) -> None:
+        """Nothing."""
+
+    def on_step_end(self, run: Any) -> None:
+        """Nothing."""
+
+
+def trainer(job: Job) -> Trainer:
+    """A Trainer with everything off that is not asked for."""
+    more: dict[str, Any] = {"loggers": (), "progress_bar": False}
+    if job.everything:
+        more = {"loggers": ("tensorboard", "csv"), "run_dir": job.directory, "log_every": 50}
+    if job.precision != "32":
+        more["precision"] = "bf16-mixed"
+    kind = HooksInTheStep if job.hooks else Callback
+    return Trainer(
+        max_epochs=1,
+        checkpoint=False,
+        strategy=job.device,
+        max_grad_norm=job.clip,
+        gradient_accumulation_steps=job.accumulation,
+        callbacks=[kind() for _ in range(job.callbacks)],
+        compile=job.compiled,
+        **more,
+    )
+
+
+class Ours(Peer):
+    """This project."""
+
+    def train(self, job: Job) -> None:
+        """Train."""
+        trainer(job).fit(Task(job), job.data)
+
+    def evaluate(self, job: Job) -> float:
+        """The mean over all samples."""
+        return trainer(job).validate(Task(job), job.data)["validation/loss"]
+
+    def predict(self, job: Job) -> list[Tensor]:
+        """All outputs."""
+        return list(trainer(job).predict(Task(job), job.data))
+
+
+PEER = Ours()

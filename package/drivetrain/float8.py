@@ -1,0 +1,208 @@
+"""Matrix products of linear layers in 8 bits, by torchao; all else as in bfloat16 mixed precision.
+
+Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433. Inputs, weights and the gradients of
+outputs are scaled to the range of float8 and rounded to it, product by product; what is stored stays as it
+was, so that checkpoints have the names and dtypes of the other precisions.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import logging
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from drivetrain.errors import ConfigError, MissingDependencyError, nearest
+from drivetrain.module_state import clean_name
+from drivetrain.precision import Dtypes, Precision
+from drivetrain.registry import is_installed
+
+RECIPES = {"tensorwise": (8, 9), "rowwise": (9, 0), "rowwise_with_gw_hp": (9, 0)}
+"""torchao's ways to scale, and the compute capability that has their products."""
+
+_MULTIPLE = 16
+"""Of what the sides of a matrix must be, for products in 8 bits."""
+
+_BEFORE = "_before_float8"
+"""Where a converted layer notes what it had before."""
+
+
+@dataclass(frozen=True)
+class Float8(Precision):
+    """Linear layers in float8, for training.
+
+    Attributes:
+        name: What messages call it.
+        compute_dtype: Of all other products.
+        recipe: One scale for a tensor, "tensorwise", which is the fastest; one for each row, "rowwise", which
+            loses less to outliers; or "rowwise_with_gw_hp", which also leaves the gradients of weights in
+            `compute_dtype`.
+        leave_out: Globs on the names of layers that stay in `compute_dtype`. None for the last linear layer
+            that the task has made, which is usually the output's; `()` for none.
+        emulate: Round to float8, and make the products in float32, where the device has none of float8: it
+            shows how training would go, and is slow.
+
+    Raises:
+        ConfigError: An unknown recipe, or a combination as for `Precision`.
+    """
+
+    name: str = "fp8"
+    compute_dtype: torch.dtype | None = torch.bfloat16
+    recipe: str = "tensorwise"
+    leave_out: str | tuple[str, ...] | None = None
+    emulate: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the recipe, and what every precision checks."""
+        super().__post_init__()
+        if self.recipe not in RECIPES:
+            raise ConfigError(f"unknown recipe {self.recipe!r}. {nearest(str(self.recipe), RECIPES)}")
+        if self.leave_out is not None:
+            globs = (self.leave_out,) if isinstance(self.leave_out, str) else tuple(self.leave_out)
+            object.__setattr__(self, "leave_out", globs)
+
+    def obstacle(self, device: torch.device) -> str:
+        """It needs a GPU of NVIDIA's with such products, or to be emulated.
+
+        Raises:
+            MissingDependencyError: Without torchao.
+        """
+        if not is_installed("torchao"):
+            raise MissingDependencyError("torchao", "fp8", f"precision {self.name!r}")
+        if self.emulate:
+            allowed = device.type in ("cpu", "cuda")
+            return "" if allowed else f"float8 is emulated on CPUs and CUDA GPUs, and not on {device.type!r}"
+        instead = "use 'bf16-mixed', or Float8(emulate=True), which is slow, to see how training would go"
+        if device.type != "cuda" or torch.version.hip is not None:
+            return f"products in float8 are made by NVIDIA's GPUs since Ada and Hopper; {instead}"
+        needed = RECIPES[self.recipe]
+        if torch.cuda.get_device_capability(device) < needed:
+            name = torch.cuda.get_device_name(device)
+            version = ".".join(map(str, needed))
+            return (
+                f"{self.recipe} products in float8 need compute capability {version}, not {name}; {instead}"
+            )
+        return ""
+
+    @property
+    def dtypes(self) -> Dtypes:
+        """As in bfloat16 mixed precision, but for the products of linear layers."""
+        others = super().dtypes
+        return others._replace(compute=f"float8_e4m3fn in linear layers, else {others.compute}")
+
+    def layers(self, module: nn.Module) -> dict[str, str]:
+        """What becomes of each linear layer of a task.
+
+        Args:
+            module: A task, or any module.
+
+        Returns:
+            By name, why it is left out; empty for those that compute in float8.
+        """
+        return {name: reason for name, _, reason in self._layers(module)}
+
+    def _layers(self, module: nn.Module) -> Iterator[tuple[str, nn.Linear, str]]:
+        found = [
+            (clean_name(name).removeprefix("task."), each)
+            for name, each in module.named_modules()
+            if isinstance(each, nn.Linear)
+        ]
+        globs = (found[-1][0],) if self.leave_out is None and found else self.leave_out or ()
+        for name, each in found:
+            yield name, each, _reason(name, each, tuple(globs))
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Have the linear layers compute in float8, in place; they stay the objects that they are.
+
+        Raises:
+            ConfigError: There is no layer that can, or a glob that names none.
+        """
+        super().convert_module(module)
+        layers = list(self._layers(module))
+        for glob in self.leave_out or ():
+            if not fnmatch.filter([name for name, _, _ in layers], glob):
+                names = [name for name, _, _ in layers]
+                raise ConfigError(f"leave_out={glob!r} names no linear layer. {nearest(glob, names)}")
+        chosen = [each for _, each, reason in layers if not reason]
+        if not chosen:
+            why = "; ".join(f"{name!r} {reason}" for name, _, reason in layers[:8])
+            raise ConfigError(
+                f"precision {self.name!r} has no layer to compute in float8: {why or 'no linear layers'}. Use"
+                " 'bf16-mixed', or Float8(leave_out=...)"
+            )
+        self._convert(chosen)
+        return module
+
+    def _convert(self, layers: list[nn.Linear]) -> None:
+        float8 = _library()
+        config = float8.Float8LinearConfig.from_recipe_name(self.recipe)
+        object.__setattr__(config, "emulate", self.emulate)
+        for layer in layers:
+            if hasattr(layer, _BEFORE):
+                continue
+            # Of torchao's layer the class and the settings are taken, because hooks, and references to the
+            # layer that others have, would be lost with another object.
+            with torch.device("meta"):
+                made = float8.convert_to_float8_training(nn.Linear(16, 16, bias=False), config=config)
+            own = vars(layer)
+            added = {name: value for name, value in vars(made).items() if name not in own}
+            own.update(added)
+            own[_BEFORE] = tuple(added)
+            kind: Any = type(made)
+            layer.__class__ = _emulated(kind) if self.emulate else kind
+
+    def restore_module(self, module: nn.Module) -> None:
+        """Make the layers ordinary ones again."""
+        for each in module.modules():
+            added: Any = vars(each).pop(_BEFORE, None)
+            if added is not None:
+                for name in added:
+                    vars(each).pop(name, None)
+                each.__class__ = nn.Linear
+
+
+def _reason(name: str, layer: nn.Linear, globs: tuple[str, ...]) -> str:
+    if type(layer) is not nn.Linear and not hasattr(layer, _BEFORE):
+        return f"is a {type(layer).__name__}, which may compute in another way"
+    if any(fnmatch.fnmatchcase(name, glob) for glob in globs):
+        return "is left out"
+    sides = (layer.in_features, layer.out_features)
+    if any(side % _MULTIPLE for side in sides):
+        return f"has sides of {sides[0]} and {sides[1]}, which are not both multiples of {_MULTIPLE}"
+    return ""
+
+
+def _library() -> Any:
+    """torchao's float8 training, whose import tells of other parts of it that cannot be had here."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from torchao import float8
+    finally:
+        logging.disable(before)
+    return float8
+
+
+@functools.cache
+def _emulated(kind: type[nn.Linear]) -> type[nn.Linear]:
+    """torchao's layer, under autocast on the CPU too; it knows of CUDA's alone."""
+
+    class Float8Linear(kind):  # type: ignore[valid-type,misc]
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            if torch.is_autocast_enabled(input.device.type):
+                input = input.to(torch.get_autocast_dtype(input.device.type))
+            output: torch.Tensor = super().forward(input)
+            return output
+
+    return Float8Linear
+
+
+PRECISION = Float8()

@@ -1,0 +1,108 @@
+"""Contestants in turns: all that are installed do the same work, and one that does not is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from peers import HAND, OURS, ROSTER, installed, versions
+from peers.hand import Hand
+from rows import BY_NAME, MODELS, ROWS, Row
+from turns import OtherPlace, Place, Turn, Turns, turn
+
+UPDATES = 4
+SMALL = [row for row in ROWS if row.table != MODELS and row.name != "200 parameters"]
+HERE = [name for name in installed() if not ROSTER[name].apart]
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[OtherPlace]:
+    """A process of their own, for what contestants leave behind is for all of a process."""
+    made = OtherPlace(HERE)
+    yield made
+    made.close()
+
+
+def test_every_installed_contestant_does_the_same_work_in_every_row(place: OtherPlace) -> None:
+    lacks = {name: place.lacks(name) for name in HERE}
+    for row in SMALL:
+        turns = {n: place.turn(n, row, UPDATES) for n in HERE if not set(row.needs) & set(lacks[n])}
+        assert {HAND, OURS} <= set(turns), row.name
+        for name, one in turns.items():
+            assert one.same_work(turns[HAND]), (row.name, name, one, turns[HAND])
+            assert one.seconds > 0
+
+
+def test_two_runs_of_a_contestant_make_the_same_calls(place: OtherPlace) -> None:
+    row = BY_NAME["in memory, bare"]
+    assert place.calls(OURS, row) == place.calls(OURS, row)
+    ours, hand = place.calls(OURS, row), place.calls(HAND, row)
+    assert 20 < ours["python"] <= hand["python"]
+
+
+class Careless(Hand):
+    """Takes a batch twice in place of another."""
+
+    def train(self, job: Any) -> None:
+        job.data[3] = job.data[4]
+        super().train(job)
+
+
+def test_a_contestant_that_does_other_work_is_refused() -> None:
+    with Turns([HAND, OURS]) as there:
+        there.places[0].peers[OURS] = Careless()
+        with pytest.raises(RuntimeError, match=r"drivetrain ends at .* did not do the same work"):
+            there.measure(BY_NAME["in memory, bare"], 1, UPDATES)
+
+
+def test_a_figure_is_the_difference_to_the_hand_written_loop_of_its_round() -> None:
+    seconds = iter([1.0, 3.0, 10.0, 13.0, 5.0, 5.5])
+
+    class Told(Place):
+        def turn(self, name: str, row: Row, updates: int) -> Turn:
+            return told[name].pop(0)
+
+    with Turns([HAND, OURS]) as there:
+        pairs = [(next(seconds), next(seconds)) for _ in range(3)]
+        told = {HAND: [Turn(a, 0.5, 1.0) for a, _ in pairs], OURS: [Turn(b, 0.5, 1.0) for _, b in pairs]}
+        there.places[0].__class__ = Told
+        hand, ours = there.measure(BY_NAME["in memory, bare"], 3, UPDATES)
+    assert (hand.spent, hand.added, hand.ratio) == (5e6, 0.0, 1.0)
+    assert (ours.spent, ours.added, ours.lowest, ours.highest) == (5.5e6, 2e6, 0.5e6, 3e6)
+    assert ours.ratio == pytest.approx(1.3)
+
+
+def test_a_process_that_ends_is_named(place: OtherPlace) -> None:
+    ending = OtherPlace([HAND])
+    ending.process.kill()
+    ending.process.wait()
+    with pytest.raises(RuntimeError, match="the process of hand-written has ended"):
+        ending.lacks(HAND)
+    assert ending.process.stdout is not None
+    ending.process.stdout.close()
+    with pytest.raises(BrokenPipeError):
+        ending.process.stdin.close()  # type: ignore[union-attr]
+
+
+def test_a_wish_reaches_the_contestants(tmp_path: Path) -> None:
+    bare, clipped = (turn(Hand(), BY_NAME[name], UPDATES).outcome for name in ("in memory, bare", "clipping"))
+    assert bare != clipped
+    every = BY_NAME["in memory, everything on"].job(UPDATES, tmp_path)
+    every.net.train()
+    torch.manual_seed(0)
+    Place([OURS]).peers[OURS].train(every)
+    assert list(tmp_path.rglob("events.out.tfevents*"))
+    assert list(tmp_path.rglob("*.csv"))
+
+
+def test_versions_are_those_that_are_installed_and_an_unknown_name_is_refused() -> None:
+    found = versions()
+    assert found["torch"] == torch.__version__
+    assert found["drivetrain"] != "not installed"
+    assert installed([OURS]) == [HAND, OURS]
+    with pytest.raises(SystemExit, match="no contestant is called 'Kerass'"):
+        installed(["Kerass"])
