@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain import ConfigError, DeepSpeedConfig, Trainer
+from drivetrain import ConfigError, DeepSpeedConfig, StrategyError, Trainer
 from drivetrain.precision import PRECISIONS
 from drivetrain.registry import is_installed
 from drivetrain.strategies.base import Settings
@@ -19,6 +19,7 @@ from drivetrain.strategies.deepspeed_config import check_contradictions, realise
 from drivetrain.strategies.deepspeed_library import library
 from drivetrain.strategies.deepspeed_names import NAMES
 from drivetrain.strategies.deepspeed_optimizer import configured
+from drivetrain.strategies.deepspeed_refusals import refusals
 
 ASKED = Settings(batch_size=4, gradient_accumulation_steps=2, max_grad_norm=1.0, world_size=2)
 
@@ -316,3 +317,16 @@ def test_what_accelerate_launch_was_told_is_named(monkeypatch: pytest.MonkeyPatc
     strategy = DeepSpeedConfig(config={"gradient_clipping": 0.5})
     with pytest.raises(ConfigError, match=r"=0.5 \(accelerate launch was told it, by ACCELERATE_GRADIENT"):
         Trainer(max_epochs=1, strategy=strategy, devices=1, max_grad_norm=1.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (AssertionError("no bucket"), "with this configuration and task: no bucket"),
+        (NotImplementedError(), "and task: NotImplementedError, without words; its traceback says where"),
+    ],
+)
+def test_what_deepspeed_asserts_when_it_begins_is_told_in_its_words(error: Exception, told: str) -> None:
+    with pytest.raises(StrategyError, match=told) as found, refusals():
+        raise error
+    assert found.value.__cause__ is error
