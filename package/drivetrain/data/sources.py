@@ -19,6 +19,7 @@ from drivetrain.data.batch import batch_size
 from drivetrain.data.outline import outline
 from drivetrain.data.rounds import Evidence, SharedBatch, rounds
 from drivetrain.data.share import WHOLE, Share
+from drivetrain.data.workers import Following
 from drivetrain.errors import DataError
 from drivetrain.streams import batch_stream, mix_next, seed_after, seed_batch, seed_host
 from drivetrain.types import Batch, Stateful
@@ -56,6 +57,22 @@ class Source(ABC):
         Raises:
             DataError: The data raised; names the batch.
         """
+
+    def begin(self, epoch: int, position: int, limit: int | None, following: Following) -> None:
+        """Told what is read next, so that batches can be made before they are asked for.
+
+        Args:
+            epoch: Which epoch.
+            position: From where on.
+            limit: At most this many batches of it; None for all.
+            following: What is read after it.
+
+        Raises:
+            DataError: They cannot be made.
+        """
+
+    def close(self) -> None:
+        """End what makes batches ahead; reading again starts it anew."""
 
     @abstractmethod
     def count(self, position: int = 0) -> int | None:

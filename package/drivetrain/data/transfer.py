@@ -93,8 +93,8 @@ class Transfer:
                 with torch.cuda.stream(stream):
                     moved = move(micro_batch.batch, self.device, self.dtype, non_blocking=True)
             else:
-                # In the stream of the steps. What is on the device already may still be computed there, and of
-                # what an object of the user's allocates nobody could say how long it is in use.
+                # In the stream of the steps: what is on the device already may still be computed there, and
+                # what an object of the user's own allocates may be in use for nobody knows how long.
                 moved = move(micro_batch.batch, self.device, self.dtype)
             if ready is not None:
                 yield ready
