@@ -138,8 +138,8 @@ class Feed:
             epoch: Which epoch.
             position: Where to begin; see `Source`.
             done: Micro-batches already used in this epoch, for the limit.
-            until: The first epoch that is not read after it, up to which workers go on with the next one; None
-                where nobody knows.
+            until: The first epoch that is not read after it, so that workers can go on until then; None where
+                nobody knows.
 
         Raises:
             DataError: No batch at all, a batch of an unknown kind, or data that raised.
