@@ -213,6 +213,24 @@ class IndexedSource(Source):
             return self._made_by_workers(self._workers.read(epoch, position))
         return self._made_here(epoch, position)
 
+    @property
+    def advice(self) -> str:
+        """As far as the loader's settings say."""
+        loader = self._loader
+        if not loader.num_workers:
+            return (
+                "Its batches are made in the training process: give the DataLoader, or for a Dataset the"
+                " Trainer, num_workers=2 or more"
+            )
+        more = (
+            f"More than num_workers={loader.num_workers}, a larger prefetch_factor than"
+            f" {loader.prefetch_factor}, or less work in the dataset's __getitem__ and the collate_fn would"
+            " help"
+        )
+        if loader.persistent_workers:
+            return more
+        return f"Its workers start anew in every epoch: persistent_workers=True keeps them. {more}"
+
     def close(self) -> None:
         """End the workers."""
         if self._workers is not None:

@@ -71,6 +71,14 @@ class Source(ABC):
             DataError: They cannot be made.
         """
 
+    @property
+    def advice(self) -> str:
+        """What to do where batches come too slowly."""
+        return (
+            "Its batches are made in the training process: a dataset with a length, in a DataLoader with"
+            " num_workers, has them made ahead"
+        )
+
     def close(self) -> None:
         """End what makes batches ahead; reading again starts it anew."""
 
@@ -221,6 +229,17 @@ class IterableSource(Source):
             number += 1
             if number > position:
                 yield batch, 1, None
+
+    @property
+    def advice(self) -> str:
+        """A DataLoader over an iterable has workers of its own, which we leave alone."""
+        workers = getattr(self._data, "num_workers", None)
+        if not workers:
+            return super().advice
+        return (
+            f"More than num_workers={workers} may help, persistent_workers=True where epochs are short, and"
+            " pin_memory=True on a GPU"
+        )
 
     def _begin(self, epoch: int, number: int) -> Iterator[Batch]:
         for owner in (self._data, getattr(self._data, "dataset", None), getattr(self._data, "sampler", None)):

@@ -82,6 +82,11 @@ class SplitSource(Source):
         """Have this process's next batches made; a limit counts rounds, each of one of them."""
         self._own.begin(epoch, self._own.start(epoch, position), limit, following)
 
+    @property
+    def advice(self) -> str:
+        """That of this process's part."""
+        return self._own.advice
+
     def close(self) -> None:
         """End what makes them."""
         self._own.close()
