@@ -1,10 +1,10 @@
 """What waiting for data costs: until the first update, at the border of two epochs, and within an epoch.
 
 Samples are unpacked with zlib by two worker processes, which is work like that of decoding an image. The same
-fit is run with workers that are started for every epoch, the first ones after the set-up (`DataLoader(...,
-num_workers=2)`, and a callback at the start of an epoch), and with workers that are started during the set-up,
-stay, and go on into the next epoch (a bare dataset with `Trainer(num_workers=2)`), in turns. Medians, in
-microseconds; "first update" is from the call of `fit` to the end of the first update.
+fit is run, in turns, with workers that are started for every epoch, the first ones after the set-up
+(`DataLoader(..., num_workers=2)`, and a callback at the start of an epoch), and with workers that are started
+during the set-up, stay, and go on into the next epoch (a bare dataset with `Trainer(num_workers=2)`). Medians
+in microseconds; "first update" is from the call of `fit` to the end of the first update.
 
     python benchmarks/input.py [--rounds 5] [--epochs 4]
 """

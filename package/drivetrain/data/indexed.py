@@ -106,7 +106,7 @@ class IndexedSource(Source):
         seed = mix(ORDER, self._seed) if loader.persistent_workers else mix(ORDER, self._seed, epoch)
         return DataLoader(
             self._dataset,  # type: ignore[arg-type]
-            batch_sampler=asked,  # type: ignore[arg-type]
+            batch_sampler=asked,
             num_workers=loader.num_workers,
             collate_fn=WithDraws(self._dataset, self._collate),
             pin_memory=self._pin_memory,
