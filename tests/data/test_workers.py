@@ -18,10 +18,12 @@ from tests.support.indexed import Augmented, batches, loader, source
 from tests.support.outcome import weights
 from tests.support.tasks import Regression, quiet
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
+import drivetrain
 from drivetrain import Callback, CheckpointConfig, DataError, LambdaCallback
 from drivetrain.data import Feed, Transfer, already_split, as_source
+from drivetrain.testing import run_distributed
 
 
 class Noted(Dataset[tuple[Tensor, Tensor]]):
@@ -268,3 +270,25 @@ def test_a_loader_without_workers_starts_none() -> None:
     batches(read)
     read.close()
     assert not multiprocessing.active_children()
+
+
+def fit_of_ranks(directory: str, divided: bool) -> list[Any]:
+    found = []
+    for workers in (0, 1):
+        data: Any = Noted(Path(directory) / f"note-{drivetrain.rank()}-{workers}", 10)
+        data.batch_size = 2
+        if divided:
+            data = already_split(Subset(data, range(drivetrain.rank(), 10, 3)))
+        task = Regression()
+        trainer = quiet(strategy="ddp", max_epochs=3, batch_size=2, num_workers=workers)
+        trainer.fit(task, data, Noted(Path(directory) / f"validation-{drivetrain.rank()}", 5))
+        assert not multiprocessing.active_children()
+        found.append(weights(task))
+    return found
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_workers_of_several_ranks_go_on_together(tmp_path: Path, divided: bool) -> None:
+    first, second = run_distributed(fit_of_ranks, str(tmp_path), divided)
+    assert first == second
+    assert first[0] == first[1]
