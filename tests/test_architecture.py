@@ -68,6 +68,7 @@ LAYERS: list[set[str]] = [
     {
         "prediction_files",
         "boundary",
+        "feeds",
         "assembly",
         "run_checkpoints",
         "plan",

@@ -16,13 +16,15 @@ from drivetrain.callbacks.progress_bar import ProgressBar
 from drivetrain.callbacks.summary import ModelSummary
 from drivetrain.checkpoint import DirectoryCheckpointIO
 from drivetrain.compiling import as_compile
-from drivetrain.data import Feed, Measure, as_source, evaluation_sources, pin_memory_for
+from drivetrain.data import Feed
 from drivetrain.data.alike import check_data
 from drivetrain.declared_metrics import DeclaredMetrics
 from drivetrain.distributed.failure import FailureChannel
 from drivetrain.engine import Engine
 from drivetrain.errors import ConfigError, nearest
+from drivetrain.feeds import evaluation_feeds, starts_early, train_feed
 from drivetrain.loggers import build_loggers
+from drivetrain.loop import begin_reading
 from drivetrain.module_state import has_extras, load_module_state
 from drivetrain.precision import as_precision
 from drivetrain.run import Run, Totals, Triggers
@@ -135,51 +137,6 @@ def setting_up(
         raise
 
 
-def measure_of(task: TaskModule) -> Measure:
-    """How the task counts its batches; methods that it does not override are not called."""
-    weight = task.loss_weight if task.overrides("loss_weight") else None
-    return Measure(weight, task.tokens if task.overrides("tokens") else None)
-
-
-def train_feed(trainer: Trainer, engine: Engine, task: TaskModule, data: Any) -> Feed:
-    """The training data as windows of micro-batches."""
-    source = as_source(
-        engine.strategy.prepare_data(data),
-        "training",
-        trainer.seed,
-        batch_size=trainer.batch_size,
-        num_workers=trainer.num_workers,
-        shuffle=True,
-        pin_memory=pin_memory_for(engine.device),
-        share=engine.share,
-        ranks=engine.data_ranks,
-    )
-    steps = trainer.gradient_accumulation_steps
-    return Feed(source, engine.transfer, measure_of(task), steps, trainer.limit_train_batches)
-
-
-def evaluation_feeds(
-    trainer: Trainer, engine: Engine, task: TaskModule, data: Any, stage: str
-) -> list[tuple[str | None, Feed]]:
-    """Evaluation or prediction data by loader name; none for None."""
-    if data is None:
-        return []
-    sources = evaluation_sources(
-        engine.strategy.prepare_data(data),
-        stage,
-        trainer.seed,
-        batch_size=trainer.batch_size,
-        num_workers=trainer.num_workers,
-        in_order=stage == "predict",
-        every_sample=True,
-        pin_memory=pin_memory_for(engine.device),
-        share=engine.share,
-        ranks=engine.data_ranks,
-    )
-    limit = getattr(trainer, f"limit_{stage}_batches")
-    return [(name, Feed(source, engine.transfer, measure_of(task), 1, limit)) for name, source in sources]
-
-
 def planned_totals(trainer: Trainer, feed: Feed) -> Totals:
     """How long a fit will be, as far as it is known.
 
@@ -238,6 +195,8 @@ def _fit_run(
     )
     size = trainer.batch_size if trainer.batch_size is not None else getattr(train_data, "batch_size", None)
     check_settings(trainer, engine.strategy, size)
+    if resume is None and starts_early(trainer.callbacks):
+        begin_reading(feed, totals, engine.progress)
     engine.prepare_task(
         task, total_updates=totals.updates, max_grad_norm=trainer.max_grad_norm, metrics=train_metrics
     )

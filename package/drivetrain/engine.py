@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Self
 
 import torch
@@ -98,6 +98,7 @@ class Engine:
         self._window = OpenWindow(self.data_ranks)
         self._channel = ProgramChannel(self.ranks, self.progress)
         self._in_use = PrecisionInUse(self.precision, seed, self.progress)
+        self.closing = ExitStack()  # of what has processes of its own
 
     # The task's side: what the Trainer uses.
 
@@ -300,7 +301,7 @@ class Engine:
 
     def teardown(self) -> None:
         """Release what the strategy took, and leave the task as an ordinary module."""
-        with self._in_use:
+        with self._in_use, self.closing:
             self._channel.leave(self._release)
 
     def _release(self) -> None:

@@ -15,7 +15,8 @@ from drivetrain.data import Feed, to_host
 from drivetrain.declared_metrics import joined
 from drivetrain.errors import DataError
 from drivetrain.metrics import MetricBuffer
-from drivetrain.run import Evaluation, Run
+from drivetrain.progress import Progress
+from drivetrain.run import Evaluation, Run, Totals
 from drivetrain.streams import shielded
 from drivetrain.window import StepResult
 
@@ -42,7 +43,8 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
         with shielded():
             run.call(hooks.on_epoch_start)
         run.check_parameters()
-        windows = feed.windows(progress.epoch, progress.position, progress.epoch_batches)
+        until = _epochs_until(run.totals, progress)
+        windows = feed.windows(progress.epoch, progress.position, progress.epoch_batches, until)
         idle = progress.epoch_updates == 0
         while True:
             start = perf_counter()
@@ -77,6 +79,26 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
         windows.close()
     run.log_training()
     run.call(hooks.on_fit_end)
+
+
+def begin_reading(feed: Feed, totals: Totals, progress: Progress) -> None:
+    """Have workers make what `train_steps` reads first, while other things are set up.
+
+    Raises:
+        DataError: They cannot be started.
+    """
+    until = _epochs_until(totals, progress)
+    feed.begin(progress.epoch, progress.position, progress.epoch_batches, until)
+
+
+def _epochs_until(totals: Totals, progress: Progress) -> int | None:
+    """The first epoch that is not begun, as far as that is planned."""
+    per_epoch, until = totals.updates_per_epoch, totals.epochs
+    if totals.max_updates is None or not per_epoch:
+        return until
+    left = totals.max_updates - progress.updates + progress.epoch_updates
+    last = progress.epoch - (-left // per_epoch)
+    return last if until is None else min(until, last)
 
 
 def _nothing_learned(run: Run) -> DataError:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from drivetrain.assembly import measure_of
 from drivetrain.data import Feed, Share, Transfer, as_source, batch_size
 from drivetrain.data.split import AlreadySplit
+from drivetrain.feeds import measure_of
 from drivetrain.progress import Progress
 from drivetrain.run import Totals
 from drivetrain.task import TaskModule

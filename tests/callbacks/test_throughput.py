@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain.callbacks import LambdaCallback, Throughput
+from drivetrain.data import Feed, Transfer, as_source
 from drivetrain.errors import ConfigError
 
 # Of Linear(16, 8) and Linear(8, 1) on one sample, a multiplication and an addition each: forward, the
@@ -186,3 +188,38 @@ def test_numbers_that_are_not_positive_are_refused():
         Throughput(peak_flops=0)
     with pytest.raises(ConfigError, match="flops_per_sample=-1"):
         Throughput(flops_per_sample=-1)
+
+
+def test_long_waits_for_data_are_hinted_at_once(drive, capsys):
+    def wait(run):  # as if it had taken that long
+        run.timing["data"] += 1000.0
+
+    drive(Throughput(), LambdaCallback(on_step_end=wait), updates_per_epoch=8, log_every=2).fit()
+    lines = [line for line in capsys.readouterr().err.splitlines() if "waiting for the training data" in line]
+    assert len(lines) == 1
+    assert "num_workers" in lines[0]
+
+
+@pytest.mark.parametrize("hint", [None, 0.2])
+def test_no_hint_where_none_is_asked_for_or_nobody_waits(drive, capsys, hint):
+    def wait(run):
+        run.timing["data"] += 1000.0 if hint is None else 0.0
+
+    watch = LambdaCallback(on_step_end=wait)
+    drive(Throughput(data_hint=hint), watch, updates_per_epoch=8, log_every=2).fit()
+    assert "waiting" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "advised"),
+    [
+        ({}, "num_workers=2 or more"),
+        ({"num_workers": 2}, "persistent_workers=True"),
+        ({"num_workers": 2, "persistent_workers": True}, "More than num_workers=2"),
+    ],
+)
+def test_what_is_advised_depends_on_the_loader(options, advised):
+    data = TensorDataset(torch.zeros(4, 2))
+    feed = Feed(as_source(DataLoader(data, **options), "training", 0), Transfer(torch.device("cpu")))
+    assert advised in feed.advice
+    assert ("start anew" in feed.advice) is ("persistent_workers=True" in advised)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
 
 from drivetrain.data import MicroBatch, Transfer
+from drivetrain.data.batch import host_tensors_only
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -74,3 +78,60 @@ def test_an_accelerators_next_batch_is_copied_beside_the_current_step() -> None:
     drawn: list[int] = []
     next(Transfer(torch.device("cuda", 0)).ahead(micro_batches(3, drawn)))
     assert drawn == [0, 1]
+
+
+class Owner:
+    """Moves itself, and may allocate what it likes meanwhile."""
+
+    def to(self, device: torch.device) -> Owner:
+        return self
+
+
+HOST = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("batch", "beside"),
+    [
+        (HOST, True),
+        ({"a": HOST, "b": [HOST, (HOST, "text")]}, True),
+        (UserDict(a=HOST), True),
+        (HOST.to(META), False),
+        ((HOST, {"deep": [HOST.to(META)]}), False),
+        ([HOST, Owner()], False),
+        (pack_sequence([HOST]), False),
+    ],
+)
+def test_only_what_is_copied_from_the_host_may_be_copied_beside_a_step(batch: Any, beside: bool) -> None:
+    assert host_tensors_only(batch) is beside
+
+
+@needs_cuda
+def test_a_batch_that_is_computed_on_the_device_is_cast_after_that() -> None:
+    device = torch.device("cuda", 0)
+
+    def computed() -> Iterator[MicroBatch]:
+        for number in range(5):
+            value = torch.zeros(2048, 2048, device=device)
+            for _ in range(20):  # long enough that a cast in another stream would read before it is done
+                value = value @ value + number
+                value.clamp_(max=number)
+            yield MicroBatch({"features": value}, 1.0)
+
+    given = [
+        float(each.batch["features"].max()) for each in Transfer(device, torch.float64).ahead(computed())
+    ]
+    assert given == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+@needs_cuda
+def test_memory_of_a_batch_in_use_is_not_given_to_the_next_copy() -> None:
+    device = torch.device("cuda", 0)
+    host = [torch.full((1 << 20,), float(number)).pin_memory() for number in range(20)]
+    factor = torch.ones(4096, 4096, device=device) / 4096
+    sums = []
+    for each in Transfer(device).ahead(MicroBatch(batch, 1.0) for batch in host):
+        torch.linalg.multi_dot([factor] * 4)  # keeps the step's stream behind the copies
+        sums.append(each.batch.mean())
+        del each
+    assert [float(value) for value in sums] == [float(number) for number in range(20)]

@@ -18,6 +18,9 @@ from drivetrain.errors import ConfigError
 if TYPE_CHECKING:
     from drivetrain.run import Run
 
+_LEAST_WAIT = 1.0
+"""Seconds of waiting between two log points below which no hint is worth a line."""
+
 _PARTS = ("data", "compute", "evaluation", "save", "compile")
 
 
@@ -30,7 +33,8 @@ class Throughput(Callback):
       the time spent on training, which is the wall time without evaluation, saving and compiling;
     - ``data_seconds``, ``compute_seconds``, ``evaluation_seconds``, ``save_seconds``, with
       ``Trainer(compile=True)`` also ``compile_seconds``, and the same with ``_share``: what the wall time
-      went to. Waiting for the data is "data", so that a large share asks for more workers;
+      went to. Waiting for the data is "data"; where its share is larger than ``data_hint``, a line on
+      standard error says once in a fit what would help;
     - ``model_flops_per_second``: operations of the forward and backward passes, on all devices;
     - ``model_flops_utilisation``: that per device over the device's peak (Chowdhery et al., "PaLM", arXiv
       2204.02311, appendix B), when the peak is known.
@@ -48,9 +52,10 @@ class Throughput(Callback):
             dtype, from a table (`drivetrain.callbacks.peaks`).
         flops_per_sample: Floating-point operations per sample of a forward and backward pass.
         measure_flops: Whether to count them when they are not given.
+        data_hint: The share of the time above which waiting for data is worth a hint; None for no hint.
 
     Raises:
-        ConfigError: A peak or a number of operations that is not positive.
+        ConfigError: A peak, a number of operations or a share that is not positive.
     """
 
     def __init__(
@@ -58,13 +63,17 @@ class Throughput(Callback):
         peak_flops: float | None = None,
         flops_per_sample: float | None = None,
         measure_flops: bool = True,
+        data_hint: float | None = 0.2,
     ) -> None:
-        for name, value in (("peak_flops", peak_flops), ("flops_per_sample", flops_per_sample)):
+        given = {"peak_flops": peak_flops, "flops_per_sample": flops_per_sample, "data_hint": data_hint}
+        for name, value in given.items():
             if value is not None and not value > 0:
                 raise ConfigError(f"throughput has {name}={value!r}; give a positive number, or None")
         self.peak_flops = peak_flops
         self.flops_per_sample = flops_per_sample
         self.measure_flops = measure_flops
+        self.data_hint = data_hint
+        self._hints = False
         self._flops_per_sample = flops_per_sample
         self._peak = peak_flops
         self._devices = 1
@@ -82,6 +91,7 @@ class Throughput(Callback):
         self._peak = self.peak_flops or _device_peak(run)
         self._devices = run.engine.strategy.world_size
         self._mark = None
+        self._hints = self.data_hint is not None and run.is_main
 
     def on_step_start(self, run: Run) -> None:
         """Count the operations of the fit's first update."""
@@ -121,6 +131,9 @@ class Throughput(Callback):
         for part, seconds in spent.items():
             run.log(f"throughput/{part}_seconds", seconds)
             run.log(f"throughput/{part}_share", seconds / wall)
+        if self._hints and spent["data"] >= _LEAST_WAIT and spent["data"] > wall * (self.data_hint or 0.0):
+            self._hints = False
+            print(_hint(run, spent["data"] / wall), file=sys.stderr, flush=True)
         if self._flops_per_sample is not None:
             flops = samples * self._flops_per_sample
             run.log("throughput/model_flops_per_second", flops)
@@ -161,6 +174,13 @@ class Throughput(Callback):
             self._counting.close()
             self._counting = None
         self._loaded = False
+
+
+def _hint(run: Run, share: float) -> str:
+    assert run.train_feed is not None
+    return (
+        f"drivetrain: {share:.0%} of the time goes to waiting for the training data. {run.train_feed.advice}"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,26 @@ def map_tensors(
     return batch
 
 
+def host_tensors_only(batch: Batch) -> bool:
+    """Whether all that `move` would bring to an accelerator are tensors on the host, which it copies itself.
+
+    Not so where a tensor is on a device already, or an object is moved by its own `to`, which allocates what
+    nobody sees.
+    """
+    if isinstance(batch, Tensor):
+        return batch.device.type == "cpu"
+    if type(batch) is not tuple and type(batch) is not list and _moves_itself(batch):
+        return False
+    values: Any = ()
+    if isinstance(batch, Mapping):
+        values = batch.values()
+    elif isinstance(batch, (tuple, list)):
+        values = batch
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        values = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+    return all(map(host_tensors_only, values))
+
+
 def _moves_itself(batch: Any) -> bool:
     return callable(getattr(batch, "to", None)) and not isinstance(batch, (Tensor, type))
 

@@ -16,6 +16,7 @@ from drivetrain.data.share import Everywhere
 from drivetrain.data.sources import Source
 from drivetrain.data.split import check_division
 from drivetrain.data.transfer import MicroBatch, Transfer
+from drivetrain.data.workers import Following
 from drivetrain.errors import ConfigError, DataError
 from drivetrain.types import Batch
 
@@ -99,30 +100,60 @@ class Feed:
         count = self.batches_per_epoch
         return None if count is None else -(-count // self.accumulation)
 
+    def begin(self, epoch: int = 0, position: int = 0, done: int = 0, until: int | None = 0) -> None:
+        """Have workers make the batches that `windows` gives with the same arguments.
+
+        Raises:
+            DataError: The sampler raised, or the workers cannot be started.
+        """
+        self._begin(epoch, position, self._left(done), until)
+
+    def _begin(self, epoch: int, position: int, limit: int | None, until: int | None) -> None:
+        if limit is None or limit > 0:
+            self.source.begin(epoch, position, limit, Following(until, self._limit))
+
+    def _left(self, done: int) -> int | None:
+        return None if self._limit is None else self._limit - done
+
+    @property
+    def advice(self) -> str:
+        """What to do where batches come too slowly."""
+        return self.source.advice
+
+    def close(self) -> None:
+        """End the workers, if there are any; reading again starts others."""
+        self.source.close()
+
     def micro_batches(
-        self, epoch: int = 0, position: int = 0, limit: int | None = None
+        self, epoch: int = 0, position: int = 0, limit: int | None = None, until: int | None = 0
     ) -> Iterator[MicroBatch]:
         """The counted micro-batches of an epoch from a position on, on the device."""
+        limit = self._limit if limit is None else limit
+        self._begin(epoch, position, limit, until)
         read = self._counted if self.source.share.size == 1 else self._counted_of_all
-        counted = read(epoch, position, self._limit if limit is None else limit)
+        counted = read(epoch, position, limit)
         return self._transfer.ahead(counted, early=not self.source.stateful)
 
-    def windows(self, epoch: int, position: int = 0, done: int = 0) -> Generator[Window, None, None]:
+    def windows(
+        self, epoch: int, position: int = 0, done: int = 0, until: int | None = 0
+    ) -> Generator[Window, None, None]:
         """The windows of an epoch from a position on; the last one may be short and is marked.
 
         Args:
             epoch: Which epoch.
             position: Where to begin; see `Source`.
             done: Micro-batches already used in this epoch, for the limit.
+            until: The first epoch that is not read after it, so that workers can go on until then; None where
+                nobody knows.
 
         Raises:
             DataError: No batch at all, a batch of an unknown kind, or data that raised.
         """
-        limit = None if self._limit is None else self._limit - done
+        limit = self._left(done)
         left = self.source.count(position) if self.source.exact else None
         if left is not None and limit is not None:
             left = min(left, limit)
-        micro_batches = self.micro_batches(epoch, position, limit)
+        micro_batches = self.micro_batches(epoch, position, limit, until)
         size = self.accumulation
         if left is None:
             yield from self._looking_ahead(micro_batches, size)

@@ -7,7 +7,6 @@ same whether it is made here or in a worker, and whatever was made before it.
 
 from __future__ import annotations
 
-import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -17,7 +16,6 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from drivetrain.data.keyed import (
-    EpochBatches,
     IndexBatch,
     KeyedDataset,
     OnlyItem,
@@ -30,6 +28,7 @@ from drivetrain.data.outline import Outline
 from drivetrain.data.rounds import Evidence, SharedBatch, Slice, drawn, grouped, rounds, sliced
 from drivetrain.data.share import WHOLE, Share
 from drivetrain.data.sources import Fetched, Source
+from drivetrain.data.workers import Asked, Following, Workers
 from drivetrain.errors import DataError
 from drivetrain.streams import ORDER, batch_stream, mix, mix_next, seed_host
 
@@ -93,24 +92,30 @@ class IndexedSource(Source):
         # The length of a user's own sampler may be a guess; of torch's two it is not.
         self.exact = self._batch_sampler is None and self._order.known
         self._collate: Callable[[Any], Any] = OnlyItem(loader.collate_fn) if ready else loader.collate_fn
-        self._epoch_batches = EpochBatches()
-        self._worker_loader = self._with_workers(pin_memory) if loader.num_workers else None
+        self._pin_memory = pin_memory
+        # A sampler of the user's is run when its epoch begins, as it may look at what was done until then.
+        goes_on = loader.persistent_workers and self.exact
+        self._workers = None
+        if loader.num_workers:
+            self._workers = Workers(self._with_workers, self.index_batches, goes_on, self._failure_of)
 
-    def _with_workers(self, pin_memory: bool) -> DataLoader[Any]:
+    def _with_workers(self, asked: Asked, epoch: int) -> DataLoader[Any]:
         loader = self._loader
+        # Workers begin with seeds drawn from this: starting them shall not move the global stream, and what
+        # ran before shall not move the seeds. Those that stay have the same wherever the run began.
+        seed = mix(ORDER, self._seed) if loader.persistent_workers else mix(ORDER, self._seed, epoch)
         return DataLoader(
             self._dataset,  # type: ignore[arg-type]
-            batch_sampler=self._epoch_batches,
+            batch_sampler=asked,
             num_workers=loader.num_workers,
             collate_fn=WithDraws(self._dataset, self._collate),
-            pin_memory=pin_memory,
+            pin_memory=self._pin_memory,
             timeout=loader.timeout,
             worker_init_fn=WorkerStart(loader.worker_init_fn),
             multiprocessing_context=loader.multiprocessing_context,
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,
-            # The workers' base seed comes from here, so that starting them does not move the global stream.
-            generator=torch.Generator().manual_seed(mix(ORDER, self._seed)),
+            generator=torch.Generator().manual_seed(seed),
         )
 
     def index_batches(self, epoch: int, position: int) -> Iterator[IndexBatch]:
@@ -197,11 +202,39 @@ class IndexedSource(Source):
                 yield start + used, indices[used:] if used else indices
             start = end
 
+    def begin(self, epoch: int, position: int, limit: int | None, following: Following) -> None:
+        """Have workers, where there are any, make the batches that are read next."""
+        if self._workers is not None:
+            self._workers.begin(epoch, position, limit, following)
+
     def batches(self, epoch: int, position: int) -> Iterator[Fetched]:
         """The batches of an epoch from a position on."""
-        if self._worker_loader is not None:  # a DataLoader is false without a length
-            return self._made_by_workers(epoch, position)
+        if self._workers is not None:
+            return self._made_by_workers(self._workers.read(epoch, position))
         return self._made_here(epoch, position)
+
+    @property
+    def advice(self) -> str:
+        """As far as the loader's settings say."""
+        loader = self._loader
+        if not loader.num_workers:
+            return (
+                "Its batches are made in the training process: give the DataLoader, or for a Dataset the"
+                " Trainer, num_workers=2 or more"
+            )
+        more = (
+            f"More than num_workers={loader.num_workers}, a larger prefetch_factor than"
+            f" {loader.prefetch_factor}, or less work in the dataset's __getitem__ and the collate_fn would"
+            " help"
+        )
+        if loader.persistent_workers:
+            return more
+        return f"Its workers start anew in every epoch: persistent_workers=True keeps them. {more}"
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._workers is not None:
+            self._workers.close()
 
     def _made_here(self, epoch: int, position: int) -> Iterator[Fetched]:
         fetch, collate, knows = self._dataset.__getitems__, self._collate, self._knows_samples
@@ -216,29 +249,8 @@ class IndexedSource(Source):
             size = len(indices)
             yield batch, size, size if knows else None
 
-    def _made_by_workers(self, epoch: int, position: int) -> Iterator[Fetched]:
-        sampler = self._epoch_batches
-        sampler.coming = self.index_batches(epoch, position)  # before workers are started in vain
-        loader = self._worker_loader
-        assert loader is not None
-        assert loader.generator is not None
-        # Workers begin with seeds drawn from this, which must not depend on the epochs that ran before.
-        loader.generator.manual_seed(mix(ORDER, self._seed, epoch))
-        iterator: Iterator[Any] | None = None
-        while True:
-            try:
-                if iterator is None:
-                    iterator = iter(loader)
-                batch, draws, outlined = next(iterator)
-            except Exception as error:
-                if isinstance(error, StopIteration) and not sampler.under_way:
-                    return
-                # The traceback would keep the workers; ended together with it, each takes five seconds.
-                traceback.clear_frames(error.__traceback__)
-                iterator = None
-                # A StopIteration before the end is the collate_fn's.
-                raise self._failure_of(error, next(iter(sampler.under_way), None)) from error
-            indices = sampler.under_way.popleft()
+    def _made_by_workers(self, made: Iterator[tuple[Any, IndexBatch]]) -> Iterator[Fetched]:
+        for (batch, draws, outlined), indices in made:
             # As after a batch made here, so that a step that draws from the host's generators does not
             # depend on the number of workers.
             if self._draws:

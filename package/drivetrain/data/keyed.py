@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -147,17 +146,3 @@ class WorkerStart:
             object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
         if self.then is not None:
             self.then(worker)
-
-
-class EpochBatches:
-    """The batch sampler given to worker processes; remembers what is under way, for error messages."""
-
-    def __init__(self) -> None:
-        self.coming: Iterator[IndexBatch] = iter(())
-        self.under_way: deque[IndexBatch] = deque()
-
-    def __iter__(self) -> Iterator[IndexBatch]:
-        self.under_way.clear()
-        for indices in self.coming:
-            self.under_way.append(indices)
-            yield indices

@@ -39,7 +39,7 @@ def as_source(
         name: Whose data it is ("training", "validation", ...), for messages.
         seed: The run's seed.
         batch_size: For a bare Dataset that has no `batch_size` of its own.
-        num_workers: Worker processes for a bare Dataset.
+        num_workers: Worker processes for a bare Dataset; they are started once, with a copy of it.
         shuffle: Whether a bare Dataset is shuffled.
         in_order: Read in the dataset's own order even when the loader shuffles.
         every_sample: Read the last, short batch too when the loader would drop it.
@@ -82,7 +82,13 @@ def _source(
     if isinstance(data, Dataset):
         size = _batch_size_of(data, name, batch_size)
         if size is not None:
-            loader = DataLoader(data, batch_size=size, shuffle=shuffle, num_workers=num_workers)
+            loader = DataLoader(
+                data,
+                batch_size=size,
+                shuffle=shuffle,
+                num_workers=num_workers,
+                persistent_workers=num_workers > 0,
+            )
     if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
         if not isinstance(loader.dataset, IterableDataset) and hasattr(loader.dataset, "__len__"):
             _check_samples(loader.dataset, name)

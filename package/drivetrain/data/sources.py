@@ -19,6 +19,7 @@ from drivetrain.data.batch import batch_size
 from drivetrain.data.outline import outline
 from drivetrain.data.rounds import Evidence, SharedBatch, rounds
 from drivetrain.data.share import WHOLE, Share
+from drivetrain.data.workers import Following
 from drivetrain.errors import DataError
 from drivetrain.streams import batch_stream, mix_next, seed_after, seed_batch, seed_host
 from drivetrain.types import Batch, Stateful
@@ -56,6 +57,30 @@ class Source(ABC):
         Raises:
             DataError: The data raised; names the batch.
         """
+
+    def begin(self, epoch: int, position: int, limit: int | None, following: Following) -> None:
+        """Told what is read next, so that batches can be made before they are asked for.
+
+        Args:
+            epoch: Which epoch.
+            position: From where on.
+            limit: At most this many batches of it; None for all.
+            following: What is read after it.
+
+        Raises:
+            DataError: They cannot be made.
+        """
+
+    @property
+    def advice(self) -> str:
+        """What to do where batches come too slowly."""
+        return (
+            "Its batches are made in the training process: a dataset with a length, in a DataLoader with"
+            " num_workers, has them made ahead"
+        )
+
+    def close(self) -> None:
+        """End what makes batches ahead; reading again starts it anew."""
 
     @abstractmethod
     def count(self, position: int = 0) -> int | None:
@@ -204,6 +229,17 @@ class IterableSource(Source):
             number += 1
             if number > position:
                 yield batch, 1, None
+
+    @property
+    def advice(self) -> str:
+        """A DataLoader over an iterable has workers of its own, which we leave alone."""
+        workers = getattr(self._data, "num_workers", None)
+        if not workers:
+            return super().advice
+        return (
+            f"More than num_workers={workers} may help, persistent_workers=True where epochs are short, and"
+            " pin_memory=True on a GPU"
+        )
 
     def _begin(self, epoch: int, number: int) -> Iterator[Batch]:
         for owner in (self._data, getattr(self._data, "dataset", None), getattr(self._data, "sampler", None)):

@@ -11,6 +11,7 @@ from drivetrain.data.outline import outline
 from drivetrain.data.rounds import Evidence, SharedBatch
 from drivetrain.data.share import Share
 from drivetrain.data.sources import Source
+from drivetrain.data.workers import Following
 from drivetrain.distributed.ranks import Ranks
 from drivetrain.errors import CheckpointError
 from drivetrain.types import Batch
@@ -76,6 +77,19 @@ class SplitSource(Source):
         self._rounds = max(counts) if len(counts) == len(found) else None
         self.exact = all(exact for _, exact, _ in found)
         self.stateful = any(stateful for _, _, stateful in found)
+
+    def begin(self, epoch: int, position: int, limit: int | None, following: Following) -> None:
+        """Have this process's next batches made; a limit counts rounds, each of one of them."""
+        self._own.begin(epoch, self._own.start(epoch, position), limit, following)
+
+    @property
+    def advice(self) -> str:
+        """That of this process's part."""
+        return self._own.advice
+
+    def close(self) -> None:
+        """End what makes them."""
+        self._own.close()
 
     def batches(self, epoch: int, position: int) -> Iterator[SharedBatch]:
         """This process's batches from a round on, and stand-ins until all have come to their end."""

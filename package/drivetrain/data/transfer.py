@@ -1,8 +1,9 @@
 """Bringing batches to the device, one ahead of the step that uses them.
 
-On an accelerator the copy of the next batch is started on a stream of its own before the current one is
-handed out, so that it runs beside the current step. On the CPU there is nothing to copy and nothing runs
-ahead.
+On a CUDA device the copy of the next batch is started on a stream of its own before the current one is handed
+out, so that it runs beside the current step. One ahead is enough: while a step is computed there is time for
+one copy, and a data pipeline that is slower than that gains nothing by more of them on the device. What runs
+further ahead are the workers, on the host. On the CPU there is nothing to copy and nothing runs ahead.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from drivetrain.data.batch import map_tensors, move
+from drivetrain.data.batch import host_tensors_only, map_tensors, move
 from drivetrain.data.share import Everywhere
 from drivetrain.types import Batch
 
@@ -87,11 +88,18 @@ class Transfer:
     ) -> Iterator[MicroBatch]:
         ready: MicroBatch | None = None
         for micro_batch in micro_batches:
-            with torch.cuda.stream(stream):
-                moved = move(micro_batch.batch, self.device, self.dtype, non_blocking=True)
+            beside = host_tensors_only(micro_batch.batch)
+            if beside:
+                with torch.cuda.stream(stream):
+                    moved = move(micro_batch.batch, self.device, self.dtype, non_blocking=True)
+            else:
+                # In the stream of the steps: what is on the device already may still be computed there, and
+                # what an object of the user's own allocates may be in use for nobody knows how long.
+                moved = move(micro_batch.batch, self.device, self.dtype)
             if ready is not None:
                 yield ready
-            self._hand_over(moved, stream)
+            if beside:
+                self._hand_over(moved, stream)
             ready = micro_batch._replace(batch=moved)
         if ready is not None:
             yield ready

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain.assembly import build_prediction, evaluation_feeds
+from drivetrain.assembly import build_prediction
 from drivetrain.boundary import boundary
 from drivetrain.callbacks import LambdaCallback
 from drivetrain.checkpoint import load_weights
 from drivetrain.errors import ConfigError, nearest
+from drivetrain.feeds import evaluation_feeds
 from drivetrain.loop import predict
 from drivetrain.testing.distributed import run_distributed
 from drivetrain.testing.strategy_decisions import (

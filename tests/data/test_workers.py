@@ -1,0 +1,294 @@
+"""Workers are started once, early, and are asked for no less and no more than is used."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.data.test_indexed import Evens
+from tests.support.indexed import Augmented, batches, loader, source
+from tests.support.outcome import weights
+from tests.support.tasks import Regression, quiet
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset
+
+import drivetrain
+from drivetrain import Callback, CheckpointConfig, DataError, LambdaCallback
+from drivetrain.data import Feed, Transfer, already_split, as_source
+from drivetrain.testing import run_distributed
+
+
+class Noted(Dataset[tuple[Tensor, Tensor]]):
+    """A dataset that notes in a file which process fetched what, and what was asked of it before."""
+
+    def __init__(self, note: Path, size: int = 12, batch_size: int = 2) -> None:
+        self.note, self.size, self.batch_size = note, size, batch_size
+        self.epoch = -1
+        note.touch()
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        with self.note.open("a", encoding="utf-8") as file:
+            file.write(f"{os.getpid()} {index} {self.epoch}\n")
+        features = torch.full((4,), index / self.size) + torch.rand(4)
+        return features, features.sum(0, keepdim=True)
+
+    def fetched(self, column: int = 1) -> list[int]:
+        return [int(line.split()[column]) for line in self.note.read_text(encoding="utf-8").splitlines()]
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 60
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return holds()
+
+
+def test_workers_are_started_once_for_all_epochs_and_validations(tmp_path: Path) -> None:
+    train, validation = Noted(tmp_path / "train"), Noted(tmp_path / "validation", 4)
+    quiet(max_epochs=3, num_workers=2).fit(Regression(), train, validation)
+    assert len(set(train.fetched(0))) == 2
+    assert len(set(validation.fetched(0))) == 2
+    assert os.getpid() not in {*train.fetched(0), *validation.fetched(0)}
+    assert Counter(train.fetched()) == dict.fromkeys(range(12), 3)
+    assert Counter(validation.fetched()) == dict.fromkeys(range(4), 3)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_loader_of_the_users_keeps_its_setting(tmp_path: Path, persistent: bool) -> None:
+    train = Noted(tmp_path / "train")
+    given = DataLoader(train, batch_size=2, num_workers=2, persistent_workers=persistent)
+    quiet(max_epochs=3).fit(Regression(), given)
+    assert len(set(train.fetched(0))) == (2 if persistent else 6)
+    assert Counter(train.fetched()) == dict.fromkeys(range(12), 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "fetched"),
+    [
+        ({"max_epochs": 3, "limit_train_batches": 4}, 24),
+        ({"max_steps": 12}, 24),
+        ({"max_steps": 18, "max_epochs": 2}, 24),
+        ({"max_epochs": 2, "gradient_accumulation_steps": 4}, 24),
+    ],
+)
+def test_nothing_is_fetched_that_no_epoch_uses(tmp_path: Path, options: dict[str, Any], fetched: int) -> None:
+    train = Noted(tmp_path / "train")
+    quiet(num_workers=2, **options).fit(Regression(), train)
+    assert len(train.fetched()) == fetched
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_the_next_epochs_first_batches_are_made_before_the_last_one_is_used(
+    tmp_path: Path, divided: bool
+) -> None:
+    data = Noted(tmp_path / "train", 6)
+    read = as_source(already_split(data) if divided else data, "training", 0, num_workers=1, shuffle=True)
+    feed = Feed(read, Transfer(torch.device("cpu")))
+    assert len(list(itertools.islice(feed.windows(0, until=2), 3))) == 3
+    assert eventually(lambda: len(data.fetched()) >= 10)  # two batches for the worker
+    assert len(list(feed.windows(1, until=2))) == 3
+    feed.close()
+    assert len(data.fetched()) == 12
+    expected = as_source(data, "training", 0, shuffle=True)
+    before = data.fetched()
+    for epoch in range(2):
+        assert len(list(expected.batches(epoch, 0))) == 3
+    assert data.fetched()[12:] == before
+
+
+def test_an_epoch_that_is_not_read_is_not_made(tmp_path: Path) -> None:
+    data = Noted(tmp_path / "train", 6)
+    feed = Feed(as_source(data, "training", 0, num_workers=1), Transfer(torch.device("cpu")))
+    assert len(list(feed.windows(0, until=1))) == 3
+    assert len(list(feed.windows(1, until=2))) == 3  # by the same worker
+    feed.close()
+    assert len(data.fetched()) == 12
+    assert len(set(data.fetched(0))) == 1
+
+
+def test_what_was_made_for_another_place_is_dropped() -> None:
+    expected = [batches(source(), epoch) for epoch in range(4)]
+    read = source(workers=2, persistent_workers=True)
+    feed = Feed(read, Transfer(torch.device("cpu")))
+
+    def given(epoch: int, position: int, until: int) -> list[Any]:
+        return [
+            window.micro_batches[0].batch.tolist() for window in feed.windows(epoch, position, until=until)
+        ]
+
+    assert given(0, 0, 4) == expected[0]
+    assert given(2, 3, 4) == expected[2][1:]  # and not epoch 1, which was begun
+    assert given(3, 0, 4) == expected[3]
+    assert given(0, 6, 1) == expected[0][2:]
+    feed.close()
+    assert given(1, 0, 2) == expected[1]
+    feed.close()
+
+
+def test_a_sampler_of_the_users_is_run_when_its_epoch_begins() -> None:
+    sampler = Evens()
+    read = source(sampler=sampler, workers=1, persistent_workers=True)
+    feed = Feed(read, Transfer(torch.device("cpu")))
+    for _ in feed.windows(0, until=2):
+        assert sampler.epoch == 0
+    feed.close()
+
+
+def test_two_passes_at_a_time_are_refused() -> None:
+    read = source(workers=1, persistent_workers=True)
+    first = read.batches(0, 0)
+    next(first)
+    second = read.batches(0, 0)
+    next(second)
+    with pytest.raises(DataError, match="Pass two loaders"):
+        next(first)
+    read.close()
+
+
+class Setting(Regression):
+    """Sees, while it is set up, what the workers have done."""
+
+    def __init__(self, looks: Callable[[], None]) -> None:
+        super().__init__()
+        self.looks = looks
+
+    def configure_optimizers(self) -> Any:
+        self.looks()
+        return super().configure_optimizers()
+
+
+def test_the_first_batches_are_made_while_the_run_is_set_up(tmp_path: Path) -> None:
+    train = Noted(tmp_path / "train")
+    seen: list[bool] = []
+    task = Setting(lambda: seen.append(eventually(lambda: len(train.fetched()) >= 8)))
+    quiet(max_epochs=2, num_workers=2).fit(task, train)
+    assert seen == [True]
+    assert Counter(train.fetched()) == dict.fromkeys(range(12), 2)
+
+
+class Counts(Callback):
+    """Tells the dataset its epoch, as curricula do."""
+
+    def __init__(self, data: Noted) -> None:
+        self.data = data
+
+    def on_epoch_start(self, run: Any) -> None:
+        self.data.epoch = run.progress.epoch
+
+
+@pytest.mark.parametrize("by_function", [False, True])
+def test_a_dataset_that_a_callback_changes_first_is_copied_to_the_workers_afterwards(
+    tmp_path: Path, by_function: bool
+) -> None:
+    train = Noted(tmp_path / "train")
+    counts: Any = Counts(train)
+    if by_function:
+        counts = LambdaCallback(on_epoch_start=counts.on_epoch_start)
+    given = DataLoader(train, batch_size=2, num_workers=1)
+    quiet(max_epochs=2, callbacks=[counts]).fit(Regression(), given)
+    assert train.fetched(2) == [0] * 12 + [1] * 12
+
+
+def test_a_set_up_that_fails_ends_them(tmp_path: Path) -> None:
+    def fails() -> None:
+        assert len(multiprocessing.active_children()) == 2
+        raise RuntimeError("no optimizer")
+
+    with pytest.raises(RuntimeError, match="no optimizer") as caught:
+        quiet(max_epochs=2, num_workers=2).fit(Setting(fails), Noted(tmp_path / "train"))
+    assert caught.tb is not None  # and holds on to everything
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_that_ends_ends_them(tmp_path: Path, fails: bool) -> None:
+    def stop(run: Any) -> None:
+        if run.progress.updates == 2:
+            assert multiprocessing.active_children()
+            run.stop("enough")
+            if fails:
+                raise RuntimeError("enough")
+
+    trainer = quiet(max_epochs=9, num_workers=2, callbacks=[LambdaCallback(on_step_end=stop)])
+    try:
+        trainer.fit(Regression(), Noted(tmp_path / "train"), Noted(tmp_path / "validation"))
+    except RuntimeError:
+        assert fails
+        assert not multiprocessing.active_children()
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("stopped_at", [4, 6, 7])
+def test_a_run_is_resumed_as_if_no_worker_had_been_ahead(tmp_path: Path, stopped_at: int) -> None:
+    def train(run_dir: Path, workers: int, stop: int | None = None) -> Regression:
+        def at(run: Any) -> None:
+            if run.progress.updates == stop:
+                run.stop("for now")
+
+        task = Regression()
+        quiet(
+            max_epochs=3,
+            num_workers=workers,
+            run_dir=run_dir,
+            callbacks=[LambdaCallback(on_step_end=at)],
+            checkpoint=CheckpointConfig(every="1 step", by=None),
+        ).fit(task, Noted(tmp_path / "note"), Noted(tmp_path / "validation", 4), resume="auto")
+        return task
+
+    straight = weights(train(tmp_path / "straight", 0))
+    assert weights(train(tmp_path / "whole", 2)) == straight
+    train(tmp_path / "stopped", 2, stopped_at)
+    (tmp_path / "note").write_text("", encoding="utf-8")
+    assert weights(train(tmp_path / "stopped", 2)) == straight
+    assert len(Noted(tmp_path / "note").fetched()) == 36 - 2 * stopped_at
+
+
+def test_a_worker_that_fails_is_ended_and_replaced_by_the_next_reading() -> None:
+    expected = batches(source(), 1)
+    fails = Augmented(fails=(int(expected[-1][-1][0]), ValueError("no such sample")))
+    read = source(fails, workers=1, persistent_workers=True)
+    with pytest.raises(DataError, match="no such sample"):
+        batches(read, 1)
+    assert not multiprocessing.active_children()
+    assert next(iter(read.batches(1, 0)))[0].tolist() == expected[0]
+    read.close()
+
+
+def test_a_loader_without_workers_starts_none() -> None:
+    read = as_source(loader(), "training", 0)
+    batches(read)
+    read.close()
+    assert not multiprocessing.active_children()
+
+
+def fit_of_ranks(directory: str, divided: bool) -> list[Any]:
+    found = []
+    for workers in (0, 1):
+        data: Any = Noted(Path(directory) / f"note-{drivetrain.rank()}-{workers}", 10)
+        data.batch_size = 2
+        if divided:
+            data = already_split(Subset(data, range(drivetrain.rank(), 10, 3)))
+        task = Regression()
+        trainer = quiet(strategy="ddp", max_epochs=3, batch_size=2, num_workers=workers)
+        trainer.fit(task, data, Noted(Path(directory) / f"validation-{drivetrain.rank()}", 5))
+        assert not multiprocessing.active_children()
+        found.append(weights(task))
+    return found
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_workers_of_several_ranks_go_on_together(tmp_path: Path, divided: bool) -> None:
+    first, second = run_distributed(fit_of_ranks, str(tmp_path), divided)
+    assert first == second
+    assert first[0] == first[1]
