@@ -103,6 +103,11 @@ PAGES = {
         "how-to/compile.md",
         {"compiling": "CompileConfig SCOPES MODES", "blocks": "repeated_blocks"},
     ),
+    "memory": Page(
+        "Memory",
+        "how-to/memory.md",
+        {"memory": "MemoryConfig"},
+    ),
     "data": Page(
         "Data",
         "how-to/data.md",

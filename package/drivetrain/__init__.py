@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     )
     from drivetrain.float8 import Float8
     from drivetrain.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
+    from drivetrain.memory import MemoryConfig
     from drivetrain.mps_fallback import enable_mps_fallback
     from drivetrain.optim import OptimizerConfig, ParameterGroup
     from drivetrain.plan import Plan
@@ -85,6 +86,7 @@ _HOMES = {
     ),
     "drivetrain.float8": ("Float8",),
     "drivetrain.loggers": ("CSVLogger", "JSONLinesLogger", "TensorBoardLogger"),
+    "drivetrain.memory": ("MemoryConfig",),
     "drivetrain.mps_fallback": ("enable_mps_fallback",),
     "drivetrain.optim": ("OptimizerConfig", "ParameterGroup"),
     "drivetrain.plan": ("Plan",),
@@ -127,6 +129,7 @@ __all__ = [
     "JSONLinesLogger",
     "LambdaCallback",
     "LearningRateMonitor",
+    "MemoryConfig",
     "MissingDependencyError",
     "ModelSummary",
     "NonFiniteError",
