@@ -106,7 +106,7 @@ PAGES = {
     "memory": Page(
         "Memory",
         "how-to/memory.md",
-        {"memory": "MemoryConfig"},
+        {"memory": "MemoryConfig", "memory_use": "MemoryUse MemoryWatch"},
     ),
     "data": Page(
         "Data",
@@ -123,8 +123,8 @@ PAGES = {
         "Callbacks",
         "how-to/callbacks.md",
         {
-            "callbacks": "Callback CompileTime EarlyStopping LambdaCallback LearningRateMonitor ModelSummary"
-            " ProgressBar Throughput HOOKS summarize",
+            "callbacks": "Callback CompileTime EarlyStopping LambdaCallback LearningRateMonitor MemoryReport"
+            " ModelSummary ProgressBar Throughput HOOKS summarize",
             "callbacks.base": "unused",
             "callbacks.peaks": "peak_flops",
         },

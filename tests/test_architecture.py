@@ -61,6 +61,7 @@ LAYERS: list[set[str]] = [
         "precision_in_use",
         "offloading",
         "gradient_release",
+        "memory_use",
         "memory",
         "engine_data",
         "engine_state",

@@ -14,7 +14,7 @@ from tests.support.outcome import bits, outcome, weights
 from tests.support.tasks import quiet
 from torch import Tensor, nn
 
-from drivetrain import ConfigError, MemoryConfig, OptimizerConfig, TaskModule
+from drivetrain import ConfigError, MemoryConfig, MemoryReport, OptimizerConfig, TaskModule
 from drivetrain.errors import CheckpointError, MissingDependencyError
 from drivetrain.optimizer_config import OPTIMIZERS
 from drivetrain.optimizer_state import load_state_by_name, state_by_name
@@ -128,6 +128,22 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changed() -> None:
     with pytest.raises(CheckpointError, match="lacks the parts"):
         load_state_by_name(optimizer, names, tensors, broken)
     assert bits(state_by_name(optimizer, names)[0]) == before
+
+
+def test_a_plan_and_a_report_count_the_bytes_of_the_parts() -> None:
+    task, report = Wide(), MemoryReport(show=False)
+    trainer = quiet(max_epochs=1, callbacks=[report])
+    planned = trainer.plan(task, batches()).memory["optimizer"]
+    trainer.fit(task, batches())
+    # Of the 4096 in each of two slots: codes, 16 scales and 256 values. The rest as ever, and 4 counters.
+    rest = 2 * 4 * (SIZE + SIZE + 1)
+    assert planned == 2 * (4096 + 4 * 16 + 4 * 256) + rest + 4 * 4
+    assert report.use is not None
+    assert report.use.optimizer == planned
+    released = quiet(max_epochs=1, callbacks=[report], memory=MemoryConfig(release_gradients=True))
+    assert released.plan(task, batches()).memory["gradients"] == 4 * 4096
+    with pytest.raises(ConfigError, match="release_gradients=False"):
+        released.fit(task, batches())
 
 
 def test_gradients_are_released_with_it_too() -> None:

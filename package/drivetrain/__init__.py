@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         EarlyStopping,
         LambdaCallback,
         LearningRateMonitor,
+        MemoryReport,
         ModelSummary,
         ProgressBar,
         Throughput,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from drivetrain.float8 import Float8
     from drivetrain.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
     from drivetrain.memory import MemoryConfig
+    from drivetrain.memory_use import MemoryUse
     from drivetrain.mps_fallback import enable_mps_fallback
     from drivetrain.optim import OptimizerConfig, ParameterGroup
     from drivetrain.plan import Plan
@@ -65,6 +67,7 @@ _HOMES = {
         "EarlyStopping",
         "LambdaCallback",
         "LearningRateMonitor",
+        "MemoryReport",
         "ModelSummary",
         "ProgressBar",
         "Throughput",
@@ -87,6 +90,7 @@ _HOMES = {
     "drivetrain.float8": ("Float8",),
     "drivetrain.loggers": ("CSVLogger", "JSONLinesLogger", "TensorBoardLogger"),
     "drivetrain.memory": ("MemoryConfig",),
+    "drivetrain.memory_use": ("MemoryUse",),
     "drivetrain.mps_fallback": ("enable_mps_fallback",),
     "drivetrain.optim": ("OptimizerConfig", "ParameterGroup"),
     "drivetrain.plan": ("Plan",),
@@ -130,6 +134,8 @@ __all__ = [
     "LambdaCallback",
     "LearningRateMonitor",
     "MemoryConfig",
+    "MemoryReport",
+    "MemoryUse",
     "MissingDependencyError",
     "ModelSummary",
     "NonFiniteError",

@@ -155,6 +155,9 @@ class MemoryInUse:
         strategy: The run's.
         precision: The run's.
         compile: What is compiled.
+
+    Attributes:
+        releases: Whether gradients are freed within backward.
     """
 
     def __init__(
@@ -165,6 +168,7 @@ class MemoryInUse:
         compile: bool | Mapping[str, Any] | CompileConfig,
     ) -> None:
         self._config = as_memory(spec)
+        self.releases = self._config.release_gradients
         check_memory(self._config, strategy, precision, compile)
         self._pinned = strategy.device.type == "cuda"
         self._in_use: list[Recomputation | GradientRelease] = []

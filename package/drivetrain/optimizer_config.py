@@ -50,8 +50,8 @@ class OptimizerConfig:
     the options give one, it is then 1e-4.
 
     Args:
-        name: A row of `OPTIMIZERS` ("sgd", "adam", "adamw", "adafactor", "muon", every class of torch.optim by
-            its lower-case name, and with torchao "adamw8bit", "adamw4bit" and "adamwfp8"), a
+        name: A row of `OPTIMIZERS` ("sgd", "adam", "adamw", "adafactor", "muon", every class of torch.optim
+            by its lower-case name, and with torchao "adamw8bit", "adamw4bit" and "adamwfp8"), a
             `torch.optim.Optimizer` class, or a factory taking ``(param_groups, lr=..., **options)``.
         lr: The base learning rate.
         weight_decay: For matrices, kernels and embeddings; biases, norms and other parameters of fewer than

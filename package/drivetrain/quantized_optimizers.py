@@ -8,9 +8,11 @@ codes in blocks, each block's scale, and the table of what codes stand for.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -48,6 +50,16 @@ def is_quantized(value: object) -> bool:
         and hasattr(value, "__tensor_flatten__")
         and not hasattr(value, "placements")
     )
+
+
+def compiles_itself(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's step is compiled by the optimizer."""
+    return type(optimizer).__module__.startswith("torchao.")
+
+
+def uncompiled(optimizer: Optimizer) -> AbstractContextManager[object]:
+    """A context in which its step is run as it stands."""
+    return torch.compiler.set_stance("force_eager") if compiles_itself(optimizer) else nullcontext()
 
 
 def parts_of(key: str, value: Tensor) -> dict[str, Tensor]:
@@ -97,7 +109,7 @@ def check_quantized(optimizer: Optimizer) -> None:
     Raises:
         ConfigError: They are shards, over which blocks of a quantized state do not go.
     """
-    if not type(optimizer).__module__.startswith("torchao."):
+    if not compiles_itself(optimizer):
         return
     if any(hasattr(each, "placements") for group in optimizer.param_groups for each in group["params"]):
         raise ConfigError(
