@@ -230,6 +230,11 @@ def test_large_tensors_wait_in_the_hosts_memory_and_parameters_stay_where_they_a
     with offload(), torch.no_grad():
         task(x)
     assert not taken
+    with Watched(task, at_least=0, pinned=False)():
+        task(x)
+    held = {each.untyped_storage().data_ptr() for each in task.parameters()}
+    assert taken
+    assert held.isdisjoint(each.untyped_storage().data_ptr() for each in taken)
 
 
 # Gradients that are freed at once.

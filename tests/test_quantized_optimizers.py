@@ -110,6 +110,10 @@ def test_the_state_is_stored_by_its_parts_and_comes_back(name: str) -> None:
     twin = type(optimizer)(task.parameters(), lr=0.5)
     load_state_by_name(twin, names, {key: each.clone() for key, each in tensors.items()}, meta)
     assert bits(state_by_name(twin, names)[0]) == own
+    for parameter, slots in optimizer.state.items():
+        for slot, value in slots.items():
+            if hasattr(value, "__tensor_flatten__"):
+                assert twin.state[parameter][slot].__tensor_flatten__() == value.__tensor_flatten__()
     assert float(twin.param_groups[0]["lr"]) == pytest.approx(0.01)
 
 

@@ -74,7 +74,10 @@ class MemoryWatch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._parameters = list(model.parameters())
-        self._kinds: dict[int, tuple[str, int]] = {}
+        # By storage: of what kind, how large, and how many were made before it.
+        self._kinds: dict[int, tuple[str, int, int]] = {}
+        self._born = 0
+        self._peak_born = 0
         self._sizes = dict.fromkeys(_KINDS, 0)
         self._watching = False
         self._current = 0
@@ -100,8 +103,11 @@ class MemoryWatch(TorchDispatchMode):
                 tensor: Any = each
                 handle = tensor.register_post_accumulate_grad_hook(self._has_gradient)
                 self._hooks.append(handle)
-                # Before any other hook, which may free the gradient.
-                tensor._post_accumulate_grad_hooks.move_to_end(handle.id, last=False)
+                # Before any other hook, which may free the gradient. torch reads the order in which they were
+                # put there, so that the others are put there once more.
+                hooks = tensor._post_accumulate_grad_hooks
+                for key in [key for key in hooks if key != handle.id]:
+                    hooks[key] = hooks.pop(key)
         for optimizer in self._compiling:
             self._hooks.append(optimizer.register_step_pre_hook(self._pause))
             self._hooks.append(optimizer.register_step_post_hook(self._resume))
@@ -148,7 +154,8 @@ class MemoryWatch(TorchDispatchMode):
             key, size = storage._cdata, storage.nbytes()
             if key in self._kinds or not size:
                 continue
-            self._kinds[key] = kind, size
+            self._born += 1
+            self._kinds[key] = kind, size, self._born
             # Not a bound method of this object's, which would live until all tensors are freed.
             ended = weakref.finalize(storage, partial(_freed, weakref.ref(self), key))
             ended.atexit = False
@@ -156,19 +163,23 @@ class MemoryWatch(TorchDispatchMode):
             self._current += size
             if self._current > self._peak:
                 self._peak, self._at_peak = self._current, dict(self._sizes)
+                self._peak_born = self._born
 
     def _has_gradient(self, parameter: Tensor) -> None:
         self._add(parameter.grad, "gradients")
         for tensor in _plain(parameter.grad):
             key = tensor.untyped_storage()._cdata
-            kind, size = self._kinds.get(key, ("gradients", 0))
+            kind, size, born = self._kinds.get(key, ("gradients", 0, 0))
             if kind == "activations":
-                self._kinds[key] = "gradients", size
+                self._kinds[key] = "gradients", size, born
                 self._sizes[kind] -= size
                 self._sizes["gradients"] += size
+                if born <= self._peak_born:  # and has been there since
+                    self._at_peak[kind] -= size
+                    self._at_peak["gradients"] += size
 
     def _remove(self, key: int) -> None:
-        kind, size = self._kinds.pop(key)
+        kind, size, _ = self._kinds.pop(key)
         self._sizes[kind] -= size
         self._current -= size
 
