@@ -27,6 +27,9 @@ from drivetrain import (
     StrategyError,
     TaskModule,
 )
+from drivetrain.cli.build import build_trainer
+from drivetrain.cli.config import Settings, split_dotted
+from drivetrain.memory import as_memory
 from drivetrain.offloading import Offload
 from drivetrain.testing.distributed import run_distributed
 
@@ -346,3 +349,19 @@ def test_modules_that_are_not_there_are_refused_with_the_nearest() -> None:
         fit(again(("Blocks",)))
     with pytest.raises(ConfigError, match="no repeated blocks"):
         quiet(max_steps=1, memory=again(True)).fit(Regression(), pairs())
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("activation_checkpointing selective", again("selective")),
+        ("activation_checkpointing true", again("full")),
+        ("activation_checkpointing Block,encoder.*", again(("Block", "encoder.*"))),
+        ("release_gradients true", RELEASE),
+    ],
+)
+def test_it_is_given_on_the_command_line(given: str, expected: MemoryConfig) -> None:
+    line = f"--trainer.strategy cpu --trainer.loggers= --trainer.memory.{given}"
+    _, dotted = split_dotted(line.split())
+    trainer = build_trainer(Settings({}, dotted, {}))
+    assert as_memory(trainer.memory) == expected
