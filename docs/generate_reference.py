@@ -103,6 +103,11 @@ PAGES = {
         "how-to/compile.md",
         {"compiling": "CompileConfig SCOPES MODES", "blocks": "repeated_blocks"},
     ),
+    "memory": Page(
+        "Memory",
+        "how-to/memory.md",
+        {"memory": "MemoryConfig", "memory_use": "MemoryUse MemoryWatch"},
+    ),
     "data": Page(
         "Data",
         "how-to/data.md",
@@ -118,8 +123,8 @@ PAGES = {
         "Callbacks",
         "how-to/callbacks.md",
         {
-            "callbacks": "Callback CompileTime EarlyStopping LambdaCallback LearningRateMonitor ModelSummary"
-            " ProgressBar Throughput HOOKS summarize",
+            "callbacks": "Callback CompileTime EarlyStopping LambdaCallback LearningRateMonitor MemoryReport"
+            " ModelSummary ProgressBar Throughput HOOKS summarize",
             "callbacks.base": "unused",
             "callbacks.peaks": "peak_flops",
         },

@@ -19,6 +19,7 @@ from drivetrain.optim import (
     load_state_by_name,
     state_by_name,
 )
+from drivetrain.quantized_optimizers import QUANTIZED
 
 
 class Net(nn.Module):
@@ -58,7 +59,7 @@ def saved(net: nn.Module, optimizer: torch.optim.Optimizer):
 
 
 CONFIGS = [
-    *((name, {}) for name in OPTIMIZERS if name != "sparseadam"),
+    *((name, {}) for name in OPTIMIZERS if name not in ("sparseadam", *QUANTIZED)),
     ("sgd", {"momentum": 0.9, "nesterov": True}),
     ("sgd", {"momentum": 0.9, "fused": False}),
     ("adamw", {"amsgrad": True, "betas": (0.8, 0.95)}),

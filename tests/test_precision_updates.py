@@ -20,6 +20,7 @@ from drivetrain.float32_copies import PassingCopies, round_at_random_
 from drivetrain.optim import OPTIMIZERS
 from drivetrain.precision import PRECISIONS, Precision
 from drivetrain.progress import Progress
+from drivetrain.quantized_optimizers import QUANTIZED
 from drivetrain.testing.strategy_tasks import Duel, Sequences, Tokens
 from drivetrain.weight_updates import WeightUpdates
 
@@ -86,7 +87,7 @@ def test_to_the_nearest_small_updates_are_lost(precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-true-master"])
-@pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - {"sparseadam"}))
+@pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - {"sparseadam", *QUANTIZED}))
 def test_every_optimizer_learns_as_in_float32(name: str, precision: str) -> None:
     rates = {"sgd": 1.0, "asgd": 1.0, "adadelta": 10.0, "adagrad": 3e-3, "radam": 0.02, "muon": 3e-3}
     config = OptimizerConfig(name, lr=rates.get(name, 1e-3))

@@ -72,6 +72,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("progress_bar", "no", "progress_bar"),
     ("train_metrics", 1, "train_metrics"),
     ("compile", "yes", "compile"),
+    ("memory", True, "memory is a MemoryConfig, a mapping of its options, or None"),
     ("deterministic", "false", "deterministic"),
     ("seed", -1, "seed"),
     ("seed", 1.0, "seed"),

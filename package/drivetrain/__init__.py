@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         EarlyStopping,
         LambdaCallback,
         LearningRateMonitor,
+        MemoryReport,
         ModelSummary,
         ProgressBar,
         Throughput,
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     )
     from drivetrain.float8 import Float8
     from drivetrain.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
+    from drivetrain.memory import MemoryConfig
+    from drivetrain.memory_use import MemoryUse
     from drivetrain.mps_fallback import enable_mps_fallback
     from drivetrain.optim import OptimizerConfig, ParameterGroup
     from drivetrain.plan import Plan
@@ -64,6 +67,7 @@ _HOMES = {
         "EarlyStopping",
         "LambdaCallback",
         "LearningRateMonitor",
+        "MemoryReport",
         "ModelSummary",
         "ProgressBar",
         "Throughput",
@@ -85,6 +89,8 @@ _HOMES = {
     ),
     "drivetrain.float8": ("Float8",),
     "drivetrain.loggers": ("CSVLogger", "JSONLinesLogger", "TensorBoardLogger"),
+    "drivetrain.memory": ("MemoryConfig",),
+    "drivetrain.memory_use": ("MemoryUse",),
     "drivetrain.mps_fallback": ("enable_mps_fallback",),
     "drivetrain.optim": ("OptimizerConfig", "ParameterGroup"),
     "drivetrain.plan": ("Plan",),
@@ -127,6 +133,9 @@ __all__ = [
     "JSONLinesLogger",
     "LambdaCallback",
     "LearningRateMonitor",
+    "MemoryConfig",
+    "MemoryReport",
+    "MemoryUse",
     "MissingDependencyError",
     "ModelSummary",
     "NonFiniteError",

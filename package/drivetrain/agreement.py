@@ -34,6 +34,7 @@ _SETTINGS = (
     "log_every",
     "checkpoint",
     "compile",
+    "memory",
     "train_metrics",
     "seed",
     "limit_train_batches",

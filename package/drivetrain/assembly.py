@@ -110,6 +110,7 @@ def make_engine(trainer: Trainer) -> Engine:
         num_nodes=trainer.num_nodes,
         seed=trainer.seed,
         compile=trainer.compile,
+        memory=trainer.memory,
     )
 
 

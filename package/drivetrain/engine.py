@@ -24,8 +24,9 @@ from drivetrain.distributed.tensors import broadcast_buffers
 from drivetrain.engine_data import EngineData, engine_data
 from drivetrain.engine_state import load_engine, save_engine
 from drivetrain.generator_step import generator_step
+from drivetrain.memory import MemoryConfig, MemoryInUse
 from drivetrain.metrics import MetricBuffer, Row, refuse_nonfinite
-from drivetrain.native import OpenWindow, prepare_module
+from drivetrain.native import OpenWindow, native_step, prepare_module
 from drivetrain.precision import Precision
 from drivetrain.precision_in_use import PrecisionInUse
 from drivetrain.progress import Progress
@@ -49,6 +50,7 @@ class Engine:
         num_nodes: How many machines.
         seed: Seeds every random stream of the run.
         compile: True, a `CompileConfig`, or a mapping of its options, to compile the task's repeated blocks.
+        memory: A `MemoryConfig`, or a mapping of its options: what is traded for memory.
 
     Raises:
         ConfigError: An unknown strategy or precision; lists the allowed names.
@@ -73,10 +75,12 @@ class Engine:
         num_nodes: int = 1,
         seed: int = 0,
         compile: bool | Mapping[str, Any] | CompileConfig = False,
+        memory: Mapping[str, Any] | MemoryConfig | None = None,
     ) -> None:
         self.precision = select_precision(precision, strategy=strategy)
         self.strategy = select_strategy(strategy, self.precision, devices, num_nodes)
         self.compilation = Compilation(compile, self.strategy)
+        self.memory = MemoryInUse(memory, self.strategy, self.precision, compile)
         if self.strategy.world_size > 1 and not torch.distributed.is_initialized():
             ensure_ranks(self.strategy.world_size // num_nodes, num_nodes)
         elif self.strategy.world_size == 1:
@@ -127,6 +131,8 @@ class Engine:
         self.step_module = StepModule(task)
         self._in_use.note(task)
         self.compilation.add(task)
+        if training:
+            self.memory.add(task)
         self._train_metrics = metrics if metrics else None
         self._interleaved = is_interleaved(task)
         if not training:
@@ -139,6 +145,7 @@ class Engine:
             return {name: updater.optimizer for name, updater in self.updaters.items()}
 
         self._take(self.strategy.prepare(self.step_module, make_optimizers, self.precision))
+        self.memory.attach_task(self.step_module, self.updaters, self._interleaved)
         self._parameters = [p for p in task.parameters() if p.requires_grad]
         for parameter in self._parameters:  # what was left there would count into the first update
             parameter.grad = None
@@ -308,6 +315,7 @@ class Engine:
         self.compilation.release()
         if sys.exc_info()[0] is None:  # else the other processes may not be there
             self.strategy.restore()
+        self.memory.release()
         if hasattr(self, "step_module"):  # and not a wrapper, which holds on to a process group
             self.model = self._run_step = self._evaluate_step = self.step_module
         self.strategy.teardown()
@@ -329,7 +337,9 @@ class Engine:
         """
         self._channel.open()
         self.compilation.add(model)
+        self.memory.add(model)
         prepared = prepare_module(self.strategy, self.precision, model, make_optimizer, self._in_use)
+        self.memory.attach(prepared)
         return (prepared.model, prepared.optimizer) if make_optimizer else prepared.model
 
     def prepare_data(self, data: Any, *, training: bool = True) -> EngineData:
@@ -358,18 +368,7 @@ class Engine:
         Raises:
             ConfigError: No backward came before.
         """
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._window.close(self.strategy, parameters)
-        if self._scaled:
-            self.strategy.unscale(optimizer)
-        norm = None if max_grad_norm is None else self.strategy.clip_grad_norm(parameters, max_grad_norm)
-        applied = self.strategy.optimizer_step(optimizer)
-        optimizer.zero_grad(set_to_none=True)
-        update = self.progress.updates
-        self.progress.updates += applied
-        self.progress.skipped += not applied
-        self.streams.seed_update(self.progress.updates)
-        return StepResult([], applied, norm, update)
+        return native_step(self, optimizer, max_grad_norm)
 
     def save(self, path: str, *, model: Any = None, optimizer: Any = None, **state: Any) -> None:
         """Write a checkpoint: weights, optimizer state, progress, and anything else by name.

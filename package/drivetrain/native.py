@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,10 @@ from drivetrain.precision_in_use import PrecisionInUse
 from drivetrain.strategies import Prepared, Strategy
 from drivetrain.task import StepModule
 from drivetrain.updates import DEFAULT, made_by
+from drivetrain.window import StepResult
+
+if TYPE_CHECKING:
+    from drivetrain.engine import Engine
 
 
 def prepare_module(
@@ -47,6 +52,27 @@ def prepare_module(
     for name in ("state_dict", "load_state_dict"):  # by the names that the module itself has
         object.__setattr__(prepared.model, name, getattr(model, name))
     return prepared
+
+
+def native_step(engine: Engine, optimizer: Optimizer, max_grad_norm: float | None) -> StepResult:
+    """One update from the gradients added since the last; see `Engine.step`.
+
+    Raises:
+        ConfigError: No backward came before.
+    """
+    strategy, progress = engine.strategy, engine.progress
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    engine._window.close(strategy, parameters)
+    if engine._scaled:
+        strategy.unscale(optimizer)
+    norm = None if max_grad_norm is None else strategy.clip_grad_norm(parameters, max_grad_norm)
+    applied = strategy.optimizer_step(optimizer)
+    optimizer.zero_grad(set_to_none=True)
+    update = progress.updates
+    progress.updates += applied
+    progress.skipped += not applied
+    engine.streams.seed_update(progress.updates)
+    return StepResult([], applied, norm, update)
 
 
 class _SharedBuffers:

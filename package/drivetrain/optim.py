@@ -21,6 +21,7 @@ from drivetrain.optimizer_config import OPTIMIZERS, OptimizerConfig, OptimizerFa
 from drivetrain.optimizer_state import load_state_by_name, state_by_name
 from drivetrain.options import keywords
 from drivetrain.parameter_groups import ParameterGroup, make_groups, select_parameters, sparse_parameters
+from drivetrain.quantized_optimizers import check_quantized
 from drivetrain.schedules import SCHEDULES, PlateauSchedule, Schedule, make_schedule, warmed_up
 
 __all__ = [
@@ -95,6 +96,7 @@ def build_optimizer(
         raise ConfigError(
             f"{optimizer_title(config)} gave a {type(optimizer).__name__}, not a torch.optim.Optimizer"
         )
+    check_quantized(optimizer)
     remember_base_rates(optimizer)
     return optimizer
 

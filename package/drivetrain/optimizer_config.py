@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from drivetrain.errors import ConfigError
 from drivetrain.options import check_names, count, flag, keywords, number
 from drivetrain.parameter_groups import ParameterGroup
+from drivetrain.quantized_optimizers import QUANTIZED
 from drivetrain.registry import Registry
 from drivetrain.schedules import PlateauSchedule, Schedule, make_schedule
 from drivetrain.types import Json
@@ -32,6 +33,7 @@ OPTIMIZERS: Registry[OptimizerFactory] = Registry(
             if isinstance(each, type) and issubclass(each, Optimizer) and name not in ("Optimizer", "LBFGS")
         },
         "muon": "drivetrain.muon:muon",
+        **QUANTIZED,
     },
 )
 
@@ -48,9 +50,9 @@ class OptimizerConfig:
     the options give one, it is then 1e-4.
 
     Args:
-        name: A row of `OPTIMIZERS` ("sgd", "adam", "adamw", "adafactor", "muon", and every class of
-            torch.optim by its lower-case name), a `torch.optim.Optimizer` class, or a factory taking
-            ``(param_groups, lr=..., **options)``.
+        name: A row of `OPTIMIZERS` ("sgd", "adam", "adamw", "adafactor", "muon", every class of torch.optim
+            by its lower-case name, and with torchao "adamw8bit", "adamw4bit" and "adamwfp8"), a
+            `torch.optim.Optimizer` class, or a factory taking ``(param_groups, lr=..., **options)``.
         lr: The base learning rate.
         weight_decay: For matrices, kernels and embeddings; biases, norms and other parameters of fewer than
             two dimensions are left out. 0 by default whatever the optimizer's own default is.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.errors import CheckpointError
+from drivetrain.quantized_optimizers import PART, from_parts, is_quantized, parts_of
 from drivetrain.types import Json
 
 # How an update is computed, not what it computes: the machine that loads decides these for itself.
@@ -47,7 +48,8 @@ def state_by_name(
         Tensors by ``"<parameter>/<slot>"`` (the live ones: copy them before the next update), and a JSON
         tree: "optimizer" (the class's name, as mere text), "groups" (settings, and the names under
         "parameters"), "scalars" (by ``"<parameter>/<slot>"``), and "parameters" and "slots", which tell each
-        one's dtype and shape.
+        one's dtype and shape; "quantized" lists the slots of which a tensor is stored for each part, by
+        ``"<parameter>/<slot>.<part>"``.
 
     Raises:
         CheckpointError: A parameter without a name, or a value that is neither a tensor nor a number.
@@ -56,6 +58,7 @@ def state_by_name(
     scalars: dict[str, Json] = {}
     groups: list[Json] = []
     described: dict[str, Json] = {}
+    quantized: list[Json] = []
     for group in optimizer.param_groups:
         members = [_name(parameter, names) for parameter in group["params"]]
         settings = {key: _setting(key, value) for key, value in group.items() if key not in _NOT_SETTINGS}
@@ -65,7 +68,10 @@ def state_by_name(
             # `get`, for reading a missing entry of this defaultdict would make one.
             for slot, value in optimizer.state.get(parameter, {}).items():
                 key = _key(name, slot)
-                if isinstance(value, Tensor):
+                if is_quantized(value):
+                    quantized.append(key)
+                    tensors.update(parts_of(key, value))
+                elif isinstance(value, Tensor):
                     tensors[key] = value.detach()
                 else:
                     scalars[key] = _scalar(key, value)
@@ -82,6 +88,7 @@ def state_by_name(
         "scalars": scalars,
         "parameters": described,
         "slots": slots,
+        "quantized": quantized,
     }
     return tensors, meta
 
@@ -125,6 +132,7 @@ def load_state_by_name(
             raise CheckpointError(f"the checkpoint's optimizer state {key!r} belongs to no parameter")
         state[name][slot] = tensors[key] if key in saved["slots"] else saved["scalars"][key]
     _check_fused(pairs, names, state)
+    _assemble(optimizer, names, state, saved["quantized"])
 
     for group, settings in pairs:
         for key, value in settings.items():
@@ -194,7 +202,7 @@ def _restored(present: object, value: Any) -> Any:
 
 def _placed(value: Any, slot: str, parameter: nn.Parameter, group: Mapping[str, Any]) -> Any:
     """A slot's value where the optimizer wants it; always a copy, for the optimizer will write to it."""
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor) or is_quantized(value):
         return value
     if slot in _COUNTERS and value.ndim == 0:
         if group.get("fused") or group.get("capturable"):
@@ -209,8 +217,34 @@ def _placed(value: Any, slot: str, parameter: nn.Parameter, group: Mapping[str, 
     return value.to(device=parameter.device, copy=True)
 
 
+def _assemble(
+    optimizer: Optimizer,
+    names: Mapping[nn.Parameter, str],
+    state: Mapping[str, dict[str, Any]],
+    quantized: list[Any],
+) -> None:
+    """Put quantized tensors in the place of their parts."""
+    parameters = {names[each]: each for group in optimizer.param_groups for each in group["params"]}
+    for key in quantized:
+        name, _, slot = str(key).rpartition("/")
+        slots = state.get(name, {})
+        found = [each for each in slots if each.startswith(f"{slot}{PART}")]
+        if not found or name not in parameters:
+            raise CheckpointError(f"the checkpoint's optimizer state lacks the parts of {key!r}")
+        parts = {each.removeprefix(f"{slot}{PART}"): slots.pop(each) for each in found}
+        slots[slot] = from_parts(optimizer, parameters[name], slot, parts)
+
+
 def _read(meta: Mapping[str, Any]) -> dict[str, Any]:
-    kinds = {"optimizer": str, "groups": list, "scalars": dict, "parameters": dict, "slots": dict}
+    meta = {"quantized": [], **meta}  # which earlier versions had none of
+    kinds = {
+        "optimizer": str,
+        "groups": list,
+        "scalars": dict,
+        "parameters": dict,
+        "slots": dict,
+        "quantized": list,
+    }
     for key, kind in kinds.items():
         if not isinstance(meta.get(key), kind):
             raise CheckpointError(f"the checkpoint's optimizer state has no {kind.__name__} {key!r}")

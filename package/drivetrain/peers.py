@@ -15,6 +15,7 @@ ARGUMENTS = {
     "enable_progress_bar": "progress_bar",
     "eval_interval": "validate_every",
     "eval_steps": "validate_every",
+    "gradient_checkpointing": "memory",
     "gradient_clip_val": "max_grad_norm",
     "limit_val_batches": "limit_validation_batches",
     "log_every_n_steps": "log_every",

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from drivetrain.memory import as_memory
 from drivetrain.optim import OptimizerConfig, PlateauSchedule
 from drivetrain.precision import as_precision
+from drivetrain.quantized_optimizers import is_quantized, parts_of, uncompiled
 from drivetrain.run import Totals
 from drivetrain.task import TaskModule
 from drivetrain.updates import OptimizerSpec, Updater, build_updaters, optimizer_specs
@@ -98,6 +100,7 @@ class Built:
     def __init__(self, trainer: Trainer, task: TaskModule, totals: Totals) -> None:
         self.precision = as_precision(trainer.precision)
         self.state: list[Tensor] | None = None
+        self._released = as_memory(trainer.memory).release_gradients
         try:
             self._build(self._converted(_on_meta(task)), trainer, totals)
             self.state = self._states()
@@ -124,7 +127,7 @@ class Built:
             for each in updater.parameters:
                 each.grad = torch.empty_like(each)
             try:
-                with _NoValues():  # type: ignore[no-untyped-call]
+                with uncompiled(updater.optimizer), _NoValues():  # type: ignore[no-untyped-call]
                     updater.optimizer.step()
             except Exception:  # such as one for sparse gradients only
                 return None
@@ -151,7 +154,9 @@ class Built:
                 (each.requires_grad, each.numel() * self._dtype(each).itemsize) for each in parameters
             ]
             sizes["parameters"] = sum(size for _, size in bytes_of)
-            sizes["gradients"] = sum(size for trained, size in bytes_of if trained)
+            # Of gradients that are freed within backward, one after the other is there.
+            together = max if self._released else sum
+            sizes["gradients"] = together([size for trained, size in bytes_of if trained] or [0])
         if self.state is not None:
             kept = self.precision.updates_of_weights == "master"
             copies = sum(4 * each.numel() for each in parameters if kept and each.requires_grad)
@@ -187,7 +192,7 @@ def _unfused(spec: OptimizerSpec) -> OptimizerSpec:
 
 def _tensors(tree: Any) -> list[Tensor]:
     if isinstance(tree, Tensor):
-        return [tree]
+        return list(parts_of("", tree).values()) if is_quantized(tree) else [tree]
     values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
     return [each for value in values for each in _tensors(value)]
 

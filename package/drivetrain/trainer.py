@@ -26,6 +26,7 @@ from drivetrain.distributed.launch import rerun_obstacle
 from drivetrain.errors import ConfigError
 from drivetrain.loggers.base import check_loggers
 from drivetrain.loop import evaluate, predict, train_steps
+from drivetrain.memory import MemoryConfig, check_trainer_memory
 from drivetrain.options import ByName, count, flag, number
 from drivetrain.peers import ARGUMENTS
 from drivetrain.plan import Plan, make_plan
@@ -94,6 +95,8 @@ class Trainer(ByName):
         progress_bar: Show progress, and a table of the task before training.
         train_metrics: Whether declared metrics are updated in training too.
         compile: True, or a `CompileConfig`, to run the task's repeated blocks in compiled form.
+        memory: A `MemoryConfig`, or a mapping of its options: what is computed again in backward, kept in the
+            host's memory, or freed early.
         seed: Seeds the order of the data and every random stream of a run.
         deterministic: Insist on deterministic kernels while a run lasts.
         hang_timeout: Seconds without progress after which the process is ended with its stacks; None for
@@ -128,6 +131,7 @@ class Trainer(ByName):
     progress_bar: bool = True
     train_metrics: bool = True
     compile: bool | Mapping[str, Any] | CompileConfig = False
+    memory: Mapping[str, Any] | MemoryConfig | None = None
     seed: int = 0
     deterministic: bool = False
     hang_timeout: float | None = None
@@ -175,6 +179,7 @@ class Trainer(ByName):
         strategy = self.select_strategy()
         check_compile(self.compile, strategy)
         check_settings(self, strategy, self.batch_size)
+        check_trainer_memory(self, strategy)
 
     def select_strategy(self) -> Strategy:
         """The strategy that a run would use.

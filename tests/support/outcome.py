@@ -16,7 +16,12 @@ from drivetrain.checkpoint import DirectoryCheckpointIO, Snapshot, pack, resolve
 def bits(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
     """Tensors as their bytes, so that equality is of every bit (also of NaN, and of the sign of zero)."""
     return {
-        name: (each.dtype, tuple(each.shape), each.detach().cpu().contiguous().numpy().tobytes())
+        # As bytes, for numpy has neither bfloat16 nor float8.
+        name: (
+            each.dtype,
+            tuple(each.shape),
+            each.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes(),
+        )
         for name, each in tensors.items()
     }
 

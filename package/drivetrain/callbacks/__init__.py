@@ -5,6 +5,7 @@ from drivetrain.callbacks.compile_time import CompileTime
 from drivetrain.callbacks.early_stopping import EarlyStopping
 from drivetrain.callbacks.lambda_callback import LambdaCallback
 from drivetrain.callbacks.learning_rate import LearningRateMonitor
+from drivetrain.callbacks.memory_report import MemoryReport
 from drivetrain.callbacks.progress_bar import ProgressBar
 from drivetrain.callbacks.summary import ModelSummary, summarize
 from drivetrain.callbacks.throughput import Throughput
@@ -16,6 +17,7 @@ __all__ = [
     "EarlyStopping",
     "LambdaCallback",
     "LearningRateMonitor",
+    "MemoryReport",
     "ModelSummary",
     "ProgressBar",
     "Throughput",

@@ -178,6 +178,9 @@ class Strategy(ABC):
         always_told: Whether one process alone is told of each micro-batch, too.
         no_generators: Why it cannot run steps of several optimizers; empty where it can.
         no_compile: Why its models cannot be compiled; empty where they can.
+        no_recomputation: Why `MemoryConfig` cannot have blocks computed again, or activations offloaded;
+            empty where it can.
+        no_release: Why a gradient is not final once backward has added it; empty where it is.
         place: What is done with each tensor of a batch once it is on the device; None for nothing.
     """
 
@@ -190,6 +193,8 @@ class Strategy(ABC):
     always_told: bool = False
     no_generators: str = ""
     no_compile: str = ""
+    no_recomputation: str = "it manages activations itself, by options of its own if at all"
+    no_release: str = "gradients are exchanged between processes, or kept, after backward"
     place: Callable[[Tensor], Tensor] | None = None
     # Of a strategy whose backward scales losses itself; `unscale` and the methods after it go by it.
     _scale: LossScale | None = None

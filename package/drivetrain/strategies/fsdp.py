@@ -30,7 +30,6 @@ from drivetrain.strategies.base import (
     check_dimensions,
     check_values,
 )
-from drivetrain.strategies.fsdp_checkpointing import checkpoint_blocks
 from drivetrain.strategies.fsdp_config import FSDPConfig
 from drivetrain.strategies.fsdp_ignored import ignored_names, named
 from drivetrain.strategies.fsdp_meshes import forget_meshes
@@ -39,6 +38,7 @@ from drivetrain.strategies.fsdp_norms import clip_by_global_norm
 from drivetrain.strategies.fsdp_tensor import Planned, TensorParallel, planned
 from drivetrain.strategies.fsdp_whole import Before
 from drivetrain.strategies.fsdp_wrapping import batch_norms, units
+from drivetrain.strategies.recomputation import checkpoint_blocks
 from drivetrain.strategies.scaling import LossScale
 from drivetrain.task import StepModule
 
@@ -74,6 +74,12 @@ class FSDP(Strategy):
         if device == "cpu" and self.config.sync_batchnorm:
             raise StrategyError("sync_batchnorm needs GPUs: torch has no synchronised batch norm for CPUs")
         split, size = self.config.tensor_parallel, self.config.shard_size
+        self.no_recomputation = ""
+        if split > 1 or self.config.activation_checkpointing:
+            self.no_recomputation = (
+                "with tensor_parallel modules are split first, and what is computed again may be said"
+                " already: give FSDPConfig(activation_checkpointing=...)"
+            )
         if world_size % split:
             raise StrategyError(
                 f"tensor_parallel={split} does not divide {world_size} processes; give devices and num_nodes"

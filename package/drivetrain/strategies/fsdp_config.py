@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +9,9 @@ from drivetrain.errors import ConfigError, nearest
 from drivetrain.options import ByName
 from drivetrain.strategies.base import check_options
 from drivetrain.strategies.fsdp_wrapping import Wrap
+from drivetrain.strategies.recomputation import Again, check_again
 
 SHARDINGS = ("full_shard", "shard_grad_op", "no_shard", "hybrid")
-
-Again = bool | str | tuple[str, ...] | Callable[..., Any]
-"""What is computed again in backward; see `FSDPConfig.activation_checkpointing`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,12 +72,7 @@ class FSDPConfig(ByName):
                 "FSDPConfig(wrap=...) is 'auto', names of classes, a number of parameters or a function of a"
                 f" module, not {self.wrap!r}"
             )
-        again = self.activation_checkpointing
-        if not (again in (False, "full", "selective") or _names(again) or callable(again)):
-            raise ConfigError(
-                "FSDPConfig(activation_checkpointing=...) is False, 'full', 'selective', names of classes or"
-                f" a policy, not {again!r}"
-            )
+        check_again("FSDPConfig", self.activation_checkpointing)
         if not _names(self.ignored):
             raise ConfigError(
                 f"FSDPConfig(ignored=...) is a tuple of names, such as ('head.*',), not {self.ignored!r}"

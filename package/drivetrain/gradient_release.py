@@ -1,0 +1,71 @@
+"""Updates within backward: each parameter is updated as soon as its gradient is there, which is then freed.
+
+Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources" (LOMO), ACL 2024; the
+hooks are torch's `register_post_accumulate_grad_hook`. Gradients are then never in memory all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from drivetrain.errors import ConfigError
+from drivetrain.optimizer_state import WEIGHT_UPDATES
+from drivetrain.strategies.stepping import step
+
+_PACKAGES = ("torch.optim.", "torchao.optim.")
+"""Whose optimizers compute every parameter's update from that parameter's gradient and state alone."""
+
+
+class GradientRelease:
+    """Makes an optimizer's updates within backward, until `remove`.
+
+    The optimizer itself makes them, of one parameter at a time, so that its state, its groups and its rates
+    are where they always are. Its step after backward finds no gradient, and does nothing.
+
+    Args:
+        optimizer: The run's only one.
+
+    Raises:
+        ConfigError: Its updates are not of each parameter by itself.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        kind = type(optimizer)
+        if not f"{kind.__module__}.".startswith(_PACKAGES):
+            raise ConfigError(
+                f"release_gradients with {kind.__name__}: it may need the gradients of all parameters at"
+                " once. Use an optimizer of torch.optim or torchao, or release_gradients=False"
+            )
+        if any(group.get(WEIGHT_UPDATES, "nearest") != "nearest" for group in optimizer.param_groups):
+            raise ConfigError(
+                "release_gradients with weights of 16 bits that take updates in float32: these are made of"
+                " many parameters at once. Use a precision with updates='nearest', or release_gradients=False"
+            )
+        self._optimizer = optimizer
+        self._group = {
+            each: index for index, group in enumerate(optimizer.param_groups) for each in group["params"]
+        }
+        self._handles: Sequence[Any] = [
+            each.register_post_accumulate_grad_hook(self._update) for each in self._group
+        ]
+
+    def _update(self, parameter: Tensor) -> None:
+        optimizer, groups = self._optimizer, self._optimizer.param_groups
+        optimizer.param_groups = [{**groups[self._group[parameter]], "params": [parameter]}]
+        try:
+            with torch.no_grad():
+                step(optimizer)
+        finally:
+            optimizer.param_groups = groups
+        parameter.grad = None
+
+    def remove(self) -> None:
+        """Have backward add gradients up again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._group = (), {}

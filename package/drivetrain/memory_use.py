@@ -1,0 +1,202 @@
+"""What the memory of an update is used for, at the moment at which most of it is in use."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from drivetrain.quantized_optimizers import compiles_itself, is_quantized, parts_of
+
+_KINDS = ("parameters", "buffers", "optimizer", "gradients", "activations")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryUse:
+    """Bytes in use in one process when an update used most.
+
+    Attributes:
+        parameters: The model's parameters; of a sharded one, this process's shards.
+        buffers: Its buffers.
+        optimizer: The optimizers' state.
+        gradients: The parameters' gradients that were there at that moment.
+        activations: All else: what forward keeps for backward, the batch, and what is on its way.
+        measured: The peak: on CUDA the allocator's own, in which what kernels use by themselves is counted
+            too; on the CPU, where torch counts nothing, that of the tensors that operations made.
+        device: Where.
+    """
+
+    parameters: int
+    buffers: int
+    optimizer: int
+    gradients: int
+    activations: int
+    measured: int
+    device: str
+
+    @property
+    def total(self) -> int:
+        """The sum of the parts."""
+        return sum(getattr(self, each) for each in _KINDS)
+
+    def __str__(self) -> str:
+        rows = [(each, getattr(self, each)) for each in (*_KINDS, "total")]
+        rows.append((f"measured on {self.device}", self.measured))
+        width = max(len(name) for name, _ in rows)
+        lines = [f"  {name.ljust(width)}  {size / 2**20:12,.2f} MiB" for name, size in rows]
+        return "\n".join(["memory at the peak of an update", *lines])
+
+
+class MemoryWatch(TorchDispatchMode):
+    """Watches the memory of what is run within it: one update.
+
+    Every tensor that an operation makes counts until it is freed. It holds on to none. The steps of an
+    optimizer that compiles them, which makes no such tensors, are left out.
+
+    Args:
+        model: Its parameters and buffers.
+        optimizers: Their state, of updates before.
+        device: Whose memory.
+        batch: Tensors that are there from the beginning, in any tree.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizers: Iterable[Optimizer], device: torch.device, batch: Any = None
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+        self._parameters = list(model.parameters())
+        # By storage: of what kind, how large, and how many were made before it.
+        self._kinds: dict[int, tuple[str, int, int]] = {}
+        self._born = 0
+        self._peak_born = 0
+        self._sizes = dict.fromkeys(_KINDS, 0)
+        self._watching = False
+        self._current = 0
+        self._peak = 0
+        self._at_peak = dict(self._sizes)
+        self._hooks: list[Any] = []
+        optimizers = list(optimizers)
+        self._compiling = [each for each in optimizers if compiles_itself(each)]
+        states = [value for each in optimizers for slots in each.state.values() for value in slots.values()]
+        for kind, tensors in (
+            ("parameters", self._parameters),
+            ("buffers", model.buffers()),
+            ("optimizer", states),
+            ("activations", tree_leaves(batch)),
+        ):
+            for tensor in tensors:
+                self._add(tensor, kind)
+
+    def __enter__(self) -> Self:
+        """Begin."""
+        for each in self._parameters:
+            if each.requires_grad and each.is_leaf:
+                tensor: Any = each
+                handle = tensor.register_post_accumulate_grad_hook(self._has_gradient)
+                self._hooks.append(handle)
+                # Before any other hook, which may free the gradient. torch reads the order in which they were
+                # put there, so that the others are put there once more.
+                hooks = tensor._post_accumulate_grad_hooks
+                for key in [key for key in hooks if key != handle.id]:
+                    hooks[key] = hooks.pop(key)
+        for optimizer in self._compiling:
+            self._hooks.append(optimizer.register_step_pre_hook(self._pause))
+            self._hooks.append(optimizer.register_step_post_hook(self._resume))
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._resume()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """End."""
+        self._pause()
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            self._add(each, "activations")
+        return result
+
+    def _pause(self, *_: object) -> None:
+        if self._watching:  # and not in a step that has failed
+            self._watching = False
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _resume(self, *_: object) -> None:
+        self._watching = True
+        super().__enter__()  # type: ignore[no-untyped-call]
+
+    def use(self) -> MemoryUse:
+        """What was found."""
+        cuda = self._device.type == "cuda"
+        measured = torch.cuda.max_memory_allocated(self._device) if cuda else self._peak
+        return MemoryUse(**self._at_peak, measured=measured, device=str(self._device))
+
+    def _add(self, value: object, kind: str) -> None:
+        for tensor in _plain(value):
+            if tensor.device.type != self._device.type:
+                continue
+            storage = tensor.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if key in self._kinds or not size:
+                continue
+            self._born += 1
+            self._kinds[key] = kind, size, self._born
+            # Not a bound method of this object's, which would live until all tensors are freed.
+            ended = weakref.finalize(storage, partial(_freed, weakref.ref(self), key))
+            ended.atexit = False
+            self._sizes[kind] += size
+            self._current += size
+            if self._current > self._peak:
+                self._peak, self._at_peak = self._current, dict(self._sizes)
+                self._peak_born = self._born
+
+    def _has_gradient(self, parameter: Tensor) -> None:
+        self._add(parameter.grad, "gradients")
+        for tensor in _plain(parameter.grad):
+            key = tensor.untyped_storage()._cdata
+            kind, size, born = self._kinds.get(key, ("gradients", 0, 0))
+            if kind == "activations":
+                self._kinds[key] = "gradients", size, born
+                self._sizes[kind] -= size
+                self._sizes["gradients"] += size
+                if born <= self._peak_born:  # and has been there since
+                    self._at_peak[kind] -= size
+                    self._at_peak["gradients"] += size
+
+    def _remove(self, key: int) -> None:
+        kind, size, _ = self._kinds.pop(key)
+        self._sizes[kind] -= size
+        self._current -= size
+
+
+def _freed(watch: weakref.ref[MemoryWatch], key: int) -> None:
+    alive = watch()
+    if alive is not None:
+        alive._remove(key)
+
+
+def _plain(value: object) -> Iterator[Tensor]:
+    """The tensors of which a tensor consists: its shard, or its parts, and mostly itself."""
+    if not isinstance(value, Tensor):
+        return
+    tensor: Tensor = value.to_local() if hasattr(value, "to_local") else value
+    if is_quantized(tensor):
+        for each in parts_of("", tensor).values():
+            yield from _plain(each)
+    elif tensor.layout == torch.strided and not tensor.is_meta:
+        yield tensor

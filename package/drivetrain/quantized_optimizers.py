@@ -1,0 +1,118 @@
+"""Optimizers that keep their state in 8 or 4 bits, or in float8, and how that state is stored.
+
+Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022; Li et al., "Memory Efficient
+Optimizers with 4-bit States", NeurIPS 2023; as torchao has them. A state is one tensor to the optimizer:
+codes in blocks, each block's scale, and the table of what codes stand for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from drivetrain.errors import CheckpointError, ConfigError, MissingDependencyError
+
+PART = "."
+"""What stands between the name of a slot and that of a part of its tensor."""
+
+_OF_TORCHAO = ("Adam8bit", "AdamW8bit", "Adam4bit", "AdamW4bit", "AdamFp8", "AdamWFp8")
+
+QUANTIZED = {name.lower(): f"drivetrain.quantized_optimizers:{name.lower()}" for name in _OF_TORCHAO}
+"""The rows of `OPTIMIZERS` that torchao has."""
+
+
+def __getattr__(name: str) -> Callable[..., Optimizer]:
+    """A class of torchao's, by its lower-case name, imported when it is asked for.
+
+    Raises:
+        MissingDependencyError: Without torchao.
+    """
+    kind = next((each for each in _OF_TORCHAO if each.lower() == name), None)
+    if kind is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if find_spec("torchao") is None:
+        raise MissingDependencyError("torchao", "quantized", f"the optimizer {name!r}")
+    from torchao import optim
+
+    return getattr(optim, kind)  # type: ignore[no-any-return]
+
+
+def is_quantized(value: object) -> bool:
+    """Whether a tensor consists of others, as torch's protocol for its subclasses tells."""
+    return (
+        isinstance(value, Tensor)
+        and hasattr(value, "__tensor_flatten__")
+        and not hasattr(value, "placements")
+    )
+
+
+def compiles_itself(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's step is compiled by the optimizer."""
+    return type(optimizer).__module__.startswith("torchao.")
+
+
+def uncompiled(optimizer: Optimizer) -> AbstractContextManager[object]:
+    """A context in which its step is run as it stands."""
+    return torch.compiler.set_stance("force_eager") if compiles_itself(optimizer) else nullcontext()
+
+
+def parts_of(key: str, value: Tensor) -> dict[str, Tensor]:
+    """The tensors that a quantized one consists of, by `key` and their own names."""
+    names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
+    return {f"{key}{PART}{name}": getattr(value, name).detach() for name in names}
+
+
+def from_parts(optimizer: Optimizer, parameter: Tensor, slot: str, parts: dict[str, Tensor]) -> Tensor:
+    """A quantized tensor as this optimizer makes it, with these parts' values; nothing is made by a name in a
+    file.
+
+    Args:
+        optimizer: Whose state it will be.
+        parameter: Whose slot.
+        slot: Its name.
+        parts: The values by name.
+
+    Raises:
+        CheckpointError: The optimizer makes none, or one of other parts, shapes or dtypes.
+    """
+    make = getattr(optimizer, "_new_buffer", None)
+    fresh = None if make is None else make(parameter, slot == "exp_avg")
+    if fresh is None or not is_quantized(fresh):
+        raise CheckpointError(
+            f"the checkpoint's optimizer state {slot!r} is quantized, and this {type(optimizer).__name__}'s"
+            f" of a parameter of shape {list(parameter.shape)} is not"
+        )
+    own = {name.removeprefix(PART): each for name, each in parts_of("", fresh).items()}
+    kinds: list[dict[str, Any]] = [
+        {name: (each.dtype, tuple(each.shape)) for name, each in found.items()} for found in (own, parts)
+    ]
+    if kinds[0] != kinds[1]:
+        raise CheckpointError(
+            f"the checkpoint's optimizer state {slot!r} consists of {kinds[1]}, and this run's of {kinds[0]}."
+            " Resume with the same block_size, or load the weights only"
+        )
+    for name, each in own.items():
+        each.copy_(parts[name])
+    whole: Tensor = fresh
+    return whole
+
+
+def check_quantized(optimizer: Optimizer) -> None:
+    """See that an optimizer's parameters are whole.
+
+    Raises:
+        ConfigError: They are shards, over which blocks of a quantized state do not go.
+    """
+    if not compiles_itself(optimizer):
+        return
+    if any(hasattr(each, "placements") for group in optimizer.param_groups for each in group["params"]):
+        raise ConfigError(
+            f"{type(optimizer).__name__} on sharded parameters: a checkpoint could not hold its state's"
+            " blocks for another number of processes. Use 'adamw', or strategy 'ddp'"
+        )

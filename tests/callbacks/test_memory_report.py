@@ -1,0 +1,188 @@
+"""What memory is used for adds up to what torch's own profiler sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.support.tasks import quiet
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from drivetrain import (
+    Callback,
+    CompileConfig,
+    ConfigError,
+    MemoryConfig,
+    MemoryReport,
+    OptimizerConfig,
+    TaskModule,
+)
+from drivetrain.gradient_release import GradientRelease
+from drivetrain.memory_use import MemoryWatch
+
+SIZE, LENGTH, WORDS = 64, 32, 50
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(SIZE), nn.Linear(SIZE, 3 * SIZE)
+        self.up, self.down = nn.Linear(SIZE, 4 * SIZE), nn.Linear(4 * SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.mix(self.norm(x)).chunk(3, dim=-1)
+        x = x + F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Words(TaskModule):
+    """A small transformer; with `blocks` of linear layers alone, a perceptron."""
+
+    def __init__(self, attention: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, SIZE)
+        layers = [Block() if attention else Dense() for _ in range(4)]
+        self.blocks = nn.ModuleList(layers)
+        self.head = nn.Linear(SIZE, WORDS)
+        self.register_buffer("kept", torch.zeros(1000))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(outputs[:, :-1].flatten(0, 1), batch["tokens"][:, 1:].flatten())
+
+    def configure_optimizers(self) -> OptimizerConfig:
+        return OptimizerConfig("adamw", lr=0.01)
+
+
+class Dense(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(SIZE, 4 * SIZE), nn.Tanh(), nn.Linear(4 * SIZE, SIZE))
+
+
+def batches() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(4)
+    return [{"tokens": torch.randint(WORDS, (16, LENGTH), generator=generator)} for _ in range(3)]
+
+
+class Profiled(Callback):
+    """The peak of the second update's allocations, by torch's profiler, beyond what is there before it."""
+
+    def __init__(self) -> None:
+        self.updates = self.peak = 0
+
+    def on_step_start(self, run: Any) -> None:
+        if self.updates == 1:
+            self.profile = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
+            self.profile.__enter__()
+
+    def on_step_end(self, run: Any) -> None:
+        self.updates += 1
+        if self.updates == 2:
+            self.profile.__exit__(None, None, None)
+            held = 0
+            events = [e for e in self.profile.kineto_results.events() if e.name() == "[memory]"]
+            for event in sorted(events, key=lambda each: each.start_ns()):
+                held += event.nbytes()
+                self.peak = max(self.peak, held)
+
+
+def measured(attention: bool, memory: Any) -> tuple[MemoryReport, Profiled, Words]:
+    torch.manual_seed(0)
+    task, report, profiled = Words(attention), MemoryReport(show=False), Profiled()
+    # In runs of their own: each sees what the other does.
+    quiet(max_epochs=1, memory=memory, callbacks=[report]).fit(task, batches())
+    quiet(max_epochs=1, memory=memory, callbacks=[profiled]).fit(task, batches())
+    return report, profiled, task
+
+
+@pytest.mark.parametrize("attention", [False, True], ids=["perceptron", "transformer"])
+@pytest.mark.parametrize(
+    "memory",
+    [None, MemoryConfig(activation_checkpointing=True), MemoryConfig(release_gradients=True)],
+    ids=["plain", "again", "released"],
+)
+def test_the_parts_add_up_to_what_torchs_profiler_measures(attention: bool, memory: Any) -> None:
+    report, profiled, task = measured(attention, memory)
+    use = report.use
+    assert use is not None
+    elements = sum(each.numel() for each in task.parameters())
+    steps = len(list(task.parameters()))
+    assert use.parameters == 4 * elements
+    assert use.optimizer == 8 * elements + 4 * steps
+    assert use.buffers == 4000
+    before = use.parameters + use.optimizer + use.buffers + 8 * 16 * LENGTH
+    assert use.total == use.measured
+    assert use.total == pytest.approx(before + profiled.peak, rel=0.05)
+
+
+def test_less_is_used_where_memory_is_traded() -> None:
+    plain, again, released = (
+        measured(True, memory)[0].use
+        for memory in (
+            None,
+            MemoryConfig(activation_checkpointing=True),
+            MemoryConfig(activation_checkpointing=True, release_gradients=True),
+        )
+    )
+    assert plain is not None
+    assert again is not None
+    assert released is not None
+    assert again.activations < 0.5 * plain.activations
+    assert released.gradients < 0.2 * again.gradients
+    assert released.total < again.total < plain.total
+
+
+def test_a_gradient_counts_as_one_where_it_is_freed_at_once() -> None:
+    line = nn.Linear(256, 256, bias=False)
+    optimizer = torch.optim.SGD(line.parameters(), lr=0.1)
+    release = GradientRelease(optimizer)
+    with MemoryWatch(line, [optimizer], torch.device("cpu")) as watch:
+        line(torch.ones(1, 256)).sum().backward()
+    release.remove()
+    use = watch.use()
+    assert use.parameters == use.gradients == 4 * 256 * 256
+    assert use.activations < use.gradients / 10
+
+
+def test_it_prints_once_and_leaves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    report, task = MemoryReport(), Words(False)
+    quiet(max_epochs=2, callbacks=[report]).fit(task, batches())
+    error = capsys.readouterr().err
+    assert error.count("memory at the peak") == 1
+    assert str(report.use) in error
+    assert not any(each._post_accumulate_grad_hooks for each in task.parameters())
+    first = report.use
+    quiet(max_epochs=1, callbacks=[report]).fit(task, batches())
+    assert report.use is not None
+    assert report.use is not first
+
+
+def test_it_watches_no_more_after_an_error() -> None:
+    class Broken(Words):
+        steps = 0
+
+        def training_step(self, batch: Any) -> Any:
+            self.steps += 1
+            if self.steps == 2:
+                raise RuntimeError("broken")
+            return super().training_step(batch)
+
+    report = MemoryReport(show=False)
+    with pytest.raises(RuntimeError, match="broken"):
+        quiet(max_epochs=1, callbacks=[report]).fit(Broken(False), batches())
+    assert report.use is None
+    assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
+
+
+def test_a_compiled_task_is_refused() -> None:
+    with pytest.raises(ConfigError, match="compile=False"):
+        quiet(max_epochs=1, compile=CompileConfig(backend="eager"), callbacks=[MemoryReport()]).fit(
+            Words(False), batches()
+        )
