@@ -16,13 +16,14 @@ from drivetrain.callbacks.progress_bar import ProgressBar
 from drivetrain.callbacks.summary import ModelSummary
 from drivetrain.checkpoint import DirectoryCheckpointIO
 from drivetrain.compiling import as_compile
-from drivetrain.data import Feed, Measure, as_source, evaluation_sources, pin_memory_for
+from drivetrain.data import Feed, as_source, evaluation_sources, pin_memory_for
 from drivetrain.data.alike import check_data
 from drivetrain.declared_metrics import DeclaredMetrics
 from drivetrain.distributed.failure import FailureChannel
 from drivetrain.engine import Engine
 from drivetrain.errors import ConfigError, nearest
 from drivetrain.loggers import build_loggers
+from drivetrain.micro_batch import split_batches
 from drivetrain.module_state import has_extras, load_module_state
 from drivetrain.precision import as_precision
 from drivetrain.run import Run, Totals, Triggers
@@ -30,7 +31,7 @@ from drivetrain.run_checkpoints import find_checkpoint, make_saver, named_checkp
 from drivetrain.run_state import snapshot_run
 from drivetrain.stored_task import read_extras
 from drivetrain.strategies import Settings, Strategy
-from drivetrain.task import TaskModule
+from drivetrain.task import TaskModule, measure_of
 from drivetrain.types import Every, Trigger
 
 if TYPE_CHECKING:
@@ -135,12 +136,6 @@ def setting_up(
         raise
 
 
-def measure_of(task: TaskModule) -> Measure:
-    """How the task counts its batches; methods that it does not override are not called."""
-    weight = task.loss_weight if task.overrides("loss_weight") else None
-    return Measure(weight, task.tokens if task.overrides("tokens") else None)
-
-
 def train_feed(trainer: Trainer, engine: Engine, task: TaskModule, data: Any) -> Feed:
     """The training data as windows of micro-batches."""
     source = as_source(
@@ -241,6 +236,7 @@ def _fit_run(
     engine.prepare_task(
         task, total_updates=totals.updates, max_grad_norm=trainer.max_grad_norm, metrics=train_metrics
     )
+    split_batches(trainer.micro_batch, engine, trainer.progress_bar)
     check_optimizers_alike(task, engine.updaters, totals.updates, engine.ranks)
     run_dir = engine.ranks.first(lambda: pick_run_dir(trainer, task))
     saver = make_saver(trainer, run_dir, [name for name, _ in feeds], resume, engine.ranks)
@@ -368,6 +364,7 @@ def _evaluation_run(
         extras = read_extras(path) if has_extras(task) else {}
         load_module_state(task, tensors, extras, where=path, adopt_dtypes=True)
     engine.prepare_task(task, training=False)
+    split_batches(trainer.micro_batch, engine, trainer.progress_bar)
     feeds = evaluation_feeds(trainer, engine, task, pick_data(data, stage), stage)
     if not feeds:
         raise ConfigError(

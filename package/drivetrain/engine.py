@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from drivetrain.engine_data import EngineData, engine_data
 from drivetrain.engine_state import load_engine, save_engine
 from drivetrain.generator_step import generator_step
 from drivetrain.metrics import MetricBuffer, Row, refuse_nonfinite
-from drivetrain.native import OpenWindow, prepare_module
+from drivetrain.native import OpenWindow, prepare_module, step_of_own_loop
 from drivetrain.precision import Precision
 from drivetrain.precision_in_use import PrecisionInUse
 from drivetrain.progress import Progress
@@ -36,6 +36,9 @@ from drivetrain.task import StepModule, TaskModule
 from drivetrain.types import Batch
 from drivetrain.updates import Updater, build_updaters, configured_specs, is_interleaved
 from drivetrain.window import Spare, StepResult, advance, no_loss, shared, weighted
+
+if TYPE_CHECKING:
+    from drivetrain.micro_batch import MicroBatches
 
 
 class Engine:
@@ -91,6 +94,7 @@ class Engine:
         self.buffer = MetricBuffer(self.data_ranks)
         self.updaters: dict[str, Updater] = {}
         self.before_optimizer_step: Callable[[], None] | None = None
+        self.splitter: MicroBatches | None = None
         self._scaled = self.precision.loss_scaling
         self._alone = self.ranks.size == 1
         self._tells = not self._alone or self.strategy.always_told
@@ -154,6 +158,10 @@ class Engine:
         self._run_step = self.step_module.forward if plain else self.model
         self._evaluate_step = self.model if sharded else self.step_module.forward
 
+    def split_batches(self, splitter: MicroBatches) -> None:
+        """Run batches in parts; gradients are exchanged by the splitter, and not by a wrapper's forward."""
+        self.splitter, self._run_step = splitter, self.step_module.forward
+
     def use_training_step(self) -> None:
         """Make the model run the task's training step."""
         step: Callable[..., Any] = advance if self._interleaved else self.task.training_step
@@ -179,7 +187,9 @@ class Engine:
         """
         self.streams.seed_update(self.progress.updates)
         total = None
-        if self._alone:
+        if self.splitter is not None:
+            pairs, total = self.splitter.pairs(micro_batches)
+        elif self._alone:
             pairs = weighted(micro_batches)
         else:
             pairs, total = shared(micro_batches, self.data_ranks, self._spare)
@@ -200,7 +210,8 @@ class Engine:
             rows.append((names, values, micro_batch.weight))
             if self._train_metrics is not None and not micro_batch.stand_in:
                 self._keep_for_metrics(outputs, micro_batch.batch, seen)
-        applied, norm = self._update(self._only, rows) if pairs else (False, None)
+        learns = bool(pairs) if self.splitter is None else self.splitter.complete()
+        applied, norm = self._update(self._only, rows) if learns else (False, None)
         return self._finish(micro_batches, rows, applied, norm, seen, total)
 
     def _update(self, updater: Updater, rows: Sequence[Row]) -> tuple[bool, Tensor | None]:
@@ -257,8 +268,10 @@ class Engine:
             return
         with torch.no_grad():
             inputs = self.task.metric_inputs(outputs, batch)
-        if self._scaled:
-            seen.append(inputs)  # a skipped update must not move the averages, so they wait for its outcome
+        if self._scaled or (self.splitter is not None and self.splitter.searches):
+            seen.append(
+                inputs
+            )  # a skipped or repeated update must not move the averages: they wait for its end
         else:
             self._train_metrics.update(inputs)  # type: ignore[union-attr]
 
@@ -357,18 +370,7 @@ class Engine:
         Raises:
             ConfigError: No backward came before.
         """
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._window.close(self.strategy, parameters)
-        if self._scaled:
-            self.strategy.unscale(optimizer)
-        norm = None if max_grad_norm is None else self.strategy.clip_grad_norm(parameters, max_grad_norm)
-        applied = self.strategy.optimizer_step(optimizer)
-        optimizer.zero_grad(set_to_none=True)
-        update = self.progress.updates
-        self.progress.updates += applied
-        self.progress.skipped += not applied
-        self.streams.seed_update(self.progress.updates)
-        return StepResult([], applied, norm, update)
+        return step_of_own_loop(self, self._window, optimizer, max_grad_norm)
 
     def save(self, path: str, *, model: Any = None, optimizer: Any = None, **state: Any) -> None:
         """Write a checkpoint: weights, optimizer state, progress, and anything else by name.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,10 @@ from drivetrain.precision_in_use import PrecisionInUse
 from drivetrain.strategies import Prepared, Strategy
 from drivetrain.task import StepModule
 from drivetrain.updates import DEFAULT, made_by
+from drivetrain.window import StepResult
+
+if TYPE_CHECKING:
+    from drivetrain.engine import Engine
 
 
 def prepare_module(
@@ -172,3 +177,22 @@ class OpenWindow:
                 " gradient is NaN where it must be 0. With several processes it cannot be left out: make the"
                 " loss finite, such as loss_sum / max(count, 1)"
             )
+
+
+def step_of_own_loop(
+    engine: Engine, window: OpenWindow, optimizer: Optimizer, max_grad_norm: float | None
+) -> StepResult:
+    """See `Engine.step`."""
+    strategy, progress = engine.strategy, engine.progress
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    window.close(strategy, parameters)
+    if engine.precision.loss_scaling:
+        strategy.unscale(optimizer)
+    norm = None if max_grad_norm is None else strategy.clip_grad_norm(parameters, max_grad_norm)
+    applied = strategy.optimizer_step(optimizer)
+    optimizer.zero_grad(set_to_none=True)
+    update = progress.updates
+    progress.updates += applied
+    progress.skipped += not applied
+    engine.streams.seed_update(progress.updates)
+    return StepResult([], applied, norm, update)

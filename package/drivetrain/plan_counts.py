@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from drivetrain.assembly import measure_of
 from drivetrain.data import Feed, Share, Transfer, as_source, batch_size
 from drivetrain.data.split import AlreadySplit
 from drivetrain.progress import Progress

@@ -178,6 +178,7 @@ class Strategy(ABC):
         always_told: Whether one process alone is told of each micro-batch, too.
         no_generators: Why it cannot run steps of several optimizers; empty where it can.
         no_compile: Why its models cannot be compiled; empty where they can.
+        no_micro_batch: Why an update cannot be run in parts and begun again; empty where it can.
         place: What is done with each tensor of a batch once it is on the device; None for nothing.
     """
 
@@ -190,6 +191,7 @@ class Strategy(ABC):
     always_told: bool = False
     no_generators: str = ""
     no_compile: str = ""
+    no_micro_batch: str = "it does not say that an update may be run in parts and begun again"
     place: Callable[[Tensor], Tensor] | None = None
     # Of a strategy whose backward scales losses itself; `unscale` and the methods after it go by it.
     _scale: LossScale | None = None

@@ -53,6 +53,8 @@ class SingleDevice(Strategy):
         StrategyError: It is no such device, or not there.
     """
 
+    no_micro_batch = ""
+
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = _existing(device)
         self.name = "single"
