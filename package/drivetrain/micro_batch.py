@@ -115,17 +115,18 @@ class MicroBatches:
             return engine.train_step(micro_batches)
         streams = random.getstate(), np.random.get_state()
         self._keep_buffers()
-        while True:
+        result = None
+        while result is None:
             try:
                 result = engine.train_step(micro_batches)
-                break
             except Exception as error:
                 if not self._goes_on(error):
                     raise
                 let_go(error)
-            self._undo()
-            random.setstate(streams[0])
-            np.random.set_state(streams[1])
+            if result is None:
+                self._undo()
+                random.setstate(streams[0])
+                np.random.set_state(streams[1])
         self._tell()
         return result
 

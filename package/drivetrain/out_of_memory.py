@@ -41,7 +41,7 @@ def let_go(error: BaseException) -> None:
 def free_caches() -> None:
     """Give back what is unreachable, and what the device's allocator keeps for later."""
     gc.collect()
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
     elif torch.backends.mps.is_available():
         torch.mps.empty_cache()

@@ -13,7 +13,7 @@ from drivetrain.data import Feed, Share, Transfer, as_source, batch_size
 from drivetrain.data.split import AlreadySplit
 from drivetrain.progress import Progress
 from drivetrain.run import Totals
-from drivetrain.task import TaskModule
+from drivetrain.task import TaskModule, measure_of
 from drivetrain.types import Every, Trigger
 
 if TYPE_CHECKING:

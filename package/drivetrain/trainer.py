@@ -86,8 +86,8 @@ class Trainer(ByName):
             `Precision`; "auto" for what `accelerate launch` was told, or an Accelerator has, and else "32".
         gradient_accumulation_steps: Micro-batches per update.
         max_grad_norm: Clip the gradient's global norm to this; None for no clipping.
-        micro_batch: Samples of a batch that are run at once: a number, "auto" for all of them, and half as many
-            whenever memory runs out, or None for all. The batch of an update stays what it is.
+        micro_batch: Samples of a batch that are run at once: a number, "auto" for half as many whenever
+            memory runs out, or None for all. The batch of an update stays what it is.
         validate_every: When to validate during a fit; None for never.
         log_every: When to log.
         checkpoint: True for the default policy (with named validation loaders the first one's loss ranks),
