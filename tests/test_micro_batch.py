@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -223,7 +224,8 @@ def test_one_sample_that_does_not_fit_ends_the_run_with_advice() -> None:
         quiet(max_epochs=1, micro_batch="auto").fit(Small(fits=0), pairs(8, 4))
     notes = "\n".join(caught.value.__notes__)
     assert "not even a micro-batch of one sample" in notes
-    assert "activation checkpointing" in notes and "micro_batch='auto'" not in notes
+    assert "activation checkpointing" in notes
+    assert "micro_batch='auto'" not in notes
 
 
 def test_without_it_the_error_says_what_helps() -> None:
@@ -281,7 +283,7 @@ def test_other_errors_are_not_taken_for_it() -> None:
 
 def test_what_cannot_work_is_refused_by_name() -> None:
     with pytest.raises(
-        StrategyError, match="micro_batch='auto' with strategy 'fsdp'.*in the midst of a forward"
+        StrategyError, match=r"micro_batch='auto' with strategy 'fsdp'.*in the midst of a forward"
     ):
         Trainer(max_epochs=1, micro_batch="auto", strategy="fsdp", devices=2)
     with pytest.raises(StrategyError, match="communication='fp16'"):
@@ -422,7 +424,7 @@ class Wide(TaskModule):
 
 torch.set_num_threads(1)
 features = torch.randn(1024, 8, generator=torch.Generator().manual_seed(1))
-data = [(features[start : start + 512], features[start : start + 512].sum(1, keepdim=True)) for start in (0, 512)]
+data = [(each, each.sum(1, keepdim=True)) for each in features.split(512)]
 options = dict(max_epochs=1, strategy="cpu", checkpoint=False, loggers=(), progress_bar=False)
 whole, task = Wide(), Wide()
 Trainer(**options).fit(whole, data)
@@ -446,4 +448,4 @@ def test_a_real_lack_of_the_hosts_memory_is_found_and_survived() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "equal" in done.stdout
-    assert "micro-batch" in done.stderr and "of 512 samples" in done.stderr
+    assert re.search(r"micro-batch \d+ of 512 samples", done.stderr)
