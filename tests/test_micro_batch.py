@@ -126,9 +126,11 @@ class Drawing(Small):
     def __init__(self, **options: Any) -> None:
         super().__init__(dropout=0.4, **options)
         self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("other", torch.zeros(()))
 
     def forward(self, features: Tensor) -> Tensor:
         self.calls += 1
+        self.other = self.other + 1  # another tensor in its place
         noise = random.random()
         return super().forward(features) * (1 + 0.1 * noise) + 0.01 * self.calls
 
@@ -179,6 +181,23 @@ def test_metrics_count_each_sample_once() -> None:
     )
     assert result.metrics["train/count"] == 24
     assert result.metrics["validation/count"] == 11
+
+
+def test_a_task_whose_modules_are_lazy_can_begin() -> None:
+    class Lazy(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LazyBatchNorm1d()
+
+        def forward(self, features: Tensor) -> Tensor:
+            outputs = super().forward(self.norm(features))
+            if len(features) > 3:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return outputs
+
+    task = Lazy()
+    quiet(max_epochs=1, micro_batch="auto").fit(task, pairs(8, 8))
+    assert int(task.norm.num_batches_tracked) >= 4
 
 
 # What was found.

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from drivetrain.data import Everywhere, MicroBatch, batch_size, to_host
 from drivetrain.data.parts import join_outputs, split_batch
@@ -90,7 +91,7 @@ class MicroBatches:
         self._attempted: list[Any] = []
         self._largest = 0
         self._whole = 0
-        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         self._shares_buffers = self._ranks.size > 1 and any(True for _ in engine.task.buffers())
         if engine._interleaved and engine.updaters:
             raise ConfigError(
@@ -227,20 +228,27 @@ class MicroBatches:
         self.size = max(1, min(each for each in sizes if each is not None) // 2)
 
     def _keep_buffers(self) -> None:
-        buffers = list(self._engine.task.buffers())
-        if [id(each) for each in buffers] != [id(each) for each, _ in self._buffers]:
-            self._buffers = [(each, each.detach().clone()) for each in buffers]
+        # Where they stand goes along: a forward may put another tensor in a buffer's place.
+        found = [
+            (module, name, buffer)
+            for module in self._engine.task.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and not is_lazy(buffer)
+        ]
+        if [id(buffer) for _, _, buffer in found] != [id(buffer) for _, _, buffer, _ in self._buffers]:
+            self._buffers = [(*each, each[2].detach().clone()) for each in found]
             return
         with torch.no_grad():
-            for buffer, copy in self._buffers:
+            for _, _, buffer, copy in self._buffers:
                 copy.copy_(buffer)
 
     def _undo(self) -> None:
         for parameter in self._engine._parameters:
             parameter.grad = None
         with torch.no_grad():
-            for buffer, copy in self._buffers:
+            for module, name, buffer, copy in self._buffers:
                 buffer.copy_(copy)
+                module._buffers[name] = buffer
         self._trying, self._attempted = False, []
         free_caches()
 
