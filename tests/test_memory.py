@@ -286,6 +286,7 @@ def test_no_two_gradients_are_there_at_once() -> None:
     [
         ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2"),
         ({"max_grad_norm": 1.0}, "max_grad_norm=1.0"),
+        ({"micro_batch": 2}, "micro_batch=2: gradients of parts have to be kept"),
         ({"precision": "16-mixed"}, "'16-mixed'"),
         ({"strategy": "ddp", "devices": 2}, "strategy 'ddp'"),
         ({"strategy": "fsdp", "devices": 2}, "strategy 'fsdp'"),

@@ -30,6 +30,7 @@ _SETTINGS = (
     "precision",
     "gradient_accumulation_steps",
     "max_grad_norm",
+    "micro_batch",
     "validate_every",
     "log_every",
     "checkpoint",

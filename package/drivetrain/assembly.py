@@ -25,6 +25,7 @@ from drivetrain.errors import ConfigError, nearest
 from drivetrain.feeds import evaluation_feeds, starts_early, train_feed
 from drivetrain.loggers import build_loggers
 from drivetrain.loop import begin_reading
+from drivetrain.micro_batch import split_batches
 from drivetrain.module_state import has_extras, load_module_state
 from drivetrain.precision import as_precision
 from drivetrain.run import Run, Totals, Triggers
@@ -201,6 +202,7 @@ def _fit_run(
     engine.prepare_task(
         task, total_updates=totals.updates, max_grad_norm=trainer.max_grad_norm, metrics=train_metrics
     )
+    split_batches(trainer.micro_batch, engine, trainer.progress_bar)
     check_optimizers_alike(task, engine.updaters, totals.updates, engine.ranks)
     run_dir = engine.ranks.first(lambda: pick_run_dir(trainer, task))
     saver = make_saver(trainer, run_dir, [name for name, _ in feeds], resume, engine.ranks)
@@ -328,6 +330,7 @@ def _evaluation_run(
         extras = read_extras(path) if has_extras(task) else {}
         load_module_state(task, tensors, extras, where=path, adopt_dtypes=True)
     engine.prepare_task(task, training=False)
+    split_batches(trainer.micro_batch, engine, trainer.progress_bar)
     feeds = evaluation_feeds(trainer, engine, task, pick_data(data, stage), stage)
     if not feeds:
         raise ConfigError(

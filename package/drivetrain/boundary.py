@@ -15,6 +15,7 @@ import torch
 
 from drivetrain.distributed.failure import FailureChannel
 from drivetrain.distributed.watchdog import Watchdog
+from drivetrain.out_of_memory import advice, is_out_of_memory
 from drivetrain.run import Run
 from drivetrain.run_checkpoints import as_given
 from drivetrain.streams import preserved
@@ -75,6 +76,8 @@ def boundary(trainer: Trainer, run: Run) -> Iterator[None]:
                 raise
             raise
         except BaseException as error:
+            if is_out_of_memory(error):
+                error.add_note(f"drivetrain: {_what_helps(run)}")
             if channel is not None:  # before anything that waits for the others
                 channel.report(error)
                 if isinstance(error, SystemExit) and not error.code:
@@ -107,6 +110,17 @@ def _where(run: Run) -> str:
     progress = run.progress
     more = f", epoch {progress.epoch}, position {progress.position}" if run.stage == "train" else ""
     return f"{_place(run)}{more}, rank {run.engine.strategy.rank}"
+
+
+def _what_helps(run: Run) -> str:
+    """After running out of memory: on what, and what to do about it."""
+    splitter = run.engine.splitter
+    batches = run.window.micro_batches if run.stage == "train" and run.window is not None else ()
+    sizes = f" with batches of {', '.join(str(each.samples) for each in batches)} samples" if batches else ""
+    if sizes and splitter is not None and splitter.size is not None:
+        sizes += f", {splitter.size} at once"
+    place = f"rank {run.engine.strategy.rank} ran out of memory {_place(run)}{sizes}"
+    return f"{place}; {advice(splits=splitter is not None)}"
 
 
 def _place(run: Run) -> str:

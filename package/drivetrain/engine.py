@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from drivetrain.compiling import Compilation, CompileConfig
 from drivetrain.data import Everywhere, MicroBatch, Share, Transfer
 from drivetrain.declared_metrics import DeclaredMetrics
-from drivetrain.distributed.launch import ensure_ranks, note_run_alone
+from drivetrain.distributed.launch import join_job
 from drivetrain.distributed.lifetime import ProgramChannel
 from drivetrain.distributed.tensors import broadcast_buffers
 from drivetrain.engine_data import EngineData, engine_data
@@ -26,7 +26,8 @@ from drivetrain.engine_state import load_engine, save_engine
 from drivetrain.generator_step import generator_step
 from drivetrain.memory import MemoryConfig, MemoryInUse
 from drivetrain.metrics import MetricBuffer, Row, refuse_nonfinite
-from drivetrain.native import OpenWindow, native_step, prepare_module
+from drivetrain.micro_batch import MicroBatches
+from drivetrain.native import OpenWindow, prepare_module, step_of_own_loop
 from drivetrain.precision import Precision
 from drivetrain.precision_in_use import PrecisionInUse
 from drivetrain.progress import Progress
@@ -81,13 +82,11 @@ class Engine:
         self.strategy = select_strategy(strategy, self.precision, devices, num_nodes)
         self.compilation = Compilation(compile, self.strategy)
         self.memory = MemoryInUse(memory, self.strategy, self.precision, compile)
-        if self.strategy.world_size > 1 and not torch.distributed.is_initialized():
-            ensure_ranks(self.strategy.world_size // num_nodes, num_nodes)
-        elif self.strategy.world_size == 1:
-            note_run_alone()
+        join_job(self.strategy.world_size, num_nodes)
         self.strategy.setup()
         self.device = self.strategy.device
         self.ranks, self.data_ranks = self.strategy.ranks, self.strategy.data_ranks
+        self.share = Share(self.strategy.data_rank, self.strategy.data_size)  # the part of the data it reads
         self.seed = seed
         self.progress = Progress()
         self.streams = Streams(seed, self.strategy.data_rank, self.device)
@@ -95,6 +94,7 @@ class Engine:
         self.buffer = MetricBuffer(self.data_ranks)
         self.updaters: dict[str, Updater] = {}
         self.before_optimizer_step: Callable[[], None] | None = None
+        self.splitter: MicroBatches | None = None
         self._scaled = self.precision.loss_scaling
         self._alone = self.ranks.size == 1
         self._tells = not self._alone or self.strategy.always_told
@@ -162,17 +162,16 @@ class Engine:
         self._run_step = self.step_module.forward if plain else self.model
         self._evaluate_step = self.model if sharded else self.step_module.forward
 
+    def split_batches(self, splitter: MicroBatches) -> None:
+        """Run batches in parts; gradients are exchanged by the splitter, and not by a wrapper's forward."""
+        self.splitter, self._run_step = splitter, self.step_module.forward
+
     def use_training_step(self) -> None:
         """Make the model run the task's training step."""
         step: Callable[..., Any] = advance if self._interleaved else self.task.training_step
         if self.strategy.sharded and not self._interleaved:
             step = without_other_graphs(step, keep_outputs=self._train_metrics is not None)
         self.step_module.use(step)
-
-    @property
-    def share(self) -> Share:
-        """Which part of the data this process reads."""
-        return Share(self.strategy.data_rank, self.strategy.data_size)
 
     def set_rates(self) -> None:
         """Set the learning rates of the update that comes next."""
@@ -187,7 +186,9 @@ class Engine:
         """
         self.streams.seed_update(self.progress.updates)
         total = None
-        if self._alone:
+        if self.splitter is not None:
+            pairs, total = self.splitter.pairs(micro_batches)
+        elif self._alone:
             pairs = weighted(micro_batches)
         else:
             pairs, total = shared(micro_batches, self.data_ranks, self._spare)
@@ -208,7 +209,8 @@ class Engine:
             rows.append((names, values, micro_batch.weight))
             if self._train_metrics is not None and not micro_batch.stand_in:
                 self._keep_for_metrics(outputs, micro_batch.batch, seen)
-        applied, norm = self._update(self._only, rows) if pairs else (False, None)
+        learns = bool(pairs) if self.splitter is None else self.splitter.complete()
+        applied, norm = self._update(self._only, rows) if learns else (False, None)
         return self._finish(micro_batches, rows, applied, norm, seen, total)
 
     def _update(self, updater: Updater, rows: Sequence[Row]) -> tuple[bool, Tensor | None]:
@@ -265,8 +267,8 @@ class Engine:
             return
         with torch.no_grad():
             inputs = self.task.metric_inputs(outputs, batch)
-        if self._scaled:
-            seen.append(inputs)  # a skipped update must not move the averages, so they wait for its outcome
+        if self._scaled or (self.splitter is not None and self.splitter.searches):
+            seen.append(inputs)  # an update that is skipped or begun again must not move the averages
         else:
             self._train_metrics.update(inputs)  # type: ignore[union-attr]
 
@@ -368,7 +370,7 @@ class Engine:
         Raises:
             ConfigError: No backward came before.
         """
-        return native_step(self, optimizer, max_grad_norm)
+        return step_of_own_loop(self, self._window, optimizer, max_grad_norm)
 
     def save(self, path: str, *, model: Any = None, optimizer: Any = None, **state: Any) -> None:
         """Write a checkpoint: weights, optimizer state, progress, and anything else by name.

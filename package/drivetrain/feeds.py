@@ -5,18 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.data import Feed, Measure, as_source, evaluation_sources, pin_memory_for
+from drivetrain.data import Feed, as_source, evaluation_sources, pin_memory_for
 from drivetrain.engine import Engine
-from drivetrain.task import TaskModule
+from drivetrain.task import TaskModule, measure_of
 
 if TYPE_CHECKING:
     from drivetrain.trainer import Trainer
-
-
-def measure_of(task: TaskModule) -> Measure:
-    """How the task counts its batches; methods that it does not override are not called."""
-    weight = task.loss_weight if task.overrides("loss_weight") else None
-    return Measure(weight, task.tokens if task.overrides("tokens") else None)
 
 
 def train_feed(trainer: Trainer, engine: Engine, task: TaskModule, data: Any) -> Feed:

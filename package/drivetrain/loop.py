@@ -6,17 +6,18 @@ the same code. Evaluation and prediction are plain passes over their data.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
-from drivetrain.data import Feed, to_host
+from drivetrain.data import Feed, MicroBatch, to_host
 from drivetrain.declared_metrics import joined
 from drivetrain.errors import DataError
 from drivetrain.metrics import MetricBuffer
 from drivetrain.progress import Progress
 from drivetrain.run import Evaluation, Run, Totals
+from drivetrain.step_output import StepValues
 from drivetrain.streams import shielded
 from drivetrain.window import StepResult
 
@@ -31,7 +32,8 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
         DataError: The data is empty or raised; names the batch.
         NonFiniteError: A loss was NaN or infinite.
     """
-    progress, hooks, timing, train_step = run.progress, run.hooks, run.timing, run.engine.train_step
+    progress, hooks, timing, splitter = run.progress, run.hooks, run.timing, run.engine.splitter
+    train_step = run.engine.train_step if splitter is None else splitter.train_step
     feed = run.train_feed
     assert feed is not None
     run.call(hooks.on_fit_start)
@@ -194,10 +196,11 @@ def _evaluate_loader(run: Run, loader: str | None, feed: Feed) -> dict[str, floa
         run.evaluation_metrics,
         run.hooks.on_evaluation_step_end,
     )
-    step, metric_inputs, add = (
+    step, metric_inputs, add, splitter = (
         engine.evaluation_step,
         task.metric_inputs,
         (buffer := MetricBuffer(engine.data_ranks)).add,
+        engine.splitter,
     )
     if declared:
         declared.reset()
@@ -210,11 +213,16 @@ def _evaluate_loader(run: Run, loader: str | None, feed: Feed) -> dict[str, floa
             if sharded:
                 step(micro_batch, number)
             continue
-        _, names, scalars, outputs = step(micro_batch, number)
-        if scalars is not None:
-            add([(names, scalars, micro_batch.weight)], number)
-        if declared and outputs is not None:
-            declared.update(metric_inputs(outputs, micro_batch.batch))
+        parts: Iterable[tuple[MicroBatch, StepValues]]
+        if splitter is None:
+            parts = ((micro_batch, step(micro_batch, number)),)
+        else:
+            parts = splitter.evaluation_steps(micro_batch, number)
+        for part, (_, names, scalars, outputs) in parts:
+            if scalars is not None:
+                add([(names, scalars, part.weight)], number)
+            if declared and outputs is not None:
+                declared.update(metric_inputs(outputs, part.batch))
         if hooks:
             run.call(hooks)
     # A loss that is NaN here is reported as NaN: it says something of the data, and stops no training.
@@ -228,7 +236,7 @@ def _evaluate_loader(run: Run, loader: str | None, feed: Feed) -> dict[str, floa
 def predict(run: Run, feed: Feed) -> Generator[Any, None, None]:
     """The outputs of every batch, on the CPU, in the data's order; of all ranks' batches, on every rank."""
     engine, hooks = run.engine, run.hooks
-    ranks, sharded = engine.data_ranks, engine.strategy.sharded
+    ranks, sharded, splitter = engine.data_ranks, engine.strategy.sharded, engine.splitter
     run.stage = "predict"
     with engine.evaluating("predict"):
         run.evaluation = Evaluation(None, 0, feed.batches_per_epoch)
@@ -236,7 +244,10 @@ def predict(run: Run, feed: Feed) -> Generator[Any, None, None]:
         for number, micro_batch in enumerate(feed.micro_batches()):
             mine = None
             if not micro_batch.stand_in:
-                mine = (to_host(engine.predict_step(micro_batch, number)),)
+                if splitter is None:
+                    mine = (to_host(engine.predict_step(micro_batch, number)),)
+                else:
+                    mine = (splitter.predict_step(micro_batch, number),)
             elif sharded:
                 engine.predict_step(micro_batch, number)
             run.evaluation.batch = number

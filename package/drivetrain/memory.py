@@ -139,6 +139,8 @@ def check_trainer_memory(trainer: Trainer, strategy: Strategy) -> None:
         )
     elif trainer.max_grad_norm is not None:
         reason = f"max_grad_norm={trainer.max_grad_norm}: clipping needs all gradients at once"
+    elif trainer.micro_batch is not None:
+        reason = f"micro_batch={trainer.micro_batch!r}: gradients of parts have to be kept"
     for callback in trainer.callbacks:
         hook = getattr(callback, "on_before_optimizer_step", None)
         if hook is not None and not getattr(hook, "__unused_hook__", False):

@@ -54,27 +54,6 @@ def prepare_module(
     return prepared
 
 
-def native_step(engine: Engine, optimizer: Optimizer, max_grad_norm: float | None) -> StepResult:
-    """One update from the gradients added since the last; see `Engine.step`.
-
-    Raises:
-        ConfigError: No backward came before.
-    """
-    strategy, progress = engine.strategy, engine.progress
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    engine._window.close(strategy, parameters)
-    if engine._scaled:
-        strategy.unscale(optimizer)
-    norm = None if max_grad_norm is None else strategy.clip_grad_norm(parameters, max_grad_norm)
-    applied = strategy.optimizer_step(optimizer)
-    optimizer.zero_grad(set_to_none=True)
-    update = progress.updates
-    progress.updates += applied
-    progress.skipped += not applied
-    engine.streams.seed_update(progress.updates)
-    return StepResult([], applied, norm, update)
-
-
 class _SharedBuffers:
     """Tells a sharded strategy of each forward, before which it gives all processes rank 0's buffers.
 
@@ -198,3 +177,22 @@ class OpenWindow:
                 " gradient is NaN where it must be 0. With several processes it cannot be left out: make the"
                 " loss finite, such as loss_sum / max(count, 1)"
             )
+
+
+def step_of_own_loop(
+    engine: Engine, window: OpenWindow, optimizer: Optimizer, max_grad_norm: float | None
+) -> StepResult:
+    """See `Engine.step`."""
+    strategy, progress = engine.strategy, engine.progress
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    window.close(strategy, parameters)
+    if engine.precision.loss_scaling:
+        strategy.unscale(optimizer)
+    norm = None if max_grad_norm is None else strategy.clip_grad_norm(parameters, max_grad_norm)
+    applied = strategy.optimizer_step(optimizer)
+    optimizer.zero_grad(set_to_none=True)
+    update = progress.updates
+    progress.updates += applied
+    progress.skipped += not applied
+    engine.streams.seed_update(progress.updates)
+    return StepResult([], applied, norm, update)

@@ -37,6 +37,7 @@ class Plan:
         micro_batches_per_update: Micro-batches in a full window.
         samples_per_update: Samples in an epoch's largest window, of all processes: the effective batch.
         last_window: Micro-batches and samples in an epoch's last window.
+        micro_batch: Samples of a batch that are run at once: a number, "auto", or None for all.
         rates: By the names that a run logs them under: "lr", "lr/<optimizer>", "lr/<group>".
         validation: When it validates.
         logging: When it logs.
@@ -59,6 +60,7 @@ class Plan:
     micro_batches_per_update: int
     samples_per_update: int | None
     last_window: tuple[int | None, int | None]
+    micro_batch: int | str | None
     rates: dict[str, Rate]
     validation: Firings
     logging: Firings
@@ -88,6 +90,7 @@ class Plan:
             ("effective batch", f"{_number(self.samples_per_update)} samples per update"),
             ("", f"in {self.micro_batches_per_update} micro-batch(es) per update"),
             ("last window", f"{_number(last)} micro-batch(es), {_number(rest)} samples"),
+            ("at once", _at_once(self.micro_batch)),
             *((name, _rate_text(rate)) for name, rate in self.rates.items()),
             ("validates every", str(self.validation)),
             ("logs every", str(self.logging)),
@@ -105,6 +108,12 @@ class Plan:
 
 def _number(value: int | None) -> str:
     return "unknown" if value is None else f"{value:,}"
+
+
+def _at_once(micro_batch: int | str | None) -> str:
+    if micro_batch is None:
+        return ""
+    return f"{micro_batch} samples" if isinstance(micro_batch, int) else "as many samples as fit into memory"
 
 
 def _rate_text(rate: Rate) -> str:
@@ -160,6 +169,7 @@ def make_plan(trainer: Trainer, task: Any, train_data: Any, validation_data: Any
             micro_batches_per_update=trainer.gradient_accumulation_steps,
             samples_per_update=epoch.largest_window,
             last_window=epoch.last_window,
+            micro_batch=trainer.micro_batch,
             rates=built.rates(totals.updates),
             validation=validation,
             logging=logging,

@@ -11,10 +11,9 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from drivetrain.data import Feed, Share, Transfer, as_source, batch_size
 from drivetrain.data.split import AlreadySplit
-from drivetrain.feeds import measure_of
 from drivetrain.progress import Progress
 from drivetrain.run import Totals
-from drivetrain.task import TaskModule
+from drivetrain.task import TaskModule, measure_of
 from drivetrain.types import Every, Trigger
 
 if TYPE_CHECKING:

@@ -46,6 +46,8 @@ def snapshot_run(run: Run) -> Snapshot:
         "data": run.train_feed.snapshot() if run.train_feed is not None else None,
         "samples_per_update": run.train_feed.samples_per_update if run.train_feed is not None else None,
     }
+    if engine.splitter is not None:
+        tree["micro_batch"] = engine.splitter.state_dict()
     state, tensors = pack(tree)
     return Snapshot(
         tensors={"model": weights, "optimizer": optimizers, "state": tensors},
@@ -115,6 +117,8 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> None:
     for name, updater in engine.updaters.items():
         updater.load_state_dict(tree["schedules"][name])
     engine.strategy.load_state_dict(tree["strategy"])
+    if engine.splitter is not None:
+        engine.splitter.load_state_dict(tree.get("micro_batch"))
     run.progress.load_json(snapshot.progress)
     # What each process had of its own: with fewer of them now, one goes on from several; with more, some
     # begin with nothing.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.data.batch import batch_size
+from drivetrain.data.feed import Measure
 from drivetrain.errors import ConfigError, DataError, nearest
 from drivetrain.module_state import has_extras, load_module_state
 from drivetrain.optim import OptimizerConfig
@@ -312,6 +313,12 @@ def call_forward(task: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
         return task(**{str(name): value for name, value in inputs.items()})
     return task(inputs)
+
+
+def measure_of(task: TaskModule) -> Measure:
+    """How the task counts its batches; methods that it does not override are not called."""
+    weight = task.loss_weight if task.overrides("loss_weight") else None
+    return Measure(weight, task.tokens if task.overrides("tokens") else None)
 
 
 class StepModule(nn.Module):

@@ -27,6 +27,7 @@ from drivetrain.errors import ConfigError
 from drivetrain.loggers.base import check_loggers
 from drivetrain.loop import evaluate, predict, train_steps
 from drivetrain.memory import MemoryConfig, check_trainer_memory
+from drivetrain.micro_batch import check_micro_batch
 from drivetrain.options import ByName, count, flag, number
 from drivetrain.peers import ARGUMENTS
 from drivetrain.plan import Plan, make_plan
@@ -86,6 +87,8 @@ class Trainer(ByName):
             `Precision`; "auto" for what `accelerate launch` was told, or an Accelerator has, and else "32".
         gradient_accumulation_steps: Micro-batches per update.
         max_grad_norm: Clip the gradient's global norm to this; None for no clipping.
+        micro_batch: Samples of a batch that are run at once: a number, "auto" for half as many whenever
+            memory runs out, or None for all. The batch of an update stays what it is.
         validate_every: When to validate during a fit; None for never.
         log_every: When to log.
         checkpoint: True for the default policy (with named validation loaders the first one's loss ranks),
@@ -123,6 +126,7 @@ class Trainer(ByName):
     precision: str | int | Precision = "auto"
     gradient_accumulation_steps: int = 1
     max_grad_norm: float | None = None
+    micro_batch: int | str | None = None
     validate_every: Interval | None = "1 epoch"
     log_every: Interval | None = "50 steps"
     checkpoint: bool | str | CheckpointConfig = True
@@ -178,6 +182,7 @@ class Trainer(ByName):
         check_loggers(self.loggers)
         strategy = self.select_strategy()
         check_compile(self.compile, strategy)
+        check_micro_batch(self.micro_batch, strategy)
         check_settings(self, strategy, self.batch_size)
         check_trainer_memory(self, strategy)
 

@@ -54,6 +54,8 @@ class ModelSummary(Callback):
         where = (
             f"device {engine.device} | strategy {engine.strategy.name} | precision {engine.precision.name}"
         )
+        if engine.splitter is not None:
+            where += f" | micro-batch {engine.splitter}"
         parts = (summarize(run.task, self.depth), _dtype_table(engine.precision), where)
         print("\n\n".join(parts), file=sys.stderr, flush=True)
 

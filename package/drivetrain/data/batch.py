@@ -80,7 +80,7 @@ def map_tensors(
     if isinstance(batch, list):
         return [map_tensors(function, value, other) for value in batch]
     if isinstance(batch, Mapping):
-        return _like(batch, {key: map_tensors(function, value, other) for key, value in batch.items()})
+        return like_mapping(batch, {key: map_tensors(function, value, other) for key, value in batch.items()})
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         # Not dataclasses.replace: it runs the constructor, which may convert, count or ask for more.
         clone = copy.copy(batch)
@@ -116,7 +116,8 @@ def _moves_itself(batch: Any) -> bool:
     return callable(getattr(batch, "to", None)) and not isinstance(batch, (Tensor, type))
 
 
-def _like(original: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
+def like_mapping(original: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
+    """A mapping of the same kind with other values."""
     if isinstance(original, (dict, UserDict)):  # a copy keeps a default factory, attributes and the order
         copied = copy.copy(original)
         copied.update(values)

@@ -100,10 +100,16 @@ def ensure_ranks(local_world_size: int, num_nodes: int = 1) -> ProcessEnvironmen
     return _start(local_world_size)
 
 
-def note_run_alone() -> None:
-    """Remember that this program has run something in one process, which other ranks would do again."""
+def join_job(world_size: int, num_nodes: int) -> None:
+    """See to it that the processes of a run are there; see `ensure_ranks`.
+
+    Of a run in one process it is remembered, since other ranks would do it again.
+    """
     global _ran_alone
-    _ran_alone = True
+    if world_size == 1:
+        _ran_alone = True
+    elif not torch.distributed.is_initialized():
+        ensure_ranks(world_size // num_nodes, num_nodes)
 
 
 def rerun_obstacle() -> str | None:

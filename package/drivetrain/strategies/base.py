@@ -181,6 +181,7 @@ class Strategy(ABC):
         no_recomputation: Why `MemoryConfig` cannot have blocks computed again, or activations offloaded;
             empty where it can.
         no_release: Why a gradient is not final once backward has added it; empty where it is.
+        no_micro_batch: Why an update cannot be run in parts and begun again; empty where it can.
         place: What is done with each tensor of a batch once it is on the device; None for nothing.
     """
 
@@ -195,6 +196,7 @@ class Strategy(ABC):
     no_compile: str = ""
     no_recomputation: str = "it manages activations itself, by options of its own if at all"
     no_release: str = "gradients are exchanged between processes, or kept, after backward"
+    no_micro_batch: str = "it does not say that an update may be run in parts and begun again"
     place: Callable[[Tensor], Tensor] | None = None
     # Of a strategy whose backward scales losses itself; `unscale` and the methods after it go by it.
     _scale: LossScale | None = None

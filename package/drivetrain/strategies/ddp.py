@@ -130,6 +130,7 @@ class DDP(Strategy):
         self._names: list[str] = []
         self._synchronized = True
         self._unlearned = self.config.static_graph
+        self.no_micro_batch = _why_whole(self.config)
         if device == "cpu" and self.config.sync_batchnorm:
             raise StrategyError("sync_batchnorm needs GPUs: torch has no synchronised batch norm for CPUs")
         if device == "cpu" and self.config.communication == "bf16":
@@ -246,6 +247,17 @@ class DDP(Strategy):
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         """Clip by the global norm, which is the same in every process."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+
+def _why_whole(config: DDPConfig) -> str:
+    """Why a step cannot be run past the wrapper, as parts of a batch are."""
+    if config.sync_batchnorm:
+        return "sync_batchnorm has each forward wait for that of the others, one of which may fail"
+    if config.communication is not None:
+        return f"communication={config.communication!r} is of the exchange that is made during backward"
+    if not config.broadcast_buffers:
+        return "with broadcast_buffers=False each rank has buffers of its own"
+    return ""
 
 
 def settle_buckets(wrapped: DistributedDataParallel, parameters: Sequence[nn.Parameter]) -> None:

@@ -56,6 +56,10 @@ class FSDP(Strategy):
     """
 
     name = "fsdp"
+    no_micro_batch = (
+        "parameters are gathered by all processes in the midst of a forward, in which those would be left"
+        " waiting whose memory had been enough"
+    )
     config_type = FSDPConfig
     needs = "several processes, on CPUs (gloo) or CUDA GPUs (NCCL)"
     sharded = True

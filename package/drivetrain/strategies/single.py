@@ -55,6 +55,7 @@ class SingleDevice(Strategy):
 
     no_recomputation = ""
     no_release = ""
+    no_micro_batch = ""
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = _existing(device)
