@@ -19,7 +19,8 @@ from pathlib import Path
 
 import torch
 
-from gpu import ROW, TITLE
+import gpu
+import parts
 from peers import ROSTER, installed
 from plots import plot
 from report import Report
@@ -45,9 +46,9 @@ def list_rows() -> None:
     """Print what there is to choose from."""
     for row in ROWS:
         print(f"{row.table}: {row.name}")
-    for title in (CALLS, STARTS, SEVERAL, CHECKPOINTS):
+    for title in (CALLS, parts.TITLE, STARTS, SEVERAL, CHECKPOINTS):
         print(title)
-    print(f"{TITLE}: {ROW}")
+    print(f"{gpu.TITLE}: {gpu.ROW}")
     print(f"\ncontestants: {', '.join(ROSTER)}")
     print(f"installed: {', '.join(installed())}")
 

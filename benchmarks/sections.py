@@ -13,6 +13,7 @@ from typing import Any
 
 import distributed
 import gpu
+import parts
 from peers import HAND, OURS
 from report import NONE, Cell, Table, lowest
 from rows import BY_NAME, EVALUATION, GROWTH, MODELS, ROWS, UPDATE, Row
@@ -113,7 +114,15 @@ def _missing(there: Turns, rows: list[Row]) -> list[str]:
 
 
 CALLS = "Calls"
+_TAKEN_APART = ["in memory, bare", "DataLoader, bare", "in memory, everything on"]
 _COUNTED = ["in memory, bare", "DataLoader, bare", "in memory, everything on"]
+
+
+def where(plan: Plan) -> Iterator[Table]:
+    """An update's parts; see `parts.py`."""
+    for name in _TAKEN_APART if OURS in plan.names else ():
+        if plan.wants(parts.TITLE, name):
+            yield parts.table(BY_NAME[name], plan.rounds, plan.updates)
 
 
 def _calls(there: Turns, names: list[str]) -> Table:
@@ -175,14 +184,14 @@ CHECKPOINTS = "Checkpoints"
 
 def checkpoints(plan: Plan) -> Iterator[Table]:
     """Saving, waiting for an asynchronous save, loading; see `checkpoint.py`, which measures more."""
-    parts = [part for part in ("throughput", "stall") if plan.wants(CHECKPOINTS, part)]
+    wanted = [part for part in ("throughput", "stall") if plan.wants(CHECKPOINTS, part)]
     table = Table(
         CHECKPOINTS,
         f"{plan.gigabytes:g} GB of a GPT's weights and AdamW's state; medians of {plan.saves} rounds.",
         "",
         ["median", "range", "beside a plain write, read or copy", "goal for ours"],
     )
-    for part in parts:
+    for part in wanted:
         for row in _saved(plan, part):
             ratio = row["ratio"]
             cells = [
@@ -192,7 +201,7 @@ def checkpoints(plan: Plan) -> Iterator[Table]:
                 Cell(row["goal"]),
             ]
             table.rows.append((f"{row['table']}: {row['name']}", cells))
-    if parts:
+    if wanted:
         yield table
 
 
@@ -249,5 +258,5 @@ def on_gpu(plan: Plan) -> Iterator[Table]:
     yield gpu.table(plan.names, plan.rounds)
 
 
-SECTIONS: list[Callable[[Plan], Iterator[Table]]] = [first_steps, several, turns, checkpoints, on_gpu]
+SECTIONS: list[Callable[[Plan], Iterator[Table]]] = [first_steps, several, turns, where, checkpoints, on_gpu]
 """In their order: two processes are forked, and so they come while nothing but torch is imported here."""

@@ -1,0 +1,48 @@
+"""Where the time of an update goes: parts that are disjoint and add up."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from drivetrain import engine
+from parts import BACKWARD, LOOP, MODEL, OPTIMIZER, PARTS, WINDOW, ZERO, Parts, measure, table
+from peers import HAND, OURS, load
+from rows import BY_NAME
+
+
+def test_time_is_charged_to_the_innermost_part_alone() -> None:
+    parts = Parts(0, 1)
+    inner = parts.timed(MODEL, lambda: time.sleep(0.02))
+
+    def around() -> None:
+        time.sleep(0.005)
+        inner()
+
+    parts.timed(BACKWARD, around)()
+    assert parts.spent[MODEL] >= 0.02
+    assert 0.005 <= parts.spent[BACKWARD] < parts.spent[MODEL]
+    assert parts.spent[LOOP] < 0.005
+
+
+@pytest.mark.parametrize("name", [HAND, OURS])
+def test_each_loop_has_its_parts_and_is_left_as_it_was(name: str) -> None:
+    before = torch.Tensor.backward, engine.read_output, engine.Engine.train_step
+    found = measure(BY_NAME["in memory, bare"], load(name), 50)
+    assert set(found) == set(PARTS)
+    of_both = {WINDOW, MODEL, BACKWARD, OPTIMIZER, LOOP}
+    assert all(found[part] > 0 for part in of_both)
+    others = {part for part in PARTS if part not in of_both and found[part] != 0}
+    assert others == ({ZERO} if name == HAND else set(PARTS) - of_both - {ZERO})
+    assert (torch.Tensor.backward, engine.read_output, engine.Engine.train_step) == before
+
+
+def test_the_table_has_a_row_for_each_part_and_both_sums() -> None:
+    made = table(BY_NAME["in memory, everything on"], 1, 50)
+    assert [name for name, _ in made.rows][: len(PARTS)] == list(PARTS)
+    numbers = [cells[1].value for _, cells in made.rows]
+    assert numbers[-2] == pytest.approx(sum(each or 0.0 for each in numbers[:-2]), abs=0.1)
+    assert numbers[-1] is not None
+    assert numbers[-1] > 0
