@@ -21,7 +21,7 @@ MAX_FUNCTION = 60
 # counts. Storage stands below the task, not above it as the first drawing had it, because
 # `TaskModule.from_checkpoint` reads a file.
 LAYERS: list[set[str]] = [
-    {"version", "errors", "registry", "progress", "types", "options", "peers", "mps_fallback"},
+    {"version", "errors", "registry", "progress", "types", "options", "peers", "hooks", "mps_fallback"},
     {"distributed"},
     {"checkpoint", "streams", "module_state"},
     {
@@ -70,7 +70,7 @@ LAYERS: list[set[str]] = [
         "engine",
     },
     {"imported_state", "run_state", "run"},
-    {"loop"},
+    {"arguments", "loop"},
     {"callbacks", "loggers"},
     {
         "prediction_files",

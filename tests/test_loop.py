@@ -15,7 +15,7 @@ from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor, nn
 
 from drivetrain import Callback, CheckpointConfig, ConfigError, DataError, LambdaCallback, OptimizerConfig
-from drivetrain.run import HOOKS
+from drivetrain.hooks import HOOKS
 from drivetrain.strategies.ddp import DDP
 from drivetrain.strategies.fsdp import FSDP
 from drivetrain.testing.distributed import run_distributed

@@ -10,7 +10,7 @@ import torch
 from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain import Callback, ConfigError, LambdaCallback, Trainer
-from drivetrain.run import HOOKS, Hooks
+from drivetrain.hooks import HOOKS, Hooks
 from drivetrain.strategies.ddp import DDP
 from drivetrain.testing.distributed import run_distributed
 

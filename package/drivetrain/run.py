@@ -19,34 +19,14 @@ from drivetrain.data import Feed
 from drivetrain.declared_metrics import DeclaredMetrics, joined
 from drivetrain.distributed.stopping import Stopping
 from drivetrain.engine import Engine
-from drivetrain.errors import CheckpointError, ConfigError
-from drivetrain.peers import HOOKS as NAMES
-from drivetrain.peers import help_with
+from drivetrain.errors import CheckpointError
+from drivetrain.hooks import Hooks
 from drivetrain.run_state import restore_run, snapshot_run
 from drivetrain.streams import load_host_state, shielded
 from drivetrain.task import TaskModule
 from drivetrain.types import Logger, Trigger
 from drivetrain.updates import check_trained
 from drivetrain.window import StepResult
-
-HOOKS = (
-    "on_fit_start",
-    "on_epoch_start",
-    "on_step_start",
-    "on_before_optimizer_step",
-    "on_step_end",
-    "on_epoch_end",
-    "on_evaluation_start",
-    "on_evaluation_step_end",
-    "on_evaluation_end",
-    "on_log",
-    "on_save",
-    "on_checkpoint_saved",
-    "on_checkpoint_loaded",
-    "on_exception",
-    "on_fit_end",
-)
-"""All hooks of a callback; `drivetrain.callbacks.Callback` draws where each is called."""
 
 
 @dataclass
@@ -91,40 +71,6 @@ class Triggers:
 
     log: Trigger = field(default_factory=lambda: Trigger(None))
     validate: Trigger = field(default_factory=lambda: Trigger(None))
-
-
-class Hooks:
-    """The callbacks' methods by hook, looked up once, so that an unused hook costs nothing.
-
-    Args:
-        callbacks: Objects with any subset of the hooks.
-
-    Raises:
-        ConfigError: A method whose name begins with `on_` but is no hook; names the nearest.
-    """
-
-    def __init__(self, callbacks: Sequence[Any]) -> None:
-        for callback in callbacks:
-            if not any(hasattr(callback, name) for name in HOOKS):
-                raise ConfigError(
-                    f"{callback!r} is no callback: it has none of the hooks {', '.join(HOOKS)}. Subclass "
-                    "drivetrain.Callback, or use LambdaCallback(on_step_end=...)"
-                )
-            for name in dir(callback):
-                if name.startswith("on_") and name not in HOOKS and callable(getattr(callback, name)):
-                    raise ConfigError(
-                        f"{type(callback).__name__}.{name} is no hook. {help_with(name, HOOKS, NAMES)}"
-                    )
-        for name in HOOKS:
-            found = [getattr(callback, name, None) for callback in callbacks]
-            setattr(
-                self,
-                name,
-                tuple(h for h in found if h is not None and not getattr(h, "__unused_hook__", False)),
-            )
-
-    def __getattr__(self, name: str) -> tuple[Any, ...]:  # for type checkers: every hook is set above
-        raise AttributeError(name)
 
 
 class Run:

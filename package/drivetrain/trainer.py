@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import inspect
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from drivetrain.arguments import check_run_dir, checked_callbacks, checkpoint_policy, plain, seconds
 from drivetrain.assembly import build_evaluation, build_fit, build_prediction, check_settings, start_from
 from drivetrain.boundary import boundary, left_with_program
 from drivetrain.checkpoint import CheckpointConfig
@@ -23,7 +24,6 @@ from drivetrain.distributed.environment import detect
 from drivetrain.distributed.forking import fork_ranks
 from drivetrain.distributed.group import disband
 from drivetrain.distributed.launch import rerun_obstacle
-from drivetrain.errors import ConfigError
 from drivetrain.loggers.base import check_loggers
 from drivetrain.loop import evaluate, predict, train_steps
 from drivetrain.memory import MemoryConfig, check_trainer_memory
@@ -34,7 +34,6 @@ from drivetrain.plan import Plan, make_plan
 from drivetrain.precision import Precision, as_precision
 from drivetrain.prediction_files import write_predictions
 from drivetrain.progress import Progress
-from drivetrain.run import Hooks
 from drivetrain.run_checkpoints import as_given
 from drivetrain.strategies import Strategy, StrategyConfig, select_precision, select_strategy
 from drivetrain.task import TaskModule
@@ -163,22 +162,12 @@ class Trainer(ByName):
                 object.__setattr__(self, name, Every(getattr(self, name)))
         for name in ("progress_bar", "train_metrics", "deterministic"):
             flag(name, getattr(self, name))
-        if not isinstance(self.run_dir, (str, os.PathLike, type(None))):
-            raise ConfigError(f"run_dir must be a path, or None for a new one, not {self.run_dir!r}")
-        if "://" in str(self.run_dir):
-            raise ConfigError(
-                f"run_dir={self.run_dir!r} is an address, and logs are written to a local directory. Keep"
-                " run_dir local, and send the checkpoints there: checkpoint=CheckpointConfig(directory=...)"
-            )
-        object.__setattr__(self, "max_time", _seconds(self.max_time))
+        check_run_dir(self.run_dir)
+        object.__setattr__(self, "max_time", seconds(self.max_time))
         chosen = select_precision(self.precision, strategy=self.strategy)
         object.__setattr__(self, "precision", chosen)
-        object.__setattr__(self, "checkpoint", _checkpoint_policy(self.checkpoint))
-        single = not isinstance(self.callbacks, Iterable) or isinstance(self.callbacks, (str, Mapping))
-        if single or any(isinstance(each, type) for each in self.callbacks):
-            raise ConfigError(f"callbacks must be a sequence of callback objects, not {self.callbacks!r}")
-        object.__setattr__(self, "callbacks", tuple(self.callbacks))
-        Hooks(self.callbacks)
+        object.__setattr__(self, "checkpoint", checkpoint_policy(self.checkpoint))
+        object.__setattr__(self, "callbacks", checked_callbacks(self.callbacks))
         check_loggers(self.loggers)
         strategy = self.select_strategy()
         check_compile(self.compile, strategy)
@@ -197,7 +186,7 @@ class Trainer(ByName):
 
     def to_json(self) -> dict[str, Any]:
         """All arguments, for a log; objects are given by their text."""
-        return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        return {field.name: plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
     def fit(
         self, task: TaskModule, train_data: Any, validation_data: Any = None, *, resume: str | None = None
@@ -348,38 +337,3 @@ _BOUND = list(inspect.signature(Trainer.__init__).parameters.values())[1:]
 Trainer.__signature__ = inspect.Signature(_BOUND, return_annotation=Trainer)  # type: ignore[attr-defined]
 
 _LIMITED = ("train", "validation", "test", "predict")
-
-
-def _seconds(spec: str | float | timedelta | None) -> float | None:
-    if spec is None:
-        return None
-    if isinstance(spec, (int, float)) and not isinstance(spec, bool):
-        return number("max_time (in seconds)", spec, above=0)
-    seconds = Every(spec).seconds
-    if seconds is None:
-        raise ConfigError(
-            f"max_time={spec!r} is no time; give seconds, a timedelta, or a text such as '2 hours'"
-        )
-    return seconds
-
-
-def _checkpoint_policy(spec: object) -> object:
-    if isinstance(spec, (bool, CheckpointConfig)) or spec == "async":
-        return spec
-    raise ConfigError(f"checkpoint must be True, False, 'async' or a CheckpointConfig, not {spec!r}")
-
-
-def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_plain(each) for each in value]
-    if isinstance(value, Precision):
-        return value.name
-    if isinstance(value, (Every, os.PathLike)):
-        return str(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from drivetrain.callbacks import Callback
-from drivetrain.run import HOOKS
+from drivetrain.hooks import HOOKS
 
 
 class Line:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from drivetrain.run import HOOKS, Run
+from drivetrain.hooks import HOOKS
+from drivetrain.run import Run
 
 __all__ = ["HOOKS", "Callback", "unused"]
 
