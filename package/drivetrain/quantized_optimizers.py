@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from drivetrain.errors import CheckpointError, ConfigError, MissingDependencyError
+from drivetrain.registry import is_installed
 
 PART = "."
 """What stands between the name of a slot and that of a part of its tensor."""
@@ -36,7 +36,7 @@ def __getattr__(name: str) -> Callable[..., Optimizer]:
     kind = next((each for each in _OF_TORCHAO if each.lower() == name), None)
     if kind is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if find_spec("torchao") is None:
+    if not is_installed("torchao"):
         raise MissingDependencyError("torchao", "quantized", f"the optimizer {name!r}")
     from torchao import optim
 
