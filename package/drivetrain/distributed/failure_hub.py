@@ -23,7 +23,7 @@ _ASIDE = 2.0
 """Seconds that an error which is probably a consequence waits for its cause."""
 
 _FRESH = 2
-"""Ticks for which it counts what a rank has said of itself."""
+"""Ticks for which it counts what a rank has said of itself. All must be at rest for longer than that."""
 
 _SHOWN = 8
 """Ranks that are named one by one."""
@@ -31,7 +31,10 @@ _SHOWN = 8
 
 @dataclass
 class _Peer:
-    """What is known of a rank: its line, how silent it is, and how it does."""
+    """What is known of a rank: its line, how silent it is, and how it does.
+
+    `looks` is what its last beat told, at the time `heard`; `ended` counts the ticks since its goodbye.
+    """
 
     rank: int
     line: Line
@@ -39,6 +42,8 @@ class _Peer:
     where: str = ""
     progress: int | None = None
     looks: int = 0
+    heard: float = 0.0
+    ended: int = 0
     place: str = ""
     state: str = "here"  # then "left" after a goodbye, "gone" after anything else
 
@@ -51,7 +56,8 @@ class Hub:
         local: Whether all of them are on this machine.
         timeout: Seconds of silence after which a stopped rank counts as lost; see `Silence`.
         hang_timeout: Seconds without any rank's progress that count as a hang; None for no limit.
-        deadlock_timeout: Seconds for which all ranks must be seen to wait for one another; None to let them.
+        deadlock_timeout: Seconds for which all ranks must be seen to wait for one another, and three fifths
+            of `timeout` at least; None to let them.
 
     Attributes:
         port: Where it listens.
@@ -72,7 +78,8 @@ class Hub:
         self._timeout = timeout
         self._tick = timeout / 5
         self._hang_timeout = hang_timeout
-        self._looks = math.ceil(deadlock_timeout / self._tick) if deadlock_timeout else None
+        least = _FRESH + 1
+        self._looks = max(least, math.ceil(deadlock_timeout / self._tick)) if deadlock_timeout else None
         self._server = kept_to_this_process(_listen(local))
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
@@ -174,7 +181,9 @@ class Hub:
     def _take(self, peer: _Peer, message: dict[str, Any]) -> None:
         peer.silence.end()
         peer.where = str(message["where"])
-        peer.looks, peer.place = int(message["looks"]), str(message["place"])
+        if message["kind"] == "beat":  # others are sent at any time after the last look
+            peer.looks, peer.heard = int(message["looks"]), time.monotonic()
+        peer.place = str(message["place"])
         if message["progress"] != peer.progress:
             peer.progress = message["progress"]
             self._still = 0
@@ -201,6 +210,8 @@ class Hub:
         self._tell(**self._beat())
         self._ticks += 1
         self._still += 1
+        for each in self._peers.values():
+            each.ended += each.state == "left"
         if self.cause is not None:
             return
         here = [each for each in self._peers.values() if each.state == "here"]
@@ -231,8 +242,15 @@ class Hub:
         """Whether all that are still here have been at rest for so long that nothing can be on its way.
 
         One that has left the channel has done its part of what the ranks do together: nobody may wait for it.
+        It is at rest from its goodbye on, and as long as the others: what one of them has said before that
+        tells of a wait which may be over. So may be what was said before all others came to rest. That goes
+        by the clock: a call on rank 0 that holds the interpreter keeps its word back, and this thread too.
         """
-        return bool(here) and all(each.looks >= looks and each.silence.ticks <= _FRESH for each in here)
+        oldest = time.monotonic() - looks * self._tick
+        told = [each for each in here if each.silence.ticks <= _FRESH and each.heard > oldest]
+        if not here or len(told) < len(here) or any(each.looks < looks for each in here):
+            return False
+        return all(each.ended >= looks for each in self._peers.values() if each.state == "left")
 
     def _deadlock(self) -> Cause:
         places: dict[str, list[int]] = {}
