@@ -180,7 +180,7 @@ def outcome_of(run_dir: Path) -> list[Path]:
 
 
 def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drivetrain.quantized_optimizers.find_spec", lambda _: None)
+    monkeypatch.setattr("drivetrain.quantized_optimizers.is_installed", lambda _: False)
     monkeypatch.setitem(OPTIMIZERS._rows, "adamw8bit", QUANTIZED["adamw8bit"])
     with pytest.raises(MissingDependencyError, match=r"drivetrain\[quantized\]"):
         OptimizerConfig("adamw8bit").factory  # noqa: B018
