@@ -69,7 +69,7 @@ def starts(names: list[str], rounds: int, cpu: bool = False) -> dict[str, Start]
     """Medians by contestant, each of which was started once before.
 
     Who installs a package has its bytecode: pip compiles all that it installs, but not the files of a working
-    tree, which ours is here. The first start leaves bytecode beside those too, so that none is timed that compiles.
+    tree, which ours is here. The first start leaves bytecode beside those too.
     """
     for name in names:
         start(name, cpu)
