@@ -332,7 +332,7 @@ def _assigned_doc(module: str, name: str) -> str:
     found = re.search(rf'(?ms)^{name}\b[^\n]*=.*?^(?:[)}}]\n)?(?:"""(.*?)"""|(?=\S))', source)
     if found:
         return " ".join((found[1] or "A table of names; see [Registry](strategies.md#registry).").split())
-    home = re.search(rf"^from (drivetrain[\w.]*) import .*\b{name}\b", source, re.M)
+    home = re.search(rf"^\s*from (drivetrain[\w.]*) import .*\b{name}\b", source, re.M)
     return _assigned_doc(home[1], name) if home else ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,12 +22,25 @@ MAX_FUNCTION = 60
 # counts. Storage stands below the task, not above it as the first drawing had it, because
 # `TaskModule.from_checkpoint` reads a file.
 LAYERS: list[set[str]] = [
-    {"version", "errors", "registry", "progress", "types", "options", "peers", "hooks", "mps_fallback"},
+    {
+        "version",
+        "errors",
+        "registry",
+        "progress",
+        "types",
+        "options",
+        "peers",
+        "hooks",
+        "mps_fallback",
+        "lazy",
+        "later",
+    },
     {"distributed"},
     {"checkpoint", "streams", "module_state"},
     {
         "stored_dataclass",
         "stored_task",
+        "task_arguments",
         "renaming",
         "out_of_memory",
         "foreign",
@@ -73,6 +87,7 @@ LAYERS: list[set[str]] = [
     {"arguments", "loop"},
     {"callbacks", "loggers"},
     {
+        "paths",
         "prediction_files",
         "boundary",
         "feeds",
@@ -131,7 +146,10 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
     for node in ast.walk(tree):
         if node in typing_only:
             continue
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("drivetrain"):
+        if isinstance(node, ast.ImportFrom) and node.module == "drivetrain":
+            for alias in node.names:
+                yield alias.name, node in top
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("drivetrain"):
             yield node.module.removeprefix("drivetrain").lstrip("."), node in top
         elif isinstance(node, ast.Import):
             for alias in node.names:
@@ -139,14 +157,85 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
                     yield alias.name.removeprefix("drivetrain."), node in top
 
 
+def names_for_types(path: Path) -> dict[str, str]:
+    """The names of ours that a file imports for type checkers, by the module that has them."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {
+        alias.asname or alias.name: node.module
+        for node in only_for_types(tree)
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("drivetrain")
+        for alias in node.names
+    }
+
+
+def used_later(path: Path) -> set[str]:
+    """The names that a file uses as `later.name`."""
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "later"
+    }
+
+
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_imports_only_go_down(path: Path) -> None:
     name = module_name(path)
     if not name:  # the package itself names everything, lazily
         return
-    for imported, _ in imports(path):
-        if imported:
-            assert layer_of(imported) <= layer_of(name), f"{name} imports {imported}, which stands above it"
+    homes = names_for_types(PACKAGE / "later.py")
+    loaded_later = [homes[used].removeprefix("drivetrain.") for used in used_later(path)]
+    for imported in (*(imported for imported, _ in imports(path)), *loaded_later):
+        assert layer_of(imported) <= layer_of(name), f"{name} imports {imported}, which stands above it"
+
+
+def test_what_is_loaded_later_is_used_and_not_imported() -> None:
+    names = names_for_types(PACKAGE / "later.py")
+    used = {path: used_later(path) for path in FILES}
+    assert set().union(*used.values()) == set(names)
+    for path in FILES:
+        eager = {imported for imported, at_top in imports(path) if at_top}
+        assert not eager & {names[name].removeprefix("drivetrain.") for name in used[path]}, path
+        assert "from drivetrain.later import" not in path.read_text(encoding="utf-8") or path.stem == "later"
+
+
+@pytest.mark.parametrize("package", ["", ".callbacks", ".checkpoint", ".later", ".loggers", ".testing"])
+def test_lazy_packages_export_what_type_checkers_see(package: str) -> None:
+    exporting = importlib.import_module(f"drivetrain{package}")
+    assert exporting.__file__ is not None
+    seen = names_for_types(Path(exporting.__file__))
+    assert sorted(seen) == sorted(set(exporting.__all__) - {"__version__"})
+    for name, module in seen.items():
+        assert getattr(exporting, name) is getattr(importlib.import_module(module), name)
+        assert name in dir(exporting)
+    with pytest.raises(AttributeError, match=r"has no 'Chekpoint'\. .*Allowed: "):
+        _ = exporting.Chekpoint
+
+
+def test_a_bare_trainer_loads_nothing_of_what_it_does_not_do() -> None:
+    """Plans, checkpoints, weights of elsewhere and object stores: those who ask for them load them."""
+    program = (
+        "import sys, drivetrain; drivetrain.TaskModule, drivetrain.Callback;"
+        " drivetrain.Trainer(max_steps=1, checkpoint=False, loggers=(), progress_bar=False);"
+        " print([name for name in sys.modules if name.startswith('drivetrain.')])"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
+    loaded = {name.removeprefix("drivetrain.") for name in ast.literal_eval(printed)}
+    assert "engine" in loaded
+    unasked = {
+        "callbacks.progress_bar",
+        "callbacks.summary",
+        "checkpoint.format",
+        "checkpoint.manager",
+        "checkpoint.remote",
+        "distributed.group",
+        "loggers.csv",
+        "plan",
+        "run_checkpoints",
+        "warm_start",
+    }
+    assert not loaded & unasked
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)

@@ -99,6 +99,29 @@ def test_a_bare_steady_step_makes_few_calls_of_our_functions() -> None:
     assert len(from_a_loader) <= 25, from_a_loader
 
 
+@pytest.mark.parametrize("verb", ["validate", "predict"])
+def test_a_batch_that_is_not_trained_on_makes_few_calls_of_our_functions(verb: str) -> None:
+    """From one call of the user's forward to the next, with what picks the columns and seeds the stream."""
+    counter = CountCalls()
+
+    class Counted(Regression):
+        def forward(self, x: Tensor) -> Any:
+            counter.cut()
+            return super().forward(x)
+
+    data = list(pairs(20))
+    before = sys.getprofile()
+    try:
+        sys.setprofile(counter.profile)
+        getattr(quiet(), verb)(Counted(), data)
+    finally:
+        sys.setprofile(before)
+    steady = counter.by_update[2:]
+    assert len(steady) == 8
+    assert all(calls == steady[0] for calls in steady), "a steady batch does the same each time"
+    assert len(steady[0]) <= 11, steady[0]
+
+
 class Squares(Dataset[tuple[Tensor, Tensor]]):
     """A dataset of a user's own, which may draw from the host's generators."""
 

@@ -6,9 +6,9 @@ nothing and brings in no optional package.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from drivetrain.lazy import exports
 from drivetrain.version import __version__
 
 if TYPE_CHECKING:
@@ -109,7 +109,8 @@ _HOMES = {
     "drivetrain.types": ("Every", "StepOutput"),
     "drivetrain.window": ("StepResult",),
 }
-_MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = exports(__name__, _HOMES)
 
 __all__ = [
     "AccelerateConfig",
@@ -164,17 +165,3 @@ __all__ = [
     "rank",
     "world_size",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        from drivetrain.errors import nearest
-
-        raise AttributeError(f"drivetrain has no {name!r}. {nearest(name, _MODULE_OF)}")
-    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_MODULE_OF])

@@ -9,12 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drivetrain import later
 from drivetrain.agreement import check_alike, check_optimizers_alike
-from drivetrain.callbacks.checkpoint import CheckpointSaver
-from drivetrain.callbacks.compile_time import CompileTime
-from drivetrain.callbacks.progress_bar import ProgressBar
-from drivetrain.callbacks.summary import ModelSummary
-from drivetrain.checkpoint import DirectoryCheckpointIO
 from drivetrain.compiling import as_compile
 from drivetrain.data import Feed
 from drivetrain.data.alike import check_data
@@ -23,20 +19,18 @@ from drivetrain.distributed.failure import FailureChannel
 from drivetrain.engine import Engine
 from drivetrain.errors import ConfigError, nearest
 from drivetrain.feeds import evaluation_feeds, starts_early, train_feed
-from drivetrain.loggers import build_loggers
+from drivetrain.loggers.base import build_loggers
 from drivetrain.loop import begin_reading
 from drivetrain.micro_batch import split_batches
 from drivetrain.module_state import has_extras, load_module_state
 from drivetrain.precision import as_precision
 from drivetrain.run import Run, Totals, Triggers
-from drivetrain.run_checkpoints import find_checkpoint, make_saver, named_checkpoint
-from drivetrain.run_state import snapshot_run
-from drivetrain.stored_task import read_extras
 from drivetrain.strategies import Settings, Strategy
 from drivetrain.task import TaskModule
 from drivetrain.types import Every, Trigger
 
 if TYPE_CHECKING:
+    from drivetrain.callbacks.checkpoint import CheckpointSaver
     from drivetrain.trainer import Trainer
 
 
@@ -205,7 +199,9 @@ def _fit_run(
     split_batches(trainer.micro_batch, engine, trainer.progress_bar)
     check_optimizers_alike(task, engine.updaters, totals.updates, engine.ranks)
     run_dir = engine.ranks.first(lambda: pick_run_dir(trainer, task))
-    saver = make_saver(trainer, run_dir, [name for name, _ in feeds], resume, engine.ranks)
+    saver = None
+    if trainer.checkpoint is not False:  # and what writes checkpoints is loaded for those alone who want them
+        saver = later.make_saver(trainer, run_dir, [name for name, _ in feeds], resume, engine.ranks)
     run = Run(
         task,
         engine,
@@ -282,21 +278,21 @@ def with_defaults(trainer: Trainer, saver: CheckpointSaver | None) -> list[Any]:
     """The user's callbacks, then what shows their values, then the saver, which sees what all others did."""
     callbacks = list(trainer.callbacks)
     if trainer.progress_bar:
-        for kind in (ModelSummary, ProgressBar):
+        for kind in (later.ModelSummary, later.ProgressBar):
             if not any(isinstance(each, kind) for each in callbacks):
                 callbacks.append(kind())
-    if as_compile(trainer.compile) and not any(isinstance(each, CompileTime) for each in callbacks):
-        callbacks.append(CompileTime(show=trainer.progress_bar))
+    if as_compile(trainer.compile) and not any(isinstance(each, later.CompileTime) for each in callbacks):
+        callbacks.append(later.CompileTime(show=trainer.progress_bar))
     return [*callbacks, *([saver] if saver else [])]
 
 
 def start_from(trainer: Trainer, run: Run, saver: CheckpointSaver | None, resume: str | None) -> None:
     """Restore a checkpoint if one is asked for, then set rates and intervals to where the run stands."""
-    found = find_checkpoint(trainer, run, saver, resume)
+    found = None if resume is None else later.find_checkpoint(trainer, run, saver, resume)
     if found is not None:
         run.restore(found[1], found[0])
     if saver is not None:
-        snapshot_run(run)  # what cannot be stored is found now, and not at the first save
+        later.snapshot_run(run)  # what cannot be stored is found now, and not at the first save
     run.engine.set_rates()
     run.triggers.log.start(run.progress)
     run.triggers.validate.start(run.progress)
@@ -325,9 +321,9 @@ def _evaluation_run(
     trainer: Trainer, engine: Engine, task: TaskModule, data: Any, stage: str, checkpoint: str | None
 ) -> Run:
     if checkpoint is not None:
-        path = engine.ranks.first(lambda: named_checkpoint(trainer, checkpoint))
-        tensors = DirectoryCheckpointIO().load(path, groups=("model",)).tensors["model"]
-        extras = read_extras(path) if has_extras(task) else {}
+        path = engine.ranks.first(lambda: later.named_checkpoint(trainer, checkpoint))
+        tensors = later.DirectoryCheckpointIO().load(path, groups=("model",)).tensors["model"]
+        extras = later.read_extras(path) if has_extras(task) else {}
         load_module_state(task, tensors, extras, where=path, adopt_dtypes=True)
     engine.prepare_task(task, training=False)
     split_batches(trainer.micro_batch, engine, trainer.progress_bar)
@@ -339,11 +335,12 @@ def _evaluation_run(
         )
     check_data([each for _, each in feeds], engine.ranks)
     declared = task.metrics() if stage != "predict" else {}
+    callbacks = with_defaults(trainer, None)
     return Run(
         task,
         engine,
         stage=stage,
-        callbacks=[each for each in with_defaults(trainer, None) if not isinstance(each, ModelSummary)],
+        callbacks=[each for each in callbacks if not isinstance(each, later.ModelSummary)],
         run_dir=Path(trainer.run_dir) if trainer.run_dir is not None else None,
         evaluation_feeds=feeds,
         evaluation_metrics=DeclaredMetrics(declared, engine.device, engine.data_ranks) if declared else None,

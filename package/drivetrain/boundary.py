@@ -16,8 +16,8 @@ import torch
 from drivetrain.distributed.failure import FailureChannel
 from drivetrain.distributed.watchdog import Watchdog
 from drivetrain.out_of_memory import advice, is_out_of_memory
+from drivetrain.paths import as_given
 from drivetrain.run import Run
-from drivetrain.run_checkpoints import as_given
 from drivetrain.streams import preserved
 from drivetrain.window import StepResult
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain import later
 from drivetrain.compiling import Compilation, CompileConfig
 from drivetrain.data import Everywhere, MicroBatch, Share, Transfer
 from drivetrain.declared_metrics import DeclaredMetrics
@@ -22,7 +23,6 @@ from drivetrain.distributed.launch import join_job
 from drivetrain.distributed.lifetime import ProgramChannel
 from drivetrain.distributed.tensors import broadcast_buffers
 from drivetrain.engine_data import EngineData, engine_data
-from drivetrain.engine_state import load_engine, save_engine
 from drivetrain.generator_step import generator_step
 from drivetrain.memory import MemoryConfig, MemoryInUse
 from drivetrain.metrics import MetricBuffer, Row, refuse_nonfinite
@@ -386,7 +386,7 @@ class Engine:
             CheckpointError: It cannot be written, or something in it cannot be stored.
         """
         self._window.check_closed()
-        save_engine(self, path, model, optimizer, state)
+        later.save_engine(self, path, model, optimizer, state)
 
     def load(self, path: str, *, model: Any = None, optimizer: Any = None, **state: Any) -> dict[str, Any]:
         """Read a checkpoint back, after verifying it: into the same things that `save` was given.
@@ -397,4 +397,4 @@ class Engine:
         Raises:
             CheckpointError: Damaged, missing, or not fitting the model.
         """
-        return load_engine(self, path, model, optimizer, state)
+        return later.load_engine(self, path, model, optimizer, state)

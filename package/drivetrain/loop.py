@@ -235,8 +235,10 @@ def _evaluate_loader(run: Run, loader: str | None, feed: Feed) -> dict[str, floa
 
 def predict(run: Run, feed: Feed) -> Generator[Any, None, None]:
     """The outputs of every batch, on the CPU, in the data's order; of all ranks' batches, on every rank."""
-    engine, hooks = run.engine, run.hooks
-    ranks, sharded, splitter = engine.data_ranks, engine.strategy.sharded, engine.splitter
+    engine, hooks, splitter = run.engine, run.hooks, run.engine.splitter
+    step = engine.predict_step if splitter is None else splitter.predict_step
+    ranks, sharded = engine.data_ranks, engine.strategy.sharded
+    alone, after_step = ranks.alone, hooks.on_evaluation_step_end
     run.stage = "predict"
     with engine.evaluating("predict"):
         run.evaluation = Evaluation(None, 0, feed.batches_per_epoch)
@@ -244,16 +246,14 @@ def predict(run: Run, feed: Feed) -> Generator[Any, None, None]:
         for number, micro_batch in enumerate(feed.micro_batches()):
             mine = None
             if not micro_batch.stand_in:
-                if splitter is None:
-                    mine = (to_host(engine.predict_step(micro_batch, number)),)
-                else:
-                    mine = (splitter.predict_step(micro_batch, number),)
+                mine = (to_host(step(micro_batch, number)),)
             elif sharded:
-                engine.predict_step(micro_batch, number)
+                step(micro_batch, number)
             run.evaluation.batch = number
-            run.call(hooks.on_evaluation_step_end)
+            if after_step:
+                run.call(after_step)
             # Within a round the ranks hold consecutive samples: their order is the data's.
-            for outputs in ranks.all_gather(mine):
+            for outputs in (mine,) if alone else ranks.all_gather(mine):
                 if outputs is not None:
                     yield outputs[0]
         run.call(hooks.on_evaluation_end)

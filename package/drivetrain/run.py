@@ -9,24 +9,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from drivetrain.checkpoint.format import Snapshot
-from drivetrain.checkpoint.tree import well_formed
+from drivetrain import later
 from drivetrain.data import Feed
 from drivetrain.declared_metrics import DeclaredMetrics, joined
 from drivetrain.distributed.stopping import Stopping
 from drivetrain.engine import Engine
 from drivetrain.errors import CheckpointError
 from drivetrain.hooks import Hooks
-from drivetrain.run_state import restore_run, snapshot_run
 from drivetrain.streams import load_host_state, shielded
 from drivetrain.task import TaskModule
 from drivetrain.types import Logger, Trigger
 from drivetrain.updates import check_trained
 from drivetrain.window import StepResult
+
+if TYPE_CHECKING:
+    from drivetrain.checkpoint.format import Snapshot
 
 
 @dataclass
@@ -259,7 +260,7 @@ class Run:
         if self.host_streams is None:
             self.engine.streams.start()
         else:
-            with well_formed("the checkpoint's host_streams"):
+            with later.well_formed("the checkpoint's host_streams"):
                 load_host_state(self.host_streams)
         self.origin = perf_counter() - self.progress.seconds
 
@@ -303,7 +304,7 @@ class Run:
         """
         self.check_parameters()
         self.engine.buffer.check()
-        return snapshot_run(self)
+        return later.snapshot_run(self)
 
     def restore(self, snapshot: Snapshot, address: str) -> None:
         """Take over a checkpoint's state and tell the callbacks.
@@ -311,7 +312,7 @@ class Run:
         Raises:
             CheckpointError: It does not fit this run; says what differs.
         """
-        restore_run(self, snapshot)
+        later.restore_run(self, snapshot)
         self._refuse_past_end(address)
         self.last_checkpoint = address
         self.engine.set_rates()

@@ -25,6 +25,7 @@ from drivetrain.checkpoint.weight_files import INDEX
 from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.engine_state import like_module
 from drivetrain.errors import CheckpointError, ConfigError
+from drivetrain.paths import as_given
 from drivetrain.run import Run
 
 if TYPE_CHECKING:
@@ -40,13 +41,6 @@ def checkpoint_root(trainer: Trainer, run_dir: str | os.PathLike[str] | None) ->
     own = policy.directory if isinstance(policy, CheckpointConfig) else None
     root = own if own is not None else run_dir
     return None if root is None else file_system(os.fspath(root)).absolute(os.fspath(root))
-
-
-def as_given(trainer: Trainer, path: str | None) -> str | None:
-    """A path of a run as the user would write it: from the working directory, if the run directory is."""
-    relative = trainer.run_dir is None or not os.path.isabs(trainer.run_dir)
-    below = path is not None and os.path.isabs(path) and Path(path).is_relative_to(Path.cwd())
-    return os.path.relpath(path) if path is not None and relative and below else path
 
 
 def make_saver(

@@ -1,11 +1,11 @@
-"""A task in a checkpoint: its constructor's arguments, recorded, stored and given again, and its weights."""
+"""A task in a checkpoint: its constructor's arguments, stored and read again, and its weights."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,9 +16,8 @@ from drivetrain.checkpoint.records import TENSORS
 from drivetrain.checkpoint.tree import unpack
 from drivetrain.errors import CheckpointError, ConfigError
 from drivetrain.stored_dataclass import dataclass_of, make, pack_values
+from drivetrain.task_arguments import parameters_of
 from drivetrain.types import Json
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -64,80 +63,6 @@ class StoredTask:
                 f" them: {cls.__name__}.from_checkpoint(path, {first}=...)"
             )
         return {**arguments, **overrides}
-
-
-def parameters_of(cls: type[nn.Module]) -> list[inspect.Parameter]:
-    """The parameters of a constructor, `self` left out; none if the class has no constructor of its own."""
-    if cls.__init__ is nn.Module.__init__:  # which says *args and **kwargs, and takes none
-        return []
-    return list(inspect.signature(cls.__init__).parameters.values())[1:]
-
-
-def record_arguments(
-    cls: type[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[str, Any] | None:
-    """The arguments of a call of the constructor by name, defaults included; None if it does not take them.
-
-    They are recorded as they are now: the constructor may go on to change a list that it was given.
-    """
-    parameters = parameters_of(cls)
-    try:
-        bound = inspect.Signature(parameters).bind(*args, **kwargs)
-    except TypeError:
-        return None
-    bound.apply_defaults()
-    values = dict(bound.arguments)
-    for parameter in parameters:
-        if parameter.kind is parameter.VAR_KEYWORD:
-            values.update(values.pop(parameter.name, {}))
-    return {name: _containers_copied(each) for name, each in values.items()}
-
-
-def _containers_copied(value: Any) -> Any:
-    if type(value) is dict:
-        return {key: _containers_copied(each) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_containers_copied(each) for each in value)
-    return value
-
-
-def construct(cls: type[T], arguments: Mapping[str, Any], where: str) -> T:
-    """A task from its recorded arguments, each passed as its constructor takes it.
-
-    Args:
-        cls: Of the task; a subclass of `nn.Module`.
-        arguments: By name, as `record_arguments` gave them.
-        where: Where they come from, for messages.
-
-    Raises:
-        ConfigError: An argument that the constructor does not take, or one that it needs and has not got.
-    """
-    parameters = parameters_of(cls)  # type: ignore[arg-type]
-    keywords = dict(arguments)
-    star = next((each.name for each in parameters if each.kind is each.VAR_POSITIONAL), None)
-    if star is not None and not keywords.get(star):
-        keywords.pop(star, None)
-        star = None
-    positional: list[Any] = []
-    for each in parameters:
-        if each.kind is each.VAR_POSITIONAL:
-            positional += keywords.pop(each.name, ())
-        # With values for *args, what stands before them can only be passed by position.
-        elif each.name in keywords and (
-            each.kind is each.POSITIONAL_ONLY
-            or (star is not None and each.kind is each.POSITIONAL_OR_KEYWORD)
-        ):
-            positional.append(keywords.pop(each.name))
-    signature = inspect.Signature(parameters)
-    try:
-        signature.bind(*positional, **keywords)
-    except TypeError as error:
-        raise ConfigError(
-            f"{cls.__name__}{signature} does not take the arguments of {where}: {error}. It was"
-            " saved by another task, or by an earlier version of this one; its arguments are"
-            f" {', '.join(map(repr, arguments)) or 'none'}"
-        ) from None
-    return cls(*positional, **keywords)
 
 
 def pack_hparams(task: nn.Module) -> Json:

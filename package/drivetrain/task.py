@@ -6,11 +6,12 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
+from drivetrain import later
 from drivetrain.data.batch import batch_size
 from drivetrain.data.feed import Measure
 from drivetrain.errors import ConfigError, DataError, nearest
@@ -18,9 +19,11 @@ from drivetrain.module_state import has_extras, load_module_state
 from drivetrain.optim import OptimizerConfig
 from drivetrain.options import check_names
 from drivetrain.renaming import Rename
-from drivetrain.stored_task import construct, parameters_of, read_extras, read_task, record_arguments
+from drivetrain.task_arguments import construct, parameters_of, record_arguments
 from drivetrain.types import Batch, StepOutput
-from drivetrain.warm_start import LoadReport, Source, load_weights_into
+
+if TYPE_CHECKING:
+    from drivetrain.warm_start import LoadReport, Source
 
 TARGETS = ("label", "labels", "target", "targets", "y")
 """The columns that `metric_inputs` looks for, in this order."""
@@ -270,9 +273,9 @@ class TaskModule(nn.Module):
         parameters = parameters_of(cls)
         if not any(each.kind is each.VAR_KEYWORD for each in parameters):
             check_names(cls.__name__, overrides, [each.name for each in parameters])
-        stored = read_task(os.fspath(path))
+        stored = later.read_task(os.fspath(path))
         task = construct(cls, stored.arguments(cls, overrides), stored.path)
-        extras = read_extras(stored.path) if has_extras(task) else {}
+        extras = later.read_extras(stored.path) if has_extras(task) else {}
         load_module_state(task, stored.tensors, extras, where=stored.path, adopt_dtypes=True)
         return task
 
@@ -295,7 +298,7 @@ class TaskModule(nn.Module):
             CheckpointError: Nothing readable there, or weights that do not fit; the task is as it was.
             ConfigError: A source, or a `rename`, that is no such thing.
         """
-        return load_weights_into(self, source, strict=strict, rename=rename)
+        return later.load_weights_into(self, source, strict=strict, rename=rename)
 
 
 _RESERVED = frozenset(

@@ -11,34 +11,34 @@ from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
+from drivetrain import later
 from drivetrain.arguments import check_run_dir, checked_callbacks, checkpoint_policy, plain, seconds
 from drivetrain.assembly import build_evaluation, build_fit, build_prediction, check_settings, start_from
 from drivetrain.boundary import boundary, left_with_program
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.compiling import CompileConfig, check_compile
 from drivetrain.distributed.environment import detect
-from drivetrain.distributed.forking import fork_ranks
-from drivetrain.distributed.group import disband
 from drivetrain.distributed.launch import rerun_obstacle
 from drivetrain.loggers.base import check_loggers
 from drivetrain.loop import evaluate, predict, train_steps
 from drivetrain.memory import MemoryConfig, check_trainer_memory
 from drivetrain.micro_batch import check_micro_batch
 from drivetrain.options import ByName, count, flag, number
+from drivetrain.paths import as_given
 from drivetrain.peers import ARGUMENTS
-from drivetrain.plan import Plan, make_plan
 from drivetrain.precision import Precision, as_precision
-from drivetrain.prediction_files import write_predictions
 from drivetrain.progress import Progress
-from drivetrain.run_checkpoints import as_given
 from drivetrain.strategies import Strategy, StrategyConfig, select_precision, select_strategy
 from drivetrain.task import TaskModule
 from drivetrain.types import Every, Logger
 from drivetrain.window import StepResult
+
+if TYPE_CHECKING:
+    from drivetrain.plan import Plan
 
 T = TypeVar("T")
 
@@ -299,7 +299,7 @@ class Trainer(ByName):
         with boundary(self, run), closing(predict(run, run.evaluation_feeds[0][1])) as outputs:
             if save_to is None:
                 return list(outputs)
-            return write_predictions(outputs, Path(save_to), run.engine.ranks)
+            return later.write_predictions(outputs, Path(save_to), run.engine.ranks)
 
     def _has_to_fork(self) -> bool:
         """Whether the other ranks are to be copied from this process: where the engine cannot start them by
@@ -316,10 +316,10 @@ class Trainer(ByName):
             try:
                 return act()
             finally:
-                disband()
+                later.disband()
 
         gc.collect()  # what is left of an earlier run's process group must not be met by the copies
-        return fork_ranks(act_and_leave, self.select_strategy().world_size)
+        return later.fork_ranks(act_and_leave, self.select_strategy().world_size)
 
     def plan(self, task: TaskModule, train_data: Any, validation_data: Any = None) -> Plan:
         """What a fit would do, without training: updates, rates, intervals, memory, and warnings of
@@ -327,7 +327,7 @@ class Trainer(ByName):
 
         Prints the plan and returns it. Arguments and errors are those of `fit`.
         """
-        plan = make_plan(self, task, train_data, validation_data)
+        plan = later.make_plan(self, task, train_data, validation_data)
         print(plan)
         return plan
 

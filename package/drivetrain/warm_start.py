@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from drivetrain.checkpoint.dtypes import check_range
 from drivetrain.checkpoint.sharding import is_sharded
-from drivetrain.checkpoint.weights import read_weights
+from drivetrain.checkpoint.weights import load_weights
 from drivetrain.errors import CheckpointError, ConfigError
 from drivetrain.module_state import clean_name, full_state, hint, is_extra, put_state
 from drivetrain.renaming import Rename, prefix_hint, renamed
@@ -144,7 +144,7 @@ def load_weights_into(
 def _read(source: Source) -> tuple[str, Mapping[str, Tensor]]:
     """What to call the source, and its tensors."""
     if isinstance(source, (str, os.PathLike)):
-        return repr(os.fspath(source)), read_weights(source)
+        return repr(os.fspath(source)), load_weights(source)
     if not isinstance(source, Mapping):
         more = "; give its state_dict()" if isinstance(source, nn.Module) else ""
         raise ConfigError(

@@ -47,14 +47,13 @@ PLANNERS = {"default_planner", "metadata", "planner"}
 
 # Each with the reason why no file says what is run or imported there.
 ALLOWED = {
-    "__init__.py": ["importlib"],  # the package's own table of names
+    "lazy.py": ["importlib"],  # the packages' own tables of names; see the test of them below
     "registry.py": ["importlib", "importlib.metadata", "importlib.util"],  # rows, ours and other packages'
     "stored_dataclass.py": ["typing.get_type_hints"],  # of annotations in the code
     "checkpoint/torch_file.py": ["torch.save"],  # written on request, for programs that read nothing else
     "cli/environment.py": ["importlib.metadata"],  # versions of a fixed list of packages
     "cli/references.py": ["importlib", "importlib.util"],  # what the user names on the command line
     "cli/values.py": ["get_type_hints", "typing.get_type_hints"],  # of annotations in the code
-    "testing/__init__.py": ["importlib"],  # its own table of names
     "testing/shards.py": ["importlib"],  # one fixed name
 }
 
@@ -139,11 +138,49 @@ def test_what_may_import_by_name_is_on_no_load_path():
     )
     assert len(path) > 80
     assert {name for name in ALLOWED if name in path} == {
+        "lazy.py",
         "registry.py",
         "stored_dataclass.py",
         "checkpoint/torch_file.py",
     }
     assert not [name for name in path if name.startswith(("cli/", "testing/"))]
+
+
+def tables():
+    """What each file gives `exports`: a package's own name, and its table as it stands in the source."""
+    for name, path in SOURCES.items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "exports":
+                package, table = node.args
+                if isinstance(table, ast.Name):  # assigned once, at the top
+                    (table,) = [
+                        each.value
+                        for each in ast.walk(tree)
+                        if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == table.id
+                    ]
+                yield name, ast.unparse(package), ast.literal_eval(table)
+
+
+def test_what_is_loaded_lazily_is_ours_and_stands_in_the_source():
+    """So whatever name is asked of such a package, nothing but modules of ours can be loaded by it."""
+    found = list(tables())
+    assert {name for name, _, _ in found} == {
+        "__init__.py",
+        "callbacks/__init__.py",
+        "checkpoint/__init__.py",
+        "later.py",
+        "loggers/__init__.py",
+        "testing/__init__.py",
+    }
+    for _, package, table in found:
+        assert package == "__name__"
+        for module in table:
+            path = "/".join(module.split(".")[1:])
+            assert module.startswith("drivetrain.")
+            assert {f"{path}.py", f"{path}/__init__.py"} & SOURCES.keys()
+    users = {name for name, path in SOURCES.items() if "exports(" in path.read_text(encoding="utf-8")}
+    assert users == {name for name, _, _ in found} | {"lazy.py"}
 
 
 def test_what_reads_a_checkpoint_knows_no_registry():

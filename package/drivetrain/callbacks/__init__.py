@@ -1,14 +1,34 @@
 """What watches a run or steers it; `Callback` draws where each hook is called."""
 
-from drivetrain.callbacks.base import HOOKS, Callback
-from drivetrain.callbacks.compile_time import CompileTime
-from drivetrain.callbacks.early_stopping import EarlyStopping
-from drivetrain.callbacks.lambda_callback import LambdaCallback
-from drivetrain.callbacks.learning_rate import LearningRateMonitor
-from drivetrain.callbacks.memory_report import MemoryReport
-from drivetrain.callbacks.progress_bar import ProgressBar
-from drivetrain.callbacks.summary import ModelSummary, summarize
-from drivetrain.callbacks.throughput import Throughput
+from typing import TYPE_CHECKING
+
+from drivetrain.lazy import exports
+
+if TYPE_CHECKING:
+    from drivetrain.callbacks.base import HOOKS, Callback
+    from drivetrain.callbacks.compile_time import CompileTime
+    from drivetrain.callbacks.early_stopping import EarlyStopping
+    from drivetrain.callbacks.lambda_callback import LambdaCallback
+    from drivetrain.callbacks.learning_rate import LearningRateMonitor
+    from drivetrain.callbacks.memory_report import MemoryReport
+    from drivetrain.callbacks.progress_bar import ProgressBar
+    from drivetrain.callbacks.summary import ModelSummary, summarize
+    from drivetrain.callbacks.throughput import Throughput
+else:
+    __getattr__, __dir__ = exports(
+        __name__,
+        {
+            "drivetrain.callbacks.base": ("HOOKS", "Callback"),
+            "drivetrain.callbacks.compile_time": ("CompileTime",),
+            "drivetrain.callbacks.early_stopping": ("EarlyStopping",),
+            "drivetrain.callbacks.lambda_callback": ("LambdaCallback",),
+            "drivetrain.callbacks.learning_rate": ("LearningRateMonitor",),
+            "drivetrain.callbacks.memory_report": ("MemoryReport",),
+            "drivetrain.callbacks.progress_bar": ("ProgressBar",),
+            "drivetrain.callbacks.summary": ("ModelSummary", "summarize"),
+            "drivetrain.callbacks.throughput": ("Throughput",),
+        },
+    )
 
 __all__ = [
     "HOOKS",

@@ -13,16 +13,37 @@ From the ground up:
 - weights by themselves: `export`, `outgoing`, `weight_files`, `torch_file`, `dtypes`, `weights`
 """
 
-from drivetrain.checkpoint.config import CheckpointConfig
-from drivetrain.checkpoint.export import export_weights
-from drivetrain.checkpoint.filesystem import DamagedCheckpointError
-from drivetrain.checkpoint.format import FORMAT_VERSION, Manifest, Snapshot
-from drivetrain.checkpoint.io import CheckpointIO, DirectoryCheckpointIO, read_manifest, verify
-from drivetrain.checkpoint.locate import resolve
-from drivetrain.checkpoint.manager import CheckpointManager, SavedCheckpoint
-from drivetrain.checkpoint.torch_file import export_torch
-from drivetrain.checkpoint.tree import pack, unpack
-from drivetrain.checkpoint.weights import read_weights as load_weights
+from typing import TYPE_CHECKING
+
+from drivetrain.lazy import exports
+
+if TYPE_CHECKING:
+    from drivetrain.checkpoint.config import CheckpointConfig
+    from drivetrain.checkpoint.export import export_weights
+    from drivetrain.checkpoint.filesystem import DamagedCheckpointError
+    from drivetrain.checkpoint.format import FORMAT_VERSION, Manifest, Snapshot
+    from drivetrain.checkpoint.io import CheckpointIO, DirectoryCheckpointIO, read_manifest, verify
+    from drivetrain.checkpoint.locate import resolve
+    from drivetrain.checkpoint.manager import CheckpointManager, SavedCheckpoint
+    from drivetrain.checkpoint.torch_file import export_torch
+    from drivetrain.checkpoint.tree import pack, unpack
+    from drivetrain.checkpoint.weights import load_weights
+else:
+    __getattr__, __dir__ = exports(
+        __name__,
+        {
+            "drivetrain.checkpoint.config": ("CheckpointConfig",),
+            "drivetrain.checkpoint.export": ("export_weights",),
+            "drivetrain.checkpoint.filesystem": ("DamagedCheckpointError",),
+            "drivetrain.checkpoint.format": ("FORMAT_VERSION", "Manifest", "Snapshot"),
+            "drivetrain.checkpoint.io": ("CheckpointIO", "DirectoryCheckpointIO", "read_manifest", "verify"),
+            "drivetrain.checkpoint.locate": ("resolve",),
+            "drivetrain.checkpoint.manager": ("CheckpointManager", "SavedCheckpoint"),
+            "drivetrain.checkpoint.torch_file": ("export_torch",),
+            "drivetrain.checkpoint.tree": ("pack", "unpack"),
+            "drivetrain.checkpoint.weights": ("load_weights",),
+        },
+    )
 
 __all__ = [
     "FORMAT_VERSION",

@@ -23,7 +23,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 """How the names of files end that torch has pickled."""
 
 
-def read_weights(source: str | os.PathLike[str]) -> dict[str, Tensor]:
+def load_weights(source: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Read the weights that are at a path, each tensor once, into the CPU's memory.
 
     Symbolic links to files of weights are followed, as the caches of model hubs are full of them. Files of

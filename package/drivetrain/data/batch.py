@@ -27,8 +27,8 @@ def batch_size(batch: Batch) -> int | None:
         return int(batch.shape[0]) if batch.ndim else None
     if kind is dict:
         for value in batch.values():  # the usual batch, answered without a second call
-            if type(value) is Tensor and value.ndim:
-                return int(value.shape[0])
+            if type(value) is Tensor and (shape := value.shape):
+                return int(shape[0])
         values: Any = batch.values()
     elif kind is tuple or kind is list:
         values = batch
@@ -154,4 +154,6 @@ def move(
 
 def to_host(outputs: Any) -> Any:
     """Outputs detached and on the CPU; bfloat16 and others keep their dtype."""
+    if type(outputs) is Tensor:  # the usual prediction, without a walk
+        return (outputs.detach() if outputs.requires_grad else outputs).cpu()
     return map_tensors(lambda tensor: tensor.detach().cpu(), outputs, lambda value: value.to("cpu"))

@@ -212,7 +212,7 @@ class Feed:
                 if samples is None:
                     raise self._unknown_kind(batch, epoch, self.source.number(position) + number)
             weight: float | Tensor = samples if weigh is None else _on_host(weigh(batch))
-            if not isinstance(weight, Tensor) and not 0 <= weight < math.inf:
+            if weigh is not None and not isinstance(weight, Tensor) and not 0 <= weight < math.inf:
                 raise self._bad_weight(weight, epoch, self.source.number(position) + number)
             tokens = 0 if count_tokens is None else int(count_tokens(batch))
             number += 1

@@ -1,9 +1,24 @@
 """Where a run's scalars and configuration go: TensorBoard, CSV, JSON lines, or a logger of your own."""
 
-from drivetrain.loggers.base import LOGGERS, Logger, LoggerSpec, build_loggers
-from drivetrain.loggers.csv import CSVLogger
-from drivetrain.loggers.jsonl import JSONLinesLogger
-from drivetrain.loggers.tensorboard import TensorBoardLogger
+from typing import TYPE_CHECKING
+
+from drivetrain.lazy import exports
+
+if TYPE_CHECKING:
+    from drivetrain.loggers.base import LOGGERS, Logger, LoggerSpec, build_loggers
+    from drivetrain.loggers.csv import CSVLogger
+    from drivetrain.loggers.jsonl import JSONLinesLogger
+    from drivetrain.loggers.tensorboard import TensorBoardLogger
+else:
+    __getattr__, __dir__ = exports(
+        __name__,
+        {
+            "drivetrain.loggers.base": ("LOGGERS", "Logger", "LoggerSpec", "build_loggers"),
+            "drivetrain.loggers.csv": ("CSVLogger",),
+            "drivetrain.loggers.jsonl": ("JSONLinesLogger",),
+            "drivetrain.loggers.tensorboard": ("TensorBoardLogger",),
+        },
+    )
 
 __all__ = [
     "LOGGERS",
