@@ -256,6 +256,28 @@ def test_samples_without_weight_reach_declared_metrics(micro_batch: int | str | 
     assert result.metrics["train/count"] == 8
 
 
+def test_labels_that_are_ignored_need_a_weight() -> None:
+    class Tagger(Regression):
+        def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+            return nn.functional.mse_loss(
+                outputs[batch[1] != -100], batch[0].sum(1)[batch[1] != -100][:, None]
+            )
+
+    class WeighedTagger(Tagger):
+        def loss_weight(self, batch: Any) -> Tensor:
+            return (batch[1] != -100).sum()
+
+    data = [(torch.randn(8, 4), torch.tensor([1, 2, -100, -100, 3, -100, 1, 1]))] * 2
+    whole, parts = WeighedTagger(), WeighedTagger()
+    quiet(max_epochs=1).fit(whole, data)
+    quiet(max_epochs=1, micro_batch=3).fit(parts, data)
+    same(whole, parts)
+    with pytest.warns(UserWarning, match=r"the label -100.*Tagger has no loss_weight") as caught:
+        quiet(max_epochs=1, micro_batch=3).fit(Tagger(), data)
+    assert len(caught) == 1
+    quiet(max_epochs=1, micro_batch=8).fit(Tagger(), data)  # nothing is split
+
+
 def test_what_is_learned_does_not_depend_on_whether_metrics_are_declared() -> None:
     tasks = []
     for metrics in (True, False):
@@ -328,7 +350,9 @@ def test_no_part_is_left_with_one_sample_for_batch_norm() -> None:
 
 def test_plan_and_summary_show_it(capsys: pytest.CaptureFixture[str]) -> None:
     plan = quiet(max_epochs=1, micro_batch=4).plan(Regression(), pairs())
-    assert ["at", "once", "4", "samples"] in [line.split() for line in str(plan).splitlines()]
+    shown = [" ".join(line.split()) for line in str(plan).splitlines()]
+    assert "at once at most 4 samples: larger batches are run in parts" in shown
+    assert "in 1 batch(es) of the data per update" in shown
     quiet(max_epochs=1, micro_batch="auto", progress_bar=True).fit(Regression(), pairs())
     assert "micro-batch auto" in capsys.readouterr().err
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from drivetrain.data import Everywhere, MicroBatch, batch_size, to_host
 from drivetrain.data.feed import Count
 from drivetrain.data.parts import join_outputs, split_batch
-from drivetrain.data.weighted_parts import weighted_parts
+from drivetrain.data.weighted_parts import warn_of_ignored, weighted_parts
 from drivetrain.errors import CheckpointError, ConfigError, DataError, StrategyError
 from drivetrain.kept_buffers import KeptBuffers
 from drivetrain.options import count
@@ -98,6 +98,7 @@ class MicroBatches:
         self._trying = False  # whether forward and backward run, after which nothing can be undone
         self._learns = False
         self._unlearned: list[MicroBatch] = []
+        self._looked = False  # whether the first batch that was split has been looked at
         self._attempted: list[Any] = []
         self._largest = 0
         self._whole = 0
@@ -224,6 +225,9 @@ class MicroBatches:
         parts = self._parts(micro_batch, self.size, self._weigh)
         if len(parts) == 1:
             return [(micro_batch, share)]
+        if self._weigh is None and not self._looked and self._ranks.rank == 0:
+            self._looked = True
+            warn_of_ignored(micro_batch.batch, type(self._engine.task).__name__)
         kept = [each for each in parts if each.weight]
         if self._engine._train_metrics is not None:
             self._unlearned += [each for each in parts if not each.weight]
@@ -276,7 +280,8 @@ class MicroBatches:
         if self.size is None or self.size == self._told:
             return
         self._told = self.size
-        words = f"micro-batch {self.size} of {self._whole} samples"
+        weighed = "number of samples" if self._weigh is None else "loss_weight"
+        words = f"micro-batch {self.size} of {self._whole} samples, whose parts count by their {weighed}"
         _LOG.info(words)
         if self._show:
             print(words, file=sys.stderr, flush=True)
