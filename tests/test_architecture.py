@@ -71,6 +71,7 @@ LAYERS: list[set[str]] = [
         "updates",
         "window",
         "generator_step",
+        "kept_buffers",
         "micro_batch",
         "agreement",
         "native",

@@ -120,6 +120,57 @@ def _trained(task: NextToken) -> NextToken:
     return task
 
 
+class Weighed(Regression):
+    """A loss that is a mean over samples with weights of their own, the batch's last column."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        each = (outputs - batch[1]).square().mean(1).float()
+        weight = batch[2].float()
+        return (each * weight).sum() / weight.sum()
+
+    def loss_weight(self, batch: Any) -> Any:
+        return batch[2].sum()
+
+
+def _weighed(weight: list[float]) -> list[Any]:
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(len(weight), 4, generator=generator)
+    return [(features, features.sum(1, keepdim=True), torch.tensor(weight))]
+
+
+@pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
+def test_parts_are_weighed_as_the_data_gave_them(precision: str) -> None:
+    # In half precision the sum is infinite; with the 8 bits of bfloat16 it is 1004.
+    data = _weighed([20000.0] * 4 + [1005.0, 0, 0, 0] + [4.0, 0, 0, 0])
+    seen = []
+    for micro_batch in (None, 4):
+        task = Weighed()
+        trainer = quiet(max_epochs=1, precision=precision, micro_batch=micro_batch)
+        for step in trainer.steps(task, data):
+            seen.append([weight for _, _, weight in step.rows])
+        assert all(bool(each.isfinite().all()) for each in task.parameters())
+    assert seen == [[81009.0], [80000.0, 1005.0, 4.0]]
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("inf"), float("nan")])
+def test_a_part_with_an_impossible_weight_is_refused(wrong: float) -> None:
+    class Wrong(Regression):
+        def loss_weight(self, batch: Any) -> float:
+            return len(batch[0]) if len(batch[0]) == 8 else wrong
+
+    with pytest.raises(DataError, match="for a part of 4 of a batch's 8 samples; a weight is"):
+        quiet(max_epochs=1, micro_batch=4).fit(Wrong(), pairs(8, 8))
+
+
+def test_a_weight_that_is_no_sum_over_samples_is_refused() -> None:
+    class Mean(Regression):
+        def loss_weight(self, batch: Any) -> float:
+            return 1.0
+
+    with pytest.raises(DataError, match="gave 1 for a batch of 8 samples and 2 for its 2 parts together"):
+        quiet(max_epochs=1, micro_batch=4).fit(Mean(), pairs(8, 8))
+
+
 class Drawing(Small):
     """Draws from all generators and counts in a buffer; what an attempt did is seen in the weights."""
 
@@ -183,6 +234,60 @@ def test_metrics_count_each_sample_once() -> None:
     assert result.metrics["validation/count"] == 11
 
 
+class MeasuredWeights(Weighed):
+    """Counts its samples, whatever they weigh, and learns with dropout."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(dropout=0.4, **options)
+
+    def metrics(self) -> Mapping[str, Any]:
+        return {"count": Counting()}
+
+
+@pytest.mark.parametrize("micro_batch", [None, 2, "auto"])
+def test_samples_without_weight_reach_declared_metrics(micro_batch: int | str | None) -> None:
+    class Fits(MeasuredWeights):
+        def forward(self, features: Tensor) -> Tensor:
+            if micro_batch == "auto" and len(features) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return super().forward(features)
+
+    result = quiet(max_epochs=1, micro_batch=micro_batch).fit(Fits(), _weighed([1, 1, 0, 0, 1, 0, 0, 0]))
+    assert result.metrics["train/count"] == 8
+
+
+def test_labels_that_are_ignored_need_a_weight() -> None:
+    class Tagger(Regression):
+        def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+            return nn.functional.mse_loss(
+                outputs[batch[1] != -100], batch[0].sum(1)[batch[1] != -100][:, None]
+            )
+
+    class WeighedTagger(Tagger):
+        def loss_weight(self, batch: Any) -> Tensor:
+            return (batch[1] != -100).sum()
+
+    data = [(torch.randn(8, 4), torch.tensor([1, 2, -100, -100, 3, -100, 1, 1]))] * 2
+    whole, parts = WeighedTagger(), WeighedTagger()
+    quiet(max_epochs=1).fit(whole, data)
+    quiet(max_epochs=1, micro_batch=3).fit(parts, data)
+    same(whole, parts)
+    with pytest.warns(UserWarning, match=r"the label -100.*Tagger has no loss_weight") as caught:
+        quiet(max_epochs=1, micro_batch=3).fit(Tagger(), data)
+    assert len(caught) == 1
+    quiet(max_epochs=1, micro_batch=8).fit(Tagger(), data)  # nothing is split
+
+
+def test_what_is_learned_does_not_depend_on_whether_metrics_are_declared() -> None:
+    tasks = []
+    for metrics in (True, False):
+        tasks.append(MeasuredWeights())
+        quiet(max_epochs=3, micro_batch=2, train_metrics=metrics).fit(
+            tasks[-1], _weighed([1, 0, 0, 0, 1, 0, 2, 1])
+        )
+    assert weights(tasks[0]) == weights(tasks[1])
+
+
 def test_a_task_whose_modules_are_lazy_can_begin() -> None:
     class Lazy(Regression):
         def __init__(self) -> None:
@@ -229,9 +334,25 @@ def test_a_number_splits_without_searching() -> None:
         quiet(max_epochs=1, micro_batch=4).fit(Small(fits=3), pairs(16, 8))
 
 
+def test_no_part_is_left_with_one_sample_for_batch_norm() -> None:
+    class Normed(Small):
+        def __init__(self) -> None:
+            super().__init__(fits=4)
+            self.norm = nn.BatchNorm1d(1)
+
+        def forward(self, features: Tensor) -> Tensor:
+            return self.norm(super().forward(features))
+
+    task = Normed()
+    quiet(max_epochs=1, micro_batch=4).fit(task, pairs(21, 21))
+    assert task.tried == [4, 4, 4, 3, 3, 3]
+
+
 def test_plan_and_summary_show_it(capsys: pytest.CaptureFixture[str]) -> None:
     plan = quiet(max_epochs=1, micro_batch=4).plan(Regression(), pairs())
-    assert ["at", "once", "4", "samples"] in [line.split() for line in str(plan).splitlines()]
+    shown = [" ".join(line.split()) for line in str(plan).splitlines()]
+    assert "at once at most 4 samples: larger batches are run in parts" in shown
+    assert "in 1 batch(es) of the data per update" in shown
     quiet(max_epochs=1, micro_batch="auto", progress_bar=True).fit(Regression(), pairs())
     assert "micro-batch auto" in capsys.readouterr().err
 
@@ -315,6 +436,37 @@ def test_what_cannot_work_is_refused_by_name() -> None:
             Trainer(micro_batch=wrong)  # type: ignore[arg-type]
 
 
+def test_running_out_in_an_evaluation_has_advice_of_its_own() -> None:
+    class SmallInside(Regression):
+        def validation_step(self, batch: Any) -> Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        quiet(max_epochs=1, micro_batch=8).fit(SmallInside(), pairs(8, 8), pairs(8, 8))
+    notes = "\n".join(caught.value.__notes__)
+    assert "a micro_batch smaller than 8, or 'auto'" in notes
+    assert "gradient_accumulation_steps" not in notes
+
+
+def test_a_mask_that_is_split_with_the_samples_is_hinted_at() -> None:
+    class Masked(Regression):
+        def forward(self, features: Tensor, mask: Tensor) -> Tensor:
+            return super().forward(features @ mask)
+
+        def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+            return outputs.square().mean()
+
+    features = torch.randn(4, 4)
+    with pytest.raises(RuntimeError) as caught:
+        quiet(max_epochs=1, micro_batch=2).fit(Masked(), [(features, torch.eye(4))])
+    assert "by a part of 2 of a batch's 4 samples" in "\n".join(caught.value.__notes__)
+    with pytest.raises(
+        DataError, match=r"of shape \(4, 4\).*made in the task's forward.*a leading dimension"
+    ):
+        quiet(max_epochs=1, micro_batch=2).fit(Masked(), [(torch.randn(3, 4), torch.eye(4))])
+    quiet(max_epochs=1, micro_batch=2).fit(Masked(), [(features, torch.eye(4)[None])])
+
+
 # Evaluation and prediction.
 
 
@@ -334,6 +486,37 @@ def test_evaluation_counts_every_sample_once() -> None:
     found = quiet(micro_batch="auto", callbacks=[seen]).validate(Small(), pairs(13, 8))
     assert found == pytest.approx(expected, rel=1e-6)
     assert seen.batches == 2
+
+
+def test_a_number_splits_evaluations_and_predictions_too() -> None:
+    task = Small(fits=3)
+    quiet(micro_batch=3).validate(task, pairs(13, 8))
+    quiet(micro_batch=3).predict(task, pairs(13, 8))
+    assert task.tried == [3, 3, 2, 3, 2] * 2
+
+
+def test_an_evaluation_runs_out_of_memory_as_often_as_it_halves() -> None:
+    task = Small(fits=2)
+    quiet(micro_batch="auto").validate(task, pairs(128, 64))
+    assert [each for each in task.tried if each > 2] == [64, 32, 16, 8, 4]
+    assert sum(each for each in task.tried if each <= 2) == 128
+
+
+class Noise(Small):
+    """Predicts what it draws, from all generators."""
+
+    def predict_step(self, batch: Any) -> Tensor:
+        self(batch[0])
+        return torch.stack([torch.rand(()) + random.random() for _ in batch[0]])
+
+
+@pytest.mark.parametrize("micro_batch", [2, "auto"])
+def test_the_parts_of_a_batch_draw_one_after_the_other(micro_batch: int | str) -> None:
+    random.seed(0)
+    (expected,) = quiet().predict(Noise(fits=99), pairs(8, 8))
+    random.seed(0)
+    (found,) = quiet(micro_batch=micro_batch).predict(Noise(fits=2), pairs(8, 8))
+    assert found.tolist() == expected.tolist()
 
 
 class Predicting(Small):
@@ -403,6 +586,39 @@ def test_ranks_with_ragged_weights_have_the_gradient_of_the_whole() -> None:
         for state, _, _, _ in run_distributed(_on_ranks, micro_batch, (3, 99), True):
             for name, value in whole.state_dict().items():
                 torch.testing.assert_close(torch.tensor(state[name]), value, rtol=1e-5, atol=1e-5)
+
+
+def _without_weight(micro_batch: int | str) -> Any:
+    rank = torch.distributed.get_rank()
+
+    class Sized(Weighed):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tried: list[int] = []
+
+        def forward(self, features: Tensor) -> Tensor:
+            self.tried.append(len(features))
+            if len(features) > 4:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return super().forward(features)
+
+    # Of 16 samples for each rank and update only rank 0's weigh something, and of these only the last.
+    features, targets, _ = _weighed([0.0] * 64)[0]
+    weight = torch.tensor([0.0] * 12 + [1.0] * 4 + [0.0] * 16).repeat(2)
+    task = Sized()
+    data = DataLoader(torch.utils.data.TensorDataset(features, targets, weight), batch_size=16)
+    quiet(max_epochs=1, strategy="ddp", devices=2, micro_batch=micro_batch).fit(task, data)
+    assert all(bool(each.isfinite().all()) for each in task.parameters())
+    return rank, task.tried
+
+
+@pytest.mark.parametrize("micro_batch", [4, "auto"])
+def test_what_a_rank_without_weight_runs_is_split_too(micro_batch: int | str) -> None:
+    results = run_distributed(_without_weight, micro_batch)
+    tried = dict(results)
+    assert tried[1][-2:] == [4, 4]
+    if micro_batch == 4:
+        assert tried == {0: [4, 4], 1: [4, 4]}
 
 
 def _ending(micro_batch: str | None) -> None:

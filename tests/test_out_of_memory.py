@@ -55,5 +55,13 @@ def test_what_the_frames_of_an_error_and_of_its_causes_hold_is_freed() -> None:
 
 
 def test_advice_leaves_out_what_is_done_already() -> None:
-    assert "micro_batch" in advice(splits=False)
-    assert "micro_batch" not in advice(splits=True)
+    assert "Trainer(micro_batch='auto')" in advice(None)
+    assert "a micro_batch smaller than 8, or 'auto'" in advice(8)
+    assert "micro_batch" not in advice("auto")
+
+
+def test_advice_names_what_the_trainer_itself_has() -> None:
+    for name in ("memory={'activation_checkpointing': True}", "OptimizerConfig('adamw8bit')"):
+        assert name in advice(None)
+        assert name not in advice(None, training=False)
+    assert "gradient_accumulation_steps" not in advice(8, training=False)

@@ -220,7 +220,7 @@ def test_a_plan_is_readable_and_json():
     )
     text = str(found)
     assert "135 in all, 45 per epoch" in text
-    assert "1 micro-batch(es), 29 samples" in text
+    assert "1 batch(es), 29 samples" in text
     assert "1 epoch: 3 times, after updates 45 to 135" in text
     assert "268 bytes" in text
     stored = json.loads(json.dumps(found.to_json()))
@@ -344,6 +344,8 @@ VALIDATION = Unreadable(10, 5)
         ("'reduce_on_plateau' never acts", {"task": sgd(schedule="reduce_on_plateau")}),
         ("gradient_accumulation_steps=9 is more than the 6", {"gradient_accumulation_steps": 9}),
         ("batch norm (net.1) meets", {"task": Classifier(norm=True), "data": Unreadable(21, 4)}),
+        ("part of one sample", {"task": Classifier(norm=True), "data": Unreadable(20, 5), "micro_batch": 2}),
+        ("part of one sample", {"task": Classifier(norm=True), "data": Unreadable(20, 4), "micro_batch": 1}),
         ("in eval mode at the start of training: net.1", {"task": evaluating()}),
         ("no optimizer trains net.3.weight, net.3.bias", {"task": partly_trained()}),
     ],
@@ -370,6 +372,8 @@ def test_a_conflict_is_named_once_and_shown(words, arguments):
         {"gradient_accumulation_steps": 6, "log_every": 1},
         {"task": Classifier(norm=True)},
         {"task": Classifier(norm=True), "data": samples(21, drop_last=True), "log_every": 1},
+        {"task": Classifier(norm=True), "data": Unreadable(20, 4), "micro_batch": 2},
+        {"task": Classifier(norm=True), "data": Unreadable(20, 5), "micro_batch": 3},
     ],
 )
 def test_just_within_its_bounds_nothing_is_a_conflict(arguments):

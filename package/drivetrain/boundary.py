@@ -120,7 +120,8 @@ def _what_helps(run: Run) -> str:
     if sizes and splitter is not None and splitter.size is not None:
         sizes += f", {splitter.size} at once"
     place = f"rank {run.engine.strategy.rank} ran out of memory {_place(run)}{sizes}"
-    return f"{place}; {advice(splits=splitter is not None)}"
+    spec = None if splitter is None else splitter.spec
+    return f"{place}; {advice(spec, training=run.stage == 'train')}"
 
 
 def _place(run: Run) -> str:

@@ -209,7 +209,7 @@ class Engine:
             rows.append((names, values, micro_batch.weight))
             if self._train_metrics is not None and not micro_batch.stand_in:
                 self._keep_for_metrics(outputs, micro_batch.batch, seen)
-        learns = bool(pairs) if self.splitter is None else self.splitter.complete()
+        learns = bool(pairs) if self.splitter is None else self.splitter.complete(seen)
         applied, norm = self._update(self._only, rows) if learns else (False, None)
         return self._finish(micro_batches, rows, applied, norm, seen, total)
 

@@ -14,16 +14,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import Tensor
 
 from drivetrain.data import Everywhere, MicroBatch, batch_size, to_host
+from drivetrain.data.feed import Count
 from drivetrain.data.parts import join_outputs, split_batch
+from drivetrain.data.weighted_parts import warn_of_ignored, weighted_parts
 from drivetrain.errors import CheckpointError, ConfigError, DataError, StrategyError
+from drivetrain.kept_buffers import KeptBuffers
 from drivetrain.options import count
 from drivetrain.out_of_memory import advice, free_caches, is_out_of_memory, let_go
-from drivetrain.step_output import StepValues
+from drivetrain.step_output import StepValues, read_output
 from drivetrain.strategies import Strategy
+from drivetrain.streams import shielded
 from drivetrain.task import measure_of
 from drivetrain.window import StepResult, Weighted, shared, weighted
 
@@ -35,6 +38,8 @@ _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
 AUTO = "auto"
+
+_NOT_EVEN_ONE = "drivetrain: not even a micro-batch of one sample fits"
 
 
 def check_micro_batch(spec: int | str | None, strategy: Strategy) -> None:
@@ -70,17 +75,21 @@ class MicroBatches:
         show: Whether to print what was found, to stderr.
 
     Attributes:
+        searches: Whether the spec is "auto".
         size: Samples of a training part, at most; None while none has run out of memory.
         evaluation_size: The same for evaluations and predictions, of this process.
+        begun_again: What is called each time an update is begun again.
 
     Raises:
         ConfigError: The task's step is a generator.
     """
 
     def __init__(self, spec: int | str, engine: Engine, show: bool = False) -> None:
+        self.spec = spec
         self.searches = spec == AUTO
         self.size: int | None = None if isinstance(spec, str) else int(spec)
-        self.evaluation_size: int | None = None
+        self.evaluation_size = self.size
+        self.begun_again: list[Callable[[], None]] = []
         self._engine = engine
         self._weigh = measure_of(engine.task).weight
         self._ranks = engine.ranks
@@ -88,10 +97,14 @@ class MicroBatches:
         self._told: int | None = None
         self._trying = False  # whether forward and backward run, after which nothing can be undone
         self._learns = False
+        self._unlearned: list[MicroBatch] = []
+        self._looked = False  # whether the first batch that was split has been looked at
         self._attempted: list[Any] = []
         self._largest = 0
         self._whole = 0
-        self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+        self._buffers = KeptBuffers()
+        self._split: tuple[int, int] | None = None  # samples of the newest part, and of its batch
+        engine.transfer.keeps_host = self._weigh is not None
         self._shares_buffers = self._ranks.size > 1 and any(True for _ in engine.task.buffers())
         if engine._interleaved and engine.updaters:
             raise ConfigError(
@@ -113,21 +126,28 @@ class MicroBatches:
         if self._shares_buffers:  # as a wrapper does before its forward, which is not called here
             engine.synchronize_buffers()
         if not self.searches:
-            return engine.train_step(micro_batches)
+            try:
+                return engine.train_step(micro_batches)
+            except RuntimeError as error:
+                self._tell_of_parts(error)
+                raise
         streams = random.getstate(), np.random.get_state()
-        self._keep_buffers()
+        self._buffers.keep(engine.task)
         result = None
         while result is None:
             try:
                 result = engine.train_step(micro_batches)
             except Exception as error:
                 if not self._goes_on(error):
+                    self._tell_of_parts(error)
                     raise
                 let_go(error)
             if result is None:
                 self._undo()
                 random.setstate(streams[0])
                 np.random.set_state(streams[1])
+                for call in self.begun_again:
+                    call()
         self._tell()
         return result
 
@@ -135,7 +155,8 @@ class MicroBatches:
         """The parts of a window's micro-batches with their shares of its weight; see `window.shared`.
 
         Gradients are exchanged once, when all parts are done; so unlike whole micro-batches the parts need
-        not be as many on each process, and those of weight zero are left out.
+        not be as many on each process. Those of weight zero are left out, and run by `complete` where metrics
+        are declared.
         """
         engine, total = self._engine, None
         if self._ranks.size == 1:
@@ -144,23 +165,32 @@ class MicroBatches:
             pairs, total = shared(micro_batches, engine.data_ranks, engine._spare)
         self._learns = bool(pairs)
         self._whole = max(self._whole, *(each.samples for each in micro_batches))
+        self._unlearned, self._split = [], None
         parts: Weighted = []
         for micro_batch, share in pairs:
             parts += self._shared_parts(micro_batch, share)
         if pairs and not parts:  # nothing to learn from on this process: something is run for a share of zero
-            parts = [(self._parts(pairs[0][0], self.size)[0]._replace(weight=0.0), 0.0)]
-        self._attempted = [each.batch for each, _ in parts]
+            parts = [(self._stand_in(pairs[0][0]), 0.0)]
+        self._attempted = [each.batch for each, _ in parts] + [each.batch for each in self._unlearned]
         self._largest = max((batch_size(each) or 1 for each in self._attempted), default=0)
         self._trying = True
         return parts, total
 
-    def complete(self) -> bool:
-        """End the forwards and backwards of an update: agree that nobody ran out of memory, and average the
-        gradients over all processes.
+    def complete(self, seen: list[Any]) -> bool:
+        """End the forwards and backwards of an update: show declared metrics what it had nothing to learn
+        from, agree that nobody ran out of memory, and average the gradients over all processes.
+
+        Args:
+            seen: What the metrics are given once the update is made.
 
         Returns:
             Whether there is something to learn from.
         """
+        # After all others, so that what is learned does not depend on whether metrics are declared.
+        for part in self._unlearned:
+            with torch.no_grad(), shielded():
+                outputs = read_output(self._engine._run_step(part.batch))[3]
+            self._engine._keep_for_metrics(outputs, part.batch, seen)
         if self._ranks.size > 1:
             if self.searches and self._ranks.total([0.0])[0]:
                 self._shrink(failed=False)
@@ -168,38 +198,50 @@ class MicroBatches:
             self._trying = False
             if self._learns:
                 self._engine.strategy.synchronize(self._engine._parameters)
-        self._trying, self._attempted = False, []
+        self._trying, self._attempted, self._split = False, [], None
         return self._learns
 
-    def _parts(self, micro_batch: MicroBatch, size: int | None) -> list[MicroBatch]:
+    def _parts(self, micro_batch: MicroBatch, size: int | None, weigh: Count | None) -> list[MicroBatch]:
         if size is None:
             return [micro_batch]
+        batch, host = micro_batch.batch, micro_batch.host
         try:
-            batches = split_batch(micro_batch.batch, size)
+            batches = split_batch(batch, size)
+            hosts = [None] * len(batches) if host is None else split_batch(host, size)
         except DataError as error:
             if self.searches:  # it may fit: another process, or a larger batch, has run out of memory
                 return [micro_batch]
-            error.add_note(f"drivetrain: asked for by micro_batch={size}")
+            error.add_note(f"drivetrain: asked for by micro_batch={size}; without it batches are run whole")
             raise
         if len(batches) == 1:
             return [micro_batch]
-        samples = [batch_size(each) or 0 for each in batches]
-        weights = samples if self._weigh is None else _numbers([self._weigh(each) for each in batches])
-        return [
-            micro_batch._replace(batch=batch, weight=weight, samples=number, tokens=0)
-            for batch, weight, number in zip(batches, weights, samples, strict=True)
-        ]
+        whole = max(batch_size(batch) or 0, self._split[1] if self._split else 0)  # a part may be split again
+        self._split = batch_size(batches[0]) or 0, whole
+        return weighted_parts(micro_batch, batches, hosts, weigh)
 
     def _shared_parts(self, micro_batch: MicroBatch, share: float | Tensor | None) -> Weighted:
         if micro_batch.stand_in or not (isinstance(micro_batch.weight, Tensor) or micro_batch.weight):
             return []
-        parts = self._parts(micro_batch, self.size)
+        parts = self._parts(micro_batch, self.size, self._weigh)
         if len(parts) == 1:
             return [(micro_batch, share)]
+        if self._weigh is None and not self._looked and self._ranks.rank == 0:
+            self._looked = True
+            warn_of_ignored(micro_batch.batch, type(self._engine.task).__name__)
         kept = [each for each in parts if each.weight]
+        if self._engine._train_metrics is not None:
+            self._unlearned += [each for each in parts if not each.weight]
         weight = sum(each.weight for each in kept)
         whole = 1.0 if share is None else share
         return [(each, whole * (each.weight / weight)) for each in kept]
+
+    def _stand_in(self, micro_batch: MicroBatch) -> MicroBatch:
+        """A part of what is run where a process has nothing to learn from: one that weighs something."""
+        spare = self._engine._spare
+        parts = self._parts(spare.instead_of(micro_batch), self.size, self._weigh)
+        part = next((each for each in parts if each.weight), parts[0])
+        spare.instead_of(part)  # from now on it is what is run
+        return part._replace(weight=0.0, stand_in=True)
 
     def _goes_on(self, error: Exception) -> bool:
         """Whether the update is begun again after an error, for which the size has then been lowered."""
@@ -216,10 +258,10 @@ class MicroBatches:
 
     def _can_shrink(self, error: Exception) -> bool:
         if self._largest <= 1:
-            error.add_note("drivetrain: not even a micro-batch of one sample fits")
+            error.add_note(_NOT_EVEN_ONE)
             return False
         for batch in self._attempted:
-            _refuse_whole(batch, self._largest // 2, error)
+            _refuse_whole(batch, self._largest // 2, error, advice(AUTO))
         return True
 
     def _shrink(self, failed: bool) -> None:
@@ -227,28 +269,10 @@ class MicroBatches:
         sizes = self._ranks.all_gather(self._largest if failed else None)
         self.size = max(1, min(each for each in sizes if each is not None) // 2)
 
-    def _keep_buffers(self) -> None:
-        # Where they stand goes along: a forward may put another tensor in a buffer's place.
-        found = [
-            (module, name, buffer)
-            for module in self._engine.task.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and not is_lazy(buffer)
-        ]
-        if [id(buffer) for _, _, buffer in found] != [id(buffer) for _, _, buffer, _ in self._buffers]:
-            self._buffers = [(*each, each[2].detach().clone()) for each in found]
-            return
-        with torch.no_grad():
-            for _, _, buffer, copy in self._buffers:
-                copy.copy_(buffer)
-
     def _undo(self) -> None:
         for parameter in self._engine._parameters:
             parameter.grad = None
-        with torch.no_grad():
-            for module, name, buffer, copy in self._buffers:
-                buffer.copy_(copy)
-                module._buffers[name] = buffer
+        self._buffers.put_back()
         self._trying, self._attempted = False, []
         free_caches()
 
@@ -256,10 +280,22 @@ class MicroBatches:
         if self.size is None or self.size == self._told:
             return
         self._told = self.size
-        words = f"micro-batch {self.size} of {self._whole} samples"
+        weighed = "number of samples" if self._weigh is None else "loss_weight"
+        words = f"micro-batch {self.size} of {self._whole} samples, whose parts count by their {weighed}"
         _LOG.info(words)
         if self._show:
             print(words, file=sys.stderr, flush=True)
+
+    def _tell_of_parts(self, error: Exception) -> None:
+        """What else may be wrong where a step on a part has raised."""
+        if self._split is None or not isinstance(error, RuntimeError) or is_out_of_memory(error):
+            return
+        part, whole = self._split
+        error.add_note(
+            f"drivetrain: raised by a part of {part} of a batch's {whole} samples. All its tensors that have"
+            f" {whole} rows were split; one whose rows are no samples, such as a mask of positions, is made"
+            " in the task's forward or has a leading dimension of one"
+        )
 
     # Evaluation and prediction, in which each process splits its own batches alone.
 
@@ -267,39 +303,56 @@ class MicroBatches:
         self, micro_batch: MicroBatch, number: int
     ) -> Iterator[tuple[MicroBatch, StepValues]]:
         """`Engine.evaluation_step` of a batch, or of its parts."""
-        return self._each(micro_batch, lambda part: self._engine.evaluation_step(part, number))
+        run_step = self._engine._evaluate_step
+        return self._each(micro_batch, number, lambda part: read_output(run_step(part.batch)), self._weigh)
 
     def predict_step(self, micro_batch: MicroBatch, number: int) -> Any:
         """What `Engine.predict_step` gives for a batch, of its parts put together, on the host."""
-        outputs, sizes = [], []
-        for part, output in self._each(
-            micro_batch, lambda part: to_host(self._engine.predict_step(part, number))
-        ):
+        run_step, outputs, sizes = self._engine._evaluate_step, [], []
+        for part, output in self._each(micro_batch, number, lambda part: to_host(run_step(part.batch)), None):
             outputs.append(output)
             sizes.append(part.samples)
         return join_outputs(outputs, sizes)
 
     def _each(
-        self, micro_batch: MicroBatch, step: Callable[[MicroBatch], T]
+        self,
+        micro_batch: MicroBatch,
+        number: int,
+        step: Callable[[MicroBatch], T],
+        weigh: Count | None,
     ) -> Iterator[tuple[MicroBatch, T]]:
-        waiting = self._parts(micro_batch, self.evaluation_size)
+        # Seeded once, or all parts would draw the same.
+        self._engine.streams.seed_evaluation(number)
+        self._split = None
+        waiting = self._parts(micro_batch, self.evaluation_size, weigh)
         while waiting:
-            part = waiting[0]
+            put_back = self._engine.streams.drawn() if self.searches else None
             try:
-                value = step(part)
+                value = step(waiting[0])
             except Exception as error:
-                samples = batch_size(part.batch) or 1
-                if not self.searches or not is_out_of_memory(error) or samples <= 1:
+                if put_back is None or not is_out_of_memory(error):
+                    self._tell_of_parts(error)
                     raise
-                _refuse_whole(part.batch, samples // 2, error)
+                self._shrink_evaluation(waiting[0], error)
                 let_go(error)
-                self.evaluation_size = samples // 2
-                waiting[:1] = self._parts(part, self.evaluation_size)
+                put_back()
+                # All that wait, of which the larger ones would fail too.
+                waiting = [
+                    part for each in waiting for part in self._parts(each, self.evaluation_size, weigh)
+                ]
                 free_caches()
                 continue
-            del waiting[0]
-            yield part, value
+            yield waiting.pop(0), value
             del value
+
+    def _shrink_evaluation(self, part: MicroBatch, error: Exception) -> None:
+        """Lower the size after an error, or raise that."""
+        samples = batch_size(part.batch) or 1
+        if samples <= 1:
+            error.add_note(_NOT_EVEN_ONE)
+            raise error
+        _refuse_whole(part.batch, samples // 2, error, advice(AUTO, training=False))
+        self.evaluation_size = samples // 2
 
     # Checkpoints.
 
@@ -328,23 +381,15 @@ def split_batches(spec: int | str | None, engine: Engine, show: bool) -> None:
         engine.split_batches(MicroBatches(spec, engine, show))
 
 
-def _numbers(weights: Sequence[Any]) -> list[float]:
-    """Weights on the host: a part of weight zero is to be left out, so that they are waited for."""
-    if any(isinstance(each, Tensor) for each in weights):
-        numbers: list[float] = torch.stack([torch.as_tensor(each).reshape(()) for each in weights]).tolist()
-        return numbers
-    return [float(each) for each in weights]
-
-
-def _refuse_whole(batch: Any, size: int, error: Exception) -> None:
+def _refuse_whole(batch: Any, size: int, error: Exception, what_helps: str) -> None:
     """See that a batch that ran out of memory can be split.
 
     Raises:
         DataError: It cannot; says why, and what else helps.
     """
     if batch_size(batch) is None:
-        raise DataError(f"a {type(batch).__name__} cannot be split by samples; {advice(True)}") from error
+        raise DataError(f"a {type(batch).__name__} cannot be split by samples; {what_helps}") from error
     try:
         split_batch(batch, size)
     except DataError as reason:
-        raise DataError(f"out of memory, and {reason}; {advice(True)}") from error
+        raise DataError(f"out of memory, and {reason}; {what_helps}") from error

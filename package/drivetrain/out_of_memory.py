@@ -47,15 +47,28 @@ def free_caches() -> None:
         torch.mps.empty_cache()
 
 
-def advice(splits: bool) -> str:
+def advice(micro_batch: int | str | None, training: bool = True) -> str:
     """What can be done about it.
 
     Args:
-        splits: Whether the run splits its batches already.
+        micro_batch: How the run splits its batches already; see `Trainer`.
+        training: Whether gradients were needed; an evaluation has none to accumulate or to recompute for.
     """
-    first = "" if splits else "Trainer(micro_batch='auto'), which splits each batch until it fits; "
+    first = ""
+    if micro_batch is None:
+        first = "Trainer(micro_batch='auto'), which splits each batch until it fits; "
+    elif isinstance(micro_batch, int):
+        first = (
+            f"a micro_batch smaller than {micro_batch}, or 'auto', which splits each batch until it fits; "
+        )
+    less = "a smaller batch"
+    if training:
+        less += (
+            " with more gradient_accumulation_steps; activation checkpointing"
+            " (Trainer(memory={'activation_checkpointing': True})); an optimizer with a smaller state"
+            " (OptimizerConfig('adamw8bit'))"
+        )
     return (
-        f"what helps: {first}a smaller batch with more gradient_accumulation_steps; activation checkpointing"
-        " (torch.utils.checkpoint, or FSDPConfig(activation_checkpointing=True)); a lower precision; shards"
-        " ('fsdp', 'zero3') or offloading (FSDPConfig(cpu_offload=True), 'zero3_offload')"
+        f"what helps: {first}{less}; a lower precision; shards ('fsdp', 'zero3') or offloading"
+        " (FSDPConfig(cpu_offload=True), 'zero3_offload')"
     )

@@ -88,8 +88,8 @@ class Plan:
             ("updates", f"{_number(self.updates)} in all, {_number(self.updates_per_epoch)} per epoch"),
             ("", self.unknown),
             ("effective batch", f"{_number(self.samples_per_update)} samples per update"),
-            ("", f"in {self.micro_batches_per_update} micro-batch(es) per update"),
-            ("last window", f"{_number(last)} micro-batch(es), {_number(rest)} samples"),
+            ("", f"in {self.micro_batches_per_update} batch(es) of the data per update"),
+            ("last window", f"{_number(last)} batch(es), {_number(rest)} samples"),
             ("at once", _at_once(self.micro_batch)),
             *((name, _rate_text(rate)) for name, rate in self.rates.items()),
             ("validates every", str(self.validation)),
@@ -113,7 +113,12 @@ def _number(value: int | None) -> str:
 def _at_once(micro_batch: int | str | None) -> str:
     if micro_batch is None:
         return ""
-    return f"{micro_batch} samples" if isinstance(micro_batch, int) else "as many samples as fit into memory"
+    size = (
+        f"at most {micro_batch} samples"
+        if isinstance(micro_batch, int)
+        else "as many samples as fit into memory"
+    )
+    return f"{size}: larger batches are run in parts"
 
 
 def _rate_text(rate: Rate) -> str:
@@ -188,7 +193,7 @@ def make_plan(trainer: Trainer, task: Any, train_data: Any, validation_data: Any
             *schedule_conflicts(built, totals),
             *interval_conflicts(trainer, plan, resume_points),
             *validation_conflicts(trainer, built, validates and validation.times != 0),
-            *module_conflicts(task, epoch, built),
+            *module_conflicts(task, epoch, built, trainer.micro_batch),
         )
     return dataclasses.replace(plan, warnings=conflicts)
 

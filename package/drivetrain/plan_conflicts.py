@@ -109,7 +109,9 @@ def validation_conflicts(trainer: Trainer, built: Built, validates: bool) -> Ite
             yield f"the schedule 'reduce_on_plateau' never acts, for there is no validation. {fix}"
 
 
-def module_conflicts(task: TaskModule, epoch: Epoch, built: Built) -> Iterator[str]:
+def module_conflicts(
+    task: TaskModule, epoch: Epoch, built: Built, micro_batch: int | str | None
+) -> Iterator[str]:
     evaluating = [name or "the task" for name, module in task.named_modules() if not module.training]
     if evaluating:
         yield (
@@ -123,6 +125,11 @@ def module_conflicts(task: TaskModule, epoch: Epoch, built: Built) -> Iterator[s
         yield (
             f"batch norm ({_some(norms)}) meets a micro-batch of one sample, which has no variance. Use "
             "larger micro-batches, drop_last=True, or group norm"
+        )
+    elif norms and isinstance(micro_batch, int) and epoch.has_single_part(micro_batch):
+        yield (
+            f"batch norm ({_some(norms)}) meets a part of one sample, which has no variance: micro_batch="
+            f"{micro_batch} makes it. Use micro_batch=3 or more, or group norm"
         )
     trained = {id(each) for updater in built.updaters.values() for each in updater.parameters}
     left = [

@@ -106,12 +106,19 @@ class Epoch:
     @property
     def has_single_sample(self) -> bool:
         """Whether a micro-batch is known to have one sample only."""
+        return any(each < 2 * self._processes for each in self._sizes())
+
+    def has_single_part(self, micro_batch: int) -> bool:
+        """Whether a part of at most `micro_batch` samples of a process's batch is known to have one only."""
+        # Parts are even, so that of 3 and more at once none is left alone.
+        least = (each // self._processes for each in self._sizes())
+        return any(each > 1 and (micro_batch == 1 or (micro_batch == 2 and each % 2)) for each in least)
+
+    def _sizes(self) -> Sequence[int]:
+        """Samples of all processes together in the micro-batches that may differ."""
         if self._size is None or not self.batches:
-            return False
-        return any(
-            self._size(each) < 2 * self._processes
-            for each in (range(self.batches) if self._ready else (0, self.batches - 1))
-        )
+            return ()
+        return [self._size(each) for each in (range(self.batches) if self._ready else (0, self.batches - 1))]
 
     @property
     def largest_window(self) -> int | None:

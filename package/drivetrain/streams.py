@@ -15,7 +15,7 @@ them leaves them where making the batch left them, also when a worker made it: s
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -158,6 +158,19 @@ class Streams:
         self._seed_host(value)
         for generator in self._device:
             generator.manual_seed(value)
+
+    def drawn(self) -> Callable[[], None]:
+        """What puts all generators, Python's and numpy's too, back to where they stand now."""
+        generators = (torch.default_generator, *self._device)
+        states = [generator.get_state() for generator in generators]
+        host = HostDraws()
+
+        def put_back() -> None:
+            host.restore()
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+
+        return put_back
 
 
 def host_state() -> dict[str, Any]:

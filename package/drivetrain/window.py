@@ -13,7 +13,7 @@ from drivetrain.distributed.ranks import Ranks
 from drivetrain.errors import ConfigError, nearest
 from drivetrain.metrics import MetricBuffer, Row
 from drivetrain.step_output import read_output
-from drivetrain.types import Batch, StepOutput
+from drivetrain.types import StepOutput
 
 Weighted = list[tuple[MicroBatch, float | Tensor | None]]
 
@@ -93,18 +93,19 @@ class Spare:
 
     def __init__(self, transfer: Transfer) -> None:
         self._transfer = transfer
-        self._batch: Batch | None = None
+        self._held: MicroBatch | None = None
 
     def lacks(self, micro_batches: Sequence[MicroBatch]) -> bool:
         """Whether nothing here weighed something yet, in this window or before."""
-        return self._batch is None and all(map(_weighs_nothing, micro_batches))
+        return self._held is None and all(map(_weighs_nothing, micro_batches))
 
     def borrow(self, micro_batches: Sequence[MicroBatch], ranks: Ranks) -> None:
         """Take another process's where there is none; to be called by all processes, of which one has one."""
-        mine = None if _weighs_nothing(micro_batches[0]) else to_host(micro_batches[0].batch)
+        first = micro_batches[0]
+        mine = None if _weighs_nothing(first) else to_host(first.batch if first.host is None else first.host)
         batches = [each for each in ranks.all_gather(mine) if each is not None]
-        if self._batch is None:
-            self._batch = self._transfer(batches[0])
+        if self._held is None:
+            self._held = MicroBatch(self._transfer(batches[0]), 1.0, host=batches[0])
 
     def instead_of(self, micro_batch: MicroBatch) -> MicroBatch:
         """The micro-batch, or what weighed something before if it has no weight itself.
@@ -114,10 +115,10 @@ class Spare:
         if isinstance(micro_batch.weight, Tensor) or micro_batch.everywhere is not None:
             return micro_batch
         if micro_batch.weight:
-            self._batch = micro_batch.batch
+            self._held = micro_batch
             return micro_batch
-        batch = micro_batch.batch if self._batch is None else self._batch
-        return micro_batch._replace(batch=batch, stand_in=True)
+        held = micro_batch if self._held is None else self._held
+        return micro_batch._replace(batch=held.batch, host=held.host, stand_in=True)
 
 
 class StepResult:

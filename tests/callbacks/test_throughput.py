@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.support.tasks import FEATURES, Regression, pairs, quiet
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -113,6 +114,20 @@ def test_counting_moves_neither_the_weights_nor_the_random_stream(drive):
     for ours, theirs in zip(counted.task.parameters(), plain.task.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     assert [each["train/loss"] for each in counted.history] == [each["train/loss"] for each in plain.history]
+
+
+@pytest.mark.parametrize("fits", [99, 4])
+def test_attempts_that_ran_out_of_memory_are_not_counted(fits):
+    class Small(Regression):
+        def forward(self, features):
+            outputs = super().forward(features)
+            if len(features) > fits:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return outputs
+
+    callback = Throughput()
+    quiet(max_epochs=1, micro_batch="auto", callbacks=[callback]).fit(Small(), pairs(32, 16))
+    assert callback.state_dict() == {"flops_per_sample": 4 * FEATURES}
 
 
 def test_a_compiled_task_is_counted_and_still_compiled_afterwards(drive):

@@ -6,6 +6,7 @@ from collections import OrderedDict, UserDict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -59,6 +60,16 @@ def test_parts_are_views() -> None:
     assert split_batch(batch, 5) == [batch]
 
 
+@pytest.mark.parametrize(
+    ("number", "size", "sizes"),
+    [(21, 4, [4, 4, 4, 3, 3, 3]), (20, 19, [10, 10]), (8, 4, [4, 4]), (3, 2, [2, 1])],
+)
+def test_parts_are_as_even_as_can_be(number: int, size: int, sizes: list[int]) -> None:
+    parts = split_batch(rows(number), size)
+    assert [len(each) for each in parts] == sizes
+    assert torch.equal(torch.cat(parts), rows(number))
+
+
 def test_what_is_of_no_sample_goes_to_every_part() -> None:
     batch = {
         "x": rows(3),
@@ -66,8 +77,12 @@ def test_what_is_of_no_sample_goes_to_every_part() -> None:
         "scale": torch.tensor(2.0),
         "kind": "train",
         "pair": [1, 2],
+        "mask": torch.ones(1, 3, 3),
+        "ids": np.arange(3),
     }
     first, second = split_batch(batch, 2)
+    assert second["ids"].tolist() == [2]
+    del batch["ids"], second["ids"]
     assert first["names"] == ["a", "b"]
     assert second["names"] == ["c"]
     assert {**second, "x": 0, "names": 0} == {**batch, "x": 0, "names": 0}
@@ -80,7 +95,7 @@ class Graph:
 @pytest.mark.parametrize(
     ("batch", "reason"),
     [
-        ((rows(4), rows(3)), "another one"),
+        ((rows(4), rows(3)), "another one.*made in the task's forward.*leading dimension of one"),
         ((rows(2), (rows(2), rows(2))), "a tuple inside of a batch"),
         ({"x": rows(4), "boxes": [rows(4), rows(1), rows(2), rows(4)]}, "a list inside of a batch"),
         (pack_sequence([rows(3), rows(2)]), "PackedSequence"),
@@ -98,6 +113,20 @@ def test_lists_with_an_entry_for_each_sample_are_put_in_a_row() -> None:
     assert join_outputs([["a", "b"], ["c"]], [2, 1]) == ["a", "b", "c"]
     boxes = [[rows(3), rows(1)], [rows(2)]]
     assert [len(each) for each in join_outputs(boxes, [2, 1])] == [3, 1, 2]
+
+
+def test_columns_are_told_from_samples_by_their_kinds() -> None:
+    logits, labels = join_outputs([(rows(2), torch.arange(2)), (rows(2), torch.arange(2))], [2, 2])
+    assert logits.shape == (4, 2)
+    assert labels.tolist() == [0, 1, 0, 1]
+
+
+def test_outputs_of_different_lengths_are_refused_with_what_to_do() -> None:
+    outputs = [{"x": torch.zeros(2, 5)}, {"x": torch.zeros(2, 7)}]
+    with pytest.raises(
+        DataError, match=r"\(2, 5\), \(2, 7\).*padded.*Pad all to one length, or return a list"
+    ):
+        join_outputs(outputs, [2, 2])
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,8 @@ class Throughput(Callback):
         """Count the operations of the fit's first update."""
         if self._measure:
             self._counting = _Counting(run.progress.samples)
+            if run.engine.splitter is not None:  # an attempt that ran out of memory is no part of the update
+                run.engine.splitter.begun_again.append(self._counting.forget)
 
     def on_before_optimizer_step(self, run: Run) -> None:
         """Forward and backward are over; a task with several optimizers comes here once for each."""
@@ -142,11 +144,11 @@ class Throughput(Callback):
 
     def on_fit_end(self, run: Run) -> None:
         """Stop counting, should the fit end within its first update."""
-        self._stop()
+        self._stop(run)
 
     def on_exception(self, run: Run) -> None:
         """Stop counting, should the first update have raised."""
-        self._stop()
+        self._stop(run)
 
     def state_dict(self) -> dict[str, Any]:
         """The operations per sample, if they are known."""
@@ -161,7 +163,7 @@ class Throughput(Callback):
         assert self._counting is not None
         samples = run.progress.samples - self._counting.samples
         flops = self._counting.flops
-        self._stop()
+        self._stop(run)
         # An update without an optimizer's step (a window of weight zero) has no complete backward to count.
         if flops is not None and samples > 0:
             self._measure = False
@@ -169,8 +171,10 @@ class Throughput(Callback):
             shares = run.engine.strategy.data_size
             self._flops_per_sample = shares * flops / samples if flops else None
 
-    def _stop(self) -> None:
+    def _stop(self, run: Run) -> None:
         if self._counting is not None:
+            if run.engine.splitter is not None:
+                run.engine.splitter.begun_again.remove(self._counting.forget)
             self._counting.close()
             self._counting = None
         self._loaded = False
@@ -211,6 +215,7 @@ class _Counting:
 
         self.samples = samples
         self.flops: int | None = None
+        self._forgotten = 0
         self._stack = contextlib.ExitStack()
         # The counter does not see into compiled code, and code that is first called under it is never
         # compiled at all. Nothing is compiled as long as nobody imported the compiler, whose import takes a
@@ -221,7 +226,11 @@ class _Counting:
 
     def read(self) -> None:
         """Take the count so far."""
-        self.flops = self._counter.get_total_flops()
+        self.flops = self._counter.get_total_flops() - self._forgotten
+
+    def forget(self) -> None:
+        """Count from here on: what was counted before was for nothing."""
+        self._forgotten = self._counter.get_total_flops()
 
     def close(self) -> None:
         """Stop counting."""

@@ -29,6 +29,7 @@ class MicroBatch(NamedTuple):
         advance: How far it moves the data's position.
         stand_in: Whether it is another process's, because this one has no samples in the round.
         everywhere: What all processes have in the round, where that is known without asking them.
+        host: The batch as the data gave it, neither moved nor cast, where `Transfer.keeps_host` asks for it.
     """
 
     batch: Batch
@@ -38,6 +39,7 @@ class MicroBatch(NamedTuple):
     advance: int = 1
     stand_in: bool = False
     everywhere: Everywhere | None = None
+    host: Batch = None
 
 
 class Transfer:
@@ -47,6 +49,10 @@ class Transfer:
         device: Where to.
         dtype: What floating-point tensors are cast to; None leaves them.
         place: What is done with each tensor there; see `Strategy.place`.
+
+    Attributes:
+        keeps_host: Whether a micro-batch that is moved or cast keeps the batch as it was: what is counted of
+            its parts must not be rounded, nor waited for.
     """
 
     def __init__(
@@ -58,6 +64,7 @@ class Transfer:
         self.device = device
         self.dtype = dtype
         self._place = place
+        self.keeps_host = False
         self.idle = device.type == "cpu" and dtype is None
         cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
@@ -80,8 +87,11 @@ class Transfer:
         if self.idle:
             return micro_batches
         if self._stream is None or not early:
-            return (each._replace(batch=self(each.batch)) for each in micro_batches)
+            return (self._with(each, self(each.batch)) for each in micro_batches)
         return self._on_own_stream(micro_batches, self._stream)
+
+    def _with(self, micro_batch: MicroBatch, moved: Batch) -> MicroBatch:
+        return micro_batch._replace(batch=moved, host=micro_batch.batch if self.keeps_host else None)
 
     def _on_own_stream(
         self, micro_batches: Iterator[MicroBatch], stream: torch.cuda.Stream
@@ -100,7 +110,7 @@ class Transfer:
                 yield ready
             if beside:
                 self._hand_over(moved, stream)
-            ready = micro_batch._replace(batch=moved)
+            ready = self._with(micro_batch, moved)
         if ready is not None:
             yield ready
 

@@ -1,0 +1,96 @@
+"""A micro-batch cut into several, each with what its loss is a mean over."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drivetrain.data.batch import batch_size, map_tensors
+from drivetrain.data.feed import Count
+from drivetrain.data.transfer import MicroBatch
+from drivetrain.errors import DataError
+from drivetrain.types import Batch
+
+_IGNORED = -100
+"""The label that `torch.nn.functional.cross_entropy` leaves out of its mean."""
+
+_SIGNED = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
+
+_APART = 0.01
+"""Of the whole's weight, what its parts' may differ by: sums of 16-bit numbers are that coarse."""
+
+
+def weighted_parts(
+    micro_batch: MicroBatch, batches: Sequence[Batch], hosts: Sequence[Batch], weigh: Count | None
+) -> list[MicroBatch]:
+    """A micro-batch as its parts.
+
+    Args:
+        micro_batch: The whole.
+        batches: Its parts, on the device.
+        hosts: The same as the data gave them, or None for each; these are weighed, as the whole was. In a
+            16-bit copy a sum of weights may be rounded, or infinite.
+        weigh: What a part's loss is a mean over; None for its number of samples.
+
+    Raises:
+        DataError: A part's weight is negative or not finite, or the parts do not weigh what the whole does.
+    """
+    samples = [batch_size(each) or 0 for each in batches]
+    weights: Sequence[float] = samples
+    if weigh is not None:
+        given = [weigh(part if host is None else host) for part, host in zip(batches, hosts, strict=True)]
+        weights = _checked(_numbers(given), samples, micro_batch)
+    return [
+        micro_batch._replace(batch=batch, weight=weight, samples=number, tokens=0, host=kept)
+        for batch, weight, number, kept in zip(batches, weights, samples, hosts, strict=True)
+    ]
+
+
+def warn_of_ignored(batch: Batch, task: str) -> None:
+    """Warn that a loss is hardly a mean over samples; waits for the device.
+
+    Args:
+        batch: One that is split.
+        task: What has no `loss_weight`.
+    """
+    found: list[Tensor] = []
+    map_tensors(found.append, batch)
+    if any(each.dtype in _SIGNED and bool((each == _IGNORED).any()) for each in found):
+        warnings.warn(
+            f"batches have the label {_IGNORED}, which cross_entropy leaves out of its mean, and {task} has"
+            " no loss_weight: parts count by their samples, so that the gradient depends on how batches"
+            f" are split. Define loss_weight(batch), such as (label != {_IGNORED}).sum()",
+            stacklevel=2,
+        )
+
+
+def _numbers(weights: Sequence[Any]) -> list[float]:
+    """Weights on the host: a part of weight zero is to be left out, so that they are waited for."""
+    if any(isinstance(each, Tensor) for each in weights):
+        numbers: list[float] = torch.stack([torch.as_tensor(each).reshape(()) for each in weights]).tolist()
+        return numbers
+    return [float(each) for each in weights]
+
+
+def _checked(weights: Sequence[float], samples: Sequence[int], micro_batch: MicroBatch) -> Sequence[float]:
+    for weight, number in zip(weights, samples, strict=True):
+        if not 0 <= weight < math.inf:
+            raise DataError(
+                f"loss_weight gave {weight} for a part of {number} of a batch's {sum(samples)} samples; a"
+                " weight is a number of samples or tokens, 0 or more"
+            )
+    whole, parts = micro_batch.weight, sum(weights)
+    if isinstance(whole, Tensor) or micro_batch.stand_in:  # on an accelerator, or of another batch
+        return weights
+    if abs(parts - whole) > _APART * max(parts, whole):
+        raise DataError(
+            f"loss_weight gave {whole:g} for a batch of {sum(samples)} samples and {parts:g} for its"
+            f" {len(weights)} parts together. Where batches are run in parts it must be a sum over samples,"
+            " such as their number of tokens"
+        )
+    return weights

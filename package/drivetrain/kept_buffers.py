@@ -1,0 +1,37 @@
+"""A module's buffers, kept so that what an attempt did to them can be undone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+
+class KeptBuffers:
+    """Copies of the buffers of a module, and where in it they stood."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+
+    def keep(self, module: nn.Module) -> None:
+        """Copy them as they are now; those that are still lazy have no values."""
+        # Where they stand goes along: a forward may put another tensor in a buffer's place.
+        found = [
+            (owner, name, buffer)
+            for owner in module.modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None and not is_lazy(buffer)
+        ]
+        if [id(buffer) for _, _, buffer in found] != [id(buffer) for _, _, buffer, _ in self._kept]:
+            self._kept = [(*each, each[2].detach().clone()) for each in found]
+            return
+        with torch.no_grad():
+            for _, _, buffer, copy in self._kept:
+                copy.copy_(buffer)
+
+    def put_back(self) -> None:
+        """Make them what they were, where they were."""
+        with torch.no_grad():
+            for owner, name, buffer, copy in self._kept:
+                buffer.copy_(copy)
+                owner._buffers[name] = buffer
