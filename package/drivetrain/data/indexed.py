@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
+from drivetrain.data.copied import Copied
 from drivetrain.data.keyed import (
     IndexBatch,
     KeyedDataset,
@@ -49,6 +50,7 @@ class IndexedSource(Source):
         share: Which part of every round is read here.
         reader: Which of several processes this is that read data of their own, each in random streams of its
             own; their orders are drawn alike, so that what is shuffled before it is divided stays divided.
+        bare: Whether the user gave the dataset alone, of which the loader was made here.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class IndexedSource(Source):
         pin_memory: bool = False,
         share: Share = WHOLE,
         reader: int = 0,
+        bare: bool = False,
     ) -> None:
         self.name = name
         self.share = share
@@ -97,7 +100,15 @@ class IndexedSource(Source):
         goes_on = loader.persistent_workers and self.exact
         self._workers = None
         if loader.num_workers:
-            self._workers = Workers(self._with_workers, self.index_batches, goes_on, self._failure_of)
+            self._workers = Workers(
+                self._with_workers,
+                self.index_batches,
+                goes_on,
+                self._failure_of,
+                Copied(loader.dataset, loader.collate_fn),
+                keeps=loader.persistent_workers and not bare,
+                name=name,
+            )
 
     def _with_workers(self, asked: Asked, epoch: int) -> DataLoader[Any]:
         loader = self._loader
