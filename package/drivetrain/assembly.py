@@ -16,7 +16,7 @@ from drivetrain.callbacks.progress_bar import ProgressBar
 from drivetrain.callbacks.summary import ModelSummary
 from drivetrain.checkpoint import DirectoryCheckpointIO
 from drivetrain.compiling import as_compile
-from drivetrain.data import Feed
+from drivetrain.data import Feed, check_settings_used
 from drivetrain.data.alike import check_data
 from drivetrain.declared_metrics import DeclaredMetrics
 from drivetrain.distributed.failure import FailureChannel
@@ -181,6 +181,8 @@ def build_fit(
     """
     task = check_task(task)
     train_data, validation_data = fit_data(train_data, validation_data)
+    size, workers = trainer.batch_size, trainer.num_workers
+    check_settings_used(train_data, validation_data, batch_size=size, num_workers=workers)
     engine = make_engine(trainer)
     with setting_up(trainer, task, engine, "fit", resume=resume):
         return _fit_run(trainer, engine, task, train_data, validation_data, resume, body)

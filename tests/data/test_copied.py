@@ -60,16 +60,18 @@ class Curriculum(Callback):
             self.data.noise = run.progress.epoch
 
 
-def train(run_dir: Path, workers: int, hidden: bool, stop: int | None = None) -> list[float]:
+def train(run_dir: Path, workers: int, hidden: bool, stop: int | None = None) -> Any:
     data, task = Noisy(), Regression()
-    ends = LambdaCallback(
-        on_step_end=lambda run: run.stop("for now") if run.progress.updates == stop else None
-    )
+
+    def at(run: Any) -> None:
+        if run.progress.updates == stop:
+            run.stop("for now")
+
     quiet(
         max_epochs=3,
         num_workers=workers,
         run_dir=run_dir,
-        callbacks=[Curriculum(data, hidden), *([ends] if stop else [])],
+        callbacks=[Curriculum(data, hidden), LambdaCallback(on_step_end=at)],
         checkpoint=CheckpointConfig(every="1 step", by=None),
     ).fit(task, data, resume="auto")
     return weights(task)
@@ -135,9 +137,7 @@ def test_what_a_task_changes_in_its_set_up_is_seen_at_once(tmp_path: Path, bare:
 
 def test_what_a_task_changes_in_an_epoch_is_told_of_and_seen_in_the_next(tmp_path: Path) -> None:
     data = Noisy(tmp_path / "note")
-    with pytest.warns(
-        UserWarning, match=r"training data was changed \(noise\) while epoch 0 .*num_workers=0"
-    ):
+    with pytest.warns(UserWarning, match=r"changed \(noise\) while epoch 0 .*num_workers=0"):
         quiet(max_epochs=3, num_workers=1).fit(Changes(data, 2), data)
     given = data.noted(1)
     assert given[:8] == [0] * 8

@@ -71,6 +71,7 @@ class IndexedSource(Source):
         self._seed = seed
         self._batch_seed = mix(seed, reader) if reader else seed
         self._loader = loader
+        self._bare = bare
         ready = loader.batch_sampler is None
         self._draws = may_draw(loader.dataset, loader.collate_fn)
         self._dataset = KeyedDataset(loader.dataset, self._draws, not ready)
@@ -233,13 +234,18 @@ class IndexedSource(Source):
                 "Its batches are made in the training process: give the DataLoader, or for a Dataset the"
                 " Trainer, num_workers=2 or more"
             )
+        factor = f"a larger prefetch_factor than {loader.prefetch_factor}"
         more = (
-            f"More than num_workers={loader.num_workers}, a larger prefetch_factor than"
-            f" {loader.prefetch_factor}, or less work in the dataset's __getitem__ and the collate_fn would"
-            " help"
+            f"More than num_workers={loader.num_workers}, {factor}{' of a DataLoader' if self._bare else ''},"
+            " or less work in the dataset's __getitem__ and the collate_fn would help"
         )
         if loader.persistent_workers:
             return more
+        if self._bare:
+            return (
+                "Its workers start anew in every epoch, as your callbacks or your loop may change the dataset:"
+                f" a DataLoader with persistent_workers=True keeps them. {more}"
+            )
         return f"Its workers start anew in every epoch: persistent_workers=True keeps them. {more}"
 
     def close(self) -> None:

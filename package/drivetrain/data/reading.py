@@ -14,7 +14,7 @@ from drivetrain.data.share import WHOLE, Share
 from drivetrain.data.sources import BatchSource, IterableSource, Source
 from drivetrain.data.split import AlreadySplit, SplitSource
 from drivetrain.distributed.ranks import ALONE, Ranks
-from drivetrain.errors import DataError
+from drivetrain.errors import ConfigError, DataError
 from drivetrain.types import Batch
 
 
@@ -178,6 +178,34 @@ def evaluation_sources(data: Any, name: str, seed: int, **options: Any) -> list[
             raise DataError(f"the name {key!r} of a {name} loader must be a non-empty text without '/'")
         sources.append((key, as_source(loader, f"{name} ({key})", seed, **options)))
     return sources
+
+
+def check_settings_used(train: Any, evaluation: Any, *, batch_size: int | None, num_workers: int) -> None:
+    """Refuse settings for a bare Dataset where there is none, and the loader says otherwise.
+
+    Args:
+        train: The training data.
+        evaluation: The validation data, if there is any: for that the settings may be meant.
+        batch_size: The Trainer's.
+        num_workers: Likewise.
+
+    Raises:
+        ConfigError: They would not be used.
+    """
+    given = [train, *(evaluation.values() if isinstance(evaluation, Mapping) else [evaluation])]
+    loader, *others = [each.data if isinstance(each, AlreadySplit) else each for each in given]
+    if not isinstance(loader, DataLoader) or any(isinstance(each, Dataset) for each in others):
+        return
+    for name, value, own in (
+        ("batch_size", batch_size, loader.batch_size),
+        ("num_workers", num_workers or None, loader.num_workers),
+    ):
+        if value is not None and own is not None and value != own:
+            raise ConfigError(
+                f"Trainer({name}={value}) is for data that is given as a bare Dataset, but the training data"
+                f" is a DataLoader, of which its own {name}={own} counts. Pass DataLoader(...,"
+                f" {name}={value}), or the dataset itself"
+            )
 
 
 def pin_memory_for(device: torch.device) -> bool:

@@ -143,8 +143,8 @@ class Workers:
         if changed is not None:
             self._warn(
                 f"the {self._name} data was changed ({changed}) while epoch {epoch} was read: its workers"
-                " have copies, and do not see it in this epoch, while those of a run that is resumed in it would."
-                " Change it in on_epoch_start, or use num_workers=0"
+                " have copies, and do not see it in this epoch, while those of a run that is resumed in it"
+                " would. Change it in on_epoch_start, or use num_workers=0"
             )
 
     def _warn(self, text: str) -> None:
