@@ -181,8 +181,7 @@ def build_fit(
     """
     task = check_task(task)
     train_data, validation_data = fit_data(train_data, validation_data)
-    size, workers = trainer.batch_size, trainer.num_workers
-    check_settings_used(train_data, validation_data, batch_size=size, num_workers=workers)
+    check_settings_used(train_data, validation_data, trainer.batch_size, trainer.num_workers)
     engine = make_engine(trainer)
     with setting_up(trainer, task, engine, "fit", resume=resume):
         return _fit_run(trainer, engine, task, train_data, validation_data, resume, body)

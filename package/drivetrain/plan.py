@@ -146,8 +146,7 @@ def make_plan(trainer: Trainer, task: Any, train_data: Any, validation_data: Any
     with preserved():
         task = check_task(task)
         train_data, validation_data = fit_data(train_data, validation_data)
-        size, workers = trainer.batch_size, trainer.num_workers
-        check_settings_used(train_data, validation_data, batch_size=size, num_workers=workers)
+        check_settings_used(train_data, validation_data, trainer.batch_size, trainer.num_workers)
         epoch = Epoch(trainer, task, train_data)
         totals = planned_totals(trainer, epoch.feed)
         validates = validation_data is not None

@@ -186,7 +186,7 @@ def test_a_task_without_matrix_products_is_counted_once_and_has_no_flops(drive):
 def test_numbers_that_are_not_positive_are_refused():
     with pytest.raises(ConfigError, match="peak_flops must be a finite number above 0, not 0"):
         Throughput(peak_flops=0)
-    with pytest.raises(ConfigError, match="flops_per_sample .* not -1"):
+    with pytest.raises(ConfigError, match=r"flops_per_sample .* not -1"):
         Throughput(flops_per_sample=-1)
 
 

@@ -243,8 +243,8 @@ class IndexedSource(Source):
             return more
         if self._bare:
             return (
-                "Its workers start anew in every epoch, as your callbacks or your loop may change the dataset:"
-                f" a DataLoader with persistent_workers=True keeps them. {more}"
+                "Its workers start anew in every epoch, as your callbacks or your loop may change the"
+                f" dataset: a DataLoader with persistent_workers=True keeps them. {more}"
             )
         return f"Its workers start anew in every epoch: persistent_workers=True keeps them. {more}"
 

@@ -180,7 +180,7 @@ def evaluation_sources(data: Any, name: str, seed: int, **options: Any) -> list[
     return sources
 
 
-def check_settings_used(train: Any, evaluation: Any, *, batch_size: int | None, num_workers: int) -> None:
+def check_settings_used(train: Any, evaluation: Any, batch_size: int | None, num_workers: int) -> None:
     """Refuse settings for a bare Dataset where there is none, and the loader says otherwise.
 
     Args:
