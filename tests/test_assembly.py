@@ -149,6 +149,26 @@ def test_a_progress_bar_and_a_summary_of_ones_own_replace_ours() -> None:
     assert [each.count("ModelSummary") for each in found] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("given", [{"num_workers": 2}, {"batch_size": 16}])
+def test_settings_for_a_bare_dataset_are_refused_with_a_loader(given: dict[str, Any]) -> None:
+    name = next(iter(given))
+    trainer = quiet(max_steps=1, **given)
+    asks: list[tuple[Any, ...]] = [(pairs(),), (pairs(), pairs(4)), (pairs(), {"one": pairs(4)})]
+    for act in (trainer.fit, trainer.plan):
+        for data in asks:
+            with pytest.raises(ConfigError, match=rf"{name}=.* its own {name}=[02] counts.*DataLoader\("):
+                act(Regression(), *data)
+
+
+def test_settings_for_a_bare_dataset_are_used_for_the_validation_or_said_twice() -> None:
+    bare = TensorDataset(torch.zeros(4, 4), torch.zeros(4, 1))
+    trainer = quiet(max_steps=1, num_workers=1, batch_size=4)
+    trainer.fit(Regression(), pairs(), bare)
+    trainer.fit(Regression(), pairs(batch_size=4, num_workers=1))
+    trainer.fit(Regression(), bare, pairs())
+    trainer.validate(Regression(), pairs())  # of a trainer that was made for a fit
+
+
 def test_train_metrics_can_be_left_out_of_training() -> None:
     from torchmetrics import MeanAbsoluteError
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from drivetrain import later
 from drivetrain.agreement import check_alike, check_optimizers_alike
 from drivetrain.compiling import as_compile
-from drivetrain.data import Feed
+from drivetrain.data import Feed, check_settings_used
 from drivetrain.data.alike import check_data
 from drivetrain.declared_metrics import DeclaredMetrics
 from drivetrain.distributed.failure import FailureChannel
 from drivetrain.engine import Engine
 from drivetrain.errors import ConfigError, nearest
-from drivetrain.feeds import evaluation_feeds, starts_early, train_feed
+from drivetrain.feeds import evaluation_feeds, may_change_data, starts_early, train_feed
 from drivetrain.loggers.base import build_loggers
 from drivetrain.loop import begin_reading
 from drivetrain.micro_batch import split_batches
@@ -156,14 +156,29 @@ def every(interval: Any) -> Every | None:
 
 
 def build_fit(
-    trainer: Trainer, task: Any, train_data: Any, validation_data: Any, resume: str | None
+    trainer: Trainer,
+    task: Any,
+    train_data: Any,
+    validation_data: Any,
+    resume: str | None,
+    body: bool = False,
 ) -> tuple[Run, CheckpointSaver | None]:
-    """The run of a fit, and its saver unless it saves nothing; `start_from` makes it ready to start."""
+    """The run of a fit, and its saver unless it saves nothing; `start_from` makes it ready to start.
+
+    Args:
+        trainer: The settings.
+        task: The task.
+        train_data: As it was given to `fit`.
+        validation_data: Likewise.
+        resume: Likewise.
+        body: Whether the loop has a body of the user's.
+    """
     task = check_task(task)
     train_data, validation_data = fit_data(train_data, validation_data)
+    check_settings_used(train_data, validation_data, trainer.batch_size, trainer.num_workers)
     engine = make_engine(trainer)
     with setting_up(trainer, task, engine, "fit", resume=resume):
-        return _fit_run(trainer, engine, task, train_data, validation_data, resume)
+        return _fit_run(trainer, engine, task, train_data, validation_data, resume, body)
 
 
 def _fit_run(
@@ -173,8 +188,10 @@ def _fit_run(
     train_data: Any,
     validation_data: Any,
     resume: str | None,
+    body: bool,
 ) -> tuple[Run, CheckpointSaver | None]:
-    feed = train_feed(trainer, engine, task, train_data)
+    changes = body or may_change_data(trainer.callbacks)
+    feed = train_feed(trainer, engine, task, train_data, changes)
     totals = planned_totals(trainer, feed)
     declared = task.metrics()
     train_metrics = (
@@ -182,7 +199,7 @@ def _fit_run(
         if declared and trainer.train_metrics
         else None
     )
-    feeds = evaluation_feeds(trainer, engine, task, validation_data, "validation")
+    feeds = evaluation_feeds(trainer, engine, task, validation_data, "validation", changes)
     check_data([feed, *(each for _, each in feeds)], engine.ranks)
     validate_every = every(trainer.validate_every) if feeds else None
     triggers = Triggers(

@@ -7,14 +7,23 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.data import Feed, as_source, evaluation_sources, pin_memory_for
 from drivetrain.engine import Engine
+from drivetrain.hooks import HOOKS
 from drivetrain.task import TaskModule, measure_of
 
 if TYPE_CHECKING:
     from drivetrain.trainer import Trainer
 
 
-def train_feed(trainer: Trainer, engine: Engine, task: TaskModule, data: Any) -> Feed:
-    """The training data as windows of micro-batches."""
+def train_feed(trainer: Trainer, engine: Engine, task: TaskModule, data: Any, changes: bool = False) -> Feed:
+    """The training data as windows of micro-batches.
+
+    Args:
+        trainer: The settings.
+        engine: The engine.
+        task: The task.
+        data: What the user gave.
+        changes: Whether code of the user's may change it meanwhile.
+    """
     source = as_source(
         engine.strategy.prepare_data(data),
         "training",
@@ -25,6 +34,7 @@ def train_feed(trainer: Trainer, engine: Engine, task: TaskModule, data: Any) ->
         pin_memory=pin_memory_for(engine.device),
         share=engine.share,
         ranks=engine.data_ranks,
+        changes=changes,
     )
     steps = trainer.gradient_accumulation_steps
     feed = Feed(source, engine.transfer, measure_of(task), steps, trainer.limit_train_batches)
@@ -33,7 +43,7 @@ def train_feed(trainer: Trainer, engine: Engine, task: TaskModule, data: Any) ->
 
 
 def evaluation_feeds(
-    trainer: Trainer, engine: Engine, task: TaskModule, data: Any, stage: str
+    trainer: Trainer, engine: Engine, task: TaskModule, data: Any, stage: str, changes: bool = False
 ) -> list[tuple[str | None, Feed]]:
     """Evaluation or prediction data by loader name; none for None."""
     if data is None:
@@ -49,6 +59,7 @@ def evaluation_feeds(
         pin_memory=pin_memory_for(engine.device),
         share=engine.share,
         ranks=engine.data_ranks,
+        changes=changes,
     )
     limit = getattr(trainer, f"limit_{stage}_batches")
     feeds = [(name, Feed(source, engine.transfer, measure_of(task), 1, limit)) for name, source in sources]
@@ -62,11 +73,22 @@ def starts_early(callbacks: Iterable[Any]) -> bool:
 
     Not where a callback of the user's is called before the first batch is read: it may change the dataset.
     """
+    return not _calls_user(callbacks, ("on_fit_start", "on_epoch_start"))
+
+
+def may_change_data(callbacks: Iterable[Any]) -> bool:
+    """Whether a callback of the user's is called between two epochs or in one: it may change the dataset, in
+    ways that cannot all be seen, of which a run without workers would see every one.
+    """
+    return _calls_user(callbacks, HOOKS)
+
+
+def _calls_user(callbacks: Iterable[Any], hooks: Iterable[str]) -> bool:
     for callback in callbacks:
-        for name in ("on_fit_start", "on_epoch_start"):
+        for name in hooks:
             hook = getattr(callback, name, None)
             if hook is None or getattr(hook, "__unused_hook__", False):
                 continue
             if not str(getattr(hook, "__module__", "")).startswith("drivetrain."):
-                return False
-    return True
+                return True
+    return False

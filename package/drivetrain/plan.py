@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.assembly import check_task, every, fit_data, planned_totals
 from drivetrain.checkpoint import CheckpointConfig
-from drivetrain.data import evaluation_sources
+from drivetrain.data import check_settings_used, evaluation_sources
 from drivetrain.plan_conflicts import (
     interval_conflicts,
     length_conflicts,
@@ -151,6 +151,7 @@ def make_plan(trainer: Trainer, task: Any, train_data: Any, validation_data: Any
     with preserved():
         task = check_task(task)
         train_data, validation_data = fit_data(train_data, validation_data)
+        check_settings_used(train_data, validation_data, trainer.batch_size, trainer.num_workers)
         epoch = Epoch(trainer, task, train_data)
         totals = planned_totals(trainer, epoch.feed)
         validates = validation_data is not None

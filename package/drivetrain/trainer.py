@@ -243,7 +243,7 @@ class Trainer(ByName):
     def _steps(
         self, task: TaskModule, train_data: Any, validation_data: Any, resume: str | None
     ) -> Generator[StepResult, None, None]:
-        run, saver = build_fit(self, task, train_data, validation_data, resume)
+        run, saver = build_fit(self, task, train_data, validation_data, resume, body=True)
         with boundary(self, run):
             start_from(self, run, saver, resume)
             yield from train_steps(run)

@@ -199,10 +199,16 @@ def test_a_task_without_matrix_products_is_counted_once_and_has_no_flops(drive):
 
 
 def test_numbers_that_are_not_positive_are_refused():
-    with pytest.raises(ConfigError, match="peak_flops=0; give a positive number"):
+    with pytest.raises(ConfigError, match="peak_flops must be a finite number above 0, not 0"):
         Throughput(peak_flops=0)
-    with pytest.raises(ConfigError, match="flops_per_sample=-1"):
+    with pytest.raises(ConfigError, match=r"flops_per_sample .* not -1"):
         Throughput(flops_per_sample=-1)
+
+
+@pytest.mark.parametrize("hint", [20, 1.0, 0, True, "20%", float("nan")])
+def test_a_hint_that_would_never_come_is_refused(hint):
+    with pytest.raises(ConfigError, match=f"data_hint.* above 0 and below 1, not {hint!r}"):
+        Throughput(data_hint=hint)
 
 
 def test_long_waits_for_data_are_hinted_at_once(drive, capsys):
@@ -223,6 +229,17 @@ def test_no_hint_where_none_is_asked_for_or_nobody_waits(drive, capsys, hint):
     watch = LambdaCallback(on_step_end=wait)
     drive(Throughput(data_hint=hint), watch, updates_per_epoch=8, log_every=2).fit()
     assert "waiting" not in capsys.readouterr().err
+
+
+def test_what_is_advised_for_a_dataset_alone_can_be_done():
+    data = TensorDataset(torch.zeros(4, 2))
+    options = {"batch_size": 2, "num_workers": 2}
+    advice = as_source(data, "training", 0, **options).advice
+    assert "start anew" not in advice
+    assert "prefetch_factor than 2 of a DataLoader" in advice
+    advice = as_source(data, "training", 0, changes=True, **options).advice
+    assert "start anew" in advice
+    assert "a DataLoader with persistent_workers=True" in advice
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.peaks import peak_flops
-from drivetrain.errors import ConfigError
+from drivetrain.options import number
 
 if TYPE_CHECKING:
     from drivetrain.run import Run
@@ -55,7 +55,8 @@ class Throughput(Callback):
         data_hint: The share of the time above which waiting for data is worth a hint; None for no hint.
 
     Raises:
-        ConfigError: A peak, a number of operations or a share that is not positive.
+        ConfigError: A peak or a number of operations that is not positive, a share that is not between 0
+            and 1.
     """
 
     def __init__(
@@ -65,10 +66,11 @@ class Throughput(Callback):
         measure_flops: bool = True,
         data_hint: float | None = 0.2,
     ) -> None:
-        given = {"peak_flops": peak_flops, "flops_per_sample": flops_per_sample, "data_hint": data_hint}
-        for name, value in given.items():
-            if value is not None and not value > 0:
-                raise ConfigError(f"throughput has {name}={value!r}; give a positive number, or None")
+        for name, value in {"peak_flops": peak_flops, "flops_per_sample": flops_per_sample}.items():
+            if value is not None:
+                number(f"Throughput's {name}", value, above=0)
+        if data_hint is not None:
+            number("Throughput's data_hint, a share of the time,", data_hint, above=0, below=1)
         self.peak_flops = peak_flops
         self.flops_per_sample = flops_per_sample
         self.measure_flops = measure_flops

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
+from drivetrain.data.copied import Copied
 from drivetrain.data.keyed import (
     IndexBatch,
     KeyedDataset,
@@ -49,6 +50,7 @@ class IndexedSource(Source):
         share: Which part of every round is read here.
         reader: Which of several processes this is that read data of their own, each in random streams of its
             own; their orders are drawn alike, so that what is shuffled before it is divided stays divided.
+        bare: Whether the user gave the dataset alone, of which the loader was made here.
     """
 
     def __init__(
@@ -62,12 +64,14 @@ class IndexedSource(Source):
         pin_memory: bool = False,
         share: Share = WHOLE,
         reader: int = 0,
+        bare: bool = False,
     ) -> None:
         self.name = name
         self.share = share
         self._seed = seed
         self._batch_seed = mix(seed, reader) if reader else seed
         self._loader = loader
+        self._bare = bare
         ready = loader.batch_sampler is None
         self._draws = may_draw(loader.dataset, loader.collate_fn)
         self._dataset = KeyedDataset(loader.dataset, self._draws, not ready)
@@ -97,7 +101,15 @@ class IndexedSource(Source):
         goes_on = loader.persistent_workers and self.exact
         self._workers = None
         if loader.num_workers:
-            self._workers = Workers(self._with_workers, self.index_batches, goes_on, self._failure_of)
+            self._workers = Workers(
+                self._with_workers,
+                self.index_batches,
+                goes_on,
+                self._failure_of,
+                Copied(loader.dataset, loader.collate_fn),
+                keeps=loader.persistent_workers and not bare,
+                name=name,
+            )
 
     def _with_workers(self, asked: Asked, epoch: int) -> DataLoader[Any]:
         loader = self._loader
@@ -222,13 +234,18 @@ class IndexedSource(Source):
                 "Its batches are made in the training process: give the DataLoader, or for a Dataset the"
                 " Trainer, num_workers=2 or more"
             )
+        factor = f"a larger prefetch_factor than {loader.prefetch_factor}"
         more = (
-            f"More than num_workers={loader.num_workers}, a larger prefetch_factor than"
-            f" {loader.prefetch_factor}, or less work in the dataset's __getitem__ and the collate_fn would"
-            " help"
+            f"More than num_workers={loader.num_workers}, {factor}{' of a DataLoader' if self._bare else ''},"
+            " or less work in the dataset's __getitem__ and the collate_fn would help"
         )
         if loader.persistent_workers:
             return more
+        if self._bare:
+            return (
+                "Its workers start anew in every epoch, as your callbacks or your loop may change the"
+                f" dataset: a DataLoader with persistent_workers=True keeps them. {more}"
+            )
         return f"Its workers start anew in every epoch: persistent_workers=True keeps them. {more}"
 
     def close(self) -> None:

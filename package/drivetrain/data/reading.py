@@ -14,7 +14,7 @@ from drivetrain.data.share import WHOLE, Share
 from drivetrain.data.sources import BatchSource, IterableSource, Source
 from drivetrain.data.split import AlreadySplit, SplitSource
 from drivetrain.distributed.ranks import ALONE, Ranks
-from drivetrain.errors import DataError
+from drivetrain.errors import ConfigError, DataError
 from drivetrain.types import Batch
 
 
@@ -31,6 +31,7 @@ def as_source(
     pin_memory: bool = False,
     share: Share = WHOLE,
     ranks: Ranks = ALONE,
+    changes: bool = False,
 ) -> Source:
     """The source that reads a user's data.
 
@@ -39,13 +40,14 @@ def as_source(
         name: Whose data it is ("training", "validation", ...), for messages.
         seed: The run's seed.
         batch_size: For a bare Dataset that has no `batch_size` of its own.
-        num_workers: Worker processes for a bare Dataset; they are started once, with a copy of it.
+        num_workers: Worker processes for a bare Dataset, each with a copy of it.
         shuffle: Whether a bare Dataset is shuffled.
         in_order: Read in the dataset's own order even when the loader shuffles.
         every_sample: Read the last, short batch too when the loader would drop it.
         pin_memory: For copies to an accelerator.
         share: Which part of it this process reads.
         ranks: The processes that read it, for data that they have divided themselves.
+        changes: Whether a bare Dataset may be changed between two epochs, so that each needs new workers.
 
     Raises:
         DataError: Data of a kind that cannot be read, empty data, or a Dataset without a batch size.
@@ -57,6 +59,7 @@ def as_source(
         "in_order": in_order,
         "every_sample": every_sample,
         "pin_memory": pin_memory,
+        "changes": changes,
     }
     if not isinstance(data, AlreadySplit):
         return _source(data, name, seed, share=share, **options)
@@ -75,10 +78,12 @@ def _source(
     in_order: bool,
     every_sample: bool,
     pin_memory: bool,
+    changes: bool,
     share: Share = WHOLE,
     reader: int = 0,
 ) -> Source:
     loader = data
+    bare = isinstance(data, Dataset)
     if isinstance(data, Dataset):
         size = _batch_size_of(data, name, batch_size)
         if size is not None:
@@ -87,7 +92,7 @@ def _source(
                 batch_size=size,
                 shuffle=shuffle,
                 num_workers=num_workers,
-                persistent_workers=num_workers > 0,
+                persistent_workers=num_workers > 0 and not changes,
             )
     if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
         if not isinstance(loader.dataset, IterableDataset) and hasattr(loader.dataset, "__len__"):
@@ -101,6 +106,7 @@ def _source(
                 pin_memory=pin_memory,
                 share=share,
                 reader=reader,
+                bare=bare,
             )
     elif isinstance(loader, (list, tuple)):
         return BatchSource(name, _ready_batches(loader, name), share)
@@ -172,6 +178,34 @@ def evaluation_sources(data: Any, name: str, seed: int, **options: Any) -> list[
             raise DataError(f"the name {key!r} of a {name} loader must be a non-empty text without '/'")
         sources.append((key, as_source(loader, f"{name} ({key})", seed, **options)))
     return sources
+
+
+def check_settings_used(train: Any, evaluation: Any, batch_size: int | None, num_workers: int) -> None:
+    """Refuse settings for a bare Dataset where there is none, and the loader says otherwise.
+
+    Args:
+        train: The training data.
+        evaluation: The validation data, if there is any: for that the settings may be meant.
+        batch_size: The Trainer's.
+        num_workers: Likewise.
+
+    Raises:
+        ConfigError: They would not be used.
+    """
+    given = [train, *(evaluation.values() if isinstance(evaluation, Mapping) else [evaluation])]
+    loader, *others = [each.data if isinstance(each, AlreadySplit) else each for each in given]
+    if not isinstance(loader, DataLoader) or any(isinstance(each, Dataset) for each in others):
+        return
+    for name, value, own in (
+        ("batch_size", batch_size, loader.batch_size),
+        ("num_workers", num_workers or None, loader.num_workers),
+    ):
+        if value is not None and own is not None and value != own:
+            raise ConfigError(
+                f"Trainer({name}={value}) is for data that is given as a bare Dataset, but the training data"
+                f" is a DataLoader, of which its own {name}={own} counts. Pass DataLoader(...,"
+                f" {name}={value}), or the dataset itself"
+            )
 
 
 def pin_memory_for(device: torch.device) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import count, islice
@@ -10,7 +11,9 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
+from drivetrain.data.copied import Copied
 from drivetrain.data.keyed import IndexBatch
+from drivetrain.data.worker_signals import KEPT, Waits, end, listen, raise_kept
 from drivetrain.errors import DataError
 
 
@@ -52,6 +55,9 @@ class Workers:
         index_batches: The index batches of an epoch from a position on.
         goes_on: Whether an epoch's batches may be asked for before the one before it has ended.
         failure: The error for what went wrong, and with which batch; without one before the first.
+        copied: What they get copies of.
+        keeps: Whether they stay although that has been changed, because the user has asked for it.
+        name: Whose data it is, for warnings.
     """
 
     def __init__(
@@ -60,11 +66,19 @@ class Workers:
         index_batches: Callable[[int, int], Iterator[IndexBatch]],
         goes_on: bool,
         failure: Callable[[Exception, IndexBatch | None], DataError],
+        copied: Copied,
+        keeps: bool,
+        name: str,
     ) -> None:
         self._make = make
         self._index_batches = index_batches
         self._goes_on = goes_on
         self._failure = failure
+        self._copied = copied
+        self._keeps = keeps
+        self._name = name
+        self._read = False
+        self._warned = False
         self._asked = Asked()
         self._loader: DataLoader[Any] | None = None
         self._iterator: Iterator[Any] | None = None
@@ -84,22 +98,64 @@ class Workers:
         Raises:
             DataError: The sampler raised, or the workers cannot be started.
         """
+        if self._iterator is not None or self._loader is not None:
+            self._look()
         if self._next == (epoch, position, limit):
             return
         self._reading += 1
         self._following = following if self._goes_on else Following()
         first = self._index_batches(epoch, position)  # drawn now, before workers are started in vain
         self._asked.coming = self._batches(epoch, islice(first, limit))
-        self._iterator = None  # whose workers end before others start
+        self._leave_iterator()  # whose workers end before others start
         try:
             if self._loader is None:
-                self._loader = self._make(self._asked, epoch)
+                self._loader, self._read = self._make(self._asked, epoch), False
+                self._copied.note()
             self._iterator = iter(self._loader)
+            listen(self._iterator)
         except Exception as error:
             raise self._failed(error) from error
+        except BaseException as error:  # an interrupt
+            traceback.clear_frames(error.__traceback__)
+            self.close()
+            raise
         if not self._loader.persistent_workers:
             self._loader = None
         self._next = epoch, position, limit
+
+    def _look(self) -> None:
+        """End workers whose copies are no longer what they are copies of, unless they are to stay."""
+        changed = self._copied.changed()
+        if changed is None:
+            return
+        if not self._keeps or not self._read:
+            self.close()
+            return
+        self._warn(
+            f"the {self._name} data was changed ({changed}) after its workers were started, which"
+            " persistent_workers=True keeps: they do not see it, while those of a resumed run would. Use"
+            " persistent_workers=False"
+        )
+
+    def _look_amid(self, epoch: int) -> None:
+        """Say so where the dataset is changed while an epoch is read, which workers cannot see."""
+        changed = None if self._warned else self._copied.changed()
+        if changed is not None:
+            self._warn(
+                f"the {self._name} data was changed ({changed}) while epoch {epoch} was read: its workers"
+                " have copies, and do not see it in this epoch, while those of a run that is resumed in it"
+                " would. Change it in on_epoch_start, or use num_workers=0"
+            )
+
+    def _warn(self, text: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(text, stacklevel=2)
+
+    def _leave_iterator(self) -> None:
+        iterator, self._iterator = self._iterator, None
+        if self._loader is None:  # which would go on with it
+            end(iterator)
 
     def _batches(self, epoch: int, first: Iterator[IndexBatch]) -> Iterator[IndexBatch]:
         yield from first
@@ -108,7 +164,7 @@ class Workers:
             yield from islice(self._index_batches(following, 0), limit)
 
     def _failed(self, error: Exception) -> DataError:
-        # The traceback would keep the workers; ended together with it, each takes five seconds.
+        # The traceback would keep what torch has made so far.
         traceback.clear_frames(error.__traceback__)
         indices = next(iter(self._asked.under_way), None)
         self.close()
@@ -123,7 +179,8 @@ class Workers:
         if self._next is None or self._next[:2] != (epoch, position):
             self.begin(epoch, position, None, Following())
         reading, under_way = self._reading, self._asked.under_way
-        self._next = None
+        self._next, self._read = None, True
+        number = 0
         while True:
             if reading != self._reading:
                 raise DataError(
@@ -134,20 +191,34 @@ class Workers:
                 return
             try:
                 assert self._iterator is not None
+                if KEPT:
+                    raise_kept(self._iterator)
+                Waits.iterator = self._iterator
                 made = next(self._iterator)
-            except Exception as error:
+                Waits.iterator = None
+            except BaseException as error:
+                Waits.iterator = None
                 if isinstance(error, StopIteration) and not under_way:
-                    self._iterator = None
+                    self._leave_iterator()
                     return
+                if not isinstance(error, Exception):  # an interrupt, whose traceback may be kept
+                    self.close()
+                    raise
                 # A StopIteration before the end is the collate_fn's.
                 raise self._failed(error) from error
             indices = under_way.popleft()
-            if under_way and under_way[0].epoch != epoch:
+            number += 1
+            ends = not under_way or under_way[0].epoch != epoch
+            if ends or not number & (number - 1):  # the 1st, 2nd, 4th, 8th ...
+                self._look_amid(epoch)
+            if ends and under_way:
                 self._next = epoch + 1, 0, self._following.limit
             yield made, indices
 
     def close(self) -> None:
         """End the workers; reading again starts others."""
         self._reading += 1
+        loader, iterator = self._loader, self._iterator
         self._next = self._iterator = self._loader = None
         self._asked = Asked()
+        end(getattr(loader, "_iterator", None) if iterator is None else iterator)
