@@ -136,7 +136,7 @@ class Engine:
         self._train_metrics = metrics if metrics else None
         self._interleaved = is_interleaved(task)
         if not training:
-            self._take(self.strategy.prepare(self.step_module, None, self.precision))
+            self._take(self.strategy.prepare(self.step_module, None, self._in_use.precision))
             return
         specs = configured_specs(task, self.strategy, total_updates)
 
@@ -144,7 +144,7 @@ class Engine:
             self.updaters = build_updaters(task, specs, total_updates, max_grad_norm, self._in_use.updates)
             return {name: updater.optimizer for name, updater in self.updaters.items()}
 
-        self._take(self.strategy.prepare(self.step_module, make_optimizers, self.precision))
+        self._take(self.strategy.prepare(self.step_module, make_optimizers, self._in_use.precision))
         self.memory.attach_task(self.step_module, self.updaters, self._interleaved)
         self._parameters = [p for p in task.parameters() if p.requires_grad]
         for parameter in self._parameters:  # what was left there would count into the first update
@@ -340,7 +340,7 @@ class Engine:
         self._channel.open()
         self.compilation.add(model)
         self.memory.add(model)
-        prepared = prepare_module(self.strategy, self.precision, model, make_optimizer, self._in_use)
+        prepared = prepare_module(self.strategy, model, make_optimizer, self._in_use)
         self.memory.attach(prepared)
         return (prepared.model, prepared.optimizer) if make_optimizer else prepared.model
 
