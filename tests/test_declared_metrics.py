@@ -336,7 +336,7 @@ def test_a_checkpoint_with_other_metrics_is_refused() -> None:
         DeclaredMetrics({"other": Largest()}, CPU).load_state_dict(stored)
     with pytest.raises(CheckpointError, match="'it' has 0 parts, the checkpoint 1"):
         make("no library's").load_state_dict(stored)
-    with pytest.raises(CheckpointError, match="state of the metric 'it' .* could not be taken over"):
+    with pytest.raises(CheckpointError, match=r"state of the metric 'it' .* could not be taken over"):
         make("no library's").load_state_dict({**stored, "metrics": {"it": {"own": {}, "members": []}}})
 
 
