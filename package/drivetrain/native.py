@@ -169,6 +169,7 @@ class OpenWindow:
         """See that a loss of no weight has left no NaN; of shards, each process looks at its own."""
         gradients = [each.grad for each in parameters if each.grad is not None]
         locals_ = [each.to_local() if hasattr(each, "to_local") else each for each in gradients]
+        locals_ = [each.coalesce().values() if each.is_sparse else each for each in locals_]
         bad = not all(bool(each.isfinite().all()) for each in locals_)
         if self._ranks.total([bad])[0]:
             raise ConfigError(
