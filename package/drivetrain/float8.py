@@ -12,15 +12,16 @@ import functools
 import logging
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from drivetrain.errors import ConfigError, MissingDependencyError, nearest
 from drivetrain.module_state import clean_name
+from drivetrain.peers import FLOAT8_ARGUMENTS
 from drivetrain.precision import Dtypes, Precision
 from drivetrain.registry import is_installed
 
@@ -55,6 +56,8 @@ class Float8(Precision):
     Raises:
         ConfigError: An unknown recipe, or a combination as for `Precision`.
     """
+
+    _elsewhere: ClassVar[Mapping[str, str]] = FLOAT8_ARGUMENTS
 
     name: str = "fp8"
     compute_dtype: torch.dtype | None = torch.bfloat16
