@@ -218,7 +218,6 @@ OPTIMIZER_ARGUMENTS = {
     "max_norm": "max_grad_norm",
     "min_8bit_size": "none: small states of torchao's optimizers stay as they are",
     "num_warmup_steps": "warmup_steps",
-    "warmup": "warmup_steps, or warmup_ratio",
 }
 """Arguments of Hugging Face's Trainer and bitsandbytes."""
 
