@@ -5,6 +5,7 @@ interval.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -335,7 +336,7 @@ def test_a_checkpoint_with_other_metrics_is_refused() -> None:
         DeclaredMetrics({"other": Largest()}, CPU).load_state_dict(stored)
     with pytest.raises(CheckpointError, match="'it' has 0 parts, the checkpoint 1"):
         make("no library's").load_state_dict(stored)
-    with pytest.raises(CheckpointError, match="state of the metric 'it' does not fit"):
+    with pytest.raises(CheckpointError, match=r"state of the metric 'it' .* could not be taken over"):
         make("no library's").load_state_dict({**stored, "metrics": {"it": {"own": {}, "members": []}}})
 
 
@@ -384,6 +385,37 @@ def test_training_metrics_can_be_left_alone() -> None:
     quiet(max_epochs=1, train_metrics=False, callbacks=[note]).fit(Measured(), pairs(), pairs())
     assert "validation/error" in logged
     assert "train/error" not in logged
+
+
+class Peaks(Regression):
+    """Declares a metric that is no module."""
+
+    def metrics(self) -> dict[str, Any]:
+        return {"peak": Largest()}
+
+
+def test_a_run_with_a_metric_of_a_plain_class_is_resumed_as_if_it_had_not_ended(tmp_path: Path) -> None:
+    def run(steps: int, resume: str | None, run_dir: Path) -> float:
+        trainer = quiet(max_steps=steps, log_every="4 steps", checkpoint=True, run_dir=run_dir)
+        return trainer.fit(Peaks(), pairs(12), resume=resume).metrics["train/peak"]
+
+    run(2, None, tmp_path / "parts")  # the largest output is of the first update
+    assert run(4, "auto", tmp_path / "parts") == run(4, None, tmp_path / "whole")
+
+
+def test_what_goes_wrong_in_a_metrics_own_code_is_told_of_the_metric(tmp_path: Path) -> None:
+    class Wrong(Largest):
+        def load_state_dict(self, state: dict[str, float]) -> None:
+            self.value = self.valeu  # type: ignore[attr-defined]
+
+    class Task(Regression):
+        def metrics(self) -> dict[str, Any]:
+            return {"peak": Wrong()}
+
+    trainer = quiet(max_steps=4, checkpoint=True, run_dir=tmp_path)
+    trainer.fit(Task(), pairs(12))
+    with pytest.raises(CheckpointError, match=r"state of the metric 'peak' \(Wrong\).* no attribute 'valeu'"):
+        trainer.fit(Task(), pairs(12), resume="auto")
 
 
 class Weighed(Regression):

@@ -397,7 +397,7 @@ def test_a_step_that_returns_no_loss_is_an_error(returned: Any) -> None:
     ("arguments", "error", "message"),
     [
         ({"strategy": "cpuu"}, ConfigError, "Did you mean 'cpu'"),
-        ({"precision": "bf16"}, ConfigError, "Did you mean 'bf16-"),
+        ({"precision": "bf16"}, ConfigError, "Here it is called 'bf16-mixed'"),
         ({"strategy": "single", "devices": 2}, StrategyError, "devices=2"),
         ({"devices": 0}, StrategyError, "positive"),
     ],

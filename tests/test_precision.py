@@ -226,11 +226,11 @@ def test_a_loss_that_is_not_finite_is_no_overflow_and_is_told() -> None:
 @pytest.mark.parametrize(
     ("wrong", "hint"),
     [
-        ("bf16", "Did you mean 'bf16-"),
+        ("bf16", "Here it is called 'bf16-mixed'"),
         ("16-mix", "Did you mean '16-mixed'"),
         ("BF16-MIXED", "Did you mean 'bf16-mixed'"),
         (16, "unknown precision '16'"),
-        ("float8", "Allowed: '16-mixed', '16-true', '16-true-master', '16-true-nearest', '32', '64', 'bf16-"),
+        ("float8", "Here it is called 'fp8'. Allowed: '16-mixed', '16-true', '16-true-master', "),
         (None, "unknown precision 'None'"),
     ],
 )

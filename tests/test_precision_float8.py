@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import (
     ConfigError,
+    Engine,
     FSDPConfig,
     MissingDependencyError,
     OptimizerConfig,
@@ -110,6 +112,38 @@ def test_it_learns_as_in_bfloat16_and_leaves_an_ordinary_task(recipe: str, tmp_p
     assert plain != eighth
     assert eighth < 0.4
     assert abs(eighth - plain) < 0.1 * plain
+
+
+def test_an_evaluation_within_the_loop_leaves_the_training_in_float8(tmp_path: Path) -> None:
+    alone, task = Wide(), Wide()
+    trainer = quiet(precision=EMULATED, max_epochs=1, run_dir=tmp_path)
+    trainer.fit(alone, data())
+    kinds = []
+    for number, _ in enumerate(trainer.steps(task, data())):
+        kinds.append(type(task.net[0]).__name__)
+        if number == 1:
+            trainer.plan(task, data())
+            trainer.validate(task, data())
+            copied = copy.deepcopy(task)
+            trainer.validate(copied, data())
+            assert type(copied.net[0]) is nn.Linear
+            with pytest.raises(ConfigError, match="names no linear layer"):
+                quiet(precision=Float8(emulate=True, leave_out=("no",))).validate(task, data())
+    assert kinds == ["Float8Linear"] * 6
+    torch.testing.assert_close(task.state_dict(), alone.state_dict(), rtol=0, atol=0)
+    assert sorted(vars(task.net[0])) == sorted(vars(Wide().net[0]))
+    assert type(task.net[0]) is nn.Linear
+
+
+def test_of_two_engines_the_one_that_ends_last_makes_the_layers_ordinary() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    first, second = Engine("cpu", precision=EMULATED), Engine("cpu", precision=EMULATED)
+    first.prepare(model)
+    second.prepare(model[:])
+    first.teardown()
+    assert type(model[0]).__name__ == "Float8Linear"
+    second.teardown()
+    assert type(model[0]) is nn.Linear
 
 
 def test_a_run_in_float8_goes_on_from_one_in_bfloat16(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("devices", 0, "devices"),
     ("devices", "two", "devices"),
     ("num_nodes", 0, "num_nodes"),
-    ("precision", "bf16", "Did you mean"),
+    ("precision", "bf16", "Here it is called 'bf16-mixed'"),
     ("precision", 8, "unknown precision '8'.*'bf16-mixed'"),
     ("max_grad_norm", 0, "max_grad_norm"),
     ("max_grad_norm", float("inf"), "max_grad_norm"),

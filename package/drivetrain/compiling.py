@@ -16,14 +16,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain.blocks import is_called, repeated_blocks
 from drivetrain.errors import ConfigError, StrategyError
-from drivetrain.options import check_names, flag, one_of
+from drivetrain.options import ByName, check_names, flag, one_of
+from drivetrain.peers import COMPILE_ARGUMENTS
 from drivetrain.task import TaskModule, read_forward
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompileConfig:
+class CompileConfig(ByName):
     """How a task is compiled; see `torch.compile`, whose names the others are.
 
     Attributes:
@@ -57,6 +58,8 @@ class CompileConfig:
     Raises:
         ConfigError: An unknown scope, mode, backend or option of the backend's; names the nearest.
     """
+
+    _elsewhere: ClassVar[Mapping[str, str]] = COMPILE_ARGUMENTS
 
     scope: str = "blocks"
     mode: str | None = None
@@ -108,7 +111,7 @@ def as_compile(spec: bool | Mapping[str, Any] | CompileConfig) -> CompileConfig 
         return spec
     if isinstance(spec, Mapping):
         names = [each.name for each in fields(CompileConfig)]
-        check_names("compile", spec, [*names, "disable"])
+        check_names("compile", spec, [*names, "disable"], COMPILE_ARGUMENTS)
         config = CompileConfig(**{name: value for name, value in spec.items() if name != "disable"})
         return None if spec.get("disable") else config
     return CompileConfig() if flag("compile (unless it is a CompileConfig or a mapping)", spec) else None

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drivetrain.checkpoint.tree import well_formed
 from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.errors import CheckpointError, ConfigError
 from drivetrain.metric_states import (
@@ -233,18 +234,14 @@ def _copied(value: Any) -> Any:
 
 
 def _load_metric(name: str, metric: Any, state: dict[str, Any]) -> None:
-    inside = members(metric) if isinstance(metric, torch.nn.Module) else []
+    inside = members(metric)
     if len(inside) != len(state["members"]):
         raise CheckpointError(
             f"the metric {name!r} has {len(inside)} parts, the checkpoint {len(state['members'])}; resume"
             " with the metrics that it was saved with"
         )
-    try:
+    with well_formed(f"the checkpoint's state of the metric {name!r} ({type(metric).__name__})"):
         metric.load_state_dict(state["own"])
-    except (KeyError, RuntimeError) as error:
-        raise CheckpointError(
-            f"the checkpoint's state of the metric {name!r} does not fit: {error}"
-        ) from error
     for member, each in zip(inside, state["members"], strict=True):
         device = getattr(member, "device", None)
         for key, value in each.items():

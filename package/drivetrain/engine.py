@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ from drivetrain.memory import MemoryConfig, MemoryInUse
 from drivetrain.metrics import MetricBuffer, Row, refuse_nonfinite
 from drivetrain.micro_batch import MicroBatches
 from drivetrain.native import OpenWindow, prepare_module, step_of_own_loop
+from drivetrain.options import ByName
+from drivetrain.peers import ENGINE_ARGUMENTS
 from drivetrain.precision import Precision
 from drivetrain.precision_in_use import PrecisionInUse
 from drivetrain.progress import Progress
@@ -40,7 +42,7 @@ from drivetrain.updates import Updater, build_updaters, configured_specs, is_int
 from drivetrain.window import Spare, StepResult, advance, no_loss, shared, weighted
 
 
-class Engine:
+class Engine(ByName):
     """Device, precision, optimizers and the step.
 
     Args:
@@ -68,6 +70,8 @@ class Engine:
         ```
     """
 
+    _elsewhere: ClassVar[Mapping[str, str]] = ENGINE_ARGUMENTS
+
     def __init__(
         self,
         strategy: str | Strategy | StrategyConfig = "auto",
@@ -87,8 +91,7 @@ class Engine:
         self.device = self.strategy.device
         self.ranks, self.data_ranks = self.strategy.ranks, self.strategy.data_ranks
         self.share = Share(self.strategy.data_rank, self.strategy.data_size)  # the part of the data it reads
-        self.seed = seed
-        self.progress = Progress()
+        self.seed, self.progress = seed, Progress()
         self.streams = Streams(seed, self.strategy.data_rank, self.device)
         self.transfer = Transfer(self.device, self.precision.input_dtype, self.strategy.place)
         self.buffer = MetricBuffer(self.data_ranks)
@@ -136,7 +139,7 @@ class Engine:
         self._train_metrics = metrics if metrics else None
         self._interleaved = is_interleaved(task)
         if not training:
-            self._take(self.strategy.prepare(self.step_module, None, self.precision))
+            self._take(self.strategy.prepare(self.step_module, None, self._in_use.precision))
             return
         specs = configured_specs(task, self.strategy, total_updates)
 
@@ -144,7 +147,7 @@ class Engine:
             self.updaters = build_updaters(task, specs, total_updates, max_grad_norm, self._in_use.updates)
             return {name: updater.optimizer for name, updater in self.updaters.items()}
 
-        self._take(self.strategy.prepare(self.step_module, make_optimizers, self.precision))
+        self._take(self.strategy.prepare(self.step_module, make_optimizers, self._in_use.precision))
         self.memory.attach_task(self.step_module, self.updaters, self._interleaved)
         self._parameters = [p for p in task.parameters() if p.requires_grad]
         for parameter in self._parameters:  # what was left there would count into the first update
@@ -242,12 +245,9 @@ class Engine:
         update = progress.updates
         for micro_batch in micro_batches:
             progress.position += micro_batch.advance
-            if total is None:
-                progress.samples += micro_batch.samples
-                progress.tokens += micro_batch.tokens
-        if total is not None:
-            progress.samples += total.samples
-            progress.tokens += total.tokens
+        for counted in micro_batches if total is None else (total,):
+            progress.samples += counted.samples
+            progress.tokens += counted.tokens
         progress.micro_batches += len(micro_batches)
         progress.epoch_batches += len(micro_batches)
         if not applied:
@@ -340,7 +340,7 @@ class Engine:
         self._channel.open()
         self.compilation.add(model)
         self.memory.add(model)
-        prepared = prepare_module(self.strategy, self.precision, model, make_optimizer, self._in_use)
+        prepared = prepare_module(self.strategy, model, make_optimizer, self._in_use)
         self.memory.attach(prepared)
         return (prepared.model, prepared.optimizer) if make_optimizer else prepared.model
 

@@ -61,10 +61,8 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
         allowed: All valid names.
     """
     names = sorted(allowed)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    if not close:
-        by_lower_case = {each.lower(): each for each in names}
-        found = difflib.get_close_matches(name.lower(), by_lower_case, n=1, cutoff=0.5)
-        close = [by_lower_case[each] for each in found]
+    by_lower_case = {each.lower(): each for each in reversed(names)}
+    found = difflib.get_close_matches(name.lower(), by_lower_case, n=1, cutoff=0.5)
+    close = [name] if name in names else [by_lower_case[each] for each in found]
     hint = f"Did you mean {close[0]!r}? " if close else ""
     return f"{hint}Allowed: {', '.join(repr(each) for each in names) or 'none'}."

@@ -11,15 +11,17 @@ import fnmatch
 import functools
 import logging
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from drivetrain.errors import ConfigError, MissingDependencyError, nearest
 from drivetrain.module_state import clean_name
+from drivetrain.peers import FLOAT8_ARGUMENTS
 from drivetrain.precision import Dtypes, Precision
 from drivetrain.registry import is_installed
 
@@ -29,8 +31,11 @@ RECIPES = {"tensorwise": (8, 9), "rowwise": (9, 0), "rowwise_with_gw_hp": (9, 0)
 _MULTIPLE = 16
 """Of what the sides of a matrix must be, for products in 8 bits."""
 
-_BEFORE = "_before_float8"
-"""Where a converted layer notes what it had before."""
+_ADDED = "_added_by_float8"
+"""Where a converted layer notes which attributes it was given."""
+
+_USERS = "_users_of_float8"
+"""Where it notes for whom it was converted: the last of them to restore it makes it ordinary."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,8 @@ class Float8(Precision):
     Raises:
         ConfigError: An unknown recipe, or a combination as for `Precision`.
     """
+
+    _elsewhere: ClassVar[Mapping[str, str]] = FLOAT8_ARGUMENTS
 
     name: str = "fp8"
     compute_dtype: torch.dtype | None = torch.bfloat16
@@ -140,35 +147,65 @@ class Float8(Precision):
         return module
 
     def _convert(self, layers: list[nn.Linear]) -> None:
-        float8 = _library()
-        config = float8.Float8LinearConfig.from_recipe_name(self.recipe)
+        config = _library().Float8LinearConfig.from_recipe_name(self.recipe)
         object.__setattr__(config, "emulate", self.emulate)
         for layer in layers:
-            if hasattr(layer, _BEFORE):
-                continue
-            # Of torchao's layer the class and the settings are taken, because hooks, and references to the
-            # layer that others have, would be lost with another object.
-            with torch.device("meta"):
-                made = float8.convert_to_float8_training(nn.Linear(16, 16, bias=False), config=config)
-            own = vars(layer)
-            added = {name: value for name, value in vars(made).items() if name not in own}
-            own.update(added)
-            own[_BEFORE] = tuple(added)
-            kind: Any = type(made)
-            layer.__class__ = _emulated(kind) if self.emulate else kind
+            if not hasattr(layer, _ADDED):
+                self._make_float8(layer, config)
+            users = vars(layer).get(_USERS, _Users())
+            vars(layer)[_USERS] = _Users(*users.but(self), self)
+
+    def _make_float8(self, layer: nn.Linear, config: Any) -> None:
+        # Of torchao's layer the class and the settings are taken, because hooks, and references to the layer
+        # that others have, would be lost with another object.
+        with torch.device("meta"):
+            made = _library().convert_to_float8_training(nn.Linear(16, 16, bias=False), config=config)
+        own = vars(layer)
+        added = {name: value for name, value in vars(made).items() if name not in own}
+        own.update(added)
+        own[_ADDED] = tuple(added)
+        kind: Any = type(made)
+        layer.__class__ = _emulated(kind) if self.emulate else kind
 
     def restore_module(self, module: nn.Module) -> None:
-        """Make the layers ordinary ones again."""
+        """Make the layers ordinary ones again that this object has converted, and no other still uses: a task
+        may be evaluated while it is trained.
+        """
         for each in module.modules():
-            added: Any = vars(each).pop(_BEFORE, None)
-            if added is not None:
-                for name in added:
+            users: _Users = vars(each).get(_USERS, _Users())
+            if self not in users:
+                continue
+            left = vars(each)[_USERS] = _Users(*users.but(self))
+            if not left:
+                for name in (*vars(each)[_ADDED], _ADDED, _USERS):
                     vars(each).pop(name, None)
                 each.__class__ = nn.Linear
 
 
+class _Users:
+    """The objects that have converted a layer and not restored it, as far as they are alive; a copy of the
+    layer has none.
+    """
+
+    def __init__(self, *users: Float8) -> None:
+        self._users = tuple(map(weakref.ref, users))
+
+    def but(self, user: Float8) -> list[Float8]:
+        """The others; equal objects are others."""
+        return [each for ref in self._users if (each := ref()) is not None and each is not user]
+
+    def __contains__(self, user: Float8) -> bool:
+        return any(ref() is user for ref in self._users)
+
+    def __bool__(self) -> bool:
+        return any(ref() is not None for ref in self._users)
+
+    def __reduce__(self) -> tuple[type[_Users], tuple[()]]:
+        return _Users, ()
+
+
 def _reason(name: str, layer: nn.Linear, globs: tuple[str, ...]) -> str:
-    if type(layer) is not nn.Linear and not hasattr(layer, _BEFORE):
+    if type(layer) is not nn.Linear and not hasattr(layer, _ADDED):
         return f"is a {type(layer).__name__}, which may compute in another way"
     if any(fnmatch.fnmatchcase(name, glob) for glob in globs):
         return "is left out"

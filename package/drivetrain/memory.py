@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
@@ -13,6 +13,7 @@ from drivetrain.errors import ConfigError, StrategyError
 from drivetrain.gradient_release import GradientRelease
 from drivetrain.offloading import Offload, within
 from drivetrain.options import ByName, check_names, count, flag
+from drivetrain.peers import MEMORY_ARGUMENTS
 from drivetrain.precision import Precision, as_precision
 from drivetrain.strategies import Prepared, Strategy
 from drivetrain.strategies.recomputation import Again, Recomputation, check_again
@@ -44,6 +45,8 @@ class MemoryConfig(ByName):
         ConfigError: A value that is not allowed; says what is.
     """
 
+    _elsewhere: ClassVar[Mapping[str, str]] = MEMORY_ARGUMENTS
+
     activation_checkpointing: Again = False
     offload_activations: bool = False
     offload_at_least: int = 2**20
@@ -74,7 +77,7 @@ def as_memory(spec: Mapping[str, Any] | MemoryConfig | None) -> MemoryConfig:
         return spec or NOTHING
     if not isinstance(spec, Mapping):
         raise ConfigError(f"memory is a MemoryConfig, a mapping of its options, or None, not {spec!r}")
-    check_names("memory", spec, [each.name for each in fields(MemoryConfig)])
+    check_names("memory", spec, [each.name for each in fields(MemoryConfig)], MEMORY_ARGUMENTS)
     return MemoryConfig(**spec)
 
 

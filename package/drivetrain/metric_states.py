@@ -33,8 +33,10 @@ def parts(metric: Any) -> list[Any]:
 
 def members(metric: Any) -> list[Any]:
     """A metric and those inside of it: wrappers hold theirs as submodules, and a collection may be among
-    them.
+    them. None of one that is no module.
     """
+    if not _is_module(metric):
+        return []
     return [member for part in parts(metric) for member in part.modules()]
 
 
@@ -43,7 +45,7 @@ def turn_synchronisation_off(metrics: Mapping[str, Any]) -> None:
     processes need be in the run, nor can it take tensors of every device.
     """
     for metric in metrics.values():
-        for each in _owners([metric]) if _is_module(metric) else ():
+        for each in _owners([metric]):
             each.sync_on_compute = False
             each._to_sync = False
 
@@ -55,7 +57,7 @@ def check_joinable(metrics: Mapping[str, Any]) -> None:
         ConfigError: One that does not tell how its states are joined.
     """
     for name, metric in metrics.items():
-        if not (_is_module(metric) and _owners([metric])):
+        if not _owners([metric]):
             raise ConfigError(
                 f"the metric {name!r} ({type(metric).__name__}) does not tell how its states are joined over"
                 " processes. Make it a torchmetrics.Metric, whose add_state(..., dist_reduce_fx=...) tells"

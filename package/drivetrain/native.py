@@ -13,7 +13,6 @@ from drivetrain.agreement import check_module_alike, check_optimizer_alike
 from drivetrain.data import MicroBatch
 from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.errors import ConfigError
-from drivetrain.precision import Precision
 from drivetrain.precision_in_use import PrecisionInUse
 from drivetrain.strategies import Prepared, Strategy
 from drivetrain.task import StepModule
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 def prepare_module(
     strategy: Strategy,
-    precision: Precision,
     model: nn.Module,
     make_optimizer: Callable[[list[nn.Parameter]], Optimizer] | None,
     in_use: PrecisionInUse,
@@ -44,7 +42,8 @@ def prepare_module(
         return {DEFAULT: made_by(make_optimizer, model, in_use.updates)[0]}
 
     in_use.note(model)
-    prepared = strategy.prepare(StepModule(model), make_optimizers if make_optimizer else None, precision)
+    making = make_optimizers if make_optimizer else None
+    prepared = strategy.prepare(StepModule(model), making, in_use.precision)
     if make_optimizer:
         check_optimizer_alike(model, prepared.optimizer, strategy.ranks)
     if strategy.sharded and strategy.world_size > 1 and any(True for _ in model.buffers()):
@@ -170,6 +169,7 @@ class OpenWindow:
         """See that a loss of no weight has left no NaN; of shards, each process looks at its own."""
         gradients = [each.grad for each in parameters if each.grad is not None]
         locals_ = [each.to_local() if hasattr(each, "to_local") else each for each in gradients]
+        locals_ = [each.coalesce().values() if each.is_sparse else each for each in locals_]
         bad = not all(bool(each.isfinite().all()) for each in locals_)
         if self._ranks.total([bad])[0]:
             raise ConfigError(

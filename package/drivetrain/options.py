@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import numbers
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import fields
-from typing import Any, ClassVar, Self
+from types import MappingProxyType
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 from drivetrain.errors import ConfigError, nearest
 from drivetrain.peers import help_with
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class _OwnSignature:
+    """What help and editors show of a class: its constructor's signature, and not that of `__new__`."""
+
+    def __get__(self, instance: object, owner: type) -> inspect.Signature:
+        signature = inspect.signature(owner.__init__)  # type: ignore[misc]
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
 
 class ByName:
-    """A data class that refuses unknown arguments with the nearest name, which its own constructor would not
+    """A class that refuses unknown arguments with the nearest name, which its own constructor would not
     give.
     """
+
+    __signature__ = _OwnSignature()
 
     _elsewhere: ClassVar[Mapping[str, str]] = {}
     """What other libraries call its arguments."""
@@ -27,19 +40,53 @@ class ByName:
         Raises:
             ConfigError: An unknown argument, or one without a name where all have one.
         """
-        known = fields(cls)  # type: ignore[arg-type]
-        names = [each.name for each in known]
-        if positional and all(each.kw_only for each in known):
+        known = _arguments_of(cls.__init__)
+        if positional and all(each.kind is each.KEYWORD_ONLY for each in known.values()):
             raise ConfigError(
-                f"{cls.__name__} takes its arguments by name, as in {cls.__name__}({names[0]}=...), not"
-                f" {positional[0]!r}"
+                f"{cls.__name__} takes its arguments by name, as in {cls.__name__}({next(iter(known))}=...),"
+                f" not {positional[0]!r}"
             )
-        for name in arguments:
-            if name not in names:
-                raise ConfigError(
-                    f"{cls.__name__} has no argument {name!r}. {help_with(name, names, cls._elsewhere)}"
-                )
+        _check_arguments(cls.__name__, arguments, known, cls._elsewhere)
         return super().__new__(cls)
+
+
+def by_name(elsewhere: Mapping[str, str]) -> Callable[[F], F]:
+    """Have a method refuse unknown arguments with the nearest name.
+
+    Args:
+        elsewhere: What other libraries call its arguments.
+    """
+
+    def decorate(method: F) -> F:
+        known = _arguments_of(method)
+
+        @functools.wraps(method)
+        def checked(self: Any, *positional: Any, **arguments: Any) -> Any:
+            _check_arguments(f"{type(self).__name__}.{method.__name__}", arguments, known, elsewhere)
+            return method(self, *positional, **arguments)
+
+        return cast(F, checked)
+
+    return decorate
+
+
+def _arguments_of(method: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The parameters behind `self`."""
+    parameters = list(inspect.signature(method).parameters.values())[1:]
+    return {each.name: each for each in parameters}
+
+
+def _check_arguments(
+    owner: str,
+    given: Iterable[str],
+    known: Mapping[str, inspect.Parameter],
+    elsewhere: Mapping[str, str],
+) -> None:
+    if any(each.kind is each.VAR_KEYWORD for each in known.values()):
+        return
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"{owner} has no argument {name!r}. {help_with(name, known, elsewhere)}")
 
 
 def number(
@@ -123,13 +170,19 @@ def keywords(function: Callable[..., Any]) -> frozenset[str] | None:
     return frozenset(parameter.name for parameter in parameters if parameter.kind in named)
 
 
-def check_names(owner: str, given: Iterable[str], allowed: Collection[str] | None) -> None:
+def check_names(
+    owner: str,
+    given: Iterable[str],
+    allowed: Collection[str] | None,
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Refuse options that `owner` does not take.
 
     Args:
         owner: Who takes the options, as the user knows it: "the optimizer 'sgd'".
         given: The options' names.
         allowed: The names it takes, or None for any.
+        elsewhere: What other libraries call them.
 
     Raises:
         ConfigError: One is unknown; names the nearest and all.
@@ -138,4 +191,4 @@ def check_names(owner: str, given: Iterable[str], allowed: Collection[str] | Non
         return
     for name in given:
         if name not in allowed:
-            raise ConfigError(f"{owner} has no option {name!r}. {nearest(name, allowed)}")
+            raise ConfigError(f"{owner} has no option {name!r}. {help_with(name, allowed, elsewhere)}")

@@ -44,7 +44,7 @@ class Plan:
         saving: When it saves; the end of the run counts.
         dtypes: Of "parameters", "compute", "gradients" and "optimizer".
         device: Where the model runs.
-        strategy: The strategy's name.
+        strategy: The strategy's name, with the stage under "deepspeed".
         processes: How many processes train together.
         parameters: The number of parameters.
         trainable: The number of those that are trained.
@@ -182,7 +182,7 @@ def make_plan(trainer: Trainer, task: Any, train_data: Any, validation_data: Any
             saving=and_at_the_end(resume_points, totals.updates) if policy else resume_points,
             dtypes=built.dtypes(),
             device=str(strategy.device),
-            strategy=strategy.name,
+            strategy=strategy.title,
             processes=strategy.world_size,
             parameters=sum(each.numel() for each in parameters),
             trainable=sum(each.numel() for each in parameters if each.requires_grad),

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from drivetrain.errors import ConfigError, nearest
+from drivetrain.options import ByName
+from drivetrain.peers import PRECISIONS as ELSEWHERE
 from drivetrain.registry import Registry
 
 _AUTOCAST = (torch.bfloat16, torch.float16)
@@ -46,7 +48,7 @@ class Dtypes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Precision:
+class Precision(ByName):
     """A frozen value; see `PRECISIONS` for the built-in ones.
 
     Attributes:
@@ -197,6 +199,7 @@ PRECISIONS: Registry[Precision] = Registry(
         "tf32": "drivetrain.tf32:PRECISION",
         "fp8": "drivetrain.float8:PRECISION",
     },
+    ELSEWHERE,
 )
 
 
@@ -206,4 +209,4 @@ def as_precision(spec: str | int | Precision) -> Precision:
     Raises:
         ConfigError: An unknown name, or something that is no name; lists the allowed ones.
     """
-    return spec if isinstance(spec, Precision) else PRECISIONS[str(spec)]
+    return spec if isinstance(spec, Precision) else PRECISIONS[str(spec).removeprefix("torch.")]

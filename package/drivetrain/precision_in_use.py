@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import ExitStack
 
 from torch import nn
@@ -20,15 +21,17 @@ class PrecisionInUse:
         progress: The run's.
 
     Attributes:
+        precision: An object of this engine's own, equal to that which was given: by it are those modules
+            told, whose code this engine has converted, from those that another one has.
         updates: How weights that the precision stores in 16 bits take updates.
     """
 
     def __init__(self, precision: Precision, seed: int, progress: Progress) -> None:
-        self._precision = precision
+        self.precision = copy.copy(precision)
         self._modules: list[nn.Module] = []
         self.updates = WeightUpdates(precision.updates_of_weights, seed, progress)
         self._settings = ExitStack()
-        self._settings.enter_context(precision.running())
+        self._settings.enter_context(self.precision.running())
 
     def note(self, module: nn.Module) -> None:
         """A module that is, or will be, converted."""
@@ -42,4 +45,4 @@ class PrecisionInUse:
         self._settings.close()
         modules, self._modules = self._modules, []
         for each in modules:
-            self._precision.restore_module(each)
+            self.precision.restore_module(each)

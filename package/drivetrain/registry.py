@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
+from types import MappingProxyType
 from typing import Generic, TypeVar
 
 from drivetrain.errors import ConfigError, MissingDependencyError, nearest
+from drivetrain.peers import help_with
 
 T = TypeVar("T")
 
@@ -24,10 +26,17 @@ class Registry(Generic[T]):
     Args:
         kind: What the names stand for, in the singular; used in error messages and for the entry point group.
         rows: The built-in rows.
+        elsewhere: What other libraries call the names; for messages alone.
     """
 
-    def __init__(self, kind: str, rows: dict[str, T | str] | None = None) -> None:
+    def __init__(
+        self,
+        kind: str,
+        rows: dict[str, T | str] | None = None,
+        elsewhere: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.kind = kind
+        self._elsewhere = elsewhere
         self._rows: dict[str, T | str] = dict(rows or {})
         self._discovered = False
 
@@ -80,7 +89,7 @@ class Registry(Generic[T]):
         if name not in self._rows:
             self._discover()
         if name not in self._rows:
-            raise ConfigError(f"unknown {self.kind} {name!r}. {nearest(name, self)}")
+            raise ConfigError(f"unknown {self.kind} {name!r}. {help_with(name, self, self._elsewhere)}")
 
     def __contains__(self, name: object) -> bool:
         self._discover()

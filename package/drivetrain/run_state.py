@@ -175,7 +175,8 @@ def _restore_each(parts: Iterable[Any], states: Mapping[str, Any], what: str) ->
     named = _stateful(parts)
     for name, part in named.items():
         if name in states:
-            part.load_state_dict(states[name])
+            with well_formed(f"the checkpoint's state of the {what} {name}"):
+                part.load_state_dict(states[name])
         else:
             warnings.warn(f"the checkpoint has no state for the {what} {name}; it starts anew", stacklevel=2)
     gone = sorted(set(states) - set(named))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import inspect
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
@@ -27,9 +26,9 @@ from drivetrain.loggers.base import check_loggers
 from drivetrain.loop import evaluate, predict, train_steps
 from drivetrain.memory import MemoryConfig, check_trainer_memory
 from drivetrain.micro_batch import check_micro_batch
-from drivetrain.options import ByName, count, flag, number
+from drivetrain.options import ByName, by_name, count, flag, number
 from drivetrain.paths import as_given
-from drivetrain.peers import ARGUMENTS
+from drivetrain.peers import ARGUMENTS, EVALUATION_ARGUMENTS, FIT_ARGUMENTS
 from drivetrain.precision import Precision, as_precision
 from drivetrain.progress import Progress
 from drivetrain.strategies import Strategy, StrategyConfig, select_precision, select_strategy
@@ -188,6 +187,7 @@ class Trainer(ByName):
         """All arguments, for a log; objects are given by their text."""
         return {field.name: plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
+    # Not `by_name`, as the others are: that would be a frame more above every step.
     def fit(
         self, task: TaskModule, train_data: Any, validation_data: Any = None, *, resume: str | None = None
     ) -> FitResult:
@@ -228,6 +228,7 @@ class Trainer(ByName):
             weights,
         )
 
+    @by_name(FIT_ARGUMENTS)
     def steps(
         self, task: TaskModule, train_data: Any, validation_data: Any = None, *, resume: str | None = None
     ) -> Generator[StepResult, None, None]:
@@ -248,6 +249,7 @@ class Trainer(ByName):
             start_from(self, run, saver, resume)
             yield from train_steps(run)
 
+    @by_name(EVALUATION_ARGUMENTS)
     def validate(self, task: TaskModule, data: Any, *, checkpoint: str | None = None) -> dict[str, float]:
         """Evaluate on validation data; every sample counts once.
 
@@ -262,6 +264,7 @@ class Trainer(ByName):
         """
         return self._evaluate("validation", task, data, checkpoint)
 
+    @by_name(EVALUATION_ARGUMENTS)
     def test(self, task: TaskModule, data: Any, *, checkpoint: str | None = None) -> dict[str, float]:
         """Evaluate on test data; as `validate`, with names that begin with `test/`."""
         return self._evaluate("test", task, data, checkpoint)
@@ -273,6 +276,7 @@ class Trainer(ByName):
         with boundary(self, run):
             return evaluate(run, stage, run.evaluation_feeds)
 
+    @by_name(EVALUATION_ARGUMENTS)
     def predict(
         self,
         task: TaskModule,
@@ -321,6 +325,7 @@ class Trainer(ByName):
         gc.collect()  # what is left of an earlier run's process group must not be met by the copies
         return later.fork_ranks(act_and_leave, self.select_strategy().world_size)
 
+    @by_name(FIT_ARGUMENTS)
     def plan(self, task: TaskModule, train_data: Any, validation_data: Any = None) -> Plan:
         """What a fit would do, without training: updates, rates, intervals, memory, and warnings of
         conflicts.
@@ -331,9 +336,5 @@ class Trainer(ByName):
         print(plan)
         return plan
 
-
-# `__new__` takes anything, to say what is wrong with it; what help and editors show is the real signature.
-_BOUND = list(inspect.signature(Trainer.__init__).parameters.values())[1:]
-Trainer.__signature__ = inspect.Signature(_BOUND, return_annotation=Trainer)  # type: ignore[attr-defined]
 
 _LIMITED = ("train", "validation", "test", "predict")

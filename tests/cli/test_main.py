@@ -126,7 +126,7 @@ def test_data_may_be_named_in_every_way(drive, data, updates):
         (f"{SHAPES} --trainer.max_epoch 3", "Did you mean 'max_epochs'?"),
         (f"{SHAPES} --trainer.max_epochs three", "must be a whole number or none, not 'three'"),
         (f"{SHAPES} --trainer.progress_bar maybe", "must be true or false, not 'maybe'"),
-        (f"{SHAPES} --trainer.precision bf16", "Did you mean 'bf16-true'?"),
+        (f"{SHAPES} --trainer.precision bf16", "Here it is called 'bf16-mixed'."),
         (f"{SHAPES} --trainer.max_epochs", "--trainer.max_epochs needs a value"),
         (f"{SHAPES} --trainer.checkpoint.evry 5", "Did you mean 'every'?"),
         (f"{SHAPES} --trainer.checkpoint true --trainer.checkpoint.every 5", "as a whole and by its parts"),

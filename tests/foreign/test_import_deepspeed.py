@@ -445,7 +445,10 @@ def _groups(change):
         (_set("param_alignment_paddings", [[0, -1], []]), "paddings that are no numbers"),
         (_set("partition_count", [2, 3]), "saved by 3 processes, and there are files of 2"),
         (_set("base_optimizer_state", []), "elastic_checkpoint"),
-        (_set("base_optimizer_state", {"state": {7: {}}, "param_groups": []}), "not of the shape|no 'step'"),
+        (
+            _set("base_optimizer_state", {"state": {7: {}}, "param_groups": []}),
+            "could not be taken over|no 'step'",
+        ),
         (_slots(lambda each: each.pop("exp_avg_sq")), "Adam's states are imported"),
         (_slots(lambda each: each.__setitem__("exp_inf", each["exp_avg"])), "Adam's states are imported"),
         (_slots(lambda each: each.pop("step")), "how many updates the moments have had"),

@@ -344,6 +344,8 @@ def test_an_accelerator_that_does_not_fit_is_refused(
         ({"dynamo_backend": "inductor"}, "give Trainer(compile=True)"),
         ({"gradient_accumulation_plugin": object()}, "give Trainer(gradient_accumulation_steps=...)"),
         (3, "is a mapping of arguments of accelerate.Accelerator, not 3"),
+        ({"step_scheduler_with_optimiser": True}, "Did you mean 'step_scheduler_with_optimizer'?"),
+        ({"fsdp_plugin": 3}, "is an accelerate.FullyShardedDataParallelPlugin, not 3"),
     ],
 )
 def test_options_that_the_engine_cannot_honour_say_what_to_do_instead(options: Any, why: str) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch._dynamo  # here and not in each of the processes, which are copies of this one
 import torch.distributed.fsdp
 import torchmetrics  # noqa: F401  for the same reason
+from tests.support.tasks import Regression, pairs
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -383,3 +384,9 @@ def test_a_checkpoint_of_parameters_that_were_not_always_used_is_refused(tmp_pat
     )
     trainer.fit(made(), Rows())
     run_distributed(_uneven, str(tmp_path), world_size=1)
+
+
+def test_a_plan_tells_the_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    task = Regression()
+    assert Trainer(strategy="zero2", max_epochs=1, **QUIET).plan(task, pairs()).strategy.endswith("stage 2")
+    assert "strategy deepspeed, ZeRO stage 2" in capsys.readouterr().out

@@ -22,12 +22,13 @@ def made(name: str, **options: Any) -> Any:
 
 
 @pytest.mark.skipif(HERE, reason="torch_xla is installed")
+@pytest.mark.parametrize("devices", ["auto", 2])
 @pytest.mark.parametrize("name", NAMES)
-def test_without_torch_xla_the_extra_is_named(name: str) -> None:
+def test_without_torch_xla_the_extra_is_named(name: str, devices: int | str) -> None:
     with pytest.raises(
         StrategyError, match=rf"'{name}' cannot run here: the package .torch_xla. is not installed: pip"
     ):
-        Trainer(strategy=name, max_epochs=1)
+        Trainer(strategy=name, max_epochs=1, devices=devices)
 
 
 @pytest.mark.skipif(not HERE, reason="torch_xla is not installed")

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.errors import ConfigError, nearest
+from drivetrain.options import ByName
+from drivetrain.peers import EARLY_STOPPING_ARGUMENTS
 
 if TYPE_CHECKING:
     from drivetrain.run import Run
 
 
-class EarlyStopping(Callback):
+class EarlyStopping(ByName, Callback):
     """Stops a fit when a metric has not improved for `patience` validations in a row.
 
     A value improves when it is better than the best so far by more than the threshold; in "rel" mode the
@@ -33,6 +35,8 @@ class EarlyStopping(Callback):
         ConfigError: An argument out of its range; when a fit starts that never validates; or, at the first
             validation, a metric that is not logged.
     """
+
+    _elsewhere: ClassVar[Mapping[str, str]] = EARLY_STOPPING_ARGUMENTS
 
     def __init__(
         self,

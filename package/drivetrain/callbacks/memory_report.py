@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 from drivetrain.callbacks.base import Callback
 from drivetrain.errors import ConfigError
 from drivetrain.memory_use import MemoryUse, MemoryWatch
+from drivetrain.options import ByName
 from drivetrain.quantized_optimizers import compiles_itself
 
 if TYPE_CHECKING:
     from drivetrain.run import Run
 
 
-class MemoryReport(Callback):
+class MemoryReport(ByName, Callback):
     """Watches the second update of a fit, of this process, and tells what its memory was used for.
 
     The first update makes the optimizers' states, and is no measure of those that follow. The watched update

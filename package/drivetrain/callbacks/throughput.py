@@ -13,7 +13,7 @@ import torch
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.peaks import peak_flops
-from drivetrain.options import number
+from drivetrain.options import ByName, number
 
 if TYPE_CHECKING:
     from drivetrain.run import Run
@@ -24,7 +24,7 @@ _LEAST_WAIT = 1.0
 _PARTS = ("data", "compute", "evaluation", "save", "compile")
 
 
-class Throughput(Callback):
+class Throughput(ByName, Callback):
     """Adds speeds to each log point, measured since the log point before.
 
     All names begin with ``throughput/``:

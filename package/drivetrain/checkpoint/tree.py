@@ -94,7 +94,8 @@ def well_formed(what: str) -> Iterator[None]:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise CheckpointError(
-            f"{what} is not of the shape in which it is saved: {type(error).__name__}: {error}"
+            f"{what} could not be taken over: {type(error).__name__}: {error}. It is not of the shape in"
+            " which it is saved, or what takes it over is wrong"
         ) from error
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from drivetrain.cli.config import Settings
 from drivetrain.cli.references import load
 from drivetrain.cli.values import arguments
 from drivetrain.errors import ConfigError
+from drivetrain.precision import as_precision
 from drivetrain.strategies.table import config_type
 from drivetrain.trainer import Trainer
 
@@ -23,8 +25,9 @@ def build_trainer(settings: Settings) -> Trainer:
     """
     given = dict(settings.arguments["trainer"])
     callbacks = given.pop("callbacks", ())
-    if isinstance(given.get("strategy"), Mapping):
-        given["strategy"] = _strategy(given["strategy"])
+    for key, make in _NAMED.items():
+        if isinstance(given.get(key), Mapping):
+            given[key] = make(given[key])
     return Trainer(**arguments("trainer", Trainer, given), callbacks=_callbacks(callbacks))
 
 
@@ -111,8 +114,9 @@ def plain_config(settings: Settings) -> dict[str, Any]:
     listed: dict[str, Any] = {}
     if "callbacks" in trainer:
         listed["callbacks"] = _listed(trainer.pop("callbacks"))
-    if isinstance(trainer.get("strategy"), Mapping):
-        listed["strategy"] = _strategy(trainer.pop("strategy"), build=False)
+    for key, make in _NAMED.items():
+        if isinstance(trainer.get(key), Mapping):
+            listed[key] = make(trainer.pop(key), build=False)
     config["trainer"] = {**arguments("trainer", Trainer, trainer, build=False), **listed}
     return {**config, **settings.texts}
 
@@ -143,19 +147,37 @@ def _strategy(parts: Mapping[str, Any], *, build: bool = True) -> Any:
         parts: The "name", and options as texts or as values of a JSON file.
         build: Make the configuration; False gives the converted parts, as a file would have them.
     """
-    # Configurations are never changed, so that their sequences are tuples, which JSON has not.
-    given = {key: tuple(each) if isinstance(each, list) else each for key, each in parts.items()}
-    name: Any = given.pop("name", None)
-    if name is None:
-        raise ConfigError(
-            f"which strategy? trainer.strategy.{next(iter(given), 'name')} is an option of one: give"
-            " --trainer.strategy NAME too"
-        )
+    name, given = _name_and_options("strategy", parts)
     if not given:
         return name
     config = config_type(name)
     options = arguments("trainer.strategy", config, given, build=build)
     return config(**options) if build else {"name": name, **options}
+
+
+def _precision(parts: Mapping[str, Any], *, build: bool = True) -> Any:
+    """As `_strategy`: the name alone, or the precision of that name with other options."""
+    name, given = _name_and_options("precision", parts)
+    if not given:
+        return name
+    named = as_precision(name)
+    options = arguments("trainer.precision", type(named), {"name": name, **given}, build=build)
+    return dataclasses.replace(named, **options) if build else options
+
+
+_NAMED: dict[str, Callable[..., Any]] = {"strategy": _strategy, "precision": _precision}
+
+
+def _name_and_options(what: str, parts: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    # Configurations are never changed, so that their sequences are tuples, which JSON has not.
+    given = {key: tuple(each) if isinstance(each, list) else each for key, each in parts.items()}
+    name: Any = given.pop("name", None)
+    if name is None:
+        raise ConfigError(
+            f"which {what}? trainer.{what}.{next(iter(given), 'name')} is an option of one: give"
+            f" --trainer.{what} NAME too"
+        )
+    return name, given
 
 
 def _listed(callbacks: Any) -> list[Any]:

@@ -20,6 +20,10 @@ TEXTS = ("resume", "checkpoint", "save_to")
 """What is passed to the trainer's verbs as it is."""
 
 
+NAMED = ("strategy", "precision")
+"""Arguments of the trainer that are a name, beside which options of what it names may stand."""
+
+
 @dataclass
 class Settings:
     """What was asked for, before anything is imported.
@@ -63,8 +67,8 @@ def split_dotted(argv: Sequence[str]) -> tuple[list[str], dict[str, dict[str, An
             if following is None or following.startswith("--"):
                 raise ConfigError(f"{option} needs a value: {option} VALUE")
             value = following
-        if (section, path) == ("trainer", ["strategy"]):
-            path = ["strategy", "name"]  # its options stand beside it: --trainer.strategy.sharding hybrid
+        if section == "trainer" and len(path) == 1 and path[0] in NAMED:
+            path = [path[0], "name"]  # its options stand beside it: --trainer.strategy.sharding hybrid
         _put(found[section], path, value, option)
     return rest, found
 
@@ -103,7 +107,7 @@ def read_file(path: str) -> Settings:
         if key in ("task", "data"):
             _take_object(settings, path, key, value)
         elif key == "trainer":
-            settings.arguments[key] = _with_strategy_parts(_mapping(path, key, value))
+            settings.arguments[key] = _with_parts(_mapping(path, key, value))
         else:
             _check_text(path, key, value)
             (settings.objects if key in OBJECTS else settings.texts)[key] = value
@@ -124,10 +128,10 @@ def _take_object(settings: Settings, path: str, key: str, value: Any) -> None:
     settings.arguments[key] = _mapping(path, f"{key}.arguments", value.get("arguments", {}))
 
 
-def _with_strategy_parts(trainer: dict[str, Any]) -> dict[str, Any]:
-    """The strategy as the command line has it: its name as a part, beside which its options may stand."""
-    strategy = trainer.get("strategy")
-    return {**trainer, "strategy": {"name": strategy}} if isinstance(strategy, str) else trainer
+def _with_parts(trainer: dict[str, Any]) -> dict[str, Any]:
+    """What is named as the command line has it: the name as a part, beside which its options may stand."""
+    named = {key: {"name": trainer[key]} for key in NAMED if isinstance(trainer.get(key), str)}
+    return {**trainer, **named}
 
 
 def _mapping(path: str, key: str, value: Any) -> dict[str, Any]:
@@ -144,20 +148,22 @@ def _check_text(path: str, key: str, value: Any) -> None:
 def merged(base: Settings, over: Settings) -> Settings:
     """`base` with everything that `over` says in its place; mappings are merged name by name.
 
-    Another object or strategy than the base's comes without the base's arguments, which were meant for that.
+    Another object, strategy or precision than the base's comes without the base's arguments, which were meant
+    for that.
     """
     result = Settings({**base.objects, **over.objects}, {}, {**base.texts, **over.texts})
     for section in SECTIONS:
         replaced = section in over.objects and over.objects[section] != base.objects.get(section)
         kept = {} if replaced else base.arguments[section]
-        if section == "trainer" and _is_another_strategy(kept, over.arguments[section]):
-            kept = {name: value for name, value in kept.items() if name != "strategy"}
+        if section == "trainer":
+            named = over.arguments[section]
+            others = [each for each in NAMED if _is_another(kept.get(each), named.get(each))]
+            kept = {name: value for name, value in kept.items() if name not in others}
         result.arguments[section] = _merge(kept, over.arguments[section])
     return result
 
 
-def _is_another_strategy(base: Mapping[str, Any], over: Mapping[str, Any]) -> bool:
-    before, after = base.get("strategy"), over.get("strategy")
+def _is_another(before: Any, after: Any) -> bool:
     if not isinstance(before, Mapping) or not isinstance(after, Mapping):
         return False
     return None not in (before.get("name"), after.get("name")) and before["name"] != after["name"]

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from drivetrain.errors import ConfigError, nearest
+from drivetrain.errors import ConfigError
+from drivetrain.peers import help_with
 
 _NONE = ("none", "null")
 _TRUE = ("true", "yes", "on")
@@ -79,7 +80,8 @@ def arguments(
     called = getattr(function, "__name__", type(function).__name__)
     for key in given:
         if key not in named and not takes_any:
-            raise ConfigError(f"{called} has no parameter {key!r}. {nearest(key, named)}")
+            elsewhere = getattr(function, "_elsewhere", {})
+            raise ConfigError(f"{called} has no parameter {key!r}. {help_with(key, named, elsewhere)}")
     missing = [key for key, each in named.items() if each.default is each.empty and key not in given]
     if missing:
         raise ConfigError(

@@ -36,6 +36,7 @@ from drivetrain.strategies.fsdp_meshes import forget_meshes
 from drivetrain.strategies.fsdp_norms import clip_by_global_norm
 from drivetrain.strategies.fsdp_whole import Before
 from drivetrain.strategies.scaling import LossScale
+from drivetrain.strategies.sparse import refuse_sparse
 from drivetrain.task import StepModule
 
 _UNUSED = (
@@ -171,6 +172,8 @@ class Accelerate(Strategy):
         """Convert, move, have the Accelerator wrap or shard, then make the optimizers."""
         check_values(module.task, self.name)
         assert self._member is not None
+        if make_optimizers is not None and self.world_size > 1:
+            refuse_sparse(module.task, self.name, "its gradients are exchanged whole")
         if self._session is None:
             word = _word(precision)
             assert word is not None

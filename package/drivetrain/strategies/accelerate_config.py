@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from drivetrain.errors import ConfigError, MissingDependencyError, StrategyError
-from drivetrain.options import ByName
+from drivetrain.options import ByName, check_names, keywords
 from drivetrain.strategies.base import check_options, installed
 
 PRECISIONS = {"no": "32", "bf16": "bf16-mixed", "fp16": "16-mixed"}
@@ -90,6 +90,7 @@ class AccelerateConfig(ByName):
         for name in self.options:
             if name in _OPTIONS:
                 raise ConfigError(f"AccelerateConfig(options={{{name!r}: ...}}): {_OPTIONS[name]}")
+        _check_arguments(self.options)
 
     @property
     def asked_precision(self) -> str | None:
@@ -98,6 +99,20 @@ class AccelerateConfig(ByName):
             return None
         word = asked(self, {}).mixed_precision
         return None if word is None else PRECISIONS[word]
+
+
+def _check_arguments(options: Mapping[str, Any]) -> None:
+    """See that an Accelerator takes them, as far as that can be told before it is made."""
+    if options and installed("accelerate", "accelerate"):
+        from accelerate import Accelerator
+
+        check_names("AccelerateConfig(options=...)", options, keywords(Accelerator))
+    plugin = options.get("fsdp_plugin")
+    if plugin is not None and not hasattr(plugin, "fsdp_version"):
+        raise ConfigError(
+            "AccelerateConfig(options={'fsdp_plugin': ...}) is an accelerate.FullyShardedDataParallelPlugin,"
+            f" not {plugin!r}"
+        )
 
 
 class Asked(NamedTuple):

@@ -198,6 +198,12 @@ class Strategy(ABC):
     no_release: str = "gradients are exchanged between processes, or kept, after backward"
     no_micro_batch: str = "it does not say that an update may be run in parts and begun again"
     place: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def title(self) -> str:
+        """What a plan calls it: its name, and what is chosen by options and is known by a name of its own."""
+        return self.name
+
     # Of a strategy whose backward scales losses itself; `unscale` and the methods after it go by it.
     _scale: LossScale | None = None
 

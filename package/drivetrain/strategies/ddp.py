@@ -30,6 +30,13 @@ from drivetrain.strategies.base import (
     check_values,
 )
 from drivetrain.strategies.scaling import LossScale
+from drivetrain.strategies.sparse import (
+    average_sparse,
+    clip_grad_norm,
+    no_rows,
+    refuse_sparse,
+    trained_sparsely,
+)
 from drivetrain.task import StepModule
 
 _BUFFERS = (
@@ -127,6 +134,7 @@ class DDP(Strategy):
         self._member: Member | None = None
         self._wrapped: DistributedDataParallel | None = None
         self._parameters: list[nn.Parameter] = []
+        self._sparse: list[nn.Parameter] = []
         self._names: list[str] = []
         self._synchronized = True
         self._unlearned = self.config.static_graph
@@ -180,10 +188,15 @@ class DDP(Strategy):
         trained = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
         self._names = [name.removeprefix("task.") for name, _ in trained]
         self._parameters = [each for _, each in trained]
+        self._sparse = trained_sparsely(module.task)
         if make_optimizers is None or not self._parameters:
             broadcast_module(module, self.world_size)
             return Prepared(module, make_optimizers(module) if make_optimizers else {})
         config = self.config
+        if config.communication is not None:
+            refuse_sparse(module.task, self.name, f"communication={config.communication!r} is of dense ones")
+        if self.device.type == "cuda" and self.world_size > 1:
+            refuse_sparse(module.task, self.name, "NCCL does not add them")
         buffers: dict[str, Any] = {_BUFFERS: config.broadcast_buffers}
         self._wrapped = wrapped = DistributedDataParallel(
             module,
@@ -242,11 +255,16 @@ class DDP(Strategy):
 
     def synchronize(self, parameters: Sequence[Tensor]) -> None:
         """Average the gradients that backward left alone: those of a generator step's optimizers."""
-        average_gradients(parameters, self.world_size)
+        if not self._sparse:
+            average_gradients(parameters, self.world_size)
+            return
+        sparse = {id(each) for each in self._sparse}
+        average_gradients([each for each in parameters if id(each) not in sparse], self.world_size)
+        average_sparse([each for each in parameters if id(each) in sparse], self.world_size)
 
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         """Clip by the global norm, which is the same in every process."""
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        return clip_grad_norm(parameters, max_norm, self._sparse)
 
 
 def _why_whole(config: DDPConfig) -> str:
@@ -272,9 +290,11 @@ def settle_buckets(wrapped: DistributedDataParallel, parameters: Sequence[nn.Par
         wrapped: The model; every step uses all of its parameters.
         parameters: Those that are trained.
     """
+    sparse = {id(each) for each in trained_sparsely(wrapped)}
     total = torch.zeros((), device=parameters[0].device)
     for parameter in parameters:
-        total = total + parameter.reshape(-1)[:0].sum().float()
+        none = no_rows(parameter) if id(parameter) in sparse else parameter.reshape(-1)[:0].sum().float()
+        total = total + none
     wrapped.reducer.prepare_for_backward([])
     total.backward()  # type: ignore[no-untyped-call]
     for parameter in parameters:

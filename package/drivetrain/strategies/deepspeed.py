@@ -95,6 +95,11 @@ class DeepSpeed(Strategy):
             return Support(False, "this build of torch has no torch.distributed")
         return installed("deepspeed", "deepspeed")
 
+    @property
+    def title(self) -> str:
+        """With the stage of ZeRO, of which the name says nothing."""
+        return f"{self.name}, ZeRO stage {self.config.stage}"
+
     def supports(self, precision: Precision) -> Support:
         """'32', and 'bf16-mixed' and '16-mixed' where something is divided."""
         if precision.name not in PRECISIONS or type(precision) is not Precision:

@@ -40,6 +40,7 @@ from drivetrain.strategies.fsdp_whole import Before
 from drivetrain.strategies.fsdp_wrapping import batch_norms, units
 from drivetrain.strategies.recomputation import checkpoint_blocks
 from drivetrain.strategies.scaling import LossScale
+from drivetrain.strategies.sparse import refuse_sparse
 from drivetrain.task import StepModule
 
 
@@ -151,6 +152,8 @@ class FSDP(Strategy):
         if self.config.sync_batchnorm:
             module.task = nn.SyncBatchNorm.convert_sync_batchnorm(module.task)  # type: ignore[no-untyped-call]
         task = module.task
+        if make_optimizers is not None:
+            refuse_sparse(task, self.name, "of a shard torch has no sparse gradient")
         before = Before(module)
         values = Materialization(module) if on_meta(module) else None
         whole = ignored_names(task, self.config.ignored)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from drivetrain.errors import ConfigError, nearest
 from drivetrain.options import ByName
+from drivetrain.peers import FSDP_ARGUMENTS
 from drivetrain.strategies.base import check_options
 from drivetrain.strategies.fsdp_wrapping import Wrap
 from drivetrain.strategies.recomputation import Again, check_again
@@ -44,6 +46,8 @@ class FSDPConfig(ByName):
         gather_at_end: Give the task its whole values again when a run has ended well, in the host's memory of
             every process. False leaves the shards, where the whole has no room.
     """
+
+    _elsewhere: ClassVar[Mapping[str, str]] = FSDP_ARGUMENTS
 
     sharding: str = "full_shard"
     wrap: Wrap = "auto"

@@ -167,16 +167,12 @@ def _make(
     if found is not None and (launched() is not None or PARENT in variables):
         found = dataclasses.replace(found, launcher=OURS)
     request = _request(spec, variables)
+    if isinstance(spec, str) and spec in XLA:  # whose package is missing has no use for other advice
+        _check_available(spec, hardware)
     choice = choose(spec, hardware, found, devices, num_nodes, request)
     if choice.name == "single":
         return SingleDevice(choice.device_kind)
-    made = strategy_class(choice.name)
-    support = made.available(hardware)
-    if not support:
-        raise StrategyError(
-            f"strategy {choice.name!r} cannot run here: {support.reason}. Use strategy='auto', which takes"
-            " what there is; `drivetrain strategies` lists what each needs"
-        )
+    made = _check_available(choice.name, hardware)
     strategy: Strategy = made(choice.config, device=choice.device_kind, world_size=choice.world_size)
     return strategy
 
@@ -188,6 +184,18 @@ def _request(spec: Any, variables: Mapping[str, str]) -> Request | None:
     if spec == "accelerate":
         return Request(device=asked(AccelerateConfig(), variables).device)
     return read_request(variables) if spec == "auto" else None
+
+
+def _check_available(name: str, hardware: Hardware) -> Any:
+    """The class of a strategy that can run here."""
+    made = strategy_class(name)
+    support = made.available(hardware)
+    if not support:
+        raise StrategyError(
+            f"strategy {name!r} cannot run here: {support.reason}. Use strategy='auto', which takes"
+            " what there is; `drivetrain strategies` lists what each needs"
+        )
+    return made
 
 
 def _check_counts(devices: object, num_nodes: object) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drivetrain.errors import StrategyError
 from drivetrain.precision import Precision
 from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Support, check_values
 from drivetrain.strategies.scaling import LossScale
+from drivetrain.strategies.sparse import clip_grad_norm, trained_sparsely
 from drivetrain.task import StepModule
 
 _KINDS = ("cpu", "cuda", "mps")
@@ -60,6 +61,7 @@ class SingleDevice(Strategy):
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = _existing(device)
         self.name = "single"
+        self._sparse: list[nn.Parameter] = []
 
     def supports(self, precision: Precision) -> Support:
         """All built-in precisions on the CPU; MPS has none of 64 or 8 bits; bfloat16 needs hardware that has
@@ -86,6 +88,7 @@ class SingleDevice(Strategy):
         module.to(self.device)
         module.context = precision.forward_context(self.device)
         self._scale = LossScale(self.device) if precision.loss_scaling else None
+        self._sparse = trained_sparsely(module.task)
         return Prepared(module, make_optimizers(module) if make_optimizers else {})
 
     def backward(
@@ -99,4 +102,4 @@ class SingleDevice(Strategy):
 
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         """Clip by the global norm."""
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        return clip_grad_norm(parameters, max_norm, self._sparse)

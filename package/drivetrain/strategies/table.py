@@ -8,7 +8,6 @@ from typing import Any
 
 from drivetrain.errors import ConfigError, MissingDependencyError, nearest
 from drivetrain.peers import STRATEGIES as ELSEWHERE
-from drivetrain.peers import help_with
 from drivetrain.registry import Registry
 from drivetrain.strategies.base import Strategy
 from drivetrain.strategies.single import SingleDevice
@@ -38,6 +37,7 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
         "xla_fsdp": "drivetrain.strategies.xla_fsdp:XLAFSDP",
         "xla_fsdp_v2": "drivetrain.strategies.xla_fsdp_v2:XLAFSDPv2",
     },
+    ELSEWHERE,
 )
 """The classes by name. One for several processes is made with `(config, device=..., world_size=...)` and has
 the attributes of `ATTRIBUTES`; other packages add theirs by the entry point group "drivetrain.strategy".
@@ -133,8 +133,6 @@ def named(spec: Any) -> tuple[str, Any]:
 
 def _check_name(spec: Any) -> None:
     if isinstance(spec, str):
-        if spec in ELSEWHERE and spec not in STRATEGIES:
-            raise ConfigError(f"unknown strategy {spec!r}. {help_with(spec, STRATEGIES, ELSEWHERE)}")
         STRATEGIES.check(spec)
         return
     kind = type(spec).__name__
