@@ -2,7 +2,7 @@
 
 Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; what is kept by operation as in
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022; realised by torch's
-composable `checkpoint` and `create_selective_checkpoint_contexts`, under which names stay as they are.
+`checkpoint` and `create_selective_checkpoint_contexts`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from drivetrain.blocks import is_called, repeated_blocks
 from drivetrain.compiling import compiled_forward
 from drivetrain.errors import ConfigError, nearest
 from drivetrain.strategies.fsdp_wrapping import units
-from drivetrain.strategies.module_hooks import OwnHooks
+from drivetrain.strategies.recomputed import Contexts, Recomputed
 
 Again = bool | str | tuple[str, ...] | Callable[..., Any]
 """What is computed again in backward; see `FSDPConfig.activation_checkpointing`."""
@@ -81,19 +81,18 @@ def recompute(blocks: Sequence[nn.Module], again: Again) -> None:
         blocks: Each by itself.
         again: "selective" or a policy keep some operations' results; anything else keeps none.
     """
-    from torch.distributed._composable.checkpoint_activation import checkpoint
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-    options: dict[str, Any] = {}
+    contexts: Contexts | None = None
     policy: Any = [getattr(torch.ops.aten, name).default for name in _KEPT] if again == "selective" else again
     if again == "selective" or callable(again):
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
     for block in blocks:
         compiled = compiled_forward(block)
         if compiled is None:
-            checkpoint(block, **options)
+            Recomputed(block, contexts)
         else:
-            compiled.recompute(**options)
+            compiled.recompute(**({} if contexts is None else {"context_fn": contexts}))
 
 
 def chosen_blocks(model: nn.Module, again: Again) -> list[nn.Module]:
@@ -144,22 +143,16 @@ class Recomputation:
 
     def __init__(self, model: nn.Module, again: Again) -> None:
         self.blocks = chosen_blocks(model, again)
-        self._hooks = [OwnHooks(each) for each in self.blocks]
         recompute(self.blocks, again)
 
     def remove(self) -> None:
         """Make the blocks ordinary modules again."""
-        from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-
-        for block, hooks in zip(self.blocks, self._hooks, strict=True):
-            hooks.remove_others("torch.distributed._composable.checkpoint_activation")
-            for key in (STATE_KEY, REGISTRY_KEY):
-                entries = vars(block).get(key)
-                for name in [each for each in entries or () if _is_checkpoint(each)]:
-                    del entries[name]  # type: ignore[union-attr]
-                if not entries:
-                    vars(block).pop(key, None)
+        for block in self.blocks:
+            forget(block)
 
 
-def _is_checkpoint(key: object) -> bool:
-    return getattr(key, "__name__", key) == "checkpoint"
+def forget(module: nn.Module) -> None:
+    """Make a module an ordinary one again, if it is computed again."""
+    forward = vars(module).get("forward")
+    if isinstance(forward, Recomputed):
+        forward.remove()
