@@ -142,7 +142,7 @@ def test_less_is_used_where_memory_is_traded() -> None:
 def test_a_gradient_counts_as_one_where_it_is_freed_at_once() -> None:
     line = nn.Linear(256, 256, bias=False)
     optimizer = torch.optim.SGD(line.parameters(), lr=0.1)
-    release = GradientRelease(optimizer)
+    release = GradientRelease(optimizer, lambda: None, {})
     with MemoryWatch(line, [optimizer], torch.device("cpu")) as watch:
         line(torch.ones(1, 256)).sum().backward()
     release.remove()

@@ -16,7 +16,14 @@ from tests.support.tasks import quiet
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from drivetrain import FSDPConfig, LambdaCallback, MemoryConfig, OptimizerConfig, TaskModule
+from drivetrain import (
+    CompileConfig,
+    FSDPConfig,
+    LambdaCallback,
+    MemoryConfig,
+    OptimizerConfig,
+    TaskModule,
+)
 from drivetrain.strategies.recomputation import Recomputation
 from drivetrain.testing.distributed import run_distributed
 
@@ -229,3 +236,80 @@ def test_a_forward_of_a_modules_own_is_computed_again_and_put_back() -> None:
     memory = MemoryConfig(activation_checkpointing=True)
     quiet(max_steps=1, memory=memory).fit(task, batches())
     assert (len(calls), block.forward) == (2, counted)
+
+
+@pytest.fixture
+def no_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch imports to compile would begin a thread of tqdm's."""
+    monkeypatch.setattr("torch.hub.tqdm.monitor_interval", 0)
+
+
+compiled = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method. is deprecated:DeprecationWarning")
+
+
+@compiled
+@pytest.mark.usefixtures("no_monitor")
+@pytest.mark.parametrize(
+    ("scope", "spec"),
+    [("task", True), ("task", "selective"), ("step", True), ("blocks", ("blocks.*.line",))],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [Normed, Spectral, Drawing])
+def test_so_it_is_in_whatever_is_compiled(kind: type[nn.Module], scope: str, spec: Any) -> None:
+    config = CompileConfig(scope=scope, backend="aot_eager")
+    assert fit(kind, spec, compile=config) == fit(kind, None, compile=config)
+
+
+@compiled
+@pytest.mark.usefixtures("no_monitor")
+def test_blocks_are_compiled_once_and_computed_again_within() -> None:
+    graphs: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph.code)
+        return graph
+
+    memory = MemoryConfig(activation_checkpointing=True)
+    for scope in ("blocks", "task"):
+        graphs.clear()
+        config = CompileConfig(scope=scope, backend=backend)
+        quiet(max_epochs=1, memory=memory, compile=config).fit(Deep(Normed), batches())
+        assert len(graphs) == 1
+        assert graphs[0].count("tag_activation_checkpoint(") == (1 if scope == "blocks" else BLOCKS)
+
+
+@compiled
+@pytest.mark.usefixtures("no_monitor")
+def test_what_is_compiled_in_a_block_that_is_computed_again_stays_compiled() -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Normed() for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[1](self.layers[0](x)) * random.random()
+
+    options = {"compile": CompileConfig(backend=backend)}
+
+    class Outer(Deep):
+        def __init__(self) -> None:
+            super().__init__(Normed)
+            self.blocks = nn.ModuleList([Inner()])
+
+    found = []
+    for spec in (None, ("Inner",)):
+        graphs.clear()
+        task = Outer()
+        for each in task.parameters():
+            nn.init.constant_(each, 0.3)
+        memory = MemoryConfig(activation_checkpointing=spec) if spec else None
+        quiet(max_epochs=1, memory=memory, **options).fit(task, batches())
+        assert graphs
+        found.append(state(task))
+    assert found[0] == found[1]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from drivetrain.callbacks.base import Callback
+from drivetrain.callbacks.base import Callback, without_gradients
 from drivetrain.callbacks.peaks import peak_flops
 from drivetrain.errors import ConfigError
 
@@ -98,6 +98,7 @@ class Throughput(Callback):
         if self._measure:
             self._counting = _Counting(run.progress.samples)
 
+    @without_gradients
     def on_before_optimizer_step(self, run: Run) -> None:
         """Forward and backward are over; a task with several optimizers comes here once for each."""
         if self._counting is not None:

@@ -19,7 +19,7 @@ from drivetrain.blocks import is_called, repeated_blocks
 from drivetrain.compiling import compiled_forward
 from drivetrain.errors import ConfigError, nearest
 from drivetrain.strategies.fsdp_wrapping import units
-from drivetrain.strategies.recomputed import Contexts, Recomputed
+from drivetrain.strategies.recomputed import CallsAgain, Contexts, Recomputed
 
 Again = bool | str | tuple[str, ...] | Callable[..., Any]
 """What is computed again in backward; see `FSDPConfig.activation_checkpointing`."""
@@ -39,8 +39,8 @@ _KEPT = (
 """The operations that take nearly all of the time: their results are kept under "selective"."""
 
 
-def check_again(owner: str, again: object) -> None:
-    """See that a user's `activation_checkpointing` is one.
+def as_again(owner: str, again: object) -> Again:
+    """A user's `activation_checkpointing` in one form: of classes their names, and of one name a tuple.
 
     Args:
         owner: The configuration's class, for the message.
@@ -49,12 +49,18 @@ def check_again(owner: str, again: object) -> None:
     Raises:
         ConfigError: It is none; says what is.
     """
-    names = isinstance(again, (tuple, list)) and all(isinstance(each, str) for each in again)
-    if not (again in (False, "full", "selective") or names or callable(again)):
+    if again is False or (callable(again) and not isinstance(again, type)):
+        return again
+    if again is True or again in ("full", "selective"):
+        return "full" if again is True else str(again)
+    given = tuple(again) if isinstance(again, (tuple, list)) else (again,)
+    modules = [isinstance(each, type) and issubclass(each, nn.Module) for each in given]
+    if not all(module or isinstance(each, str) for module, each in zip(modules, given, strict=True)):
         raise ConfigError(
-            f"{owner}(activation_checkpointing=...) is False, 'full', 'selective', names of classes or a"
-            f" policy, not {again!r}"
+            f"{owner}(activation_checkpointing=...) is True, False, 'full', 'selective', classes of modules or"
+            f" their names, such as ('Block',), or a policy, not {again!r}"
         )
+    return tuple(each if isinstance(each, str) else each.__name__ for each in given)  # type: ignore[attr-defined]
 
 
 def checkpoint_blocks(model: nn.Module, again: Again) -> list[nn.Module]:
@@ -92,7 +98,7 @@ def recompute(blocks: Sequence[nn.Module], again: Again) -> None:
         if compiled is None:
             Recomputed(block, contexts)
         else:
-            compiled.recompute(**({} if contexts is None else {"context_fn": contexts}))
+            compiled.recompute(CallsAgain(block, contexts))
 
 
 def chosen_blocks(model: nn.Module, again: Again) -> list[nn.Module]:
@@ -115,7 +121,7 @@ def chosen_blocks(model: nn.Module, again: Again) -> list[nn.Module]:
     kinds = {type(each).__name__ for _, each in named}
     for wanted in again:
         if wanted not in kinds and not any(fnmatchcase(name, wanted) for name, _ in named):
-            known = [*sorted(kinds), *(name for name, _ in named)]
+            known = ["full", "selective", *sorted(kinds), *(name for name, _ in named)]
             raise ConfigError(f"no module has the class or the name {wanted!r}. {nearest(wanted, known)}")
     found: list[nn.Module] = []
     inside: set[int] = set()

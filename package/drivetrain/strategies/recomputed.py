@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,12 +21,13 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 """What makes the contexts of a forward and of computing it again, as `torch.utils.checkpoint` takes it."""
 
 
-class Recomputed:
-    """A module's forward that is computed again in backward, in the place of its own.
+class CallsAgain:
+    """Calls a module's forward so that it is computed again in backward.
 
-    The forward, and not the call, so that hooks on the module run once, and names stay as they are. torch
-    puts its own random streams back; here the same is done with Python's and numpy's global ones, and with
-    buffers that the forward writes to. Within what is compiled the compiler sees to it.
+    torch puts its own random streams back; here the same is done with Python's and numpy's global ones, and
+    with buffers that the forward writes to. Within what is compiled the compiler sees to it. What it cannot
+    compile with that, it runs as it stands, and whole: what it would compile of it anew could not be told
+    apart from what is compiled together with this.
 
     Args:
         module: Whose.
@@ -32,23 +35,69 @@ class Recomputed:
     """
 
     def __init__(self, module: nn.Module, contexts: Contexts | None = None) -> None:
-        self._module = module
-        self._own: Callable[..., Any] | None = vars(module).get("forward")
-        self._options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+        self.module = module
+        self.options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
         self._more: Contexts = _none if contexts is None else contexts
         self._buffers: list[_Buffers] | None = None
+        if "torch._dynamo" in sys.modules:  # without which nothing is compiled, and which takes long to import
+            _whole()
+
+    def __call__(self, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What the forward gives."""
+        if torch.is_grad_enabled():
+            return _run(self, own, args, kwargs)
+        return own(*args, **kwargs)
+
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Those of a forward that begins now, and of computing it again."""
+        if self._buffers is None:
+            self._buffers = [_Buffers(each) for each in self.module.modules()]
+        found = _Found(self._buffers)
+        forward, again = self._more()
+        return found.first(forward), _Repeated(partial(found.again, again))
+
+
+def _run(again: CallsAgain, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    run = _whole() if "torch._dynamo" in sys.modules else _run_here
+    return run(again, own, args, kwargs)
+
+
+def _run_here(again: CallsAgain, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return checkpoint(own, *args, use_reentrant=False, context_fn=again.contexts, **kwargs)
+
+
+@functools.cache
+def _whole() -> Callable[..., Any]:
+    """`_run_here`, of which the compiler compiles no part; and have it trace something else than `_run`."""
+
+    @torch.compiler.substitute_in_graph(_run)
+    def _(again: CallsAgain, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return checkpoint(own, *args, use_reentrant=False, **again.options, **kwargs)
+
+    whole: Callable[..., Any] = torch.compiler.disable(_run_here)
+    return whole
+
+
+class Recomputed:
+    """A module's forward that is computed again in backward, in the place of its own.
+
+    The forward, and not the call, so that hooks on the module run once, and names stay as they are.
+
+    Args:
+        module: Whose.
+        contexts: See `CallsAgain`.
+    """
+
+    def __init__(self, module: nn.Module, contexts: Contexts | None = None) -> None:
+        self._module = module
+        self._own: Callable[..., Any] | None = vars(module).get("forward")
+        self._again = CallsAgain(module, contexts)
         vars(module)["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
         own = MethodType(type(self._module).forward, self._module) if self._own is None else self._own
-        if torch.compiler.is_compiling():
-            options = self._options
-        elif torch.is_grad_enabled():
-            options = {"context_fn": self._contexts}
-        else:
-            return own(*args, **kwargs)
-        return checkpoint(own, *args, use_reentrant=False, **options, **kwargs)
+        return self._again(own, args, kwargs)
 
     def remove(self) -> None:
         """Give the module its own forward back."""
@@ -60,14 +109,6 @@ class Recomputed:
     def __reduce__(self) -> Any:
         # A copy of the module is an ordinary one, and above all does not compute with this one's parameters.
         return getattr, (self._module, "forward")
-
-    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Those of a forward that begins now, and of computing it again."""
-        if self._buffers is None:
-            self._buffers = [_Buffers(each) for each in self._module.modules()]
-        found = _Found(self._buffers)
-        forward, again = self._more()
-        return found.first(forward), _Repeated(partial(found.again, again))
 
 
 def _none() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
