@@ -297,7 +297,7 @@ def _run(module: nn.Module, method: str, around: Callable[..., Any] | None, args
     function = getattr(type(module), method)
     if around is None:
         return function(module, *args, **kwargs)
-    return around(MethodType(function, module), args, kwargs)
+    return around(function, (module, *args), kwargs)
 
 
 def _function(name: str) -> Callable[..., Any]:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -39,8 +38,12 @@ class CallsAgain:
         self.options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
         self._more: Contexts = _none if contexts is None else contexts
         self._buffers: list[_Buffers] | None = None
-        if "torch._dynamo" in sys.modules:  # without which nothing is compiled, and which takes long to import
-            _whole()
+        self.run: Callable[..., Any] = _run_here
+        if (
+            "torch._dynamo" in sys.modules
+        ):  # without which nothing is compiled, and which takes long to import
+            _tell_compiler()
+            self.run = torch.compiler.disable(_run_here)
 
     def __call__(self, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What the forward gives."""
@@ -58,24 +61,21 @@ class CallsAgain:
 
 
 def _run(again: CallsAgain, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    run = _whole() if "torch._dynamo" in sys.modules else _run_here
-    return run(again, own, args, kwargs)
+    return again.run(again, own, args, kwargs)
 
 
 def _run_here(again: CallsAgain, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return checkpoint(own, *args, use_reentrant=False, context_fn=again.contexts, **kwargs)
 
 
-@functools.cache
-def _whole() -> Callable[..., Any]:
-    """`_run_here`, of which the compiler compiles no part; and have it trace something else than `_run`."""
+def _traced(again: CallsAgain, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What the compiler traces in the place of `_run`, whose contexts it could not."""
+    return checkpoint(own, *args, use_reentrant=False, **again.options, **kwargs)
 
-    @torch.compiler.substitute_in_graph(_run)
-    def _(again: CallsAgain, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return checkpoint(own, *args, use_reentrant=False, **again.options, **kwargs)
 
-    whole: Callable[..., Any] = torch.compiler.disable(_run_here)
-    return whole
+@functools.cache  # it refuses to be told twice
+def _tell_compiler() -> None:
+    torch.compiler.substitute_in_graph(_run)(_traced)
 
 
 class Recomputed:
@@ -91,13 +91,13 @@ class Recomputed:
     def __init__(self, module: nn.Module, contexts: Contexts | None = None) -> None:
         self._module = module
         self._own: Callable[..., Any] | None = vars(module).get("forward")
+        self._forward = module.forward
         self._again = CallsAgain(module, contexts)
         vars(module)["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
-        own = MethodType(type(self._module).forward, self._module) if self._own is None else self._own
-        return self._again(own, args, kwargs)
+        return self._again(self._forward, args, kwargs)
 
     def remove(self) -> None:
         """Give the module its own forward back."""
