@@ -310,7 +310,7 @@ def test_a_hook_that_looks_at_no_gradient_is_no_reason_to_keep_them() -> None:
 
 @pytest.mark.parametrize("memory", [None, RELEASE])
 def test_an_optimizer_that_needs_a_closure_is_refused(memory: Any) -> None:
-    with pytest.raises(ConfigError, match="LBFGS cannot be used here.*closure"):
+    with pytest.raises(ConfigError, match=r"LBFGS cannot be used here.*closure"):
         fit(memory, Deep(lambda parameters: torch.optim.LBFGS(parameters)))
 
 

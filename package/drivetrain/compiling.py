@@ -287,10 +287,11 @@ def compiled_forward(module: nn.Module) -> Compiled | None:
 
 
 def _has_own_forward(module: nn.Module) -> bool:
-    """Whether a module's forward is not that of its class; a copy of a compiled module has that of its class."""
+    """Whether a module's forward is not that of its class; a copy of a compiled one has its class's."""
     found = vars(module).get("forward")
-    of_class = getattr(found, "__self__", None) is module and found.__func__ is type(module).forward
-    return found is not None and not of_class
+    if isinstance(found, MethodType) and found.__self__ is module:
+        return found.__func__ is not type(module).forward
+    return found is not None
 
 
 def _run(module: nn.Module, method: str, around: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:

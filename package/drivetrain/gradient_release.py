@@ -37,9 +37,7 @@ class GradientRelease:
             comes in parts.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, update: Callable[[], object], names: Mapping[Tensor, str]
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, update: Callable[[], object], names: Mapping[Any, str]) -> None:
         kind = type(optimizer)
         if not f"{kind.__module__}.".startswith(_PACKAGES):
             raise ConfigError(
@@ -66,10 +64,10 @@ class GradientRelease:
         now = self._now()
         if parameter in self._updated and self._updated[parameter] == now:
             raise ConfigError(
-                f"release_gradients: backward gave a second gradient of {self._names.get(parameter)!r}, after its"
-                " update with the first. A part of the step is gone through apart from the rest, as by"
+                f"release_gradients: backward gave a second gradient of {self._names.get(parameter)!r}, after"
+                " its update with the first. A part of the step is gone through apart from the rest, as by"
                 " torch.utils.checkpoint.checkpoint(..., use_reentrant=True) or a backward of your own. Use"
-                " use_reentrant=False or MemoryConfig(activation_checkpointing=...), or release_gradients=False"
+                " use_reentrant=False, MemoryConfig(activation_checkpointing=...) or release_gradients=False"
             )
         self._updated[parameter] = now
         optimizer, groups = self._optimizer, self._optimizer.param_groups

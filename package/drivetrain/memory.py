@@ -11,9 +11,9 @@ from torch import nn
 from drivetrain.compiling import CompileConfig, as_compile
 from drivetrain.errors import ConfigError, StrategyError
 from drivetrain.gradient_release import GradientRelease
+from drivetrain.module_state import clean_name
 from drivetrain.offloading import Offload, within
 from drivetrain.options import ByName, check_names, count, flag
-from drivetrain.module_state import clean_name
 from drivetrain.precision import Precision, as_precision
 from drivetrain.progress import Progress
 from drivetrain.strategies import Prepared, Strategy

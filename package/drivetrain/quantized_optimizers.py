@@ -129,8 +129,8 @@ def check_quantized(optimizer: Optimizer) -> None:
     ]
     if size is not None and large and all(each % size for each in large):
         raise ConfigError(
-            f"{name}(block_size={size}) divides the number of elements of no parameter, so that no state would"
-            f" be quantized. Use a power of two, such as 256; the largest has {max(large)} elements"
+            f"{name}(block_size={size}) divides the number of elements of no parameter, so that no state"
+            f" would be quantized. Use a power of two, such as 256; the largest has {max(large)} elements"
         )
     if any(hasattr(each, "placements") for group in optimizer.param_groups for each in group["params"]):
         raise ConfigError(

@@ -57,10 +57,10 @@ def as_again(owner: str, again: object) -> Again:
     modules = [isinstance(each, type) and issubclass(each, nn.Module) for each in given]
     if not all(module or isinstance(each, str) for module, each in zip(modules, given, strict=True)):
         raise ConfigError(
-            f"{owner}(activation_checkpointing=...) is True, False, 'full', 'selective', classes of modules or"
-            f" their names, such as ('Block',), or a policy, not {again!r}"
+            f"{owner}(activation_checkpointing=...) is True, False, 'full', 'selective', classes of modules"
+            f" or their names, such as ('Block',), or a policy, not {again!r}"
         )
-    return tuple(each if isinstance(each, str) else each.__name__ for each in given)  # type: ignore[attr-defined]
+    return tuple(each if isinstance(each, str) else each.__name__ for each in given)
 
 
 def checkpoint_blocks(model: nn.Module, again: Again) -> list[nn.Module]:

@@ -39,11 +39,9 @@ class CallsAgain:
         self._more: Contexts = _none if contexts is None else contexts
         self._buffers: list[_Buffers] | None = None
         self.run: Callable[..., Any] = _run_here
-        if (
-            "torch._dynamo" in sys.modules
-        ):  # without which nothing is compiled, and which takes long to import
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and it takes long to import
             _tell_compiler()
-            self.run = torch.compiler.disable(_run_here)
+            self.run = torch.compiler.disable(_run_here)  # type: ignore[no-untyped-call]
 
     def __call__(self, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What the forward gives."""
