@@ -22,6 +22,8 @@ from drivetrain import (
 )
 from drivetrain.gradient_release import GradientRelease
 from drivetrain.memory_use import MemoryWatch
+from drivetrain.registry import is_installed
+from drivetrain.testing.distributed import run_distributed
 
 SIZE, LENGTH, WORDS = 64, 32, 50
 
@@ -251,3 +253,13 @@ def test_a_compiled_task_is_refused() -> None:
         quiet(max_epochs=1, compile=CompileConfig(backend="eager"), callbacks=[MemoryReport()]).fit(
             Words(False), batches()
         )
+
+
+@pytest.mark.skipif(not is_installed("deepspeed"), reason="needs DeepSpeed")
+def test_deepspeeds_buckets_are_refused_and_not_called_activations() -> None:
+    with pytest.raises(RuntimeError, match=r"MemoryReport with strategy 'deepspeed'.*reduce_bucket_size"):
+        run_distributed(with_zero, world_size=1)
+
+
+def with_zero() -> None:
+    quiet(max_epochs=1, strategy="zero2", devices=1, callbacks=[MemoryReport()]).fit(Words(False), batches())

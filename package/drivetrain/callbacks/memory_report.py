@@ -40,8 +40,13 @@ class MemoryReport(Callback):
 
         Raises:
             ConfigError: The task is compiled, so that its operations cannot be seen; or the optimizer is, and
-                updates within backward.
+                updates within backward; or DeepSpeed trains it.
         """
+        if run.engine.strategy.name == "deepspeed":
+            raise ConfigError(
+                "MemoryReport with strategy 'deepspeed' (ZeRO): it cannot tell DeepSpeed's buckets, of gigabytes by"
+                " default (reduce_bucket_size), from activations. Use it with 'ddp' or 'fsdp'"
+            )
         optimizers = [each.optimizer for each in run.engine.updaters.values()]
         if run.engine.memory.releases and any(map(compiles_itself, optimizers)):
             raise ConfigError(
