@@ -13,7 +13,7 @@ from tests.support.outcome import outcome, weights
 from tests.support.tasks import Duel, Regression, duels, pairs, quiet
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from drivetrain import (
     CompileConfig,
@@ -26,6 +26,7 @@ from drivetrain import (
     OptimizerConfig,
     StrategyError,
     TaskModule,
+    Throughput,
 )
 from drivetrain.cli.build import build_trainer
 from drivetrain.cli.config import Settings, split_dotted
@@ -112,11 +113,14 @@ def keep_tanh(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkp
         ("full", 2 * BLOCKS, 2 * BLOCKS),
         ("selective", 2 * BLOCKS, 2 * BLOCKS),
         (("Block",), 2 * BLOCKS, 2 * BLOCKS),
+        ("Block", 2 * BLOCKS, 2 * BLOCKS),
+        (Block, 2 * BLOCKS, 2 * BLOCKS),
+        ((Block, nn.Linear), 2 * BLOCKS, 2 * BLOCKS),
         (("blocks.0", "blocks.2"), 2 * BLOCKS - 1, 2 * BLOCKS - 1),
         (("blocks.*.dropout",), BLOCKS, 2 * BLOCKS),
         (keep_tanh, BLOCKS, 2 * BLOCKS),
     ],
-    ids=["true", "full", "selective", "classes", "names", "globs", "policy"],
+    ids=["true", "full", "selective", "classes", "name", "class", "mixed", "names", "globs", "policy"],
 )
 def test_what_is_computed_again_is_what_was_asked_for_and_no_bit_changes_with_dropout(
     spec: Any, tanhs: int, dropouts: int
@@ -281,6 +285,35 @@ def test_no_two_gradients_are_there_at_once() -> None:
     assert max(most) > 1
 
 
+class Twice(Deep):
+    """Goes through one block twice, each time apart from the rest of the graph."""
+
+    reentrant = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self.blocks[0], x.requires_grad_(), use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+def test_a_second_update_of_a_parameter_within_one_backward_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"second gradient of 'blocks\.0\.line\.\w+'.*use_reentrant=False"):
+        fit(RELEASE, Twice())
+    task, plain = Twice(), Twice()
+    task.reentrant = plain.reentrant = False
+    assert weights(fit(RELEASE, task)) == weights(fit(None, plain))
+
+
+def test_a_hook_that_looks_at_no_gradient_is_no_reason_to_keep_them() -> None:
+    fit(RELEASE, callbacks=[Throughput()])
+
+
+@pytest.mark.parametrize("memory", [None, RELEASE])
+def test_an_optimizer_that_needs_a_closure_is_refused(memory: Any) -> None:
+    with pytest.raises(ConfigError, match=r"LBFGS cannot be used here.*closure"):
+        fit(memory, Deep(lambda parameters: torch.optim.LBFGS(parameters)))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -321,7 +354,8 @@ def test_optimizers_that_need_all_gradients_are_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"activation_checkpointing": "some"}, "'full', 'selective'.*not 'some'"),
+        ({"activation_checkpointing": (Block, 3)}, "'full', 'selective'.*not .*3"),
+        ({"activation_checkpointing": dict}, "classes of modules.*not <class 'dict'>"),
         ({"activation_checkpointing": 1.5}, "not 1.5"),
         ({"offload_activations": 1}, "True or False"),
         ({"offload_at_least": -1}, "at least 0"),
@@ -348,6 +382,8 @@ def test_a_trainer_refuses_what_its_strategy_cannot_do() -> None:
 def test_modules_that_are_not_there_are_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"'Blocks'.*'Block'"):
         fit(again(("Blocks",)))
+    with pytest.raises(ConfigError, match=r"'selectiv'.*'selective'"):
+        fit(again("selectiv"))
     with pytest.raises(ConfigError, match="no repeated blocks"):
         quiet(max_steps=1, memory=again(True)).fit(Regression(), pairs())
 
@@ -357,6 +393,8 @@ def test_modules_that_are_not_there_are_refused_with_the_nearest() -> None:
     [
         ("activation_checkpointing selective", again("selective")),
         ("activation_checkpointing true", again("full")),
+        ("activation_checkpointing Block", again(("Block",))),
+        ("activation_checkpointing blocks.*", again(("blocks.*",))),
         ("activation_checkpointing Block,encoder.*", again(("Block", "encoder.*"))),
         ("release_gradients true", RELEASE),
     ],

@@ -186,3 +186,19 @@ def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         OptimizerConfig("adamw8bit").factory  # noqa: B018
     with pytest.raises(ConfigError, match="adamw8bit"):
         OptimizerConfig("adamw8bits")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"amsgrad": True}, "AdamW8bit.amsgrad=True.*'adamw'"),
+        ({"block_size": "x"}, "block_size.*not 'x'"),
+        ({"block_size": 0}, "block_size.*not 0"),
+        ({"block_size": 100}, "block_size=100.*no state would be quantized.*4096 elements"),
+    ],
+)
+def test_options_that_would_fail_or_do_nothing_are_refused_when_it_is_made(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        quiet(max_steps=1).fit(Wide(**options), [torch.ones(2, SIZE)])

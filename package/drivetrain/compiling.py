@@ -14,8 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from functools import partial
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -171,7 +170,7 @@ class Compilation:
         names = {id(module): name for name, module in model.named_modules()}
         for module in self._modules(model):
             # A forward of the module's own, and not of its class, is nobody else's either.
-            if "forward" not in vars(module) and not any(map(_is_compiled, module.modules())):
+            if not _has_own_forward(module) and not any(map(_is_compiled, module.modules())):
                 self._install(module, names[id(module)] or type(module).__name__, "forward")
 
     def _steps(self, model: nn.Module) -> Iterator[str]:
@@ -265,16 +264,14 @@ class Compiled:
             return "scope='blocks' compiles less"
         return "CompileConfig(backend='aot_eager') shows whether it is the backend"
 
-    def recompute(self, **options: Any) -> None:
+    def recompute(self, again: Callable[..., Any]) -> None:
         """Have activations computed again in backward, within what is compiled: from outside, the operations
         could not be told apart.
 
         Args:
-            options: Of `torch.utils.checkpoint.checkpoint`.
+            again: What calls a function with positional and named arguments to that end.
         """
-        from torch.utils.checkpoint import checkpoint
-
-        self._around = partial(checkpoint, use_reentrant=False, **options)
+        self._around = again
 
     def remove(self) -> None:
         """Give the module its own method back."""
@@ -292,11 +289,19 @@ def compiled_forward(module: nn.Module) -> Compiled | None:
     return found if isinstance(found, Compiled) else None
 
 
+def _has_own_forward(module: nn.Module) -> bool:
+    """Whether a module's forward is not that of its class; a copy of a compiled one has its class's."""
+    found = vars(module).get("forward")
+    if isinstance(found, MethodType) and found.__self__ is module:
+        return found.__func__ is not type(module).forward
+    return found is not None
+
+
 def _run(module: nn.Module, method: str, around: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
     function = getattr(type(module), method)
     if around is None:
         return function(module, *args, **kwargs)
-    return around(function, module, *args, **kwargs)
+    return around(function, (module, *args), kwargs)
 
 
 def _function(name: str) -> Callable[..., Any]:

@@ -148,7 +148,7 @@ class Engine(ByName):
             return {name: updater.optimizer for name, updater in self.updaters.items()}
 
         self._take(self.strategy.prepare(self.step_module, make_optimizers, self._in_use.precision))
-        self.memory.attach_task(self.step_module, self.updaters, self._interleaved)
+        self.memory.attach_task(self.step_module, self.updaters, self._interleaved, self.progress)
         self._parameters = [p for p in task.parameters() if p.requires_grad]
         for parameter in self._parameters:  # what was left there would count into the first update
             parameter.grad = None

@@ -251,7 +251,9 @@ def round_at_random_(values: Tensor, dtype: torch.dtype, generator: torch.Genera
     dropped = _DROPPED[dtype]
     nothing = values * 0  # NaN where there is none to round: its bits could become those of a zero
     bits = values.view(torch.int32)
-    bits.add_(_random_bits(values.numel(), dropped, generator, turn)).add_(1 << (dropped - 1))
+    # Widened here, and not by what adds them, whose memory would not be seen.
+    drawn = _random_bits(values.numel(), dropped, generator, turn).to(torch.int32)
+    bits.add_(drawn).add_(1 << (dropped - 1))
     bits.bitwise_and_(-1 << dropped)
     values.add_(nothing)
 

@@ -6,7 +6,7 @@ hooks are torch's `register_post_accumulate_grad_hook`. Gradients are then never
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,12 +29,15 @@ class GradientRelease:
 
     Args:
         optimizer: The run's only one.
+        update: Gives what differs from one update to the next.
+        names: Of its parameters.
 
     Raises:
-        ConfigError: Its updates are not of each parameter by itself.
+        ConfigError: Its updates are not of each parameter by itself. Within backward: the gradient of one
+            comes in parts.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, update: Callable[[], object], names: Mapping[Any, str]) -> None:
         kind = type(optimizer)
         if not f"{kind.__module__}.".startswith(_PACKAGES):
             raise ConfigError(
@@ -47,6 +50,9 @@ class GradientRelease:
                 " many parameters at once. Use a precision with updates='nearest', or release_gradients=False"
             )
         self._optimizer = optimizer
+        self._now = update
+        self._names = names
+        self._updated: dict[Tensor, object] = {}
         self._group = {
             each: index for index, group in enumerate(optimizer.param_groups) for each in group["params"]
         }
@@ -55,6 +61,15 @@ class GradientRelease:
         ]
 
     def _update(self, parameter: Tensor) -> None:
+        now = self._now()
+        if parameter in self._updated and self._updated[parameter] == now:
+            raise ConfigError(
+                f"release_gradients: backward gave a second gradient of {self._names.get(parameter)!r}, after"
+                " its update with the first. A part of the step is gone through apart from the rest, as by"
+                " torch.utils.checkpoint.checkpoint(..., use_reentrant=True) or a backward of your own. Use"
+                " use_reentrant=False, MemoryConfig(activation_checkpointing=...) or release_gradients=False"
+            )
+        self._updated[parameter] = now
         optimizer, groups = self._optimizer, self._optimizer.param_groups
         optimizer.param_groups = [{**groups[self._group[parameter]], "params": [parameter]}]
         try:
@@ -68,4 +83,4 @@ class GradientRelease:
         """Have backward add gradients up again."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._group = (), {}
+        self._handles, self._group, self._updated = (), {}, {}

@@ -11,12 +11,14 @@ from torch import nn
 from drivetrain.compiling import CompileConfig, as_compile
 from drivetrain.errors import ConfigError, StrategyError
 from drivetrain.gradient_release import GradientRelease
+from drivetrain.module_state import clean_name
 from drivetrain.offloading import Offload, within
 from drivetrain.options import ByName, check_names, count, flag
 from drivetrain.peers import MEMORY_ARGUMENTS
 from drivetrain.precision import Precision, as_precision
+from drivetrain.progress import Progress
 from drivetrain.strategies import Prepared, Strategy
-from drivetrain.strategies.recomputation import Again, Recomputation, check_again
+from drivetrain.strategies.recomputation import Again, Recomputation, as_again
 from drivetrain.task import StepModule
 from drivetrain.updates import Updater
 
@@ -32,7 +34,7 @@ class MemoryConfig(ByName):
         activation_checkpointing: False; True or "full" to compute the activations of each repeated block
             again in backward; "selective" to keep the results of matrix products, convolutions and attention
             and compute the rest again; a function of (context, operation, *arguments, **keywords) that gives
-            a `torch.utils.checkpoint.CheckpointPolicy`; or names of classes, or globs on the names of
+            a `torch.utils.checkpoint.CheckpointPolicy`; or classes, their names, or globs on the names of
             modules, whose activations are computed again.
         offload_activations: Keep what backward needs of a step in the host's memory until then; on GPUs. With
             `activation_checkpointing`, that is mostly the inputs of the blocks.
@@ -54,11 +56,8 @@ class MemoryConfig(ByName):
 
     def __post_init__(self) -> None:
         """Check each option."""
-        if self.activation_checkpointing is True:
-            object.__setattr__(self, "activation_checkpointing", "full")
-        if isinstance(self.activation_checkpointing, list):  # of a JSON file
-            object.__setattr__(self, "activation_checkpointing", tuple(self.activation_checkpointing))
-        check_again("MemoryConfig", self.activation_checkpointing)
+        again = as_again("MemoryConfig", self.activation_checkpointing)
+        object.__setattr__(self, "activation_checkpointing", again)
         flag("MemoryConfig(offload_activations=...)", self.offload_activations)
         count("MemoryConfig(offload_at_least=...)", self.offload_at_least)
         flag("MemoryConfig(release_gradients=...)", self.release_gradients)
@@ -146,7 +145,8 @@ def check_trainer_memory(trainer: Trainer, strategy: Strategy) -> None:
         reason = f"micro_batch={trainer.micro_batch!r}: gradients of parts have to be kept"
     for callback in trainer.callbacks:
         hook = getattr(callback, "on_before_optimizer_step", None)
-        if hook is not None and not getattr(hook, "__unused_hook__", False):
+        unread = getattr(hook, "__unused_hook__", False) or getattr(hook, "__no_gradients__", False)
+        if hook is not None and not unread:
             reason = f"{type(callback).__name__}.on_before_optimizer_step: there is no gradient left to see"
     if reason:
         raise ConfigError(f"release_gradients with {reason}. Leave one of them out")
@@ -202,9 +202,15 @@ class MemoryInUse:
         self._offload(step_module)
 
     def attach_task(
-        self, step_module: StepModule, updaters: Mapping[str, Updater], interleaved: bool
+        self, step_module: StepModule, updaters: Mapping[str, Updater], interleaved: bool, progress: Progress
     ) -> None:
         """What is done with a task that was placed and has its optimizers.
+
+        Args:
+            step_module: The task's.
+            updaters: Its optimizers'.
+            interleaved: Whether its step is a generator that names them.
+            progress: The run's, by which one update is told from the next.
 
         Raises:
             ConfigError: Gradients cannot be released with these optimizers.
@@ -223,7 +229,8 @@ class MemoryInUse:
                 f"release_gradients with OptimizerConfig(max_grad_norm={updater.max_grad_norm}): clipping"
                 " needs all gradients at once. Leave one of them out"
             )
-        self._in_use.append(GradientRelease(updater.optimizer))
+        names = {each: clean_name(name) for name, each in step_module.task.named_parameters()}
+        self._in_use.append(GradientRelease(updater.optimizer, lambda: progress.micro_batches, names))
 
     def _offload(self, step_module: StepModule) -> None:
         if self._config.offload_activations:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from drivetrain.quantized_optimizers import compiles_itself, is_quantized, parts_of
 
-_KINDS = ("parameters", "buffers", "optimizer", "gradients", "activations")
+_KINDS = ("parameters", "buffers", "optimizer", "gradients", "activations", "step", "other")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +29,12 @@ class MemoryUse:
         buffers: Its buffers.
         optimizer: The optimizers' state.
         gradients: The parameters' gradients that were there at that moment.
-        activations: All else: what forward keeps for backward, the batch, and what is on its way.
+        activations: What forward keeps for backward, the batch, and what is on its way.
+        step: What the optimizers' steps make for themselves, such as float32 copies of 16-bit weights.
+        other: What was there before and is none of these, such as the buffers in which a strategy exchanges
+            gradients.
         measured: The peak: on CUDA the allocator's own, in which what kernels use by themselves is counted
-            too; on the CPU, where torch counts nothing, that of the tensors that operations made.
+            too; on the CPU, where torch counts nothing, the sum of the parts.
         device: Where.
     """
 
@@ -39,6 +43,8 @@ class MemoryUse:
     optimizer: int
     gradients: int
     activations: int
+    step: int
+    other: int
     measured: int
     device: str
 
@@ -49,7 +55,8 @@ class MemoryUse:
 
     def __str__(self) -> str:
         rows = [(each, getattr(self, each)) for each in (*_KINDS, "total")]
-        rows.append((f"measured on {self.device}", self.measured))
+        if not self.device.startswith("cpu"):
+            rows.append((f"measured on {self.device}", self.measured))
         width = max(len(name) for name, _ in rows)
         lines = [f"  {name.ljust(width)}  {size / 2**20:12,.2f} MiB" for name, size in rows]
         return "\n".join(["memory at the peak of an update", *lines])
@@ -84,13 +91,16 @@ class MemoryWatch(TorchDispatchMode):
         self._peak = 0
         self._at_peak = dict(self._sizes)
         self._hooks: list[Any] = []
-        optimizers = list(optimizers)
+        self._optimizers = optimizers = list(optimizers)
+        self._steps: list[Any] = []
+        self._in_step = False
+        # Tensors whose memory may be given to them and taken away without an operation.
+        self._passing: dict[int, weakref.ref[Any]] = {}
         self._compiling = [each for each in optimizers if compiles_itself(each)]
-        states = [value for each in optimizers for slots in each.state.values() for value in slots.values()]
         for kind, tensors in (
             ("parameters", self._parameters),
             ("buffers", model.buffers()),
-            ("optimizer", states),
+            ("optimizer", list(self._states())),
             ("activations", tree_leaves(batch)),
         ):
             for tensor in tensors:
@@ -111,6 +121,9 @@ class MemoryWatch(TorchDispatchMode):
         for optimizer in self._compiling:
             self._hooks.append(optimizer.register_step_pre_hook(self._pause))
             self._hooks.append(optimizer.register_step_post_hook(self._resume))
+        self._steps = [vars(each).get("step") for each in self._optimizers]
+        for optimizer in self._optimizers:
+            vars(optimizer)["step"] = functools.wraps(optimizer.step)(partial(self._step, optimizer.step))
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self._resume()
@@ -121,15 +134,39 @@ class MemoryWatch(TorchDispatchMode):
         self._pause()
         for handle in self._hooks:
             handle.remove()
-        self._hooks = []
+        for optimizer, before in zip(self._optimizers, self._steps, strict=False):
+            if before is None:
+                vars(optimizer).pop("step", None)
+            else:
+                vars(optimizer)["step"] = before
+        self._hooks, self._steps = [], []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        self._look_again()
+        for each in tree_leaves((args, kwargs)):
+            self._add(each, "step" if self._in_step else "other", passing=self._in_step)
         result = func(*args, **(kwargs or {}))
         for each in tree_leaves(result):
-            self._add(each, "activations")
+            self._add(each, "step" if self._in_step else "activations")
         return result
+
+    def _step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """An optimizer's step; what it has made of its state is that from then on."""
+        self._in_step = True
+        try:
+            return step(*args, **kwargs)
+        finally:
+            self._in_step = False
+            self._look_again()
+            for each in self._states():
+                self._belongs(each, ("step",), "optimizer")
+
+    def _states(self) -> Iterator[Any]:
+        for optimizer in self._optimizers:
+            for slots in optimizer.state.values():
+                yield from slots.values()
 
     def _pause(self, *_: object) -> None:
         if self._watching:  # and not in a step that has failed
@@ -146,7 +183,7 @@ class MemoryWatch(TorchDispatchMode):
         measured = torch.cuda.max_memory_allocated(self._device) if cuda else self._peak
         return MemoryUse(**self._at_peak, measured=measured, device=str(self._device))
 
-    def _add(self, value: object, kind: str) -> None:
+    def _add(self, value: object, kind: str, passing: bool = False) -> None:
         for tensor in _plain(value):
             if tensor.device.type != self._device.type:
                 continue
@@ -159,26 +196,45 @@ class MemoryWatch(TorchDispatchMode):
             # Not a bound method of this object's, which would live until all tensors are freed.
             ended = weakref.finalize(storage, partial(_freed, weakref.ref(self), key))
             ended.atexit = False
-            self._sizes[kind] += size
-            self._current += size
-            if self._current > self._peak:
-                self._peak, self._at_peak = self._current, dict(self._sizes)
-                self._peak_born = self._born
+            if passing:
+                self._passing[key] = weakref.ref(storage)
+            self._grow(kind, size)
+
+    def _grow(self, kind: str, size: int) -> None:
+        self._sizes[kind] += size
+        self._current += size
+        if self._current > self._peak:
+            self._peak, self._at_peak = self._current, dict(self._sizes)
+            self._peak_born = self._born
+
+    def _look_again(self) -> None:
+        """Where memory was given or taken without an operation."""
+        for key, reference in list(self._passing.items()):
+            storage = reference()
+            kind, size, born = self._kinds.get(key, ("step", 0, 0))
+            if storage is not None and storage.nbytes() != size:
+                self._kinds[key] = kind, storage.nbytes(), born
+                self._grow(kind, storage.nbytes() - size)
 
     def _has_gradient(self, parameter: Tensor) -> None:
         self._add(parameter.grad, "gradients")
-        for tensor in _plain(parameter.grad):
+        self._belongs(parameter.grad, ("activations", "other"), "gradients")
+
+    def _belongs(self, value: object, before: tuple[str, ...], now: str) -> None:
+        """Count something as of another kind, also at the peak if it was there by then."""
+        for tensor in _plain(value):
             key = tensor.untyped_storage()._cdata
-            kind, size, born = self._kinds.get(key, ("gradients", 0, 0))
-            if kind == "activations":
-                self._kinds[key] = "gradients", size, born
+            kind, size, born = self._kinds.get(key, (now, 0, 0))
+            if kind in before:
+                self._kinds[key] = now, size, born
                 self._sizes[kind] -= size
-                self._sizes["gradients"] += size
+                self._sizes[now] += size
                 if born <= self._peak_born:  # and has been there since
                     self._at_peak[kind] -= size
-                    self._at_peak["gradients"] += size
+                    self._at_peak[now] += size
 
     def _remove(self, key: int) -> None:
+        self._passing.pop(key, None)
         kind, size, _ = self._kinds.pop(key)
         self._sizes[kind] -= size
         self._current -= size

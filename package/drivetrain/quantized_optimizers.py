@@ -23,6 +23,9 @@ PART = "."
 
 _OF_TORCHAO = ("Adam8bit", "AdamW8bit", "Adam4bit", "AdamW4bit", "AdamFp8", "AdamWFp8")
 
+_LEAST_ELEMENTS = 4096
+"""Of how many elements torchao quantizes a state."""
+
 QUANTIZED = {name.lower(): f"drivetrain.quantized_optimizers:{name.lower()}" for name in _OF_TORCHAO}
 """The rows of `OPTIMIZERS` that torchao has."""
 
@@ -104,13 +107,31 @@ def from_parts(optimizer: Optimizer, parameter: Tensor, slot: str, parts: dict[s
 
 
 def check_quantized(optimizer: Optimizer) -> None:
-    """See that an optimizer's parameters are whole.
+    """See that an optimizer's options are ones that it can keep to, and that its parameters are whole.
 
     Raises:
-        ConfigError: They are shards, over which blocks of a quantized state do not go.
+        ConfigError: An option that it takes and would fail or do nothing with; or parameters that are shards,
+            over which blocks of a quantized state do not go.
     """
     if not compiles_itself(optimizer):
         return
+    name = type(optimizer).__name__
+    if any(group.get("amsgrad") for group in optimizer.param_groups):
+        raise ConfigError(f"{name}(amsgrad=True): torchao has no such update. Leave it out, or use 'adamw'")
+    size = getattr(optimizer, "block_size", None)
+    if size is not None and (type(size) is not int or size < 1):
+        raise ConfigError(f"{name}(block_size=...) is a whole number of elements, such as 256, not {size!r}")
+    large = [
+        each.numel()
+        for group in optimizer.param_groups
+        for each in group["params"]
+        if each.numel() >= _LEAST_ELEMENTS
+    ]
+    if size is not None and large and all(each % size for each in large):
+        raise ConfigError(
+            f"{name}(block_size={size}) divides the number of elements of no parameter, so that no state"
+            f" would be quantized. Use a power of two, such as 256; the largest has {max(large)} elements"
+        )
     if any(hasattr(each, "placements") for group in optimizer.param_groups for each in group["params"]):
         raise ConfigError(
             f"{type(optimizer).__name__} on sharded parameters: a checkpoint could not hold its state's"

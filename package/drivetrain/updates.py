@@ -256,6 +256,13 @@ def from_factory(
             f"{described} returned a {type(made).__name__}; it must return an optimizer or (optimizer,"
             " schedule)"
         )
+    closure = inspect.signature(made.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ConfigError(
+            f"the optimizer {type(made).__name__} cannot be used here: its step evaluates the loss many times"
+            " through a closure, and between the loss and the update there may be accumulation, scaling and"
+            " clipping"
+        )
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ConfigError(
             "ReduceLROnPlateau steps on a metric; use OptimizerConfig(schedule='reduce_on_plateau',"

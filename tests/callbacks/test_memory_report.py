@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
-from tests.support.tasks import quiet
+from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -21,6 +22,8 @@ from drivetrain import (
 )
 from drivetrain.gradient_release import GradientRelease
 from drivetrain.memory_use import MemoryWatch
+from drivetrain.registry import is_installed
+from drivetrain.testing.distributed import run_distributed
 
 SIZE, LENGTH, WORDS = 64, 32, 50
 
@@ -93,12 +96,12 @@ class Profiled(Callback):
                 self.peak = max(self.peak, held)
 
 
-def measured(attention: bool, memory: Any) -> tuple[MemoryReport, Profiled, Words]:
+def measured(attention: bool, memory: Any, **options: Any) -> tuple[MemoryReport, Profiled, Words]:
     torch.manual_seed(0)
     task, report, profiled = Words(attention), MemoryReport(show=False), Profiled()
     # In runs of their own: each sees what the other does.
-    quiet(max_epochs=1, memory=memory, callbacks=[report]).fit(task, batches())
-    quiet(max_epochs=1, memory=memory, callbacks=[profiled]).fit(task, batches())
+    for callback in (report, profiled):
+        quiet(**{"max_epochs": 1, **options}, memory=memory, callbacks=[callback]).fit(task, batches())
     return report, profiled, task
 
 
@@ -118,8 +121,72 @@ def test_the_parts_add_up_to_what_torchs_profiler_measures(attention: bool, memo
     assert use.optimizer == 8 * elements + 4 * steps
     assert use.buffers == 4000
     before = use.parameters + use.optimizer + use.buffers + 8 * 16 * LENGTH
-    assert use.total == use.measured
     assert use.total == pytest.approx(before + profiled.peak, rel=0.05)
+
+
+@pytest.mark.parametrize("attention", [False, True], ids=["perceptron", "transformer"])
+@pytest.mark.parametrize(
+    ("precision", "weight", "state"),
+    [
+        ("bf16-mixed", 4, 8),
+        ("16-mixed", 4, 8),
+        ("bf16-true", 2, 8),
+        ("16-true", 2, 8),
+        ("bf16-true-master", 2, 12),
+        ("64", 8, 16),
+    ],
+)
+def test_so_they_do_in_every_precision(attention: bool, precision: str, weight: int, state: int) -> None:
+    report, profiled, task = measured(attention, None, precision=precision)
+    use = report.use
+    assert use is not None
+    elements = sum(each.numel() for each in task.parameters())
+    assert use.parameters == weight * elements
+    assert use.optimizer == pytest.approx(state * elements, rel=0.01)
+    before = use.parameters + use.optimizer + use.buffers + use.other + 8 * 16 * LENGTH
+    assert use.total == pytest.approx(before + profiled.peak, rel=0.05)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-true-master"])
+def test_float32_copies_of_a_step_are_no_activations(precision: str) -> None:
+    class Wide(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide = nn.Linear(1, 100_000)
+
+        def training_step(self, batch: Any) -> Tensor:
+            return self.wide(batch[0][:1, :1]).square().mean()
+
+    report = MemoryReport(show=False)
+    quiet(max_steps=2, precision=precision, callbacks=[report]).fit(Wide(), pairs())
+    assert report.use is not None
+    copies = 4 * 200_000 * (1 if precision == "bf16-true-master" else 2)
+    assert report.use.step >= copies
+    assert report.use.activations < report.use.step
+
+
+def test_updates_that_a_loss_scale_skips_do_not_count() -> None:
+    class Overflowing(Words):
+        steps = 0
+
+        def training_step(self, batch: Any) -> Any:
+            self.steps += 1
+            loss = super().training_step(batch)
+            if self.steps in (1, 3):
+                loss.loss.register_hook(lambda grad: grad * math.inf)
+            return loss
+
+    report = MemoryReport(show=False)
+    quiet(max_epochs=2, precision="16-mixed", callbacks=[report]).fit(Overflowing(False), batches())
+    assert report.use is not None
+    assert report.use.optimizer > 2 * report.use.parameters
+
+
+def test_a_fit_of_one_update_tells_of_that(capsys: pytest.CaptureFixture[str]) -> None:
+    report = MemoryReport()
+    quiet(max_steps=1, callbacks=[report]).fit(Words(False), batches())
+    assert report.use is not None
+    assert "the only one" in capsys.readouterr().err
 
 
 def test_less_is_used_where_memory_is_traded() -> None:
@@ -142,7 +209,7 @@ def test_less_is_used_where_memory_is_traded() -> None:
 def test_a_gradient_counts_as_one_where_it_is_freed_at_once() -> None:
     line = nn.Linear(256, 256, bias=False)
     optimizer = torch.optim.SGD(line.parameters(), lr=0.1)
-    release = GradientRelease(optimizer)
+    release = GradientRelease(optimizer, lambda: None, {})
     with MemoryWatch(line, [optimizer], torch.device("cpu")) as watch:
         line(torch.ones(1, 256)).sum().backward()
     release.remove()
@@ -186,3 +253,13 @@ def test_a_compiled_task_is_refused() -> None:
         quiet(max_epochs=1, compile=CompileConfig(backend="eager"), callbacks=[MemoryReport()]).fit(
             Words(False), batches()
         )
+
+
+@pytest.mark.skipif(not is_installed("deepspeed"), reason="needs DeepSpeed")
+def test_deepspeeds_buckets_are_refused_and_not_called_activations() -> None:
+    with pytest.raises(RuntimeError, match=r"MemoryReport with strategy 'deepspeed'.*reduce_bucket_size"):
+        run_distributed(with_zero, world_size=1)
+
+
+def with_zero() -> None:
+    quiet(max_epochs=1, strategy="zero2", devices=1, callbacks=[MemoryReport()]).fit(Words(False), batches())

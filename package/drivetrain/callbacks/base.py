@@ -23,6 +23,12 @@ def unused(hook: Hook) -> Hook:
     return hook
 
 
+def without_gradients(hook: Hook) -> Hook:
+    """Mark an `on_before_optimizer_step` that looks at no gradient, so that these may be gone by then."""
+    hook.__no_gradients__ = True  # type: ignore[attr-defined]
+    return hook
+
+
 class Callback:
     """Something that watches a run, or steers it. Override any of the hooks; each is given the run.
 

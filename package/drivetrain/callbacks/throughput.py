@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from drivetrain.callbacks.base import Callback
+from drivetrain.callbacks.base import Callback, without_gradients
 from drivetrain.callbacks.peaks import peak_flops
 from drivetrain.options import ByName, number
 
@@ -102,6 +102,7 @@ class Throughput(ByName, Callback):
             if run.engine.splitter is not None:  # an attempt that ran out of memory is no part of the update
                 run.engine.splitter.begun_again.append(self._counting.forget)
 
+    @without_gradients
     def on_before_optimizer_step(self, run: Run) -> None:
         """Forward and backward are over; a task with several optimizers comes here once for each."""
         if self._counting is not None:

@@ -13,6 +13,7 @@ from drivetrain.errors import ConfigError
 from drivetrain.strategies.accelerate_session import own_environment
 from drivetrain.strategies.deepspeed_library import quiet
 from drivetrain.strategies.fsdp_wrapping import units
+from drivetrain.strategies.recomputation import recompute
 from drivetrain.task import StepModule
 
 
@@ -45,7 +46,6 @@ def shard(module: StepModule, accelerator: Any) -> None:
 
 
 def _shard_layers(task: nn.Module, plugin: Any) -> None:
-    from torch.distributed._composable.checkpoint_activation import checkpoint
     from torch.distributed.fsdp import fully_shard
 
     if isinstance(plugin.ignored_modules, str):
@@ -60,8 +60,7 @@ def _shard_layers(task: nn.Module, plugin: Any) -> None:
                 " works without activation_checkpointing_offload"
             )
         plugin.activation_checkpointing = False  # its wrapper would change the parameters' names
-        for each in layers:
-            checkpoint(each)
+        recompute(layers, "full")
     for each in layers:
         fully_shard(
             each,

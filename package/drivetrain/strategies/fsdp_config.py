@@ -11,7 +11,7 @@ from drivetrain.options import ByName
 from drivetrain.peers import FSDP_ARGUMENTS
 from drivetrain.strategies.base import check_options
 from drivetrain.strategies.fsdp_wrapping import Wrap
-from drivetrain.strategies.recomputation import Again, check_again
+from drivetrain.strategies.recomputation import Again, as_again
 
 SHARDINGS = ("full_shard", "shard_grad_op", "no_shard", "hybrid")
 
@@ -35,11 +35,11 @@ class FSDPConfig(ByName):
         broadcast_buffers: Give all ranks rank 0's buffers, such as running means, before each forward.
         sync_batchnorm: Take batch statistics over all ranks; on GPUs.
         cpu_offload: Keep shards and optimizer states in the host's memory.
-        activation_checkpointing: False; "full" to compute each block's activations again in backward;
+        activation_checkpointing: False; True or "full" to compute each block's activations again in backward;
             "selective" to keep the results of matrix products, convolutions and attention and compute the
             rest again; a function of (context, operation, *arguments, **keywords) that gives a
-            `torch.utils.checkpoint.CheckpointPolicy`; or the names of the classes whose activations are
-            computed again.
+            `torch.utils.checkpoint.CheckpointPolicy`; or the classes, or their names, whose activations
+            are computed again.
         forward_prefetch: How many blocks ahead are gathered during forward, beyond what happens by itself.
         backward_prefetch: The same during backward, where one happens by itself: 0 and 1 are the same.
         timeout: Seconds that a collective may take; None for torch's limit.
@@ -76,7 +76,8 @@ class FSDPConfig(ByName):
                 "FSDPConfig(wrap=...) is 'auto', names of classes, a number of parameters or a function of a"
                 f" module, not {self.wrap!r}"
             )
-        check_again("FSDPConfig", self.activation_checkpointing)
+        again = as_again("FSDPConfig", self.activation_checkpointing)
+        object.__setattr__(self, "activation_checkpointing", again)
         if not _names(self.ignored):
             raise ConfigError(
                 f"FSDPConfig(ignored=...) is a tuple of names, such as ('head.*',), not {self.ignored!r}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from drivetrain.strategies.module_hooks import OwnHooks
+from drivetrain.strategies.recomputation import forget
 
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params", "_distribute_module_applied")
 """Attributes by which torch knows modules that it has sharded or split."""
@@ -37,6 +38,7 @@ class Before:
                 if parameter is not None:
                     module._parameters[name] = _gathered(parameter, whole)
             hooks.remove_others("torch.distributed")
+            forget(module)
             _module_state_mapping.pop(module, None)
             for key in (STATE_KEY, REGISTRY_KEY, *_MARKS):
                 vars(module).pop(key, None)

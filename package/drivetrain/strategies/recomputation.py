@@ -2,7 +2,7 @@
 
 Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; what is kept by operation as in
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022; realised by torch's
-composable `checkpoint` and `create_selective_checkpoint_contexts`, under which names stay as they are.
+`checkpoint` and `create_selective_checkpoint_contexts`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from drivetrain.blocks import is_called, repeated_blocks
 from drivetrain.compiling import compiled_forward
 from drivetrain.errors import ConfigError, nearest
 from drivetrain.strategies.fsdp_wrapping import units
-from drivetrain.strategies.module_hooks import OwnHooks
+from drivetrain.strategies.recomputed import CallsAgain, Contexts, Recomputed
 
 Again = bool | str | tuple[str, ...] | Callable[..., Any]
 """What is computed again in backward; see `FSDPConfig.activation_checkpointing`."""
@@ -39,8 +39,8 @@ _KEPT = (
 """The operations that take nearly all of the time: their results are kept under "selective"."""
 
 
-def check_again(owner: str, again: object) -> None:
-    """See that a user's `activation_checkpointing` is one.
+def as_again(owner: str, again: object) -> Again:
+    """A user's `activation_checkpointing` in one form: of classes their names, and of one name a tuple.
 
     Args:
         owner: The configuration's class, for the message.
@@ -49,12 +49,18 @@ def check_again(owner: str, again: object) -> None:
     Raises:
         ConfigError: It is none; says what is.
     """
-    names = isinstance(again, (tuple, list)) and all(isinstance(each, str) for each in again)
-    if not (again in (False, "full", "selective") or names or callable(again)):
+    if again is False or (callable(again) and not isinstance(again, type)):
+        return again
+    if again is True or again in ("full", "selective"):
+        return "full" if again is True else str(again)
+    given = tuple(again) if isinstance(again, (tuple, list)) else (again,)
+    modules = [isinstance(each, type) and issubclass(each, nn.Module) for each in given]
+    if not all(module or isinstance(each, str) for module, each in zip(modules, given, strict=True)):
         raise ConfigError(
-            f"{owner}(activation_checkpointing=...) is False, 'full', 'selective', names of classes or a"
-            f" policy, not {again!r}"
+            f"{owner}(activation_checkpointing=...) is True, False, 'full', 'selective', classes of modules"
+            f" or their names, such as ('Block',), or a policy, not {again!r}"
         )
+    return tuple(each if isinstance(each, str) else each.__name__ for each in given)
 
 
 def checkpoint_blocks(model: nn.Module, again: Again) -> list[nn.Module]:
@@ -81,19 +87,18 @@ def recompute(blocks: Sequence[nn.Module], again: Again) -> None:
         blocks: Each by itself.
         again: "selective" or a policy keep some operations' results; anything else keeps none.
     """
-    from torch.distributed._composable.checkpoint_activation import checkpoint
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-    options: dict[str, Any] = {}
+    contexts: Contexts | None = None
     policy: Any = [getattr(torch.ops.aten, name).default for name in _KEPT] if again == "selective" else again
     if again == "selective" or callable(again):
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
     for block in blocks:
         compiled = compiled_forward(block)
         if compiled is None:
-            checkpoint(block, **options)
+            Recomputed(block, contexts)
         else:
-            compiled.recompute(**options)
+            compiled.recompute(CallsAgain(block, contexts))
 
 
 def chosen_blocks(model: nn.Module, again: Again) -> list[nn.Module]:
@@ -116,7 +121,7 @@ def chosen_blocks(model: nn.Module, again: Again) -> list[nn.Module]:
     kinds = {type(each).__name__ for _, each in named}
     for wanted in again:
         if wanted not in kinds and not any(fnmatchcase(name, wanted) for name, _ in named):
-            known = [*sorted(kinds), *(name for name, _ in named)]
+            known = ["full", "selective", *sorted(kinds), *(name for name, _ in named)]
             raise ConfigError(f"no module has the class or the name {wanted!r}. {nearest(wanted, known)}")
     found: list[nn.Module] = []
     inside: set[int] = set()
@@ -144,22 +149,16 @@ class Recomputation:
 
     def __init__(self, model: nn.Module, again: Again) -> None:
         self.blocks = chosen_blocks(model, again)
-        self._hooks = [OwnHooks(each) for each in self.blocks]
         recompute(self.blocks, again)
 
     def remove(self) -> None:
         """Make the blocks ordinary modules again."""
-        from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-
-        for block, hooks in zip(self.blocks, self._hooks, strict=True):
-            hooks.remove_others("torch.distributed._composable.checkpoint_activation")
-            for key in (STATE_KEY, REGISTRY_KEY):
-                entries = vars(block).get(key)
-                for name in [each for each in entries or () if _is_checkpoint(each)]:
-                    del entries[name]  # type: ignore[union-attr]
-                if not entries:
-                    vars(block).pop(key, None)
+        for block in self.blocks:
+            forget(block)
 
 
-def _is_checkpoint(key: object) -> bool:
-    return getattr(key, "__name__", key) == "checkpoint"
+def forget(module: nn.Module) -> None:
+    """Make a module an ordinary one again, if it is computed again."""
+    forward = vars(module).get("forward")
+    if isinstance(forward, Recomputed):
+        forward.remove()
