@@ -45,8 +45,8 @@ class MemoryReport(ByName, Callback):
         """
         if run.engine.strategy.name == "deepspeed":
             raise ConfigError(
-                "MemoryReport with strategy 'deepspeed' (ZeRO): it cannot tell DeepSpeed's buckets, of gigabytes by"
-                " default (reduce_bucket_size), from activations. Use it with 'ddp' or 'fsdp'"
+                "MemoryReport with strategy 'deepspeed' (ZeRO): it cannot tell DeepSpeed's buckets,"
+                " of gigabytes by default (reduce_bucket_size), from activations. Use it with 'ddp' or 'fsdp'"
             )
         optimizers = [each.optimizer for each in run.engine.updaters.values()]
         if run.engine.memory.releases and any(map(compiles_itself, optimizers)):
