@@ -375,7 +375,7 @@ def test_an_accelerator_is_given_or_made_and_not_both() -> None:
             StrategyError,
             "'fp8' is not handed over to it; allowed are 'no', 'bf16'",
         ),
-        ({"device_placment": True}, ConfigError, "accelerate refuses the options.*device_placment"),
+        ({"device_placment": True}, ConfigError, "no option 'device_placment'. Did you mean 'device_pl"),
         ({"kwargs_handlers": [InitProcessGroupKwargs()]}, ConfigError, "AccelerateConfig.timeout=...."),
     ],
 )
