@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from drivetrain import later
 from drivetrain.agreement import check_alike, check_optimizers_alike
 from drivetrain.compiling import as_compile
-from drivetrain.data import Feed, check_settings_used
+from drivetrain.data import Feed
 from drivetrain.data.alike import check_data
+from drivetrain.data.reading import check_settings_used
 from drivetrain.declared_metrics import DeclaredMetrics
 from drivetrain.distributed.failure import FailureChannel
 from drivetrain.engine import Engine

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.assembly import check_task, every, fit_data, planned_totals
 from drivetrain.checkpoint import CheckpointConfig
-from drivetrain.data import check_settings_used, evaluation_sources
+from drivetrain.data import evaluation_sources
+from drivetrain.data.reading import check_settings_used
 from drivetrain.plan_conflicts import (
     interval_conflicts,
     length_conflicts,

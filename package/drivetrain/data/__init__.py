@@ -2,7 +2,7 @@
 
 from drivetrain.data.batch import batch_size, map_tensors, move, to_host
 from drivetrain.data.feed import Feed, Measure, Window
-from drivetrain.data.reading import as_source, check_settings_used, evaluation_sources, pin_memory_for
+from drivetrain.data.reading import as_source, evaluation_sources, pin_memory_for
 from drivetrain.data.share import Everywhere, Share
 from drivetrain.data.sources import Source
 from drivetrain.data.split import already_split
@@ -20,7 +20,6 @@ __all__ = [
     "already_split",
     "as_source",
     "batch_size",
-    "check_settings_used",
     "evaluation_sources",
     "map_tensors",
     "move",
