@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.support.counting import Counting
 from tests.support.outcome import outcome, weights
 from tests.support.tasks import Duel, Regression, duels, pairs, quiet
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from drivetrain import (
@@ -69,18 +68,6 @@ class Deep(TaskModule):
         return (
             OptimizerConfig("adamw", lr=0.05, schedule="cosine") if self.optimizer is None else self.optimizer
         )
-
-
-class Counting(TorchDispatchMode):
-    """Counts what torch computes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def batches(count: int = 4) -> list[Tensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
@@ -11,20 +9,30 @@ from drivetrain import engine
 from parts import BACKWARD, LOOP, MODEL, OPTIMIZER, PARTS, WINDOW, ZERO, Parts, measure, table
 from peers import HAND, OURS, load
 from rows import BY_NAME
+from workloads import Clock
 
 
-def test_time_is_charged_to_the_innermost_part_alone() -> None:
+def test_time_is_charged_to_the_innermost_part_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def work(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(Clock, "read", lambda: now)
     parts = Parts(0, 1)
-    inner = parts.timed(MODEL, lambda: time.sleep(0.02))
+    inner = parts.timed(MODEL, work)
 
     def around() -> None:
-        time.sleep(0.005)
-        inner()
+        work(1.0)
+        inner(2.0)
+        work(4.0)
 
     parts.timed(BACKWARD, around)()
-    assert parts.spent[MODEL] >= 0.02
-    assert 0.005 <= parts.spent[BACKWARD] < parts.spent[MODEL]
-    assert parts.spent[LOOP] < 0.005
+    work(8.0)
+    inner(16.0)
+    spent = {part: seconds for part, seconds in parts.spent.items() if seconds}
+    assert spent == {BACKWARD: 5.0, MODEL: 18.0, LOOP: 8.0}
 
 
 @pytest.mark.parametrize("name", [HAND, OURS])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from tests.support.counting import Counting
 from tests.support.tasks import quiet
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from drivetrain import FSDPConfig, TaskModule
@@ -36,18 +35,6 @@ class Deep(TaskModule):
     def training_step(self, batch: Tensor) -> Tensor:
         loss: Tensor = self.blocks(batch).square().mean()
         return loss
-
-
-class Counting(TorchDispatchMode):
-    """Counts what torch computes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def keep_tanh(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
