@@ -63,10 +63,20 @@ PAGES = {
             "distributed.watchdog": "EXIT_HANG",
         },
     ),
+    "preemption": Page(
+        "Signals",
+        "how-to/preemption.md",
+        {"preemption": "PreemptionConfig", "errors": "Preempted EXIT_REQUEUE EXIT_STOPPED"},
+    ),
     "run": Page(
         "The run",
         "how-to/callbacks.md",
         {"run": "Run Totals Evaluation", "progress": "Progress", "window": "StepResult"},
+    ),
+    "runs": Page(
+        "The time of a run",
+        "how-to/goodput.md",
+        {"runs": "read_ledger find_runs RunLedger Attempt KINDS"},
     ),
     "engine": Page(
         "The Engine", "how-to/your-own-loop.md", {"engine": "Engine", "engine_data": "EngineData"}
@@ -123,8 +133,8 @@ PAGES = {
         "Callbacks",
         "how-to/callbacks.md",
         {
-            "callbacks": "Callback CompileTime EarlyStopping LambdaCallback LearningRateMonitor MemoryReport"
-            " ModelSummary ProgressBar Throughput HOOKS summarize",
+            "callbacks": "Callback CompileTime EarlyStopping LambdaCallback LearningRateMonitor LossSpike"
+            " MemoryReport ModelSummary NonFiniteDetector ProgressBar Throughput HOOKS summarize",
             "callbacks.base": "unused",
             "callbacks.peaks": "peak_flops",
         },
@@ -165,6 +175,9 @@ PAGES = {
             "testing.distributed": "run_distributed",
             "testing.strategies": "check_strategy",
             "testing.strategy_resume": "check_resume",
+            "testing.resumable": "assert_resumable check_program Check",
+            "testing.resume_report": "Report Difference",
+            "testing.endurance": "long_run many_fits Course Measure",
             "testing.strategy_job": "Job MakeStrategy",
             "testing.storage": "check_file_system check_checkpoint_io everything",
             "testing.faults": "FaultyFileSystem",
@@ -199,7 +212,7 @@ PAGES = {
         "how-to/debugging.md",
         {
             "errors": "DrivetrainError ConfigError DataError CheckpointError StrategyError RankFailure"
-            " NonFiniteError MissingDependencyError nearest"
+            " NonFiniteError DivergenceError MissingDependencyError nearest"
         },
     ),
     "command-line": Page("The command line", "how-to/command-line.md", {}),
@@ -413,8 +426,10 @@ COMMANDS = [
         ["strategies"],
         ["launch"],
         ["checkpoint"],
+        ["runs"],
     ),
     *(["checkpoint", action] for action in ("list", "show", "verify", "export", "diff", "import-deepspeed")),
+    *(["runs", action] for action in ("list", "show")),
 ]
 
 

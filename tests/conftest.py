@@ -21,6 +21,9 @@ torch.set_num_threads(1)
 torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
 # Its DataLoader installs this handler for good when it first starts workers.
 _set_SIGCHLD_handler()
+# Ignored in what a shell runs in the background, and then in all that this process starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _open_files() -> set[str]:

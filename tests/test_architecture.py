@@ -34,6 +34,7 @@ LAYERS: list[set[str]] = [
         "mps_fallback",
         "lazy",
         "later",
+        "observing",
     },
     {"distributed"},
     {"checkpoint", "streams", "module_state"},
@@ -69,6 +70,7 @@ LAYERS: list[set[str]] = [
     {"strategies"},
     {
         "updates",
+        "update_gate",
         "window",
         "generator_step",
         "kept_buffers",
@@ -84,8 +86,8 @@ LAYERS: list[set[str]] = [
         "engine_state",
         "engine",
     },
-    {"imported_state", "run_state", "run"},
-    {"arguments", "loop"},
+    {"imported_state", "run_state", "save_errors", "soundness", "ledger", "runs", "run"},
+    {"arguments", "loop", "preemption"},
     {"callbacks", "loggers"},
     {
         "paths",

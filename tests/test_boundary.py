@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import subprocess
@@ -273,3 +274,22 @@ def test_batch_norm_on_a_last_batch_of_one_sample_says_what_to_do() -> None:
     with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
         quiet(max_epochs=1).fit(Normed(), pairs(5))
     assert any("Use DataLoader(..., drop_last=True)" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc to count open files")
+@pytest.mark.parametrize("max_steps", [None, 3], ids=["to its end", "stopped in an epoch"])
+def test_files_of_workers_are_closed_with_the_run_and_not_by_a_later_search_for_garbage(
+    max_steps: int | None,
+) -> None:
+    def open_files_after_a_fit() -> int:
+        trainer = quiet(max_epochs=2, max_steps=max_steps)
+        trainer.fit(Regression(), pairs(num_workers=1), pairs(num_workers=1, seed=1))
+        return len(os.listdir("/proc/self/fd"))
+
+    gc.collect()
+    gc.disable()
+    try:
+        counts = [open_files_after_a_fit() for _ in range(4)]
+    finally:
+        gc.enable()
+    assert counts[1:] == counts[:1] * 3

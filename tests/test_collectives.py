@@ -106,11 +106,11 @@ def test_an_update_of_ddp_is_one_all_reduce_of_the_gradients(world_size: int, ac
         assert numbers["all_reduce"] == 4 * size
 
 
-def test_weights_of_the_tasks_own_take_one_more_of_four_numbers() -> None:
+def test_weights_of_the_tasks_own_take_one_more_of_five_numbers() -> None:
     size = sum(each.numel() for each in next_token().parameters())
     for seen, numbers in run_distributed(lambda: count(next_token, sentences, log_every="100 steps")):
         assert seen == {"all_reduce": 8}
-        assert numbers["all_reduce"] == 4 * (size + 4)
+        assert numbers["all_reduce"] == 4 * (size + 5)
 
 
 def test_clipping_and_metrics_that_are_not_logged_yet_need_none() -> None:

@@ -14,7 +14,7 @@ import torch
 from tests.support.failing import JOB
 from tests.support.launched import DEEP, FSDP_YAML
 
-from drivetrain.distributed.children import free_port
+from drivetrain.testing.distributed import free_port
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 

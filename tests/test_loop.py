@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.support.drawing import Play, drawing, drawn_hooks
 from tests.support.outcome import weights
-from tests.support.tasks import Regression, pairs, quiet
+from tests.support.tasks import FEATURES, Regression, pairs, quiet
 from torch import Tensor, nn
 
 from drivetrain import Callback, CheckpointConfig, ConfigError, DataError, LambdaCallback, OptimizerConfig
@@ -142,7 +142,7 @@ def test_the_first_limit_that_is_reached_counts() -> None:
 def test_max_time_ends_a_run(limit: Any) -> None:
     slow = LambdaCallback(on_step_end=lambda run: time.sleep(0.02))
     result = quiet(max_time=limit, callbacks=[slow]).fit(Regression(), pairs(10))
-    assert 2 <= result.progress.updates <= 4
+    assert 1 <= result.progress.updates <= 3
     assert result.stop_reason == "max_time=0.05 seconds reached"
 
 
@@ -432,3 +432,28 @@ def gathers() -> int:
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 def test_what_fsdp_puts_in_the_place_of_a_shard_for_a_while_does_not_count_as_new() -> None:
     assert run_distributed(gathers) == [4, 4]
+
+
+# Prediction.
+
+
+class Weighted(Regression):
+    """Whose loss is a mean over something that only data with targets can tell."""
+
+    def loss_weight(self, batch: Any) -> float:
+        return float(batch[1].numel())
+
+
+@pytest.mark.parametrize("hooks", [0, 1])
+def test_a_prediction_does_not_count_and_takes_data_without_targets(hooks: int) -> None:
+    task, data = Weighted(), [(torch.ones(3, FEATURES),), (torch.zeros(2, FEATURES),)]
+    trainer = quiet(callbacks=[LambdaCallback(on_evaluation_step_end=lambda run: None)] * hooks)
+    assert [len(each) for each in trainer.predict(task, data)] == [3, 2]
+
+
+def test_a_prediction_ends_at_its_limit_and_says_what_is_wrong_with_its_data() -> None:
+    assert len(quiet(limit_predict_batches=2).predict(Regression(), [torch.ones(1, FEATURES)] * 5)) == 2
+    with pytest.raises(DataError, match="the predict data is empty"):
+        quiet().predict(Regression(), [])
+    with pytest.raises(DataError, match="batch 0 of epoch 0 of the predict data is a str"):
+        quiet().predict(Regression(), ["text"])

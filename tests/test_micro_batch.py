@@ -684,3 +684,56 @@ def test_a_real_lack_of_the_hosts_memory_is_found_and_survived() -> None:
     assert done.returncode == 0, done.stderr
     assert "equal" in done.stdout
     assert re.search(r"micro-batch \d+ of 512 samples", done.stderr)
+
+
+_ON_RANKS = (
+    _LIMITED.partition("options = dict")[0]
+    + """
+import sys
+from drivetrain.distributed.launch import ensure_ranks
+
+micro_batch = sys.argv[1] if sys.argv[1:] else None
+rank = ensure_ranks(2).rank
+options = dict(max_epochs=1, strategy="ddp", devices=2, checkpoint=False, loggers=(), progress_bar=False)
+task = Wide()
+Trainer(micro_batch=16, **options).fit(Wide(), data)  # everything is imported and started
+if rank == 1:
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + 100 * 2**20, hard))
+Trainer(micro_batch=micro_batch, **options).fit(task, data)
+if rank == 1:
+    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+whole = Wide()
+Trainer(**options).fit(whole, data)
+for one, two in zip(whole.parameters(), task.parameters()):
+    torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)
+sys.stdout.write(f"equal on rank {rank}\\n")
+"""
+)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is set by the size in /proc")
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+@pytest.mark.parametrize("micro_batch", [None, "auto"])
+def test_a_real_lack_of_memory_on_one_rank(micro_batch: str | None, tmp_path: Path) -> None:
+    """It ends all ranks with what helps as the first cause; where that is done, all go on."""
+    (tmp_path / "program.py").write_text(_ON_RANKS, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "program.py", *([micro_batch] if micro_batch else [])],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    if micro_batch:
+        assert done.returncode == 0, done.stderr
+        assert sorted(done.stdout.splitlines()) == ["equal on rank 0", "equal on rank 1"]
+        return
+    assert done.returncode == 1
+    *_, cause, advice = done.stderr.splitlines()
+    assert "rank 1 failed first, in training, after update 0, in the forward: RuntimeError: " in cause
+    assert "can't allocate memory" in cause
+    assert "rank 1 ran out of memory in training, after update 0 with batches of 512 samples; what" in advice
+    assert "Trainer(micro_batch='auto'), which splits each batch until it fits" in advice

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from datetime import timedelta
 
 import numpy as np
 import pytest
 
 from drivetrain.errors import ConfigError
-from drivetrain.options import check_names, count, flag, keywords, number, one_of
+from drivetrain.options import check_names, count, duration, flag, keywords, number, one_of
 
 
 @pytest.mark.parametrize("value", [1, 1.0, np.float32(1), np.int64(1)])
@@ -48,3 +49,17 @@ def test_a_function_that_takes_anything_judges_for_itself():
     check_names("the optimizer", ["whatever"], None)
     with pytest.raises(ConfigError, match=r"the optimizer has no option 'bta'\. Did you mean 'beta'"):
         check_names("the optimizer", ["bta"], {"beta"})
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(None, None), (2, 2.0), (np.int64(60), 60.0), ("2 minutes", 120.0), (timedelta(hours=1), 3600.0)],
+)
+def test_a_duration_is_seconds_a_text_or_a_timedelta(value, expected):
+    assert duration("hang_timeout", value) == expected
+
+
+@pytest.mark.parametrize("value", [0, -1, True, "5 steps", float("nan")])
+def test_what_is_no_duration_is_refused(value):
+    with pytest.raises(ConfigError):
+        duration("hang_timeout", value)

@@ -55,6 +55,14 @@ def test_a_missing_count_is_named() -> None:
         Progress().load_json(state)
 
 
+def test_bad_batches_were_not_counted_at_first() -> None:
+    state = COUNTED.to_json()
+    del state["bad_batches"]
+    progress = Progress(bad_batches=3)
+    progress.load_json(state)
+    assert progress == COUNTED
+
+
 def test_a_misspelt_count_cannot_be_set() -> None:
     with pytest.raises(AttributeError):
         Progress().step = 3  # type: ignore[attr-defined]

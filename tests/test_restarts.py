@@ -232,6 +232,11 @@ def test_what_other_libraries_call_an_argument_is_translated(given: str, ours: s
         Trainer(**{given: 4})
 
 
+def test_what_a_launcher_is_told_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"no argument 'max_restarts'.*drivetrain launch --max-restarts"):
+        Trainer(max_restarts=3)  # type: ignore[call-arg]
+
+
 def test_what_other_libraries_call_a_hook_is_translated() -> None:
     class Ported:
         def on_train_batch_end(self, run: Any) -> None:
@@ -242,3 +247,17 @@ def test_what_other_libraries_call_a_hook_is_translated() -> None:
 
     with pytest.raises(ConfigError, match=r"on_train_batch_end is no hook\. Here it is called 'on_step_end'"):
         quiet(callbacks=[Ported()])
+
+
+def test_what_a_launcher_may_start_again_goes_on_without_being_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in {**variables, "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RUN_ID": "1"}.items():
+        monkeypatch.setenv(name, value)
+    quiet(max_epochs=1, run_dir=tmp_path, checkpoint=True).fit(Regression(), pairs())
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    seen: list[int] = []
+    look = LambdaCallback(on_step_start=lambda run: seen.append(run.progress.updates))
+    quiet(max_epochs=2, run_dir=tmp_path, checkpoint=True, callbacks=[look]).fit(Regression(), pairs())
+    assert seen == [5, 6, 7, 8, 9]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.support.tasks import Regression, pairs, quiet
 
-from drivetrain import CheckpointConfig, CheckpointError, ConfigError, LambdaCallback
+from drivetrain import CheckpointConfig, CheckpointError, ConfigError, LambdaCallback, Trainer
 from drivetrain.checkpoint import files as checkpoint_files
 from drivetrain.checkpoint import load_weights, resolve
 
@@ -111,3 +111,65 @@ def test_a_checkpoint_that_is_lost_is_not_passed_over_in_silence(tmp_path: Path)
 def test_an_empty_path_is_told(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is empty"):
         resolve("")
+
+
+@pytest.fixture
+def may_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment in which torch's agent may start this program again."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_MAX_RESTARTS": "3"}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("again", [("TORCHELASTIC_RESTART_COUNT", "1"), ("DRIVETRAIN_AGAIN", "1")])
+@pytest.mark.parametrize("resume", [None, "elsewhere"])
+def test_a_program_that_is_started_again_goes_on_whatever_it_was_told(
+    may_start_again: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    resume: str | None,
+    again: tuple[str, str],
+) -> None:
+    quiet(max_epochs=1, run_dir="elsewhere", checkpoint=True).fit(Regression(), pairs())
+    quiet(max_epochs=2, run_dir=tmp_path / "run", checkpoint=True).fit(Regression(), pairs(), resume=resume)
+    monkeypatch.setenv(*again)
+    seen: list[int] = []
+    noting = LambdaCallback(on_fit_start=lambda run: seen.append(run.progress.updates))
+    quiet(max_epochs=3, run_dir=tmp_path / "run", checkpoint=True, callbacks=[noting]).fit(
+        Regression(), pairs(), resume=resume
+    )
+    assert seen == [10], "its own checkpoint, and not a fresh start, an error, or the other run's"
+
+
+@pytest.mark.parametrize("resume", [None, "elsewhere"])
+def test_a_new_run_in_a_used_directory_is_refused_whatever_the_launcher_may_do(
+    may_start_again: None, tmp_path: Path, resume: str | None
+) -> None:
+    for run_dir in ("elsewhere", tmp_path / "run"):
+        quiet(max_epochs=1, run_dir=run_dir, checkpoint=True).fit(Regression(), pairs())
+    trainer = quiet(max_epochs=2, run_dir=tmp_path / "run", checkpoint=True)
+    with pytest.raises(ConfigError, match="holds the checkpoints of an earlier run"):
+        trainer.fit(Regression(), pairs(), resume=resume)
+    assert trainer.fit(Regression(), pairs(), resume="auto").progress.updates == 10
+
+
+def test_where_a_run_begins_that_was_to_go_on_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(resume: str | None, **options: Any) -> list[str]:
+        Trainer(max_epochs=4, strategy="cpu", loggers=(), run_dir="run", **options).fit(
+            Regression(), pairs(), resume=resume
+        )
+        return [line for line in capsys.readouterr().err.splitlines() if line.startswith("drivetrain: ")]
+
+    monkeypatch.chdir(tmp_path)
+    assert told(None, checkpoint=False) == []
+    assert told("auto", max_steps=7) == ["drivetrain: begins anew: no checkpoint in run"]
+    newest = "run/checkpoints/update-00000007"
+    assert told("auto", max_steps=8) == [f"drivetrain: goes on from {newest} (update 7, epoch 1)"]
+    assert told("auto", progress_bar=False) == []
+
+
+def test_a_program_that_is_started_again_needs_a_place_to_go_on_from(may_start_again: None) -> None:
+    with pytest.raises(ConfigError, match="would begin from the start each time: give the Trainer a run_dir"):
+        quiet(max_epochs=1, checkpoint=True).fit(Regression(), pairs())
+    quiet(max_epochs=1).fit(Regression(), pairs())

@@ -80,7 +80,12 @@ WRONG: list[tuple[str, Any, str]] = [
     ("seed", -1, "seed"),
     ("seed", 1.0, "seed"),
     ("seed", None, "seed"),
+    ("on_bad_batch", "ignore", "on_bad_batch"),
+    ("on_save_error", "ignore", "on_save_error"),
     ("hang_timeout", 0, "hang_timeout"),
+    ("stall_timeout", 0, "stall_timeout"),
+    ("on_nonfinite", "ignore", "on_nonfinite"),
+    ("preemption", "SIGTERM", "preemption"),
     ("num_workers", -1, "num_workers"),
     ("run_dir", 3, "run_dir"),
 ]

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterable, Mapping
-from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.errors import ConfigError
 from drivetrain.hooks import Hooks
-from drivetrain.options import number
 from drivetrain.precision import Precision
+from drivetrain.strategies import Strategy
 from drivetrain.types import Every
+
+if TYPE_CHECKING:
+    from drivetrain.trainer import Trainer
 
 
 def check_run_dir(spec: object) -> None:
@@ -45,22 +47,16 @@ def checked_callbacks(spec: Any) -> tuple[Any, ...]:
     return callbacks
 
 
-def seconds(spec: str | float | timedelta | None) -> float | None:
-    """A time in seconds.
+def check_callbacks(trainer: Trainer, strategy: Strategy) -> None:
+    """Let callbacks that do not fit every Trainer say so, in a method `check_trainer(trainer, strategy)`.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: One does not fit; says why. A `StrategyError` if it is the strategy that it does not fit.
     """
-    if spec is None:
-        return None
-    if isinstance(spec, (int, float)) and not isinstance(spec, bool):
-        return number("max_time (in seconds)", spec, above=0)
-    found = Every(spec).seconds
-    if found is None:
-        raise ConfigError(
-            f"max_time={spec!r} is no time; give seconds, a timedelta, or a text such as '2 hours'"
-        )
-    return found
+    for callback in trainer.callbacks:
+        check = getattr(callback, "check_trainer", None)
+        if check is not None:
+            check(trainer, strategy)
 
 
 def checkpoint_policy(spec: object) -> object:

@@ -16,14 +16,17 @@ from drivetrain.data import Feed
 from drivetrain.data.alike import check_data
 from drivetrain.data.reading import check_settings_used
 from drivetrain.declared_metrics import DeclaredMetrics
+from drivetrain.distributed.environment import may_start_again
 from drivetrain.distributed.failure import FailureChannel
 from drivetrain.engine import Engine
 from drivetrain.errors import ConfigError, nearest
 from drivetrain.feeds import evaluation_feeds, may_change_data, starts_early, train_feed
+from drivetrain.ledger import fit_began
 from drivetrain.loggers.base import build_loggers
 from drivetrain.loop import begin_reading
 from drivetrain.micro_batch import split_batches
 from drivetrain.module_state import has_extras, load_module_state
+from drivetrain.options import duration
 from drivetrain.precision import as_precision
 from drivetrain.run import Run, Totals, Triggers
 from drivetrain.strategies import Settings, Strategy
@@ -146,8 +149,7 @@ def planned_totals(trainer: Trainer, feed: Feed) -> Totals:
     known = [] if trainer.max_steps is None else [trainer.max_steps]
     if trainer.max_epochs is not None and per_epoch is not None:
         known.append(trainer.max_epochs * per_epoch)
-    seconds = trainer.max_time
-    assert seconds is None or isinstance(seconds, float)
+    seconds = duration("max_time", trainer.max_time)
     return Totals(min(known) if known else None, trainer.max_epochs, per_epoch, trainer.max_steps, seconds)
 
 
@@ -174,12 +176,16 @@ def build_fit(
         resume: Likewise.
         body: Whether the loop has a body of the user's.
     """
+    began = fit_began()
     task = check_task(task)
     train_data, validation_data = fit_data(train_data, validation_data)
     check_settings_used(train_data, validation_data, trainer.batch_size, trainer.num_workers)
     engine = make_engine(trainer)
     with setting_up(trainer, task, engine, "fit", resume=resume):
-        return _fit_run(trainer, engine, task, train_data, validation_data, resume, body)
+        run, saver = _fit_run(trainer, engine, task, train_data, validation_data, resume, body)
+    if run.is_main and run.run_dir is not None and (saver is not None or run.loggers):
+        run.ledger.keep(run.run_dir, began)
+    return run, saver
 
 
 def _fit_run(
@@ -209,7 +215,7 @@ def _fit_run(
     )
     size = trainer.batch_size if trainer.batch_size is not None else getattr(train_data, "batch_size", None)
     check_settings(trainer, engine.strategy, size)
-    if resume is None and starts_early(trainer.callbacks):
+    if resume is None and not may_start_again() and starts_early(trainer.callbacks):
         begin_reading(feed, totals, engine.progress)
     engine.prepare_task(
         task, total_updates=totals.updates, max_grad_norm=trainer.max_grad_norm, metrics=train_metrics
@@ -235,7 +241,9 @@ def _fit_run(
         evaluation_metrics=DeclaredMetrics(task.metrics(), engine.device, engine.data_ranks)
         if feeds and declared
         else None,
+        on_save_error=trainer.on_save_error,
     )
+    run.soundness.use(trainer.on_nonfinite)
     if run.hooks.on_before_optimizer_step:
         engine.before_optimizer_step = lambda: run.call(run.hooks.on_before_optimizer_step)
     return run, saver
@@ -306,16 +314,21 @@ def with_defaults(trainer: Trainer, saver: CheckpointSaver | None) -> list[Any]:
 
 def start_from(trainer: Trainer, run: Run, saver: CheckpointSaver | None, resume: str | None) -> None:
     """Restore a checkpoint if one is asked for, then set rates and intervals to where the run stands."""
-    found = None if resume is None else later.find_checkpoint(trainer, run, saver, resume)
-    if found is not None:
-        run.restore(found[1], found[0])
-    if saver is not None:
-        later.snapshot_run(run)  # what cannot be stored is found now, and not at the first save
+    with run.timed("restore"):
+        asks = resume is not None or may_start_again()
+        found = later.find_checkpoint(trainer, run, saver, resume) if asks else None
+        if found is not None:
+            run.restore(found[1], found[0])
+        if asks:
+            later.tell_start(trainer, run, resume)
+    # What cannot be stored is found now, not at a save.
+    run.soundness.note(None if saver is None else later.snapshot_run(run))
     run.engine.set_rates()
     run.triggers.log.start(run.progress)
     run.triggers.validate.start(run.progress)
     for logger in run.loggers if run.is_main else ():
-        logger.log_config({"trainer": trainer.to_json(), "task": describe_task(run.task)})
+        with run.logging_to(logger, f"the configuration that {type(logger).__name__} writes at update"):
+            logger.log_config({"trainer": trainer.to_json(), "task": describe_task(run.task)})
 
 
 def describe_task(task: TaskModule) -> dict[str, Any]:

@@ -13,12 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from drivetrain.data.worker_ends import note_on
+from drivetrain.distributed.doing import doing_when
 from drivetrain.distributed.failure import FailureChannel
+from drivetrain.distributed.failure_wire import Cause
+from drivetrain.distributed.last_words import record
 from drivetrain.distributed.watchdog import Watchdog
+from drivetrain.options import duration
 from drivetrain.out_of_memory import advice, is_out_of_memory
-from drivetrain.paths import as_given
+from drivetrain.paths import as_given, what_goes_on
+from drivetrain.preemption import tell_end
 from drivetrain.run import Run
+from drivetrain.save_errors import is_gone
 from drivetrain.streams import preserved
+from drivetrain.types import Logger
 from drivetrain.window import StepResult
 
 if TYPE_CHECKING:
@@ -54,17 +62,20 @@ def boundary(trainer: Trainer, run: Run) -> Iterator[None]:
     atexit.unregister(_leave_loops)
     atexit.register(_leave_loops)
     with ExitStack() as stack:
+        stack.callback(_let_go, run)
+        stack.enter_context(run.ledger)
         stack.callback(run.engine.teardown)
+        closing = stack.enter_context(ExitStack())
         for logger in run.loggers:  # each by itself: one that fails to close leaves none of the others open
-            stack.callback(logger.close)
+            closing.callback(_close, run, logger)
         stack.enter_context(preserved(run.engine.device))
         if trainer.deterministic:
             stack.enter_context(_deterministic())
         channel = None
         if run.engine.ranks.size > 1:
             channel = stack.enter_context(_failing_together(trainer, run))
-        elif trainer.hang_timeout is not None:
-            stack.enter_context(_watched(trainer.hang_timeout, run))
+        elif (limit := duration("hang_timeout", trainer.hang_timeout)) is not None:
+            stack.enter_context(_watched(limit, run))
         try:
             yield
             _hand_back(run)
@@ -78,22 +89,64 @@ def boundary(trainer: Trainer, run: Run) -> Iterator[None]:
         except BaseException as error:
             if is_out_of_memory(error):
                 error.add_note(f"drivetrain: {_what_helps(run)}")
-            if channel is not None:  # before anything that waits for the others
+            if (note := note_on(error)) is not None:
+                error.add_note(f"drivetrain: {note}")
+            is_agreed = error is run.stopping.ending  # raised by all ranks
+            if channel is not None and not is_agreed:  # before anything that waits for the others
                 channel.report(error)
                 if isinstance(error, SystemExit) and not error.code:
                     error.code = 1  # the others have failed for it
+            elif not is_agreed and run.engine.ranks.size == 1:
+                record(
+                    Cause.of_error(
+                        0, ", ".join(filter(None, (_place(run), doing_when(error)))), error
+                    ).failure()
+                )
             _report(trainer, run, error)
+            if is_agreed:
+                _end_together(trainer, run, closing)
             raise
+
+
+def _let_go(run: Run) -> None:
+    """Keep no batch: its memory, and the open files in which workers hand theirs over, would stay until the
+    interpreter's next search for garbage.
+    """
+    run.window = None
+
+
+def _close(run: Run, logger: Logger) -> None:
+    with run.logging_to(logger, f"what {type(logger).__name__} writes as it is closed, after update"):
+        logger.close()
+
+
+def _end_together(trainer: Trainer, run: Run, closing: ExitStack) -> None:
+    """After a signal: all is written on all ranks before one is gone, whose launcher may end the others."""
+    closing.close()
+    run.engine.ranks.all_gather(None)
+    tell_end(run, _left(trainer, run))
+
+
+def _left(trainer: Trainer, run: Run) -> str:
+    newest = as_given(trainer, run.last_checkpoint)
+    if trainer.checkpoint is False:
+        again = "anew" if newest is None else f"from {newest} again"
+        return f"nothing is saved, by checkpoint=False, and a program that is started again begins {again}"
+    if newest is None:
+        return "nothing is saved"
+    return f"the newest checkpoint is {newest}; {what_goes_on(trainer, newest)}"
 
 
 def _hand_back(run: Run) -> None:
     """After a run that ended well: the task as an ordinary module, the same in all processes."""
+    run.ledger.end_training()
     run.engine.synchronize_buffers()
     run.engine.strategy.restore()
 
 
 def _report(trainer: Trainer, run: Run, error: BaseException) -> None:
     run.exception = error
+    run.ledger.end_training()
     error.add_note(f"drivetrain: {_where(run)}")
     if "Expected more than 1 value per channel" in str(error):  # torch.nn.functional.batch_norm
         error.add_note(
@@ -102,8 +155,10 @@ def _report(trainer: Trainer, run: Run, error: BaseException) -> None:
         )
     _tell_callbacks(run)  # a save in the background ends here
     if run.last_checkpoint is not None:
-        newest = as_given(trainer, run.last_checkpoint)
-        error.add_note(f"drivetrain: the newest checkpoint is {newest}; resume='auto' goes on from it")
+        newest = as_given(trainer, run.last_checkpoint) or run.last_checkpoint
+        there = f"drivetrain: the newest checkpoint is {newest}; {what_goes_on(trainer, newest)}"
+        gone = f"drivetrain: the newest checkpoint, {newest}, is not there any more"
+        error.add_note(gone if is_gone(run.last_checkpoint) else there)
 
 
 def _where(run: Run) -> str:
@@ -125,7 +180,13 @@ def _what_helps(run: Run) -> str:
 
 
 def _place(run: Run) -> str:
-    """How far a run is, in a few words."""
+    """How far a run is, in a few words; also which batch it waits for, if it does."""
+    feeds = [feed for _, feed in run.evaluation_feeds] + ([run.train_feed] if run.train_feed else [])
+    waiting = next((text for each in feeds if (text := each.waiting()) is not None), None)
+    return _stage(run) if waiting is None else f"{_stage(run)}, waiting for {waiting}"
+
+
+def _stage(run: Run) -> str:
     after = f"after update {run.progress.updates}"
     if run.stage == "train":
         return f"in training, {after}"
@@ -167,7 +228,9 @@ def _failing_together(trainer: Trainer, run: Run) -> FailureChannel:
         ranks.size,
         describe=lambda: _place(run),
         progress=progress,
-        hang_timeout=trainer.hang_timeout,
+        hang_timeout=duration("hang_timeout", trainer.hang_timeout),
+        deadlock_timeout=duration("stall_timeout", trainer.stall_timeout),
+        directory=run.run_dir,
         stopping=run.stopping if run.stage == "train" else None,
     )
 

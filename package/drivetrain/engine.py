@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ClassVar, Self
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -38,8 +37,9 @@ from drivetrain.strategies import Prepared, Strategy, StrategyConfig, select_pre
 from drivetrain.streams import Streams
 from drivetrain.task import StepModule, TaskModule
 from drivetrain.types import Batch
+from drivetrain.update_gate import UpdateGate
 from drivetrain.updates import Updater, build_updaters, configured_specs, is_interleaved
-from drivetrain.window import Spare, StepResult, advance, no_loss, shared, weighted
+from drivetrain.window import Spare, StepResult, advance, keep_for_metrics, no_loss, shared, weighted
 
 
 class Engine(ByName):
@@ -98,6 +98,8 @@ class Engine(ByName):
         self.updaters: dict[str, Updater] = {}
         self.before_optimizer_step: Callable[[], None] | None = None
         self.splitter: MicroBatches | None = None
+        self.gate: UpdateGate | None = None
+        self.refuse_nonfinite = refuse_nonfinite
         self._scaled = self.precision.loss_scaling
         self._alone = self.ranks.size == 1
         self._tells = not self._alone or self.strategy.always_told
@@ -163,7 +165,6 @@ class Engine(ByName):
         sharded = self.strategy.sharded
         plain = not sharded and (self.model is self.step_module or self._interleaved)
         self._run_step = self.step_module.forward if plain else self.model
-        self._evaluate_step = self.model if sharded else self.step_module.forward
 
     def split_batches(self, splitter: MicroBatches) -> None:
         """Run batches in parts; gradients are exchanged by the splitter, and not by a wrapper's forward."""
@@ -188,6 +189,8 @@ class Engine(ByName):
         gives the same update. A micro-batch of weight zero has nothing to learn from and is passed over.
         """
         self.streams.seed_update(self.progress.updates)
+        if self.gate is not None:
+            self.gate.begin()
         total = None
         if self.splitter is not None:
             pairs, total = self.splitter.pairs(micro_batches)
@@ -211,7 +214,7 @@ class Engine(ByName):
             strategy.backward(loss, scale)
             rows.append((names, values, micro_batch.weight))
             if self._train_metrics is not None and not micro_batch.stand_in:
-                self._keep_for_metrics(outputs, micro_batch.batch, seen)
+                keep_for_metrics(self, outputs, micro_batch.batch, seen)
         learns = bool(pairs) if self.splitter is None else self.splitter.complete(seen)
         applied, norm = self._update(self._only, rows) if learns else (False, None)
         return self._finish(micro_batches, rows, applied, norm, seen, total)
@@ -222,14 +225,17 @@ class Engine(ByName):
             strategy.unscale(updater.optimizer)
         if self.before_optimizer_step is not None:
             self.before_optimizer_step()
-        if updater.max_grad_norm is not None:
+        refused = self.gate is not None and self.gate.refuses(updater, rows)
+        if refused:
+            strategy.discard(updater.optimizer)
+        elif updater.max_grad_norm is not None:
             norm = strategy.clip_grad_norm(updater.parameters, updater.max_grad_norm)
-        applied = strategy.optimizer_step(updater.optimizer)
+        applied = not refused and strategy.optimizer_step(updater.optimizer)
         # What Optimizer.zero_grad does, without its profiling range (6 us).
         for parameter in self._parameters:
             parameter.grad = None
-        if not applied:
-            refuse_nonfinite(rows, self.progress.updates, strategy.rank)
+        if not applied and not refused:
+            self.refuse_nonfinite(rows, self.progress.updates, strategy.rank)
         return applied, norm
 
     def _finish(
@@ -262,21 +268,12 @@ class Engine(ByName):
             updater.advance(update + 1)
         return StepResult(rows, True, norm, update)
 
-    def _keep_for_metrics(self, outputs: Any, batch: Batch, seen: list[Any]) -> None:
-        if outputs is None:
-            return
-        with torch.no_grad():
-            inputs = self.task.metric_inputs(outputs, batch)
-        if self._scaled or (self.splitter is not None and self.splitter.searches):
-            seen.append(inputs)  # an update that is skipped or begun again must not move the averages
-        else:
-            self._train_metrics.update(inputs)  # type: ignore[union-attr]
-
     @contextmanager
     def evaluating(self, stage: str) -> Iterator[None]:
         """Within it the step of "validation", "test" or "predict" is run, without gradients."""
         self.synchronize_buffers()
-        with self.step_module.evaluating(getattr(self.task, f"{stage}_step")):
+        with self.step_module.evaluating(getattr(self.task, f"{stage}_step")) as run_step:
+            self._evaluate_step = self.model if self.strategy.sharded else run_step
             yield
 
     def exchanged(self, write: bool = False) -> AbstractContextManager[Mapping[str, Optimizer]]:
@@ -295,10 +292,10 @@ class Engine(ByName):
         self.streams.seed_evaluation(number)
         return read_output(self._evaluate_step(micro_batch.batch))
 
-    def predict_step(self, micro_batch: MicroBatch, number: int) -> Any:
+    def predict_step(self, batch: Batch, number: int) -> Any:
         """One batch's predictions, on the device; inside `evaluating("predict")`."""
         self.streams.seed_evaluation(number)
-        return self._evaluate_step(micro_batch.batch)
+        return self._evaluate_step(batch)
 
     def __enter__(self) -> Self:
         """The engine, which `with` tears down."""

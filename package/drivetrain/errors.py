@@ -8,6 +8,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
+
+EXIT_REQUEUE = 75
+"""The exit code of a program that wants to be started again: `EX_TEMPFAIL` of sysexits.h, "temporary failure;
+the user is invited to retry"."""
+
+EXIT_STOPPED = 130
+"""The exit code of a program that was told to stop, as shells count a SIGINT: 128 and the signal's number."""
 
 
 class DrivetrainError(Exception):
@@ -34,8 +42,45 @@ class RankFailure(DrivetrainError):  # noqa: N818 - the design's public name
     """The first failure among the ranks of a distributed run."""
 
 
+class Preempted(SystemExit):
+    """A run has ended in order because a signal asked for it, and is to be started again.
+
+    Raised by `fit` once all is saved. Nobody has to catch it: the program then ends with `code`.
+
+    Attributes:
+        reason: Which signal it was.
+        code: `EXIT_REQUEUE`.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(EXIT_REQUEUE)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        """The reason."""
+        return self.reason
+
+
 class NonFiniteError(DrivetrainError, ArithmeticError):
-    """A loss or metric became NaN or infinite; names the update, the rank and the metrics."""
+    """A loss, metric or weight became NaN or infinite; names the update, the rank and the metrics.
+
+    Attributes:
+        what: What is not finite, and where.
+        help: What to do about it.
+        update: In which update, from 0; None where that is not known.
+    """
+
+    def __init__(self, what: str, help: str = "", update: int | None = None) -> None:
+        super().__init__(f"{what}. {help}" if help else what)
+        self.what, self.help, self.update = what, help, update
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by the constructor's arguments: errors travel between processes."""
+        return type(self), (self.what, self.help, self.update), {"__notes__": getattr(self, "__notes__", [])}
+
+
+class DivergenceError(DrivetrainError, ArithmeticError):
+    """Training spikes again and again, whatever is left out; names the updates."""
 
 
 class MissingDependencyError(DrivetrainError, ImportError):

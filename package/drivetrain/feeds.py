@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.data import Feed, as_source, evaluation_sources, pin_memory_for
 from drivetrain.engine import Engine
+from drivetrain.errors import StrategyError
 from drivetrain.hooks import HOOKS
 from drivetrain.task import TaskModule, measure_of
 
@@ -38,6 +39,14 @@ def train_feed(trainer: Trainer, engine: Engine, task: TaskModule, data: Any, ch
     )
     steps = trainer.gradient_accumulation_steps
     feed = Feed(source, engine.transfer, measure_of(task), steps, trainer.limit_train_batches)
+    if trainer.on_bad_batch == "skip":
+        if engine.data_ranks.copies > 1:
+            raise StrategyError(
+                f"on_bad_batch='skip' with strategy {engine.strategy.name!r}, of which"
+                f" {engine.data_ranks.copies} processes work on the same batch: one that cannot read it would"
+                " leave it out alone. Use on_bad_batch='raise'"
+            )
+        feed.leave_out_bad()
     engine.closing.callback(feed.close)
     return feed
 
@@ -62,7 +71,9 @@ def evaluation_feeds(
         changes=changes,
     )
     limit = getattr(trainer, f"limit_{stage}_batches")
-    feeds = [(name, Feed(source, engine.transfer, measure_of(task), 1, limit)) for name, source in sources]
+    # What a loss is a mean over may be counted by labels, which data to predict need not have.
+    measure = None if stage == "predict" else measure_of(task)
+    feeds = [(name, Feed(source, engine.transfer, measure, 1, limit)) for name, source in sources]
     for _, feed in feeds:
         engine.closing.callback(feed.close)
     return feeds

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.data import Everywhere, MicroBatch
 from drivetrain.metrics import Row
 from drivetrain.step_output import read_output
-from drivetrain.window import Returned, StepResult, Weighted, named, no_loss, returned_rows, same_optimizer
+from drivetrain.window import (
+    Returned,
+    StepResult,
+    Weighted,
+    keep_for_metrics,
+    named,
+    no_loss,
+    returned_rows,
+    same_optimizer,
+)
 
 if TYPE_CHECKING:
     from drivetrain.engine import Engine
@@ -25,6 +34,7 @@ def generator_step(
     bodies = [engine.task.training_step(micro_batch.batch) for micro_batch, _ in pairs]
     rows: list[Row] = []
     seen: list[Any] = []
+    dropped: list[Row] = []
     applied, norm = False, None
     while bodies:
         yielded = [engine._run_step(body) for body in bodies]
@@ -33,16 +43,25 @@ def generator_step(
             break
         name, losses = same_optimizer(yielded, engine.updaters)
         updater = engine.updaters[name]
+        own: list[Row] = []
+        own_seen: list[Any] = []
         for value, (micro_batch, scale) in zip(losses, pairs, strict=True):
             loss, names, values, outputs = read_output(value)
             if loss is None or values is None or not loss.requires_grad:
                 raise no_loss(engine.task, loss)
             # Only this optimizer's parameters get gradients, whatever else the loss depends on.
             engine.strategy.backward(loss, scale, updater.parameters)
-            rows.append((tuple(named(name, each) for each in names), values, micro_batch.weight))
+            own.append((tuple(named(name, each) for each in names), values, micro_batch.weight))
             if engine._train_metrics is not None and not micro_batch.stand_in:
-                engine._keep_for_metrics(outputs, micro_batch.batch, seen)
+                keep_for_metrics(engine, outputs, micro_batch.batch, own_seen)
         engine.strategy.synchronize(updater.parameters)
-        stepped, norm = engine._update(updater, rows)
+        stepped, norm = engine._update(updater, own)
         applied = applied or stepped
-    return engine._finish(micro_batches, rows, applied, norm, seen, total)
+        if stepped or engine.gate is None:
+            rows += own
+            seen += own_seen
+        else:  # what was refused, of this optimizer alone perhaps, is in no average
+            dropped += own
+    result = engine._finish(micro_batches, rows, applied, norm, seen, total)
+    result.rows = [*rows, *dropped]
+    return result

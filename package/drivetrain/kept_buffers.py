@@ -25,9 +25,9 @@ class KeptBuffers:
         if [id(buffer) for _, _, buffer in found] != [id(buffer) for _, _, buffer, _ in self._kept]:
             self._kept = [(*each, each[2].detach().clone()) for each in found]
             return
-        with torch.no_grad():
-            for _, _, buffer, copy in self._kept:
-                copy.copy_(buffer)
+        if found:
+            with torch.no_grad():
+                torch._foreach_copy_([copy for *_, copy in self._kept], [buffer for *_, buffer in found])
 
     def put_back(self) -> None:
         """Make them what they were, where they were."""

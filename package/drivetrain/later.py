@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from drivetrain.engine_state import load_engine, save_engine
     from drivetrain.plan import make_plan
     from drivetrain.prediction_files import write_predictions
-    from drivetrain.run_checkpoints import find_checkpoint, make_saver, named_checkpoint
+    from drivetrain.run_checkpoints import find_checkpoint, make_saver, named_checkpoint, tell_start
     from drivetrain.run_state import restore_run, snapshot_run
     from drivetrain.stored_task import read_extras, read_task
     from drivetrain.warm_start import load_weights_into
@@ -36,7 +36,7 @@ else:
             "drivetrain.engine_state": ("load_engine", "save_engine"),
             "drivetrain.plan": ("make_plan",),
             "drivetrain.prediction_files": ("write_predictions",),
-            "drivetrain.run_checkpoints": ("find_checkpoint", "make_saver", "named_checkpoint"),
+            "drivetrain.run_checkpoints": ("find_checkpoint", "make_saver", "named_checkpoint", "tell_start"),
             "drivetrain.run_state": ("restore_run", "snapshot_run"),
             "drivetrain.stored_task": ("read_extras", "read_task"),
             "drivetrain.warm_start": ("load_weights_into",),
@@ -61,6 +61,7 @@ __all__ = [
     "restore_run",
     "save_engine",
     "snapshot_run",
+    "tell_start",
     "well_formed",
     "write_predictions",
 ]

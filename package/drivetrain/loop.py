@@ -13,13 +13,14 @@ from typing import Any
 
 from drivetrain.data import Feed, MicroBatch, to_host
 from drivetrain.declared_metrics import joined
+from drivetrain.distributed.last_words import tell_training
 from drivetrain.errors import DataError
 from drivetrain.metrics import MetricBuffer
 from drivetrain.progress import Progress
 from drivetrain.run import Evaluation, Run, Totals
 from drivetrain.step_output import StepValues
 from drivetrain.streams import shielded
-from drivetrain.window import StepResult
+from drivetrain.window import StepResult, bad_batches
 
 Feeds = Sequence[tuple[str | None, Feed]]
 
@@ -36,11 +37,9 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
     train_step = run.engine.train_step if splitter is None else splitter.train_step
     feed = run.train_feed
     assert feed is not None
-    run.call(hooks.on_fit_start)
-    run.start()
+    leaves_out_bad = feed.leaves_out_bad
     left = False
-    if run.stopping.shared:
-        _agree(run)
+    _begin(run)
     while not run.due_to_stop():
         with shielded():
             run.call(hooks.on_epoch_start)
@@ -61,6 +60,8 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
                 hook(run)
             run.step = train_step(window.micro_batches)
             timing["compute"] += perf_counter() - fetched
+            if leaves_out_bad:
+                progress.bad_batches += bad_batches(run.engine, window.micro_batches)
             for hook in hooks.on_step_end:
                 hook(run)
             idle = idle and not run.step.rows
@@ -79,8 +80,20 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
             if window.last or run.stop_reason is not None:
                 break
         windows.close()
+    if not left:
+        run.end_if_asked()
     run.log_training()
+    run.soundness.check_end()
     run.call(hooks.on_fit_end)
+
+
+def _begin(run: Run) -> None:
+    run.call(run.hooks.on_fit_start)
+    run.start()
+    tell_training()
+    run.ledger.train()
+    if run.stopping.shared or run.stopping.held:
+        _agree(run)
 
 
 def begin_reading(feed: Feed, totals: Totals, progress: Progress) -> None:
@@ -107,7 +120,7 @@ def _nothing_learned(run: Run) -> DataError:
     return DataError(
         f"epoch {run.progress.epoch} made no update: none of its micro-batches had a loss to learn from."
         f" Either {type(run.task).__name__}.loss_weight gave 0 for all of them, or a generator training_step"
-        " never yielded an optimizer's name and its loss"
+        " never yielded an optimizer's name and its loss, or none of them could be made (on_bad_batch='skip')"
     )
 
 
@@ -124,18 +137,19 @@ def _end_update(run: Run, epoch_ended: bool) -> None:
     if epoch_ended or run.step is None or run.step.applied:
         if triggers.log.every is not None and triggers.log.due(progress, epoch_ended):
             run.log_training()
-        if triggers.validate.every is not None and triggers.validate.due(progress, epoch_ended):
+        due = triggers.validate.every is not None and triggers.validate.due(progress, epoch_ended)
+        if due and run.soundness.spoiled is None:
             validate(run)
     if epoch_ended:
         with shielded():
             run.call(run.hooks.on_epoch_end)
         progress.position = progress.epoch_updates = progress.epoch_batches = 0
-    if run.stopping.shared:
+    if run.stopping.shared or run.stopping.held:
         _agree(run)
     stops = run.due_to_stop()  # after the answer: a reason of the program's own comes before a limit
     for hook in run.hooks.on_save:
         hook(run)
-    if run.stopping.shared:
+    if run.stopping.shared or run.stopping.held:
         _agree(run)
     if run.stop_reason is not None and not stops:  # asked for meanwhile: a run that stops is saved
         run.call(run.hooks.on_save)
@@ -146,7 +160,8 @@ def _agree(run: Run) -> None:
     stopping = run.stopping
     stopping.passed += 1
     if stopping.held and run.stop_reason is None:
-        run.stop_reason = stopping.answer()
+        # Of one process, the thread that has heard a signal has asked.
+        run.stop_reason = stopping.answer() if stopping.shared else stopping.asked
 
 
 def validate(run: Run) -> None:
@@ -235,25 +250,36 @@ def _evaluate_loader(run: Run, loader: str | None, feed: Feed) -> dict[str, floa
 
 def predict(run: Run, feed: Feed) -> Generator[Any, None, None]:
     """The outputs of every batch, on the CPU, in the data's order; of all ranks' batches, on every rank."""
-    engine, hooks, splitter = run.engine, run.hooks, run.engine.splitter
-    step = engine.predict_step if splitter is None else splitter.predict_step
-    ranks, sharded = engine.data_ranks, engine.strategy.sharded
-    alone, after_step = ranks.alone, hooks.on_evaluation_step_end
+    engine, hooks = run.engine, run.hooks
     run.stage = "predict"
     with engine.evaluating("predict"):
         run.evaluation = Evaluation(None, 0, feed.batches_per_epoch)
         run.call(hooks.on_evaluation_start)
-        for number, micro_batch in enumerate(feed.micro_batches()):
-            mine = None
-            if not micro_batch.stand_in:
-                mine = (to_host(step(micro_batch, number)),)
-            elif sharded:
-                step(micro_batch, number)
-            run.evaluation.batch = number
-            if after_step:
-                run.call(after_step)
-            # Within a round the ranks hold consecutive samples: their order is the data's.
-            for outputs in (mine,) if alone else ranks.all_gather(mine):
-                if outputs is not None:
-                    yield outputs[0]
+        if engine.data_ranks.alone and engine.splitter is None and not hooks.on_evaluation_step_end:
+            step, evaluation = engine.predict_step, run.evaluation
+            for number, batch in enumerate(feed.batches()):
+                evaluation.batch = number
+                yield to_host(step(batch, number))
+        else:
+            yield from _predict_in_rounds(run, feed)
         run.call(hooks.on_evaluation_end)
+
+
+def _predict_in_rounds(run: Run, feed: Feed) -> Generator[Any, None, None]:
+    engine, splitter, after_step = run.engine, run.engine.splitter, run.hooks.on_evaluation_step_end
+    ranks, sharded = engine.data_ranks, engine.strategy.sharded
+    for number, micro_batch in enumerate(feed.micro_batches()):
+        mine = None
+        if sharded or not micro_batch.stand_in:
+            if splitter is None:
+                outputs = engine.predict_step(micro_batch.batch, number)
+            else:
+                outputs = splitter.predict_step(micro_batch, number)
+            mine = None if micro_batch.stand_in else (to_host(outputs),)
+        run.evaluation.batch = number
+        if after_step:
+            run.call(after_step)
+        # Within a round the ranks hold consecutive samples: their order is the data's.
+        for each in (mine,) if ranks.alone else ranks.all_gather(mine):
+            if each is not None:
+                yield each[0]

@@ -143,6 +143,8 @@ def check_trainer_memory(trainer: Trainer, strategy: Strategy) -> None:
         reason = f"max_grad_norm={trainer.max_grad_norm}: clipping needs all gradients at once"
     elif trainer.micro_batch is not None:
         reason = f"micro_batch={trainer.micro_batch!r}: gradients of parts have to be kept"
+    elif trainer.on_nonfinite == "skip":
+        reason = "on_nonfinite='skip': updates are made before all gradients are there"
     for callback in trainer.callbacks:
         hook = getattr(callback, "on_before_optimizer_step", None)
         unread = getattr(hook, "__unused_hook__", False) or getattr(hook, "__no_gradients__", False)

@@ -28,7 +28,7 @@ from drivetrain.step_output import StepValues, read_output
 from drivetrain.strategies import Strategy
 from drivetrain.streams import shielded
 from drivetrain.task import measure_of
-from drivetrain.window import StepResult, Weighted, shared, weighted
+from drivetrain.window import StepResult, Weighted, keep_for_metrics, shared, weighted
 
 if TYPE_CHECKING:
     from drivetrain.engine import Engine
@@ -190,7 +190,7 @@ class MicroBatches:
         for part in self._unlearned:
             with torch.no_grad(), shielded():
                 outputs = read_output(self._engine._run_step(part.batch))[3]
-            self._engine._keep_for_metrics(outputs, part.batch, seen)
+            keep_for_metrics(self._engine, outputs, part.batch, seen)
         if self._ranks.size > 1:
             if self.searches and self._ranks.total([0.0])[0]:
                 self._shrink(failed=False)

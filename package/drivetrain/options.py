@@ -7,11 +7,13 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Collection, Iterable, Mapping
+from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, TypeVar, cast
 
 from drivetrain.errors import ConfigError, nearest
 from drivetrain.peers import help_with
+from drivetrain.types import Every
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -123,6 +125,22 @@ def number(
         if math.isfinite(given) and all(bound is None or within(given, bound) for _, bound, within in bounds):
             return given
     raise ConfigError(f"{name} must be a finite number{' ' if wanted else ''}{wanted}, not {value!r}")
+
+
+def duration(name: str, value: str | float | timedelta | None) -> float | None:
+    """A time in seconds; None is none.
+
+    Raises:
+        ConfigError: `value` is no number of seconds above 0, no `timedelta`, and no text such as "2 hours".
+    """
+    if value is None or (isinstance(value, numbers.Real) and not isinstance(value, bool)):
+        return None if value is None else number(f"{name} (in seconds)", value, above=0)
+    found = Every(value).seconds
+    if found is None:
+        raise ConfigError(
+            f"{name}={value!r} is no time; give seconds, a timedelta, or a text such as '2 hours'"
+        )
+    return found
 
 
 def count(name: str, value: object, *, at_least: int = 0) -> int:

@@ -60,12 +60,14 @@ ARGUMENTS = {
     "log_every_n_steps": "log_every",
     "logger": "loggers",
     "logging_dir": "run_dir",
+    "logging_nan_inf_filter": "on_nonfinite",
     "logging_steps": "log_every",
     "lr": f"lr, {_OPTIMIZER}",
     "lr_scheduler": f"schedule, {_OPTIMIZER}",
     "lr_scheduler_type": f"schedule, {_OPTIMIZER}",
     "max_duration": "max_epochs, max_steps or max_time",
     "max_train_steps": "max_steps",
+    "max_restarts": "drivetrain launch --max-restarts N train.py",
     "metric_for_best_model": "checkpoint=CheckpointConfig(by=...)",
     "micro_batch_size": "micro_batch",
     "microbatch": "micro_batch",
@@ -95,6 +97,7 @@ ARGUMENTS = {
     "save_total_limit": "checkpoint=CheckpointConfig(keep_last=...)",
     "schedulers": f"schedule, {_OPTIMIZER}",
     "sync_batchnorm": "strategy=DDPConfig(sync_batchnorm=True)",
+    "terminate_on_nan": "on_nonfinite",
     "tf32": 'precision="tf32"',
     "torch_compile": "compile",
     "torch_compile_backend": 'compile={"backend": ...}',
@@ -244,6 +247,14 @@ OPTIMIZERS = {
     "rmsprop_bnb": "rmsprop",
 }
 """Optimizers of Hugging Face's Trainer, bitsandbytes and Composer."""
+
+PREEMPTION_ARGUMENTS = {
+    "grace_period": "deadline",
+    "requeue_signal": "requeue",
+    "signals": "requeue",
+    "timeout": "deadline",
+}
+"""Arguments of Lightning's SLURMEnvironment and of Composer's and batch systems' ways to be told."""
 
 STRATEGIES = {
     "ddp_find_unused_parameters_true": "DDPConfig(find_unused_parameters=True)",

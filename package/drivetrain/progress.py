@@ -22,8 +22,10 @@ class Progress:
         epoch_updates: Updates made in the current epoch.
         epoch_batches: Micro-batches trained on in the current epoch.
         position: The data cursor in the current epoch: samples for indexed data, batches for iterable data.
-        skipped: Updates that were skipped (a 16-bit overflow, or a window of weight zero).
+        skipped: Updates that were skipped (a 16-bit overflow, a window of weight zero, numbers that are not
+            finite, a spike of the loss), and those that were taken back.
         seconds: Wall time spent in training runs.
+        bad_batches: Micro-batches that could not be made and were left out, in all processes.
     """
 
     updates: int = 0
@@ -36,6 +38,7 @@ class Progress:
     position: int = 0
     skipped: int = 0
     seconds: float = 0.0
+    bad_batches: int = 0
 
     def to_json(self) -> dict[str, int | float]:
         """All counts by name."""
@@ -48,6 +51,7 @@ class Progress:
             CheckpointError: A count is missing, unknown, or no number that can be a count.
         """
         names = {field.name for field in fields(self)}
+        state = {"bad_batches": 0, **state}  # which were not counted at first
         if set(state) != names:
             wrong = ", ".join(sorted(map(str, names ^ set(state))))
             raise CheckpointError(f"the checkpoint's progress does not fit: {wrong}")

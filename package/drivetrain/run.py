@@ -5,7 +5,7 @@ by callbacks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -18,8 +18,11 @@ from drivetrain.data import Feed
 from drivetrain.declared_metrics import DeclaredMetrics, joined
 from drivetrain.distributed.stopping import Stopping
 from drivetrain.engine import Engine
-from drivetrain.errors import CheckpointError
+from drivetrain.errors import CheckpointError, NonFiniteError
 from drivetrain.hooks import Hooks
+from drivetrain.ledger import Ledger
+from drivetrain.save_errors import LEFT_OUT, SaveErrors
+from drivetrain.soundness import Soundness
 from drivetrain.streams import load_host_state, shielded
 from drivetrain.task import TaskModule
 from drivetrain.types import Logger, Trigger
@@ -86,16 +89,19 @@ class Run:
         metrics: The latest value of every logged name.
         logged: What the current log point logs.
         run_dir: Where files go, or None.
+        soundness: What is done about numbers that are not finite, and about weights not worth keeping.
         is_main: Whether this is rank 0.
         step: The last update's result, or None before the first.
         window: The window being trained on, or None.
         evaluation: Where the evaluation is.
         timing: Seconds spent so far on "data", "compute", "evaluation" and "save"; and, where the task is
             compiled, on "compile".
+        ledger: Where all of its time is written down.
         stop_reason: Why the run stops, or None.
         stopping: How the ranks agree on that.
         exception: What ended the run, for `on_exception`.
         last_checkpoint: The address of the last checkpoint saved or loaded, or None.
+        save_errors: What could not be written so far, and whether it goes on without it.
         milestones: How many checkpoints it has saved, and passes over evaluation data begun.
         origin: The time, on `perf_counter`'s clock, at which `progress.seconds` was zero.
         host_streams: The states of the host's generators that a checkpoint brought, or None.
@@ -119,6 +125,7 @@ class Run:
         evaluation_feeds: Sequence[tuple[str | None, Feed]] = (),
         train_metrics: DeclaredMetrics | None = None,
         evaluation_metrics: DeclaredMetrics | None = None,
+        on_save_error: str = "raise",
     ) -> None:
         self.task = task
         self.engine = engine
@@ -136,11 +143,14 @@ class Run:
         self.evaluation_metrics = evaluation_metrics
         self.metrics: dict[str, float] = {}
         self.logged: dict[str, float] = {}
+        self.soundness = Soundness(self)
         self.is_main = engine.strategy.rank == 0
+        self.save_errors = SaveErrors(on_save_error, tells=self.is_main)
         self.step: StepResult | None = None
         self.window: Any = None
         self.evaluation = Evaluation()
         self.timing = {"data": 0.0, "compute": 0.0, "evaluation": 0.0, "save": 0.0}
+        self.ledger = Ledger(self)
         self.stop_reason: str | None = None
         self.stopping = Stopping()
         self.exception: BaseException | None = None
@@ -165,6 +175,18 @@ class Run:
             self.stopping.ask(reason)
         else:
             self.stop_reason = self.stop_reason or reason
+
+    def end_if_asked(self) -> None:
+        """At the end of training: nothing, unless a signal has ended it.
+
+        Raises:
+            Preempted: The program is to be started again.
+            KeyboardInterrupt: It is to stop.
+        """
+        reason = self.stop_reason
+        if reason is not None and reason in self.stopping.signals:
+            self.stopping.ending = self.stopping.end_of(reason)
+            raise self.stopping.ending
 
     def log(self, name: str, value: float | Tensor) -> None:
         """Add a number, or a tensor with one, to the next log point; inside `on_log`, to the current one.
@@ -209,17 +231,29 @@ class Run:
     def log_training(self) -> None:
         """A log point of training: means since the last one, declared metrics, and what callbacks add.
 
+        Nothing is logged where the run was taken back to an earlier state, or is ended for a loss.
+
         Raises:
             NonFiniteError: A loss was NaN or infinite.
             ConfigError: The task has got a parameter that is not trained.
         """
         self.check_parameters()
-        means = self.engine.buffer.means(beside=self._values)
+        if self.soundness.judge() or self.soundness.spoiled:
+            return
+        try:
+            means = self.engine.buffer.means(beside=self._values)
+        except NonFiniteError as error:
+            self.soundness.end(error)
+            return
+        if self.soundness.skip is not None:
+            means["skipped_updates"] = float(self.progress.skipped)
         self.engine.buffer.reset()
         if self.train_metrics:
             means = joined(means, self.train_metrics.compute())
             self.train_metrics.reset()
         values = {f"train/{name}": value for name, value in means.items()}
+        if self.train_feed is not None and self.train_feed.leaves_out_bad:
+            values["train/bad_batches"] = float(self.progress.bad_batches)
         if values or self._values:
             self.log_point(values, agreed=True)
 
@@ -249,7 +283,28 @@ class Run:
                 self.logged = self.engine.ranks.first(lambda: self.logged)
                 self.metrics.update(self.logged)
             for logger in self.loggers if self.is_main else ():
-                logger.log_metrics(self.logged, self.progress.updates)
+                with self.logging_to(logger, f"what {type(logger).__name__} logs at update"):
+                    logger.log_metrics(self.logged, self.progress.updates)
+
+    @contextmanager
+    def logging_to(self, logger: Logger, lost: str) -> Iterator[None]:
+        """Something that a logger writes, which may fail as `Trainer(on_save_error=...)` says.
+
+        Args:
+            logger: The logger.
+            lost: What is missing if it does.
+
+        Raises:
+            OSError: It could not be written, and the run does not go on without it.
+        """
+        lost = f"{lost} {self.progress.updates}"
+        try:
+            yield
+        except OSError as error:
+            if not self.save_errors.tolerates:
+                error.add_note(f"drivetrain: {lost} was not saved; on_save_error='warn' goes on without it")
+                raise
+            self.save_errors.tell(type(logger).__name__, lost, error, self.last_checkpoint, LEFT_OUT)
 
     # Time.
 
@@ -270,14 +325,9 @@ class Run:
         if ranks.size > 1:
             self.progress.seconds = ranks.total([self.progress.seconds if ranks.rank == 0 else 0.0])[0]
 
-    @contextmanager
-    def timed(self, kind: str) -> Iterator[None]:
+    def timed(self, kind: str) -> AbstractContextManager[None]:
         """Add the time spent inside to `timing`."""
-        start = perf_counter()
-        try:
-            yield
-        finally:
-            self.timing[kind] += perf_counter() - start
+        return self.ledger.timed(kind)
 
     def due_to_stop(self) -> bool:
         """Whether the run's limits, the same on all ranks, are reached or all stop; notes the reason."""
@@ -297,14 +347,16 @@ class Run:
         """Everything that a resumed run needs, checked for NaN and infinity first.
 
         Raises:
-            NonFiniteError: A loss since the last log point was NaN or infinite: such weights are not worth
-                keeping.
+            NonFiniteError: A loss since the last log point, or a weight, was NaN or infinite: such weights
+                are not worth keeping.
             CheckpointError: A callback's, logger's or data's state cannot be stored.
             ConfigError: The task has got a parameter that is not trained.
         """
         self.check_parameters()
         self.engine.buffer.check()
-        return later.snapshot_run(self)
+        snapshot = later.snapshot_run(self)
+        self.soundness.check(snapshot)
+        return snapshot
 
     def restore(self, snapshot: Snapshot, address: str) -> None:
         """Take over a checkpoint's state and tell the callbacks.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from drivetrain.checkpoint.locate import CHECKPOINTS
 from drivetrain.checkpoint.places import file_system
 from drivetrain.checkpoint.records import TENSORS
 from drivetrain.checkpoint.weight_files import INDEX
+from drivetrain.distributed.environment import is_started_again, may_start_again
 from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.engine_state import like_module
 from drivetrain.errors import CheckpointError, ConfigError
@@ -60,7 +62,13 @@ def make_saver(
         return None
     config = _policy(trainer, loaders[0] if loaders else None)
     manager = _manager(root, config, ranks)
-    if manager.entries() and not _is_own(resume, root, manager.directory):
+    if may_start_again() and trainer.run_dir is None and not _has_directory(trainer):
+        raise ConfigError(
+            "the launcher may start this program again (--max-restarts), and without a run_dir it would begin"
+            " from the start each time: give the Trainer a run_dir, or checkpoint=False"
+        )
+    own = _is_own(resume, root, manager.directory)
+    if manager.entries() and not own and not _goes_on(ranks):
         raise ConfigError(
             f"{as_given(trainer, root)} holds the checkpoints of an earlier run (the newest after update"
             f" {manager.entries()[-1].update}). To go on from there, fit(..., resume='auto'); for a new run"
@@ -70,6 +78,17 @@ def make_saver(
     if asked and not loaders:
         _refuse_keepers(config)
     return CheckpointSaver(config, manager, root, metric_required=asked)
+
+
+def _goes_on(ranks: Ranks) -> bool:
+    """Whether a launcher has started this program before: the run then goes on from its own checkpoints,
+    whatever it was told. To be asked by all ranks.
+    """
+    return may_start_again() and any(ranks.all_gather(is_started_again()))
+
+
+def _has_directory(trainer: Trainer) -> bool:
+    return isinstance(trainer.checkpoint, CheckpointConfig) and trainer.checkpoint.directory is not None
 
 
 def _refuse_keepers(config: CheckpointConfig) -> None:
@@ -104,6 +123,8 @@ def find_checkpoint(
         ConfigError: "auto" without a run directory.
         CheckpointError: Nothing readable at a path.
     """
+    if saver is not None and saver.manager.entries() and _goes_on(run.engine.ranks):
+        resume = "auto"
     if resume is None:
         return None
     if not isinstance(resume, (str, os.PathLike)):
@@ -127,6 +148,27 @@ def find_checkpoint(
         raise ConfigError("resume='auto' takes the newest checkpoint of run_dir: give the Trainer a run_dir")
     manager = saver.manager if saver else _manager(root, CheckpointConfig(), run.engine.ranks)
     return manager.load_latest(like)
+
+
+def tell_start(trainer: Trainer, run: Run, resume: object) -> None:
+    """Say where a run that was to go on begins, on the main rank, where the progress is shown.
+
+    Args:
+        trainer: Its settings.
+        run: The run, in the state that it begins in.
+        resume: What `fit` was given.
+    """
+    if not (run.is_main and trainer.progress_bar):
+        return
+    at, progress = as_given(trainer, run.last_checkpoint), run.progress
+    if at is not None:
+        text = f"goes on from {at} (update {progress.updates}, epoch {progress.epoch})"
+    elif resume == "auto":
+        text = f"begins anew: no checkpoint in {as_given(trainer, checkpoint_root(trainer, run.run_dir))}"
+    else:
+        return
+    sys.stderr.write(f"drivetrain: {text}\n")
+    sys.stderr.flush()
 
 
 def _is_own(resume: object, root: str, directory: str) -> bool:

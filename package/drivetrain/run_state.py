@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.checkpoint.format import IMPORTED, Snapshot
@@ -48,6 +49,8 @@ def snapshot_run(run: Run) -> Snapshot:
     }
     if engine.splitter is not None:
         tree["micro_batch"] = engine.splitter.state_dict()
+    if run.soundness.skip is not None:
+        tree["skipped_in_a_row"] = run.soundness.skip.state_dict()
     state, tensors = pack(tree)
     return Snapshot(
         tensors={"model": weights, "optimizer": optimizers, "state": tensors},
@@ -79,8 +82,13 @@ def _states_for(rank: int, size: int, saved: list[Any]) -> list[Any]:
     return saved[rank::size]
 
 
-def restore_run(run: Run, snapshot: Snapshot) -> None:
+def restore_run(run: Run, snapshot: Snapshot, data: bool = True) -> None:
     """Take over a run's state.
+
+    Args:
+        run: The run.
+        snapshot: What was saved.
+        data: Whether the data, too, are to go on from there.
 
     Raises:
         CheckpointError: The checkpoint does not fit the task, its optimizers or the run; says what differs.
@@ -93,6 +101,36 @@ def restore_run(run: Run, snapshot: Snapshot) -> None:
         tree = unpack(snapshot.objects["state"], snapshot.tensors.get("state", {}))
         take_over = restore_imported if IMPORTED in tree else _take_over
         take_over(run, snapshot, tree)
+        if run.train_feed is not None and data and IMPORTED not in tree:
+            run.train_feed.restore(tree["data"], run.progress.position)
+            if run.is_main:
+                _note_other_size(tree.get("samples_per_update"), run.train_feed.samples_per_update)
+
+
+def take_back(run: Run, snapshot: Snapshot, address: str) -> None:
+    """Take over an earlier state of the same run, while its data go on where they are.
+
+    Progress is that of the checkpoint in updates, on which schedules and random streams depend, and that of
+    now in what was read of the data. Updates that are taken back count as skipped.
+
+    Raises:
+        CheckpointError: It does not fit this run; says what differs.
+    """
+    progress, timing = run.progress, dict(run.timing)
+    now = replace(progress)
+    restore_run(run, snapshot, data=False)
+    lost = now.updates - progress.updates
+    read = ("micro_batches", "samples", "tokens", "bad_batches", "epoch", "epoch_batches", "position")
+    for name in (*read, "seconds"):
+        setattr(progress, name, getattr(now, name))
+    progress.epoch_updates = max(0, now.epoch_updates - lost)
+    progress.skipped = now.skipped + lost
+    run.timing.update(timing)
+    run.last_checkpoint = address
+    run.engine.set_rates()
+    run.triggers.log.start(progress)
+    run.triggers.validate.start(progress)
+    run.call(run.hooks.on_checkpoint_loaded)
 
 
 def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> None:
@@ -119,6 +157,8 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> None:
     engine.strategy.load_state_dict(tree["strategy"])
     if engine.splitter is not None:
         engine.splitter.load_state_dict(tree.get("micro_batch"))
+    if run.soundness.skip is not None:
+        run.soundness.skip.load_state_dict(tree.get("skipped_in_a_row"))
     run.progress.load_json(snapshot.progress)
     # What each process had of its own: with fewer of them now, one goes on from several; with more, some
     # begin with nothing.
@@ -135,10 +175,6 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> None:
     _restore_each(run.callbacks, tree["callbacks"], "callback")
     if run.is_main:
         _restore_each(run.loggers, tree["loggers"], "logger")
-    if run.train_feed is not None:
-        run.train_feed.restore(tree["data"], run.progress.position)
-        if run.is_main:
-            _note_other_size(tree.get("samples_per_update"), run.train_feed.samples_per_update)
 
 
 def _note_other_size(before: Any, now: int | None) -> None:

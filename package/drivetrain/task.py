@@ -352,15 +352,17 @@ class StepModule(nn.Module):
         object.__setattr__(self, "step", step)
 
     @contextmanager
-    def evaluating(self, step: Callable[..., Any]) -> Iterator[None]:
-        """Within it this step is run: evaluation mode, no gradients; all as before afterwards."""
+    def evaluating(self, step: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+        """Within it this step is run: evaluation mode, no gradients; all as before afterwards. It gives what
+        runs it: the step itself where `forward` does nothing but call it.
+        """
         modes = [(module, module.training) for module in self.task.modules()]
         before = self.step
         self.use(step)
         self.task.eval()
         try:
             with torch.no_grad():
-                yield
+                yield step if self.context is None and "forward" not in vars(self) else self.forward
         finally:
             self.use(before)
             for module, training in modes:

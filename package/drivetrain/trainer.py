@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 
 from drivetrain import later
-from drivetrain.arguments import check_run_dir, checked_callbacks, checkpoint_policy, plain, seconds
+from drivetrain.arguments import (
+    check_callbacks,
+    check_run_dir,
+    checked_callbacks,
+    checkpoint_policy,
+    plain,
+)
 from drivetrain.assembly import build_evaluation, build_fit, build_prediction, check_settings, start_from
 from drivetrain.boundary import boundary, left_with_program
 from drivetrain.checkpoint import CheckpointConfig
@@ -26,11 +32,14 @@ from drivetrain.loggers.base import check_loggers
 from drivetrain.loop import evaluate, predict, train_steps
 from drivetrain.memory import MemoryConfig, check_trainer_memory
 from drivetrain.micro_batch import check_micro_batch
-from drivetrain.options import ByName, by_name, count, flag, number
+from drivetrain.observing import observed_evaluation, observed_fit, observed_loop
+from drivetrain.options import ByName, by_name, count, duration, flag, number, one_of
 from drivetrain.paths import as_given
 from drivetrain.peers import ARGUMENTS, EVALUATION_ARGUMENTS, FIT_ARGUMENTS
 from drivetrain.precision import Precision, as_precision
+from drivetrain.preemption import Preemption, PreemptionConfig, as_preemption
 from drivetrain.progress import Progress
+from drivetrain.soundness import check_on_nonfinite
 from drivetrain.strategies import Strategy, StrategyConfig, select_precision, select_strategy
 from drivetrain.task import TaskModule
 from drivetrain.types import Every, Logger
@@ -100,13 +109,25 @@ class Trainer(ByName):
             host's memory, or freed early.
         seed: Seeds the order of the data and every random stream of a run.
         deterministic: Insist on deterministic kernels while a run lasts.
-        hang_timeout: Seconds without progress after which the process is ended with its stacks; None for
-            never.
+        on_bad_batch: What to do with a training batch that the data raises for: "raise", or "skip" to leave
+            it out, say so and count it in `progress.bad_batches`, as long as they are few.
+        on_save_error: What to do when a checkpoint or a log cannot be written: "raise", or "warn" to go on,
+            say what was not saved, and try again when the next one is due. A run whose end cannot be saved
+            raises in any case.
+        hang_timeout: Seconds, a timedelta, or "10 minutes", without progress after which the process is ended
+            with its stacks; None for never.
+        stall_timeout: Such a time after which several processes are ended that are seen to wait for one
+            another, or for one that sleeps for ever; None to let them. One that computes, reads or writes is
+            no such one.
+        on_nonfinite: What becomes of a run with a loss that is NaN or infinite: "raise", at the next log
+            point; "skip" leaves out each update with such a loss or gradient; "stop" ends the run in order.
+        preemption: Whether signals such as SIGTERM and SIGINT end a fit in order, saved and with an exit code
+            that says so; or a `PreemptionConfig`, or a mapping of its options.
         batch_size: For data given as a bare Dataset.
         num_workers: Worker processes for data given as a bare Dataset.
         limit_train_batches: At most this many micro-batches an epoch; likewise for the other stages.
-        run_dir: Where checkpoints and logs go; None makes a new `runs/<task>-<time>` for every fit that
-            writes.
+        run_dir: Where checkpoints, logs and the ledger of what the time went to are kept; None makes a new
+            `runs/<task>-<time>` for every fit that writes.
 
     Raises:
         ConfigError: A value that is not allowed; says what is.
@@ -136,7 +157,12 @@ class Trainer(ByName):
     memory: Mapping[str, Any] | MemoryConfig | None = None
     seed: int = 0
     deterministic: bool = False
-    hang_timeout: float | None = None
+    on_bad_batch: str = "raise"
+    on_save_error: str = "raise"
+    hang_timeout: str | float | timedelta | None = None
+    stall_timeout: str | float | timedelta | None = 5.0
+    on_nonfinite: str = "raise"
+    preemption: bool | Mapping[str, Any] | PreemptionConfig = True
     batch_size: int | None = None
     num_workers: int = 0
     limit_train_batches: int | None = None
@@ -153,26 +179,31 @@ class Trainer(ByName):
         count("gradient_accumulation_steps", self.gradient_accumulation_steps, at_least=1)
         count("num_workers", self.num_workers)
         count("seed", self.seed)
-        for name in ("max_grad_norm", "hang_timeout"):
-            if getattr(self, name) is not None:
-                number(name, getattr(self, name), above=0)
+        if self.max_grad_norm is not None:
+            number("max_grad_norm", self.max_grad_norm, above=0)
+        for name in ("max_time", "hang_timeout", "stall_timeout"):
+            object.__setattr__(self, name, duration(name, getattr(self, name)))
         for name in ("validate_every", "log_every"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, Every(getattr(self, name)))
         for name in ("progress_bar", "train_metrics", "deterministic"):
             flag(name, getattr(self, name))
+        one_of("on_bad_batch", self.on_bad_batch, ("raise", "skip"))
+        one_of("on_save_error", self.on_save_error, ("raise", "warn"))
         check_run_dir(self.run_dir)
-        object.__setattr__(self, "max_time", seconds(self.max_time))
         chosen = select_precision(self.precision, strategy=self.strategy)
         object.__setattr__(self, "precision", chosen)
         object.__setattr__(self, "checkpoint", checkpoint_policy(self.checkpoint))
         object.__setattr__(self, "callbacks", checked_callbacks(self.callbacks))
+        as_preemption(self.preemption)
         check_loggers(self.loggers)
         strategy = self.select_strategy()
         check_compile(self.compile, strategy)
         check_micro_batch(self.micro_batch, strategy)
+        check_on_nonfinite(self.on_nonfinite, strategy)
         check_settings(self, strategy, self.batch_size)
         check_trainer_memory(self, strategy)
+        check_callbacks(self, strategy)
 
     def select_strategy(self) -> Strategy:
         """The strategy that a run would use.
@@ -205,24 +236,29 @@ class Trainer(ByName):
             DataError: The data is empty, of an unknown kind, or raised; names the batch.
             CheckpointError: A checkpoint cannot be read, fitted or written.
             NonFiniteError: A loss was NaN or infinite.
+            Preempted: A signal has ended the run in order; the program ends with exit code 75.
+            KeyboardInterrupt: Likewise by Ctrl-C; once more ends it at once.
         """
         if self._has_to_fork():
             return self._forked(lambda: self.fit(task, train_data, validation_data, resume=resume))
-        run, saver = build_fit(self, task, train_data, validation_data, resume)
-        with boundary(self, run):
-            start_from(self, run, saver, resume)
-            for _ in train_steps(run):
-                pass
+        trainer, resume = observed_fit(self, task, (train_data, validation_data), resume)
+        with Preemption(self.preemption) as preemption:
+            run, saver = build_fit(trainer, task, train_data, validation_data, resume)
+            with boundary(trainer, run):
+                start_from(trainer, run, saver, resume)
+                preemption.attach(run)
+                for _ in train_steps(run):
+                    pass
         best = saver.manager.best() if saver else None
         directory = run.run_dir if run.run_dir is not None and run.run_dir.exists() else None
-        weights = saver.weights if saver else None
+        weights = saver.weights if saver and run.soundness.spoiled is None else None
         assert run.stop_reason is not None
-        last, best, weights = (as_given(self, path) for path in (run.last_checkpoint, best, weights))
+        last, best, weights = (as_given(trainer, path) for path in (run.last_checkpoint, best, weights))
         return FitResult(
             dict(run.metrics),
             run.progress,
             run.stop_reason,
-            None if directory is None else Path(as_given(self, str(directory)) or directory),
+            None if directory is None else Path(as_given(trainer, str(directory)) or directory),
             last,
             best,
             weights,
@@ -244,10 +280,13 @@ class Trainer(ByName):
     def _steps(
         self, task: TaskModule, train_data: Any, validation_data: Any, resume: str | None
     ) -> Generator[StepResult, None, None]:
-        run, saver = build_fit(self, task, train_data, validation_data, resume, body=True)
-        with boundary(self, run):
-            start_from(self, run, saver, resume)
-            yield from train_steps(run)
+        trainer, resume = observed_fit(self, task, (train_data, validation_data), resume)
+        with Preemption(self.preemption) as preemption:
+            run, saver = build_fit(trainer, task, train_data, validation_data, resume, body=True)
+            with boundary(trainer, run):
+                start_from(trainer, run, saver, resume)
+                preemption.attach(run)
+                yield from observed_loop(train_steps(run))
 
     @by_name(EVALUATION_ARGUMENTS)
     def validate(self, task: TaskModule, data: Any, *, checkpoint: str | None = None) -> dict[str, float]:
@@ -272,8 +311,9 @@ class Trainer(ByName):
     def _evaluate(self, stage: str, task: TaskModule, data: Any, checkpoint: str | None) -> dict[str, float]:
         if self._has_to_fork():
             return self._forked(lambda: self._evaluate(stage, task, data, checkpoint))
-        run = build_evaluation(self, task, data, stage, checkpoint)
-        with boundary(self, run):
+        trainer = observed_evaluation(self)
+        run = build_evaluation(trainer, task, data, stage, checkpoint)
+        with boundary(trainer, run):
             return evaluate(run, stage, run.evaluation_feeds)
 
     @by_name(EVALUATION_ARGUMENTS)
@@ -298,9 +338,10 @@ class Trainer(ByName):
         """
         if self._has_to_fork():
             return self._forked(lambda: self.predict(task, data, checkpoint=checkpoint, save_to=save_to))
-        run = build_prediction(self, task, data, checkpoint)
+        trainer = observed_evaluation(self)
+        run = build_prediction(trainer, task, data, checkpoint)
         # Closed at once even when writing fails: a suspended pass would leave gradients off for its caller.
-        with boundary(self, run), closing(predict(run, run.evaluation_feeds[0][1])) as outputs:
+        with boundary(trainer, run), closing(predict(run, run.evaluation_feeds[0][1])) as outputs:
             if save_to is None:
                 return list(outputs)
             return later.write_predictions(outputs, Path(save_to), run.engine.ranks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,10 @@ from drivetrain.distributed.ranks import Ranks
 from drivetrain.errors import ConfigError, nearest
 from drivetrain.metrics import MetricBuffer, Row
 from drivetrain.step_output import read_output
-from drivetrain.types import StepOutput
+from drivetrain.types import Batch, StepOutput
+
+if TYPE_CHECKING:
+    from drivetrain.engine import Engine
 
 Weighted = list[tuple[MicroBatch, float | Tensor | None]]
 
@@ -74,7 +77,9 @@ def _asked(micro_batches: Sequence[MicroBatch], ranks: Ranks, spare: Spare) -> E
     counts = [sum(each.samples for each in micro_batches), sum(each.tokens for each in micro_batches)]
     if on_device is None:
         lacks = spare.lacks(micro_batches)
-        weight, samples, tokens, lacking = ranks.total([sum(map(float, weights)), *counts, lacks])
+        own = sum(each.bad for each in micro_batches)
+        weight, samples, tokens, lacking, bad = ranks.total([sum(map(float, weights)), *counts, lacks, own])
+        spare.bad = int(bad)
         if weight and lacking:
             spare.borrow(micro_batches, ranks)
         return Everywhere(weight, int(samples), int(tokens))
@@ -89,9 +94,13 @@ class Spare:
 
     Args:
         transfer: Brings a batch to the device.
+
+    Attributes:
+        bad: How many micro-batches of the last window could not be made, in all processes.
     """
 
     def __init__(self, transfer: Transfer) -> None:
+        self.bad = 0
         self._transfer = transfer
         self._held: MicroBatch | None = None
 
@@ -121,12 +130,37 @@ class Spare:
         return micro_batch._replace(batch=held.batch, host=held.host, stand_in=True)
 
 
+def bad_batches(engine: Engine, micro_batches: Sequence[MicroBatch]) -> int:
+    """How many micro-batches of the window of the last update could not be made, in all processes."""
+    return sum(each.bad for each in micro_batches) if engine._alone else engine._spare.bad
+
+
+def keep_for_metrics(engine: Engine, outputs: Any, batch: Batch, seen: list[Any]) -> None:
+    """Show a micro-batch to the declared metrics; at the update's end, if it may not be made.
+
+    Args:
+        engine: The run's.
+        outputs: What the task's step gave for them, or None.
+        batch: The micro-batch.
+        seen: Gets what is to be shown later.
+    """
+    if outputs is None:
+        return
+    with torch.no_grad():
+        inputs = engine.task.metric_inputs(outputs, batch)
+    if engine._scaled or engine.gate or (engine.splitter and engine.splitter.searches):
+        seen.append(inputs)  # an update that is skipped or begun again must not move the averages
+    else:
+        engine._train_metrics.update(inputs)  # type: ignore[union-attr]
+
+
 class StepResult:
     """What one update did.
 
     Attributes:
         rows: The scalars of its micro-batches.
-        applied: False when the update was skipped (16-bit overflow, or a window of weight zero).
+        applied: False when the update was skipped (16-bit overflow, a window of weight zero, or a loss or
+            gradient for which it was not to be made).
         grad_norm: The gradient's norm before clipping (0-d, on the device), or None without clipping.
         update: The update's number, from 0.
     """

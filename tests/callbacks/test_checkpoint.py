@@ -259,7 +259,7 @@ def test_a_run_that_fails_keeps_what_was_saved_and_leaves_no_finished_weights(tm
 
 def test_without_checkpoints_a_run_directory_holds_none(tmp_path: Path) -> None:
     result = run(tmp_path, False, loggers="csv")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "metrics.csv"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "ledger.jsonl", "metrics.csv"]
     assert result.model_path is None
 
 

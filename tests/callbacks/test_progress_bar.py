@@ -206,7 +206,8 @@ def test_no_thread_is_started(drive):
     watch = LambdaCallback(on_step_end=lambda run: during.update(threading.enumerate()))
     with terminal():
         drive(ProgressBar(), watch).fit()
-    assert {each.name for each in during - before if "drain" not in each.name} == set()
+    started = {each.name for each in during - before if "drain" not in each.name}
+    assert started <= {"drivetrain-signals", "drivetrain-ledger"}  # of the run itself
 
 
 @pytest.mark.usefixtures("every_draw")

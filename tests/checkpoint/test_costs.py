@@ -289,6 +289,6 @@ def test_a_run_in_the_foreground_does_no_file_work_of_a_save_in_the_background(t
     manager.save(2, 0, {}, lambda: snapshot_of(10))
     manager.wait()
     mine = {name for thread, name in files.threads if thread == threading.get_ident()}
-    assert mine == {"kind"}  # is the name free?
+    assert mine == {"kind", "entries"}  # is the name free, and what was saved still there?
     assert files.threads[threading.get_ident(), "kind"] == 1
     assert files.operations["write"] > 10

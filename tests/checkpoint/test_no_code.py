@@ -54,6 +54,7 @@ ALLOWED = {
     "cli/environment.py": ["importlib.metadata"],  # versions of a fixed list of packages
     "cli/references.py": ["importlib", "importlib.util"],  # what the user names on the command line
     "cli/values.py": ["get_type_hints", "typing.get_type_hints"],  # of annotations in the code
+    "testing/recorded.py": ["runpy"],  # the program that the user names on the command line
     "testing/shards.py": ["importlib"],  # one fixed name
 }
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from drivetrain.cli.launch import run
+from drivetrain.distributed.silence import activity
 from drivetrain.errors import ConfigError
 
 JOB = (
@@ -43,6 +47,8 @@ sys.stdout.write(" ".join(map(str, words)) + "\\n")
 
 def launch(*words: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name not in JOB}
+    root = str(Path(__file__).parents[2])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
     command = "import sys; from drivetrain.cli.launch import run; sys.exit(run(sys.argv[1:]))"
     return subprocess.run(
         [sys.executable, "-c", command, *words],
@@ -89,6 +95,67 @@ def test_a_failed_program_is_started_again() -> None:
     assert launch("--max-restarts", "1", "--devices", "1", "program.py").returncode == 0
 
 
+ALONE = """
+import os, sys, time
+from tests.support.tasks import Regression, pairs, quiet
+from drivetrain import LambdaCallback, Trainer
+
+sys.stdout.write("started\\n")
+sys.stdout.flush()
+
+class Acts(LambdaCallback):
+    def on_step_end(self, run):
+        if run.progress.updates == 2:
+            if sys.argv[1] == "raise":
+                raise ValueError("boom")
+            if sys.argv[1] == "hang" or os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                time.sleep(60)
+            os.kill(os.getpid(), 15)
+
+if sys.argv[1] == "refused":
+    Trainer(max_epoch=3)
+if sys.argv[1] == "usage":
+    sys.exit(2)
+quiet(max_epochs=1, callbacks=[Acts()], hang_timeout=0.5).fit(Regression(), pairs())
+"""
+
+
+def alone(*words: str) -> tuple[int, int, str]:
+    """A program in one process: its exit code, how often it was started, its last line."""
+    Path("program.py").write_text(ALONE, encoding="utf-8")
+    done = launch("--devices", "1", *words)
+    return done.returncode, done.stdout.count("started"), done.stderr.splitlines()[-1]
+
+
+def test_the_last_line_names_the_cause_of_one_process_alone() -> None:
+    what = "rank 0 failed first, in training, after update 2, in on_step_end of Acts: ValueError: boom"
+    assert alone("program.py", "raise") == (1, 1, f"drivetrain: {what}")
+
+
+def test_what_no_start_heals_is_not_started_again() -> None:
+    code, starts, last = alone("--max-restarts", "2", "program.py", "refused")
+    assert (code, starts) == (1, 1)
+    assert "rank 0 failed first: ConfigError: " in last
+    assert "'max_epochs'" in last
+    assert alone("--max-restarts", "2", "program.py", "usage")[:2] == (2, 1)
+    assert alone("--max-restarts", "1", "program.py", "raise")[:2] == (1, 2)
+
+
+def test_a_run_that_hangs_until_the_restarts_are_used_up_asks_for_no_requeue() -> None:
+    assert alone("program.py", "hang")[:2] == (75, 1)
+    code, starts, last = alone("--max-restarts", "1", "program.py", "hang")
+    assert (code, starts) == (1, 2)
+    assert "the restarts are used up, and the run has hung again" in last
+    assert alone("--max-restarts", "1", "program.py", "signal")[:2] == (75, 2), "ended in order at last"
+
+
+def test_an_option_behind_the_program_is_the_programs_and_that_is_said() -> None:
+    told = "drivetrain: --max-restarts stands behind program.py, and was given to it"
+    code, _, last = alone("program.py", "usage", "--max-restarts", "2")
+    assert code == 2
+    assert last.startswith(told)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -99,9 +166,68 @@ def test_a_failed_program_is_started_again() -> None:
         (["--nodes", "2", "--address", "a", "--node-rank", "2"], "--node-rank 2 is none of 0 to 1"),
         (["--nodes", "1:2", "--address", "a", "--node-rank", "0"], "--nodes 1:2 needs --rendezvous"),
         (["--rendezvous", "a:1", "--node-rank", "0"], "leave out --address and --node-rank"),
+        (["--rendezvous", "a:1", "--nodes", "1:4"], "when a machine comes or goes, all processes start anew"),
+        (["--max-restarts", "-1"], "--max-restarts takes a number from 0 on, not -1"),
         ([], "there is no program 'program.py' here; for a module, write -m"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run([*words, "program.py"])
+
+
+TRAINING = """
+import os, time
+from pathlib import Path
+from drivetrain.distributed.launch import join_job
+
+join_job(int(os.environ["WORLD_SIZE"]), 1)
+name = f"rank-{os.environ['RANK']}"
+Path(name).with_suffix(".new").write_text(str(os.getpid()))
+Path(name).with_suffix(".new").rename(name)
+while True:
+    time.sleep(0.05)
+"""
+
+LAUNCHERS = {
+    "drivetrain launch": ("-m", "drivetrain", "launch", "--devices", "2"),
+    "with restarts": ("-m", "drivetrain", "launch", "--devices", "2", "--max-restarts", "2"),
+    "one process": ("-m", "drivetrain", "launch", "--devices", "1"),
+    "torchrun": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+}
+
+
+def has_ended(pid: int) -> bool:
+    return activity(pid).state == "gone"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("words", LAUNCHERS.values(), ids=LAUNCHERS)
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(words: tuple[str, ...]) -> None:
+    Path("program.py").write_text(TRAINING, encoding="utf-8")
+    size = 1 if "1" in words else 2
+    environment = {name: value for name, value in os.environ.items() if name not in JOB}
+    launcher = subprocess.Popen(
+        [sys.executable, *words, "program.py"], env=environment, stderr=subprocess.DEVNULL
+    )
+    pids: list[int] = []
+    try:
+        assert happens(lambda: all(Path(f"rank-{each}").exists() for each in range(size)), 60)
+        pids = [int(Path(f"rank-{each}").read_text(encoding="utf-8")) for each in range(size)]
+        assert not any(map(has_ended, pids))
+        launcher.kill()
+        launcher.wait()
+        assert happens(lambda: all(map(has_ended, pids)), 10), "ranks train on without their launcher"
+    finally:
+        launcher.kill()
+        launcher.wait()
+        for pid in pids:
+            if not has_ended(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def happens(expected: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not expected() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return expected()

@@ -34,8 +34,8 @@ def test_only_the_rank_that_reads_it_meets_a_broken_sample_and_names_its_batch(w
     run(data, 0, 2)
     message = re.escape(
         "the training data raised at batch 5 of epoch 0"
-        " (samples 10 to 11 of its order, dataset indices [10, 11]): ValueError: "
-    )
+        " (samples 10 to 11 of its order, dataset indices [10, 11])"
+    ) + (r", in worker 0 \(pid \d+\): ValueError: broken" if workers else ": ValueError: broken")
     with pytest.raises(DataError, match=message):
         run(data, 1, 2)
 

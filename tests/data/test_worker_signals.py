@@ -1,12 +1,19 @@
-"""Workers that die, or are left amid their work, trouble nobody but who reads their batches."""
+"""Workers outlive what ends their run in order; one that dies, or is left amid its work, troubles nobody but
+who reads its batches.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +21,9 @@ import torch
 from tests.support.indexed import Augmented, batches, source
 from tests.support.tasks import Regression, quiet
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from drivetrain import DataError
+from drivetrain import DataError, LambdaCallback, Preempted
 from drivetrain.data import worker_signals
 from drivetrain.data.workers import Following
 
@@ -89,7 +96,7 @@ def test_other_loaders_workers_are_heard_of_as_ever() -> None:
     first = read.batches(0, 0)
     next(first)
     with pytest.raises(RuntimeError, match="DataLoader worker"):
-        list(torch.utils.data.DataLoader(Dies(1), num_workers=1))
+        list(torch.utils.data.DataLoader(Dies(0), num_workers=1))
     assert len(list(first)) == len(batches(source())) - 1
     read.close()
 
@@ -136,3 +143,156 @@ def test_an_interrupt_ends_the_workers_also_where_its_traceback_is_kept() -> Non
     assert not multiprocessing.active_children()
     assert len(batches(read, 1)) == len(batches(source(), 1))
     read.close()
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for _ in range(20):
+            yield torch.ones(4), torch.ones(1)
+
+
+class Rows(Dataset[tuple[Tensor, Tensor]]):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.ones(4), torch.ones(1)
+
+
+_forked: list[int] = []
+"""What a copy of this process is to send itself as it begins."""
+
+os.register_at_fork(after_in_child=lambda: [os.kill(os.getpid(), each) for each in _forked])
+
+
+@pytest.mark.parametrize("data", [Rows, Stream])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_to_every_process_ends_no_worker(number: int, data: Any) -> None:
+    def to_workers(run: Any) -> None:
+        for each in multiprocessing.active_children():
+            assert each.pid
+            os.kill(each.pid, number)
+            sent.append(each.pid)
+
+    sent: list[int] = []
+    hooks: Any = {"on_step_end": to_workers, "on_evaluation_step_end": to_workers}
+    result = quiet(max_epochs=2, callbacks=[LambdaCallback(**hooks)]).fit(
+        Regression(), *(DataLoader(data(), batch_size=4, num_workers=2) for _ in range(2))
+    )
+    assert result.progress.updates == 20
+    assert len(sent) >= 20
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("data", [Rows, Stream])
+def test_nor_does_one_that_comes_as_it_is_started(data: Any) -> None:
+    _forked[:] = [signal.SIGUSR2, signal.SIGTERM]
+    try:
+        result = quiet(max_epochs=1).fit(Regression(), DataLoader(data(), batch_size=4, num_workers=2))
+    finally:
+        _forked.clear()
+    assert result.progress.updates == 10
+
+
+def catch_it(worker: int) -> None:
+    signal.signal(signal.SIGUSR1, lambda number, frame: Path(f"caught-{worker}").touch())
+
+
+@pytest.mark.parametrize("data", [Rows, Stream])
+def test_a_handler_of_ones_own_counts_in_a_worker(data: Any) -> None:
+    def to_workers(run: Any) -> None:
+        deadline = time.monotonic() + 30
+        while len(list(Path().glob("caught-*"))) < 2 and time.monotonic() < deadline:
+            for each in multiprocessing.active_children():
+                os.kill(each.pid or 0, signal.SIGUSR1)
+            time.sleep(0.01)
+
+    loader = DataLoader(data(), batch_size=4, num_workers=2, worker_init_fn=catch_it)
+    quiet(max_epochs=1, callbacks=[LambdaCallback(on_step_end=to_workers)]).fit(Regression(), loader)
+    assert loader.worker_init_fn is catch_it
+    assert sorted(each.name for each in Path().glob("caught-*")) == ["caught-0", "caught-1"]
+
+
+class Starts(Rows):
+    """Has a program of its own that only SIGTERM ends, and a copy of itself."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        program.terminate()
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(60)
+            os._exit(0)
+        os.kill(pid, signal.SIGTERM)
+        codes = program.wait(), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        return torch.tensor([*codes, 0.0, 0.0]), torch.ones(1)
+
+
+def test_what_a_worker_starts_has_signals_as_ever() -> None:
+    seen = []
+    noting = LambdaCallback(on_step_end=lambda run: seen.append(run.window.micro_batches[0].batch))
+    quiet(max_steps=1, callbacks=[noting]).fit(
+        Regression(), DataLoader(Starts(), batch_size=1, num_workers=1, prefetch_factor=1)
+    )
+    assert seen[0][0].tolist() == [[-signal.SIGTERM, -signal.SIGTERM, 0, 0]]
+
+
+ROOT = str(Path(__file__).parents[2])
+
+EXITS = """
+import sys, time
+from torch.utils.data import DataLoader
+from tests.data.test_worker_signals import Rows, Stream
+from tests.support.tasks import Regression, quiet
+from drivetrain import LambdaCallback
+
+def fail(run):
+    if run.progress.updates == 3:
+        sys.stdout.write("failing\\n")
+        raise ValueError("boom")
+
+loader = DataLoader({"rows": Rows, "stream": Stream}[sys.argv[1]](), batch_size=2, num_workers=2)
+quiet(max_epochs=1, callbacks=[LambdaCallback(on_step_end=fail)]).fit(Regression(), loader)
+"""
+
+
+@pytest.mark.parametrize("data", ["rows", "stream"])
+def test_workers_end_with_a_program_that_fails(data: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", EXITS, data],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=20,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))},
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("drivetrain: in training, after update 3"), done.stderr
+
+
+class Stuck(Rows):
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index > 7:
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+            time.sleep(600)
+        return super().__getitem__(index)
+
+
+def test_a_worker_that_is_stuck_is_killed_once_its_loader_ends() -> None:
+    def end(run: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+
+    with pytest.raises(Preempted):
+        quiet(max_epochs=1, callbacks=[LambdaCallback(on_step_end=end)]).fit(
+            Regression(), DataLoader(Stuck(), batch_size=4, num_workers=1)
+        )
+    assert multiprocessing.active_children() == []
+
+
+def test_an_end_is_not_raised_while_torch_opens_files_to_look_for_its_cause() -> None:
+    """It does so where a connection broke, with files that an error in the middle would leave open."""
+    found: dict[str, Any] = {"sys": sys}
+    exec(compile("frame = sys._getframe()", tempfile.__file__, "exec"), found)
+    assert worker_signals._opens_files(found["frame"])
+    assert not worker_signals._opens_files(sys._getframe())

@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ ENDS = [
     (
         "if rank == 1: os._exit(0)",
         1,
-        r"RankFailure: rank 1 failed first, .*: it ended with exit code 0$",
+        r"RankFailure: rank 1 failed first, .*: it ended with exit code 0; rank 0 was at update 7$",
     ),
     (
         "if rank == 1: os.abort()",
@@ -167,7 +168,7 @@ def test_a_skipped_collective_ends_with_the_name_of_the_rank_that_is_behind(ende
 
 
 @needs_gloo
-@program(act="if rank == 1: time.sleep(60)", limit=1.5)
+@program(act="if rank == 1: time.sleep(60)", limit=1.5, deadlock=None)
 def test_a_rank_that_does_something_else_for_ever_is_found_too(ended: Ended) -> None:
     assert ended.code == 75
     if sys.platform.startswith("linux"):  # which tells that rank 0 does nothing but wait
@@ -177,6 +178,34 @@ def test_a_rank_that_does_something_else_for_ever_is_found_too(ended: Ended) -> 
     else:
         assert ended.errors[-1] == "drivetrain: no progress for 1.5 s; all ranks are at update 7"
     assert sum("in act" in each for each in ended.errors) == 1, "the stacks tell what it does"
+
+
+@needs_gloo
+@pytest.mark.skipif(machine() is None, reason="needs Linux, which tells in which call a process is")
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param("sleep", marks=program(act="if rank == 1: time.sleep(1000)")),
+        pytest.param("lock", marks=program(act="if rank == 1: threading.Event().wait()")),
+    ],
+)
+def test_a_rank_that_sleeps_for_ever_is_found_without_a_limit(ended: Ended, place: str) -> None:
+    assert ended.code == 75
+    assert re.fullmatch(
+        rf"drivetrain: rank 1 will not come back from a {place} \(program.py:\d+\), at update 7; rank 0 waits"
+        r" in all_reduce \(program.py:\d+\)",
+        ended.errors[-1],
+    )
+    assert "in act" in written(ended, 1)
+
+
+@needs_gloo
+@program(
+    act="if rank == 1: time.sleep(3); threading.Event().wait(3)",
+    after='assert not Path("run").exists(), "nothing is written without a failure"',
+)
+def test_a_pause_is_waited_for_and_leaves_nothing(ended: Ended) -> None:
+    assert (ended.code, ended.errors) == (0, [])
 
 
 # One call that never gives the interpreter to another thread, for longer than a rank may be silent.
@@ -200,6 +229,51 @@ BUSY = "next(filter((time.monotonic() + 8).__lt__, iter(time.monotonic, None)))"
 )
 def test_a_rank_that_computes_is_waited_for_while_it_cannot_answer(ended: Ended, busy: int) -> None:
     assert (ended.code, ended.errors) == (0, [])
+
+
+def written(ended: Ended, rank: int) -> str:
+    """The stacks of a rank, from where the last lines say that they are."""
+    told = next(each for each in ended.errors if "the stacks of all ranks are in " in each)
+    directory = Path(told.partition("the stacks of all ranks are in ")[2])
+    assert sorted(each.name for each in directory.iterdir()) == ["rank0.txt", "rank1.txt"]
+    return (directory / f"rank{rank}.txt").read_text(encoding="utf-8")
+
+
+@needs_gloo
+@program(act="if rank == 1: raise ValueError('boom')")
+def test_the_stacks_of_all_ranks_are_saved(ended: Ended) -> None:
+    failed, waits = written(ended, 1), written(ended, 0)
+    assert failed.startswith("rank 1, at update 7\n")
+    assert "ValueError: boom" in failed, "the traceback of what was raised"
+    assert waits.startswith("rank 0, at update 7\n")
+    assert "in all_reduce" in waits
+    told = [number for number, each in enumerate(ended.errors) if "the stacks of all ranks" in each]
+    assert told[-1] < len(ended.errors) - 1, "the first cause is the last line"
+
+
+@needs_gloo
+@pytest.mark.skipif(machine() is None, reason="needs Linux, where a process can be made to write its stacks")
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("stopped", marks=program(act="if rank == 1: kill(signal.SIGSTOP)")),
+        pytest.param(
+            "held", marks=program(act=f"if rank == 1: {BUSY.replace('8', '3')}\n    else: raise ValueError()")
+        ),
+    ],
+)
+def test_the_stacks_of_a_rank_that_cannot_write_them_are_saved(ended: Ended, how: str) -> None:
+    assert ended.code == 1
+    text = written(ended, 1)
+    assert text.startswith("rank 1, asked by rank 0 because it did not answer")
+    assert "in act" in text
+
+
+@needs_gloo
+@program(act="if rank == 1: kill(signal.SIGKILL)")
+def test_of_a_rank_that_is_gone_it_is_said_that_nothing_could_be_had(ended: Ended) -> None:
+    assert "It could not be asked: it has ended" in written(ended, 1)
+    assert "in all_reduce" in written(ended, 0)
 
 
 @needs_gloo

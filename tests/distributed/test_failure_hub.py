@@ -25,11 +25,19 @@ class Rank:
     def __init__(self, hub: Hub, rank: int) -> None:
         offer = {"port": hub.port, "hosts": [], "machine": machine()}
         self._line: Line = connect(rank, offer, None, 5.0)
-        self.say("hello", 0, token=hub.token, rank=rank, machine=machine(), pid=os.getpid())
+        self.say("hello", 0, token=hub.token, rank=rank, machine=machine(), pid=os.getpid(), stacks=(0, -1))
 
-    def say(self, kind: str, looks: int, **more: object) -> None:
-        """A message, and for how many looks the rank has been at rest."""
-        state = {"where": "", "progress": None, "looks": looks, "place": "all_reduce", "passed": -1}
+    def say(self, kind: str, looks: int, asleep: int = 0, **more: object) -> None:
+        """A message, and for how many looks the rank has been at rest, or asleep for ever."""
+        place = "sleep" if asleep else "all_reduce"
+        state = {
+            "where": "",
+            "progress": None,
+            "looks": looks,
+            "asleep": asleep,
+            "place": place,
+            "passed": -1,
+        }
         assert self._line.send(kind=kind, **state, **more)
 
     def ticks(self) -> int | None:
@@ -59,7 +67,7 @@ def ranks(hub: Hub) -> Iterator[list[Rank]]:
         each.close()
 
 
-def pass_ticks(rank: Rank, number: int, looks: int | None) -> None:
+def pass_ticks(rank: Rank, number: int, looks: int | None, asleep: int = 0) -> None:
     """Let so many ticks of the hub pass, or its end come.
 
     In each of them a rank tells for how long it has been at rest; with None it says nothing.
@@ -72,7 +80,7 @@ def pass_ticks(rank: Rank, number: int, looks: int | None) -> None:
         if now is None:
             return
         if now and looks is not None:
-            rank.say("beat", looks)
+            rank.say("beat", looks, asleep)
         passed += now
 
 
@@ -97,6 +105,32 @@ def test_a_rank_that_waits_for_one_that_has_left_is_a_deadlock(hub: Hub, ranks: 
     pass_ticks(waiting, LONG, looks=LONG)
     assert hub.cause is not None
     assert hub.cause.what.startswith("the ranks wait for one another: rank 0 in all_reduce")
+
+
+def test_a_rank_that_sleeps_for_ever_is_named_when_the_others_wait_for_it(
+    hub: Hub, ranks: list[Rank]
+) -> None:
+    waiting, sleeping = ranks
+    for _ in range(LONG):
+        if hub.cause is None:
+            sleeping.say("beat", 0, asleep=LONG)
+            pass_ticks(waiting, 1, looks=LONG)
+    assert hub.cause is not None
+    assert hub.cause.what == (
+        "rank 1 will not come back from a sleep, at its step; rank 0 waits in all_reduce"
+    )
+    assert (hub.cause.kind, hub.cause.rank, hub.cause.stuck) == ("hang", 1, (1,))
+
+
+@pytest.mark.parametrize(("looks", "asleep"), [(0, 0), (0, LONG)])
+def test_a_rank_that_sleeps_while_another_works_or_sleeps_too_is_left_alone(
+    hub: Hub, ranks: list[Rank], looks: int, asleep: int
+) -> None:
+    other, sleeping = ranks
+    for _ in range(3 * LOOKS):
+        sleeping.say("beat", 0, asleep=LONG)
+        pass_ticks(other, 1, looks, asleep)
+    assert hub.cause is None
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -75,6 +75,7 @@ def program(strategy: str, where: str, act: str, **options: Any) -> pytest.MarkD
 
 KILL = "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)"
 RAISE = "if rank == 1: raise ValueError('boom')"
+INTERRUPT: dict[str, Any] = {"interrupt": signal.SIGINT, "again": 0.8}
 WAIT = "if rank == 1: open('waiting', 'w').close(); time.sleep(60)"
 
 
@@ -84,8 +85,20 @@ WAIT = "if rank == 1: open('waiting', 'w').close(); time.sleep(60)"
         pytest.param(code, last, marks=program(strategy, where, act), id=f"{strategy}, {where}: {act}")
         for strategy, where, act, code, last in [
             ("ddp", "save", KILL, 1, "RankFailure: rank 1 failed first, last heard of .*: it was killed by"),
-            ("fsdp", "evaluation", RAISE, 1, "RankFailure: rank 1 failed first, in .*: ValueError: boom"),
-            ("ddp", "epoch end", "if rank == 0: sys.exit(3)", 3, "rank 0 failed first, in .* update 4: Sys"),
+            (
+                "fsdp",
+                "evaluation",
+                RAISE,
+                1,
+                "RankFailure: rank 1 .*, in validation, .*, in on_evaluation_start of Acts: ValueError: boom",
+            ),
+            (
+                "ddp",
+                "epoch end",
+                "if rank == 0: sys.exit(3)",
+                3,
+                "rank 0 .*, after update 4, in on_epoch_end of Acts: Sys",
+            ),
             (
                 "ddp",
                 "second micro-batch of update 3",
@@ -113,15 +126,11 @@ def test_an_error_in_the_body_of_one_ranks_loop_ends_the_run_in_order_and_the_pr
 @pytest.mark.parametrize(
     "waiting",
     [
-        pytest.param(
-            "all, at a save", marks=program("fsdp", "save", WAIT, interrupt=signal.SIGINT, whole_group=True)
-        ),
-        pytest.param(
-            "rank 0, at an epoch's end", marks=program("ddp", "epoch end", WAIT, interrupt=signal.SIGINT)
-        ),
-        pytest.param("rank 0, after its body", marks=program("ddp", "body", WAIT, interrupt=signal.SIGINT)),
+        pytest.param("all, at a save", marks=program("fsdp", "save", WAIT, **INTERRUPT, whole_group=True)),
+        pytest.param("rank 0, at an epoch's end", marks=program("ddp", "epoch end", WAIT, **INTERRUPT)),
+        pytest.param("rank 0, after its body", marks=program("ddp", "body", WAIT, **INTERRUPT)),
     ],
 )
-def test_an_interrupt_ends_all_ranks(ended: Ended, waiting: str) -> None:
+def test_a_second_interrupt_ends_all_ranks_at_once(ended: Ended, waiting: str) -> None:
     assert (ended.code, ended.out) == (-signal.SIGINT, ""), ended.errors
     assert any(each.endswith("KeyboardInterrupt") for each in ended.errors)

@@ -12,7 +12,7 @@ import pytest
 from tests.support.failing import run_together, undisturbed
 from torch import distributed
 
-from drivetrain.distributed.waiting import _only_gloo
+from drivetrain.distributed.waiting import only_gloo
 
 pytestmark = pytest.mark.skipif(
     not (distributed.is_gloo_available() and sys.platform.startswith("linux")),
@@ -104,8 +104,9 @@ def test_a_barrier_on_one_rank_of_a_training_is_found_without_any_option() -> No
     line = {each.split("(")[0].strip(): number for number, each in enumerate(TRAINING.splitlines(), 1)}
     assert done.stderr.splitlines()[-1].endswith(
         "the ranks wait for one another:"
-        f" rank 0 in barrier (program.py:{line['torch.distributed.barrier']}), in training, after update 3;"
-        f" rank 1 in backward (program.py:{line['trainer.fit']}), in training, after update 3"
+        f" rank 0 in barrier (program.py:{line['torch.distributed.barrier']}), in training, after update 3,"
+        f" in on_step_end of OnRank0; rank 1 in backward (program.py:{line['trainer.fit']}), in training,"
+        " after update 3, in the backward"
     )
 
 
@@ -185,12 +186,12 @@ def test_a_process_is_at_rest_only_while_nothing_moves() -> None:
     assert place == [f"all_reduce (program.py:{at})"]
 
 
-def test_only_gloo_is_waited_for_where_it_can_be_seen() -> None:
-    assert not _only_gloo(), "no process group"
+def testonly_gloo_is_waited_for_where_it_can_be_seen() -> None:
+    assert not only_gloo(), "no process group"
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
-        assert _only_gloo()
+        assert only_gloo()
         distributed.new_group(backend="fake", timeout=None)
-        assert not _only_gloo()
+        assert not only_gloo()
     finally:
         distributed.destroy_process_group()

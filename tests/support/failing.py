@@ -24,7 +24,8 @@ class Ended(NamedTuple):
 JOB = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 PROGRAM = """
-import os, signal, sys, time
+import os, signal, sys, threading, time
+from pathlib import Path
 import torch
 from torch import distributed
 from drivetrain.distributed.failure import FailureChannel
@@ -47,6 +48,7 @@ with FailureChannel(
     progress=lambda: done,
     hang_timeout=LIMIT,
     deadlock_timeout=DEADLOCK,
+    directory=Path.cwd() / "run",
 ):
     for update in range(12):
         if update == 7:
@@ -116,6 +118,7 @@ def run_written(
     directory: Path,
     interrupt: signal.Signals | None = None,
     whole_group: bool = False,
+    again: float | None = None,
     **variables: str,
 ) -> Ended:
     """The program that is in a directory, run to its end.
@@ -126,6 +129,7 @@ def run_written(
         directory: Where it is, and runs.
         interrupt: A signal for rank 0, a second after it has made a file "waiting".
         whole_group: Whether the signal is for all ranks, as a terminal's.
+        again: After so many seconds it is sent once more.
         **variables: For its environment.
     """
     process = subprocess.Popen(
@@ -145,6 +149,9 @@ def run_written(
                 time.sleep(0.05)
             time.sleep(1.0)
             (os.killpg if whole_group else os.kill)(process.pid, interrupt)
+            if again is not None:
+                time.sleep(again)
+                (os.killpg if whole_group else os.kill)(process.pid, interrupt)
         out, err = process.communicate(timeout=40)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)

@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.early_stopping import EarlyStopping
     from drivetrain.callbacks.lambda_callback import LambdaCallback
     from drivetrain.callbacks.learning_rate import LearningRateMonitor
+    from drivetrain.callbacks.loss_spike import LossSpike
     from drivetrain.callbacks.memory_report import MemoryReport
+    from drivetrain.callbacks.nonfinite_detector import NonFiniteDetector
     from drivetrain.callbacks.progress_bar import ProgressBar
     from drivetrain.callbacks.summary import ModelSummary, summarize
     from drivetrain.callbacks.throughput import Throughput
@@ -23,7 +25,9 @@ else:
             "drivetrain.callbacks.early_stopping": ("EarlyStopping",),
             "drivetrain.callbacks.lambda_callback": ("LambdaCallback",),
             "drivetrain.callbacks.learning_rate": ("LearningRateMonitor",),
+            "drivetrain.callbacks.loss_spike": ("LossSpike",),
             "drivetrain.callbacks.memory_report": ("MemoryReport",),
+            "drivetrain.callbacks.nonfinite_detector": ("NonFiniteDetector",),
             "drivetrain.callbacks.progress_bar": ("ProgressBar",),
             "drivetrain.callbacks.summary": ("ModelSummary", "summarize"),
             "drivetrain.callbacks.throughput": ("Throughput",),
@@ -37,8 +41,10 @@ __all__ = [
     "EarlyStopping",
     "LambdaCallback",
     "LearningRateMonitor",
+    "LossSpike",
     "MemoryReport",
     "ModelSummary",
+    "NonFiniteDetector",
     "ProgressBar",
     "Throughput",
     "summarize",

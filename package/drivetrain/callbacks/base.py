@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar, TypeVar
 
 from drivetrain.hooks import HOOKS
 from drivetrain.run import Run
@@ -34,7 +34,7 @@ class Callback:
 
     ::
 
-        on_checkpoint_loaded                      only when the run resumes
+        on_checkpoint_loaded                      only when the run resumes, or is taken back
         on_fit_start
         for each epoch:
             on_epoch_start
@@ -65,8 +65,17 @@ class Callback:
     A callback whose state belongs in a checkpoint also has `state_dict` and `load_state_dict` (see
     `drivetrain.types.Stateful`).
 
+    One that does not fit every Trainer also has `check_trainer(trainer, strategy)`, which raises when the
+    Trainer is made.
+
     A hook must neither draw from torch's global random stream nor change `run.progress`.
+
+    Attributes:
+        timed_names: Patterns of the names that it logs and that are measurements of time, such as
+            "throughput/*": no run has the same twice, and `drivetrain check-resume` compares none of them.
     """
+
+    timed_names: ClassVar[Sequence[str]] = ()
 
     @unused
     def on_fit_start(self, run: Run) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, export_weights
+from drivetrain.checkpoint.filesystem import StorageError
 from drivetrain.checkpoint.places import file_system
 from drivetrain.checkpoint.weight_files import MODEL
+from drivetrain.errors import NonFiniteError
 from drivetrain.module_state import module_state
+from drivetrain.save_errors import newest
 from drivetrain.types import Trigger
 
 if TYPE_CHECKING:
@@ -45,6 +48,9 @@ class CheckpointSaver(Callback):
         self._metric_required = metric_required
         self._trigger = Trigger(None)
         self._found: dict[str, float] | None = None
+        self._begun = -1
+        self._unsaved: StorageError | None = None
+        self._owes = False
 
     @property
     def weights(self) -> str:
@@ -69,26 +75,68 @@ class CheckpointSaver(Callback):
                 if name in given or not name.startswith("validation/")
             }
 
+    def settle(self, run: Run) -> None:
+        """Wait for what is still being written."""
+        self._attempt(run, self.manager.wait)
+
+    def went_back(self, run: Run) -> None:
+        """Save at the end of this update, since the run was taken back to an earlier state."""
+        self.manager.disown()
+        self._trigger.start(run.progress)
+        self._owes, self._found = True, None
+
     def on_save(self, run: Run) -> None:
         """Save if the interval ends here, the metrics are among the best, or the run is about to end."""
         if self.manager.is_writing:
-            self._tell(run, self.manager.poll())
+            self._attempt(run, self.manager.poll)
         progress = run.progress
         epoch_ended = progress.epoch_batches == 0
         applied = run.step is None or run.step.applied
         due = (applied or epoch_ended) and self._trigger.due(progress, epoch_ended)
         found, self._found = self._found, None
         keeper = found is not None and self._ranks(found) and self.manager.should_keep(found)
-        resume = due or run.stop_reason is not None
-        if resume or keeper:
-            metrics = run.metrics if found is None else found
-            with run.timed("save"):
-                self._tell(run, self.manager.wait())
-                saved = self.manager.save(
-                    progress.updates, progress.epoch, metrics, run.snapshot, resume=resume, keeper=keeper
-                )
-            if not self.manager.is_writing:
-                self._tell(run, saved.path)
+        resume = due or self._owes or run.stop_reason is not None
+        if not (resume or keeper) or run.soundness.spoiled:
+            return
+        if run.soundness.judge():  # the metrics were those of other weights
+            resume, keeper = True, False
+        self._owes = False
+        metrics = run.metrics if found is None else found
+
+        def save() -> str | None:
+            saved = self.manager.save(
+                progress.updates, progress.epoch, metrics, run.snapshot, resume=resume, keeper=keeper
+            )
+            return None if self.manager.is_writing else saved.path
+
+        with run.timed("save"):
+            self.settle(run)
+            self._begun = progress.updates
+            try:
+                self._attempt(run, save)
+            except NonFiniteError as error:
+                run.soundness.end(error)
+        if self._owes:  # the run was taken back
+            self.on_save(run)
+
+    def _attempt(self, run: Run, act: Callable[[], str | None]) -> None:
+        """Have the manager do something, tell of what it committed, or of what it could not write.
+
+        Raises:
+            StorageError: It could not, on any rank, and the run does not go on without it.
+        """
+        try:
+            committed = act()
+        except StorageError as error:
+            self._unsaved = error
+            if not run.save_errors.tolerates:
+                raise
+            lost = f"the checkpoint after update {self._begun}"
+            run.save_errors.tell("checkpoint", lost, error, run.last_checkpoint)
+            return
+        if committed is not None:
+            self._unsaved = None
+        self._tell(run, committed)
 
     def _tell(self, run: Run, committed: str | None) -> None:
         if committed is not None and committed != run.last_checkpoint:
@@ -98,14 +146,28 @@ class CheckpointSaver(Callback):
         return self._metric_required or self.config.by in metrics
 
     def on_fit_end(self, run: Run) -> None:
-        """Wait for what is still being written, and leave the weights as a plain safetensors file."""
+        """Wait for what is still being written, and leave the weights as a plain safetensors file.
+
+        Raises:
+            StorageError: The end of the run is not saved, whatever may have been left out before: there is
+                nothing left to go on with, and nobody who would save it later.
+        """
         with run.timed("save"):
-            self._tell(run, self.manager.wait())
+            self.settle(run)
+        if run.soundness.spoiled is not None:
+            return
         with run.engine.exchanged():
             weights, _ = module_state(run.task)
-        export_weights(weights, self.weights, write=run.is_main)
-        run.engine.ranks.all_gather(None)  # no rank goes on before the file is there
+        ended = f"the run ended after update {run.progress.updates} ({run.stop_reason})"
+        with run.timed("save"):  # all ranks hear of it, and none goes on before the file is there
+            run.engine.ranks.together(lambda: export_weights(weights, self.weights, write=run.is_main))
+        if self._unsaved is not None:
+            there = newest(run.last_checkpoint)
+            lost = StorageError(f"{ended}, which is not saved: {self._unsaved}. {there}")
+            lost.code = self._unsaved.code
+            raise lost from self._unsaved
 
     def on_exception(self, run: Run) -> None:
         """Let a save that has begun end: it was good when it began."""
-        self._tell(run, self.manager.wait())
+        if self.manager.is_writing:
+            self.settle(run)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from drivetrain.callbacks.base import Callback, without_gradients
 from drivetrain.callbacks.peaks import peak_flops
+from drivetrain.callbacks.stragglers import Stragglers
+from drivetrain.distributed.shares import Shares
 from drivetrain.options import ByName, number
 
 if TYPE_CHECKING:
@@ -35,11 +37,17 @@ class Throughput(ByName, Callback):
       ``Trainer(compile=True)`` also ``compile_seconds``, and the same with ``_share``: what the wall time
       went to. Waiting for the data is "data"; where its share is larger than ``data_hint``, a line on
       standard error says once in a fit what would help;
+    - with several processes, over ten seconds of training or more: ``slowest_rank``, the rank that works
+      longest between collectives, ``slowest_rank_ratio``, its time over the median of all ranks, and
+      ``waiting_share``, what of the ranks' time goes to waiting for one another. A rank that is slower by
+      ``straggler_margin`` twice in a row is named in a line on standard error, once in a fit. On Linux,
+      where collectives are gloo's;
     - ``model_flops_per_second``: operations of the forward and backward passes, on all devices;
     - ``model_flops_utilisation``: that per device over the device's peak (Chowdhery et al., "PaLM", arXiv
       2204.02311, appendix B), when the peak is known.
 
-    The first update is left out, because it warms up caches and allocators. A log point without an update
+    The first update of a fit, also of one that is resumed, is left out, because it warms up caches and
+    allocators. A log point without an update
     since the one before, such as the one of an evaluation, gets no values. Nothing here waits for the device.
 
     The operations per sample are counted once, in the fit's first update, as torch runs it
@@ -53,11 +61,15 @@ class Throughput(ByName, Callback):
         flops_per_sample: Floating-point operations per sample of a forward and backward pass.
         measure_flops: Whether to count them when they are not given.
         data_hint: The share of the time above which waiting for data is worth a hint; None for no hint.
+        straggler_margin: By how much of the median of all ranks one must be slower to be named; None for
+            comparing none.
 
     Raises:
         ConfigError: A peak or a number of operations that is not positive, a share that is not between 0
             and 1.
     """
+
+    timed_names: ClassVar[Sequence[str]] = ("throughput/*",)
 
     def __init__(
         self,
@@ -65,16 +77,22 @@ class Throughput(ByName, Callback):
         flops_per_sample: float | None = None,
         measure_flops: bool = True,
         data_hint: float | None = 0.2,
+        straggler_margin: float | None = 0.2,
     ) -> None:
         for name, value in {"peak_flops": peak_flops, "flops_per_sample": flops_per_sample}.items():
             if value is not None:
                 number(f"Throughput's {name}", value, above=0)
         if data_hint is not None:
             number("Throughput's data_hint, a share of the time,", data_hint, above=0, below=1)
+        if straggler_margin is not None:
+            number("Throughput's straggler_margin, a share of the median,", straggler_margin, above=0)
         self.peak_flops = peak_flops
         self.flops_per_sample = flops_per_sample
         self.measure_flops = measure_flops
         self.data_hint = data_hint
+        self.straggler_margin = straggler_margin
+        self._shares: Shares | None = None
+        self._stragglers: Stragglers | None = None
         self._hints = False
         self._flops_per_sample = flops_per_sample
         self._peak = peak_flops
@@ -94,6 +112,12 @@ class Throughput(ByName, Callback):
         self._devices = run.engine.strategy.world_size
         self._mark = None
         self._hints = self.data_hint is not None and run.is_main
+        margin, ranks = self.straggler_margin, run.engine.data_ranks
+        if margin is not None and not ranks.alone and Shares.can_tell():
+            self._stragglers = Stragglers(margin, ranks.copies)
+            shares = self._shares = Shares()
+            run.engine.buffer.own = lambda: (shares.own, shares.waited)
+            shares.start()
 
     def on_step_start(self, run: Run) -> None:
         """Count the operations of the fit's first update."""
@@ -117,6 +141,7 @@ class Throughput(ByName, Callback):
 
     def on_log(self, run: Run) -> None:
         """Log what was measured since the log point before."""
+        self._compare(run)
         before = self._mark
         if before is None or run.progress.updates == before.updates:
             return
@@ -145,13 +170,24 @@ class Throughput(ByName, Callback):
             if self._peak is not None:
                 run.log("throughput/model_flops_utilisation", flops / self._devices / self._peak)
 
+    def _compare(self, run: Run) -> None:
+        if self._stragglers is None:
+            return
+        found, line = self._stragglers.compare(run.engine.buffer.of_all, run.progress.updates)
+        if found is not None:
+            run.log("throughput/slowest_rank", found.slowest)
+            run.log("throughput/slowest_rank_ratio", found.ratio)
+            run.log("throughput/waiting_share", found.waiting)
+        if line is not None and run.is_main:
+            print(line, file=sys.stderr, flush=True)
+
     def on_fit_end(self, run: Run) -> None:
-        """Stop counting, should the fit end within its first update."""
-        self._stop(run)
+        """Stop counting, should the fit end within its first update, and comparing."""
+        self._end(run)
 
     def on_exception(self, run: Run) -> None:
-        """Stop counting, should the first update have raised."""
-        self._stop(run)
+        """Stop counting, should the first update have raised, and comparing."""
+        self._end(run)
 
     def state_dict(self) -> dict[str, Any]:
         """The operations per sample, if they are known."""
@@ -173,6 +209,13 @@ class Throughput(ByName, Callback):
             # Matrices that are split over processes are counted whole; attention over some heads is not.
             shares = run.engine.strategy.data_size
             self._flops_per_sample = shares * flops / samples if flops else None
+
+    def _end(self, run: Run) -> None:
+        self._stop(run)
+        if self._shares is not None:
+            run.engine.buffer.own = None
+            self._shares.stop()
+            self._shares = self._stragglers = None
 
     def _stop(self, run: Run) -> None:
         if self._counting is not None:

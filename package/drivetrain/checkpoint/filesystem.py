@@ -50,6 +50,16 @@ class DamagedCheckpointError(CheckpointError):
     """
 
 
+class StorageError(CheckpointError):
+    """The storage did not do what was asked of it: it is full, read-only, gone or does not answer.
+
+    Attributes:
+        code: The system's name for that, such as "ENOSPC".
+    """
+
+    code: str = ""
+
+
 class Sink(Protocol):
     """A new file that is being written."""
 
@@ -323,7 +333,7 @@ def os_errors(action: str, path: str) -> Iterator[None]:
         path: What the action is done to.
 
     Raises:
-        CheckpointError: In place of any OSError.
+        StorageError: In place of any OSError.
         DamagedCheckpointError: In place of an input/output error while reading: the medium has lost the
             bytes.
     """
@@ -332,8 +342,11 @@ def os_errors(action: str, path: str) -> Iterator[None]:
     except OSError as error:
         advice = _ADVICE.get(error.errno or 0)
         name = errno.errorcode.get(error.errno or 0, type(error).__name__)
-        lost = action == "read" and error.errno == errno.EIO
-        raise (DamagedCheckpointError if lost else CheckpointError)(
-            f"cannot {action} {path!r}: {error.strerror or error} ({name})"
-            + (f"; {advice}" if advice else "")
-        ) from error
+        text = f"cannot {action} {path!r}: {error.strerror or error} ({name})" + (
+            f"; {advice}" if advice else ""
+        )
+        if action == "read" and error.errno == errno.EIO:
+            raise DamagedCheckpointError(text) from error
+        refused = StorageError(text)
+        refused.code = name
+        raise refused from error

@@ -14,7 +14,7 @@ from drivetrain.checkpoint.format import Snapshot
 from drivetrain.checkpoint.index import PURPOSE, Entry, oldest_first, rank, retain, write_index
 from drivetrain.checkpoint.io import CheckpointIO, DirectoryCheckpointIO
 from drivetrain.checkpoint.places import file_system
-from drivetrain.checkpoint.recovery import recover, set_aside
+from drivetrain.checkpoint.recovery import recover, removed, set_aside
 from drivetrain.checkpoint.sharding import Like, plan_parts
 from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.errors import CheckpointError, ConfigError, nearest
@@ -158,6 +158,10 @@ class CheckpointManager:
             return path, loaded[0]
         return None
 
+    def disown(self) -> None:
+        """Take note that the run no longer has the state of what was saved at an update that it comes to."""
+        self._ours.clear()
+
     def should_keep(self, metrics: Mapping[str, float]) -> bool:
         """Whether a checkpoint with these metrics would be among the best.
 
@@ -172,6 +176,7 @@ class CheckpointManager:
         if not count:
             return False
         value = self._ranking_value(metrics)
+        self._forget_removed()
         ranked = rank(self._entries, self.config)
         if math.isnan(value):
             return False
@@ -212,6 +217,7 @@ class CheckpointManager:
             raise ConfigError("save() needs a purpose: resume=True, keeper=True, or both")
         self.wait()  # never two at a time: they would need twice the memory, and could end in the wrong order
         self._open()
+        self._forget_removed()
         # Whether it is good enough is left to the pruning, which ranks it with the others; NaN never is.
         keeper = keeper and self.config.keepers > 0 and not math.isnan(self._ranking_value(metrics))
         by = self.config.by
@@ -295,7 +301,36 @@ class CheckpointManager:
                 try:
                     self.io.remove(self._path(entry.name))
                 except CheckpointError as error:
-                    job.trouble.append(f"an old checkpoint is still there: {error}")
+                    if not self._is_gone(entry):
+                        job.trouble.append(f"an old checkpoint is still there: {error}")
+
+    def _is_gone(self, entry: Entry) -> bool:
+        """Whether somebody else has removed a checkpoint, with its whole directory perhaps."""
+        try:
+            return self.files.kind(self._path(entry.name)) is None
+        except OSError:
+            return False
+
+    def _forget_removed(self) -> None:
+        """Take note of checkpoints that somebody has removed: they rank no more, and are named once."""
+        if not self._entries or self._in_flight is not None:
+            return
+
+        def missing() -> list[str]:
+            try:
+                there = self.files.entries(self.directory)
+                if not there:  # or it cannot be looked at now, which says nothing of them
+                    self.files.kind(self.directory)
+            except OSError:
+                return []
+            return [each.name for each in self._entries if each.name not in there]
+
+        gone = self.ranks.first(missing)
+        if not gone:
+            return
+        if self.ranks.rank == 0:
+            _warn(removed(self.directory, gone, self._entries, self.config))
+        self._entries = [each for each in self._entries if each.name not in gone]
 
     def _settle(self, job: _Job) -> None:
         self._entries = job.entries()

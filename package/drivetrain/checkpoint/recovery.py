@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
+from drivetrain.checkpoint.config import CheckpointConfig
 from drivetrain.checkpoint.files import REMOVING, SAVING
 from drivetrain.checkpoint.filesystem import DamagedCheckpointError, FileSystem, os_errors
 from drivetrain.checkpoint.format import MANIFEST
@@ -12,6 +14,7 @@ from drivetrain.checkpoint.index import (
     Entry,
     entry_from_snapshot,
     oldest_first,
+    rank,
     read_index,
     write_index,
 )
@@ -68,6 +71,24 @@ def set_aside(path: str, error: DamagedCheckpointError, files: FileSystem) -> tu
             f"the checkpoint {path!r} is damaged and passed over: {error}. It could not be renamed: {failure}"
         )
     return True, f"the checkpoint {path!r} is damaged and was set aside as {aside!r}: {error}"
+
+
+def removed(directory: str, gone: Collection[str], entries: Sequence[Entry], config: CheckpointConfig) -> str:
+    """What to say of checkpoints that somebody has removed while the run went on.
+
+    Args:
+        directory: Where they were.
+        gone: Their names.
+        entries: All that the run knows of, with these.
+        config: Says which of them is the best.
+    """
+    best = {each.name for each in rank(entries, config)[:1]}
+    named = ", ".join(f"{each} (the best)" if each in best else each for each in gone)
+    left = ", ".join(each.name for each in entries if each.name not in gone)
+    return (
+        f"checkpoints of this run are not in {directory!r} any more, and it has not removed them itself:"
+        f" {named}. Still there: {left or 'none'}. The run goes on, and saves as it would without them"
+    )
 
 
 def _lost(path: str, files: FileSystem) -> str:

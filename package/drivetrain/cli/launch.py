@@ -27,8 +27,12 @@ A module, such as this package's own command line:
 _PORT = 29500
 """Where the first machine listens when no port is given; what torchrun takes too."""
 
-_LOOKING = "0.5"
-"""Seconds between two looks at the processes: time for a failing rank 0 to say why before it is ended."""
+_OPTIONS = ("--devices", "--nodes", "--node-rank", "--address", "--rendezvous", "--job", "--max-restarts")
+_USAGE = 2
+"""The exit code of a program that cannot read its words."""
+
+_LOOKING = "0.1"
+"""Seconds between two looks at the processes."""
 
 
 def run(words: Sequence[str]) -> int:
@@ -42,6 +46,8 @@ def run(words: Sequence[str]) -> int:
     """
     parsed = _parser().parse_args(words)
     devices = _devices(parsed.devices)
+    if parsed.max_restarts < 0:
+        raise ConfigError(f"--max-restarts takes a number from 0 on, not {parsed.max_restarts}")
     torchrun = [*_where(parsed), "--nproc-per-node", str(devices), "--max-restarts", str(parsed.max_restarts)]
     torchrun += ["--monitor-interval", _LOOKING, *(["--module"] if parsed.module else [])]
     if not parsed.module and not os.path.isfile(parsed.program):
@@ -49,7 +55,15 @@ def run(words: Sequence[str]) -> int:
             f"there is no program {parsed.program!r} here; for a module, write -m before its name"
         )
     with _threads(devices):
-        return _torchrun([*torchrun, parsed.program, *parsed.arguments])
+        code = _torchrun([*torchrun, parsed.program, *parsed.arguments])
+    ours = [each for each in parsed.arguments if each.partition("=")[0] in _OPTIONS]
+    if code == _USAGE and ours:
+        print(
+            f"drivetrain: {ours[0]} stands behind {parsed.program}, and was given to it; the launcher's own"
+            f" options stand before: drivetrain launch {ours[0]} ... {parsed.program}",
+            file=sys.stderr,
+        )
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -67,7 +81,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--address", metavar="HOST[:PORT]", help=f"the first machine; default port: {_PORT}")
     add("--rendezvous", metavar="HOST:PORT", help="where machines meet that are not numbered")
     add("--job", default="drivetrain", metavar="NAME", help="tells jobs apart that meet at one place")
-    add("--max-restarts", type=int, default=0, metavar="N", help="starts after failures; default: none")
+    add(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="how often to start all again; default: never",
+    )
     add("-m", "--module", action="store_true", help="the program is a module, as for python -m")
     add("program", help="a file")
     add("arguments", nargs=argparse.REMAINDER, help="what the program is given")
@@ -90,6 +110,11 @@ def _where(parsed: argparse.Namespace) -> list[str]:
         if parsed.address is not None or parsed.node_rank is not None:
             raise ConfigError(
                 "--rendezvous is for machines without numbers: leave out --address and --node-rank"
+            )
+        if ":" in parsed.nodes and parsed.max_restarts == 0:
+            raise ConfigError(
+                f"--nodes {parsed.nodes}: when a machine comes or goes, all processes start anew. Say how"
+                " often they may after failures, such as --max-restarts 3"
             )
         meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", parsed.rendezvous, "--rdzv-id", parsed.job]
         return ["--nnodes", parsed.nodes, *meeting]
@@ -125,12 +150,13 @@ def _threads(devices: int) -> Iterator[None]:
 
 
 def _torchrun(words: Sequence[str]) -> int:
-    from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from drivetrain.distributed.elastic import launch
+
     try:
-        torchrun.run(torchrun.parse_args(list(words)))  # type: ignore[no-untyped-call]
+        return launch(words)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         print(f"drivetrain: {_first(rank, failure)}", file=sys.stderr)
@@ -138,7 +164,6 @@ def _torchrun(words: Sequence[str]) -> int:
     except SignalException as error:
         print(f"drivetrain: ended by {error.sigval.name}", file=sys.stderr)
         return 128 + int(error.sigval)
-    return 0
 
 
 def _first(rank: int, failure: Any) -> str:

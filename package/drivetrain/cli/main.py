@@ -29,7 +29,9 @@ _COMMANDS = {
     "env": "say what is installed and which devices there are",
     "strategies": "list the strategies, what they need and which can run here",
     "launch": "start a program as several processes, on one machine or many",
+    "check-resume": "kill and resume a program, and name what was not saved",
     "checkpoint": "list, show, verify, export, compare and import checkpoints",
+    "runs": "list runs, and show what the time of one went to",
 }
 _LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
 """What the launcher `deepspeed` puts before a module's words; it is in the environment too."""
@@ -116,10 +118,18 @@ def _run(words: Sequence[str]) -> int:
         from drivetrain.cli.checkpoint_words import run
 
         return run(words[1:])
+    if words and words[0] == "runs":
+        from drivetrain.cli.runs import run as run_runs
+
+        return run_runs(words[1:])
     if words and words[0] == "launch":  # behind the program's name, the words are the program's
         from drivetrain.cli.launch import run as run_launch
 
         return run_launch(words[1:])
+    if words and words[0] == "check-resume":
+        from drivetrain.cli.check_resume import run as run_check
+
+        return run_check(words[1:])
     rest, dotted = split_dotted(words)
     parsed, unknown = _parser().parse_known_args(rest)
     if unknown:

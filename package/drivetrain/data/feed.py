@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from drivetrain.data.bad import BAD
 from drivetrain.data.batch import batch_size
 from drivetrain.data.rounds import Evidence, SharedBatch
 from drivetrain.data.share import Everywhere
@@ -75,6 +76,23 @@ class Feed:
         self._limit = limit
         self._state: dict[str, Any] | None = None
         self._compare: Compare | None = None
+        self._begun_at = (0, 0)
+        self._waits_for: int | None = None  # a batch, counted from there on
+        self.leaves_out_bad = False
+
+    def leave_out_bad(self) -> None:
+        """Give a batch that cannot be made as one without weight, of which all processes are told.
+
+        Raises:
+            DataError: What comes after such a batch cannot be read.
+        """
+        self.source.leave_out_bad()
+        self.leaves_out_bad = True
+
+    def waiting(self) -> str | None:
+        """Which batch is waited for, and who makes it; None while none is. Called in any thread."""
+        (epoch, position), number = self._begun_at, self._waits_for
+        return None if number is None else self.source.waiting(epoch, self._number(position, number, False))
 
     def compare_first(self, compare: Compare) -> None:
         """Have the first round that is read shown to `compare`: its evidence, or None without one."""
@@ -133,6 +151,17 @@ class Feed:
         read = self._counted if self.source.share.size == 1 else self._counted_of_all
         counted = read(epoch, position, limit)
         return self._transfer.ahead(counted, early=not self.source.stateful)
+
+    def batches(self) -> Iterator[Batch]:
+        """All batches on the device, in their order; those of one process on a CPU are not counted.
+
+        Raises:
+            DataError: No batch at all, a first batch of an unknown kind, or data that raised.
+        """
+        if self._transfer.idle and self.source.share.size == 1:
+            self._begin(0, 0, self._limit, 0)
+            return self._uncounted()
+        return (each.batch for each in self.micro_batches())
 
     def windows(
         self, epoch: int, position: int = 0, done: int = 0, until: int | None = 0
@@ -200,55 +229,97 @@ class Feed:
         check_division(self.source, state, position)
         self.source.restore(state)
 
+    def _uncounted(self) -> Iterator[Batch]:
+        self._begun_at, self._waits_for = (0, 0), 0
+        number = 0
+        try:
+            for batch, _, samples in self.source.batches(0, 0):  # type: ignore[misc]
+                if number == 0 and samples is None and batch_size(batch) is None:
+                    raise self._unknown_kind(batch, 0, 0)
+                self._waits_for = None
+                yield batch
+                number += 1
+                if number == self._limit:
+                    return
+                self._waits_for = number
+        finally:
+            self._waits_for = None
+        if number == 0:
+            raise self._empty(0)
+
     def _counted(self, epoch: int, position: int, limit: int | None) -> Iterator[MicroBatch]:
         weigh, count_tokens = self._measure.weight, self._measure.tokens
         number = 0
         if limit is not None and limit <= 0:
             return
+        self._begun_at, self._waits_for = (epoch, position), 0
         fetched: Iterator[tuple[Batch, int, int | None]] = self.source.batches(epoch, position)  # type: ignore[assignment]
-        for batch, advance, samples in fetched:
-            if samples is None:
-                samples = batch_size(batch)
-                if samples is None:
-                    raise self._unknown_kind(batch, epoch, self.source.number(position) + number)
-            weight: float | Tensor = samples if weigh is None else _on_host(weigh(batch))
-            if weigh is not None and not isinstance(weight, Tensor) and not 0 <= weight < math.inf:
-                raise self._bad_weight(weight, epoch, self.source.number(position) + number)
-            tokens = 0 if count_tokens is None else int(count_tokens(batch))
-            number += 1
-            yield MicroBatch(batch, weight, samples, tokens, advance)
-            if number == limit:
-                return
+        try:
+            for batch, advance, samples in fetched:
+                self._waits_for = None
+                if batch is BAD:
+                    counted = MicroBatch(None, 0.0, 0, 0, advance, True, None, True)
+                else:
+                    if samples is None:
+                        samples = batch_size(batch)
+                        if samples is None:
+                            raise self._unknown_kind(batch, epoch, self.source.number(position) + number)
+                    weight: float | Tensor = samples if weigh is None else _on_host(weigh(batch))
+                    if weigh is not None and not isinstance(weight, Tensor) and not 0 <= weight < math.inf:
+                        raise self._bad_weight(weight, epoch, self.source.number(position) + number)
+                    tokens = 0 if count_tokens is None else int(count_tokens(batch))
+                    counted = MicroBatch(batch, weight, samples, tokens, advance)
+                number += 1
+                yield counted
+                if number == limit:
+                    return
+                self._waits_for = number
+        finally:
+            self._waits_for = None
         if number == 0 and position == 0:
             raise self._empty(epoch)
 
     def _counted_of_all(self, epoch: int, position: int, limit: int | None) -> Iterator[MicroBatch]:
         """As `_counted`, where several processes read the data together."""
-        weigh, count_tokens = self._measure.weight, self._measure.tokens
         number = 0
         if limit is not None and limit <= 0:
             return
+        self._begun_at, self._waits_for = (epoch, position), 0
         rounds: Iterator[SharedBatch] = self.source.batches(epoch, position)  # type: ignore[assignment]
-        for fetched in rounds if self._compare is None else self._compared(rounds, self._compare):
-            batch, advance, samples, stand_in, known, _ = fetched
-            samples = batch_size(batch) if samples is None else samples
-            if samples is None:
-                raise self._unknown_kind(batch, epoch, self._number(position, number, stand_in))
-            weight: float | Tensor = samples if weigh is None else _on_host(weigh(batch))
-            if not isinstance(weight, Tensor) and not 0 <= weight < math.inf:
-                raise self._bad_weight(weight, epoch, self._number(position, number, stand_in))
-            tokens = 0 if count_tokens is None else int(count_tokens(batch))
-            everywhere = None
-            if known is not None and weigh is None and count_tokens is None:
-                everywhere = Everywhere(known, known, 0)
-            if stand_in:  # of the same kind, as a weight may be on the device
-                weight, samples, tokens = weight * 0, 0, 0
-            number += 1
-            yield MicroBatch(batch, weight, samples, tokens, advance, stand_in, everywhere)
-            if number == limit:
-                return
+        try:
+            for fetched in rounds if self._compare is None else self._compared(rounds, self._compare):
+                self._waits_for = None
+                counted = self._of_round(fetched, epoch, position, number)
+                number += 1
+                yield counted
+                if number == limit:
+                    return
+                self._waits_for = number
+        finally:
+            self._waits_for = None
         if number == 0 and position == 0:
             raise self._empty(epoch)
+
+    def _of_round(self, fetched: SharedBatch, epoch: int, position: int, number: int) -> MicroBatch:
+        weigh, count_tokens = self._measure.weight, self._measure.tokens
+        batch, advance, samples, stand_in, known, _ = fetched
+        if batch is BAD:
+            return MicroBatch(None, 0.0, 0, 0, advance, True, None, not stand_in)
+        samples = batch_size(batch) if samples is None else samples
+        if samples is None:
+            raise self._unknown_kind(batch, epoch, self._number(position, number, stand_in))
+        weight: float | Tensor = samples if weigh is None else _on_host(weigh(batch))
+        if not isinstance(weight, Tensor) and not 0 <= weight < math.inf:
+            raise self._bad_weight(weight, epoch, self._number(position, number, stand_in))
+        tokens = 0 if count_tokens is None else int(count_tokens(batch))
+        everywhere = None
+        if self.leaves_out_bad:
+            weight = float(weight)  # also one on a device: the process whose batch is bad has none there
+        elif known is not None and weigh is None and count_tokens is None:
+            everywhere = Everywhere(known, known, 0)
+        if stand_in:  # of the same kind, as a weight may be on the device
+            weight, samples, tokens = weight * 0, 0, 0
+        return MicroBatch(batch, weight, samples, tokens, advance, stand_in, everywhere)
 
     def _compared(self, rounds: Iterator[SharedBatch], compare: Compare) -> Iterator[SharedBatch]:
         self._compare = None

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
+from drivetrain.data.bad import BAD, LeavesOut, Raised
 from drivetrain.data.copied import Copied
 from drivetrain.data.keyed import (
     IndexBatch,
@@ -29,9 +30,14 @@ from drivetrain.data.outline import Outline
 from drivetrain.data.rounds import Evidence, SharedBatch, Slice, drawn, grouped, rounds, sliced
 from drivetrain.data.share import WHOLE, Share
 from drivetrain.data.sources import Fetched, Source
+from drivetrain.data.worker_ends import lacks_shared_memory
+from drivetrain.data.worker_starts import marks_for
 from drivetrain.data.workers import Asked, Following, Workers
 from drivetrain.errors import DataError
 from drivetrain.streams import ORDER, batch_stream, mix, mix_next, seed_host
+
+_SHOWN = 32
+"""So many indices of a batch are named in an error."""
 
 
 class IndexedSource(Source):
@@ -123,7 +129,7 @@ class IndexedSource(Source):
             collate_fn=WithDraws(self._dataset, self._collate),
             pin_memory=self._pin_memory,
             timeout=loader.timeout,
-            worker_init_fn=WorkerStart(loader.worker_init_fn),
+            worker_init_fn=WorkerStart(loader.worker_init_fn, marks_for(loader)),
             multiprocessing_context=loader.multiprocessing_context,
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,
@@ -253,13 +259,31 @@ class IndexedSource(Source):
         if self._workers is not None:
             self._workers.close()
 
+    def leave_out_bad(self) -> None:
+        """A batch is a function of its indices: one that raises does not keep the next from being made."""
+        self.leaves_out = LeavesOut()
+
+    def waiting(self, epoch: int, number: int) -> str:
+        """Also which worker makes it, if one does."""
+        text = super().waiting(epoch, number)
+        if self._workers is not None:
+            return f"{text}, which {self._workers.waiting()}"
+        return f"{text}, which {type(self._dataset.dataset).__name__}.__getitem__ or the collate_fn makes"
+
     def _made_here(self, epoch: int, position: int) -> Iterator[Fetched]:
         fetch, collate, knows = self._dataset.__getitems__, self._collate, self._knows_samples
+        leaves_out = self.leaves_out
         for indices in self.index_batches(epoch, position):
             try:
                 batch = collate(fetch(indices))
             except Exception as error:
-                raise self._failure_of(error, indices) from error
+                failure = self._failure_of(error, indices)
+                if leaves_out is None:
+                    raise failure from error
+                batch = leaves_out.leave_out(failure, error)
+            else:
+                if leaves_out is not None:
+                    leaves_out.read, leaves_out.in_a_row = leaves_out.read + 1, 0
             if indices.slice is not None:
                 yield self._shared_batch(batch, indices, self._dataset.outlined)
                 continue
@@ -267,7 +291,10 @@ class IndexedSource(Source):
             yield batch, size, size if knows else None
 
     def _made_by_workers(self, made: Iterator[tuple[Any, IndexBatch]]) -> Iterator[Fetched]:
-        for (batch, draws, outlined), indices in made:
+        for each, indices in made:
+            batch, draws, outlined = each if type(each) is not Raised else self._bad(each, indices)
+            if self.leaves_out is not None and batch is not BAD:
+                self.leaves_out.read, self.leaves_out.in_a_row = self.leaves_out.read + 1, 0
             # As after a batch made here, so that a step that draws from the host's generators does not
             # depend on the number of workers.
             if self._draws:
@@ -279,15 +306,30 @@ class IndexedSource(Source):
             else:
                 yield batch, len(indices), len(indices) if self._knows_samples else None
 
-    def _failure_of(self, error: Exception, indices: IndexBatch | None) -> DataError:
+    def _bad(self, raised: Raised, indices: IndexBatch) -> tuple[Any, None, None]:
+        """What stands for a batch that a worker could not make, unless that ends the reading."""
+        error = raised.error()
+        failure = self._failure_of(error, indices, f", in worker {raised.worker} (pid {raised.pid})")
+        advice = lacks_shared_memory(error)
+        try:
+            if advice is not None:  # for which the batch is not to blame
+                raise DataError(f"{failure}; {advice}") from error
+            if self.leaves_out is None:
+                raise failure from error
+            return self.leaves_out.leave_out(failure, error), None, None
+        except DataError:
+            self.close()
+            raise
+
+    def _failure_of(self, error: Exception, indices: IndexBatch | None, where: str = "") -> DataError:
         if indices is None:
             return DataError(
                 f"the {self.name} data raised before its first batch: {type(error).__name__}: {error}"
             )
         start = indices.start
-        shown = ", ".join(str(index) for index in indices[:8]) + (", ..." if len(indices) > 8 else "")
-        detail = f" (samples {start} to {start + len(indices) - 1} of its order, dataset indices [{shown}])"
-        return self.failure(error, self.number(start), indices.epoch, detail)
+        shown = ", ".join(map(str, indices[:_SHOWN])) + (", ..." if len(indices) > _SHOWN else "")
+        place = f"samples {start} to {start + len(indices) - 1} of its order, dataset indices [{shown}]"
+        return self.failure(error, self.number(start), indices.epoch, f" ({place}){where}")
 
     def number(self, position: int) -> int:
         """Counted in this loader's batches; of a user's batch sampler, once it has been drawn as far."""

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
+import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing import queues
 from typing import Any
 
 import torch
 from torch.utils.data import Subset, TensorDataset, default_collate, default_convert, get_worker_info
 
+from drivetrain.data.bad import Raised
 from drivetrain.data.outline import Outline, alike, outline
 from drivetrain.data.rounds import Slice
+from drivetrain.data.worker_signals import Spared
+from drivetrain.data.worker_starts import Marks
+from drivetrain.distributed.children import end_with
 from drivetrain.streams import HostDraws, seed_host
 
 
@@ -41,16 +50,16 @@ class KeyedDataset:
         many: Whether samples may be asked for together, by `__getitems__` where the dataset has it.
 
     Attributes:
-        notes_draws: Set where batches are made by workers.
         before: Where the host's generators stood when the last batch was begun, when that is noted.
         outlined: What the samples of the last batch's probe hold; None where that cannot be said.
+        in_worker: Set where batches are made by workers, which send what was raised in a batch's place.
     """
 
     def __init__(self, dataset: Any, draws: bool, many: bool) -> None:
         self.dataset = dataset
         self.before: HostDraws | None = None
         self.outlined: Outline | None = None
-        self.notes_draws = False
+        self.in_worker = False
         self._draws = draws
         self._many = getattr(dataset, "__getitems__", None) if many else None
 
@@ -67,13 +76,18 @@ class KeyedDataset:
         self.outlined = None if indices.probe is None else self._outlined(*indices.probe)
         if self._draws:
             seed_host(indices.seed)
-            self.before = HostDraws() if self.notes_draws else None
-        if self._many is not None:
-            return self._many(list(indices))
-        samples = list(map(self.dataset.__getitem__, indices))
-        if len(samples) != len(indices):
-            raise RuntimeError(f"the dataset raised StopIteration for index {indices[len(samples)]}")
-        return samples
+            self.before = HostDraws() if self.in_worker else None
+        try:
+            if self._many is not None:
+                return self._many(list(indices))
+            samples = list(map(self.dataset.__getitem__, indices))
+            if len(samples) != len(indices):
+                raise RuntimeError(f"the dataset raised StopIteration for index {indices[len(samples)]}")
+            return samples
+        except Exception as error:
+            if self.in_worker:
+                return Raised(error)
+            raise
 
     def _outlined(self, seed: int, indices: list[Any]) -> Outline | None:
         """What samples hold, if that is a function of their index and of the host's generators: they are
@@ -113,11 +127,16 @@ class WithDraws:
 
     def __init__(self, dataset: KeyedDataset, collate: Callable[[Any], Any]) -> None:
         self.dataset = dataset  # the worker's own, which it notes in what it began with
-        self.dataset.notes_draws = True
+        self.dataset.in_worker = True
         self.collate = collate
 
-    def __call__(self, samples: Any) -> tuple[Any, HostDraws | None, Outline | None]:
-        batch = self.collate(samples)
+    def __call__(self, samples: Any) -> tuple[Any, HostDraws | None, Outline | None] | Raised:
+        if type(samples) is Raised:
+            return samples
+        try:
+            batch = self.collate(samples)
+        except Exception as error:
+            return Raised(error)
         before = self.dataset.before
         return batch, None if before is None else before.if_moved(), self.dataset.outlined
 
@@ -132,17 +151,42 @@ class OnlyItem:
         return self.convert(items[0])
 
 
+def _cannot_send(error: BaseException, batch: object) -> None:
+    """End a worker whose batch cannot be sent."""
+    traceback.print_exception(error)
+    print("drivetrain: a worker could not send its batch, and ends", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
 class WorkerStart:
-    """What a worker does first: makes `get_worker_info().dataset` the user's own dataset, as it is without
-    us, then calls the user's `worker_init_fn`.
+    """What a worker does first: is spared the signals that its run ends in order by; has itself ended
+    with its parent, however that ends, which a worker that is stuck would not notice; makes
+    `get_worker_info().dataset` the user's own dataset, as it is without us; then calls the user's
+    `worker_init_fn`.
+
+    To be made where the workers are started.
+
+    Args:
+        then: The user's.
+        marks: Where each marks that it has begun; None for nowhere.
     """
 
-    def __init__(self, then: Callable[[int], Any] | None) -> None:
-        self.then = then
+    def __init__(self, then: Callable[[int], Any] | None, marks: Marks | None = None) -> None:
+        self.then = Spared(then)
+        self.marks = marks
+        # The system goes by the thread that has started a process.
+        is_main = threading.current_thread() is threading.main_thread()
+        self.parent = os.getpid() if is_main else None
 
     def __call__(self, worker: int) -> None:
+        if self.marks is not None:
+            self.marks.set(worker)
+        if self.parent is not None:
+            end_with(self.parent)
+        # Of this process alone. Without it a batch that cannot be pickled, or for which there is no shared
+        # memory, is told of on standard error and then waited for without an end.
+        queues.Queue._on_queue_feeder_error = staticmethod(_cannot_send)  # type: ignore[attr-defined]
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, KeyedDataset):
             object.__setattr__(info, "dataset", info.dataset.dataset)  # it is frozen
-        if self.then is not None:
-            self.then(worker)
+        self.then(worker)

@@ -15,10 +15,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
+from drivetrain.data.bad import LeavesOut
 from drivetrain.data.batch import batch_size
 from drivetrain.data.outline import outline
 from drivetrain.data.rounds import Evidence, SharedBatch, rounds
 from drivetrain.data.share import WHOLE, Share
+from drivetrain.data.worker_ends import WorkerEnded
+from drivetrain.data.worker_signals import end_by_kill, sparing
 from drivetrain.data.workers import Following
 from drivetrain.errors import DataError
 from drivetrain.streams import batch_stream, mix_next, seed_after, seed_batch, seed_host
@@ -40,6 +43,7 @@ class Source(ABC):
         batch_size: Samples of a whole batch of one process, if that is known.
         apart: Whether each process reads data of its own, rather than its part of what all have.
         shows: Whether the next round read is to come with its `Evidence`.
+        leaves_out: What is done with a batch that cannot be made, for which `BAD` then stands; None to raise.
     """
 
     name: str
@@ -49,6 +53,18 @@ class Source(ABC):
     batch_size: int | None = None
     apart: bool = False
     shows: bool = False
+    leaves_out: LeavesOut | None = None
+
+    def leave_out_bad(self) -> None:
+        """Leave out batches that cannot be made, for which `BAD` then stands.
+
+        Raises:
+            DataError: What comes after such a batch cannot be read.
+        """
+
+    def waiting(self, epoch: int, number: int) -> str:
+        """What makes a batch that is waited for, in a few words; called in any thread."""
+        return f"batch {number} of epoch {epoch} of the {self.name} data"
 
     @abstractmethod
     def batches(self, epoch: int, position: int) -> Iterator[Fetched]:
@@ -111,10 +127,10 @@ class Source(ABC):
 
     def failure(self, error: Exception, number: int, epoch: int, detail: str = "") -> DataError:
         """The error that says which batch could not be had."""
-        return DataError(
-            f"the {self.name} data raised at batch {number} of epoch {epoch}{detail}: "
-            f"{type(error).__name__}: {error}"
-        )
+        place = f"batch {number} of epoch {epoch}{detail}"
+        if isinstance(error, WorkerEnded):
+            return DataError(f"the {self.name} data cannot be read on, with {place} waited for: {error}")
+        return DataError(f"the {self.name} data raised at {place}: {type(error).__name__}: {error}")
 
 
 class BatchSource(Source):
@@ -249,9 +265,21 @@ class IterableSource(Source):
         # Loaders with workers draw the workers' seeds here; those must not depend on what ran before.
         seed_batch(self._seed, epoch, -1)
         try:
-            return iter(self._data)
+            with sparing(self._data):
+                iterator = iter(self._data)
+            end_by_kill(iterator)
+            return iterator
         except Exception as error:
             raise self.failure(error, number, epoch) from error
+
+    def leave_out_bad(self) -> None:
+        """Refused: an iterator that has raised is at its end."""
+        raise DataError(
+            f"on_bad_batch='skip' with the {self.name} data, which is an iterable"
+            f" ({type(self._data).__name__}): one that has raised is at its end, so that what comes after a"
+            " bad batch cannot be read. Leave out what is bad inside of it, give a dataset with a length, or"
+            " use on_bad_batch='raise'"
+        )
 
     def count(self, position: int = 0) -> int | None:
         """Known when the iterable has a length."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from drivetrain.data.bad import BAD
 from drivetrain.data.batch import batch_size, to_host
 from drivetrain.data.outline import outline
 from drivetrain.data.rounds import Evidence, SharedBatch
@@ -82,6 +83,14 @@ class SplitSource(Source):
         """Have this process's next batches made; a limit counts rounds, each of one of them."""
         self._own.begin(epoch, self._own.start(epoch, position), limit, following)
 
+    def leave_out_bad(self) -> None:
+        """If this process's part allows it."""
+        self._own.leave_out_bad()
+
+    def waiting(self, epoch: int, number: int) -> str:
+        """Of this process's part."""
+        return self._own.waiting(epoch, number)
+
     @property
     def advice(self) -> str:
         """That of this process's part."""
@@ -97,15 +106,24 @@ class SplitSource(Source):
         while True:
             batch, _, samples = next(own, (None, 0, 0))
             ended = batch is None
+            if batch is BAD:
+                samples = 0
             samples = batch_size(batch) if samples is None else samples
             lacks = ended and self._stand_in is None
-            going, total, unknown, lacking = self.ranks.total(
-                [not ended, samples or 0, samples is None, lacks]
+            has = not ended and batch is not BAD
+            going, total, unknown, lacking, having = self.ranks.total(
+                [not ended, samples or 0, samples is None, lacks, has]
             )
             if not going:
                 return
-            if lacking:
-                self._borrow(batch)
+            if lacking and having:  # else nobody has one to lend, and nothing is run
+                self._borrow(None if batch is BAD else batch)
+            if batch is BAD:
+                yield SharedBatch(batch, 1, 0, False, None, None)
+                continue
+            if ended and self._stand_in is None:
+                yield SharedBatch(BAD, 1, 0, True, None, None)
+                continue
             if ended:
                 batch = self._stand_in
             else:

@@ -29,6 +29,7 @@ class MicroBatch(NamedTuple):
         advance: How far it moves the data's position.
         stand_in: Whether it is another process's, because this one has no samples in the round.
         everywhere: What all processes have in the round, where that is known without asking them.
+        bad: Whether it could not be made, and weighs nothing; its batch is None.
         host: The batch as the data gave it, neither moved nor cast, where `Transfer.keeps_host` asks for it.
     """
 
@@ -39,6 +40,7 @@ class MicroBatch(NamedTuple):
     advance: int = 1
     stand_in: bool = False
     everywhere: Everywhere | None = None
+    bad: bool = False
     host: Batch = None
 
 

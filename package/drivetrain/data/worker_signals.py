@@ -1,4 +1,7 @@
-"""A worker that dies is heard of where its batches are read, and nowhere else.
+"""What signals do to workers, and their ends to us.
+
+Those that end a run in order do nothing to its workers, whose batches it still needs, however many processes
+they are sent to. A worker that dies is heard of where its batches are read, and nowhere else.
 
 The system tells of the end of a child by a signal, at which torch raises a RuntimeError in the main thread,
 wherever that is: in the optimizer's constructor, in a forward pass, in a `try` of the user's that means
@@ -8,12 +11,24 @@ somebody waits for them.
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import re
 import signal
+import tempfile
 import threading
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing import forkserver
+from multiprocessing.util import Finalize
 from types import FrameType
 from typing import Any
+
+from torch.utils.data import DataLoader
+
+from drivetrain.distributed.signals import handled, held_back, unmoved
 
 _ONE = re.compile(r"DataLoader worker \(pid (\d+)\)")
 
@@ -25,6 +40,75 @@ _ours: dict[int, weakref.ref[Any]] = {}
 
 _then: Any = None
 """The handler in whose place ours stands."""
+
+
+_exits: Finalize | None = None
+"""What ends workers with the program that signals no longer do."""
+
+
+class Spared:
+    """A `worker_init_fn` by which the signals of now do nothing in a worker, before the user's own, whose
+    handlers count.
+
+    To be made where the workers are started, which is done under `starting`.
+    """
+
+    def __init__(self, then: Callable[[int], Any] | None) -> None:
+        self.then = then
+        self.numbers = handled()
+        self.starter = os.getpid()
+
+    def __call__(self, worker: int) -> None:
+        if os.getpid() != self.starter:  # and is no thread
+            unmoved(self.numbers)
+        if self.then is not None:
+            self.then(worker)
+
+
+def start_server(loader: Any) -> None:
+    """Start the process that a loader's workers are forked from, if there is to be one: started where signals
+    are held back, it would hold them back from all that it ever forks.
+    """
+    context = loader.multiprocessing_context or multiprocessing
+    if context.get_start_method() == "forkserver":
+        forkserver.ensure_running()
+
+
+@contextmanager
+def sparing(data: Any) -> Iterator[None]:
+    """Iterate over a user's loader, if it is one, whose workers are to be spared the signals of now."""
+    if not handled() or not isinstance(data, DataLoader) or not data.num_workers:
+        yield
+        return
+    start_server(data)
+    own = data.worker_init_fn
+    data.worker_init_fn = Spared(own)
+    try:
+        with held_back():
+            yield
+    finally:
+        data.worker_init_fn = own
+
+
+def end_by_kill(iterator: Any) -> None:
+    """Have torch kill those of an iterator's workers that do not end by themselves: it asks by SIGTERM."""
+    global _exits
+    if not handled():
+        return
+    for each in getattr(iterator, "_workers", ()):
+        if each.pid is not None:
+            each.terminate = partial(os.kill, each.pid, signal.SIGKILL)
+    if _exits is None or not _exits.still_active():
+        _exits = Finalize(None, _end_with_program, exitpriority=0)
+
+
+def _end_with_program() -> None:
+    """Before multiprocessing sends SIGTERM to what is left at the end of a program, and waits for it."""
+    for each in multiprocessing.active_children():
+        if "terminate" in vars(each):
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise at this end
+            each.terminate()
 
 
 class Waits:
@@ -89,7 +173,18 @@ def _heard(number: int, frame: FrameType | None) -> None:
     except RuntimeError as error:
         found = _ONE.search(str(error))
         pid = int(found[1]) if found else -1
-        waited_for = pid in _pids(Waits.iterator)
+        waited_for = pid in _pids(Waits.iterator) and not _opens_files(frame)
         if waited_for or not any(pid in _pids(each()) for each in list(_ours.values())):
             raise
         KEPT[pid] = error
+
+
+def _opens_files(frame: FrameType | None) -> bool:
+    """Whether torch looks already why a connection broke: an error would leave open the files that it tries
+    to open for that, and is known once it has looked.
+    """
+    while frame is not None:
+        if frame.f_code.co_filename == tempfile.__file__:
+            return True
+        frame = frame.f_back
+    return False

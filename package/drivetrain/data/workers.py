@@ -6,14 +6,17 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
 from drivetrain.data.copied import Copied
 from drivetrain.data.keyed import IndexBatch
-from drivetrain.data.worker_signals import KEPT, Waits, end, listen, raise_kept
+from drivetrain.data.worker_ends import WorkerEnded, how_ended, makers
+from drivetrain.data.worker_signals import KEPT, Waits, end, end_by_kill, listen, raise_kept, start_server
+from drivetrain.data.worker_starts import Marks, kill, lifeless, told
+from drivetrain.distributed.signals import held_back
 from drivetrain.errors import DataError
 
 
@@ -79,9 +82,11 @@ class Workers:
         self._name = name
         self._read = False
         self._warned = False
+        self._restarted = False
         self._asked = Asked()
         self._loader: DataLoader[Any] | None = None
         self._iterator: Iterator[Any] | None = None
+        self._starting: Marks | None = None
         self._next: tuple[int, int, int | None] | None = None
         self._following = Following()
         self._reading = 0
@@ -107,11 +112,19 @@ class Workers:
         first = self._index_batches(epoch, position)  # drawn now, before workers are started in vain
         self._asked.coming = self._batches(epoch, islice(first, limit))
         self._leave_iterator()  # whose workers end before others start
+        self._start(epoch)
+        self._next = epoch, position, limit
+
+    def _start(self, epoch: int) -> None:
         try:
             if self._loader is None:
                 self._loader, self._read = self._make(self._asked, epoch), False
+                self._starting = getattr(self._loader.worker_init_fn, "marks", None)
                 self._copied.note()
-            self._iterator = iter(self._loader)
+            start_server(self._loader)
+            with held_back():
+                self._iterator = iter(self._loader)
+            end_by_kill(self._iterator)
             listen(self._iterator)
         except Exception as error:
             raise self._failed(error) from error
@@ -121,7 +134,34 @@ class Workers:
             raise
         if not self._loader.persistent_workers:
             self._loader = None
-        self._next = epoch, position, limit
+
+    def _come_to_life(self, epoch: int) -> None:
+        """Wait until all workers run; once, start them anew if one of them never will.
+
+        Raises:
+            DataError: One of those started anew does not either.
+        """
+        marks, self._starting = self._starting, None
+        if marks is None:
+            return
+        try:
+            stuck = lifeless(self._iterator, marks)
+        except BaseException:  # an interrupt, whose traceback may be kept
+            self.close()
+            raise
+        if not stuck:
+            self._restarted = False  # the next time it may be as rare again
+            return
+        what, asked = told(self._iterator, stuck), self._asked
+        kill(self._iterator, stuck)
+        self._end_workers()
+        if self._restarted:
+            raise self._failed(WorkerEnded(f"{what}. So it was when they were started before"))
+        self._restarted = True
+        warnings.warn(f"the {self._name} data: {what}. All its workers are started anew", stacklevel=4)
+        self._asked.coming = chain(list(asked.under_way), asked.coming)
+        self._start(epoch)
+        self._come_to_life(epoch)
 
     def _look(self) -> None:
         """End workers whose copies are no longer what they are copies of, unless they are to stay."""
@@ -167,8 +207,9 @@ class Workers:
         # The traceback would keep what torch has made so far.
         traceback.clear_frames(error.__traceback__)
         indices = next(iter(self._asked.under_way), None)
+        ended = how_ended(self._iterator, error)
         self.close()
-        return self._failure(error, indices)
+        return self._failure(WorkerEnded(ended) if ended else error, indices)
 
     def read(self, epoch: int, position: int) -> Iterator[tuple[Any, IndexBatch]]:
         """What the workers made of each index batch of an epoch from a position on, beside it.
@@ -178,6 +219,8 @@ class Workers:
         """
         if self._next is None or self._next[:2] != (epoch, position):
             self.begin(epoch, position, None, Following())
+        if self._starting is not None:
+            self._come_to_life(epoch)
         reading, under_way = self._reading, self._asked.under_way
         self._next, self._read = None, True
         number = 0
@@ -215,10 +258,18 @@ class Workers:
                 self._next = epoch + 1, 0, self._following.limit
             yield made, indices
 
+    def waiting(self) -> str:
+        """Who makes the batch that is given next, in a few words; called in any thread."""
+        return makers(self._iterator)
+
     def close(self) -> None:
         """End the workers; reading again starts others."""
         self._reading += 1
+        self._next = None
+        self._end_workers()
+
+    def _end_workers(self) -> None:
         loader, iterator = self._loader, self._iterator
-        self._next = self._iterator = self._loader = None
+        self._iterator = self._loader = self._starting = None
         self._asked = Asked()
         end(getattr(loader, "_iterator", None) if iterator is None else iterator)

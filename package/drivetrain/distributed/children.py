@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
 
 from drivetrain.distributed.silence import activity
 
 PARENT = "DRIVETRAIN_PARENT"
 """In a started process's environment: the process that started it, and "main" if its main thread did."""
+
+LAUNCHER = "DRIVETRAIN_LAUNCHER"
+"""The same, in a process that `drivetrain launch` has started."""
 
 _PR_SET_PDEATHSIG = 1
 _LOOKING = 0.2
@@ -24,7 +29,11 @@ _LAST_WORDS = 5.0
 """Seconds that a process has to say that its parent has died, and to end by itself."""
 
 
+_TORCHRUN = re.compile(rb"(^|/)torchrun\0|\0-m\0torch\.distributed\.(run|launch)\0")
+"""In the command of a process that is torch's own launcher."""
+
 _dies_at_once = False
+_follows = False
 
 
 class Child:
@@ -111,13 +120,6 @@ def threads_per_rank(world_size: int, environment: Mapping[str, str]) -> int | N
     return max(1, cores // world_size)
 
 
-def free_port() -> int:
-    """A port of this machine that nobody listens at now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def parent_mark() -> str:
     """What a process that is started now finds under `PARENT`."""
     is_main = threading.current_thread() is threading.main_thread()
@@ -147,14 +149,51 @@ def end_with_parent(mark: str) -> None:
         # so only the main one, which lives as long as its process, may be trusted with it.
         _dies_at_once = True
         outlive_parent(False)
-    threading.Thread(target=_look_after, args=(parent,), name="drivetrain-parent", daemon=True).start()
+    _look_after(parent, _LAST_WORDS)
 
 
-def _look_after(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_LOOKING)
-    time.sleep(_LAST_WORDS)
-    os._exit(1)
+def _look_after(parent: int, last_words: float) -> None:
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOKING)
+        time.sleep(last_words)
+        os._exit(1)
+
+    threading.Thread(target=look, name="drivetrain-parent", daemon=True).start()
+
+
+def end_with_launcher() -> None:
+    """End this process when the launcher that has started it has died, however it died; on Linux and macOS.
+
+    Nobody would be left to end it or to count it as running, and a job that is started anew writes to the
+    same directory. So it ends at once, without the moment that `end_with_parent` leaves for last words.
+    Called again, or in a process that neither `drivetrain launch` nor torchrun has started itself, it does
+    nothing.
+    """
+    global _follows
+    if _follows or sys.platform == "win32":
+        return
+    _follows = True
+    mark = os.environ.pop(LAUNCHER, None)  # not for what this process starts, which may outlive it
+    if mark is None:
+        if "TORCHELASTIC_RUN_ID" in os.environ and _is_torchrun(os.getppid()):
+            _look_after(os.getppid(), 0.0)
+        return
+    number, thread = mark.split()
+    launcher = int(number)
+    if os.getppid() == launcher:
+        if thread == "main":
+            end_with(launcher)
+        _look_after(launcher, 0.0)
+    elif not _is_alive(launcher):
+        sys.stderr.write(f"drivetrain: `drivetrain launch` (pid {launcher}) is gone, and this process ends\n")
+        os._exit(1)
+
+
+def _is_torchrun(pid: int) -> bool:
+    with suppress(OSError):  # no Linux, or gone
+        return _TORCHRUN.search(Path(f"/proc/{pid}/cmdline").read_bytes()) is not None
+    return False
 
 
 def outlive_parent(is_allowed: bool) -> None:
@@ -164,6 +203,18 @@ def outlive_parent(is_allowed: bool) -> None:
     """
     if sys.platform == "linux" and _dies_at_once:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0 if is_allowed else signal.SIGKILL, 0, 0, 0)
+
+
+def end_with(parent: int) -> None:
+    """Have the system end this process when the one that started it, in its main thread, has died; on Linux.
+
+    Args:
+        parent: That process; nothing happens if another one has started this.
+    """
+    if sys.platform == "linux" and os.getppid() == parent:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it has died in between
+            os._exit(1)
 
 
 def _is_alive(pid: int) -> bool:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from drivetrain.errors import StrategyError
+
+AGAIN = "DRIVETRAIN_AGAIN"
+"""In the environment of what our launcher has started before, whether it has failed or machines have come."""
 
 _PORTS = range(15_000, 30_000)
 """Ports from which one is taken by the job's number: below those that systems give out by themselves."""
@@ -28,6 +32,8 @@ class ProcessEnvironment:
         local_world_size: How many there are on its machine.
         address: Where rank 0 can be reached; None when the launcher does not tell.
         port: At which port; None when the launcher does not tell.
+        attempt: How often the launcher has started the processes again, after a failure.
+        restarts: How often it may, in all.
     """
 
     launcher: str
@@ -37,6 +43,8 @@ class ProcessEnvironment:
     local_world_size: int
     address: str | None = None
     port: int | None = None
+    attempt: int = 0
+    restarts: int = 0
 
     def __post_init__(self) -> None:
         """Check that the numbers fit together, and that the port is one.
@@ -101,6 +109,8 @@ def _torchrun(environment: Mapping[str, str]) -> ProcessEnvironment | None:
         number("LOCAL_WORLD_SIZE", default=world_size),
         environment.get("MASTER_ADDR"),
         number("MASTER_PORT") if "MASTER_PORT" in environment else None,
+        number("TORCHELASTIC_RESTART_COUNT", default=0),
+        number("TORCHELASTIC_MAX_RESTARTS", default=0),
     )
 
 
@@ -213,3 +223,19 @@ def first_host(nodes: str) -> str:
     number = re.match(r"\[(\d+)", rest)
     suffix = re.match(r"\[[^\]]*\]([^,\[]*)", rest)
     return prefix.strip() + (number.group(1) if number else "") + (suffix.group(1) if suffix else "")
+
+
+def may_start_again() -> bool:
+    """Whether a launcher may start this program again after a failure."""
+    found = detect(os.environ)
+    return found is not None and found.restarts > 0
+
+
+def is_started_again() -> bool:
+    """Whether this process's launcher has started the program before, as far as it tells this process.
+
+    torch's agent tells of failures alone, ours also of machines that have come or gone. One on a machine that
+    has come has seen nothing of either: all ranks have to be asked.
+    """
+    found = detect(os.environ)
+    return found is not None and found.restarts > 0 and (found.attempt > 0 or os.environ.get(AGAIN) == "1")

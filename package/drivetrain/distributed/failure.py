@@ -10,19 +10,24 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from drivetrain.distributed.asleep import Asleep
 from drivetrain.distributed.children import outlive_parent, started, wait_for
+from drivetrain.distributed.doing import doing_now, doing_when
 from drivetrain.distributed.environment import detect
 from drivetrain.distributed.failure_hub import Hub
-from drivetrain.distributed.failure_wire import Cause, Line, connect, is_voluntary, own_hosts
+from drivetrain.distributed.failure_wire import Cause, Line, at, connect, is_voluntary, own_hosts
 from drivetrain.distributed.interrupts import Interrupts
 from drivetrain.distributed.last_words import end_now, record
 from drivetrain.distributed.launch import launched
 from drivetrain.distributed.silence import DIED, Silence, machine
+from drivetrain.distributed.stack_files import StackFiles, now
 from drivetrain.distributed.stopping import Stopping
 from drivetrain.distributed.waiting import Waiting
 from drivetrain.distributed.watchdog import EXIT_HANG
@@ -77,7 +82,9 @@ class FailureChannel:
         hang_timeout: Seconds without progress on any rank after which the run is ended with exit code 75,
             naming the ranks that are behind; needs `progress`. None for no limit.
         deadlock_timeout: Seconds after which ranks that all wait for one another, in collectives that do not
-            match, are ended, naming where each waits; see `Waiting` for how that is known. None to let them.
+            match, or for one that sleeps for ever, are ended, naming where each is; `Waiting` and `Asleep`
+            say how that is known. None to let them.
+        directory: Where the stacks of all ranks go when one fails, into "failures"; None for nowhere.
         stopping: Agrees with the other ranks on when to stop, over these lines.
         on_failure: Is told of another rank's failure before this process ends; called in a thread.
 
@@ -96,6 +103,7 @@ class FailureChannel:
         progress: Callable[[], int] | None = None,
         hang_timeout: float | None = None,
         deadlock_timeout: float | None = 5.0,
+        directory: Path | None = None,
         stopping: Stopping | None = None,
         on_failure: Callable[[RankFailure], None] | None = None,
     ) -> None:
@@ -109,7 +117,10 @@ class FailureChannel:
         self._deadlock_timeout = deadlock_timeout
         self._stopping = stopping if stopping is not None else Stopping()
         self._on_failure = on_failure
+        self._stacks = StackFiles(rank, world_size, directory)
         self._waiting: Waiting
+        self._asleep: Asleep
+        self._main = threading.get_ident()
         self._interrupts = Interrupts()
         self._interrupted = False
         self._cause: Cause | None = None
@@ -126,7 +137,7 @@ class FailureChannel:
     def __enter__(self) -> FailureChannel:
         if self.world_size == 1:
             return self
-        self._waiting = Waiting()
+        self._waiting, self._asleep, self._main = Waiting(), Asleep(), threading.get_ident()
         store = self._store if self._store is not None else _default_store()
         environment = detect(os.environ)
         # How often this rank has opened one on this store: the same number on every rank.
@@ -136,7 +147,8 @@ class FailureChannel:
             local = environment is not None and environment.local_world_size == self.world_size
             self._hub = Hub(self.world_size, local, self._timeout, self._hang_timeout, self._deadlock_timeout)
             found = {"port": self._hub.port, "token": self._hub.token, "hosts": [] if local else own_hosts()}
-            store.set(key, json.dumps({**found, "machine": machine(), "pid": os.getpid()}))
+            found = {**found, "machine": machine(), "pid": os.getpid(), "began": now()}
+            store.set(key, json.dumps(found))
         try:
             offer = json.loads(store.get(key))
             self._line = connect(
@@ -148,7 +160,8 @@ class FailureChannel:
             raise
         self._rank_0 = Silence(offer["machine"], offer["pid"], self._timeout)
         me = {"rank": self.rank, "machine": machine(), "pid": os.getpid()}
-        self._line.send(kind="hello", token=offer["token"], **me, **self._state())
+        stacks = self._stacks.open(offer["began"])
+        self._line.send(kind="hello", token=offer["token"], stacks=stacks, **me, **self._state())
         ranks = launched()
         if ranks is not None:
             ranks.is_guarded = True
@@ -172,7 +185,7 @@ class FailureChannel:
         self._reported = error
         if self._decided.is_set():
             return
-        cause = Cause.of_error(self.rank, self._state()["where"], error)
+        cause = Cause.of_error(self.rank, self._where(doing_when(error)), error)
         self._line.send(kind="cause", cause=cause.to_json(), **self._state())
         self._decided.wait(_DECIDING)
 
@@ -181,7 +194,8 @@ class FailureChannel:
     ) -> None:
         if self._line is None:
             return
-        has_failed = error is not None and not is_voluntary(error)
+        is_agreed = error is not None and error is self._stopping.ending  # raised by all ranks
+        has_failed = error is not None and not is_agreed and not is_voluntary(error)
         if error is not None and has_failed:
             self.report(error)
         elif not self._decided.is_set():
@@ -202,11 +216,11 @@ class FailureChannel:
         elif isinstance(error, KeyboardInterrupt) and self._tells():
             return
         elif self._tells():
-            failure = cause.failure()
+            failure = cause.failure(self._stacks.told)
             record(failure)
             raise failure
         else:
-            end_now(1)
+            end_now(self._stopping.exit_code or 1)
 
     def _outlast(self) -> None:
         """On rank 0, leave the others time to end, and to print the last of it."""
@@ -230,8 +244,10 @@ class FailureChannel:
             if ranks is not None and isinstance(error.code, int):
                 ranks.exit_code = error.code
             if self._tells():
-                sys.stderr.write(cause.block())
+                sys.stderr.write(cause.block(self._stacks.told))
         elif error is not None and not isinstance(error, KeyboardInterrupt):
+            if self._stacks.told:
+                error.add_note(f"drivetrain: {self._stacks.told}")
             error.add_note(f"drivetrain: {cause}")
         elif isinstance(error, KeyboardInterrupt) and not self._tells():
             end_now(130)
@@ -245,6 +261,7 @@ class FailureChannel:
         self._stopping.shared = False
         if self._thread is not None:
             self._thread.join()
+        self._stacks.wait()
         self._line.close()
         self._line = None
         if self._hub is not None:
@@ -296,8 +313,9 @@ class FailureChannel:
                     self._rank_0_where = each["where"]
             if time.monotonic() >= following:
                 following = time.monotonic() + tick
-                if self._deadlock_timeout:
+                if self._deadlock_timeout or self._hang_timeout:
                     self._waiting.look()
+                    self._asleep.look()
                 self._line.send(kind="beat", **self._state())
                 found = self._rank_0.tick() if self.rank else None
                 if found is not None:
@@ -310,9 +328,15 @@ class FailureChannel:
 
     def _fail(self, cause: Cause) -> None:
         """Another rank, or this one, was the first to fail; in the channel's thread."""
+        where = self._where(None if self._reported is None else doing_when(self._reported))
+        # Of the lost one was last heard some time ago; one that never came tells nothing of a place.
+        if cause.kind == "lost" and (cause.where or cause.rank == 0):
+            cause = replace(cause, what=f"{cause.what}; rank {self.rank} was {at(where)}")
         self._cause = cause
         self._decided.set()
         self._stopping.abandon(cause.failure())
+        if not cause.is_interrupt:
+            self._stacks.begin(where, self._reported, self._hub)
         if cause.kind != "hang" and cause.rank == self.rank and not self._interrupted:
             return
         if self._on_failure is not None:
@@ -333,10 +357,11 @@ class FailureChannel:
         self._end(cause)
 
     def _end(self, cause: Cause) -> NoReturn:
+        self._stacks.wait()
         if self._tells():
-            sys.stderr.write(cause.block())
+            sys.stderr.write(cause.block(self._stacks.told))
             record(cause.failure())
-        end_now(EXIT_HANG if cause.kind == "hang" else 1)
+        end_now(EXIT_HANG if cause.kind == "hang" else self._stopping.exit_code or 1)
 
     def _tells(self) -> bool:
         """Whether this rank is the one that says why all end: rank 0, or the first of another machine."""
@@ -350,13 +375,15 @@ class FailureChannel:
             "where": self._where(),
             "progress": self._progress() if self._progress is not None else None,
             "looks": self._waiting.looks,
-            "place": self._waiting.place,
+            "asleep": self._asleep.looks,
+            "place": self._asleep.place if self._asleep.looks else self._waiting.place,
             "passed": self._stopping.passed,
         }
 
-    def _where(self) -> str:
+    def _where(self, doing: str | None = None) -> str:
         try:
-            return self._describe()
+            doing = doing_now(self._main) if doing is None else doing
+            return ", ".join(filter(None, (self._describe(), doing)))
         except Exception as error:  # what is wrong with the run matters more than what is wrong here
             return f"a place that cannot be told ({type(error).__name__}: {error})"
 

@@ -17,6 +17,7 @@ from drivetrain.distributed.children import ending, started
 from drivetrain.distributed.failure_wire import Cause, Line, at
 from drivetrain.distributed.silence import ABOVE, DIED, PATIENCE, Silence
 from drivetrain.distributed.sockets import kept_to_this_process
+from drivetrain.distributed.stacks import asked
 from drivetrain.distributed.stopping import Poll
 
 _ASIDE = 2.0
@@ -33,7 +34,8 @@ _SHOWN = 8
 class _Peer:
     """What is known of a rank: its line, how silent it is, and how it does.
 
-    `looks` is what its last beat told, at the time `heard`; `ended` counts the ticks since its goodbye.
+    `looks` and `asleep` are what its last beat told, at the time `heard`; `ended` counts the ticks since its
+    goodbye. `asks` is the signal by which its process `pid` writes its stacks, and where.
     """
 
     rank: int
@@ -45,6 +47,9 @@ class _Peer:
     heard: float = 0.0
     ended: int = 0
     place: str = ""
+    asleep: int = 0
+    pid: int = 0
+    asks: tuple[int, int] = (0, -1)
     state: str = "here"  # then "left" after a goodbye, "gone" after anything else
 
 
@@ -63,6 +68,7 @@ class Hub:
         port: Where it listens.
         token: What a rank has to know.
         cause: What failed first, once that is decided.
+        had: The stacks of ranks that were ended because they did not answer.
         finished: Set when no rank but this one is left.
     """
 
@@ -88,6 +94,7 @@ class Hub:
         self._aside: list[Cause] = []
         self._aside_until = 0.0
         self.cause: Cause | None = None
+        self.had: dict[int, str] = {}
         self._ticks = self._still = 0
         self._leaving = threading.Event()
         self.finished = threading.Event()
@@ -169,6 +176,9 @@ class Hub:
             raise ValueError("a stranger")
         silence = Silence(hello["machine"], int(hello["pid"]), self._timeout)
         peer = _Peer(int(hello["rank"]), line, silence, str(hello["where"]))
+        peer.pid = int(hello["pid"])
+        number, descriptor = hello["stacks"]
+        peer.asks = (int(number), int(descriptor))
         self._peers[peer.rank] = peer
         self._selector.modify(line.socket, selectors.EVENT_READ, peer)
         line.send(**self._beat())
@@ -183,6 +193,7 @@ class Hub:
         peer.where = str(message["where"])
         if message["kind"] == "beat":  # others are sent at any time after the last look
             peer.looks, peer.heard = int(message["looks"]), time.monotonic()
+            peer.asleep = int(message["asleep"])
         peer.place = str(message["place"])
         if message["progress"] != peer.progress:
             peer.progress = message["progress"]
@@ -230,7 +241,11 @@ class Hub:
                 text = f"it has not come to the failure channel within {PATIENCE * self._timeout:g} s"
                 self._decide(Cause("lost", missing[0], "", text))
         elif self._looks is not None and self._all_wait(here, self._looks):
-            self._decide(self._deadlock())
+            asleep = [each for each in here if each.asleep >= self._looks]
+            if not asleep:
+                self._decide(self._deadlock())
+            elif len(asleep) < len(here):
+                self._decide(self._sleep(asleep, here))
         elif self._hang_timeout is not None and self._still * self._tick >= self._hang_timeout and here:
             self._decide(self._hang(self._hang_timeout))
 
@@ -248,7 +263,7 @@ class Hub:
         """
         oldest = time.monotonic() - looks * self._tick
         told = [each for each in here if each.silence.ticks <= _FRESH and each.heard > oldest]
-        if not here or len(told) < len(here) or any(each.looks < looks for each in here):
+        if not here or len(told) < len(here) or any(max(each.looks, each.asleep) < looks for each in here):
             return False
         return all(each.ended >= looks for each in self._peers.values() if each.state == "left")
 
@@ -261,6 +276,18 @@ class Hub:
         listed = "; ".join(f"{_named(ranks)} {place}" for place, ranks in list(places.items())[:_SHOWN])
         return Cause("deadlock", -1, "", f"the ranks wait for one another: {listed}")
 
+    def _sleep(self, asleep: list[_Peer], here: list[_Peer]) -> Cause:
+        """One that sleeps, or some, and the others wait."""
+        first = min(asleep, key=lambda each: each.rank)
+        ranks = sorted(each.rank for each in asleep)
+        waiting = min((each for each in here if each not in asleep), key=lambda each: each.rank)
+        others = sorted(each.rank for each in here if each not in asleep)
+        what = (
+            f"{_named(ranks)} will not come back from a {first.place}, {at(first.where or 'its step')};"
+            f" {_named(others)} {'waits' if len(others) == 1 else 'wait'} in {waiting.place}"
+        )
+        return Cause("hang", first.rank, first.where, what, stuck=tuple(ranks[:_SHOWN]))
+
     def _hang(self, seconds: float) -> Cause:
         peers = sorted(self._peers.values(), key=lambda each: each.rank)
         numbers = [each.progress or 0 for each in peers]
@@ -269,7 +296,14 @@ class Hub:
             behind = [each for each in peers if not each.looks]
         ahead = next(each for each, number in zip(peers, numbers, strict=True) if number == max(numbers))
         if not behind:
-            where = f"all ranks are {at(ahead.where)}"
+            places: dict[str, list[int]] = {}
+            for each in peers:
+                places.setdefault(each.where, []).append(each.rank)
+            where = "; ".join(
+                f"{'all ranks' if len(places) == 1 else _named(ranks)} {'is' if len(ranks) == 1 else 'are'}"
+                f" {at(place)}"
+                for place, ranks in list(places.items())[:_SHOWN]
+            )
             every = tuple(range(min(self._world_size, _SHOWN)))
             return Cause("hang", 0, "", f"no progress for {seconds:g} s; {where}", stuck=every)
         listed = "; ".join(
@@ -294,12 +328,21 @@ class Hub:
         return Cause("lost", left.rank, left.where, text, found.frames)
 
     def _decide(self, cause: Cause) -> None:
-        self.cause = cause
-        self._tell(kind="cause", cause=cause.to_json())
         lost = self._peers.get(cause.rank)
         if cause.kind == "lost" and lost is not None and lost.state == "here":
+            self.had[lost.rank] = self.ask(lost.rank)  # before anybody looks for what it has not written
             lost.silence.end_process()
             lost.state = "gone"
+        self.cause = cause
+        self._tell(kind="cause", cause=cause.to_json())
+
+    def ask(self, rank: int) -> str:
+        """The stacks of a rank that does not write them itself; empty where they cannot be had."""
+        peer = self._peers.get(rank)
+        if peer is None or peer.state == "gone" or not peer.silence.is_near or peer.pid == os.getpid():
+            return ""
+        number, descriptor = peer.asks
+        return asked(peer.pid, number, peer.pid, descriptor)
 
     def _tell(self, **message: Any) -> None:
         for each in self._peers.values():

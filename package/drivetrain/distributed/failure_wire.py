@@ -83,18 +83,28 @@ class Cause:
         """What `to_json` gave."""
         return cls(**{**found, "stuck": tuple(found["stuck"])})
 
-    def failure(self) -> RankFailure:
-        """As an error for the other ranks; where the traceback is known, that is its cause."""
+    @property
+    def is_interrupt(self) -> bool:
+        """Whether it is no more than an interrupt, of which the stacks tell nothing."""
+        return self.kind == "error" and self.what.startswith("KeyboardInterrupt")
+
+    def failure(self, more: str = "") -> RankFailure:
+        """As an error for the other ranks; where the traceback is known, that is its cause.
+
+        Args:
+            more: A line that goes before what has happened.
+        """
         failure = RankFailure(str(self))
         failure.__suppress_context__ = True  # what this rank noticed of it says nothing
-        if self.frames:
-            failure.__cause__ = _Remote(f"on rank {self.rank}:\n{self.frames.rstrip()}")
+        if self.frames or more:
+            frames = f"on rank {self.rank}:\n{self.frames.rstrip()}" if self.frames else ""
+            failure.__cause__ = _Remote("\n".join(filter(None, (frames, more))))
         return failure
 
-    def block(self) -> str:
-        """The last lines of the program."""
+    def block(self, more: str = "") -> str:
+        """The last lines of the program, with one more before what has happened."""
         frames = f"drivetrain: on rank {self.rank}:\n{self.frames}" if self.frames else ""
-        return f"{frames}drivetrain: {self}\n"
+        return f"{frames}{f'drivetrain: {more}' + chr(10) if more else ''}drivetrain: {self}\n"
 
 
 class _Remote(Exception):  # noqa: N818 - shown in tracebacks, where it stands for another process's
@@ -154,7 +164,7 @@ class Line:
             ValueError: It is no message.
         """
         try:
-            if not select.select([self.socket], [], [], 0)[0]:
+            if not self._has_more():
                 return []
             found = self.socket.recv(1 << 16)
         except (OSError, ValueError):  # the latter for a socket that was closed here
@@ -168,6 +178,13 @@ class Line:
         if not all(isinstance(each, dict) for each in messages):
             raise ValueError("not a message")
         return messages
+
+    def _has_more(self) -> bool:
+        if not hasattr(select, "poll"):  # Windows
+            return bool(select.select([self.socket], [], [], 0)[0])
+        poll = select.poll()  # which takes any number of open files
+        poll.register(self.socket, select.POLLIN)
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         """End it."""

@@ -21,13 +21,13 @@ from drivetrain.distributed.children import (
     end_with_parent,
     ending,
     environment_of,
-    free_port,
     parent_mark,
     started,
     wait_for,
 )
 from drivetrain.distributed.environment import detect
 from drivetrain.distributed.failure_wire import Cause
+from drivetrain.distributed.sockets import release_port, reserve_port
 from drivetrain.errors import RankFailure, StrategyError
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ def fork_ranks(function: Callable[[], T], world_size: int) -> T:
         Exception: What the function raised here.
     """
     _check(world_size)
-    port = free_port()
+    port = reserve_port()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # or each copy would write what has not been written yet
     children: list[Child] = []
@@ -76,6 +76,7 @@ def fork_ranks(function: Callable[[], T], world_size: int) -> T:
                 started[rank] = child
             return _as_rank_0(function, children, pipes)
     finally:
+        release_port(port)
         end_all(children, grace=0)
         for each in children:
             started.pop(each.rank, None)

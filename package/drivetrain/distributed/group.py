@@ -131,6 +131,8 @@ def _meet(environment: ProcessEnvironment, own: torch.device, timeout: timedelta
     limit = {} if timeout is None else {"timeout": timeout}
     hosted = _await_started(environment) if started else None
     store, rank, size = next(rendezvous(method, environment.rank, environment.world_size, **limit))
+    if environment.attempt:  # torch's agent keeps its store, with what the processes before these left in it
+        store = PrefixStore(f"attempt {environment.attempt}", store)
     store.set(_HERE.format(rank), "")
     distributed.init_process_group(
         BACKENDS[own.type],

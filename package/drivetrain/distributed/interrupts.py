@@ -10,6 +10,8 @@ import time
 from types import FrameType
 from typing import Any
 
+from drivetrain.distributed.signals import Signals, current
+
 _current: Interrupts | None = None
 
 
@@ -20,19 +22,25 @@ class Interrupts:
     waits inside of a collective. What the system calls at once writes the signal's number to a socket
     (`signal.set_wakeup_fd`), which any thread can read.
 
-    Only where Ctrl-C does what it does by default, and nobody else reads the numbers of signals: a program
+    Where a run ends in order at a first SIGINT (see `Signals`), only a second one counts. Else
+    only where Ctrl-C does what it does by default, and nobody else reads the numbers of signals: a program
     with a handler or an event loop of its own decides for itself. To be opened and closed by the thread that
     it looks after; in another than the main one nothing happens.
     """
 
     def __init__(self) -> None:
         self._ends: tuple[socket.socket, socket.socket] | None = None
+        self._signals: Signals | None = None
         self._since: float | None = None
         self._taking = threading.RLock()  # one signal's handler may interrupt another's
 
     def open(self) -> None:
         """Begin."""
         global _current
+        signals = current()
+        if signals is not None and signal.SIGINT in signals.handled:
+            self._signals = signals
+            return
         is_main = threading.current_thread() is threading.main_thread()
         if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             return
@@ -51,6 +59,7 @@ class Interrupts:
     def close(self) -> None:
         """End; the process is as it was."""
         global _current
+        self._signals = None
         if self._ends is None:
             return
         signal.set_wakeup_fd(-1)
@@ -62,6 +71,9 @@ class Interrupts:
 
     def unheard(self) -> float:
         """For how many seconds the main thread has not heard of an interrupt; 0 without one."""
+        signals = self._signals
+        if signals is not None:
+            return signals.unheard()
         with self._taking:
             if self._came():
                 self._since = time.monotonic() if self._since is None else self._since

@@ -18,10 +18,10 @@ from drivetrain.distributed.children import (
     PARENT,
     Child,
     end_all,
+    end_with_launcher,
     end_with_parent,
     ending,
     environment_of,
-    free_port,
     parent_mark,
     started,
     threads_per_rank,
@@ -29,6 +29,7 @@ from drivetrain.distributed.children import (
 )
 from drivetrain.distributed.environment import ProcessEnvironment, detect
 from drivetrain.distributed.failure_wire import is_consequence
+from drivetrain.distributed.sockets import release_port, reserve_port
 from drivetrain.errors import StrategyError
 
 _DIRECTORY = str(Path.cwd())
@@ -106,6 +107,7 @@ def join_job(world_size: int, num_nodes: int) -> None:
     Of a run in one process it is remembered, since other ranks would do it again.
     """
     global _ran_alone
+    end_with_launcher()
     if world_size == 1:
         _ran_alone = True
     elif not torch.distributed.is_initialized():
@@ -152,7 +154,7 @@ def _check_size(found: ProcessEnvironment, local_world_size: int, num_nodes: int
 
 def _start(world_size: int) -> ProcessEnvironment:
     global _launched
-    port, threads = free_port(), threads_per_rank(world_size, os.environ)
+    port, threads = reserve_port(), threads_per_rank(world_size, os.environ)
     command = [sys.executable, *sys.orig_argv[1:]]
     children: list[Child] = []
     try:
@@ -165,6 +167,7 @@ def _start(world_size: int) -> ProcessEnvironment:
             children.append(Child(rank, process.pid, process.poll))
             started[rank] = children[-1]
     except BaseException as error:
+        release_port(port)
         end_all(children, grace=0)
         if isinstance(error, OSError):
             raise StrategyError(f"rank {len(children) + 1} could not be started: {error}") from error
@@ -185,6 +188,7 @@ class _Launched:
         failure_told: Whether a failure was told already, and rank 0 left to end by itself.
         has_finished: Whether a failure channel was closed without a failure: what rank 0 still does then may
             take its time.
+        agreed_code: An exit code with which all ranks end in order; None without one.
         exit_code: What rank 0 ends with when another rank has failed; None for that rank's own.
     """
 
@@ -193,6 +197,7 @@ class _Launched:
         self.is_guarded = False
         self.failure_told = False
         self.has_finished = False
+        self.agreed_code: int | None = None
         self.exit_code: int | None = None
         self._ending = threading.Event()
         self._grouped = False
@@ -230,7 +235,8 @@ class _Launched:
         os._exit(max(theirs, 1) if self.exit_code is None else self.exit_code)
 
     def _failed(self) -> Child | None:
-        return next((each for each in self.children if each.poll()), None)
+        fine = (None, 0, self.agreed_code)
+        return next((each for each in self.children if each.poll() not in fine), None)
 
     def _finish(self) -> None:
         """At the end of rank 0, after its last line and, if there is one, after its traceback."""

@@ -53,12 +53,13 @@ class Silence:
 
     Attributes:
         ticks: How many have passed since the process was last heard.
+        is_near: Whether the process is of this machine, and can be seen.
     """
 
     def __init__(self, of_machine: str | None, pid: int, timeout: float) -> None:
         self.ticks = 0
         self._pid = pid
-        self._is_near = of_machine is not None and of_machine == machine()
+        self.is_near = of_machine is not None and of_machine == machine()
         self._tick = timeout / 5
         self._busy = 0
         self._used: float | None = None
@@ -73,14 +74,14 @@ class Silence:
         self.ticks += 1
         if self.ticks < _LOOKED_AT:
             return None
-        state = self._look() if self._is_near else ""
+        state = self._look() if self.is_near else ""
         if self.ticks >= 5 and state == "T":
             return f"it is stopped (by SIGSTOP, say) and has not answered for {self.ticks * self._tick:g} s"
         if self.ticks >= 5 and state == "gone":
             return DIED
         if self.ticks - self._busy < 5 * PATIENCE:
             return None
-        idle = ", and does nothing" if self._is_near else ""
+        idle = ", and does nothing" if self.is_near else ""
         return f"it has not answered for {self.ticks * self._tick:g} s{idle}"
 
     def _look(self) -> str:
@@ -92,7 +93,7 @@ class Silence:
 
     def end_process(self) -> None:
         """End the process, if it is one of this machine: it cannot hear that it should."""
-        if self._is_near and self._pid != os.getpid():
+        if self.is_near and self._pid != os.getpid():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
 

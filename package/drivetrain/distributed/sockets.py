@@ -9,6 +9,7 @@ import contextlib
 import os
 import socket
 import stat
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _torchs: set[tuple[int, int]] = set()
 _changing = threading.Lock()
+_reserved: dict[int, socket.socket] = {}
 
 
 def kept_to_this_process(line: socket.socket) -> socket.socket:
@@ -36,6 +38,31 @@ def opened_here() -> Iterator[None]:
         with _changing:
             _torchs.intersection_update(now)  # the others are closed
             _torchs.update(now - before)
+
+
+def reserve_port() -> int:
+    """A port of this machine that nobody else is given until `release_port`.
+
+    On Linux a socket that is bound there, and does not listen, keeps it: one that is told to share addresses,
+    as that of torch's store is, can be bound and listen there all the same. Other systems may refuse that, or
+    send it no connections; there another program may be quicker.
+    """
+    line = kept_to_this_process(socket.socket())
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    line.bind(("127.0.0.1", 0))
+    port = int(line.getsockname()[1])
+    if sys.platform == "linux":
+        _reserved[port] = line
+    else:
+        line.close()
+    return port
+
+
+def release_port(port: int) -> None:
+    """Give up a port that was reserved."""
+    line = _reserved.pop(port, None)
+    if line is not None:
+        line.close()
 
 
 def own_connections() -> set[int]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 
-from drivetrain.errors import RankFailure
+from drivetrain.errors import EXIT_REQUEUE, Preempted, RankFailure
 
 
 class Stopping:
@@ -26,6 +27,9 @@ class Stopping:
         held: Whether the main thread is to take `answer` at the next boundary.
         shared: Whether there are other ranks to agree with, over an open channel.
         asked: Why this rank wants to stop, if it does.
+        reason: Why this rank is to stop, as far as it knows.
+        signals: Reasons that are a signal's, and the exit codes of the program after them.
+        ending: What is raised at the end of a run that such a reason has ended, on all ranks alike.
     """
 
     def __init__(self) -> None:
@@ -33,18 +37,29 @@ class Stopping:
         self.held = False
         self.shared = False
         self.asked: str | None = None
+        self.signals: Mapping[str, int] = {}
+        self.reason: str | None = None
+        self.ending: BaseException | None = None
         self._asked_after = -1
         self._at: int | None = None
-        self._reason: str | None = None
         self._failure: RankFailure | None = None
         self._told = threading.Event()
+
+    @property
+    def exit_code(self) -> int | None:
+        """What the program ends with if a signal has ended the run; None if none has."""
+        return None if self.reason is None else self.signals.get(self.reason)
 
     def ask(self, reason: str) -> None:
         """Ask all ranks to stop; the channel's thread passes it on. Only the first reason counts."""
         if self.asked is None:
             self.held = True
             self._asked_after = self.passed
-            self.asked = reason
+            self.asked = self.reason = reason
+
+    def end_of(self, reason: str) -> BaseException:
+        """What a run that such a signal has ended raises."""
+        return Preempted(reason) if self.signals[reason] == EXIT_REQUEUE else KeyboardInterrupt(reason)
 
     def hold(self) -> dict[str, Any]:
         """Hold the main thread at its next boundary, and say which it has passed without being held."""
@@ -58,7 +73,7 @@ class Stopping:
 
     def tell(self, at: int, reason: str) -> None:
         """Rank 0's answer: at which boundary to stop, and why."""
-        self._at, self._reason = at, reason
+        self._at, self.reason = at, reason
         self._told.set()
 
     def abandon(self, failure: RankFailure) -> None:
@@ -76,7 +91,7 @@ class Stopping:
             pass
         if self._at is None and self._failure is not None:
             raise self._failure
-        return self._reason if self.passed == self._at else None
+        return self.reason if self.passed == self._at else None
 
 
 class Poll:

@@ -18,6 +18,10 @@ from drivetrain.distributed.sockets import own_connections
 
 _TORCH = os.path.join(Path(torch.__file__).parent, "")
 _OURS = os.path.join(Path(__file__).parents[1], "")
+_BETWEEN = tuple(
+    os.path.join(Path(torch.__file__).parents[1], name, "") for name in ("deepspeed", "accelerate")
+)
+"""Where strategies' libraries are, whose lines say as little of the user's program as torch's."""
 
 _COLLECTIVE = tuple(
     os.path.join(_TORCH, *name.split("/"))
@@ -92,7 +96,7 @@ class Waiting:
         # In this order: whoever is seen in a collective, and has not used a core since, is still there.
         own = time.clock_gettime(self._clock)
         place = _place(sys._current_frames().get(self._thread))
-        if place is None or not _only_gloo() or self._state() != "S":
+        if place is None or not only_gloo() or self._state() != "S":
             return None
         self.place = place
         traffic = _traffic()
@@ -105,12 +109,12 @@ class Waiting:
 
 def _place(innermost: FrameType | None) -> str | None:
     """In which collective a thread is, and in which line of the user's; None for anything else."""
-    if innermost is None or not _is_collective(innermost):
+    if innermost is None or not is_collective(innermost):
         return None
     name = None
     for frame in _outward(innermost):
         file, function = frame.f_code.co_filename, frame.f_code.co_name
-        if not file.startswith((_TORCH, _OURS)) or frame.f_back is None:
+        if not file.startswith((_TORCH, _OURS, *_BETWEEN)) or frame.f_back is None:
             return f"{name or 'a collective'} ({Path(file).name}:{frame.f_lineno})"
         if name is None and file.startswith(_TORCH) and not function.startswith(("_", "wrapper")):
             name = function
@@ -123,7 +127,7 @@ def _outward(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _is_collective(frame: FrameType) -> bool:
+def is_collective(frame: FrameType) -> bool:
     if frame.f_code.co_filename == _OPERATOR and frame.f_back is not None:
         frame = frame.f_back
     file = frame.f_code.co_filename
@@ -132,7 +136,7 @@ def _is_collective(frame: FrameType) -> bool:
     )
 
 
-def _only_gloo() -> bool:
+def only_gloo() -> bool:
     """Whether all collectives are done by gloo: over TCP, and waited for by the thread that asks for them."""
     distributed = torch.distributed
     if not distributed.is_initialized():

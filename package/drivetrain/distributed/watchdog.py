@@ -10,6 +10,9 @@ from collections.abc import Callable, Hashable
 from pathlib import Path
 from types import TracebackType
 
+from drivetrain.distributed.last_words import end_workers, record
+from drivetrain.errors import RankFailure
+
 EXIT_HANG = 75
 """The exit code of a process that was ended because it hung; `EX_TEMPFAIL` of sysexits.h: try again."""
 
@@ -85,7 +88,9 @@ class Watchdog:
                     file.write(text)
                     file.flush()
                     faulthandler.dump_traceback(file=file, all_threads=True)
+            record(RankFailure(f"no progress for {self._timeout:g} s ({self._where()})"))
         finally:
+            end_workers()
             os._exit(EXIT_HANG)
 
     def _where(self) -> str:

@@ -39,11 +39,12 @@ class CSVLogger(FileLogger):
         """Write one row; `step` is the number of updates made."""
         if not self._columns.keys() >= metrics.keys():
             self._widen(metrics)
-        file = self._file or self._open()
-        if file.tell() == 0:
-            file.write(_table([["step", *self._columns]]))
+        file = self._open()
+        if file.is_empty:
+            self._rows = 0
+            file.write(_table([["step", *self._columns]]).encode())
         row = [step, *(float(metrics[name]) if name in metrics else "" for name in self._columns)]
-        csv.writer(file, lineterminator="\n").writerow(row)
+        file.write(_table([row]).encode())
         file.flush()
         self._rows += 1
 
@@ -72,13 +73,13 @@ class CSVLogger(FileLogger):
         replace_text(self.path, _table([columns, *kept]))
 
     def _widen(self, metrics: Iterable[str]) -> None:
-        before = len(self._columns)
-        self._columns.update(dict.fromkeys(metrics))
+        columns = {**self._columns, **dict.fromkeys(metrics)}
         if self._continues and self.path.exists():
             self.close()
-            added = [""] * (len(self._columns) - before)
+            added = [""] * (len(columns) - len(self._columns))
             _, rows = self._read()
-            replace_text(self.path, _table([["step", *self._columns], *(row + added for row in rows)]))
+            replace_text(self.path, _table([["step", *columns], *(row + added for row in rows)]))
+        self._columns = columns  # not before they stand in the file
 
     def _read(self) -> tuple[list[str], list[list[str]]]:
         """The header and the complete rows; one that a kill cut short is left out."""

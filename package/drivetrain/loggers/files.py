@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from drivetrain.types import Json
 
@@ -60,6 +61,55 @@ def set_aside(path: Path) -> None:
     path.rename(aside)
 
 
+class Appended:
+    """A file to whose end whole pieces are written: a piece for which there is no room is not there at all.
+
+    Without that, half a row, or half an event, would spoil all that is written after it once there is room.
+
+    Args:
+        path: The file; made, with its directory, if it is not there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab", buffering=0)
+        self._piece = bytearray()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was written yet."""
+        return os.fstat(self._file.fileno()).st_size == 0
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the file was deleted, so that what is written goes nowhere; Windows does not allow that."""
+        return os.fstat(self._file.fileno()).st_nlink == 0
+
+    def write(self, data: bytes) -> int:
+        """Add to the piece that `flush` writes."""
+        self._piece += data
+        return len(data)
+
+    def flush(self) -> None:
+        """Write the piece.
+
+        Raises:
+            OSError: It could not be written, and is dropped.
+        """
+        piece, self._piece = memoryview(self._piece), bytearray()
+        before = os.fstat(self._file.fileno()).st_size
+        try:
+            while piece:
+                piece = piece[self._file.write(piece) :]
+        except OSError:
+            os.ftruncate(self._file.fileno(), before)
+            raise
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+
 class FileLogger(ABC):
     """A logger that appends to one text file.
 
@@ -74,7 +124,9 @@ class FileLogger(ABC):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._continues = False
-        self._file: TextIO | None = None
+        self._file: Appended | None = None
+        self._config: Mapping[str, Any] | None = None
+        self._owes_config = False
 
     @abstractmethod
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -90,6 +142,7 @@ class FileLogger(ABC):
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Write ``config.json`` beside the file."""
+        self._config = config
         write_config(self.path.parent, config)
 
     def close(self) -> None:
@@ -98,10 +151,20 @@ class FileLogger(ABC):
             self._file.close()
             self._file = None
 
-    def _open(self) -> TextIO:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+    def _open(self) -> Appended:
+        """The file; made anew if it was deleted meanwhile, with ``config.json`` if that was too."""
+        if self._file is not None and not self._file.is_gone:
+            return self._file
+        if self._file is not None:
+            warnings.warn(f"{self.path} was deleted while it was written to; it begins anew", stacklevel=3)
+            self._owes_config = True
+        self.close()
+        if self._owes_config and self._config is not None:
+            if not (self.path.parent / "config.json").exists():
+                write_config(self.path.parent, self._config)
+            self._owes_config = False
         if not self._continues:
             set_aside(self.path)
             self._continues = True
-        self._file = self.path.open("a", encoding="utf-8", newline="")
+        self._file = Appended(self.path)
         return self._file

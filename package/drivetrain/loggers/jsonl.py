@@ -34,9 +34,11 @@ class JSONLinesLogger(FileLogger):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Write one line; `step` is the number of updates made."""
-        file = self._file or self._open()
+        file = self._open()
+        if file.is_empty:
+            self._lines = 0
         row = {"step": step, **{name: to_json(float(value)) for name, value in metrics.items()}}
-        file.write(json.dumps(row, allow_nan=False) + "\n")
+        file.write(f"{json.dumps(row, allow_nan=False)}\n".encode())
         file.flush()
         self._lines += 1
 

@@ -6,11 +6,12 @@ import json
 import os
 import socket
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.loggers.files import to_json
+from drivetrain.loggers.files import Appended, to_json
 
 if TYPE_CHECKING:
     from tensorboard.summary.writer.record_writer import RecordWriter
@@ -43,6 +44,7 @@ class TensorBoardLogger:
         self._written_config = ""
         self._continues = False
         self._path: Path | None = None
+        self._file: Appended | None = None
         self._writer: RecordWriter | None = None
         self._event: Any = None
 
@@ -82,12 +84,11 @@ class TensorBoardLogger:
     def _close_file(self) -> None:
         if self._writer is not None:
             self._writer.close()
-            self._writer = None
+            self._writer = self._file = None
 
     def _write_config(self) -> None:
         if self._config in ("", self._written_config):
             return
-        self._written_config = self._config
         # Markdown shows what is indented by four spaces as it stands.
         text = "".join(f"    {line}\n" for line in self._config.splitlines())
         value = {
@@ -100,8 +101,14 @@ class TensorBoardLogger:
             },
         }
         self._write(step=max(self._step, 0), summary={"value": [value]})
+        self._written_config = self._config
 
     def _write(self, **event: Any) -> None:
+        if self._file is not None and self._file.is_gone:
+            warnings.warn(f"{self._path} was deleted while it was written to; another begins", stacklevel=4)
+            self._close_file()
+            self._path, self._written_config = None, ""
+            self._write_config()
         writer = self._writer or self._open()
         writer.write(self._event(wall_time=time.time(), **event).SerializeToString())
         writer.flush()
@@ -115,18 +122,27 @@ class TensorBoardLogger:
             _set_aside(self.directory)
             self._continues = True
         self._event = Event
-        new = self._path is None
-        if self._path is None:
+        path = self._path
+        if path is None:
             # TensorBoard reads a directory's files in the order of their names, so that the time comes first,
             # and finely enough that a quick restart's file follows the one before.
             seconds, fraction = divmod(time.time_ns(), 1_000_000_000)
             name = f"events.out.tfevents.{seconds:010d}.{fraction:09d}.{socket.gethostname()}.{os.getpid()}"
-            self._path = self.directory / name
-        self._writer = RecordWriter(self._path.open("ab"))
-        if new:
+            path = self.directory / name
+        file = Appended(path)
+        writer = RecordWriter(file)
+        if self._path is None:
             # Version 2 says that restarts are marked by session logs and not guessed from the order of steps.
-            self._write(file_version="brain.Event:2")
-        return self._writer
+            first = Event(wall_time=time.time(), file_version="brain.Event:2")
+            writer.write(first.SerializeToString())
+            try:
+                writer.flush()
+            except OSError:
+                file.close()
+                path.unlink(missing_ok=True)
+                raise
+        self._path, self._file, self._writer = path, file, writer
+        return writer
 
 
 def _set_aside(directory: Path) -> None:

@@ -63,6 +63,7 @@ class Accelerate(Strategy):
     name = "accelerate"
     config_type = AccelerateConfig
     needs = "the package accelerate; processes on CPUs (gloo) or CUDA GPUs (NCCL)"
+    no_skipping = ""
 
     def __init__(
         self, config: AccelerateConfig | None = None, *, device: str = "cpu", world_size: int = 1

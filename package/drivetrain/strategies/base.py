@@ -182,6 +182,7 @@ class Strategy(ABC):
             empty where it can.
         no_release: Why a gradient is not final once backward has added it; empty where it is.
         no_micro_batch: Why an update cannot be run in parts and begun again; empty where it can.
+        no_skipping: Why an update cannot be left out once its gradients are there; empty where it can.
         place: What is done with each tensor of a batch once it is on the device; None for nothing.
     """
 
@@ -197,6 +198,7 @@ class Strategy(ABC):
     no_recomputation: str = "it manages activations itself, by options of its own if at all"
     no_release: str = "gradients are exchanged between processes, or kept, after backward"
     no_micro_batch: str = "it does not say that an update may be run in parts and begun again"
+    no_skipping: str = "it does not say that an update may be left out once its gradients are there"
     place: Callable[[Tensor], Tensor] | None = None
 
     @property
@@ -327,6 +329,11 @@ class Strategy(ABC):
             return False
         step(optimizer)
         return True
+
+    def discard(self, optimizer: Optimizer) -> None:
+        """Told in place of `optimizer_step` that the update is not made; a loss scale stays what it is."""
+        if self._scale is not None:
+            self._scale.discard(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """What the strategy itself must remember: the loss scale and its growth counter."""

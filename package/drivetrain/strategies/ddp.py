@@ -126,6 +126,7 @@ class DDP(Strategy):
     config_type = DDPConfig
     needs = "several processes, on CPUs (gloo) or CUDA GPUs (NCCL)"
     no_recomputation = ""
+    no_skipping = ""
 
     def __init__(self, config: DDPConfig | None = None, *, device: str = "cpu", world_size: int = 1) -> None:
         self.config = config or DDPConfig()

@@ -62,6 +62,10 @@ class DeepSpeed(Strategy):
     config_type = DeepSpeedConfig
     needs = "the package deepspeed; several processes, on CPUs (gloo) or CUDA GPUs (NCCL)"
     always_told = True
+    no_skipping = (
+        "DeepSpeed's engine reduces, divides and adds up gradients in memory of its own, of which nothing is"
+        " dropped but by making the update"
+    )
     no_generators = (
         "DeepSpeed's engine has one optimizer, and reduces the gradients of all parameters in every backward"
     )

@@ -57,6 +57,7 @@ class FSDP(Strategy):
     """
 
     name = "fsdp"
+    no_skipping = ""
     no_micro_batch = (
         "parameters are gathered by all processes in the midst of a forward, in which those would be left"
         " waiting whose memory had been enough"

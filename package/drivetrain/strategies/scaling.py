@@ -61,6 +61,10 @@ class LossScale:
         """Divide the gradients by the loss scale, noting whether one is infinite or NaN."""
         self._scaler.unscale_(optimizer)
 
+    def discard(self, optimizer: Optimizer) -> None:
+        """Forget what was noted of gradients whose update is not made."""
+        self._scaler._per_optimizer_states.pop(id(optimizer), None)
+
     def overflowed(self, optimizer: Optimizer) -> bool:
         """Whether the unscaled gradients overflowed, after which the scale grows or shrinks; one host sync.
 

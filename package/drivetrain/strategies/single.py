@@ -57,6 +57,7 @@ class SingleDevice(Strategy):
     no_recomputation = ""
     no_release = ""
     no_micro_batch = ""
+    no_skipping = ""
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = _existing(device)

@@ -15,6 +15,7 @@ from drivetrain.precision import Precision
 from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Support, check_values
 from drivetrain.strategies.xla_device import (
     COMPILES,
+    NO_SKIPPING,
     Trace,
     available,
     check_alone,
@@ -64,6 +65,7 @@ class XLA(Strategy):
     config_type = XLAConfig
     needs = "torch_xla, and a TPU or a CPU; one process, of which it uses one device"
     no_compile = COMPILES
+    no_skipping = NO_SKIPPING
 
     def __init__(self, config: XLAConfig | None = None, *, device: str = "xla", world_size: int = 1) -> None:
         check_alone(self.name, world_size)

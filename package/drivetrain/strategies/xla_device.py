@@ -31,6 +31,9 @@ RUN_AFTER = ("micro_batch", "update")
 COMPILES = "XLA compiles every update as it is, and torch.compile loses what is sharded or freed there"
 """Why XLA's strategies take no `compile`."""
 
+NO_SKIPPING = "XLA runs what it traced of an update as a whole, before which no gradient is looked at"
+"""Why XLA's strategies leave no update out."""
+
 _CLIENT = "PJRT_DEVICE"
 """The variable that tells torch_xla what to compute on."""
 

@@ -29,6 +29,7 @@ from drivetrain.strategies.fsdp_wrapping import Wrap, units
 from drivetrain.strategies.xla_blocks import Again, check_blocks, checkpoint_blocks, forget_checkpointing
 from drivetrain.strategies.xla_device import (
     COMPILES,
+    NO_SKIPPING,
     Trace,
     available,
     check_alone,
@@ -118,6 +119,7 @@ class XLAFSDP(Strategy):
     needs = "torch_xla, and a TPU or a CPU; one process that has one device"
     sharded = True
     no_compile = COMPILES
+    no_skipping = NO_SKIPPING
 
     def __init__(
         self, config: XLAFSDPConfig | None = None, *, device: str = "xla", world_size: int = 1

@@ -26,6 +26,7 @@ from drivetrain.strategies.fsdp_wrapping import Wrap, units
 from drivetrain.strategies.xla_blocks import Again, check_blocks, checkpoint_blocks, forget_checkpointing
 from drivetrain.strategies.xla_device import (
     COMPILES,
+    NO_SKIPPING,
     Trace,
     available,
     check_alone,
@@ -93,6 +94,7 @@ class XLAFSDPv2(Strategy):
     config_type = XLAFSDPv2Config
     needs = "torch_xla, and a TPU or a CPU; one process, of which it uses all devices"
     no_compile = COMPILES
+    no_skipping = NO_SKIPPING
 
     def __init__(
         self, config: XLAFSDPv2Config | None = None, *, device: str = "xla", world_size: int = 1

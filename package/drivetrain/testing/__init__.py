@@ -8,16 +8,18 @@ from drivetrain.lazy import exports
 
 if TYPE_CHECKING:
     from drivetrain.testing.distributed import run_distributed
+    from drivetrain.testing.resumable import assert_resumable
     from drivetrain.testing.strategies import check_strategy
     from drivetrain.testing.strategy_resume import check_resume
 else:
     __getattr__, __dir__ = exports(
         __name__,
         {
+            "drivetrain.testing.resumable": ("assert_resumable",),
             "drivetrain.testing.strategy_resume": ("check_resume",),
             "drivetrain.testing.strategies": ("check_strategy",),
             "drivetrain.testing.distributed": ("run_distributed",),
         },
     )
 
-__all__ = ["check_resume", "check_strategy", "run_distributed"]
+__all__ = ["assert_resumable", "check_resume", "check_strategy", "run_distributed"]

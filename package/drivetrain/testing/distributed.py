@@ -48,7 +48,7 @@ def run_distributed(
         TimeoutError: It took too long; all processes are ended.
     """
     context: Any = multiprocessing.get_context(_START_METHOD)
-    port = _free_port()
+    port = free_port()
     processes: list[BaseProcess] = []
     pipes: dict[Connection, int] = {}
     for rank in range(world_size):
@@ -115,7 +115,8 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens at now; another program may be quicker to do so."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

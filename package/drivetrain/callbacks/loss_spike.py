@@ -1,0 +1,305 @@
+"""Spikes of the loss: updates that are left out, or a run that is taken back to before them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from drivetrain.callbacks.base import Callback
+from drivetrain.callbacks.rollback import roll_back
+from drivetrain.errors import ConfigError, DivergenceError, nearest
+from drivetrain.metrics import Row
+from drivetrain.options import count, flag, number
+from drivetrain.soundness import check_skipping
+from drivetrain.step_output import wide_dtype
+
+if TYPE_CHECKING:
+    from drivetrain.run import Run
+    from drivetrain.strategies import Strategy
+    from drivetrain.trainer import Trainer
+    from drivetrain.updates import Updater
+
+_LOG = logging.getLogger(__name__)
+
+ACTIONS = ("skip", "rollback")
+
+DEVIATION = 1.4826
+"""The standard deviation of a normal distribution over its median absolute deviation."""
+
+LEAST = 1e-3
+"""The least deviation that is assumed, as a part of the median: equal losses would have none."""
+
+_UNREAD = 1000
+"""Updates after which losses are read at the latest, where neither a log point nor a save comes."""
+
+
+class LossSpike(Callback):
+    """Finds updates whose loss is far above those before, and leaves them out or takes the run back.
+
+    A loss is a spike when ``(loss - median) / max(1.4826 MAD, 0.001 |median|)`` is above the threshold, where
+    the median and the median absolute deviation are of the last `window` losses that were none (the modified
+    z-score of Iglewicz and Hoaglin, "How to Detect and Handle Outliers", 1993; spikes do not move it, as they
+    would move a mean and a variance). A loss that is NaN or infinite is one, too. Losses are those of whole
+    updates, over all micro-batches and ranks, and nothing is judged before there are `window` of them.
+
+    With "skip" an update is left out before the optimizer's step, as by `on_nonfinite="skip"`. This needs the
+    loss on the host in every update.
+
+    With "rollback" losses are looked at at log points and before saves, where the run waits for the device
+    anyway. The run is taken back to the newest checkpoint from before the spike, and goes on with the data
+    that come next: those of the spike, and between it and the checkpoint, are passed over (Chowdhery et al.,
+    "PaLM", 2022, section 5.1, who did so by hand). The state is saved at once, so that a resumed run goes on
+    from there.
+
+    A run with "rollback" is also taken back where `on_nonfinite` would end it, as for weights that a gradient
+    has made NaN.
+
+    Args:
+        action: "skip" or "rollback".
+        metric: Which value that the step returns.
+        threshold: From how many deviations on; above 0.
+        window: How many losses to compare with; at least 10.
+        max_rollbacks: With "rollback", how often a run is taken back, over all its restarts, before it ends
+            with an error; 3 if None.
+        max_in_a_row: With "skip", how many updates are left out in a row before the run ends with an error;
+            10 if None.
+        sync: Whether "skip" may wait for an accelerator in every update.
+
+    Raises:
+        ConfigError: An argument that is not allowed; or, when a Trainer is made, "rollback" without
+            checkpoints, or "skip" on an accelerator without `sync`.
+        StrategyError: When a Trainer is made: "skip" with a strategy that leaves no update out.
+        DivergenceError: In a run: more spikes than were allowed for.
+    """
+
+    def __init__(
+        self,
+        action: str = "rollback",
+        *,
+        metric: str = "loss",
+        threshold: float = 6.0,
+        window: int = 100,
+        max_rollbacks: int | None = None,
+        max_in_a_row: int | None = None,
+        sync: bool = False,
+    ) -> None:
+        if action not in ACTIONS:
+            raise ConfigError(f"LossSpike(action={action!r}). {nearest(str(action), ACTIONS)}")
+        self.action = action
+        self.metric = metric
+        self.threshold = number("LossSpike(threshold=...)", threshold, above=0)
+        self.window = count("LossSpike(window=...)", window, at_least=10)
+        for name, value, of in (
+            ("max_rollbacks", max_rollbacks, "rollback"),
+            ("max_in_a_row", max_in_a_row, "skip"),
+        ):
+            if value is not None and of != action:
+                raise ConfigError(f"LossSpike({action!r}, {name}={value!r}): that is a limit of {of!r}")
+        self.max_rollbacks = _limit("max_rollbacks", max_rollbacks, 3)
+        self.max_in_a_row = _limit("max_in_a_row", max_in_a_row, 10)
+        flag("LossSpike(sync=...)", sync)
+        self.sync = sync
+        self._loaded = False
+        self._run: Run | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self.rollbacks = self.skipped = 0
+        self._in_a_row = 0
+        self._losses: deque[float] = deque(maxlen=self.window)
+        self._pending: list[tuple[int, Sequence[Row]]] = []
+        self._unjudged: list[tuple[int, float]] = []
+
+    def check_trainer(self, trainer: Trainer, strategy: Strategy) -> None:
+        """See that the run can do what is asked for; see the class."""
+        if self.action == "rollback":
+            if trainer.checkpoint is False:
+                raise ConfigError(
+                    "LossSpike(action='rollback') takes a run back to a checkpoint, and checkpoint=False."
+                    " Give a CheckpointConfig, or action='skip'"
+                )
+            return
+        check_skipping("LossSpike(action='skip')", strategy)
+        if strategy.device.type != "cpu" and not self.sync:
+            raise ConfigError(
+                f"LossSpike(action='skip') on {strategy.device.type!r} waits for the device in every update,"
+                " since the loss must be known before the optimizer's step. Allow it with sync=True, or use"
+                " action='rollback', which looks at log points only"
+            )
+
+    # The run.
+
+    def on_fit_start(self, run: Run) -> None:
+        """Forget an earlier fit, unless this one resumes from a checkpoint."""
+        if not self._loaded:
+            self._reset()
+        self._run = run
+        if self.action == "skip":
+            run.soundness.gate.add(self._refuses)
+        else:
+            run.soundness.judges.append(self._judge)
+            run.soundness.rescues.append(lambda error: self._take_back(error.what))
+
+    def on_step_end(self, run: Run) -> None:
+        """Keep the update's loss, on the device."""
+        step, limit = run.step, run.totals.max_updates
+        if self.action == "rollback" and step is not None and step.applied:
+            self._pending.append((step.update, step.rows))
+            # At the limit it must be known whether this was the last update.
+            if len(self._pending) >= _UNREAD or run.progress.updates == limit:
+                self._judge()
+
+    def on_log(self, run: Run) -> None:
+        """Log how many spikes there were."""
+        if run.stage == "train":
+            run.log("spikes", self.rollbacks + self.skipped)
+
+    def on_fit_end(self, run: Run) -> None:
+        """The fit is over."""
+        self._run, self._loaded = None, False
+
+    def on_exception(self, run: Run) -> None:
+        """The fit is over."""
+        self._run, self._loaded = None, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The losses that new ones are compared with, those not judged yet, and the counts."""
+        self._read()
+        return {
+            "losses": list(self._losses),
+            "unjudged": [list(each) for each in self._unjudged],
+            "rollbacks": self.rollbacks,
+            "skipped": self.skipped,
+            "in_a_row": self._in_a_row,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave; the next fit goes on from there."""
+        self._reset()
+        self._losses.extend(float(each) for each in state["losses"])
+        self._unjudged = [(int(update), float(loss)) for update, loss in state["unjudged"]]
+        self.rollbacks, self.skipped = int(state["rollbacks"]), int(state["skipped"])
+        self._in_a_row = int(state["in_a_row"])
+        self._loaded = True
+
+    # Losses.
+
+    def _deviations(self, loss: float) -> float:
+        """By how many deviations a loss is above the median; infinite for one that is not finite."""
+        if not math.isfinite(loss):
+            return math.inf
+        if len(self._losses) < self.window:
+            return 0.0
+        middle = median(self._losses)
+        spread = DEVIATION * median(abs(each - middle) for each in self._losses)
+        return (loss - middle) / max(spread, LEAST * abs(middle), 1e-300)
+
+    def _of_updates(self, updates: Sequence[tuple[int, Sequence[Row]]]) -> list[tuple[int, float]]:
+        """The losses of updates, over all ranks; waits for the device, once for all."""
+        run = self._run
+        assert run is not None
+        numbers: list[Tensor] = []
+        wide = wide_dtype(run.engine.device)
+        for _, rows in updates:
+            both = torch.zeros(2, dtype=wide, device=run.engine.device)
+            for names, values, weight in rows:
+                if self.metric in names and (isinstance(weight, Tensor) or weight):
+                    value = values.reshape(-1)[names.index(self.metric)].to(wide)
+                    factor = torch.as_tensor(weight, dtype=wide, device=value.device)
+                    both += torch.stack([torch.where(factor == 0, 0, value * factor), factor])
+            numbers.append(both)
+        sums = run.engine.data_ranks.total(torch.cat(numbers).tolist())
+        pairs = zip(sums[::2], sums[1::2], strict=True)
+        return [
+            (update, total / weight)
+            for (update, _), (total, weight) in zip(updates, pairs, strict=True)
+            if weight
+        ]
+
+    def _read(self) -> None:
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        found = {name for _, rows in pending for names, _, _ in rows for name in names}
+        if self.metric not in found and found:
+            raise ConfigError(f"LossSpike(metric={self.metric!r}). {nearest(self.metric, found)}")
+        self._unjudged += self._of_updates(pending)
+
+    def _refuses(self, updater: Updater, rows: Sequence[Row]) -> bool:
+        """Whether the update that comes next is left out; see `drivetrain.update_gate.Refusal`."""
+        run = self._run
+        assert run is not None
+        update = run.progress.updates
+        for _, loss in self._of_updates([(update, rows)]):
+            far = self._deviations(loss)
+            if far <= self.threshold:
+                self._losses.append(loss)
+                self._in_a_row = 0
+                continue
+            self.skipped += 1
+            self._in_a_row += 1
+            if self._in_a_row > self.max_in_a_row:
+                raise DivergenceError(
+                    f"{self._in_a_row} updates in a row, number {update} each time, had a spike:"
+                    f" {self._described(loss, far)}. The loss has left its level, or the data have changed;"
+                    f" allowed are max_in_a_row={self.max_in_a_row}"
+                )
+            self._tell(f"update {update} was not made: {self._described(loss, far)}")
+            return True
+        return False
+
+    def _judge(self) -> bool:
+        """Whether a spike was found for which the run was taken back."""
+        self._read()
+        unjudged, self._unjudged = self._unjudged, []
+        for update, loss in unjudged:
+            far = self._deviations(loss)
+            if far <= self.threshold:
+                self._losses.append(loss)
+            elif self._take_back(f"a spike at update {update}: {self._described(loss, far)}"):
+                return True
+        return False
+
+    def _take_back(self, what: str) -> bool:
+        run = self._run
+        assert run is not None
+        before, rollbacks = run.progress.updates, self.rollbacks
+        if rollbacks >= self.max_rollbacks:
+            raise DivergenceError(
+                f"{what}; this run was taken back {rollbacks} time(s) before, as"
+                f" often as max_rollbacks={self.max_rollbacks} allows. Lower the learning rate, or clip"
+                " gradients (max_grad_norm)"
+            )
+        path = roll_back(run)
+        if path is None:
+            self._tell(f"{what}; there is no checkpoint from before it")
+            return False
+        # The rest of this callback's state is that of the checkpoint, from before the spike.
+        self.rollbacks, self._pending = rollbacks + 1, []
+        run.log("spikes", self.rollbacks)  # also where this was the last log point
+        self._tell(
+            f"{what}; back to {path}. The data of {before - run.progress.updates} update(s) are passed over"
+        )
+        return True
+
+    def _described(self, loss: float, far: float) -> str:
+        if not math.isfinite(loss):
+            return f"{self.metric} is {loss}"
+        middle = median(self._losses)
+        return f"{self.metric} is {loss:.6g}, {far:.3g} deviations above the median {middle:.6g}"
+
+    def _tell(self, text: str) -> None:
+        assert self._run is not None
+        if self._run.is_main:
+            _LOG.warning(text)
+
+
+def _limit(name: str, given: int | None, default: int) -> int:
+    return default if given is None else count(f"LossSpike({name}=...)", given, at_least=1)

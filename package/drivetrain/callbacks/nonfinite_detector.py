@@ -1,0 +1,228 @@
+"""Finds the module in which a number was first NaN or infinite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from drivetrain.callbacks.base import Callback
+from drivetrain.compiling import as_compile
+from drivetrain.errors import ConfigError, NonFiniteError
+from drivetrain.module_state import clean_name, parameter_names
+from drivetrain.update_gate import all_finite
+
+if TYPE_CHECKING:
+    from drivetrain.run import Run
+    from drivetrain.strategies import Strategy
+    from drivetrain.trainer import Trainer
+
+_NEVER = 2**62
+_PLACES = 2**20
+"""What a code is a multiple of: update, number of the sequence, and then the place in it."""
+_SEQUENCES = 2**10
+_PARAMETER = "the gradient of the parameter"
+
+
+class _Came(NamedTuple):
+    """From where a gradient comes back: a module's output, and the modules that were given it."""
+
+    place: str
+    users: list[str]
+
+
+_CAME = "_nonfinite_detector_came"
+"""The attribute of a tensor at which its gradient is looked for."""
+
+
+class NonFiniteDetector(Callback):
+    """Names the first module whose output, or whose output's gradient, is NaN or infinite.
+
+    Hooks on all modules look at every output of a forward, and at every gradient that comes back to one, in
+    the order in which they are computed; at the batch before, and at the gradients of the parameters after.
+    All is found on the device: a run's log point, or an update that is skipped, reads one number. What was
+    found is said in the error of `on_nonfinite="raise"`, in the reason of "stop", in the log line of "skip";
+    of several ranks by the one in which it was. Modules are named as in the state dict.
+
+    It costs about two kernels for each output and each gradient, and is meant for a run that has failed
+    before, resumed from its last good checkpoint.
+
+    Args:
+        ignore: Globs on names of modules whose outputs are infinite on purpose, such as masks.
+
+    Raises:
+        ConfigError: `ignore` is no sequence of texts, or, when a fit starts, a pattern that matches nothing;
+            or, when a Trainer is made, the task is to be compiled.
+    """
+
+    def __init__(self, ignore: Iterable[str] = ()) -> None:
+        self._ignored = () if isinstance(ignore, str) else tuple(ignore)
+        if isinstance(ignore, str) or not all(isinstance(each, str) for each in self._ignored):
+            raise ConfigError(f"NonFiniteDetector(ignore={ignore!r}) is to be a sequence of modules' names")
+        self._forget()
+
+    def _forget(self) -> None:
+        self._handles: list[Any] = []
+        self._places: list[str] = []
+        self._flags: list[Tensor] = []
+        self._sequences: dict[tuple[str, ...], int] = {}
+        self._numbers: dict[int, Tensor] = {}
+        self._first: Tensor | None = None
+        self._latest: Tensor | None = None
+
+    def check_trainer(self, trainer: Trainer, strategy: Strategy) -> None:
+        """See that modules can be looked at.
+
+        Raises:
+            ConfigError: They are compiled.
+        """
+        if as_compile(trainer.compile):
+            raise ConfigError(
+                "NonFiniteDetector looks at each module's outputs, which a compiled block no longer has one"
+                " by one: use compile=False to find it"
+            )
+
+    # The run.
+
+    def on_fit_start(self, run: Run) -> None:
+        """Install the hooks.
+
+        Raises:
+            ConfigError: `ignore` has a pattern that no module matches.
+        """
+        self._forget()
+        self._update = run.progress.updates
+        modules = {clean_name(name): each for name, each in run.task.named_modules()}
+        lost = [each for each in self._ignored if not any(fnmatchcase(name, each) for name in modules)]
+        if lost:
+            raise ConfigError(f"NonFiniteDetector(ignore=...): no module's name matches {lost[0]!r}")
+        for name, module in modules.items():
+            if any(fnmatchcase(name, each) for each in self._ignored):
+                continue
+            title = f"{name!r} ({type(module).__name__})" if name else f"the task ({type(module).__name__})"
+            self._handles.append(module.register_forward_hook(partial(self._look, title)))
+            if not any(True for _ in module.children()):
+                self._handles.append(module.register_forward_pre_hook(partial(self._look_before, title)))
+        self._parameters: dict[Any, str] = parameter_names(run.task)
+        run.soundness.finders.append(self.find)
+
+    def on_step_start(self, run: Run) -> None:
+        """Begin an update, with its batches."""
+        self._update = run.progress.updates
+        self._places, self._flags = [], []
+        for number, each in enumerate(run.window.micro_batches):
+            for tensor in _tensors(each.batch):
+                self._note(f"batch {number} of the update's data", tensor)
+
+    def on_before_optimizer_step(self, run: Run) -> None:
+        """Look at the gradients that the optimizer is given."""
+        for each, name in self._parameters.items():
+            if each.grad is not None:
+                self._note(f"{_PARAMETER} {name!r}", each.grad)
+
+    def on_step_end(self, run: Run) -> None:
+        """End an update."""
+        self._fold()
+
+    def on_log(self, run: Run) -> None:
+        """Forget what was found, which has come to nothing, but for the last update: its loss was finite, and
+        its gradient may not have been.
+        """
+        if run.stage == "train":
+            self._first = self._latest
+
+    def on_fit_end(self, run: Run) -> None:
+        """Take the hooks away."""
+        self._remove()
+
+    def on_exception(self, run: Run) -> None:
+        """Say what was found, if the error does not, and take the hooks away."""
+        error = run.exception
+        if isinstance(error, NonFiniteError) and error.update is not None:
+            found = self.find(error.update)
+            if found is not None and found[1] not in str(error):
+                error.add_note(f"drivetrain: {found[1]}, on rank {run.engine.strategy.rank}")
+        self._remove()
+
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._forget()
+
+    # What is looked at.
+
+    def _note(self, place: str, tensor: Tensor) -> None:
+        with torch.no_grad():
+            for finite in all_finite([tensor]):
+                self._places.append(place)
+                self._flags.append(~finite.all())
+
+    def _look(self, title: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            for each in _tensors(output):
+                self._note(f"the forward of {title}", each)
+                self._look_back(each, f"the gradient of the output of {title}")
+
+    def _look_before(self, title: str, module: nn.Module, inputs: Any) -> None:
+        if torch.is_grad_enabled():
+            for each in _tensors(inputs):
+                self._look_back(each, "").users.append(title)
+
+    def _look_back(self, tensor: Tensor, place: str) -> _Came:
+        """Look at the gradient that comes back to a tensor, if one does, and once."""
+        came: _Came | None = getattr(tensor, _CAME, None)
+        if came is None:
+            came = _Came(place, [])
+            if tensor.requires_grad and not tensor.is_leaf:  # a parameter would keep it
+                setattr(tensor, _CAME, came)
+                tensor.register_hook(partial(self._look_at_gradient, came))  # type: ignore[no-untyped-call]
+        return came
+
+    def _look_at_gradient(self, came: _Came, gradient: Tensor) -> None:
+        self._note(f"the backward of {' or '.join(came.users)}" if came.users else came.place, gradient)
+
+    # What is known.
+
+    def _fold(self) -> None:
+        """Keep the first of this update's places that is not finite, unless there is one of before."""
+        places, flags = tuple(self._places), self._flags
+        self._places, self._flags = [], []
+        if not flags:
+            return
+        number = self._sequences.setdefault(places, len(self._sequences)) % _SEQUENCES
+        device = flags[0].device
+        if len(places) not in self._numbers:
+            self._numbers[len(places)] = torch.arange(len(places), device=device)
+        bad = torch.stack([each.to(device) for each in flags])
+        base = (self._update * _SEQUENCES + number) * _PLACES
+        code = torch.where(bad, self._numbers[len(places)] + base, _NEVER).min()
+        self._first = code if self._first is None else torch.minimum(self._first, code)
+        self._latest = code
+
+    def find(self, update: int) -> tuple[int, str] | None:
+        """Where a number was first not finite, up to an update, since the last log point; then it is
+        forgotten. Reading it waits for the device.
+
+        Returns:
+            How close to the cause the place is, from 0, and the place; None for nowhere on this rank.
+        """
+        self._fold()
+        first, self._first, self._latest = self._first, None, None
+        if first is None or (code := int(first)) >= _NEVER or code // _PLACES // _SEQUENCES > update:
+            return None
+        rest, index = divmod(code, _PLACES)
+        found, number = divmod(rest, _SEQUENCES)
+        # Of those of one number the last.
+        place = {mine % _SEQUENCES: each for each, mine in self._sequences.items()}[number][index]
+        when = "" if found == update else f", at update {found}"
+        # What the others are told of in the exchange of gradients is no cause of theirs.
+        return int(place.startswith(_PARAMETER)), f"first in {place}{when}"
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]

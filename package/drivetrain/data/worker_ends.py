@@ -1,0 +1,124 @@
+"""How a loader's worker has ended that said nothing itself, and which worker is waited for."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import time
+from contextlib import suppress
+from typing import Any
+
+_KILLED = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: (.*?)\. ?", re.DOTALL)
+_EXITED = re.compile(r"DataLoader worker \(pid (\d+)\) exited unexpectedly with exit code (\d+)")
+"""What torch raises in the main thread, wherever that is, once the system tells it of a worker's end."""
+
+_DYING = 1.0
+"""Seconds that a worker may take to end once its connections are closed."""
+
+_ADVICE = {
+    "SIGKILL": (
+        "most often the system does that for want of memory, of which `dmesg` or the batch system's log"
+        " tells. Each worker has prefetch_factor batches under way, and a copy of what it touches of the"
+        " dataset: fewer num_workers, a smaller prefetch_factor, or a dataset in arrays or files rather"
+        " than Python objects need less"
+    ),
+    "SIGBUS": (
+        "the shared memory that workers hand over their batches in is full, or a mapped file has become"
+        " shorter. Enlarge /dev/shm (docker run --shm-size=8g, or ipc: host), use fewer num_workers or a"
+        " smaller prefetch_factor, or torch.multiprocessing.set_sharing_strategy('file_system')"
+    ),
+    "SIGSEGV": "native code that the dataset calls has crashed; with num_workers=0 a debugger can see it",
+    "SIGABRT": "native code that the dataset calls has given up; what it said stands on standard error",
+}
+
+
+class WorkerEnded(Exception):  # noqa: N818 - what it is, rather than what was raised
+    """A worker is gone that said nothing: killed, or ended by code that does not return."""
+
+
+def how_ended(iterator: Any, error: Exception) -> str | None:
+    """What became of the first of a loader's workers that is gone, and what helps; None if all are there.
+
+    Args:
+        iterator: The loader's.
+        error: What it has raised. A broken connection is seen a moment before the worker's end is.
+    """
+    deadline = time.monotonic() + (_DYING if isinstance(error, (OSError, EOFError)) else 0.0)
+    while (ended := _ended(iterator)) is None and time.monotonic() < deadline:
+        with suppress(RuntimeError):  # torch's, once the system tells of the end, here too
+            time.sleep(0.01)
+    return ended
+
+
+def _ended(iterator: Any) -> str | None:
+    for number, process in enumerate(getattr(iterator, "_workers", ())):
+        code = process.exitcode
+        if code is None or code == 0:
+            continue
+        if code > 0:
+            return f"worker {number} (pid {process.pid}) {_exited(code)}"
+        return f"worker {number} (pid {process.pid}) was killed by signal {_told(-code)}"
+    return None
+
+
+def note_on(error: BaseException) -> str | None:
+    """What is to be said of an error that torch raises amid other work as a worker ends; None for others."""
+    if not isinstance(error, RuntimeError):
+        return None
+    found = _EXITED.search(str(error))
+    if found is not None:
+        return f"a worker of a loader (pid {found[1]}) {_exited(int(found[2]))}"
+    found = _KILLED.search(str(error))
+    if found is None:
+        return None
+    names = {signal.strsignal(each): each for each in signal.valid_signals()}
+    number = names.get(found[2].strip())
+    told = found[2] if number is None else _told(number)
+    return f"a worker of a loader (pid {found[1]}) was killed by signal {told}"
+
+
+def _exited(code: int) -> str:
+    return (
+        f"ended by itself with exit code {code}: a library has called os._exit or sys.exit, or a batch could"
+        " not be sent; what was said of it stands on standard error"
+    )
+
+
+def _told(number: int) -> str:
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = str(number)
+    advice = _ADVICE.get(name, "what it said stands on standard error")
+    return f"{name}: {advice}{_shared_memory() if name == 'SIGBUS' else ''}"
+
+
+def _shared_memory() -> str:
+    try:
+        usage = shutil.disk_usage("/dev/shm")
+    except OSError:
+        return ""
+    return f". /dev/shm has {usage.free >> 20} of {usage.total >> 20} MiB free now"
+
+
+def lacks_shared_memory(error: BaseException) -> str | None:
+    """What helps where a worker found no room for its batch in the shared memory; None for other errors."""
+    text = str(error)
+    if "shared memory" in text and ("No space left" in text or "Cannot allocate" in text):
+        return f"{_ADVICE['SIGBUS']}{_shared_memory()}"
+    return None
+
+
+def makers(iterator: Any) -> str:
+    """Which worker of a loader makes what is given next, in a few words; called in any thread."""
+    workers = list(getattr(iterator, "_workers", ()))
+    # torch's own books: for the number of each batch under way, the worker that it was given to.
+    info = getattr(iterator, "_task_info", {}).get(getattr(iterator, "_rcvd_idx", None))
+    number = info[0] if info else None
+    if number is None or not 0 <= number < len(workers):
+        return f"one of {len(workers)} workers makes"
+    return (
+        f"worker {number} (pid {workers[number].pid}) makes: in the dataset's __getitem__ or the collate_fn"
+        f" (`py-spy dump --pid {workers[number].pid}`, or num_workers=0, shows the line)"
+    )

@@ -1,0 +1,169 @@
+"""The module in which a number was first not finite is named, by every way in which a run tells of it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from tests.support.fragile import FEATURES, GOOD, INPUT, NAN, Fragile, marked
+from tests.support.outcome import weights
+from tests.support.tasks import quiet
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from drivetrain import ConfigError, NonFiniteDetector, NonFiniteError, OptimizerConfig, TaskModule
+from drivetrain.testing.distributed import run_distributed
+
+
+class BreaksForward(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.log(-x.abs()) * 0 if self.breaks else x
+
+
+class BreaksBackward(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + ((x * 0).square().sum().sqrt() if self.breaks else 0)
+
+
+class Deep(TaskModule):
+    """Layers, of which one breaks from a given update on.
+
+    Args:
+        kind: The layer that breaks, or None for none.
+        at: The update.
+    """
+
+    def __init__(self, kind: type[nn.Module] | None, at: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Sequential(nn.Linear(FEATURES, 6), nn.ReLU(inplace=True))
+        self.middle = nn.ModuleList([])
+        for _ in range(2):
+            self.middle.append(nn.Sequential(nn.Linear(6, 6), (kind or nn.Identity)(), nn.Linear(6, 6)))
+        self.last = nn.Linear(6, 1)
+        self.at, self.seen = at, 0
+
+    def forward(self, features: Tensor) -> Tensor:
+        for index, layer in enumerate(self.middle):
+            layer[1].breaks = index == 1 and self.seen >= self.at
+        self.seen += self.training
+        x = self.first(features)
+        for layer in self.middle:
+            x = layer(x)
+        return self.last(x)
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return F.mse_loss(outputs, batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return OptimizerConfig("adamw", lr=0.01)
+
+
+BATCHES = marked([GOOD] * 16, 2)
+
+
+def message(task: TaskModule, data: Any = BATCHES, ignore: Any = (), **options: Any) -> str:
+    options.setdefault("log_every", "4 steps")
+    trainer = quiet(max_epochs=1, callbacks=[NonFiniteDetector(ignore)], **options)
+    with pytest.raises(NonFiniteError) as caught:
+        trainer.fit(task, data)
+    hooks = [each for module in task.modules() for each in (module._forward_hooks, module._forward_pre_hooks)]
+    assert not any(hooks), "hooks are left"
+    return str(caught.value)
+
+
+def test_the_forward_that_broke_is_named() -> None:
+    text = message(Deep(BreaksForward))
+    assert text.startswith(
+        "NaN or infinite at update 3 on rank 0: 'loss' (from update 3);"
+        " first in the forward of 'middle.1.1' (BreaksForward)."
+    )
+
+
+def test_the_backward_that_broke_is_named_although_its_loss_was_finite() -> None:
+    text = message(Deep(BreaksBackward))
+    assert "at update 4 " in text, "the loss is NaN one update later"
+    assert "first in the backward of 'middle.1.1' (BreaksBackward), at update 3." in text
+
+
+def test_a_batch_that_is_not_finite_is_named_before_any_module() -> None:
+    features = torch.randn(16, FEATURES)
+    features[6, 1] = torch.nan
+    data = [(features[i : i + 2], features[i : i + 2].sum(1, keepdim=True)) for i in range(0, 16, 2)]
+    assert "first in batch 0 of the update's data" in message(Deep(None), data)
+
+
+def test_a_loss_that_is_broken_outside_of_all_modules_is_told_from_a_module() -> None:
+    marks = [GOOD] * 16
+    marks[6] = NAN
+    assert "first in the gradient of the output of 'net.5' (Linear)" in message(Fragile(), marked(marks, 2))
+
+
+def test_masks_can_be_left_out() -> None:
+    class Mask(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.masked_fill(torch.tensor([False, True]), -torch.inf)
+
+    class Masked(Deep):
+        def __init__(self) -> None:
+            super().__init__(BreaksForward)
+            self.mask = Mask()
+
+        def forward(self, features: Tensor) -> Tensor:
+            x = super().forward(features)
+            return x + self.mask(torch.cat([x, x * 0], 1)).softmax(1)[:, :1] * 0
+
+    assert "first in the forward of 'mask' (Mask), at update 0" in message(Masked())
+    assert "first in the forward of 'middle.1.1'" in message(Masked(), ignore=["mask*"])
+
+
+def test_so_it_is_where_an_update_is_skipped_or_a_run_stopped(caplog: pytest.LogCaptureFixture) -> None:
+    marks = [GOOD] * 16
+    marks[6] = INPUT
+    found = []
+    for choice in ("skip", "stop"):
+        detect: dict[str, Any] = {"callbacks": [NonFiniteDetector()], "on_nonfinite": choice}
+        trainer = quiet(max_epochs=1, log_every="4 steps", **detect)
+        with caplog.at_level(logging.WARNING):
+            found.append(trainer.fit(Fragile(), marked(marks, 2)).stop_reason)
+    assert caplog.messages == [
+        "update 3 was not made: NaN or infinite on rank 0: 'loss'; first in the forward of 'net.0' (Linear)"
+    ]
+    assert "'loss' (from update 3); first in the forward of 'net.0' (Linear); " in found[1]
+
+
+def test_looking_changes_no_number() -> None:
+    tasks = []
+    for callbacks in ([], [NonFiniteDetector()]):
+        task = Deep(None)
+        quiet(max_epochs=2, callbacks=callbacks, gradient_accumulation_steps=2).fit(task, BATCHES)
+        tasks.append(weights(task))
+    assert tasks[0] == tasks[1]
+
+
+def _on_ranks(strategy: str) -> str:
+    marks = [GOOD] * 16
+    marks[14] = INPUT  # the second rank's in its fourth update
+    detect: dict[str, Any] = {"callbacks": [NonFiniteDetector()], "on_nonfinite": "stop"}
+    trainer = quiet(max_epochs=1, log_every="4 steps", strategy=strategy, devices=2, **detect)
+    return trainer.fit(Fragile(), marked(marks, 2)).stop_reason
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_of_several_ranks_the_one_that_broke_names_its_module(strategy: str) -> None:
+    first, second = run_distributed(_on_ranks, strategy)
+    what = "NaN or infinite at update 3 on rank 1: 'loss' (from update 3)"
+    assert first == second
+    assert first.startswith(f"{what}; first in the forward of 'net.0' (Linear); ")
+
+
+def test_what_cannot_be_looked_at_is_refused() -> None:
+    trainer = quiet(max_epochs=1, callbacks=[NonFiniteDetector(["net*", "nett*"])])
+    with pytest.raises(ConfigError, match=r"no module's name matches 'nett\*'"):
+        trainer.fit(Fragile(), BATCHES)
+    with pytest.raises(ConfigError, match="compile=False"):
+        quiet(compile=True, callbacks=[NonFiniteDetector()])
+    with pytest.raises(ConfigError, match=r"NonFiniteDetector\(ignore='mask'\)"):
+        NonFiniteDetector("mask")
