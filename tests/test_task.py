@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import UserDict, namedtuple
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from tests.support.tasks import NextToken, Regression, pairs, quiet
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules import module as torch_module
 
 from drivetrain import ConfigError, DataError, OptimizerConfig, StepOutput, TaskModule
 from drivetrain.task import StepModule, call_forward
@@ -45,6 +46,16 @@ class Starred(TaskModule):
 class Plain(TaskModule):
     def forward(self, image: Any) -> Any:
         return image
+
+
+class Learning(TaskModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+        self.heard = False
+
+    def forward(self, image: Tensor) -> Tensor:
+        return image * self.scale
 
 
 # What forward gets.
@@ -79,6 +90,60 @@ def test_forward_gets_what_its_parameters_say(task: TaskModule, batch: Any, expe
         assert all(mine is right for mine, right in zip(given, expected, strict=True))
     else:
         assert given is expected
+
+
+def global_hook(registered: Any) -> Callable[[nn.Module], Any]:
+    return lambda task: registered(lambda module, *_: heard(task) if module is task else None)
+
+
+def own_hook(name: str) -> Callable[[nn.Module], Any]:
+    return lambda task: getattr(task, name)(lambda *_: heard(task))
+
+
+def heard(task: Any) -> None:
+    task.heard = True
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        own_hook("register_forward_pre_hook"),
+        own_hook("register_forward_hook"),
+        own_hook("register_full_backward_hook"),
+        own_hook("register_full_backward_pre_hook"),
+        global_hook(torch_module.register_module_forward_pre_hook),
+        global_hook(torch_module.register_module_forward_hook),
+        global_hook(torch_module.register_module_full_backward_hook),
+        global_hook(torch_module.register_module_full_backward_pre_hook),
+    ],
+)
+@pytest.mark.parametrize("inputs", [{"image": ONE}, (ONE,), UserDict({"image": ONE}), ONE])
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # as no input has a gradient
+def test_hooks_on_a_task_see_its_forward(register: Callable[[nn.Module], Any], inputs: Any) -> None:
+    task = Learning()
+    handle = register(task)
+    try:
+        call_forward(task, inputs).sum().backward()
+    finally:
+        handle.remove()
+    assert task.heard
+
+
+def test_a_task_that_is_compiled_or_calls_itself_otherwise_is_called() -> None:
+    class Doubling(Plain):
+        def __call__(self, image: Any) -> Any:
+            return 2 * super().__call__(image)
+
+    assert torch.equal(call_forward(Doubling(), ONE), 2 * ONE)
+    task, graphs = Learning(), []
+
+    def backend(graph: Any, example: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    task.compile(backend=backend)
+    call_forward(task, ONE)
+    assert len(graphs) == 1
 
 
 def test_a_missing_column_is_an_error_that_lists_the_batchs_columns() -> None:

@@ -273,7 +273,7 @@ class Engine(ByName):
         """Within it the step of "validation", "test" or "predict" is run, without gradients."""
         self.synchronize_buffers()
         with self.step_module.evaluating(getattr(self.task, f"{stage}_step")) as run_step:
-            self._evaluate_step = self.model if self.strategy.sharded else run_step
+            self.evaluate_step = self.model if self.strategy.sharded else run_step
             yield
 
     def exchanged(self, write: bool = False) -> AbstractContextManager[Mapping[str, Optimizer]]:
@@ -290,12 +290,12 @@ class Engine(ByName):
     def evaluation_step(self, micro_batch: MicroBatch, number: int) -> StepValues:
         """One evaluation batch, the `number`-th of its loader; inside `evaluating`."""
         self.streams.seed_evaluation(number)
-        return read_output(self._evaluate_step(micro_batch.batch))
+        return read_output(self.evaluate_step(micro_batch.batch))
 
     def predict_step(self, batch: Batch, number: int) -> Any:
         """One batch's predictions, on the device; inside `evaluating("predict")`."""
         self.streams.seed_evaluation(number)
-        return self._evaluate_step(batch)
+        return self.evaluate_step(batch)
 
     def __enter__(self) -> Self:
         """The engine, which `with` tears down."""
@@ -316,7 +316,7 @@ class Engine(ByName):
             self.strategy.restore()
         self.memory.release()
         if hasattr(self, "step_module"):  # and not a wrapper, which holds on to a process group
-            self.model = self._run_step = self._evaluate_step = self.step_module
+            self.model = self._run_step = self.evaluate_step = self.step_module
         self.strategy.teardown()
 
     # A loop of your own.

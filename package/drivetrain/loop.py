@@ -256,10 +256,11 @@ def predict(run: Run, feed: Feed) -> Generator[Any, None, None]:
         run.evaluation = Evaluation(None, 0, feed.batches_per_epoch)
         run.call(hooks.on_evaluation_start)
         if engine.data_ranks.alone and engine.splitter is None and not hooks.on_evaluation_step_end:
-            step, evaluation = engine.predict_step, run.evaluation
+            seed, step, evaluation = engine.streams.seed_evaluation, engine.evaluate_step, run.evaluation
             for number, batch in enumerate(feed.batches()):
                 evaluation.batch = number
-                yield to_host(step(batch, number))
+                seed(number)
+                yield to_host(step(batch))
         else:
             yield from _predict_in_rounds(run, feed)
         run.call(hooks.on_evaluation_end)

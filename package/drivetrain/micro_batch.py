@@ -303,12 +303,12 @@ class MicroBatches:
         self, micro_batch: MicroBatch, number: int
     ) -> Iterator[tuple[MicroBatch, StepValues]]:
         """`Engine.evaluation_step` of a batch, or of its parts."""
-        run_step = self._engine._evaluate_step
+        run_step = self._engine.evaluate_step
         return self._each(micro_batch, number, lambda part: read_output(run_step(part.batch)), self._weigh)
 
     def predict_step(self, micro_batch: MicroBatch, number: int) -> Any:
         """What `Engine.predict_step` gives for a batch, of its parts put together, on the host."""
-        run_step, outputs, sizes = self._engine._evaluate_step, [], []
+        run_step, outputs, sizes = self._engine.evaluate_step, [], []
         for part, output in self._each(micro_batch, number, lambda part: to_host(run_step(part.batch)), None):
             outputs.append(output)
             sizes.append(part.samples)

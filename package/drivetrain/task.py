@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as _modules
 
 from drivetrain import later
 from drivetrain.data.batch import batch_size
@@ -306,16 +307,35 @@ _RESERVED = frozenset(
 )
 
 
+_CALL = nn.Module.__call__
+
+
 def call_forward(task: nn.Module, inputs: Any) -> Any:
     """`task(...)` on what `inputs` returned: a mapping by name, a tuple by position, or the only argument."""
+    # Without hooks all that nn.Module's call does is to call forward, for 0.7 us in every batch.
+    if (
+        type(task).__call__ is not _CALL
+        or task._compiled_call_impl is not None
+        or task._forward_pre_hooks
+        or task._forward_hooks
+        or task._backward_pre_hooks
+        or task._backward_hooks
+        or _modules._global_forward_pre_hooks
+        or _modules._global_forward_hooks
+        or _modules._global_backward_pre_hooks
+        or _modules._global_backward_hooks
+    ):
+        forward: Callable[..., Any] = task
+    else:
+        forward = task.forward
     kind = type(inputs)
     if kind is dict:
-        return task(**inputs)
+        return forward(**inputs)
     if kind is tuple:
-        return task(*inputs)
+        return forward(*inputs)
     if isinstance(inputs, Mapping):
-        return task(**{str(name): value for name, value in inputs.items()})
-    return task(inputs)
+        return forward(**{str(name): value for name, value in inputs.items()})
+    return forward(inputs)
 
 
 def measure_of(task: TaskModule) -> Measure:

@@ -159,8 +159,8 @@ def all_finite(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """For the tensors of each device and dtype, a vector that says of each whether all its numbers are
     finite; without a wait for the device.
 
-    On GPUs the largest magnitude tells: unlike the sum of squares it does not overflow, and torch's passes NaN
-    on, which that of other devices (XLA) may lose.
+    On GPUs the largest magnitude tells: unlike the sum of squares it does not overflow, and torch's passes
+    NaN on, which that of other devices (XLA) may lose.
     """
     groups: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
@@ -178,8 +178,8 @@ def all_finite(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def _finite_on_cpu(group: Sequence[Tensor]) -> Tensor:
-    """Of each tensor. torch adds up on a CPU some forty times as fast as it compares, and a finite sum has only
-    finite summands; one that is not may have overflowed.
+    """Whether each is. On a CPU torch adds up some forty times as fast as it compares, and a finite sum has
+    finite summands only; one that is not may have overflowed.
     """
     finite = torch.isfinite(torch.stack([each.sum() for each in group]))
     if finite.all():
