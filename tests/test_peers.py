@@ -152,6 +152,7 @@ def test_what_python_would_call_a_type_error_is_told_with_the_right_name(
     ("verb", "given", "ours"),
     [
         ("steps", "train_dataloaders", "called 'train_data'"),
+        ("fit", "train_dataloaders", "called 'train_data'"),
         ("steps", "val_dataloaders", "called 'validation_data'"),
         ("steps", "datamodule", "train_data, an object with train_data() and validation_data()"),
         ("steps", "ckpt_path", "called 'resume'"),

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.outcome import weights
-from tests.support.saving import at, let_writing_end, names, told, train
+from tests.support.saving import at, file_size_limit, let_writing_end, names, told, train
 
 from drivetrain import LambdaCallback
 from drivetrain.checkpoint import verify
@@ -143,17 +143,6 @@ def test_a_read_only_disk_that_becomes_writable_again(tmp_path: Path) -> None:
         assert names(place / "run") == ["index.json", "update-00000010", "update-00000012"]
     finally:
         subprocess.run(["umount", str(place)], check=True)
-
-
-@contextmanager
-def file_size_limit(size: int) -> Iterator[None]:
-    resource = pytest.importorskip("resource", reason="this system has no such limits")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_files_that_may_not_grow(tmp_path: Path) -> None:

@@ -81,6 +81,59 @@ class CombinedOptimizer(Optimizer):
         self._share()
 
 
+class Muon(torch.optim.Muon):
+    """torch's, also for matrices that are sharded over processes (`DTensor`).
+
+    What is orthogonalised is a whole matrix: every process gathers it, one matrix at a time, and takes its
+    own part of the update. Weights and momentum stay sharded.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update; returns the closure's value if there is one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        sharded = [
+            (parameter, parameter.grad, group)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if hasattr(parameter, "device_mesh") and parameter.grad is not None
+        ]
+        for parameter, _, _ in sharded:
+            parameter.grad = None  # torch leaves it out
+        try:
+            super().step()  # type: ignore[no-untyped-call]
+        finally:
+            for parameter, gradient, _ in sharded:
+                parameter.grad = gradient
+        for parameter, gradient, group in sharded:
+            self._step_sharded(parameter, gradient, group)
+        return loss
+
+    def _step_sharded(self, parameter: Any, gradient: Any, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        average, momentum = state["momentum_buffer"], group["momentum"]
+        average.lerp_(gradient, 1 - momentum)
+        direction = gradient.lerp(average, momentum) if group["nesterov"] else average
+        # torch's own update of zeros, by this direction alone, is what is to be added to the weights.
+        whole = nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype, device=gradient.device))
+        whole.grad = direction.full_tensor()
+        torch.optim.Muon(  # type: ignore[no-untyped-call]
+            [whole], **{**_settings(group), "weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
+        ).step()
+        replicated = type(gradient).from_local(whole.detach(), parameter.device_mesh)
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(replicated.redistribute(placements=parameter.placements))
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: group[name] for name in ("lr", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")}
+
+
 def _not_hidden(module: nn.Module) -> frozenset[nn.Parameter]:
     """The parameters of norms and embeddings, which are no hidden matrices whatever their shape."""
     embeddings = (each for each in module.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)))
@@ -165,7 +218,7 @@ def muon(
         "adjust_lr_fn": adjust_lr_fn,
     }
     common: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
-    parts: list[Optimizer] = [torch.optim.Muon(for_muon, **common, **muons)]
+    parts: list[Optimizer] = [Muon(for_muon, **common, **muons)]
     if for_adamw:
         parts.append(torch.optim.AdamW(for_adamw, **common, betas=betas, eps=eps, fused=fused))
     return CombinedOptimizer(parts)

@@ -218,7 +218,7 @@ class Trainer(ByName):
         """All arguments, for a log; objects are given by their text."""
         return {field.name: plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
-    # Not `by_name`, as the others are: that would be a frame more above every step.
+    @by_name(FIT_ARGUMENTS)
     def fit(
         self, task: TaskModule, train_data: Any, validation_data: Any = None, *, resume: str | None = None
     ) -> FitResult:

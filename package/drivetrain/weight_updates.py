@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigError
 from drivetrain.float32_copies import Copies, KeptCopies, PassingCopies, of_16_bits, place_of
-from drivetrain.muon import CombinedOptimizer
+from drivetrain.muon import CombinedOptimizer, Muon
 from drivetrain.optimizer_state import WEIGHT_UPDATES
 from drivetrain.progress import Progress
 from drivetrain.streams import ROUNDING, mix
@@ -236,4 +236,4 @@ def _by_parameter(optimizer: Optimizer) -> bool:
     """Whether it may be given its parameters part by part, as torch's own, which count for each by itself."""
     if isinstance(optimizer, CombinedOptimizer):
         return all(map(_by_parameter, optimizer.parts))
-    return type(optimizer).__module__.startswith("torch.optim.")
+    return isinstance(optimizer, Muon) or type(optimizer).__module__.startswith("torch.optim.")

@@ -4,11 +4,11 @@ import os
 import shutil
 import subprocess
 import threading
-from contextlib import contextmanager
 
 import pytest
 import torch
 from tests.support.outcome import weights
+from tests.support.saving import file_size_limit
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -103,17 +103,6 @@ def test_a_run_on_a_full_disk_says_what_to_do_and_goes_on_once_there_is_room(
     filler.unlink()
     resumed = train(run, asynchronous=asynchronous)
     assert resumed == train(tmp_path / "undisturbed")
-
-
-@contextmanager
-def file_size_limit(size):
-    resource = pytest.importorskip("resource", reason="this system has no such limits")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_file_that_may_not_grow_leaves_what_was_there(tmp_path):

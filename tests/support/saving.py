@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tests.support.tasks import quiet
 from torch import Tensor, nn
@@ -85,3 +86,15 @@ def told(expected: str, besides: str | None = None) -> Iterator[list[str]]:
         found.remove(next(each for each in found if besides in each))
     assert len(found) == 1, found
     assert expected in found[0]
+
+
+@contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """No file of this process may grow beyond so many bytes."""
+    resource = pytest.importorskip("resource", reason="this system has no such limits")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
