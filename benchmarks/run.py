@@ -19,13 +19,10 @@ from pathlib import Path
 
 import torch
 
-import gpu
-import parts
 from peers import ROSTER, installed
 from plots import plot
 from report import Report
-from rows import ROWS
-from sections import CALLS, CHECKPOINTS, SECTIONS, SEVERAL, STARTS, Plan
+from sections import SECTIONS, Plan, choices
 from workloads import CLOCKS, Clock
 
 HERE = Path(__file__).parent
@@ -44,11 +41,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
 
 def list_rows() -> None:
     """Print what there is to choose from."""
-    for row in ROWS:
-        print(f"{row.table}: {row.name}")
-    for title in (CALLS, parts.TITLE, STARTS, SEVERAL, CHECKPOINTS):
-        print(title)
-    print(f"{gpu.TITLE}: {gpu.ROW}")
+    print("\n".join(choices()))
     print(f"\ncontestants: {', '.join(ROSTER)}")
     print(f"installed: {', '.join(installed())}")
 
@@ -75,6 +68,10 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # the libraries' own, of one another
     plan = plan_of(arguments)
+    unknown = [text for text in arguments.only if not any(text.lower() in row.lower() for row in choices())]
+    if unknown:
+        listed = "\n  ".join(choices())
+        parser.error(f"no row has {unknown[0]!r} in its table or name; there are\n  {listed}")
     Clock.read = CLOCKS[plan.clock]
     command = shlex.join(["python", "benchmarks/run.py", *(sys.argv[1:] if argv is None else argv)])
     report = Report(arguments.output, command)

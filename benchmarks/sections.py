@@ -149,11 +149,12 @@ def _calls(there: Turns, names: list[str]) -> Table:
 
 
 STARTS = "Start"
+_STARTED = "import, first update, memory"
 
 
 def first_steps(plan: Plan) -> Iterator[Table]:
     """Imports, the first update, memory."""
-    if not plan.wants(STARTS, "import, first update, memory"):
+    if not plan.wants(STARTS, _STARTED):
         return
     found = starts(plan.names, plan.starts, plan.clock == "cpu")
     hand = found[HAND]
@@ -180,11 +181,12 @@ def first_steps(plan: Plan) -> Iterator[Table]:
 
 
 CHECKPOINTS = "Checkpoints"
+_SAVED = ["throughput", "stall"]
 
 
 def checkpoints(plan: Plan) -> Iterator[Table]:
     """Saving, waiting for an asynchronous save, loading; see `checkpoint.py`, which measures more."""
-    wanted = [part for part in ("throughput", "stall") if plan.wants(CHECKPOINTS, part)]
+    wanted = [part for part in _SAVED if plan.wants(CHECKPOINTS, part)]
     table = Table(
         CHECKPOINTS,
         f"{plan.gigabytes:g} GB of a GPT's weights and AdamW's state; medians of {plan.saves} rounds.",
@@ -218,15 +220,12 @@ def _saved(plan: Plan, part: str) -> list[dict[str, Any]]:
 
 
 SEVERAL = "Two processes"
+_CASES = [each for each in distributed.CASES if each.strategy in ("ddp", "fsdp") and not each.weighted]
 
 
 def several(plan: Plan) -> Iterator[Table]:
     """DDP and FSDP on two processes of this machine; see `distributed.py`, which measures more."""
-    cases = [
-        case
-        for case in distributed.CASES
-        if case.strategy in ("ddp", "fsdp") and not case.weighted and plan.wants(SEVERAL, case.name)
-    ]
+    cases = [case for case in _CASES if plan.wants(SEVERAL, case.name)]
     names = [each for each in plan.names if each in (HAND, OURS, "Lightning Fabric", "Accelerate")]
     table = Table(
         SEVERAL,
@@ -260,3 +259,18 @@ def on_gpu(plan: Plan) -> Iterator[Table]:
 
 SECTIONS: list[Callable[[Plan], Iterator[Table]]] = [first_steps, several, turns, where, checkpoints, on_gpu]
 """In their order: two processes are forked, and so they come while nothing but torch is imported here."""
+
+
+def choices() -> list[str]:
+    """All that `Plan.only` may choose from, as table and row."""
+    taking_turns = [(row.table, row.name) for row in ROWS]
+    others = {
+        CALLS: _COUNTED,
+        parts.TITLE: _TAKEN_APART,
+        STARTS: [_STARTED],
+        SEVERAL: [each.name for each in _CASES],
+        CHECKPOINTS: _SAVED,
+        gpu.TITLE: [gpu.ROW],
+    }
+    more = [(table, name) for table, names in others.items() for name in names]
+    return [f"{table}: {name}" for table, name in [*taking_turns, *more]]

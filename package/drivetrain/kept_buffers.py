@@ -11,27 +11,35 @@ class KeptBuffers:
     """Copies of the buffers of a module, and where in it they stood."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+        self._module: nn.Module | None = None
+        self._places: list[tuple[nn.Module, str, Tensor | None]] = []
+        self._tensors: list[Tensor] = []
+        self._copies: list[Tensor] = []
 
     def keep(self, module: nn.Module) -> None:
         """Copy them as they are now; those that are still lazy have no values."""
-        # Where they stand goes along: a forward may put another tensor in a buffer's place.
-        found = [
-            (owner, name, buffer)
-            for owner in module.modules()
-            for name, buffer in owner._buffers.items()
-            if buffer is not None and not is_lazy(buffer)
+        # Where they stand goes along: a forward may put another tensor in the place of one, or of none.
+        self._places = [
+            (owner, name, buffer) for owner in module.modules() for name, buffer in owner._buffers.items()
         ]
-        if [id(buffer) for _, _, buffer in found] != [id(buffer) for _, _, buffer, _ in self._kept]:
-            self._kept = [(*each, each[2].detach().clone()) for each in found]
-            return
-        if found:
+        tensors = [each for *_, each in self._places if each is not None and not is_lazy(each)]
+        if [id(each) for each in tensors] != [id(each) for each in self._tensors]:
+            self._copies = [each.detach().clone() for each in tensors]
+        elif tensors:
             with torch.no_grad():
-                torch._foreach_copy_([copy for *_, copy in self._kept], [buffer for *_, buffer in found])
+                torch._foreach_copy_(self._copies, tensors)
+        self._module, self._tensors = module, tensors
 
     def put_back(self) -> None:
-        """Make them what they were, where they were."""
+        """Make them what they were, where they were; those that were registered since are gone."""
+        if self._module is None:
+            return
+        stood = {(id(owner), name) for owner, name, _ in self._places}
+        for owner in self._module.modules():
+            for name in [name for name in owner._buffers if (id(owner), name) not in stood]:
+                delattr(owner, name)
+        for owner, name, buffer in self._places:
+            owner._buffers[name] = buffer
         with torch.no_grad():
-            for owner, name, buffer, copy in self._kept:
-                buffer.copy_(copy)
-                owner._buffers[name] = buffer
+            for tensor, copy in zip(self._tensors, self._copies, strict=True):
+                tensor.copy_(copy)

@@ -37,6 +37,18 @@ def test_the_list_names_the_rows_and_who_is_installed(capsys: pytest.CaptureFixt
     assert "installed: hand-written, drivetrain" in printed
 
 
+def test_rows_that_nobody_has_are_refused_with_all_there_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--only", "clipping", "nosuchrow", "--output", str(tmp_path)])
+    assert ended.value.code == 2
+    printed = capsys.readouterr().err
+    assert "no row has 'nosuchrow'" in printed
+    assert "Evaluation and prediction, a batch: prediction" in printed
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_was_found_before_a_run_was_stopped_is_there(tmp_path: Path) -> None:
     report = Report(tmp_path, "python benchmarks/run.py")
     table = Table("First", "seconds", "", [HAND, OURS], [("row", [Cell("1.0", 1.0), NONE])], ["A note."])
