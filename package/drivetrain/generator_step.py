@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.data import Everywhere, MicroBatch
+from drivetrain.errors import StrategyError
 from drivetrain.metrics import Row
 from drivetrain.step_output import read_output
 from drivetrain.window import (
@@ -55,7 +56,10 @@ def generator_step(
             if engine._train_metrics is not None and not micro_batch.stand_in:
                 keep_for_metrics(engine, outputs, micro_batch.batch, own_seen)
         engine.strategy.synchronize(updater.parameters)
-        stepped, norm = engine._update(updater, own)
+        try:
+            stepped, norm = engine._update(updater, own)
+        except StrategyError as error:
+            raise StrategyError(f"optimizer {name!r}: {error}") from error
         applied = applied or stepped
         if stepped or engine.gate is None:
             rows += own

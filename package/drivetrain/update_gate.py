@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 IN_A_ROW = 100
-"""Updates in a row that are not made for a NaN or an infinity, after which the run ends with an error; as
-many as may overflow in a row under a loss scale."""
+"""Updates in a row that are not made for a NaN or an infinity, after which the run ends with an error."""
 
 Refusal = Callable[[Updater, Sequence[Row]], bool]
 """Whether an update is not to be made, given its optimizer and the scalars of its micro-batches. It is asked

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from tests.support.tasks import FEATURES, Regression, quiet
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import LambdaCallback
+from drivetrain import LambdaCallback, OptimizerConfig, StrategyError, TaskModule
 from drivetrain.strategies.ddp import DDP
 from drivetrain.strategies.fsdp import FSDP
 from drivetrain.testing.distributed import run_distributed
@@ -93,3 +95,28 @@ def test_the_search_for_the_scale_takes_two_ranks_one_more_update(
     for _, scales in run_distributed(halved, kind, 4, 1, size):
         assert sum(not applied for applied, _ in scales) == skipped + 1
         assert scales[-1][1] == alone[-1][1] / 2
+
+
+class OneOverflows(TaskModule):
+    """Two optimizers, of which the second can make no update, whatever the loss scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.good, self.bad = nn.Linear(2, 1), nn.Linear(2, 1)
+
+    def training_step(self, batch: Tensor) -> Iterator[tuple[str, Tensor]]:
+        yield "good", self.good(batch).square().mean()
+        yield "bad", (self.bad(batch).sum() * 0).sqrt()  # of 0, where its gradient is infinite
+
+    def configure_optimizers(self) -> Any:
+        return {name: OptimizerConfig("sgd", lr=0.01) for name in ("good", "bad")}
+
+
+def test_an_optimizer_that_always_overflows_ends_the_run_before_others_stop_learning() -> None:
+    moved: list[Tensor] = []
+    note = LambdaCallback(on_step_end=lambda run: moved.append(run.task.good.weight.detach().clone()))
+    batches = list(torch.randn(60, 4, 2, generator=torch.Generator().manual_seed(0)))
+    with pytest.raises(StrategyError, match="optimizer 'bad': gradients overflow however small"):
+        quiet(max_epochs=1, precision="16-mixed", callbacks=[note]).fit(OneOverflows(), batches)
+    assert len(moved) > 20
+    assert all(not torch.equal(one, after) for one, after in pairwise(moved[-15:]))

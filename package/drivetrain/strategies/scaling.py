@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 
 from drivetrain.errors import StrategyError
 
-_OVERFLOWS_IN_A_ROW = 100
-"""Skipped updates in a row for which no loss scale can be the cause: 2**16 halved 100 times is 5e-26."""
+_SMALLEST = 2.0**-14
+"""The smallest number of float16 that has all its digits. A smaller scale takes digits from the gradient of
+the loss itself, and with several optimizers from those of all that do not overflow."""
 
 
 class _Scaler(torch.amp.GradScaler):
@@ -48,7 +49,6 @@ class LossScale:
     def __init__(self, device: torch.device, agree: Callable[[Tensor], None] | None = None) -> None:
         self._scaler = _Scaler(device.type)
         self._agree = agree
-        self._overflows = 0
         # It makes its scale when it first sees a loss; an update of weight zero shows it none.
         self._scaler.scale(torch.zeros((), device=device))
 
@@ -69,7 +69,7 @@ class LossScale:
         """Whether the unscaled gradients overflowed, after which the scale grows or shrinks; one host sync.
 
         Raises:
-            StrategyError: So many in a row that the scale cannot be the cause.
+            StrategyError: They did under the smallest scale.
         """
         # GradScaler.step would hide whether it stepped, and has fused optimizers decide on the device.
         found = list(self._scaler._found_inf_per_device(optimizer).values())
@@ -77,12 +77,11 @@ class LossScale:
             for each in found:
                 self._agree(each)
         overflowed = any(bool(each.item()) for each in found)
-        self._overflows = self._overflows + 1 if overflowed else 0
-        if self._overflows >= _OVERFLOWS_IN_A_ROW:
+        if overflowed and self._scaler.get_scale() <= _SMALLEST:
             raise StrategyError(
-                f"{_OVERFLOWS_IN_A_ROW} updates in a row were skipped because gradients overflowed; the loss"
-                f" scale is down to {self._scaler.get_scale():g}, so the scale is not the cause. Use"
-                " 'bf16-mixed', a lower learning rate, or look for infinities in the model"
+                f"gradients overflow however small the loss scale: it is down to {_SMALLEST:g}, so the scale"
+                " is not the cause. Use 'bf16-mixed', a lower learning rate, or look for infinities in the"
+                " model"
             )
         # Before another optimizer's backward, which then has the new scale: so one optimizer may step more
         # than once in an update, and an overflow of the first does not reach the second.
