@@ -39,7 +39,11 @@ def generator_step(
     while bodies:
         yielded = [engine._run_step(body) for body in bodies]
         if any(isinstance(each, Returned) for each in yielded):
-            rows += returned_rows(yielded, pairs)
+            returned = returned_rows(yielded, pairs)
+            if dropped:  # they may be made of what was refused
+                dropped += returned
+            else:
+                rows += returned
             break
         name, losses = same_optimizer(yielded, engine.updaters)
         updater = engine.updaters[name]
@@ -60,6 +64,8 @@ def generator_step(
         if stepped or engine.gate is None:
             rows += own
             seen += own_seen
+            if engine.gate is not None:  # a refusal after this leaves what the step was made with
+                engine.gate.begin()
         else:  # what was refused, of this optimizer alone perhaps, is in no average
             dropped += own
     result = engine._finish(micro_batches, rows, applied, norm, seen, total)

@@ -31,7 +31,9 @@ class KeptBuffers:
 
     def put_back(self) -> None:
         """Make them what they were, where they were."""
+        # As `data`, or autograd would take the graph of a loss that is still to be led back, such as one that a
+        # generator step yields next, for one whose numbers were changed.
         with torch.no_grad():
             for owner, name, buffer, copy in self._kept:
-                buffer.copy_(copy)
+                buffer.data.copy_(copy)
                 owner._buffers[name] = buffer
