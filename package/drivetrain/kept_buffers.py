@@ -13,12 +13,18 @@ class KeptBuffers:
     def __init__(self) -> None:
         self._kept: list[tuple[nn.Module, str, Tensor, Tensor]] = []
 
-    def keep(self, module: nn.Module) -> None:
-        """Copy them as they are now; those that are still lazy have no values."""
+    def keep(self, module: nn.Module, but: type[nn.Module] | None = None) -> None:
+        """Copy them as they are now; those that are still lazy have no values.
+
+        Args:
+            module: Whose.
+            but: Modules whose own buffers are left out.
+        """
         # Where they stand goes along: a forward may put another tensor in a buffer's place.
         found = [
             (owner, name, buffer)
             for owner in module.modules()
+            if but is None or not isinstance(owner, but)
             for name, buffer in owner._buffers.items()
             if buffer is not None and not is_lazy(buffer)
         ]
@@ -31,8 +37,8 @@ class KeptBuffers:
 
     def put_back(self) -> None:
         """Make them what they were, where they were."""
-        # As `data`, or autograd would take the graph of a loss that is still to be led back, such as one that a
-        # generator step yields next, for one whose numbers were changed.
+        # As `data`, or autograd would refuse the graph of a loss that is still to be led back, such as one
+        # that a generator step yields next: its numbers would have changed.
         with torch.no_grad():
             for owner, name, buffer, copy in self._kept:
                 buffer.data.copy_(copy)
