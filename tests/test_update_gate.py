@@ -164,6 +164,116 @@ def test_of_several_optimizers_each_is_skipped_for_itself() -> None:
     assert all(map(math.isfinite, result.metrics.values()))
 
 
+class Rivals(TaskModule):
+    """Two networks with a batch norm each, of which the second is lost in the batches that say so.
+
+    Args:
+        first: Whether it is the first that is lost.
+    """
+
+    def __init__(self, first: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
+        self.two = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+        self.first = first
+
+    def training_step(self, batch: Any) -> Any:
+        middle = self.one(batch["x"])
+        one = (middle - 1).square().mean()
+        yield "one", one * batch["factor"] if self.first else one
+        two = (self.two(middle if self.first else batch["x"]) - 1).square().mean()
+        yield "two", two if self.first else two * batch["factor"]
+        return {"total_loss": one.detach() + (two * batch["factor"]).detach()}
+
+    def configure_optimizers(self) -> Any:
+        return {"one": OptimizerConfig("sgd", lr=0.1), "two": OptimizerConfig("sgd", lr=0.1)}
+
+
+def rivalry(count: int = 6, bad: int = 2) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    factors = [torch.tensor(torch.nan if index == bad else 1.0) for index in range(count)]
+    return [{"x": torch.randn(4, 3, generator=generator), "factor": each} for each in factors]
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_the_buffers_of_an_optimizer_that_has_stepped_stay(first: bool) -> None:
+    moved = Rivals(first)
+    result = skipping(log_every="1 step").fit(moved, rivalry())
+    assert result.progress.updates == 6
+    counts = moved.one[0].num_batches_tracked, moved.two[0].num_batches_tracked
+    assert counts == ((5, 6) if first else (6, 5))
+
+
+def test_a_loss_may_be_led_back_through_what_was_put_back() -> None:
+    class Shared(Rivals):
+        def training_step(self, batch: Any) -> Any:
+            fake = self.one(batch["x"])
+            yield "two", self.two(fake.detach()).square().mean() * batch["factor"]
+            yield "one", self.two(fake).square().mean()
+
+    watch, task = LeftBehind(), Shared()
+    skipping(callbacks=[watch]).fit(task, rivalry())
+    assert watch.applied == [True] * 6
+    assert all(bool(each.isfinite().all()) for each in task.state_dict().values())
+
+
+def test_what_a_step_returns_after_a_refusal_is_in_no_average() -> None:
+    class Totals(Callback):
+        def on_fit_start(self, run: Run) -> None:
+            self.seen: list[bool] = []
+
+        def on_log(self, run: Run) -> None:
+            self.seen.append("train/total_loss" in run.logged)
+
+    seen = Totals()
+    result = skipping(log_every="1 step", callbacks=[seen]).fit(Rivals(), rivalry())
+    assert seen.seen[:6] == [True, True, False, True, True, True]
+    assert math.isfinite(result.metrics["train/total_loss"])
+
+
+class Turned(TaskModule):
+    """Has complex weights, and may have a loss that is finite and a gradient that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(3, 1, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(self.weight.dtype) @ self.weight).abs()
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return (outputs - 1).square().mean() + (outputs * batch["zero"]).square().sum().sqrt() * batch["on"]
+
+    def configure_optimizers(self) -> Any:
+        return OptimizerConfig("sgd", lr=0.1)
+
+
+def turned(bad: int = 3) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {
+            "x": torch.rand(4, 3, generator=generator),
+            "zero": torch.tensor(float(index != bad)),
+            "on": torch.tensor(float(index == bad)),
+        }
+        for index in range(6)
+    ]
+
+
+def test_complex_numbers_are_looked_at(tmp_path: Path) -> None:
+    watch, task = LeftBehind(), Turned()
+    skipping(callbacks=[watch], max_grad_norm=1.0).fit(task, turned())
+    assert watch.applied == [True, True, True, False, True, True]
+    assert watch.changed == {3: []}
+    assert bool(task.weight.isfinite().all())
+    policy = CheckpointConfig(every="1 step", keep_last=9, best=0, by=None)
+    with pytest.raises(NonFiniteError, match="after update 3 on rank 0: the weights 'weight'"):
+        quiet(max_epochs=1, checkpoint=policy, run_dir=tmp_path).fit(Turned(), turned())
+    assert max(each.name for each in (tmp_path / "checkpoints").iterdir()) == "update-00000003"
+
+
 class Sparse(TaskModule):
     def __init__(self) -> None:
         super().__init__()
@@ -193,6 +303,9 @@ def test_a_large_gradient_is_finite() -> None:
     assert all(bool(each.all()) for each in all_finite([large, torch.zeros(2, dtype=torch.float64)]))
     (found,) = all_finite([large, torch.tensor([1.0, -torch.inf]), torch.tensor([torch.nan])])
     assert found.tolist() == [True, False, False]
+    many = torch.full((2,), complex(3e38, 3e38)), torch.tensor([complex(1, torch.nan)]).conj()
+    (found,) = all_finite(many)
+    assert found.tolist() == [True, False]
 
 
 # Every window has a batch of each rank; the bad one is once that of the first, and then of the second.

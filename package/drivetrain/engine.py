@@ -138,8 +138,7 @@ class Engine(ByName):
         self.compilation.add(task)
         if training:
             self.memory.add(task)
-        self._train_metrics = metrics if metrics else None
-        self._interleaved = is_interleaved(task)
+        self._train_metrics, self._interleaved = metrics or None, is_interleaved(task)
         if not training:
             self._take(self.strategy.prepare(self.step_module, None, self._in_use.precision))
             return
@@ -208,12 +207,15 @@ class Engine(ByName):
                 strategy.microbatch(self.model, micro_batch is pairs[-1][0])
             if total is not None and micro_batch.everywhere is None:
                 micro_batch = self._spare.instead_of(micro_batch)
+            if micro_batch.stand_in:
+                rows.append(self._spare.run(self, micro_batch, scale))
+                continue
             loss, names, values, outputs = read_output(run_step(micro_batch.batch))
             if loss is None or values is None or not loss.requires_grad:
                 raise no_loss(self.task, loss)
             strategy.backward(loss, scale)
             rows.append((names, values, micro_batch.weight))
-            if self._train_metrics is not None and not micro_batch.stand_in:
+            if self._train_metrics is not None:
                 keep_for_metrics(self, outputs, micro_batch.batch, seen)
         learns = bool(pairs) if self.splitter is None else self.splitter.complete(seen)
         applied, norm = self._update(self._only, rows) if learns else (False, None)
@@ -234,8 +236,10 @@ class Engine(ByName):
         # What Optimizer.zero_grad does, without its profiling range (6 us).
         for parameter in self._parameters:
             parameter.grad = None
-        if not applied and not refused:
-            self.refuse_nonfinite(rows, self.progress.updates, strategy.rank)
+        if not applied:
+            self._spare.drop()
+            if not refused:
+                self.refuse_nonfinite(rows, self.progress.updates, strategy.rank)
         return applied, norm
 
     def _finish(
@@ -247,8 +251,7 @@ class Engine(ByName):
         seen: list[Any],
         total: Everywhere | None,
     ) -> StepResult:
-        progress = self.progress
-        update = progress.updates
+        progress, update = self.progress, self.progress.updates
         for micro_batch in micro_batches:
             progress.position += micro_batch.advance
         for counted in micro_batches if total is None else (total,):

@@ -38,9 +38,16 @@ def generator_step(
     dropped: list[Row] = []
     applied, norm = False, None
     while bodies:
-        yielded = [engine._run_step(body) for body in bodies]
+        yielded = [
+            _stood_in(engine, body) if micro_batch.stand_in else engine._run_step(body)
+            for body, (micro_batch, _) in zip(bodies, pairs, strict=True)
+        ]
         if any(isinstance(each, Returned) for each in yielded):
-            rows += returned_rows(yielded, pairs)
+            returned = returned_rows(yielded, pairs)
+            if dropped:  # they may be made of what was refused
+                dropped += returned
+            else:
+                rows += returned
             break
         name, losses = same_optimizer(yielded, engine.updaters)
         updater = engine.updaters[name]
@@ -51,7 +58,11 @@ def generator_step(
             if loss is None or values is None or not loss.requires_grad:
                 raise no_loss(engine.task, loss)
             # Only this optimizer's parameters get gradients, whatever else the loss depends on.
-            engine.strategy.backward(loss, scale, updater.parameters)
+            if micro_batch.stand_in:
+                with engine._spare.without_trace(engine):
+                    engine.strategy.backward(loss, scale, updater.parameters)
+            else:
+                engine.strategy.backward(loss, scale, updater.parameters)
             own.append((tuple(named(name, each) for each in names), values, micro_batch.weight))
             if engine._train_metrics is not None and not micro_batch.stand_in:
                 keep_for_metrics(engine, outputs, micro_batch.batch, own_seen)
@@ -64,8 +75,15 @@ def generator_step(
         if stepped or engine.gate is None:
             rows += own
             seen += own_seen
+            if engine.gate is not None:  # a refusal after this leaves what the step was made with
+                engine.gate.begin()
         else:  # what was refused, of this optimizer alone perhaps, is in no average
             dropped += own
     result = engine._finish(micro_batches, rows, applied, norm, seen, total)
     result.rows = [*rows, *dropped]
     return result
+
+
+def _stood_in(engine: Engine, body: Any) -> Any:
+    with engine._spare.without_trace(engine):
+        return engine._run_step(body)

@@ -50,11 +50,11 @@ class UpdateGate:
         self._refusals.append(refusal)
 
     def begin(self) -> None:
-        """Before the forward of an update."""
+        """Before the forward of an update; of a generator step also after each optimizer's step."""
         self._buffers.keep(self._task)
 
     def refuses(self, updater: Updater, rows: Sequence[Row]) -> bool:
-        """Whether the update is not to be made; then the buffers are as they were before it."""
+        """Whether the update is not to be made; then the buffers are as they were at `begin`."""
         refused = any(each(updater, rows) for each in self._refusals)
         if refused:
             self._buffers.put_back()
@@ -165,6 +165,8 @@ def all_finite(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     for tensor in tensors:
         local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         local = local._values() if local.layout is torch.sparse_coo else local
+        if local.is_complex():  # the magnitude of a finite one may overflow
+            local = torch.view_as_real(local.detach().resolve_conj())
         if local.numel() and local.is_floating_point() and local.itemsize > 1:
             groups.setdefault((local.device, local.dtype), []).append(local.detach())
     for (device, _), group in groups.items():

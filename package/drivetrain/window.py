@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drivetrain.data import Everywhere, MicroBatch, Transfer, to_host
 from drivetrain.distributed.ranks import Ranks
 from drivetrain.errors import ConfigError, nearest
+from drivetrain.kept_buffers import KeptBuffers
 from drivetrain.metrics import MetricBuffer, Row
 from drivetrain.step_output import read_output
 from drivetrain.types import Batch, StepOutput
@@ -103,6 +105,7 @@ class Spare:
         self.bad = 0
         self._transfer = transfer
         self._held: MicroBatch | None = None
+        self._buffers = KeptBuffers()
 
     def lacks(self, micro_batches: Sequence[MicroBatch]) -> bool:
         """Whether nothing here weighed something yet, in this window or before."""
@@ -128,6 +131,43 @@ class Spare:
             return micro_batch
         held = micro_batch if self._held is None else self._held
         return micro_batch._replace(batch=held.batch, host=held.host, stand_in=True)
+
+    def drop(self) -> None:
+        """Hold nothing any more: an update was not made, perhaps for what is held, whose loss may be NaN."""
+        self._held = None
+
+    def run(self, engine: Engine, micro_batch: MicroBatch, share: float | Tensor | None) -> Row:
+        """Forward and backward of a micro-batch that stands in, and its scalars.
+
+        Raises:
+            ConfigError: The step gave no loss to optimise.
+        """
+        with self.without_trace(engine):
+            loss, names, values, _ = read_output(engine._run_step(micro_batch.batch))
+            if loss is None or values is None or not loss.requires_grad:
+                raise no_loss(engine.task, loss)
+            engine.strategy.backward(loss, share)
+        return names, values, micro_batch.weight
+
+    @contextmanager
+    def without_trace(self, engine: Engine) -> Iterator[None]:
+        """Within it what stands in is run, of which nothing is to stay: which batch it is, and so whether its
+        loss is finite, must not matter, and a resumed run may have another.
+
+        Buffers are as they were before. Gradients are zeros before they are added to those of others, as a
+        share of zero of NaN would be NaN; but for strategies that shard parameters and have gradients past
+        autograd's leaves.
+        """
+        # The statistics of SyncBatchNorm are of all processes, which would not have them alike any more.
+        self._buffers.keep(engine.task, but=nn.SyncBatchNorm)
+        trained = [each for each in engine._parameters if each.requires_grad]
+        handles = [each.register_hook(torch.zeros_like) for each in trained]  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for each in handles:
+                each.remove()
+            self._buffers.put_back()
 
 
 def bad_batches(engine: Engine, micro_batches: Sequence[MicroBatch]) -> int:
