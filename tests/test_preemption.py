@@ -250,11 +250,13 @@ from drivetrain import CheckpointConfig, LambdaCallback, Trainer
 
 def act(run):
     if run.progress.updates >= 3:
-        open(f"training-{run.engine.strategy.rank}", "w").close()
+        with open(f"pid-{run.engine.strategy.rank}", "w") as file:
+            file.write(str(os.getpid()))
+        os.replace(file.name, f"training-{run.engine.strategy.rank}")
     time.sleep(0.03)
 
 def slow(run):
-    if run.stop_reason and os.environ.get("SLOW"):
+    if run.stop_reason and os.environ.get("SLOW") and run.engine.strategy.rank == size - 1:
         time.sleep(float(os.environ["SLOW"]))
 
 size = int(sys.argv[1])
@@ -360,6 +362,18 @@ def test_the_deadline_ends_a_program_whose_save_takes_too_long() -> None:
     Trainer(run_dir="run", max_steps=saved_at(Path("run")) + 1, progress_bar=False, loggers=()).fit(
         Regression(), pairs(24), resume="auto"
     )
+
+
+@needs_gloo
+def test_the_deadline_of_one_rank_names_the_newest_checkpoint_on_the_last_line() -> None:
+    def send(pid: int) -> None:
+        os.kill(int(Path("training-1").read_text(encoding="utf-8")), signal.SIGTERM)
+
+    code, errors, _ = ended(send, ["2", "ddp", "2", "0"], SLOW="30")
+    assert code == 75, errors
+    assert errors[-1].startswith("drivetrain: ended by SIGTERM: a process failed before all was saved: the fit")
+    assert "the newest checkpoint is" in errors[-1]
+    assert errors[-1].endswith("exit code 75")
 
 
 def test_a_second_signal_ends_a_program_at_once() -> None:

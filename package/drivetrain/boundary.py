@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from drivetrain.data.worker_ends import note_on
+from drivetrain.data.worker_signals import Telling
 from drivetrain.distributed.doing import doing_when
 from drivetrain.distributed.failure import FailureChannel
 from drivetrain.distributed.failure_wire import Cause
@@ -61,7 +62,7 @@ def boundary(trainer: Trainer, run: Run) -> Iterator[None]:
     # The last to be registered is the first to be called: before the process group is ended.
     atexit.unregister(_leave_loops)
     atexit.register(_leave_loops)
-    with ExitStack() as stack:
+    with Telling() as telling, ExitStack() as stack:
         stack.callback(_let_go, run)
         stack.enter_context(run.ledger)
         stack.callback(run.engine.teardown)
@@ -87,25 +88,29 @@ def boundary(trainer: Trainer, run: Run) -> Iterator[None]:
                 raise
             raise
         except BaseException as error:
-            if is_out_of_memory(error):
-                error.add_note(f"drivetrain: {_what_helps(run)}")
-            if (note := note_on(error)) is not None:
-                error.add_note(f"drivetrain: {note}")
-            is_agreed = error is run.stopping.ending  # raised by all ranks
-            if channel is not None and not is_agreed:  # before anything that waits for the others
-                channel.report(error)
-                if isinstance(error, SystemExit) and not error.code:
-                    error.code = 1  # the others have failed for it
-            elif not is_agreed and run.engine.ranks.size == 1:
-                record(
-                    Cause.of_error(
-                        0, ", ".join(filter(None, (_place(run), doing_when(error)))), error
-                    ).failure()
-                )
-            _report(trainer, run, error)
-            if is_agreed:
-                _end_together(trainer, run, closing)
+            telling.begin()
+            _tell(trainer, run, error, channel, closing)
             raise
+
+
+def _tell(
+    trainer: Trainer, run: Run, error: BaseException, channel: FailureChannel | None, closing: ExitStack
+) -> None:
+    """An error that ends a run: to the other ranks, to who reads it, and to the callbacks."""
+    if is_out_of_memory(error):
+        error.add_note(f"drivetrain: {_what_helps(run)}")
+    if (note := note_on(error)) is not None:
+        error.add_note(f"drivetrain: {note}")
+    is_agreed = error is run.stopping.ending  # raised by all ranks
+    if channel is not None and not is_agreed:  # before anything that waits for the others
+        channel.report(error)
+        if isinstance(error, SystemExit) and not error.code:
+            error.code = 1  # the others have failed for it
+    elif not is_agreed and run.engine.ranks.size == 1:
+        record(Cause.of_error(0, ", ".join(filter(None, (_place(run), doing_when(error)))), error).failure())
+    _report(trainer, run, error)
+    if is_agreed:
+        _end_together(trainer, run, closing)
 
 
 def _let_go(run: Run) -> None:

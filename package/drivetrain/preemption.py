@@ -206,7 +206,10 @@ class Preemption:
         if stopping.exit_code is not None and ranks is not None:
             ranks.agreed_code = stopping.exit_code
         if isinstance(error, RankFailure) and stopping.exit_code == EXIT_REQUEUE:
-            _say(f"{stopping.reason}: a process failed before all was saved; exit code {EXIT_REQUEUE}")
+            _say(
+                f"{stopping.reason}: a process failed before all was saved: {self._where()}; exit code"
+                f" {EXIT_REQUEUE}"
+            )
             raise Preempted(str(stopping.reason)) from error
         first = None if signals is None else signals.first
         if first is not None and error is None:  # it came when the run was over

@@ -198,6 +198,13 @@ def test_a_task_without_matrix_products_is_counted_once_and_has_no_flops(drive):
     assert "model_flops_per_second" not in values(run.history[-1])
 
 
+def test_two_of_them_are_refused():
+    """What one opens for its count would be closed while the other's, opened later, is still open."""
+    with pytest.raises(ConfigError, match=r"callbacks has 2 Throughput.*Give one"):
+        quiet(callbacks=[Throughput(), Throughput(measure_flops=False)])
+    quiet(callbacks=[Throughput()])
+
+
 def test_numbers_that_are_not_positive_are_refused():
     with pytest.raises(ConfigError, match="peak_flops must be a finite number above 0, not 0"):
         Throughput(peak_flops=0)

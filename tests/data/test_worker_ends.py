@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ import pytest
 import torch
 from tests.support.tasks import FEATURES, Regression, quiet
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from drivetrain import DataError
+from drivetrain.data import worker_signals
+from drivetrain.data.worker_ends import note_on
 from drivetrain.distributed.watchdog import EXIT_HANG
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +45,17 @@ class Odd(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         made = self.act() if index == 12 else None
         return (torch.full((FEATURES,), float(index)), torch.zeros(1)) if made is None else made
+
+
+class OddStream(IterableDataset[Any]):
+    """Something happens at the 13th of 24 samples of each worker."""
+
+    def __init__(self, act: Callable[[], Any]) -> None:
+        self.act = act
+
+    def __iter__(self) -> Iterator[Any]:
+        rows = Odd(self.act)
+        return (rows[index] for index in range(len(rows)))
 
 
 class Busy(Regression):
@@ -77,6 +90,63 @@ def test_a_worker_that_is_gone_is_named_with_what_helps(act: Callable[[], Any], 
         quiet(max_epochs=1, on_bad_batch="skip").fit(Pairs(), data)
 
 
+@POSIX
+@pytest.mark.parametrize(
+    ("act", "expected"),
+    [
+        (ends_by(signal.SIGKILL), r"was killed by signal SIGKILL: .*want of memory.*fewer num_workers"),
+        (lambda: os._exit(3), r"ended by itself with exit code 3: "),
+    ],
+    ids=["SIGKILL", "exit"],
+)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_so_is_one_of_a_loader_over_an_iterable(
+    act: Callable[[], Any], expected: str, persistent: bool
+) -> None:
+    data = DataLoader(OddStream(act), batch_size=2, num_workers=1, persistent_workers=persistent)
+    place = r"training data cannot be read on, with batch \d of epoch 0 waited for: worker 0 \(pid \d+\) "
+    with pytest.raises(DataError, match=f"{place}{expected}"):
+        quiet(max_epochs=1).fit(Regression(), data)
+    assert not worker_signals.KEPT
+    assert signal.getsignal(signal.SIGCHLD) is not worker_signals._heard
+
+
+def broken() -> None:
+    raise KeyError("a\nkey")
+
+
+def broken_with_lines() -> None:
+    raise ValueError("one\n  two\nthree")
+
+
+@pytest.mark.parametrize(
+    ("act", "what"),
+    [(broken, r"KeyError: 'a\\nkey'"), (broken_with_lines, "ValueError: one")],
+    ids=["an error", "one of several lines"],
+)
+def test_what_is_raised_in_a_worker_over_an_iterable_is_told_in_one_line(
+    act: Callable[[], Any], what: str
+) -> None:
+    data = DataLoader(OddStream(act), batch_size=2, num_workers=1)
+    message = rf"^the training data raised at batch 6 of epoch 0, in worker 0 \(pid \d+\): {what}(\n|$)"
+    with pytest.raises(DataError, match=message) as caught:
+        quiet(max_epochs=1).fit(Regression(), data)
+    assert "Original Traceback" in str(caught.value.__cause__)
+
+
+def test_what_torch_says_of_a_worker_is_explained() -> None:
+    """In each of its three ways; the last does not say how, unless the system has told it first."""
+    killed = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+    assert "(pid 7) was killed by signal SIGKILL: most often the system" in str(note_on(killed))
+    exited = RuntimeError("DataLoader worker (pid 7) exited unexpectedly with exit code 3. Details are lost")
+    assert "(pid 7) ended by itself with exit code 3" in str(note_on(exited))
+    gone = RuntimeError("DataLoader worker (pid(s) 7, 8) exited unexpectedly")
+    assert "(pid 7, 8) was killed, or has ended by itself. If" in str(note_on(gone))
+    gone.__cause__ = killed
+    assert note_on(gone) == note_on(killed)
+    assert note_on(RuntimeError("else")) is None
+
+
 class Pairs(Regression):
     """Over a list of samples."""
 
@@ -96,9 +166,10 @@ def test_one_that_is_killed_while_a_step_is_computed_is_named_too() -> None:
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    data = DataLoader(Odd(killed), batch_size=6, num_workers=1)
-    with pytest.raises(DataError, match=r"worker 0 \(pid \d+\) was killed by signal SIGKILL: most often the"):
-        quiet(max_epochs=1).fit(Busy(), data)
+    for data in (Odd(killed), OddStream(killed)):
+        loader = DataLoader(data, batch_size=6, num_workers=1)
+        with pytest.raises(DataError, match=r"worker 0 \(pid \d+\) was killed by signal SIGKILL: most often"):
+            quiet(max_epochs=1).fit(Busy(), loader)
 
 
 def forked(act: Callable[[], Any], told: Path) -> int:
@@ -175,9 +246,9 @@ def test_a_worker_that_is_stuck_ends_with_a_parent_that_is_killed(tmp_path: Path
 
 
 PROGRAM = """
-import sys, time
+import os, signal, sys, time
 import torch
-from tests.data.test_worker_ends import Odd
+from tests.data.test_worker_ends import Odd, OddStream
 from tests.support.tasks import Regression, quiet
 from torch.utils.data import DataLoader
 
@@ -185,13 +256,15 @@ def act():
     ACT
 
 if __name__ == "__main__":
-    data = DataLoader(Odd(act), batch_size=2, num_workers=1)
-    quiet(max_epochs=1, on_bad_batch="skip", OPTIONS).fit(Regression(), data)
+    data = DataLoader(DATA(act), batch_size=2, num_workers=1)
+    quiet(max_epochs=1, OPTIONS).fit(Regression(), data)
 """
 
 
-def run(directory: Path, act: str, options: str, *before: str) -> subprocess.CompletedProcess[str]:
-    program = PROGRAM.replace("ACT", act).replace("OPTIONS", options)
+def run(
+    directory: Path, act: str, options: str, *before: str, data: str = "Odd"
+) -> subprocess.CompletedProcess[str]:
+    program = PROGRAM.replace("ACT", act).replace("OPTIONS", options).replace("DATA", data)
     (directory / "program.py").write_text(program, encoding="utf-8")
     return subprocess.run(
         [*before, sys.executable, "program.py"],
@@ -209,7 +282,7 @@ def test_a_lack_of_shared_memory_is_named_and_is_no_bad_batch(tmp_path: Path) ->
     small = ("unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=8m tmpfs /dev/shm && exec "$@"', "sh")
     if subprocess.run([*small, "true"], capture_output=True, check=False).returncode:
         pytest.skip("mounting is not allowed here")
-    done = run(tmp_path, "return torch.zeros(5_000_000), torch.zeros(1)", "", *small)
+    done = run(tmp_path, "return torch.zeros(5_000_000), torch.zeros(1)", 'on_bad_batch="skip"', *small)
     assert done.returncode == 1
     assert "in worker 0 (pid " in done.stderr
     assert "Enlarge /dev/shm" in done.stderr
@@ -219,9 +292,35 @@ def test_a_lack_of_shared_memory_is_named_and_is_no_bad_batch(tmp_path: Path) ->
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 def test_of_several_ranks_the_one_that_waits_for_data_is_named(tmp_path: Path) -> None:
     """Sample 12 is the first of rank 0 in the fourth round; rank 1 waits for it in a collective."""
-    done = run(tmp_path, "time.sleep(600)", 'hang_timeout=4.0, strategy="ddp", devices=2')
+    done = run(tmp_path, "time.sleep(600)", 'on_bad_batch="skip", hang_timeout=4.0, strategy="ddp", devices=2')
     assert done.returncode == EXIT_HANG
     last = done.stderr.splitlines()[-1]
     assert "rank 0 is in training, after update 3, waiting for batch 6 of epoch 0 of the training" in last
     assert "which worker 0 (pid " in last
     assert "the others wait for it" in last
+
+
+@POSIX
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+@pytest.mark.parametrize(
+    ("act", "what"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by signal SIGKILL: most often the system"),
+        ("raise ValueError('broken')", "ValueError: broken"),
+    ],
+)
+def test_the_last_line_names_the_rank_whose_worker_over_an_iterable_fails(
+    act: str, what: str, tmp_path: Path
+) -> None:
+    done = run(
+        tmp_path,
+        f"if os.environ.get('RANK') == '1': {act}",
+        'strategy="ddp", devices=2',
+        data="OddStream",
+    )
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert "rank 1 failed first, in training, after update " in last
+    assert " of epoch 0" in last
+    assert "worker 0 (pid " in last
+    assert what in last

@@ -111,6 +111,25 @@ def test_an_iterator_that_is_dropped_is_listened_for_no_longer() -> None:
     assert signal.getsignal(signal.SIGCHLD) is before
 
 
+def test_no_end_of_a_worker_breaks_in_upon_an_error_that_is_told() -> None:
+    """Neither one that is listened for nor one of another loader's."""
+    loader = DataLoader(Dies(0), num_workers=1)
+    for listens in (False, True):
+        iterator = iter(loader)
+        before = signal.getsignal(signal.SIGCHLD)
+        if listens:
+            worker_signals.listen(iterator)
+        with worker_signals.Telling() as telling:
+            telling.begin()
+            pid = iterator._workers[0].pid  # type: ignore[attr-defined]
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            time.sleep(0.05)
+        assert bool(worker_signals.KEPT) is listens
+        worker_signals.unlisten(iterator)
+        assert not worker_signals.KEPT
+        assert signal.getsignal(signal.SIGCHLD) is before
+
+
 class Slow(Augmented):
     def __getitem__(self, index: int) -> Tensor:
         time.sleep(0.02)

@@ -15,10 +15,13 @@ from drivetrain.callbacks.base import Callback, without_gradients
 from drivetrain.callbacks.peaks import peak_flops
 from drivetrain.callbacks.stragglers import Stragglers
 from drivetrain.distributed.shares import Shares
+from drivetrain.errors import ConfigError
 from drivetrain.options import ByName, number
 
 if TYPE_CHECKING:
     from drivetrain.run import Run
+    from drivetrain.strategies import Strategy
+    from drivetrain.trainer import Trainer
 
 _LEAST_WAIT = 1.0
 """Seconds of waiting between two log points below which no hint is worth a line."""
@@ -66,7 +69,7 @@ class Throughput(ByName, Callback):
 
     Raises:
         ConfigError: A peak or a number of operations that is not positive, a share that is not between 0
-            and 1.
+            and 1. By the Trainer: it has two of these, which would log under the same names.
     """
 
     timed_names: ClassVar[Sequence[str]] = ("throughput/*",)
@@ -101,6 +104,19 @@ class Throughput(ByName, Callback):
         self._loaded = False
         self._counting: _Counting | None = None
         self._mark: _Mark | None = None
+
+    def check_trainer(self, trainer: Trainer, strategy: Strategy) -> None:
+        """See that there is one: two would log under the same names, and count each other's counting.
+
+        Raises:
+            ConfigError: There are more.
+        """
+        found = [each for each in trainer.callbacks if isinstance(each, Throughput)]
+        if len(found) > 1:
+            raise ConfigError(
+                f"callbacks has {len(found)} Throughput, which would log under the same names. Give one, with"
+                " all of the options"
+            )
 
     def on_fit_start(self, run: Run) -> None:
         """Look up the device's peak and begin without a measurement."""

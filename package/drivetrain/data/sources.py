@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -20,8 +21,8 @@ from drivetrain.data.batch import batch_size
 from drivetrain.data.outline import outline
 from drivetrain.data.rounds import Evidence, SharedBatch, rounds
 from drivetrain.data.share import WHOLE, Share
-from drivetrain.data.worker_ends import WorkerEnded
-from drivetrain.data.worker_signals import end_by_kill, sparing
+from drivetrain.data.worker_ends import WorkerEnded, how_ended, note_on, raised_in_worker
+from drivetrain.data.worker_signals import KEPT, Waits, end_by_kill, listen, raise_kept, sparing, unlisten
 from drivetrain.data.workers import Following
 from drivetrain.errors import DataError
 from drivetrain.streams import batch_stream, mix_next, seed_after, seed_batch, seed_host
@@ -196,6 +197,7 @@ class IterableSource(Source):
         self.stateful = isinstance(data, Stateful)
         self._restored = False
         self._used_up = False
+        self._heard: weakref.ref[Any] | None = None
         self._one_shot = iter(data) is data if isinstance(data, Iterator) else False
 
     def batches(self, epoch: int, position: int) -> Iterator[Fetched]:
@@ -231,15 +233,23 @@ class IterableSource(Source):
             seed = mix_next(stream, number)
             seed_host(seed)
             try:
+                if KEPT:
+                    raise_kept(iterator)
+                Waits.iterator = iterator
                 batch = next(iterator)
             except StopIteration:
+                Waits.iterator = None
                 if once_more:
                     once_more, iterator = False, self._begin(epoch, number)
                     continue
                 self._used_up = True
                 return
-            except Exception as error:
-                raise self.failure(error, number, epoch) from error
+            except BaseException as error:
+                Waits.iterator = None
+                if not isinstance(error, Exception):
+                    raise
+                raise self._failed(error, iterator, number, epoch) from error
+            Waits.iterator = None
             once_more = False
             seed_after(seed)
             number += 1
@@ -267,10 +277,31 @@ class IterableSource(Source):
         try:
             with sparing(self._data):
                 iterator = iter(self._data)
-            end_by_kill(iterator)
-            return iterator
         except Exception as error:
-            raise self.failure(error, number, epoch) from error
+            # A loader whose workers stay goes on with the iterator that it has.
+            stays = getattr(self._data, "_iterator", None)
+            raise self._failed(error, stays, number, epoch) from error
+        if getattr(iterator, "_workers", None):
+            end_by_kill(iterator)
+            listen(iterator)
+            self._heard = weakref.ref(iterator)
+        return iterator
+
+    def _failed(self, error: Exception, iterator: Any, number: int, epoch: int) -> DataError:
+        """The error for what went wrong as a batch was asked for."""
+        ended = how_ended(iterator, error) or note_on(error)
+        raised = None if ended else raised_in_worker(iterator, error)
+        if raised is not None:
+            which, what = raised
+            return DataError(f"the {self.name} data raised at batch {number} of epoch {epoch}{which}: {what}")
+        return self.failure(WorkerEnded(ended) if ended else error, number, epoch)
+
+    def close(self) -> None:
+        """Hear of the workers' ends no longer."""
+        iterator = None if self._heard is None else self._heard()
+        if iterator is not None:
+            unlisten(iterator)
+        self._heard = None
 
     def leave_out_bad(self) -> None:
         """Refused: an iterator that has raised is at its end."""

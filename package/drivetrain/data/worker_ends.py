@@ -13,6 +13,12 @@ _KILLED = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: (.*?
 _EXITED = re.compile(r"DataLoader worker \(pid (\d+)\) exited unexpectedly with exit code (\d+)")
 """What torch raises in the main thread, wherever that is, once the system tells it of a worker's end."""
 
+_GONE = re.compile(r"DataLoader worker \(pid\(s\) ([\d, ]+)\) exited unexpectedly")
+"""What it raises where it looks for itself, and cannot tell how."""
+
+_CAUGHT = re.compile(r"Caught \w+ in DataLoader worker process (\d+)\.\nOriginal Traceback ", re.ASCII)
+"""How the text begins with which it raises here what was raised in a worker; the traceback follows."""
+
 _DYING = 1.0
 """Seconds that a worker may take to end once its connections are closed."""
 
@@ -44,6 +50,8 @@ def how_ended(iterator: Any, error: Exception) -> str | None:
         iterator: The loader's.
         error: What it has raised. A broken connection is seen a moment before the worker's end is.
     """
+    if not getattr(iterator, "_workers", ()):
+        return None
     deadline = time.monotonic() + (_DYING if isinstance(error, (OSError, EOFError)) else 0.0)
     while (ended := _ended(iterator)) is None and time.monotonic() < deadline:
         with suppress(RuntimeError):  # torch's, once the system tells of the end, here too
@@ -62,20 +70,41 @@ def _ended(iterator: Any) -> str | None:
     return None
 
 
-def note_on(error: BaseException) -> str | None:
+def note_on(error: BaseException | None) -> str | None:
     """What is to be said of an error that torch raises amid other work as a worker ends; None for others."""
     if not isinstance(error, RuntimeError):
         return None
-    found = _EXITED.search(str(error))
-    if found is not None:
+    text = str(error)
+    if found := _EXITED.search(text):
         return f"a worker of a loader (pid {found[1]}) {_exited(int(found[2]))}"
-    found = _KILLED.search(str(error))
+    if found := _KILLED.search(text):
+        names = {signal.strsignal(each): each for each in signal.valid_signals()}
+        number = names.get(found[2].strip())
+        told = found[2] if number is None else _told(number)
+        return f"a worker of a loader (pid {found[1]}) was killed by signal {told}"
+    if found := _GONE.search(text):
+        # It may have looked because the system had told it.
+        return note_on(error.__cause__) or (
+            f"a worker of a loader (pid {found[1]}) was killed, or has ended by itself. If it was killed by"
+            f" SIGKILL, {_ADVICE['SIGKILL']}"
+        )
+    return None
+
+
+def raised_in_worker(iterator: Any, error: Exception) -> tuple[str, str] | None:
+    """Of what was raised in a loader's worker: which one, and the line that says what, without the traceback
+    that torch puts into the text; None for what was raised here.
+    """
+    text = str(error.args[0]) if error.args else ""  # which a KeyError quotes
+    found = _CAUGHT.match(text)
     if found is None:
         return None
-    names = {signal.strsignal(each): each for each in signal.valid_signals()}
-    number = names.get(found[2].strip())
-    told = found[2] if number is None else _told(number)
-    return f"a worker of a loader (pid {found[1]}) was killed by signal {told}"
+    number, workers = int(found[1]), getattr(iterator, "_workers", ())
+    pid = f" (pid {workers[number].pid})" if number < len(workers) else ""
+    _, frame, after = text.rpartition('\n  File "')
+    lines = (frame + after).splitlines()[2:] or text.splitlines()[-1:]
+    what = next((each for each in lines if each and not each.startswith(" ")), lines[-1])
+    return f", in worker {number}{pid}", what
 
 
 def _exited(code: int) -> str:

@@ -5,8 +5,8 @@ they are sent to. A worker that dies is heard of where its batches are read, and
 
 The system tells of the end of a child by a signal, at which torch raises a RuntimeError in the main thread,
 wherever that is: in the optimizer's constructor, in a forward pass, in a `try` of the user's that means
-something else. Here it is kept until the reading of that worker's batches goes on, or raised at once where
-somebody waits for them.
+something else, in what tells the other ranks of an error. Here it is kept until the reading of that worker's
+batches goes on, or raised at once where somebody waits for them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.util import Finalize
@@ -35,8 +35,11 @@ _ONE = re.compile(r"DataLoader worker \(pid (\d+)\)")
 KEPT: dict[int, RuntimeError] = {}
 """What torch said of workers that nobody waited for, by process."""
 
-_ours: dict[int, weakref.ref[Any]] = {}
-"""The iterators over workers that are listened for, by id."""
+_ours: dict[int, tuple[weakref.ref[Any], list[int]]] = {}
+"""The iterators over workers that are listened for, and the workers' processes, by id."""
+
+_telling = 0
+"""How many errors are told just now, none of which another one may break in upon."""
 
 _then: Any = None
 """The handler in whose place ours stands."""
@@ -119,11 +122,50 @@ class Waits:
 
 def listen(iterator: Any) -> None:
     """Keep what is raised when one of an iterator's workers ends, from now on."""
-    global _then
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
-        return  # torch does not listen either
+    if not _hears():
+        return
     which = id(iterator)
-    _ours[which] = weakref.ref(iterator, lambda _: _leave(which))
+    _ours[which] = weakref.ref(iterator, lambda _: _leave(which)), _pids(iterator)
+    _take_over()
+
+
+class Telling:
+    """From `begin` on until it is left, what is raised when any worker ends breaks in upon nothing: an error
+    is told already.
+    """
+
+    def __init__(self) -> None:
+        self._has_begun = False
+
+    def __enter__(self) -> Telling:
+        return self
+
+    def begin(self) -> None:
+        """An error is told from here on."""
+        global _telling
+        if not _hears() or self._has_begun:
+            return
+        self._has_begun = True
+        _telling += 1
+        with suppress(RuntimeError):  # what has come meanwhile
+            _take_over()
+        _take_over()
+
+    def __exit__(self, *_: object) -> None:
+        global _telling
+        if self._has_begun:
+            self._has_begun = False
+            _telling -= 1
+            _put_back()
+
+
+def _hears() -> bool:
+    """Whether torch would raise here."""
+    return threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGCHLD")
+
+
+def _take_over() -> None:
+    global _then
     handler = signal.getsignal(signal.SIGCHLD)
     if handler is not _heard and callable(handler):
         _then = handler
@@ -139,16 +181,25 @@ def end(iterator: Any) -> None:
         if shut_down is not None:
             shut_down()
     finally:
-        for pid in _pids(iterator):
-            KEPT.pop(pid, None)
-        _leave(id(iterator))
+        unlisten(iterator)
+
+
+def unlisten(iterator: Any) -> None:
+    """Undo `listen`, and forget what was kept."""
+    _leave(id(iterator))
 
 
 def _leave(which: int) -> None:
     """Listen no longer, and put back the handler that was there if nothing else is listened for."""
-    _ours.pop(which, None)
-    is_main = threading.current_thread() is threading.main_thread()
-    if not _ours and is_main and _then is not None and signal.getsignal(signal.SIGCHLD) is _heard:
+    _, pids = _ours.pop(which, (None, ()))
+    for pid in pids:
+        KEPT.pop(pid, None)
+    _put_back()
+
+
+def _put_back() -> None:
+    is_needed = _ours or _telling or _then is None
+    if not is_needed and _hears() and signal.getsignal(signal.SIGCHLD) is _heard:
         signal.signal(signal.SIGCHLD, _then)
 
 
@@ -173,10 +224,12 @@ def _heard(number: int, frame: FrameType | None) -> None:
     except RuntimeError as error:
         found = _ONE.search(str(error))
         pid = int(found[1]) if found else -1
+        is_ours = any(pid in pids for _, pids in list(_ours.values()))
         waited_for = pid in _pids(Waits.iterator) and not _opens_files(frame)
-        if waited_for or not any(pid in _pids(each()) for each in list(_ours.values())):
+        if not (_telling and found) and (waited_for or not is_ours):
             raise
-        KEPT[pid] = error
+        if is_ours:
+            KEPT[pid] = error
 
 
 def _opens_files(frame: FrameType | None) -> bool:

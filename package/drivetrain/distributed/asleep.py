@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import struct
 import sys
+import sysconfig
 import threading
 import time
 from pathlib import Path
 from types import FrameType
+from typing import TypeAlias
 
 FOREVER = 300.0
 """Seconds: a single sleep longer than that is no pause between two attempts at something."""
@@ -28,6 +31,19 @@ _REALTIME = 256
 _LOCKS = threading.__file__
 """Where Python code waits for a lock that only Python code can release."""
 
+_INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
+_OURS = os.path.join(Path(__file__).parents[1], "")
+_NOT_THE_USERS = (
+    _OURS,
+    os.path.join(Path(_LOCKS).parent, ""),
+    os.path.join(sysconfig.get_path("scripts"), ""),
+    "<frozen ",
+)
+"""What is no program of the user's: ours, Python's own, what starts an installed one, what is in Python itself."""
+
+_Call: TypeAlias = tuple[str, list[int], str]
+"""A call that a thread is in: its kind, its arguments, and the system's own words."""
+
 _SERVING = os.path.join(Path(_LOCKS).parent, "multiprocessing", "resource_sharer.py")
 
 
@@ -35,8 +51,9 @@ class Asleep:
     """Looks at the thread that has made it, again and again, from another thread.
 
     It sleeps for ever where the system's own record says so: it is in a single `time.sleep` that has more
-    than five minutes to go; or it waits in `threading` for a lock, without a limit of time or with such a
-    one, and so does every other thread of Python's, which alone could release it. A pause between two
+    than five minutes to go; or it waits in `threading` for a lock or for a thread's end, without a limit of
+    time or with such a one, and every other thread of Python's, which alone could release it, waits or sleeps
+    just so. A pause between two
     attempts, a wait for a disk, a network, a terminal, a worker or another program is none of these, and is
     never taken for one.
 
@@ -67,23 +84,15 @@ class Asleep:
         call = self._call(self._native)
         if frame is None or call is None:
             return None
-        kind, words, text = call
-        if kind == "sleep":
-            until = _time_at(words[2])
-            if words[1] & _TIMER_ABSTIME:
-                until -= time.clock_gettime(words[0])
-            is_final = until > FOREVER
-        else:
-            is_final = frame.f_code.co_filename == _LOCKS and _is_far(words) and self._others_wait()
-        if not is_final:
+        kind, _, text = call
+        if not _is_final(frame, call) or (kind == "lock" and not self._others_wait()):
             return None
-        while frame.f_back is not None and frame.f_code.co_filename == _LOCKS:
-            frame = frame.f_back
+        frame = _users(frame)
         self.place = f"{kind} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
         return text
 
-    def _call(self, native: int) -> tuple[str, list[int], str] | None:
-        """In which call a thread is: its kind, its arguments, and the system's own words."""
+    def _call(self, native: int) -> _Call | None:
+        """In which call a thread is."""
         try:
             text = Path(f"/proc/self/task/{native}/syscall").read_text(encoding="ascii")
             number, *rest = text.split()
@@ -93,7 +102,7 @@ class Asleep:
             return None
 
     def _others_wait(self) -> bool:
-        """Whether all other threads of Python's are our own, or wait for a lock just so."""
+        """Whether all other threads of Python's are our own, or sleep or wait for a lock just so."""
         known = {each.ident: each for each in threading.enumerate()}
         for ident, frame in sys._current_frames().items():
             thread = known.get(ident)
@@ -102,10 +111,34 @@ class Asleep:
             if thread is None or thread.native_id is None:
                 return False
             call = self._call(thread.native_id)
-            is_lock = frame.f_code.co_filename == _LOCKS and call is not None and call[0] == "lock"
-            if not (is_lock and call is not None and _is_far(call[1])) and not _only_serves(frame):
+            if (call is None or not _is_final(frame, call)) and not _only_serves(frame):
                 return False
         return True
+
+
+def _is_final(frame: FrameType, call: _Call) -> bool:
+    """Whether a thread is in a sleep that never ends, or waits so for a lock, which another one may release."""
+    kind, words, _ = call
+    if kind == "lock":
+        return frame.f_code.co_filename == _LOCKS and _is_far(words)
+    until = _time_at(words[2])
+    if words[1] & _TIMER_ABSTIME:
+        until -= time.clock_gettime(words[0])
+    return until > FOREVER
+
+
+def _users(innermost: FrameType) -> FrameType:
+    """The innermost frame of the user's program; where all of it is installed, of that which is not ours."""
+    installed = None
+    frame: FrameType | None = innermost
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if _INSTALLED.search(file):
+            installed = installed or (None if file.startswith(_OURS) else frame)
+        elif not file.startswith(_NOT_THE_USERS):
+            return frame
+        frame = frame.f_back
+    return installed or innermost
 
 
 def _only_serves(frame: FrameType) -> bool:
