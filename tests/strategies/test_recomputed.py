@@ -272,6 +272,35 @@ def test_so_it_is_in_whatever_is_compiled(kind: type[nn.Module], scope: str, spe
     assert fit(kind, spec, compile=config) == fit(kind, None, compile=config)
 
 
+class InPlace(nn.Sequential):
+    """Writes over results that "selective" keeps."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Linear(SIZE, SIZE), nn.ReLU(inplace=True), nn.Linear(SIZE, SIZE), nn.SiLU(inplace=True)
+        )
+
+
+def test_what_was_kept_and_then_written_over_is_not_used() -> None:
+    with pytest.raises(RuntimeError, match=r"cached during selective.*has been mutated"):
+        fit(InPlace, "selective")
+    assert fit(InPlace, True) == fit(InPlace, None)
+
+
+@compiled
+@pytest.mark.parametrize("scope", ["blocks", "step"])
+def test_compiled_blocks_may_write_in_place_and_nothing_warns_of_it(
+    scope: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    from torch._logging._internal import warning_once
+
+    warning_once.cache_clear()
+    config = CompileConfig(scope=scope, backend="aot_eager")
+    assert fit(InPlace, "selective", compile=config) == fit(InPlace, None, compile=config)
+    assert fit(InPlace, "selective", compile=config) == fit(InPlace, None)
+    assert "torch.utils.checkpoint" not in caplog.text
+
+
 @compiled
 def test_blocks_are_compiled_once_and_computed_again_within() -> None:
     from torch._dynamo import lookup_backend

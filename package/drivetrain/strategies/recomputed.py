@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -41,6 +42,8 @@ class CallsAgain:
         self.run: Callable[..., Any] = _run_here
         if "torch._dynamo" in sys.modules:  # else nothing is compiled, and it takes long to import
             _tell_compiler()
+            if contexts is not None:
+                logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_needed)
             self.run = torch.compiler.disable(_run_here)  # type: ignore[no-untyped-call]
 
     def __call__(self, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -74,6 +77,15 @@ def _traced(again: CallsAgain, own: Callable[..., Any], args: Any, kwargs: Any) 
 @functools.cache  # it refuses to be told twice
 def _tell_compiler() -> None:
     torch.compiler.substitute_in_graph(_run)(_traced)
+
+
+def _is_needed(record: logging.LogRecord) -> bool:
+    """Whether a message of the compiler is not the one that wants writing in place to be left out.
+
+    What is compiled is rid of that before the compiler chooses what to keep; and uncompiled, torch itself
+    refuses to use a result that was kept and then written to.
+    """
+    return "Detected that context_fn is passed to torch.utils.checkpoint" not in str(record.msg)
 
 
 class Recomputed:
