@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -197,3 +200,50 @@ def test_all_ranks_find_it_at_the_end() -> None:
     first, second = run_distributed(_spoiled)
     assert first == second
     assert re.match("NaN or infinite after update 11 on rank 0: the weights", first)
+
+
+def _sent(run_dir: Path, number: int, rank: int, at: int = 5, log_every: str = "100 steps") -> Any:
+    """A signal to one rank after so many updates, of which the fifth had a NaN on the second rank."""
+    sent: list[int] = []
+
+    def send(run: Any) -> None:
+        if run.progress.updates == at and run.engine.strategy.rank == rank and not sent:
+            sent.append(number)
+            os.kill(os.getpid(), number)
+
+    policy = CheckpointConfig(every="3 steps", keep_last=9, best=0, by=None)
+    options = {"strategy": "ddp", "devices": 2, "callbacks": [LambdaCallback(on_step_end=send)]}
+    run = quiet(
+        max_epochs=1,
+        checkpoint=policy,
+        run_dir=run_dir,
+        on_nonfinite="stop",
+        log_every=log_every,
+        **options,
+    )
+    try:
+        return run.fit(Fragile(), data(NAN, at=9, count=24)).stop_reason
+    except BaseException as error:  # of which some are no exceptions, and would end the process
+        return type(error).__name__, "\n".join(map(str, (error, *getattr(error, "__notes__", ()))))
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals that a process can send itself")
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("at", "log_every"), [(5, "100 steps"), (6, "3 steps")])
+def test_a_signal_does_not_have_a_program_started_again_that_would_meet_the_same(
+    rank: int, at: int, log_every: str, tmp_path: Path
+) -> None:
+    """Whether it is found in a save, after all have agreed on the signal, or at a log point, before that."""
+    first, second = run_distributed(_sent, tmp_path, signal.SIGTERM, rank, at, log_every)
+    assert first == second
+    assert re.match("NaN or infinite at update 4 on rank 1.*; the last good checkpoint is .*00000003$", first)
+    assert saved(tmp_path) == ["update-00000003"]
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals that a process can send itself")
+def test_an_interrupt_still_ends_the_program_and_says_what_was_found(tmp_path: Path) -> None:
+    for kind, told in run_distributed(_sent, tmp_path, signal.SIGINT, 0):
+        assert kind == "KeyboardInterrupt"
+        assert "NaN or infinite at update 4 on rank 1" in told

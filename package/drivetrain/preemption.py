@@ -212,7 +212,13 @@ class Preemption:
             )
             raise Preempted(str(stopping.reason)) from error
         first = None if signals is None else signals.first
-        if first is not None and error is None:  # it came when the run was over
+        reason = stopping.reason if first is None else _reason(first.name)
+        if error is None and reason is not None and stopping.is_overruled(reason):
+            _say(
+                f"{reason}, but not with exit code {EXIT_REQUEUE}, as a program that is started again would"
+                f" meet the same: {run.stop_reason}"
+            )
+        elif first is not None and error is None:  # it came when the run was over
             raise stopping.end_of(_reason(first.name))
         if first is not None and isinstance(error, GeneratorExit):
             signal.raise_signal(first)  # the loop was left by its caller: the signal does what it else does

@@ -177,7 +177,8 @@ class Run:
             self.stop_reason = self.stop_reason or reason
 
     def end_if_asked(self) -> None:
-        """At the end of training: nothing, unless a signal has ended it.
+        """At the end of training: nothing, unless a signal has ended it. A loss that is NaN goes before one
+        after which the program would be started again.
 
         Raises:
             Preempted: The program is to be started again.
@@ -185,8 +186,7 @@ class Run:
         """
         reason = self.stop_reason
         if reason is not None and reason in self.stopping.signals:
-            self.stopping.ending = self.stopping.end_of(reason)
-            raise self.stopping.ending
+            self.stop_reason = self.stopping.end(reason, self.soundness.reason)
 
     def log(self, name: str, value: float | Tensor) -> None:
         """Add a number, or a tensor with one, to the next log point; inside `on_log`, to the current one.

@@ -60,6 +60,7 @@ class Soundness:
     Attributes:
         on_nonfinite: "raise", "skip" or "stop".
         spoiled: What ended the run in order; nothing of it may be saved any more.
+        reason: Why it ended the run, or None.
         finders: Given an update, each says where its numbers were first not finite on this rank, with how
             close to the cause that is, from 0; or None.
         judges: Asked before each log point and each save; each says whether it has taken the run back to an
@@ -71,6 +72,7 @@ class Soundness:
         self._run = run
         self.on_nonfinite = "raise"
         self.spoiled: NonFiniteError | None = None
+        self.reason: str | None = None
         self.finders: list[Callable[[int], tuple[int, str] | None]] = []
         self.judges: list[Callable[[], bool]] = []
         self.rescues: list[Callable[[NonFiniteError], bool]] = []
@@ -116,6 +118,7 @@ class Soundness:
             error = NonFiniteError("; ".join(filter(None, (error.what, told))), error.help, error.update)
         if any(each(error) for each in self.rescues):
             return
+        run.stopping.in_vain = True
         if self.on_nonfinite != "stop":
             raise error
         if self.spoiled is None:
@@ -126,6 +129,7 @@ class Soundness:
         run = self._run
         last = run.last_checkpoint
         reason = f"{what}; " + (f"the last good checkpoint is {last}" if last else "no checkpoint was saved")
+        self.reason = reason
         if run.stop_reason is None or run.stop_reason in run.stopping.signals:
             run.stop(reason)
         else:  # a limit that was reached says less

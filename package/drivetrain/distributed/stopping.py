@@ -30,6 +30,8 @@ class Stopping:
         reason: Why this rank is to stop, as far as it knows.
         signals: Reasons that are a signal's, and the exit codes of the program after them.
         ending: What is raised at the end of a run that such a reason has ended, on all ranks alike.
+        in_vain: Whether the program is not to be started again, whatever signal has come: it would meet what
+            has spoiled the run once more. On all ranks alike.
     """
 
     def __init__(self) -> None:
@@ -40,6 +42,7 @@ class Stopping:
         self.signals: Mapping[str, int] = {}
         self.reason: str | None = None
         self.ending: BaseException | None = None
+        self.in_vain = False
         self._asked_after = -1
         self._at: int | None = None
         self._failure: RankFailure | None = None
@@ -48,7 +51,13 @@ class Stopping:
     @property
     def exit_code(self) -> int | None:
         """What the program ends with if a signal has ended the run; None if none has."""
-        return None if self.reason is None else self.signals.get(self.reason)
+        return (
+            None if self.reason is None or self.is_overruled(self.reason) else self.signals.get(self.reason)
+        )
+
+    def is_overruled(self, reason: str) -> bool:
+        """Whether it is a signal's after which the program would be started again in vain."""
+        return self.in_vain and self.signals.get(reason) == EXIT_REQUEUE
 
     def ask(self, reason: str) -> None:
         """Ask all ranks to stop; the channel's thread passes it on. Only the first reason counts."""
@@ -60,6 +69,27 @@ class Stopping:
     def end_of(self, reason: str) -> BaseException:
         """What a run that such a signal has ended raises."""
         return Preempted(reason) if self.signals[reason] == EXIT_REQUEUE else KeyboardInterrupt(reason)
+
+    def end(self, reason: str, spoiled: str | None) -> str | None:
+        """End a run that such a signal has ended.
+
+        Args:
+            reason: The signal's.
+            spoiled: What has spoiled the run meanwhile, if anything has.
+
+        Returns:
+            That, where it goes before the signal.
+
+        Raises:
+            Preempted: The program is to be started again.
+            KeyboardInterrupt: It is to stop.
+        """
+        if self.is_overruled(reason):
+            return spoiled
+        self.ending = self.end_of(reason)
+        if spoiled is not None:
+            self.ending.add_note(f"drivetrain: {spoiled}")
+        raise self.ending
 
     def hold(self) -> dict[str, Any]:
         """Hold the main thread at its next boundary, and say which it has passed without being held."""
