@@ -52,7 +52,7 @@ def test_few_of_our_frames_stand_between_fit_and_the_users_step() -> None:
             return super().loss(self(batch[0]), batch)
 
     quiet(max_steps=2).fit(Looking(), pairs())
-    assert seen[-1] == ["forward", "train_step", "train_steps", "fit"]
+    assert seen[-1] == ["forward", "train_step", "train_steps", "fit", "checked"]
 
 
 class CountCalls:
