@@ -371,7 +371,9 @@ def test_the_deadline_of_one_rank_names_the_newest_checkpoint_on_the_last_line()
 
     code, errors, _ = ended(send, ["2", "ddp", "2", "0"], SLOW="30")
     assert code == 75, errors
-    assert errors[-1].startswith("drivetrain: ended by SIGTERM: a process failed before all was saved: the fit")
+    assert errors[-1].startswith(
+        "drivetrain: ended by SIGTERM: a process failed before all was saved: the fit"
+    )
     assert "the newest checkpoint is" in errors[-1]
     assert errors[-1].endswith("exit code 75")
 

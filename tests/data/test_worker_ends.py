@@ -292,7 +292,9 @@ def test_a_lack_of_shared_memory_is_named_and_is_no_bad_batch(tmp_path: Path) ->
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 def test_of_several_ranks_the_one_that_waits_for_data_is_named(tmp_path: Path) -> None:
     """Sample 12 is the first of rank 0 in the fourth round; rank 1 waits for it in a collective."""
-    done = run(tmp_path, "time.sleep(600)", 'on_bad_batch="skip", hang_timeout=4.0, strategy="ddp", devices=2')
+    done = run(
+        tmp_path, "time.sleep(600)", 'on_bad_batch="skip", hang_timeout=4.0, strategy="ddp", devices=2'
+    )
     assert done.returncode == EXIT_HANG
     last = done.stderr.splitlines()[-1]
     assert "rank 0 is in training, after update 3, waiting for batch 6 of epoch 0 of the training" in last

@@ -39,7 +39,7 @@ _NOT_THE_USERS = (
     os.path.join(sysconfig.get_path("scripts"), ""),
     "<frozen ",
 )
-"""What is no program of the user's: ours, Python's own, what starts an installed one, what is in Python itself."""
+"""What is no program of the user's: ours, Python's own, what starts an installed one."""
 
 _Call: TypeAlias = tuple[str, list[int], str]
 """A call that a thread is in: its kind, its arguments, and the system's own words."""
@@ -117,7 +117,7 @@ class Asleep:
 
 
 def _is_final(frame: FrameType, call: _Call) -> bool:
-    """Whether a thread is in a sleep that never ends, or waits so for a lock, which another one may release."""
+    """Whether a thread is in a sleep that never ends, or waits so for a lock, which others may release."""
     kind, words, _ = call
     if kind == "lock":
         return frame.f_code.co_filename == _LOCKS and _is_far(words)
