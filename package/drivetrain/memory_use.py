@@ -7,17 +7,21 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy, _profiler_enabled
+from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from drivetrain.quantized_optimizers import compiles_itself, is_quantized, parts_of
 
-_KINDS = ("parameters", "buffers", "optimizer", "gradients", "activations", "step", "other")
+_KINDS = ("parameters", "buffers", "optimizer", "gradients", "activations", "step", "kernels", "other")
+_ALLOCATIONS = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +35,12 @@ class MemoryUse:
         gradients: The parameters' gradients that were there at that moment.
         activations: What forward keeps for backward, the batch, and what is on its way.
         step: What the optimizers' steps make for themselves, such as float32 copies of 16-bit weights.
+        kernels: What the operation that ran at that moment took beside its results, such as the scratch of
+            an LSTM; on CUDA 0, see `measured`.
         other: What was there before and is none of these, such as the buffers in which a strategy exchanges
             gradients.
-        measured: The peak: on CUDA the allocator's own, in which what kernels use by themselves is counted
-            too; on the CPU, where torch counts nothing, the sum of the parts.
+        measured: The peak: on CUDA the allocator's own, in which what kernels take is counted too; on the
+            CPU, where torch keeps no account, the sum of the parts.
         device: Where.
     """
 
@@ -44,6 +50,7 @@ class MemoryUse:
     gradients: int
     activations: int
     step: int
+    kernels: int
     other: int
     measured: int
     device: str
@@ -65,8 +72,9 @@ class MemoryUse:
 class MemoryWatch(TorchDispatchMode):
     """Watches the memory of what is run within it: one update.
 
-    Every tensor that an operation makes counts until it is freed. It holds on to none. The steps of an
-    optimizer that compiles them, which makes no such tensors, are left out.
+    Every tensor that an operation makes counts until it is freed, and on the CPU, unless something else
+    profiles, what an operation takes while it runs. It holds on to none. The steps of an optimizer that
+    compiles them, which makes no such tensors, are left out.
 
     Args:
         model: Its parameters and buffers.
@@ -147,10 +155,33 @@ class MemoryWatch(TorchDispatchMode):
         self._look_again()
         for each in tree_leaves((args, kwargs)):
             self._add(each, "step" if self._in_step else "other", passing=self._in_step)
-        result = func(*args, **(kwargs or {}))
+        before = self._current
+        result, taken = self._run(partial(func, *args, **(kwargs or {})))
         for each in tree_leaves(result):
             self._add(each, "step" if self._in_step else "activations")
+        beside = max(0, taken - (self._current - before))
+        self._grow("kernels", beside)
+        self._grow("kernels", -beside)
         return result
+
+    def _run(self, operation: Callable[[], Any]) -> tuple[Any, int]:
+        """An operation's result, and the most bytes that it held while it ran."""
+        if self._device.type != "cpu" or _profiler_enabled():  # torch has one profiler at a time
+            return operation(), 0
+        # A profile of a whole update would miss what is freed of what was there before it, and warn of that.
+        # This kind begins and ends in 50 us, and has its events in their order.
+        _enable_profiler_legacy(_ALLOCATIONS)
+        try:
+            result = operation()
+        finally:
+            threads = _disable_profiler_legacy()
+        changes = (
+            each.cpu_memory_usage()
+            for events in threads
+            for each in events
+            if str(each.kind()) == "memory_alloc"  # or freed, of negative size
+        )
+        return result, max(accumulate(changes), default=0)
 
     def _step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """An optimizer's step; what it has made of its state is that from then on."""

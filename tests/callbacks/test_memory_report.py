@@ -147,6 +147,51 @@ def test_so_they_do_in_every_precision(attention: bool, precision: str, weight: 
     assert use.total == pytest.approx(before + profiled.peak, rel=0.05)
 
 
+class Scratch(TaskModule):
+    """Its operations take much beside their results: `kind` is "lstm" or "attention"."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(WORDS, SIZE), nn.Linear(SIZE, 3 * SIZE)
+        self.lstm = nn.LSTM(SIZE, SIZE, batch_first=True) if kind == "lstm" else None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        if self.lstm is not None:
+            return self.lstm(x)[0]
+        query, key, value = self.mix(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return outputs.float().square().mean()
+
+    def configure_optimizers(self) -> OptimizerConfig:
+        return OptimizerConfig("sgd", lr=0.01)
+
+
+@pytest.mark.parametrize(("kind", "precision"), [("lstm", "32"), ("lstm", "bf16-mixed"), ("attention", "32")])
+def test_so_they_do_with_what_operations_take_beside_their_results(kind: str, precision: str) -> None:
+    report, profiled = MemoryReport(show=False), Profiled()
+    for callback in (report, profiled):
+        quiet(max_epochs=1, precision=precision, callbacks=[callback]).fit(Scratch(kind), batches())
+    use = report.use
+    assert use is not None
+    before = use.parameters + use.optimizer + 8 * 16 * LENGTH
+    assert use.total == use.measured == pytest.approx(before + profiled.peak, rel=0.01)
+    assert use.kernels > 0.02 * use.total
+    assert "  kernels " in str(use)
+
+
+def test_beside_another_profiler_that_is_not_seen_and_both_go_on() -> None:
+    report = MemoryReport(show=False)
+    with torch.autograd.profiler.profile() as profile:
+        quiet(max_epochs=1, callbacks=[report]).fit(Scratch("lstm"), batches())
+    assert report.use is not None
+    assert report.use.kernels == 0
+    assert report.use.activations > 0
+    assert [each.count for each in profile.key_averages() if each.key == "aten::lstm"] == [3]
+
+
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-true-master"])
 def test_float32_copies_of_a_step_are_no_activations(precision: str) -> None:
     class Wide(Regression):
@@ -246,6 +291,7 @@ def test_it_watches_no_more_after_an_error() -> None:
         quiet(max_epochs=1, callbacks=[report]).fit(Broken(False), batches())
     assert report.use is None
     assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
+    assert not torch.autograd._profiler_enabled()
 
 
 def test_a_compiled_task_is_refused() -> None:
