@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +285,9 @@ def test_files_of_workers_are_closed_with_the_run_and_not_by_a_later_search_for_
     def open_files_after_a_fit() -> int:
         trainer = quiet(max_epochs=2, max_steps=max_steps)
         trainer.fit(Regression(), pairs(num_workers=1), pairs(num_workers=1, seed=1))
+        for thread in threading.enumerate():
+            if thread.name == "QueueFeederThread":  # it was told to end, and closes its pipe
+                thread.join(30)
         return len(os.listdir("/proc/self/fd"))
 
     gc.collect()
