@@ -50,6 +50,25 @@ class DamagedCheckpointError(CheckpointError):
     """
 
 
+class UnseenError(DamagedCheckpointError):
+    """A part of a checkpoint is not there, or its medium cannot read it: as far as this process can see.
+
+    Another process, on another machine, may have it whole; see `drivetrain.checkpoint.recovery`.
+
+    Attributes:
+        path: The directory or file.
+    """
+
+    path: str = ""
+
+    @classmethod
+    def of(cls, path: str, text: str) -> UnseenError:
+        """The error about `path` that says `text`."""
+        error = cls(text)
+        error.path = path
+        return error
+
+
 class StorageError(CheckpointError):
     """The storage did not do what was asked of it: it is full, read-only, gone or does not answer.
 
@@ -334,7 +353,7 @@ def os_errors(action: str, path: str) -> Iterator[None]:
 
     Raises:
         StorageError: In place of any OSError.
-        DamagedCheckpointError: In place of an input/output error while reading: the medium has lost the
+        UnseenError: In place of an input/output error while reading: the medium has lost the
             bytes.
     """
     try:
@@ -346,7 +365,7 @@ def os_errors(action: str, path: str) -> Iterator[None]:
             f"; {advice}" if advice else ""
         )
         if action == "read" and error.errno == errno.EIO:
-            raise DamagedCheckpointError(text) from error
+            raise UnseenError.of(path, text) from error
         refused = StorageError(text)
         refused.code = name
         raise refused from error
