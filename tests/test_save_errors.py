@@ -163,7 +163,7 @@ VALUES = LambdaCallback(on_log=lambda run: [run.log(f"value {each}", each / 7) f
 @pytest.mark.parametrize("name", ["csv", "jsonl", "tensorboard"])
 def test_a_log_that_cannot_be_written_lacks_rows_and_goes_on_whole(small_disk: Path, name: str) -> None:
     run = small_disk / "run"
-    with told("Logger logs at update 5 was not saved: [Errno 28] No space left on device") as text:
+    with told("Logger logs at update 5 was not saved: cannot write '") as text:
         _, result = train(
             run,
             VALUES,
@@ -173,6 +173,10 @@ def test_a_log_that_cannot_be_written_lacks_rows_and_goes_on_whole(small_disk: P
             log_every=1,
             checkpoint=False,
         )
+    file = {"csv": "metrics.csv", "jsonl": "metrics.jsonl"}.get(name, "events.out.tfevents")
+    assert f"cannot write '{run}/{file}" in text[0]
+    assert "No space left on device (ENOSPC); free some space" in text[0]
+    assert not list(run.glob("*.tmp"))
     assert "There is no checkpoint of this run yet" in text[0]
     assert "what is logged later is written if it can be; this is not written again" in text[0]
     assert result.progress.updates == 12
@@ -204,8 +208,65 @@ def test_a_log_that_cannot_be_written_ends_the_run_by_default(small_disk: Path) 
             checkpoint=False,
             on_save_error="raise",
         )
+    assert f"'{small_disk}/run/metrics.csv'" in str(caught.value)
     notes = " ".join(caught.value.__notes__)
-    assert "what CSVLogger logs at update 5 was not saved; on_save_error='warn' goes on without it" in notes
+    assert "what CSVLogger logs at update 5 was not saved: cannot write" in notes
+    assert "(ENOSPC); free some space, or save to another disk. on_save_error='warn' goes on" in notes
+    assert not list((small_disk / "run").glob("*.tmp"))
+
+
+@pytest.mark.parametrize("name", ["csv", "jsonl", "tensorboard"])
+@pytest.mark.parametrize("widened", [False, True])
+def test_a_resumed_run_goes_on_in_its_log_though_the_disk_is_full(
+    small_disk: Path, name: str, widened: bool
+) -> None:
+    """Its end is cut, for which no room is needed; TensorBoard is told of it once there is some."""
+    run, options = small_disk / "run", {"loggers": (name,), "log_every": 1, "keeps": {"every": "3 steps"}}
+
+    def log_more(each: Any) -> None:
+        if widened and each.progress.updates == 5:
+            each.log("late", 1.0)
+
+    def die() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(run, LambdaCallback(on_step_end=log_more), at(6, die), VALUES, **options)
+    fill(small_disk, 0)
+    with warned():
+        train(run, at(7, (small_disk / "filler").unlink), VALUES, **options)
+    steps = steps_in(run, name)
+    assert steps == sorted(set(steps))
+    assert steps[:3] == [1, 2, 3]
+    assert steps[-6:] == [7, 8, 9, 10, 11, 12]
+    assert not list(run.glob("*.tmp"))
+
+
+def test_a_log_that_a_resumed_run_cannot_cut_goes_by_the_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"loggers": ("csv", "jsonl"), "log_every": 1, "keeps": {"every": "3 steps"}}
+
+    def die() -> None:
+        raise KeyboardInterrupt
+
+    def refuse(*arguments: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, at(5, die), **options)
+    monkeypatch.setattr("os.truncate", refuse)
+    with pytest.raises(OSError, match=r"metrics\.csv") as caught:
+        train(tmp_path, **options, on_save_error="raise")
+    assert "CSVLogger changes in its log to go on after update 3 was not saved" in caught.value.__notes__[0]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        train(tmp_path, **options)
+    texts = [str(each.message) for each in told if "changes in its log" in str(each.message)]
+    assert [each.split()[1] for each in texts] == ["CSVLogger", "JSONLinesLogger"]
+    assert f"The newest checkpoint is still {tmp_path}/checkpoints/update-00000003" in texts[0]
+    for name in ("csv", "jsonl"):
+        assert steps_in(tmp_path, name) == [1, 2, 3, 4, *range(4, 13)]
 
 
 @pytest.mark.parametrize("configured", [False, True])

@@ -9,7 +9,7 @@ from collections import Counter
 from contextlib import suppress
 
 from drivetrain import later
-from drivetrain.checkpoint.filesystem import StorageError
+from drivetrain.checkpoint.filesystem import StorageError, in_words
 from drivetrain.errors import CheckpointError
 
 _LOG = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class SaveErrors:
             return
         notes = "".join(f" ({each.removeprefix('drivetrain: ')})" for each in getattr(error, "__notes__", ()))
         text = (
-            f"{lost} was not saved: {error}{notes}. {newest(last_checkpoint)}. The run goes on"
+            f"{lost} was not saved: {words_of(error)}{notes}. {newest(last_checkpoint)}. The run goes on"
             f" (on_save_error='warn'), {then}"
         )
         cause = what, code_of(error)
@@ -82,6 +82,13 @@ def is_gone(checkpoint: str) -> bool:
     with suppress(CheckpointError):  # it cannot be looked at now, which says nothing of it
         return not later.DirectoryCheckpointIO().exists(checkpoint)
     return False
+
+
+def words_of(error: Exception) -> str:
+    """What an error says; of the system's own, with the file and what may help."""
+    if isinstance(error, OSError) and isinstance(error.filename, str):
+        return in_words("write", error.filename, error)[0]
+    return str(error)
 
 
 def code_of(error: Exception) -> str:

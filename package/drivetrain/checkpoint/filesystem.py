@@ -343,6 +343,14 @@ LOCAL = LocalFileSystem()
 """The one local file system; it has no state."""
 
 
+def in_words(action: str, path: str, error: OSError) -> tuple[str, str]:
+    """What `os_errors` says of an error, and the system's name for it."""
+    advice = _ADVICE.get(error.errno or 0)
+    name = errno.errorcode.get(error.errno or 0, type(error).__name__)
+    text = f"cannot {action} {path!r}: {error.strerror or error} ({name})"
+    return (f"{text}; {advice}" if advice else text), name
+
+
 @contextmanager
 def os_errors(action: str, path: str) -> Iterator[None]:
     """Turn the system's errors into ones that say what was being done, where, and what may help.
@@ -359,11 +367,7 @@ def os_errors(action: str, path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        advice = _ADVICE.get(error.errno or 0)
-        name = errno.errorcode.get(error.errno or 0, type(error).__name__)
-        text = f"cannot {action} {path!r}: {error.strerror or error} ({name})" + (
-            f"; {advice}" if advice else ""
-        )
+        text, name = in_words(action, path, error)
         if action == "read" and error.errno == errno.EIO:
             raise UnseenError.of(path, text) from error
         refused = StorageError(text)
