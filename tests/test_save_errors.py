@@ -111,6 +111,29 @@ def test_a_run_whose_end_cannot_be_saved_ends_with_an_error(small_disk: Path, as
     assert names(run) == ["index.json", "update-00000006", "update-00000008"]
 
 
+def test_a_run_whose_end_finds_no_room_at_all_says_what_is_lost(small_disk: Path) -> None:
+    """Neither a checkpoint nor the weights; nor does it say that it goes on."""
+    run = small_disk / "run"
+    told_of = told("the checkpoint after update 12 was not saved")
+    with told_of as caught, pytest.raises(CheckpointError) as raised:
+        train(run, at(11, lambda: fill(small_disk, 0)))
+    text = str(raised.value)
+    assert "the run ended after update 12 (max_steps=12 reached), which is not saved: cannot" in text
+    assert f"Nor are the finished weights: cannot write '{run}/model.safetensors'" in text
+    assert f"The newest checkpoint is still {run}/checkpoints/update-00000010" in text
+    assert caught[0].endswith("The run ends with that: it is not tried again")
+
+
+def test_a_save_that_ends_after_its_run_has_failed_is_not_tried_again(tmp_path: Path) -> None:
+    def die() -> None:
+        raise RuntimeError("enough")
+
+    saved = told("the checkpoint after update 2 was not saved")
+    with file_size_limit(10_000), saved as text, pytest.raises(RuntimeError, match="enough"):
+        train(tmp_path, at(3, die), asynchronous=True)
+    assert text[0].endswith("The run ends with that: it is not tried again")
+
+
 def test_a_run_that_was_asked_to_stop_and_cannot_save_says_so(small_disk: Path) -> None:
     stop = LambdaCallback(on_step_end=lambda run: run.progress.updates == 5 and run.stop("it is preempted"))
     with warned(), pytest.raises(CheckpointError) as caught:

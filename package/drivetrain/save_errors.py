@@ -14,10 +14,16 @@ from drivetrain.errors import CheckpointError
 
 _LOG = logging.getLogger(__name__)
 
-AGAIN = "and the next time it is due it is tried again"
+AGAIN = "The run goes on (on_save_error='warn'), and the next time it is due it is tried again"
 """What becomes of a checkpoint."""
 
-LEFT_OUT = "and what is logged later is written if it can be; this is not written again"
+OVER = "The run ends with that: it is not tried again"
+"""What becomes of the last checkpoint."""
+
+LEFT_OUT = (
+    "The run goes on (on_save_error='warn'), and what is logged later is written if it can be; this is not"
+    " written again"
+)
 """What becomes of what is logged."""
 
 
@@ -55,10 +61,7 @@ class SaveErrors:
         if not self._tells:
             return
         notes = "".join(f" ({each.removeprefix('drivetrain: ')})" for each in getattr(error, "__notes__", ()))
-        text = (
-            f"{lost} was not saved: {words_of(error)}{notes}. {newest(last_checkpoint)}. The run goes on"
-            f" (on_save_error='warn'), {then}"
-        )
+        text = f"{lost} was not saved: {words_of(error)}{notes}. {newest(last_checkpoint)}. {then}"
         cause = what, code_of(error)
         is_new = cause not in self._told
         if not is_new or _LOG.hasHandlers():  # without any, logging would print what the warning says
