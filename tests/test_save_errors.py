@@ -379,6 +379,42 @@ def test_a_part_that_one_rank_cannot_write_is_everyones(tmp_path: Path, asynchro
     assert names(tmp_path) == ["index.json", "update-00000002", "update-00000006"]
 
 
+def test_the_last_line_of_a_job_whose_save_failed_names_what_is_left(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        """
+import os
+import sys
+from pathlib import Path
+
+from tests.support.saving import at, file_size_limit, train
+
+limits = file_size_limit(10_000)
+begin = limits.__enter__ if os.environ["RANK"] == "1" else int
+train(Path(sys.argv[1]), at(3, begin), strategy="fsdp", devices=2, max_steps=6, on_save_error="raise")
+""",
+        encoding="utf-8",
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "drivetrain",
+        "launch",
+        "--devices",
+        "2",
+        str(program),
+        str(tmp_path / "run"),
+    ]
+    found = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=found)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1
+    assert "rank 1 failed first" in last
+    assert "update-00000004/" in last
+    assert "(EFBIG)" in last
+    assert f"The last checkpoint that is whole is {tmp_path}/run/checkpoints/update-00000002" in last
+
+
 def test_by_default_it_ends_all(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"cannot write .*update-00000004.*EFBIG"):
         run_distributed(_on_ranks, tmp_path, "raise", False)
