@@ -124,13 +124,13 @@ class Appended:
         """
         piece, self._piece = memoryview(self._piece), bytearray()
         before = os.fstat(self._file.fileno()).st_size
-        with naming(self._path):
-            try:
-                while piece:
-                    piece = piece[self._file.write(piece) :]
-            except OSError:
-                os.ftruncate(self._file.fileno(), before)
-                raise
+        try:
+            while piece:
+                piece = piece[self._file.write(piece) :]
+        except OSError as error:
+            error.filename = str(self._path)  # as `naming`, which would be called with every piece
+            os.ftruncate(self._file.fileno(), before)
+            raise
 
     def close(self) -> None:
         """Let go of the file."""
