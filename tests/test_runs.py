@@ -205,6 +205,18 @@ def test_a_run_that_is_taken_back_loses_what_it_made_since(writer: Writer, tmp_p
     assert again.seconds["compute"] == 5 * UPDATE
 
 
+def test_a_run_may_be_taken_back_to_before_where_it_was_resumed(writer: Writer, tmp_path: Path) -> None:
+    writer.start()
+    writer.train(resumed=6)
+    writer.update(2)
+    writer.updates = 4
+    writer.line("back")
+    writer.update(1)
+    writer.line("beat")
+    found = read_ledger(tmp_path)
+    assert (found.unreadable, found.updates) == (0, 5)
+
+
 def test_a_clock_that_was_set_back_makes_nothing_negative(writer: Writer, tmp_path: Path) -> None:
     writer.start()
     writer.train()
@@ -246,6 +258,8 @@ HOSTILE = [
     b'{"v": 1, "event": "beat", "attempt": "1", "time": 1, "updates": 1, "between": 0, "spent": {"x": 1}}',
     b'{"v": 1, "event": "beat", "attempt": "", "time": 1, "updates": 1, "between": 0, "spent": {"save": []}}',
     b'{"v": 1, "event": "beat", "attempt": "1", "time": 1, "updates": 1' + b"0" * 5000 + b"}",
+    b'{"v": 1, "event": "beat", "attempt": "1", "time": 1e14, "updates": 1, "between": 0, "spent": {}}',
+    b'{"v": 1, "event": "beat", "attempt": "1", "time": 1, "updates": 1, "from": 9, "between": 0,"spent":{}}',
     b"x" * 200_000,
 ]
 
@@ -277,6 +291,12 @@ def test_runs_are_found_below_a_directory(tmp_path: Path) -> None:
         (tmp_path / each / NAME).touch()
     assert find_runs(tmp_path) == [tmp_path / each for each in ("a/first", "a/second", "b")]
     assert find_runs(tmp_path / "b") == [tmp_path / "b"]
+    assert find_runs(tmp_path / "b" / NAME) == [tmp_path / "b"]
+
+
+def test_a_run_may_be_given_by_its_ledger(writer: Writer, tmp_path: Path) -> None:
+    writer.start()
+    assert read_ledger(tmp_path / NAME) == read_ledger(tmp_path)
 
 
 def test_reading_does_not_wait_for_torch() -> None:

@@ -111,6 +111,29 @@ def test_a_run_whose_end_cannot_be_saved_ends_with_an_error(small_disk: Path, as
     assert names(run) == ["index.json", "update-00000006", "update-00000008"]
 
 
+def test_a_run_whose_end_finds_no_room_at_all_says_what_is_lost(small_disk: Path) -> None:
+    """Neither a checkpoint nor the weights; nor does it say that it goes on."""
+    run = small_disk / "run"
+    told_of = told("the checkpoint after update 12 was not saved")
+    with told_of as caught, pytest.raises(CheckpointError) as raised:
+        train(run, at(11, lambda: fill(small_disk, 0)))
+    text = str(raised.value)
+    assert "the run ended after update 12 (max_steps=12 reached), which is not saved: cannot" in text
+    assert f"Nor are the finished weights: cannot write '{run}/model.safetensors'" in text
+    assert f"The newest checkpoint is still {run}/checkpoints/update-00000010" in text
+    assert caught[0].endswith("The run ends with that: it is not tried again")
+
+
+def test_a_save_that_ends_after_its_run_has_failed_is_not_tried_again(tmp_path: Path) -> None:
+    def die() -> None:
+        raise RuntimeError("enough")
+
+    saved = told("the checkpoint after update 2 was not saved")
+    with file_size_limit(10_000), saved as text, pytest.raises(RuntimeError, match="enough"):
+        train(tmp_path, at(3, die), asynchronous=True)
+    assert text[0].endswith("The run ends with that: it is not tried again")
+
+
 def test_a_run_that_was_asked_to_stop_and_cannot_save_says_so(small_disk: Path) -> None:
     stop = LambdaCallback(on_step_end=lambda run: run.progress.updates == 5 and run.stop("it is preempted"))
     with warned(), pytest.raises(CheckpointError) as caught:
@@ -163,7 +186,7 @@ VALUES = LambdaCallback(on_log=lambda run: [run.log(f"value {each}", each / 7) f
 @pytest.mark.parametrize("name", ["csv", "jsonl", "tensorboard"])
 def test_a_log_that_cannot_be_written_lacks_rows_and_goes_on_whole(small_disk: Path, name: str) -> None:
     run = small_disk / "run"
-    with told("Logger logs at update 5 was not saved: [Errno 28] No space left on device") as text:
+    with told("Logger logs at update 5 was not saved: cannot write '") as text:
         _, result = train(
             run,
             VALUES,
@@ -173,6 +196,10 @@ def test_a_log_that_cannot_be_written_lacks_rows_and_goes_on_whole(small_disk: P
             log_every=1,
             checkpoint=False,
         )
+    file = {"csv": "metrics.csv", "jsonl": "metrics.jsonl"}.get(name, "events.out.tfevents")
+    assert f"cannot write '{run}/{file}" in text[0]
+    assert "No space left on device (ENOSPC); free some space" in text[0]
+    assert not list(run.glob("*.tmp"))
     assert "There is no checkpoint of this run yet" in text[0]
     assert "what is logged later is written if it can be; this is not written again" in text[0]
     assert result.progress.updates == 12
@@ -204,8 +231,65 @@ def test_a_log_that_cannot_be_written_ends_the_run_by_default(small_disk: Path) 
             checkpoint=False,
             on_save_error="raise",
         )
+    assert f"'{small_disk}/run/metrics.csv'" in str(caught.value)
     notes = " ".join(caught.value.__notes__)
-    assert "what CSVLogger logs at update 5 was not saved; on_save_error='warn' goes on without it" in notes
+    assert "what CSVLogger logs at update 5 was not saved: cannot write" in notes
+    assert "(ENOSPC); free some space, or save to another disk. on_save_error='warn' goes on" in notes
+    assert not list((small_disk / "run").glob("*.tmp"))
+
+
+@pytest.mark.parametrize("name", ["csv", "jsonl", "tensorboard"])
+@pytest.mark.parametrize("widened", [False, True])
+def test_a_resumed_run_goes_on_in_its_log_though_the_disk_is_full(
+    small_disk: Path, name: str, widened: bool
+) -> None:
+    """Its end is cut, for which no room is needed; TensorBoard is told of it once there is some."""
+    run, options = small_disk / "run", {"loggers": (name,), "log_every": 1, "keeps": {"every": "3 steps"}}
+
+    def log_more(each: Any) -> None:
+        if widened and each.progress.updates == 5:
+            each.log("late", 1.0)
+
+    def die() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(run, LambdaCallback(on_step_end=log_more), at(6, die), VALUES, **options)
+    fill(small_disk, 0)
+    with warned():
+        train(run, at(7, (small_disk / "filler").unlink), VALUES, **options)
+    steps = steps_in(run, name)
+    assert steps == sorted(set(steps))
+    assert steps[:3] == [1, 2, 3]
+    assert steps[-6:] == [7, 8, 9, 10, 11, 12]
+    assert not list(run.glob("*.tmp"))
+
+
+def test_a_log_that_a_resumed_run_cannot_cut_goes_by_the_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"loggers": ("csv", "jsonl"), "log_every": 1, "keeps": {"every": "3 steps"}}
+
+    def die() -> None:
+        raise KeyboardInterrupt
+
+    def refuse(*arguments: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, at(5, die), **options)
+    monkeypatch.setattr("os.truncate", refuse)
+    with pytest.raises(OSError, match=r"metrics\.csv") as caught:
+        train(tmp_path, **options, on_save_error="raise")
+    assert "CSVLogger changes in its log to go on after update 3 was not saved" in caught.value.__notes__[0]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        train(tmp_path, **options)
+    texts = [str(each.message) for each in told if "changes in its log" in str(each.message)]
+    assert [each.split()[1] for each in texts] == ["CSVLogger", "JSONLinesLogger"]
+    assert f"The newest checkpoint is still {tmp_path}/checkpoints/update-00000003" in texts[0]
+    for name in ("csv", "jsonl"):
+        assert steps_in(tmp_path, name) == [1, 2, 3, 4, *range(4, 13)]
 
 
 @pytest.mark.parametrize("configured", [False, True])
@@ -293,6 +377,42 @@ def test_a_part_that_one_rank_cannot_write_is_everyones(tmp_path: Path, asynchro
     assert second[0] == []
     assert first[1] == second[1]
     assert names(tmp_path) == ["index.json", "update-00000002", "update-00000006"]
+
+
+def test_the_last_line_of_a_job_whose_save_failed_names_what_is_left(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        """
+import os
+import sys
+from pathlib import Path
+
+from tests.support.saving import at, file_size_limit, train
+
+limits = file_size_limit(10_000)
+begin = limits.__enter__ if os.environ["RANK"] == "1" else int
+train(Path(sys.argv[1]), at(3, begin), strategy="fsdp", devices=2, max_steps=6, on_save_error="raise")
+""",
+        encoding="utf-8",
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "drivetrain",
+        "launch",
+        "--devices",
+        "2",
+        str(program),
+        str(tmp_path / "run"),
+    ]
+    found = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=found)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1
+    assert "rank 1 failed first" in last
+    assert "update-00000004/" in last
+    assert "(EFBIG)" in last
+    assert f"The last checkpoint that is whole is {tmp_path}/run/checkpoints/update-00000002" in last
 
 
 def test_by_default_it_ends_all(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from drivetrain.checkpoint.filesystem import StorageError
 from drivetrain.data.worker_ends import note_on
 from drivetrain.data.worker_signals import Telling
 from drivetrain.distributed.doing import doing_when
@@ -103,14 +104,25 @@ def _tell(
         error.add_note(f"drivetrain: {note}")
     is_agreed = error is run.stopping.ending  # raised by all ranks
     if channel is not None and not is_agreed:  # before anything that waits for the others
-        channel.report(error)
+        channel.report(error, _kept(trainer, run, error))
         if isinstance(error, SystemExit) and not error.code:
             error.code = 1  # the others have failed for it
     elif not is_agreed and run.engine.ranks.size == 1:
-        record(Cause.of_error(0, ", ".join(filter(None, (_place(run), doing_when(error)))), error).failure())
+        place = ", ".join(filter(None, (_place(run), doing_when(error))))
+        record(Cause.of_error(0, place, error, _kept(trainer, run, error)).failure())
     _report(trainer, run, error)
     if is_agreed:
         _end_together(trainer, run, closing)
+
+
+def _kept(trainer: Trainer, run: Run, error: BaseException) -> str:
+    """What is left when a save has failed, for the last line of the program.
+
+    Nobody looks whether it still is there: a storage that does not answer would keep the other ranks waiting.
+    """
+    if not isinstance(error, StorageError) or run.last_checkpoint is None:
+        return ""
+    return f"The last checkpoint that is whole is {as_given(trainer, run.last_checkpoint)}"
 
 
 def _let_go(run: Run) -> None:

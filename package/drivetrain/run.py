@@ -21,7 +21,7 @@ from drivetrain.engine import Engine
 from drivetrain.errors import CheckpointError, NonFiniteError
 from drivetrain.hooks import Hooks
 from drivetrain.ledger import Ledger
-from drivetrain.save_errors import LEFT_OUT, SaveErrors
+from drivetrain.save_errors import LEFT_OUT, SaveErrors, words_of
 from drivetrain.soundness import Soundness
 from drivetrain.streams import load_host_state, shielded
 from drivetrain.task import TaskModule
@@ -302,7 +302,8 @@ class Run:
             yield
         except OSError as error:
             if not self.save_errors.tolerates:
-                error.add_note(f"drivetrain: {lost} was not saved; on_save_error='warn' goes on without it")
+                lost = f"{lost} was not saved: {words_of(error)}"
+                error.add_note(f"drivetrain: {lost}. on_save_error='warn' goes on without it")
                 raise
             self.save_errors.tell(type(logger).__name__, lost, error, self.last_checkpoint, LEFT_OUT)
 
@@ -364,9 +365,9 @@ class Run:
         Raises:
             CheckpointError: It does not fit this run; says what differs.
         """
+        self.last_checkpoint = address
         later.restore_run(self, snapshot)
         self._refuse_past_end(address)
-        self.last_checkpoint = address
         self.engine.set_rates()
         self.call(self.hooks.on_checkpoint_loaded)
 

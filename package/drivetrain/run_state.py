@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,7 @@ def restore_run(run: Run, snapshot: Snapshot, data: bool = True) -> None:
 
     Raises:
         CheckpointError: The checkpoint does not fit the task, its optimizers or the run; says what differs.
+        OSError: A logger could not go on in its file, and the run does not go on without it.
     """
     if "state" not in snapshot.objects:
         raise CheckpointError(
@@ -115,6 +117,7 @@ def take_back(run: Run, snapshot: Snapshot, address: str) -> None:
 
     Raises:
         CheckpointError: It does not fit this run; says what differs.
+        OSError: As `restore_run`.
     """
     progress, timing = run.progress, dict(run.timing)
     now = replace(progress)
@@ -172,9 +175,15 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> None:
     run.set_pending_values(_numbers(tree, "values"))
     run.metrics.update(_numbers(tree, "metrics"))
     run.timing.update(_numbers(tree, "timing"))
-    _restore_each(run.callbacks, tree["callbacks"], "callback")
+    _restore_each(run.callbacks, tree["callbacks"], "callback", lambda part: nullcontext())
     if run.is_main:
-        _restore_each(run.loggers, tree["loggers"], "logger")
+        changed = "what {} changes in its log to go on after update"
+        _restore_each(
+            run.loggers,
+            tree["loggers"],
+            "logger",
+            lambda part: run.logging_to(part, changed.format(type(part).__name__)),
+        )
 
 
 def _note_other_size(before: Any, now: int | None) -> None:
@@ -207,11 +216,16 @@ def _stateful(parts: Iterable[Any]) -> dict[str, Stateful]:
     return named
 
 
-def _restore_each(parts: Iterable[Any], states: Mapping[str, Any], what: str) -> None:
+def _restore_each(
+    parts: Iterable[Any],
+    states: Mapping[str, Any],
+    what: str,
+    restoring: Callable[[Any], AbstractContextManager[None]],
+) -> None:
     named = _stateful(parts)
     for name, part in named.items():
         if name in states:
-            with well_formed(f"the checkpoint's state of the {what} {name}"):
+            with restoring(part), well_formed(f"the checkpoint's state of the {what} {name}"):
                 part.load_state_dict(states[name])
         else:
             warnings.warn(f"the checkpoint has no state for the {what} {name}; it starts anew", stacklevel=2)

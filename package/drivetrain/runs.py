@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -33,6 +34,9 @@ _IN_ORDER = ("finished", "Preempted", "KeyboardInterrupt")
 
 _LONGEST = 1 << 16
 """Bytes of a line; ours have some hundred."""
+
+_AHEAD = 86_400.0
+"""Seconds that the clock of the machine that wrote a line may be ahead of the reader's."""
 
 _DEEPEST = 4
 """Directories below the one that is searched."""
@@ -148,12 +152,12 @@ def read_ledger(directory: str | os.PathLike[str]) -> RunLedger:
     """What a run has spent its time on so far; it may be running.
 
     Args:
-        directory: The run directory.
+        directory: The run directory, or its ledger.
 
     Raises:
         DataError: There is no ledger in it, or nothing in it can be read.
     """
-    path = Path(directory)
+    path = _directory(directory)
     file = path / NAME
     if not file.is_file():
         raise DataError(
@@ -165,7 +169,7 @@ def read_ledger(directory: str | os.PathLike[str]) -> RunLedger:
     try:
         for line in _lines(file):
             row = _parsed(line)
-            if row is None:
+            if row is None or not _is_possible(row, rows.get(row.attempt, ())):
                 unreadable += 1
             else:
                 rows.setdefault(row.attempt, []).append(row)
@@ -179,13 +183,19 @@ def read_ledger(directory: str | os.PathLike[str]) -> RunLedger:
 def find_runs(directory: str | os.PathLike[str]) -> list[Path]:
     """The directories with a ledger: this one, and those below it, sorted."""
     found: list[Path] = []
-    top = Path(directory)
+    top = _directory(directory)
     for each, below, files in os.walk(top):
         depth = len(Path(each).relative_to(top).parts)
         below[:] = sorted(name for name in below if name != "checkpoints") if depth < _DEEPEST else []
         if NAME in files:
             found.append(Path(each))
     return sorted(found)
+
+
+def _directory(given: str | os.PathLike[str]) -> Path:
+    """The directory that is meant, also by the path of the ledger in it."""
+    path = Path(given)
+    return path.parent if path.name == NAME and path.is_file() else path
 
 
 # The lines.
@@ -245,6 +255,17 @@ def _parsed(line: bytes) -> _Row | None:
         between=float(given["between"]),
         ended=ended if isinstance(ended, str) else None,
     )
+
+
+def _is_possible(row: _Row, before: Sequence[_Row]) -> bool:
+    """Whether a line can be true: not of tomorrow, nor of fewer updates than its attempt began with, unless
+    that was taken back, as a line before says.
+    """
+    if row.time > time.time() + _AHEAD:
+        return False
+    if row.resumed is None or row.resumed <= row.updates or row.event == "back":
+        return True
+    return any(each.event == "back" for each in before)
 
 
 def _is_amount(value: Any) -> bool:

@@ -9,15 +9,21 @@ from collections import Counter
 from contextlib import suppress
 
 from drivetrain import later
-from drivetrain.checkpoint.filesystem import StorageError
+from drivetrain.checkpoint.filesystem import StorageError, in_words
 from drivetrain.errors import CheckpointError
 
 _LOG = logging.getLogger(__name__)
 
-AGAIN = "and the next time it is due it is tried again"
+AGAIN = "The run goes on (on_save_error='warn'), and the next time it is due it is tried again"
 """What becomes of a checkpoint."""
 
-LEFT_OUT = "and what is logged later is written if it can be; this is not written again"
+OVER = "The run ends with that: it is not tried again"
+"""What becomes of the last checkpoint."""
+
+LEFT_OUT = (
+    "The run goes on (on_save_error='warn'), and what is logged later is written if it can be; this is not"
+    " written again"
+)
 """What becomes of what is logged."""
 
 
@@ -55,10 +61,7 @@ class SaveErrors:
         if not self._tells:
             return
         notes = "".join(f" ({each.removeprefix('drivetrain: ')})" for each in getattr(error, "__notes__", ()))
-        text = (
-            f"{lost} was not saved: {error}{notes}. {newest(last_checkpoint)}. The run goes on"
-            f" (on_save_error='warn'), {then}"
-        )
+        text = f"{lost} was not saved: {words_of(error)}{notes}. {newest(last_checkpoint)}. {then}"
         cause = what, code_of(error)
         is_new = cause not in self._told
         if not is_new or _LOG.hasHandlers():  # without any, logging would print what the warning says
@@ -82,6 +85,13 @@ def is_gone(checkpoint: str) -> bool:
     with suppress(CheckpointError):  # it cannot be looked at now, which says nothing of it
         return not later.DirectoryCheckpointIO().exists(checkpoint)
     return False
+
+
+def words_of(error: Exception) -> str:
+    """What an error says; of the system's own, with the file and what may help."""
+    if isinstance(error, OSError) and isinstance(error.filename, str):
+        return in_words("write", error.filename, error)[0]
+    return str(error)
 
 
 def code_of(error: Exception) -> str:

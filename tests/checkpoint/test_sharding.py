@@ -1,5 +1,6 @@
 """Written by any number of processes, read by any other: the same bits, and each writes its share once."""
 
+import errno
 import os
 import shutil
 import tempfile
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from drivetrain.checkpoint import (
     CheckpointConfig,
     CheckpointManager,
+    DamagedCheckpointError,
     DirectoryCheckpointIO,
     Snapshot,
     read_manifest,
@@ -285,6 +287,55 @@ def test_the_managers_of_all_ranks_agree(tmp_path):
     assert "was set aside as" in first[2][0]
     assert "optimizer-00002-of-00002" in first[2][0]
     assert second[2] == []
+
+
+@pytest.mark.parametrize("kind", ["an empty directory", "none", "a file short", "a medium that fails"])
+def test_a_rank_that_does_not_see_what_rank_0_sees_is_no_damage(tmp_path, kind):
+    """As on a machine that has not mounted the directory: nothing is renamed, and nothing begins anew."""
+
+    class Elsewhere(LocalFileSystem):
+        def is_hidden(self, path):
+            name, file = os.path.split(path)
+            in_checkpoint = os.path.basename(name).startswith("update-")
+            return {"none": "update-" in path, "an empty directory": in_checkpoint}.get(
+                kind, in_checkpoint and file == "state.json"
+            )
+
+        def kind(self, path):
+            lacks = self.is_hidden(path) and kind != "a medium that fails"
+            return None if lacks else super().kind(path)
+
+        def entries(self, path):
+            found = super().entries(path)
+            return {
+                name: each for name, each in found.items() if not self.is_hidden(os.path.join(path, name))
+            }
+
+        def open(self, path):
+            if self.is_hidden(path):
+                raise OSError(errno.EIO, "Input/output error")
+            return super().open(path)
+
+    def life(directory):
+        ranks = Ranks.of_job()
+        manager = CheckpointManager(directory, CheckpointConfig(keep_last=3, best=0), ranks=ranks)
+        for update in (1, 2):
+            manager.save(update, 0, {}, lambda: Snapshot({"model": {"w": torch.ones(3)}}, {"state": {}}))
+        files = Elsewhere() if ranks.rank == 1 else None
+        manager = CheckpointManager(directory, CheckpointConfig(best=0), files=files, ranks=ranks)
+        with pytest.raises(
+            CheckpointError, match=r"rank 1 \(on .*\) does not see '.*update-00000002"
+        ) as caught:
+            manager.load_latest()
+        assert not isinstance(caught.value, DamagedCheckpointError)
+        assert "All ranks must see the same directory" in str(caught.value)
+
+    run_distributed(life, str(tmp_path / "checkpoints"))
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == [
+        "index.json",
+        "update-00000001",
+        "update-00000002",
+    ]
 
 
 def test_a_tensor_cut_along_both_dimensions_is_read_however_else_it_is_cut(tmp_path):

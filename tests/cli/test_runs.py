@@ -60,6 +60,10 @@ def test_list_has_a_line_for_each_run_and_names_what_cannot_be_read(
     assert head.split() == ["run", "attempts", "updates", "wall", "goodput", "ended", "heard"]
     assert row.split()[:3] == [str(run_dir), "2", "10"]
     assert str(other) in trouble
+    assert main(["runs", "list", str(other)]) == 1  # nothing could be read
+    assert str(other) in capsys.readouterr().out
+    assert main(["runs", "list", str(other), "--json"]) == 1
+    assert main(["runs", "show", str(run_dir / NAME)]) == 0
 
 
 def test_only_the_last_attempts_are_shown_unless_all_are_wanted(

@@ -12,7 +12,7 @@ from drivetrain.checkpoint.places import file_system
 from drivetrain.checkpoint.weight_files import MODEL
 from drivetrain.errors import NonFiniteError
 from drivetrain.module_state import module_state
-from drivetrain.save_errors import newest
+from drivetrain.save_errors import AGAIN, OVER, newest
 from drivetrain.types import Trigger
 
 if TYPE_CHECKING:
@@ -132,7 +132,9 @@ class CheckpointSaver(Callback):
             if not run.save_errors.tolerates:
                 raise
             lost = f"the checkpoint after update {self._begun}"
-            run.save_errors.tell("checkpoint", lost, error, run.last_checkpoint)
+            is_last = run.stop_reason is not None and self._begun == run.progress.updates
+            then = OVER if is_last or run.exception is not None else AGAIN
+            run.save_errors.tell("checkpoint", lost, error, run.last_checkpoint, then)
             return
         if committed is not None:
             self._unsaved = None
@@ -159,11 +161,17 @@ class CheckpointSaver(Callback):
         with run.engine.exchanged():
             weights, _ = module_state(run.task)
         ended = f"the run ended after update {run.progress.updates} ({run.stop_reason})"
+        besides = ""
         with run.timed("save"):  # all ranks hear of it, and none goes on before the file is there
-            run.engine.ranks.together(lambda: export_weights(weights, self.weights, write=run.is_main))
+            try:
+                run.engine.ranks.together(lambda: export_weights(weights, self.weights, write=run.is_main))
+            except StorageError as error:
+                if self._unsaved is None:
+                    raise
+                besides = f". Nor are the finished weights: {error}"
         if self._unsaved is not None:
             there = newest(run.last_checkpoint)
-            lost = StorageError(f"{ended}, which is not saved: {self._unsaved}. {there}")
+            lost = StorageError(f"{ended}, which is not saved: {self._unsaved}{besides}. {there}")
             lost.code = self._unsaved.code
             raise lost from self._unsaved
 

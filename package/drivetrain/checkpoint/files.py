@@ -15,7 +15,14 @@ from typing import TypeAlias
 
 import xxhash
 
-from drivetrain.checkpoint.filesystem import LOCAL, DamagedCheckpointError, FileSystem, Sink, os_errors
+from drivetrain.checkpoint.filesystem import (
+    LOCAL,
+    DamagedCheckpointError,
+    FileSystem,
+    Sink,
+    UnseenError,
+    os_errors,
+)
 from drivetrain.checkpoint.strict_json import MAX_JSON_BYTES
 
 CHUNK = 1 << 20
@@ -126,7 +133,7 @@ class HashedReader:
         with os_errors("read", path):
             kind = files.kind(path)
             if kind is None:
-                raise DamagedCheckpointError(f"{path!r} is missing")
+                raise UnseenError.of(path, f"{path!r} is missing")
             if kind != "file":
                 what = "a symbolic link" if kind == "link" else "not a regular file"
                 raise DamagedCheckpointError(f"{path!r} is {what}; a checkpoint holds plain files only")

@@ -50,6 +50,25 @@ class DamagedCheckpointError(CheckpointError):
     """
 
 
+class UnseenError(DamagedCheckpointError):
+    """A part of a checkpoint is not there, or its medium cannot read it: as far as this process can see.
+
+    Another process, on another machine, may have it whole; see `drivetrain.checkpoint.recovery`.
+
+    Attributes:
+        path: The directory or file.
+    """
+
+    path: str = ""
+
+    @classmethod
+    def of(cls, path: str, text: str) -> UnseenError:
+        """The error about `path` that says `text`."""
+        error = cls(text)
+        error.path = path
+        return error
+
+
 class StorageError(CheckpointError):
     """The storage did not do what was asked of it: it is full, read-only, gone or does not answer.
 
@@ -324,6 +343,14 @@ LOCAL = LocalFileSystem()
 """The one local file system; it has no state."""
 
 
+def in_words(action: str, path: str, error: OSError) -> tuple[str, str]:
+    """What `os_errors` says of an error, and the system's name for it."""
+    advice = _ADVICE.get(error.errno or 0)
+    name = errno.errorcode.get(error.errno or 0, type(error).__name__)
+    text = f"cannot {action} {path!r}: {error.strerror or error} ({name})"
+    return (f"{text}; {advice}" if advice else text), name
+
+
 @contextmanager
 def os_errors(action: str, path: str) -> Iterator[None]:
     """Turn the system's errors into ones that say what was being done, where, and what may help.
@@ -334,19 +361,15 @@ def os_errors(action: str, path: str) -> Iterator[None]:
 
     Raises:
         StorageError: In place of any OSError.
-        DamagedCheckpointError: In place of an input/output error while reading: the medium has lost the
+        UnseenError: In place of an input/output error while reading: the medium has lost the
             bytes.
     """
     try:
         yield
     except OSError as error:
-        advice = _ADVICE.get(error.errno or 0)
-        name = errno.errorcode.get(error.errno or 0, type(error).__name__)
-        text = f"cannot {action} {path!r}: {error.strerror or error} ({name})" + (
-            f"; {advice}" if advice else ""
-        )
+        text, name = in_words(action, path, error)
         if action == "read" and error.errno == errno.EIO:
-            raise DamagedCheckpointError(text) from error
+            raise UnseenError.of(path, text) from error
         refused = StorageError(text)
         refused.code = name
         raise refused from error

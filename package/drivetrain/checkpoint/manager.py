@@ -14,7 +14,7 @@ from drivetrain.checkpoint.format import Snapshot
 from drivetrain.checkpoint.index import PURPOSE, Entry, oldest_first, rank, retain, write_index
 from drivetrain.checkpoint.io import CheckpointIO, DirectoryCheckpointIO
 from drivetrain.checkpoint.places import file_system
-from drivetrain.checkpoint.recovery import recover, removed, set_aside
+from drivetrain.checkpoint.recovery import load_together, recover, removed, set_aside
 from drivetrain.checkpoint.sharding import Like, plan_parts
 from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.errors import CheckpointError, ConfigError, nearest
@@ -138,24 +138,18 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: The newest is intact as far as can be told, but of a newer format or not readable
-                now. An older one is not silently taken in its place.
+                now, or not seen by every process. An older one is not silently taken in its place.
         """
         self.wait()
         self._open()
         for entry in reversed(self._entries):
             path = self._path(entry.name)
-            loaded: list[Snapshot] = []
-
-            def load(path: str = path, loaded: list[Snapshot] = loaded) -> None:
-                loaded.append(self.io.load(path) if like is None else self.io.load(path, like=like))
-
-            try:
-                self.ranks.together(load)
-            except DamagedCheckpointError as error:
-                self._set_aside(entry.name, error)
+            loaded = load_together(path, like, self.io, self.files, self.ranks)
+            if isinstance(loaded, DamagedCheckpointError):
+                self._set_aside(entry.name, loaded)
                 continue
             self._ours.add(entry.name)
-            return path, loaded[0]
+            return path, loaded
         return None
 
     def disown(self) -> None:

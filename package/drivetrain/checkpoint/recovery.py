@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from drivetrain.checkpoint.config import CheckpointConfig
-from drivetrain.checkpoint.files import REMOVING, SAVING
-from drivetrain.checkpoint.filesystem import DamagedCheckpointError, FileSystem, os_errors
-from drivetrain.checkpoint.format import MANIFEST
+from drivetrain.checkpoint.files import REMOVING, SAVING, HashedReader
+from drivetrain.checkpoint.filesystem import DamagedCheckpointError, FileSystem, UnseenError, os_errors
+from drivetrain.checkpoint.format import MANIFEST, Snapshot
 from drivetrain.checkpoint.index import (
     INDEX,
     Entry,
@@ -19,6 +20,9 @@ from drivetrain.checkpoint.index import (
     write_index,
 )
 from drivetrain.checkpoint.io import UNFINISHED, CheckpointIO, discard, free_bad_name
+from drivetrain.checkpoint.sharding import Like
+from drivetrain.distributed.ranks import Ranks
+from drivetrain.errors import CheckpointError
 
 
 def recover(directory: str, io: CheckpointIO, files: FileSystem) -> tuple[list[Entry], list[str]]:
@@ -54,6 +58,65 @@ def recover(directory: str, io: CheckpointIO, files: FileSystem) -> tuple[list[E
     if entries != listed:
         write_index(directory, entries, files)
     return entries, trouble
+
+
+def load_together(
+    path: str, like: Like | None, io: CheckpointIO, files: FileSystem, ranks: Ranks
+) -> Snapshot | DamagedCheckpointError:
+    """Read a checkpoint that rank 0 has listed, in all processes.
+
+    Args:
+        path: The checkpoint.
+        like: As in `CheckpointIO.load`.
+        io: The storage.
+        files: The file system of the checkpoint.
+        ranks: The processes.
+
+    Returns:
+        Its content; on all ranks what is wrong with it if one of them found it damaged.
+
+    Raises:
+        CheckpointError: It is of a newer format, not readable now, or not seen by one of the processes though
+            rank 0 sees it; on all ranks.
+    """
+    loaded: list[Snapshot] = []
+
+    def load() -> tuple[str, DamagedCheckpointError | None]:
+        try:
+            loaded.append(io.load(path) if like is None else io.load(path, like=like))
+        except DamagedCheckpointError as error:
+            return socket.gethostname(), error.with_traceback(None)
+        return "", None
+
+    outcomes = ranks.together(load)
+    found = [(number, host, error) for number, (host, error) in enumerate(outcomes) if error is not None]
+    if not found:
+        return loaded[0]
+    for number, _, error in found:
+        if number == 0 or not isinstance(error, UnseenError):
+            return error
+    # None of them has read anything wrong, and rank 0 nothing amiss: a directory that is not the same on all
+    # machines, and no reason to take a good checkpoint for a damaged one.
+    number, host, error = found[0]
+    unseen = error.path if isinstance(error, UnseenError) else path
+    if not ranks.first(lambda: _is_readable(unseen, files)):
+        return error
+    raise CheckpointError(
+        f"rank {number} (on {host}) does not see {unseen!r}, which rank 0 reads: {error}. All ranks must see"
+        " the same directory; nothing was renamed"
+    )
+
+
+def _is_readable(path: str, files: FileSystem) -> bool:
+    """Whether a directory, or all of a file, can be read here."""
+    try:
+        if files.kind(path) == "directory":
+            return True
+        with HashedReader(path, files) as reader:
+            reader.skip(reader.size)
+    except (CheckpointError, OSError):
+        return False
+    return True
 
 
 def set_aside(path: str, error: DamagedCheckpointError, files: FileSystem) -> tuple[bool, str]:

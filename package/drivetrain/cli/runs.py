@@ -29,7 +29,8 @@ class _Action(NamedTuple):
 _ACTIONS = {
     "list": _Action(
         "list the runs in a directory",
-        "With how often each was started, how far it came, how long it took, and its goodput.",
+        "With how often each was started, how far it came, how long it took, and its goodput. Exit code 1"
+        " if there is none that can be read.",
         "a directory of runs, such as runs",
     ),
     "show": _Action(
@@ -37,7 +38,7 @@ _ACTIONS = {
         "Goodput is the share of the time that went into updates that count: the wall time without set-up,"
         " waiting for data, evaluation, saving, restoring, updates that were made again, and waiting to be"
         " started again.",
-        "a run directory",
+        "a run directory, or its ledger.jsonl",
     ),
 }
 
@@ -57,8 +58,7 @@ def run(words: Sequence[str]) -> int:
             f"drivetrain runs {parsed.action}: unknown argument {unknown[0]}. {nearest(unknown[0], allowed)}"
         )
     with any_text():
-        _DOES[parsed.action](parsed)
-    return 0
+        return _DOES[parsed.action](parsed)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _list(parsed: argparse.Namespace) -> None:
+def _list(parsed: argparse.Namespace) -> int:
     found: list[RunLedger] = []
     trouble: list[str] = []
     for each in find_runs(parsed.path):
@@ -91,7 +91,7 @@ def _list(parsed: argparse.Namespace) -> None:
         raise DataError(f"there is no run with a ledger.jsonl in {parsed.path!r}, nor in what is below it")
     if parsed.json:
         print_json({"runs": [each.to_json() for each in found], "trouble": trouble})
-        return
+        return 0 if found else 1
     table(
         ("run", "attempts", "updates", "wall", "goodput", "ended", "heard"),
         [
@@ -110,13 +110,14 @@ def _list(parsed: argparse.Namespace) -> None:
     )
     for text in trouble:
         line(text)
+    return 0 if found else 1
 
 
-def _show(parsed: argparse.Namespace) -> None:
+def _show(parsed: argparse.Namespace) -> int:
     ledger = read_ledger(parsed.path)
     if parsed.json:
         print_json(ledger.to_json())
-        return
+        return 0
     last = ledger.attempts[-1]
     section(
         f"Run {ledger.directory}",
@@ -137,6 +138,7 @@ def _show(parsed: argparse.Namespace) -> None:
     table(("", "seconds", "share"), [*rows, ("wall time", f"{ledger.wall:.1f}", "100.0%")], numbers=(1, 2))
     _show_attempts(ledger, None if parsed.all else _SHOWN)
     _show_trouble(ledger)
+    return 0
 
 
 def _show_attempts(ledger: RunLedger, most: int | None) -> None:
@@ -206,5 +208,5 @@ def _span(seconds: float) -> str:
     raise AssertionError(seconds)
 
 
-_DOES: Mapping[str, Callable[[argparse.Namespace], None]] = {"list": _list, "show": _show}
+_DOES: Mapping[str, Callable[[argparse.Namespace], int]] = {"list": _list, "show": _show}
 """What is done for each action."""

@@ -172,20 +172,21 @@ class FailureChannel:
         self._stopping.shared = True
         return self
 
-    def report(self, error: BaseException) -> None:
+    def report(self, error: BaseException, besides: str = "") -> None:
         """Tell the others of an error on this rank, and wait a moment to hear whether it is the first.
 
         Leaving the context with an error does the same. Only the first report of a rank counts.
 
         Args:
             error: What was raised here.
+            besides: A sentence to add to it.
         """
         if self._line is None or self._reported is not None:
             return
         self._reported = error
         if self._decided.is_set():
             return
-        cause = Cause.of_error(self.rank, self._where(doing_when(error)), error)
+        cause = Cause.of_error(self.rank, self._where(doing_when(error)), error, besides)
         self._line.send(kind="cause", cause=cause.to_json(), **self._state())
         self._decided.wait(_DECIDING)
 

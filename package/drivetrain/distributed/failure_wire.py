@@ -67,9 +67,10 @@ class Cause:
         return f"rank {self.rank} failed first{place}: {self.what}"
 
     @classmethod
-    def of_error(cls, rank: int, where: str, error: BaseException) -> Cause:
-        """The cause that an error on this rank may be."""
+    def of_error(cls, rank: int, where: str, error: BaseException, besides: str = "") -> Cause:
+        """The cause that an error on this rank may be, and what else there is to say of it."""
         what = "".join(traceback.format_exception_only(type(error), error)).strip()
+        what = f"{what}. {besides}" if besides else what
         where_raised = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
         kind = "consequence" if is_consequence(error) else "error"
         return cls(kind, rank, where, what, "".join(traceback.format_list(where_raised)))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
-from drivetrain.loggers.files import FileLogger, replace_text
+from drivetrain.loggers.files import FileLogger, naming, replace_text
 
 
 @final
@@ -53,7 +55,13 @@ class CSVLogger(FileLogger):
         return {"columns": list(self._columns), "rows": self._rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`: cut what the table gained since. A missing or shorter file is taken as is."""
+        """Go on from `state`: cut what the table gained since. A missing or shorter file is taken as is.
+
+        Columns that it gained stay, empty, where there is no room to write the table without them.
+
+        Raises:
+            OSError: It could not be cut; the logger goes on at its end.
+        """
         self.close()
         self._columns = dict.fromkeys(state["columns"])
         self._rows = 0
@@ -68,9 +76,25 @@ class CSVLogger(FileLogger):
         if header[: len(columns)] != columns:
             self._continues = False  # another run's table
             return
-        kept = [row[: len(columns)] for row in rows[: int(state["rows"])]]
+        self._columns, self._rows = dict.fromkeys(header[1:]), len(rows)  # as long as it is not cut
+        kept = rows[: int(state["rows"])]
+        self._cut([header, *kept])
         self._rows = len(kept)
-        replace_text(self.path, _table([columns, *kept]))
+        if header != columns:
+            with suppress(OSError):
+                replace_text(self.path, _table([columns, *(row[: len(columns)] for row in kept)]))
+                self._columns = dict.fromkeys(columns[1:])
+
+    def _cut(self, rows: Sequence[Sequence[object]]) -> None:
+        """Leave these rows, the first of the file, at their place, which needs no room on the disk."""
+        content = _table(rows).encode()
+        with self.path.open("rb") as file:
+            is_ours = file.read(len(content)) == content
+        if not is_ours:  # written by something else, in other words
+            replace_text(self.path, content.decode())
+            return
+        with naming(self.path):
+            os.truncate(self.path, len(content))
 
     def _widen(self, metrics: Iterable[str]) -> None:
         columns = {**self._columns, **dict.fromkeys(metrics)}

@@ -7,7 +7,8 @@ import math
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,36 @@ def _name(value: float) -> str:
     return "Infinity" if value > 0 else "-Infinity"
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Have the system's errors name the file that they are about; that of a write, on a full disk, does not.
+
+    Raises:
+        OSError: As it was, with the file's name.
+    """
+    try:
+        yield
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None
+        raise
+
+
 def replace_text(path: Path, text: str) -> None:
-    """Put `text` into `path` so that a reader, or a kill, sees the old content or the new, never a part."""
+    """Put `text` into `path` so that a reader, or a kill, sees the old content or the new, never a part.
+
+    Raises:
+        OSError: It could not be written; the old content stays, and nothing else.
+    """
     temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8", newline="") as file:
-        file.write(text)
-    os.replace(temporary, path)
+    with naming(path):
+        try:
+            with temporary.open("w", encoding="utf-8", newline="") as file:
+                file.write(text)
+            os.replace(temporary, path)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
 
 
 def write_config(directory: Path, config: Mapping[str, Any]) -> None:
@@ -72,6 +97,7 @@ class Appended:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
         self._file = path.open("ab", buffering=0)
         self._piece = bytearray()
 
@@ -101,7 +127,8 @@ class Appended:
         try:
             while piece:
                 piece = piece[self._file.write(piece) :]
-        except OSError:
+        except OSError as error:
+            error.filename = str(self._path)  # as `naming`, which would be called with every piece
             os.ftruncate(self._file.fileno(), before)
             raise
 
@@ -138,7 +165,11 @@ class FileLogger(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`: cut what the file gained since. A missing or shorter file is taken as it is."""
+        """Go on from `state`: cut what the file gained since. A missing or shorter file is taken as it is.
+
+        Raises:
+            OSError: It could not be cut; the logger goes on at its end.
+        """
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Write ``config.json`` beside the file."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
-from drivetrain.loggers.files import FileLogger, to_json
+from drivetrain.loggers.files import FileLogger, naming, to_json
 
 
 @final
@@ -47,18 +48,25 @@ class JSONLinesLogger(FileLogger):
         return {"lines": self._lines}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`: cut what the file gained since. A missing or shorter file is taken as it is."""
+        """Go on from `state`: cut what the file gained since. A missing or shorter file is taken as it is.
+
+        Raises:
+            OSError: It could not be cut; the logger goes on at its end.
+        """
         self.close()
         self._continues = True
         self._lines = 0
         if not self.path.exists():
             return
         # Counting lines, not bytes, also finds the end when the last line was cut short by a kill.
-        with self.path.open("rb+") as file:
-            end = 0
+        kept = end = 0
+        with self.path.open("rb") as file:
             for line in file:
-                if self._lines == int(state["lines"]) or not line.endswith(b"\n"):
+                if not line.endswith(b"\n"):
                     break
-                end += len(line)
+                if self._lines < int(state["lines"]):
+                    kept, end = kept + 1, end + len(line)
                 self._lines += 1
-            file.truncate(end)
+        with naming(self.path):
+            os.truncate(self.path, end)
+        self._lines = kept

@@ -43,6 +43,7 @@ class TensorBoardLogger:
         self._config = ""
         self._written_config = ""
         self._continues = False
+        self._hidden: int | None = None
         self._path: Path | None = None
         self._file: Appended | None = None
         self._writer: RecordWriter | None = None
@@ -70,16 +71,29 @@ class TensorBoardLogger:
         return {"step": self._step, "config": self._written_config}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`: what stands in the directory from later steps is hidden."""
+        """Go on from `state`: what stands in the directory from later steps is hidden.
+
+        Raises:
+            OSError: That could not be written; it is with what is logged next.
+        """
         self._close_file()
         self._step = int(state["step"])
         self._written_config = str(state["config"])
         self._continues = True
         self._path = None
         if any(self.directory.glob(_PATTERN)):
-            # TensorBoard drops what it has read so far from this step on when it meets a session's start.
-            self._write(step=self._step + 1, session_log={"status": "START"})
+            self._hidden = self._step + 1
+            self._hide()
             self._close_file()  # the run that loads may fail before it starts, and then nobody closes
+
+    def _hide(self) -> None:
+        hidden, self._hidden = self._hidden, None
+        try:
+            # TensorBoard drops what it has read so far from this step on when it meets a session's start.
+            self._write(step=hidden, session_log={"status": "START"})
+        except OSError:
+            self._hidden = hidden
+            raise
 
     def _close_file(self) -> None:
         if self._writer is not None:
@@ -109,6 +123,8 @@ class TensorBoardLogger:
             self._close_file()
             self._path, self._written_config = None, ""
             self._write_config()
+        if self._hidden is not None:
+            self._hide()
         writer = self._writer or self._open()
         writer.write(self._event(wall_time=time.time(), **event).SerializeToString())
         writer.flush()
