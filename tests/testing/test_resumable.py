@@ -309,6 +309,15 @@ def test_what_every_run_fills_before_it_is_read_is_no_state(save_after: int) -> 
     assert_resumable(make, updates=7, save_after=save_after, epoch=3)
 
 
+def test_the_fit_that_is_returned_is_checked_and_not_one_before_it() -> None:
+    def make() -> Fit:
+        trainer(max_steps=2).fit(Net(), loader())
+        return trainer(callbacks=[Forgetful()]), Net(), loader()
+
+    with pytest.raises(AssertionError, match=r"not saved: callback Forgetful\.seen: 0 in place of 3"):
+        assert_resumable(make, updates=6)
+
+
 class Numbered(Sums):
     """Counts what it is asked for."""
 

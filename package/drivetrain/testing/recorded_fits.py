@@ -36,6 +36,10 @@ class RunRecorder:
         self._body: int | None = None  # after which update the body of a loop runs
         self._is_left = False
 
+    def checks_next(self) -> None:
+        """Record the next fit, however many there have been."""
+        self._recording = dataclasses.replace(self._recording, fit=self._fits + 1)
+
     def begins(self, trainer: Trainer, task: Any, data: tuple[Any, ...]) -> Mapping[str, Any]:
         """What a fit is run with in place of its own settings."""
         recording = self._recording

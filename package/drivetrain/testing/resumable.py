@@ -196,8 +196,10 @@ def _child(make: Callable[[], Sequence[Any]], recording: Recording, log: Path) -
 
 
 def _fit(make: Callable[[], Sequence[Any]], recording: Recording) -> None:
-    with observing(RunRecorder(recording)):
-        trainer, task, *data = make()
+    recorder = RunRecorder(replace(recording, fit=sys.maxsize))
+    with observing(recorder):
+        trainer, task, *data = make()  # which may train, too
+        recorder.checks_next()
         trainer.fit(task, *data)
 
 
