@@ -93,3 +93,18 @@ for steps in (4, 20):
     )
     assert code == 0, text
     assert "6 updates, killed, resumed at update 9: all that was compared is the same" in text
+
+
+def test_a_program_that_catches_everything_and_tries_again_is_ended(check: Check) -> None:
+    code, text = check(
+        """
+while True:
+    try:
+        Trainer(max_epochs=3, **settings).fit(Net(), loader())
+    except BaseException as error:
+        print("caught", repr(error))
+""",
+        *("--timeout", "40"),
+    )
+    assert code == 0, text
+    assert "6 updates, killed, resumed at update 3: all that was compared is the same" in text

@@ -37,7 +37,7 @@ class Faster(Throughput):
     """One of the library's, with something added."""
 
 
-def every_callback() -> list[Any]:
+def every_callback(pace: type[Throughput] = Throughput) -> list[Any]:
     """One of each that the library exports; and one that measures memory."""
     return [
         CompileTime(),
@@ -49,19 +49,21 @@ def every_callback() -> list[Any]:
         ModelSummary(),
         NonFiniteDetector(),
         ProgressBar(),
-        Faster(),
-        Throughput(),
+        pace(),
         Watch(every=2),
     ]
 
 
-def test_no_callback_of_the_library_is_taken_for_something_that_was_not_saved() -> None:
+@pytest.mark.parametrize("pace", [Throughput, Faster])
+def test_no_callback_of_the_library_is_taken_for_something_that_was_not_saved(
+    pace: type[Throughput],
+) -> None:
     exported = [getattr(drivetrain.callbacks, name) for name in drivetrain.callbacks.__all__]
     kinds = {each for each in exported if isinstance(each, type) and issubclass(each, Callback)}
     assert {type(each) for each in every_callback()} >= kinds - {Callback}
 
     def make() -> Any:
-        return trainer(callbacks=every_callback()), Net(), loader(), loader()
+        return trainer(callbacks=every_callback(pace)), Net(), loader(), loader()
 
     assert_resumable(make)
 

@@ -257,6 +257,67 @@ def test_a_callbacks_attribute_is_named_also_where_nothing_depends_on_it_yet() -
     assert_resumable(make, ignore=["callback Forgetful.*"])
 
 
+class Best(Callback):
+    """Keeps what an evaluation gave, until the next one."""
+
+    def __init__(self) -> None:
+        self.best: float | None = None
+        self.is_known = False
+
+    def on_evaluation_end(self, run: Any) -> None:
+        self.best = run.metrics["validation/loss"]
+        self.is_known = True
+
+
+def test_what_is_lost_and_soon_made_again_by_chance_is_named() -> None:
+    def make() -> Any:
+        return trainer(callbacks=[Best()], validate_every="3 steps"), Net(), loader(), loader()
+
+    with pytest.raises(AssertionError, match="what it computed is the same so far") as caught:
+        assert_resumable(make, save_after=5)  # the next evaluation comes in update 6
+    assert "not saved: callback Best.best: None in place of " in str(caught.value)
+    assert "not saved: callback Best.is_known: False in place of True" in str(caught.value)
+
+
+class Scratch(Callback):
+    """Fills each of its places before it is read, in whatever update a run begins."""
+
+    def __init__(self) -> None:
+        self.device: str | None = None
+        self.is_large: bool | None = None
+        self.first_of_epoch = -1
+        self.losses: list[float] = []
+        self.began = time.time()
+
+    def on_epoch_start(self, run: Any) -> None:
+        self.first_of_epoch = run.progress.epoch
+
+    def on_step_start(self, run: Any) -> None:
+        self.losses = []
+
+    def on_step_end(self, run: Any) -> None:
+        self.device = self.device or str(run.engine.device)
+        self.is_large = run.progress.updates % 3 == 2
+        self.losses.append(run.step.loss)
+
+
+@pytest.mark.parametrize("save_after", [2, 3, 4])
+def test_what_every_run_fills_before_it_is_read_is_no_state(save_after: int) -> None:
+    def make() -> Fit:
+        return trainer(callbacks=[Scratch()]), Net(), loader()
+
+    assert_resumable(make, updates=7, save_after=save_after, epoch=3)
+
+
+def test_the_fit_that_is_returned_is_checked_and_not_one_before_it() -> None:
+    def make() -> Fit:
+        trainer(max_steps=2).fit(Net(), loader())
+        return trainer(callbacks=[Forgetful()]), Net(), loader()
+
+    with pytest.raises(AssertionError, match=r"not saved: callback Forgetful\.seen: 0 in place of 3"):
+        assert_resumable(make, updates=6)
+
+
 class Numbered(Sums):
     """Counts what it is asked for."""
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Generator, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.testing.digests import short
@@ -33,12 +34,17 @@ class RunRecorder:
         self._fits = 0
         self._recorder: Recorder | None = None
         self._body: int | None = None  # after which update the body of a loop runs
+        self._is_left = False
+
+    def checks_next(self) -> None:
+        """Record the next fit, however many there have been."""
+        self._recording = dataclasses.replace(self._recording, fit=self._fits + 1)
 
     def begins(self, trainer: Trainer, task: Any, data: tuple[Any, ...]) -> Mapping[str, Any]:
         """What a fit is run with in place of its own settings."""
         recording = self._recording
         if self._fits >= recording.fit:
-            raise SystemExit(0)  # all is recorded
+            self._leave()
         changes = dict(self.evaluates(trainer))
         self._fits += 1
         checked = self._fits == recording.fit
@@ -83,13 +89,22 @@ class RunRecorder:
     def evaluates(self, trainer: Trainer) -> Mapping[str, Any]:
         """Where an evaluation looks for a checkpoint: of an earlier fit, or of the one that it is within."""
         if self._recorder is not None and self._recorder.is_over:
-            raise SystemExit(0)  # all is recorded
+            self._leave()
         changes: dict[str, Any] = {}
         if trainer.run_dir is not None:
             changes["run_dir"] = self._place(trainer.run_dir, "")
         if isinstance(trainer.checkpoint, CheckpointConfig) and trainer.checkpoint.directory is not None:
             changes["checkpoint"] = self._policy(trainer, "")
         return changes
+
+    def _leave(self) -> NoReturn:
+        """All is recorded: end the program, and at once if it has caught that and goes on."""
+        if self._is_left:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+        self._is_left = True
+        raise SystemExit(0)
 
     def _policy(self, trainer: Trainer, name: str) -> CheckpointConfig:
         policy = trainer.checkpoint

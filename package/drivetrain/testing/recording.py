@@ -123,7 +123,7 @@ class Recorder(Callback):
         self._write("start", run, list(self._state(run)), self._held(run))
 
     def on_step_start(self, run: Any) -> None:
-        """What the update is made of."""
+        """What the update is made of; and of the first one after the save, what is held as it begins."""
         progress, self._read = run.progress, []
         for name in ("epoch", "position"):
             self._read.append(("data", name, str(getattr(progress, name))))
@@ -132,6 +132,9 @@ class Recorder(Callback):
             self._read.append(("data", f"samples of micro-batch {number}", " ".join(samples)))
             self._read.append(("data", f"weight of micro-batch {number}", _number(micro_batch.weight)))
         self._read += _host_streams("before")
+        after = progress.updates - self._base
+        if after == self._recording.save_after and self._recording.kind != STRAIGHT:
+            self._write("next", run, [], self._held(run))
 
     def on_step_end(self, run: Any) -> None:
         """What the step drew and gave; then the end, if it is here."""

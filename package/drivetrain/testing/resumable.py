@@ -21,8 +21,9 @@ from drivetrain.observing import observing
 from drivetrain.options import count
 from drivetrain.testing.distributed import run_distributed
 from drivetrain.testing.recorded_fits import RunRecorder
+from drivetrain.testing.recorded_rows import read
 from drivetrain.testing.recording import KILLED, RESUMED, STRAIGHT, Recording
-from drivetrain.testing.resume_report import Report, compare, read
+from drivetrain.testing.resume_report import Report, compare
 
 _LAST_LINES = 15
 
@@ -195,8 +196,10 @@ def _child(make: Callable[[], Sequence[Any]], recording: Recording, log: Path) -
 
 
 def _fit(make: Callable[[], Sequence[Any]], recording: Recording) -> None:
-    with observing(RunRecorder(recording)):
-        trainer, task, *data = make()
+    recorder = RunRecorder(replace(recording, fit=sys.maxsize))
+    with observing(recorder):
+        trainer, task, *data = make()  # which may train, too
+        recorder.checks_next()
         trainer.fit(task, *data)
 
 

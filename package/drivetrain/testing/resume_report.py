@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from drivetrain.testing.recording import KILLED, RESUMED, STRAIGHT, TIMED
+from drivetrain.testing.recorded_rows import Recorded, read
+from drivetrain.testing.recording import KILLED, RESUMED, STRAIGHT
 
 _CANDIDATES = 8
 """So many places that were not saved are named."""
@@ -33,13 +34,12 @@ _UNLIKE = (
 )
 _UNEXPLAINED = (
     "nothing that the task, the data, the callbacks and the program's modules hold explains it: look for a"
-    " generator or an iterator in use, a file that is read, or the time"
+    " generator or an iterator in use, a file that is read, os.environ, the time and, with num_workers > 0,"
+    " what the dataset's copies in the workers hold"
 )
-
-
 _FIRST_EPOCH = (
-    "no epoch had ended by then: what only changes where one ends, as in on_epoch_end, shows with shorter"
-    " epochs (--epoch 2, epoch=2)"
+    "no epoch had ended by the save after update {}: what only changes where one ends, as in on_epoch_end,"
+    " was not yet to be saved; with shorter epochs it is (--epoch 2, epoch=2)"
 )
 
 
@@ -109,7 +109,7 @@ class Report:
         elif self.is_good:
             lines = [f"{begun}: all that was compared is the same, to the last bit"]
             if self.in_first_epoch:
-                lines.append(_FIRST_EPOCH)
+                lines.append(_FIRST_EPOCH.format(self.save_after))
         else:
             lines = [f"{begun}: not the straight run"]
             lines += self._first_lines()
@@ -154,57 +154,6 @@ def _when(difference: Difference, ranks: int) -> str:
 
 def _shorter(text: str) -> str:
     return text if len(text) <= 100 else f"{text[:80]}..."
-
-
-class Recorded:
-    """What one rank wrote down of one run.
-
-    Args:
-        file: The file.
-
-    Attributes:
-        start: The first row, from before any update; None where there is none.
-        updates: Those of the updates.
-        end: The last one, of a fit that has ended in order.
-        killed: Whether it was killed where it was to be.
-        failed: After which update an exception has ended it, and which one; None if none has.
-        timed: Patterns of names that were logged and are measurements of time.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self.start: Mapping[str, Any] | None = None
-        self.updates: dict[int, Mapping[str, Any]] = {}
-        self.end: Mapping[str, Any] | None = None
-        self.killed = False
-        self.failed: str | None = None
-        self.timed: set[str] = set()
-        for line in file.read_text(encoding="utf-8").splitlines():
-            if not line.endswith("}"):  # of a rank that was killed while it wrote
-                continue
-            row = json.loads(line)
-            if row["kind"] == "start":
-                self.start = row
-            elif row["kind"] == "update":
-                self.updates[row["update"]] = row
-            elif row["kind"] == "end":
-                self.end = row
-            elif row["kind"] == "failed":
-                self.failed = f"after update {row['update']}: {row['error']}"
-            else:
-                self.killed = True
-            self.timed.update(name for part, name, _ in row.get("items", ()) if part == TIMED)
-
-    def items(self, update: int, after_end: bool = False) -> dict[str, str]:
-        """What was computed in an update, by name."""
-        row = self.end if after_end else self.updates[update]
-        items = (row or {"items": ()})["items"]
-        return {f"{part} {name}": text for part, name, text in items if part != TIMED}
-
-
-def read(directory: Path, kind: str) -> list[Recorded]:
-    """All ranks' files of a run."""
-    found = sorted((directory / kind).glob("rank-*.jsonl"), key=lambda each: int(each.stem.split("-")[-1]))
-    return [Recorded(each) for each in found]
 
 
 def compare(directory: Path, ignore: Sequence[str] = ()) -> Report:
@@ -311,30 +260,58 @@ def _find_unsaved(
 ) -> None:
     """What the program's objects held when it was saved, and did not hold when it was resumed."""
     straight, killed, resumed = runs
-    at, after = report.save_after, report.save_after + 1
+    at = report.save_after
     if at not in straight.updates or resumed.start is None or straight.start is None:
         return
     began, then = straight.start["held"], straight.updates[at]["held"]
     same = killed.updates[at]["held"] if at in killed.updates else then
     found = resumed.start["held"]
-    following = straight.updates[after]["held"] if after in straight.updates else {}
-    again = resumed.updates[after]["held"] if after in resumed.updates else {}
     lasting = _not_restored(straight, resumed, at, rank, ignore)
-    healed: list[Difference] = []
+    kept: list[Difference] = []
+    made_anew: list[Difference] = []
     for each in _differences(then, found, at, rank, ignore):
         if same.get(each.name) != then.get(each.name):  # a time, or an address
             continue
         if each.found.startswith(_GENERATORS) and began.get(each.name) == each.found:
             each = dataclasses.replace(each, found="as in a new program")
-        heals = each.name in following and following[each.name] == again.get(each.name)
-        (healed if heals else lasting).append(each)
+        if not _heals(each.name, straight, resumed, at):
+            lasting.append(each)
+        else:
+            (made_anew if _is_made_anew(each.name, runs, at) else kept).append(each)
     lasting.sort(
         key=lambda each: not (each.expected.startswith(_GENERATORS) or each.name.startswith("buffer "))
     )
     known = {each.name for each in report.unsaved}
-    # What is set anew in each update was not missed, unless something else shows that it was.
-    told = [*lasting, *(healed if report.first is not None else ())]
+    # What is made anew was not missed, unless something else shows that it was.
+    told = [*lasting, *kept, *(made_anew if report.first is not None else ())]
     report.unsaved += [each for each in told if each.name not in known]
+
+
+def _heals(name: str, straight: Recorded, resumed: Recorded, at: int) -> bool:
+    """Whether a place holds the same in both runs once the first update after the save is over."""
+    following, again = (
+        {} if at + 1 not in each.updates else each.held(at + 1) for each in (straight, resumed)
+    )
+    return name in following and following[name] == again.get(name)
+
+
+def _is_made_anew(name: str, runs: tuple[Recorded, Recorded, Recorded], at: int) -> bool:
+    """Whether a place that heals is one that every run fills before it is used, so that no save is asked for.
+
+    What an evaluation leaves, for instance, may heal by chance: one came right after the save. It was wrong
+    until then, and would be for longer after another save.
+    """
+    straight, killed, resumed = runs
+    assert straight.start is not None
+    began, again = ({} if each.next is None else each.next["held"] for each in (killed, resumed))
+    if name in began and began[name] == again.get(name):
+        return True  # by the beginning of the fit or of an epoch, or by the reading of a batch
+    texts = [straight.start["held"].get(name), *(straight.held(each).get(name) for each in straight.updates)]
+    changes = [first != second for first, second in pairwise(texts)]
+    if sum(changes) > len(changes) / 2:
+        return True  # in each update; what is a small number or a bool may be the same again
+    # As a cache is: by the first update of a run, and to what it was.
+    return changes[0] and straight.held(at).get(name) == resumed.held(at + 1).get(name)
 
 
 def _not_restored(
