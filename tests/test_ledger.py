@@ -249,7 +249,7 @@ def test_an_error_is_named_and_its_attempt_counts(tmp_path: Path) -> None:
     quiet(max_epochs=1, checkpoint=True, run_dir=tmp_path).fit(Regression(), pairs(), resume="auto")
     again = read_ledger(tmp_path)
     assert [each.ended for each in again.attempts] == ["ValueError", "finished"]
-    assert again.attempts[0].seconds["compute"] == 0  # nothing was saved: all was made again
+    assert again.attempts[0].seconds["compute"] <= 1e-3  # nothing was saved: all was made again
     assert again.attempts[0].seconds["lost work"] > 0
 
 

@@ -152,7 +152,7 @@ def run_written(
             if again is not None:
                 time.sleep(again)
                 (os.killpg if whole_group else os.kill)(process.pid, interrupt)
-        out, err = process.communicate(timeout=40)
+        out, err = process.communicate(timeout=90)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate()
