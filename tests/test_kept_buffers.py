@@ -18,6 +18,7 @@ class Buffered(nn.Module):
         self.norm = nn.BatchNorm1d(2)
         self.register_buffer("none", None)
         self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("passing", torch.zeros(1), persistent=False)
         self.counts = nn.Module()
 
 
@@ -41,7 +42,24 @@ def register(module: Buffered) -> None:
     module.counts.register_buffer("steps", torch.ones(1), persistent=False)
 
 
-ATTEMPTS: list[Callable[[Buffered], None]] = [move, replace, begin, leave_out, register]
+def take_away(module: Buffered) -> None:
+    del module.passing
+
+
+def make_it_a_parameter(module: Buffered) -> None:
+    del module.passing
+    module.passing = nn.Parameter(torch.ones(1))
+
+
+ATTEMPTS: list[Callable[[Buffered], None]] = [
+    move,
+    replace,
+    begin,
+    leave_out,
+    register,
+    take_away,
+    make_it_a_parameter,
+]
 
 
 def state(module: nn.Module) -> dict[str, Tensor | None]:
@@ -65,6 +83,7 @@ def test_an_attempt_is_undone_and_a_good_one_is_kept(attempt: Callable[[Buffered
     mean = module.mean
     for _ in range(2):
         before = state(module)
+        keys = list(module.state_dict())
         kept.keep(module)
         attempt(module)
         with pytest.raises(AssertionError):
@@ -72,6 +91,8 @@ def test_an_attempt_is_undone_and_a_good_one_is_kept(attempt: Callable[[Buffered
         kept.put_back()
         assert_same(state(module), before)
         assert module.mean is mean
+        assert list(module.state_dict()) == keys
+        assert not list(module.parameters(recurse=False))
     attempt(module)
     after = state(module)
     kept.keep(module)
@@ -100,3 +121,37 @@ def test_a_buffer_without_values_yet_is_left_alone() -> None:
     module(torch.randn(4, 2))
     kept.put_back()
     assert_same(state(module), before)
+
+
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_scripted_modules_keep_theirs() -> None:
+    module, kept = nn.Sequential(torch.jit.script(Scripted()), torch.jit.script(nn.ReLU())), KeptBuffers()
+    kept.keep(module)
+    module(torch.ones(1))
+    assert float(module[0].count) == 1
+    kept.put_back()
+    assert float(module[0].count) == 0
+
+
+def test_autograd_refuses_a_loss_whose_graph_holds_what_was_put_back_but_for_norms() -> None:
+    module, kept = nn.Module(), KeptBuffers()
+    module.register_buffer("scale", torch.ones(1))
+    module.norm = nn.BatchNorm1d(1)
+    weight = nn.Parameter(torch.ones(1))
+    kept.keep(module)
+    held = (weight * module.scale).sum()
+    normed = module.norm(weight * torch.ones(4, 1)).sum()
+    kept.put_back()
+    normed.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        held.backward()

@@ -8,9 +8,10 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from drivetrain.errors import ConfigError
-from drivetrain.muon import CombinedOptimizer
+from drivetrain.muon import CombinedOptimizer, Muon
 from drivetrain.optim import OptimizerConfig, ParameterGroup, apply_factor, build_optimizer
 
 
@@ -203,3 +204,34 @@ def test_what_the_parts_have_learnt_so_far_is_kept():
     optimizer.step()
     assert optimizer.state[first.weight]["step"].item() == 2
     assert optimizer.state[second.weight]["step"].item() == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_its_update_is_that_of_torch_to_the_bit(dtype, nesterov):
+    generator = torch.Generator().manual_seed(0)
+    ours, theirs = ([nn.Parameter(torch.ones(6, 4, dtype=dtype)) for _ in range(2)] for _ in range(2))
+    settings = {"lr": 0.02, "weight_decay": 0.1, "nesterov": nesterov, "adjust_lr_fn": "match_rms_adamw"}
+    optimizers = Muon(ours, **settings), torch.optim.Muon(theirs, **settings)
+    for _ in range(3):
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad = torch.randn(6, 4, generator=generator).to(dtype)
+            other.grad = one.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert all(map(torch.equal, ours, theirs))
+
+
+def test_hooks_on_its_steps_are_called_once_in_each():
+    called = []
+    parameter = nn.Parameter(torch.ones(2, 2))
+    parameter.grad = torch.ones(2, 2)
+    torch.optim.Muon([nn.Parameter(torch.ones(2, 2))])  # with which torch hooks its own step
+    optimizer = Muon([parameter])
+    optimizer.register_step_pre_hook(lambda *_: called.append("own"))
+    handle = register_optimizer_step_post_hook(lambda *_: called.append("all"))
+    try:
+        optimizer.step()
+    finally:
+        handle.remove()
+    assert called == ["own", "all"]

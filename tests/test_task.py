@@ -134,7 +134,12 @@ def test_a_task_that_is_compiled_or_calls_itself_otherwise_is_called() -> None:
         def __call__(self, image: Any) -> Any:
             return 2 * super().__call__(image)
 
+    class Tripling(Plain):
+        def _call_impl(self, *inputs: Any, **named: Any) -> Any:
+            return 3 * super()._call_impl(*inputs, **named)
+
     assert torch.equal(call_forward(Doubling(), ONE), 2 * ONE)
+    assert torch.equal(call_forward(Tripling(), ONE), 3 * ONE)
     task, graphs = Learning(), []
 
     def backend(graph: Any, example: Any) -> Any:

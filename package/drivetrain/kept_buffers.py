@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
+
+
+class _Place(NamedTuple):
+    owner: nn.Module
+    name: str
+    buffer: Tensor | None
+    persistent: bool
 
 
 class KeptBuffers:
@@ -12,8 +22,8 @@ class KeptBuffers:
 
     def __init__(self) -> None:
         self._owners: list[nn.Module] = []
-        self._places: list[tuple[nn.Module, str, Tensor | None]] = []
-        self._tensors: list[Tensor] = []
+        self._places: list[_Place] = []
+        self._copied: list[tuple[nn.Module, Tensor]] = []
         self._copies: list[Tensor] = []
 
     def keep(self, module: nn.Module, but: type[nn.Module] | None = None) -> None:
@@ -26,26 +36,43 @@ class KeptBuffers:
         self._owners = [each for each in module.modules() if but is None or not isinstance(each, but)]
         # Where they stand goes along: a forward may put another tensor in the place of one, or of none.
         self._places = [
-            (owner, name, buffer) for owner in self._owners for name, buffer in owner._buffers.items()
+            _Place(owner, name, buffer, name not in owner._non_persistent_buffers_set)
+            for owner in self._owners
+            for name, buffer in owner._buffers.items()
         ]
-        tensors = [each for *_, each in self._places if each is not None and not is_lazy(each)]
-        if [id(each) for each in tensors] != [id(each) for each in self._tensors]:
-            self._copies = [each.detach().clone() for each in tensors]
-        elif tensors:
+        copied = [(o, each) for o, _, each, _ in self._places if each is not None and not is_lazy(each)]
+        if [id(each) for _, each in copied] != [id(each) for _, each in self._copied]:
+            self._copies = [each.detach().clone() for _, each in copied]
+        elif copied:
             with torch.no_grad():
-                torch._foreach_copy_(self._copies, tensors)
-        self._tensors = tensors
+                torch._foreach_copy_(self._copies, [each for _, each in copied])
+        self._copied = copied
 
-    def put_back(self) -> None:
-        """Make them what they were, where they were; those that were registered since are gone."""
-        stood = {(id(owner), name) for owner, name, _ in self._places}
+    def put_back(self, unseen: bool = False) -> None:
+        """Make them what they were, where they were; those that were registered since are gone.
+
+        Args:
+            unseen: By autograd, which otherwise refuses, with torch's error, the backward of a loss whose
+                graph holds a buffer that is put back.
+        """
+        stood = {(id(owner), name) for owner, name, *_ in self._places}
         for owner in self._owners:
-            for name in [name for name in owner._buffers if (id(owner), name) not in stood]:
-                delattr(owner, name)
-        for owner, name, buffer in self._places:
-            owner._buffers[name] = buffer
-        # As `data`, or autograd would refuse the graph of a loss that is still to be led back, such as one
-        # that a generator step yields next: its numbers would have changed.
+            if not isinstance(owner, torch.jit.ScriptModule):  # whose buffers stand where they stood
+                for name in [name for name in owner._buffers if (id(owner), name) not in stood]:
+                    delattr(owner, name)
+        for owner, name, buffer, persistent in self._places:
+            if not isinstance(owner, torch.jit.ScriptModule):
+                _place(owner, name, buffer, persistent)
         with torch.no_grad():
-            for tensor, copy in zip(self._tensors, self._copies, strict=True):
-                tensor.data.copy_(copy)
+            for (owner, tensor), copy in zip(self._copied, self._copies, strict=True):
+                # Running statistics are held by a norm's graph, but are nothing to its gradients.
+                (tensor.data if unseen or isinstance(owner, _NormBase) else tensor).copy_(copy)
+
+
+def _place(owner: nn.Module, name: str, buffer: Tensor | None, persistent: bool) -> None:
+    if name not in owner._buffers:
+        for others in (vars(owner), owner._parameters, owner._modules):
+            others.pop(name, None)
+        if not persistent:
+            owner._non_persistent_buffers_set.add(name)
+    owner._buffers[name] = buffer

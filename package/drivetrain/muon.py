@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from drivetrain.errors import ConfigError
 from drivetrain.parameter_groups import norm_parameters, select_parameters
@@ -95,43 +96,27 @@ class Muon(torch.optim.Muon):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        sharded = [
-            (parameter, parameter.grad, group)
-            for group in self.param_groups
-            for parameter in group["params"]
-            if hasattr(parameter, "device_mesh") and parameter.grad is not None
-        ]
-        for parameter, _, _ in sharded:
-            parameter.grad = None  # torch leaves it out
-        try:
-            super().step()  # type: ignore[no-untyped-call]
-        finally:
-            for parameter, gradient, _ in sharded:
-                parameter.grad = gradient
-        for parameter, gradient, group in sharded:
-            self._step_sharded(parameter, gradient, group)
+        for group in self.param_groups:
+            found: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
+            self._init_group(group, *found)
+            for parameter, gradient, average in zip(*found, strict=True):
+                _step(group, parameter, gradient, average)
         return loss
 
-    def _step_sharded(self, parameter: Any, gradient: Any, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(gradient)
-        average, momentum = state["momentum_buffer"], group["momentum"]
-        average.lerp_(gradient, 1 - momentum)
-        direction = gradient.lerp(average, momentum) if group["nesterov"] else average
-        # torch's own update of zeros, by this direction alone, is what is to be added to the weights.
-        whole = nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype, device=gradient.device))
-        whole.grad = direction.full_tensor()
-        torch.optim.Muon(  # type: ignore[no-untyped-call]
-            [whole], **{**_settings(group), "weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
-        ).step()
-        replicated = type(gradient).from_local(whole.detach(), parameter.device_mesh)
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_(replicated.redistribute(placements=parameter.placements))
 
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: group[name] for name in ("lr", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")}
+def _step(group: dict[str, Any], parameter: Any, gradient: Any, average: Any) -> None:
+    """torch's update of a matrix."""
+    momentum, rate = group["momentum"], float(group["lr"])
+    average.lerp_(gradient, 1 - momentum)
+    update = gradient.lerp(average, momentum) if group["nesterov"] else average
+    placements = getattr(parameter, "placements", None)
+    if placements is not None:
+        update = update.full_tensor()
+    update = _zeropower_via_newtonschulz(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+    if placements is not None:
+        update = type(gradient).from_local(update, parameter.device_mesh).redistribute(placements=placements)
+    parameter.mul_(1 - rate * group["weight_decay"])
+    parameter.add_(update, alpha=-_adjust_lr(rate, group["adjust_lr_fn"], parameter.shape))
 
 
 def _not_hidden(module: nn.Module) -> frozenset[nn.Parameter]:

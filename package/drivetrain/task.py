@@ -307,7 +307,7 @@ _RESERVED = frozenset(
 )
 
 
-_CALL = nn.Module.__call__
+_CALL, _CALL_IMPL = nn.Module.__call__, nn.Module._call_impl
 
 
 def call_forward(task: nn.Module, inputs: Any) -> Any:
@@ -315,6 +315,7 @@ def call_forward(task: nn.Module, inputs: Any) -> Any:
     # Without hooks all that nn.Module's call does is to call forward, for 0.7 us in every batch.
     if (
         type(task).__call__ is not _CALL
+        or type(task)._call_impl is not _CALL_IMPL
         or task._compiled_call_impl is not None
         or task._forward_pre_hooks
         or task._forward_hooks

@@ -217,3 +217,34 @@ def test_a_step_draws_the_same_whatever_the_iterable_drew(workers: int) -> None:
             draws.append((random.random(), float(np.random.rand())))
     assert draws[:4] == draws[4:]
     assert len(set(draws)) == 4
+
+
+class HasOthers(Noise):
+    """An iterable whose iterators call something of their own what torch's call their processes."""
+
+    def __init__(self, workers: Any) -> None:
+        super().__init__()
+        self._workers = workers
+
+    def __iter__(self) -> Any:
+        iterator = _Others(super().__iter__())
+        iterator._workers = self._workers
+        return iterator
+
+
+class _Others:
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+        self._workers: Any = None
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+
+@pytest.mark.parametrize("workers", [3, "three", [object()]])
+def test_what_an_iterator_calls_its_workers_is_its_own_affair(workers: Any) -> None:
+    expected = values(as_source(Noise(), "training", seed=3))
+    assert values(as_source(HasOthers(workers), "training", seed=3)) == expected

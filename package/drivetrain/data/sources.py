@@ -21,7 +21,7 @@ from drivetrain.data.batch import batch_size
 from drivetrain.data.outline import outline
 from drivetrain.data.rounds import Evidence, SharedBatch, rounds
 from drivetrain.data.share import WHOLE, Share
-from drivetrain.data.worker_ends import WorkerEnded, how_ended, note_on, raised_in_worker
+from drivetrain.data.worker_ends import WorkerEnded, how_ended, note_on, raised_in_worker, workers_of
 from drivetrain.data.worker_signals import KEPT, Waits, end_by_kill, listen, raise_kept, sparing, unlisten
 from drivetrain.data.workers import Following
 from drivetrain.errors import DataError
@@ -281,7 +281,7 @@ class IterableSource(Source):
             # A loader whose workers stay goes on with the iterator that it has.
             stays = getattr(self._data, "_iterator", None)
             raise self._failed(error, stays, number, epoch) from error
-        if getattr(iterator, "_workers", None):
+        if workers_of(iterator):
             end_by_kill(iterator)
             listen(iterator)
             self._heard = weakref.ref(iterator)

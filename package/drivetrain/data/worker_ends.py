@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from contextlib import suppress
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 _KILLED = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: (.*?)\. ?", re.DOTALL)
@@ -50,7 +51,7 @@ def how_ended(iterator: Any, error: Exception) -> str | None:
         iterator: The loader's.
         error: What it has raised. A broken connection is seen a moment before the worker's end is.
     """
-    if not getattr(iterator, "_workers", ()):
+    if not workers_of(iterator):
         return None
     deadline = time.monotonic() + (_DYING if isinstance(error, (OSError, EOFError)) else 0.0)
     while (ended := _ended(iterator)) is None and time.monotonic() < deadline:
@@ -59,8 +60,15 @@ def how_ended(iterator: Any, error: Exception) -> str | None:
     return ended
 
 
+def workers_of(iterator: Any) -> list[BaseProcess]:
+    """The processes of a loader's iterator; none of any other, whatever it may call so."""
+    found = getattr(iterator, "_workers", ())
+    listed = found if isinstance(found, (list, tuple)) else ()
+    return [each for each in listed if isinstance(each, BaseProcess)]
+
+
 def _ended(iterator: Any) -> str | None:
-    for number, process in enumerate(getattr(iterator, "_workers", ())):
+    for number, process in enumerate(workers_of(iterator)):
         code = process.exitcode
         if code is None or code == 0:
             continue
@@ -99,7 +107,7 @@ def raised_in_worker(iterator: Any, error: Exception) -> tuple[str, str] | None:
     found = _CAUGHT.match(text)
     if found is None:
         return None
-    number, workers = int(found[1]), getattr(iterator, "_workers", ())
+    number, workers = int(found[1]), workers_of(iterator)
     pid = f" (pid {workers[number].pid})" if number < len(workers) else ""
     _, frame, after = text.rpartition('\n  File "')
     lines = (frame + after).splitlines()[2:] or text.splitlines()[-1:]
@@ -141,7 +149,7 @@ def lacks_shared_memory(error: BaseException) -> str | None:
 
 def makers(iterator: Any) -> str:
     """Which worker of a loader makes what is given next, in a few words; called in any thread."""
-    workers = list(getattr(iterator, "_workers", ()))
+    workers = workers_of(iterator)
     # torch's own books: for the number of each batch under way, the worker that it was given to.
     info = getattr(iterator, "_task_info", {}).get(getattr(iterator, "_rcvd_idx", None))
     number = info[0] if info else None

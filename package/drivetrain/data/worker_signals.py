@@ -28,6 +28,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from drivetrain.data.worker_ends import workers_of
 from drivetrain.distributed.signals import handled, held_back, unmoved
 
 _ONE = re.compile(r"DataLoader worker \(pid (\d+)\)")
@@ -98,9 +99,9 @@ def end_by_kill(iterator: Any) -> None:
     global _exits
     if not handled():
         return
-    for each in getattr(iterator, "_workers", ()):
+    for each in workers_of(iterator):
         if each.pid is not None:
-            each.terminate = partial(os.kill, each.pid, signal.SIGKILL)
+            each.terminate = partial(os.kill, each.pid, signal.SIGKILL)  # type: ignore[method-assign]
     if _exits is None or not _exits.still_active():
         _exits = Finalize(None, _end_with_program, exitpriority=0)
 
@@ -215,7 +216,7 @@ def raise_kept(iterator: Any) -> None:
 
 
 def _pids(iterator: Any) -> list[int]:
-    return [process.pid for process in getattr(iterator, "_workers", ())]
+    return [process.pid for process in workers_of(iterator) if process.pid is not None]
 
 
 def _heard(number: int, frame: FrameType | None) -> None:
