@@ -57,11 +57,11 @@ class KeptBuffers:
         """
         stood = {(id(owner), name) for owner, name, *_ in self._places}
         for owner in self._owners:
-            if not isinstance(owner, torch.jit.ScriptModule):  # whose buffers stand where they stood
+            if isinstance(owner._buffers, dict):  # and no scripted module's, which stand where they stood
                 for name in [name for name in owner._buffers if (id(owner), name) not in stood]:
                     delattr(owner, name)
         for owner, name, buffer, persistent in self._places:
-            if not isinstance(owner, torch.jit.ScriptModule):
+            if isinstance(owner._buffers, dict):
                 _place(owner, name, buffer, persistent)
         with torch.no_grad():
             for (owner, tensor), copy in zip(self._copied, self._copies, strict=True):
