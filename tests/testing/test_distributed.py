@@ -34,12 +34,17 @@ def test_an_error_names_its_rank_and_has_its_traceback():
     assert multiprocessing.active_children() == []
 
 
-def test_a_process_that_dies_is_not_waited_for():
+def test_a_process_that_dies_is_not_waited_for(tmp_path):
     def act():
+        # Not before the other is there: what it says of a connection that breaks as it joins would count more.
         if torch.distributed.get_rank() == 0:
+            while not there.exists():
+                time.sleep(0.01)
             os._exit(7)
+        there.touch()
         time.sleep(60)
 
+    there = tmp_path / "there"
     with pytest.raises(RuntimeError, match=r"rank 0 failed:\nit died with exit code 7"):
         run_distributed(act)
     assert multiprocessing.active_children() == []
