@@ -36,7 +36,7 @@ def test_an_error_names_its_rank_and_has_its_traceback():
 
 def test_a_process_that_dies_is_not_waited_for(tmp_path):
     def act():
-        # Not before the other is there: what it says of a connection that breaks as it joins would count more.
+        # Once the other is there: what it would say of a connection that breaks as it joins counts more.
         if torch.distributed.get_rank() == 0:
             while not there.exists():
                 time.sleep(0.01)
