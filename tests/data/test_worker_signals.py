@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import selectors
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import connection, queues, reduction
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import torch
 from tests.support.indexed import Augmented, batches, source
 from tests.support.tasks import Regression, quiet
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, dataloader
 
 from drivetrain import DataError, LambdaCallback, Preempted
 from drivetrain.data import worker_signals
@@ -309,9 +311,37 @@ def test_a_worker_that_is_stuck_is_killed_once_its_loader_ends() -> None:
     assert multiprocessing.active_children() == []
 
 
-def test_an_end_is_not_raised_while_torch_opens_files_to_look_for_its_cause() -> None:
-    """It does so where a connection broke, with files that an error in the middle would leave open."""
-    found: dict[str, Any] = {"sys": sys}
-    exec(compile("frame = sys._getframe()", tempfile.__file__, "exec"), found)
-    assert worker_signals._opens_files(found["frame"])
-    assert not worker_signals._opens_files(sys._getframe())
+def frame_within(*files: str) -> Any:
+    """A frame of the last file, called from the one before, and so on."""
+    inner: Any = sys._getframe
+    for each in reversed(files):
+        found = {"inner": inner}
+        exec(compile("def call(): return inner()", each, "exec"), found)
+        inner = found["call"]
+    return inner()
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ([dataloader.__file__], True),
+        ([dataloader.__file__, queues.__file__, connection.__file__, selectors.__file__], True),
+        ([dataloader.__file__, threading.__file__], True),
+        ([dataloader.__file__, tempfile.__file__], False),
+        ([dataloader.__file__, reduction.__file__, connection.__file__], False),
+        ([dataloader.__file__, queues.__file__, __file__], False),
+        ([threading.__file__], False),
+    ],
+    ids=[
+        "fetching",
+        "waiting",
+        "pinned",
+        "looking for the cause",
+        "opening a batch",
+        "collecting",
+        "elsewhere",
+    ],
+)
+def test_an_end_is_raised_only_where_torch_waits_for_a_batch(files: list[str], expected: bool) -> None:
+    """Amid other work it would be lost, as in a callback of the collector, or leave a file open."""
+    assert worker_signals._only_waits(frame_within(*files)) is expected

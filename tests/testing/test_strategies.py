@@ -96,8 +96,8 @@ class Stubborn(DDP):
         return prepared
 
 
-class Poisoned(DDP):
-    """Takes zero times what is no number for zero."""
+class Poisoned(FSDP):
+    """Takes zero times what is no number for zero; the engine itself sees to whole parameters."""
 
     def backward(self, loss: Any, share: Any = None, inputs: Any = None) -> None:
         super().backward(loss * float("nan") if share == 0 else loss, share, inputs)
@@ -180,7 +180,7 @@ class Drifting(DDP):
         return super().optimizer_step(optimizer)
 
 
-FAULTS: list[tuple[type[DDP], str, str]] = [
+FAULTS: list[tuple[type[DDP | FSDP], str, str]] = [
     (Summing, "same_as_the_big_batch", "the weights .* on rank"),
     (Deaf, "same_as_the_big_batch", "the weights .* on rank"),
     (Exaggerating, "same_as_the_big_batch", "the gradient's norm .* on rank"),
@@ -205,7 +205,9 @@ FAULTS: list[tuple[type[DDP], str, str]] = [
 @pytest.mark.parametrize(
     ("broken", "check", "found"), FAULTS, ids=[f"{kind.__name__}-{check}" for kind, check, _ in FAULTS]
 )
-def test_a_strategy_that_is_wrong_is_told_what_differs(broken: type[DDP], check: str, found: str) -> None:
+def test_a_strategy_that_is_wrong_is_told_what_differs(
+    broken: type[DDP | FSDP], check: str, found: str
+) -> None:
     with pytest.raises(RuntimeError, match=f"(?s){found}.*in the check '{check}'"):
         check_strategy(lambda world_size: broken(world_size=world_size), checks=[check])
 

@@ -13,20 +13,21 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
 import re
+import selectors
 import signal
-import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver, queues
 from multiprocessing.util import Finalize
 from types import FrameType
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, dataloader
 
 from drivetrain.data.worker_ends import workers_of
 from drivetrain.distributed.signals import handled, held_back, unmoved
@@ -226,19 +227,22 @@ def _heard(number: int, frame: FrameType | None) -> None:
         found = _ONE.search(str(error))
         pid = int(found[1]) if found else -1
         is_ours = any(pid in pids for _, pids in list(_ours.values()))
-        waited_for = pid in _pids(Waits.iterator) and not _opens_files(frame)
+        waited_for = pid in _pids(Waits.iterator) and _only_waits(frame)
         if not (_telling and found) and (waited_for or not is_ours):
             raise
         if is_ours:
             KEPT[pid] = error
 
 
-def _opens_files(frame: FrameType | None) -> bool:
-    """Whether torch looks already why a connection broke: an error would leave open the files that it tries
-    to open for that, and is known once it has looked.
+_WAITING = frozenset(each.__file__ for each in (selectors, threading, queue, queues, connection))
+
+
+def _only_waits(frame: FrameType | None) -> bool:
+    """Whether torch's iterator does nothing but wait for a batch.
+
+    Amid other work, as in a callback of the garbage collector, an error would be lost or leave a file open.
+    What is kept there costs little: torch looks for itself every five seconds of a wait.
     """
-    while frame is not None:
-        if frame.f_code.co_filename == tempfile.__file__:
-            return True
+    while frame is not None and frame.f_code.co_filename in _WAITING:
         frame = frame.f_back
-    return False
+    return frame is not None and frame.f_code.co_filename == dataloader.__file__
