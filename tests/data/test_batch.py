@@ -114,7 +114,7 @@ ONES = torch.ones(3, 2)
         (7, None),
         (Sample, None),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_the_number_of_samples_is_the_first_dimension_of_the_first_tensor(batch: Any, size: int) -> None:
     assert batch_size(batch) == size
