@@ -16,6 +16,9 @@ READY_BENCH := $(VENV_BENCH)/.ready
 # Arguments of benchmarks/run.py, such as BENCH="--quick".
 BENCH ?=
 
+# How many tests run at a time. Many are of several processes, so that more than one for each core gain nothing.
+WORKERS ?= 2
+
 # Two processes share two cores in many places; one thread each is faster than two that wait for one another.
 export OMP_NUM_THREADS ?= 1
 
@@ -35,7 +38,7 @@ types: $(READY)
 	$(BIN)/mypy
 
 unit: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 xla: $(READY_XLA)
 	$(BIN_XLA)/python -m pytest tests/xla

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import signal
 import threading
@@ -24,6 +25,12 @@ _set_SIGCHLD_handler()
 # Ignored in what a shell runs in the background, and then in all that this process starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Keep the collector off what is here for good, in this process and in the copies that tests make."""
+    gc.collect()
+    gc.freeze()
 
 
 def _open_files() -> set[str]:

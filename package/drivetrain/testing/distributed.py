@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import multiprocessing
 import os
@@ -131,6 +132,8 @@ def _child(
 ) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
+    # The collector has no business with what is the parent's: to look at it is to copy its pages.
+    gc.freeze()
     try:
         torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout))
         value = function(*arguments)
