@@ -16,7 +16,7 @@ READY_BENCH := $(VENV_BENCH)/.ready
 # Arguments of benchmarks/run.py, such as BENCH="--quick".
 BENCH ?=
 
-# How many tests run at a time. Many are of several processes, so that more than one for each core gain nothing.
+# How many tests run at a time. Many start several processes themselves: more workers than cores gain nothing.
 WORKERS ?= 2
 
 # Two processes share two cores in many places; one thread each is faster than two that wait for one another.

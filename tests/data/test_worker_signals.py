@@ -4,6 +4,7 @@ who reads its batches.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import selectors
@@ -27,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, dataloader
 
 from drivetrain import DataError, LambdaCallback, Preempted
 from drivetrain.data import worker_signals
+from drivetrain.data.worker_ends import workers_of
 from drivetrain.data.workers import Following
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGCHLD"), reason="the system tells of no child's end")
@@ -345,3 +347,32 @@ def frame_within(*files: str) -> Any:
 def test_an_end_is_raised_only_where_torch_waits_for_a_batch(files: list[str], expected: bool) -> None:
     """Amid other work it would be lost, as in a callback of the collector, or leave a file open."""
     assert worker_signals._only_waits(frame_within(*files)) is expected
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_end_amid_a_collection_is_told_and_not_lost(workers: int) -> None:
+    """Errors in what the collector calls are printed and forgotten."""
+    killed: list[int] = []
+
+    def kill(phase: str, _: Any) -> None:
+        found = workers_of(worker_signals.Waits.iterator)
+        if (
+            phase == "start"
+            and found
+            and not killed
+            and threading.current_thread() is threading.main_thread()
+        ):
+            killed.append(found[0].pid or 0)
+            os.kill(killed[0], signal.SIGKILL)
+            time.sleep(0.3)  # the system tells of it here
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(kill)
+    gc.set_threshold(1)
+    try:
+        with pytest.raises(DataError, match=r"worker 0 \(pid \d+\) was killed by signal SIGKILL"):
+            quiet(max_epochs=1).fit(Regression(), DataLoader(Rows(), batch_size=2, num_workers=workers))
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(kill)
+    assert killed

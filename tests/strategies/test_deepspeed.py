@@ -56,14 +56,9 @@ CHECKED = [name for name in CHECKS if name != "generator_steps"]
 """DeepSpeed's engine has one optimizer; see `test_steps_of_several_optimizers_are_refused`."""
 
 
-DECISIONS = ("callbacks_decide_alike", "all_ranks_have_one_clock", "one_rank_can_stop_all")
-"""By what the processes tell one another, whatever the stage is."""
-
-
 @pytest.mark.parametrize(("stage", "world_size"), [(0, 2), (1, 2), (2, 2), (3, 1), (3, 2), (3, 4)])
 def test_every_stage_conforms(stage: int, world_size: int) -> None:
-    checks = CHECKED if (stage, world_size) == (3, 2) else [each for each in CHECKED if each not in DECISIONS]
-    check_strategy(zero(stage), world_size, checks=checks)
+    check_strategy(zero(stage), world_size, checks=CHECKED)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

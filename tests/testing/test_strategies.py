@@ -26,7 +26,7 @@ def fsdp(world_size: int) -> Strategy:
     return FSDP(world_size=world_size)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ddp_conforms(world_size: int) -> None:
     check_strategy(ddp, world_size)
 

@@ -124,7 +124,7 @@ def evaluation_counts_each_sample_once(job: Job) -> None:
     loaders: dict[str, Any] = {}
     for count in range(1, 18):
         numbers = torch.arange(1.0, count + 1)[:, None]
-        for size in (1, 2, 5):
+        for size in range(1, 6):
             loader = DataLoader(TensorDataset(numbers), batch_size=size)
             loaders[f"{count}-by-{size}"] = loader
             loaders[f"{count}-by-{size}-listed"] = list(loader)
