@@ -26,6 +26,9 @@ _ASIDE = 2.0
 _FRESH = 2
 """Ticks for which it counts what a rank has said of itself. All must be at rest for longer than that."""
 
+_TOLD = 4
+"""Ticks without progress after which the ranks at rest are known: each has looked twice, and said so."""
+
 _SHOWN = 8
 """Ranks that are named one by one."""
 
@@ -247,7 +250,9 @@ class Hub:
             elif len(asleep) < len(here):
                 self._decide(self._sleep(asleep, here))
         elif self._hang_timeout is not None and self._still * self._tick >= self._hang_timeout and here:
-            self._decide(self._hang(self._hang_timeout))
+            behind = self._behind()
+            if behind or self._still >= _TOLD:
+                self._decide(self._hang(self._hang_timeout, behind or self._not_waiting()))
 
     def _beat(self) -> dict[str, Any]:
         where = self._peers[0].where if 0 in self._peers else ""
@@ -269,7 +274,7 @@ class Hub:
 
     def _deadlock(self) -> Cause:
         places: dict[str, list[int]] = {}
-        for each in sorted(self._peers.values(), key=lambda each: each.rank):
+        for each in self._sorted():
             where = f", {at(each.where)}" if each.where else ""
             place = f"in {each.place}{where}" if each.state == "here" else f"at its end{where}"
             places.setdefault(place, []).append(each.rank)
@@ -288,13 +293,24 @@ class Hub:
         )
         return Cause("hang", first.rank, first.where, what, stuck=tuple(ranks[:_SHOWN]))
 
-    def _hang(self, seconds: float) -> Cause:
-        peers = sorted(self._peers.values(), key=lambda each: each.rank)
-        numbers = [each.progress or 0 for each in peers]
-        behind = [each for each, number in zip(peers, numbers, strict=True) if number < max(numbers)]
-        if not behind and any(each.looks for each in peers):
-            behind = [each for each in peers if not each.looks]
-        ahead = next(each for each, number in zip(peers, numbers, strict=True) if number == max(numbers))
+    def _sorted(self) -> list[_Peer]:
+        return sorted(self._peers.values(), key=lambda each: each.rank)
+
+    def _behind(self) -> list[_Peer]:
+        """The ranks that have done less than another."""
+        furthest = max(each.progress or 0 for each in self._peers.values())
+        return [each for each in self._sorted() if (each.progress or 0) < furthest]
+
+    def _not_waiting(self) -> list[_Peer]:
+        """The ranks that sleep, or that do not wait for others; none where they all do, or no other does."""
+        peers = self._sorted()
+        asleep = [each for each in peers if each.asleep]
+        found = asleep or [each for each in peers if not each.looks]
+        return found if len(found) < len(peers) else []
+
+    def _hang(self, seconds: float, behind: list[_Peer]) -> Cause:
+        peers = self._sorted()
+        ahead = max(peers, key=lambda each: each.progress or 0)
         if not behind:
             places: dict[str, list[int]] = {}
             for each in peers:
@@ -307,7 +323,7 @@ class Hub:
             every = tuple(range(min(self._world_size, _SHOWN)))
             return Cause("hang", 0, "", f"no progress for {seconds:g} s; {where}", stuck=every)
         listed = "; ".join(
-            f"rank {each.rank} {'ended' if each.state == 'left' else 'is'} {at(each.where)}"
+            f"rank {each.rank} {'ended' if each.state == 'left' else 'is'} {at(each.where or 'its step')}"
             for each in behind[:_SHOWN]
         )
         more = f"; {len(behind) - _SHOWN} more are behind" if len(behind) > _SHOWN else ""
