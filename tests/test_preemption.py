@@ -293,7 +293,7 @@ def ended(
             time.sleep(0.02)
         began = time.monotonic()
         send(process.pid)
-        _, errors = process.communicate(timeout=40)
+        _, errors = process.communicate(timeout=90)
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
@@ -354,9 +354,9 @@ def test_the_last_words_say_what_goes_on(
 
 
 def test_the_deadline_ends_a_program_whose_save_takes_too_long() -> None:
-    code, errors, took = ended(to_one(signal.SIGTERM), ["1", "cpu", "1", "0"], SLOW="30")
+    code, errors, took = ended(to_one(signal.SIGTERM), ["1", "cpu", "1", "0"], SLOW="120")
     assert code == 75, errors
-    assert took < 20
+    assert took < 60
     assert "the deadline: the fit was after update" in errors[-1]
     assert "the newest checkpoint is" in errors[-1]
     Trainer(run_dir="run", max_steps=saved_at(Path("run")) + 1, progress_bar=False, loggers=()).fit(
@@ -369,7 +369,7 @@ def test_the_deadline_of_one_rank_names_the_newest_checkpoint_on_the_last_line()
     def send(pid: int) -> None:
         os.kill(int(Path("training-1").read_text(encoding="utf-8")), signal.SIGTERM)
 
-    code, errors, _ = ended(send, ["2", "ddp", "2", "0"], SLOW="30")
+    code, errors, _ = ended(send, ["2", "ddp", "2", "0"], SLOW="120")
     assert code == 75, errors
     assert errors[-1].startswith(
         "drivetrain: ended by SIGTERM: a process failed before all was saved: the fit"
@@ -384,9 +384,9 @@ def test_a_second_signal_ends_a_program_at_once() -> None:
         time.sleep(0.8)
         os.kill(pid, signal.SIGTERM)
 
-    code, errors, took = ended(twice, ["1", "cpu", "60", "0"], SLOW="30")
+    code, errors, took = ended(twice, ["1", "cpu", "60", "0"], SLOW="120")
     assert code == 75, errors
-    assert took < 20
+    assert took < 60
     assert "SIGTERM, the second signal" in errors[-1]
 
 
@@ -417,8 +417,8 @@ def test_a_signal_is_heard_while_a_line_waits_for_who_reads_it(
         for _ in range(signals_):
             time.sleep(0.8)
             process.send_signal(signal.SIGTERM)
-        errors = process.communicate(timeout=30)[1] if reads else ""
-        assert process.wait(timeout=30) == 75, errors
+        errors = process.communicate(timeout=90)[1] if reads else ""
+        assert process.wait(timeout=90) == 75, errors
     finally:
         process.kill()
         process.communicate()
@@ -460,7 +460,7 @@ def test_a_deadline_holds_where_stderr_is_something_else(tmp_path: Path) -> None
             time.sleep(0.02)
         time.sleep(0.8)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 75
+        assert process.wait(timeout=90) == 75
     finally:
         process.kill()
         process.communicate()

@@ -286,7 +286,7 @@ def test_workers_end_with_a_program_that_fails(data: str) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=20,
+        timeout=60,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))},
     )
     assert done.returncode == 1

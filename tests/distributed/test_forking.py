@@ -139,7 +139,7 @@ def test_a_copy_that_ends_before_it_joins_is_not_waited_for(end, told: str) -> N
     started = time.monotonic()
     with pytest.raises(RankFailure, match=told):
         fork_ranks(joins, 2)
-    assert time.monotonic() - started < 15, "torch waits for minutes"
+    assert time.monotonic() - started < 60, "torch waits for minutes"
 
 
 def test_an_interrupted_call_ends_the_copies() -> None:

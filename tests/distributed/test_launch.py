@@ -63,7 +63,7 @@ def python(
         start_new_session=True,
     )
     try:
-        out, err = process.communicate(typed, timeout=30)
+        out, err = process.communicate(typed, timeout=90)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate()
@@ -123,16 +123,16 @@ rank = ensure_ranks(2).rank
     [
         # Rank 0 waits for a rank that will not come, as it does where the process group is formed.
         (
-            "if rank == 1: raise ValueError('no data')\ntime.sleep(25)",
+            "if rank == 1: raise ValueError('no data')\ntime.sleep(200)",
             1,
             "rank 1 failed first: it ended with",
         ),
-        ("if rank == 1: sys.exit(3)\ntime.sleep(25)", 3, "rank 1 failed first: it ended with exit code 3"),
+        ("if rank == 1: sys.exit(3)\ntime.sleep(200)", 3, "rank 1 failed first: it ended with exit code 3"),
         # Rank 0 has nothing left to do.
         ("if rank == 1: sys.exit(3)", 3, "rank 1 failed: it ended with exit code 3"),
         ("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)", 1, "rank 1 failed: it was killed by SIGKILL"),
         # Its own error is the last word; the other rank is ended.
-        ("if rank == 0: raise ValueError('mine')\ntime.sleep(25)", 1, "ValueError: mine"),
+        ("if rank == 0: raise ValueError('mine')\ntime.sleep(200)", 1, "ValueError: mine"),
     ],
 )
 def test_a_rank_that_fails_ends_the_program(tmp_path: Path, then: str, code: int, last: str) -> None:
@@ -140,7 +140,7 @@ def test_a_rank_that_fails_ends_the_program(tmp_path: Path, then: str, code: int
     started = time.monotonic()
     done = python("program.py", expected=code)
     assert last in done.stderr.splitlines()[-1]
-    assert time.monotonic() - started < 20, "not after the 25 s that the other rank would take"
+    assert time.monotonic() - started < 60, "not after the 200 s that the other rank would take"
 
 
 JOINING = """
@@ -188,7 +188,7 @@ def test_a_rank_that_fails_before_a_run_begins_is_named_at_once(
     assert re.search(last, errors[-1]), "\n".join(errors)
     shown = [each for each in errors if each.endswith("ValueError: no data")]
     assert len(shown) == ("raise" in before + after)
-    assert time.monotonic() - started < 15, "torch waits for minutes"
+    assert time.monotonic() - started < 60, "torch waits for minutes"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's end of a parent's children")

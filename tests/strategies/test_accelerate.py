@@ -292,7 +292,8 @@ def _given(mixed: str) -> tuple[str, str, bool, int, list[float]]:
     return name, str(task.computed), _shared() == before, left, weights
 
 
-def test_an_accelerator_that_is_there_is_used_and_left_as_it_was() -> None:
+def test_an_accelerator_that_is_there_is_used_and_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # without it Accelerate warns that it sets it
     first, second = run_distributed(_given, "bf16")
     assert first[:4] == ("bf16-mixed", "torch.bfloat16", True, 0)
     assert first == second
