@@ -100,7 +100,8 @@ def fit(compile: Any, task: TaskModule | None = None, **options: Any) -> tuple[A
 
 @pytest.fixture(autouse=True)
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Count compilations from zero."""
+    """Count compilations from zero: none of what earlier tests have taught torch's compiler of our code."""
+    torch._dynamo.reset()
     counters.clear()
     # torch's compiler has a bar of tqdm's, whose thread stays.
     monkeypatch.setattr("torch.hub.tqdm.monitor_interval", 0)

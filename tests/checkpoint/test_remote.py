@@ -101,12 +101,14 @@ def place(request, tmp_path):
     if request.param == "file":
         yield f"file://{tmp_path}/a%20run"
         return
+    MemoryFileSystem.store.clear()
     yield "memory://bucket/a run"
     MemoryFileSystem.store.clear()
 
 
 @pytest.fixture
 def memory():
+    MemoryFileSystem.store.clear()
     yield "memory://bucket/run"
     MemoryFileSystem.store.clear()
 

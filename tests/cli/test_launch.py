@@ -116,7 +116,7 @@ if sys.argv[1] == "refused":
     Trainer(max_epoch=3)
 if sys.argv[1] == "usage":
     sys.exit(2)
-quiet(max_epochs=1, callbacks=[Acts()], hang_timeout=0.5).fit(Regression(), pairs())
+quiet(max_epochs=1, callbacks=[Acts()], hang_timeout=2.0).fit(Regression(), pairs())
 """
 
 

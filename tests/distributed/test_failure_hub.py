@@ -23,6 +23,7 @@ class Rank:
     """What a rank says to the hub: the words of its channel, without the process."""
 
     def __init__(self, hub: Hub, rank: int) -> None:
+        self._hub = hub
         offer = {"port": hub.port, "hosts": [], "machine": machine()}
         self._line: Line = connect(rank, offer, None, 5.0)
         self.say("hello", 0, token=hub.token, rank=rank, machine=machine(), pid=os.getpid(), stacks=(0, -1))
@@ -38,7 +39,8 @@ class Rank:
             "place": place,
             "passed": -1,
         }
-        assert self._line.send(kind=kind, **state, **more)
+        # The hub may have ended since it was last heard, but with a decision only.
+        assert self._line.send(kind=kind, **state, **more) or self._hub.cause is not None
 
     def ticks(self) -> int | None:
         """How many ticks of the hub have passed since this was last asked; None when it has ended."""

@@ -52,7 +52,7 @@ with FailureChannel(
 ):
     for update in range(12):
         if update == 7:
-            time.sleep(0.6)  # so that all have told how far they are
+            time.sleep(1.2)  # so that all have told how far they are
             if act(update):  # whether to leave the collective out
                 done += 1
                 continue
