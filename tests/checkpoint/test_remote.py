@@ -101,9 +101,7 @@ def place(request, tmp_path):
     if request.param == "file":
         yield f"file://{tmp_path}/a%20run"
         return
-    MemoryFileSystem.store.clear()
-    yield "memory://bucket/a run"
-    MemoryFileSystem.store.clear()
+    yield f"{request.getfixturevalue('memory')}s/a run"
 
 
 @pytest.fixture

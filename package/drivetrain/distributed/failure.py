@@ -80,7 +80,8 @@ class FailureChannel:
             a thread.
         progress: A number that grows with every step; called in a thread.
         hang_timeout: Seconds without progress on any rank after which the run is ended with exit code 75,
-            naming the ranks that are behind; needs `progress`. None for no limit.
+            naming the ranks that are behind; needs `progress`. Where none is behind it is at least four
+            fifths of `timeout`, until it is known who waits. None for no limit.
         deadlock_timeout: Seconds after which ranks that all wait for one another, in collectives that do not
             match, or for one that sleeps for ever, are ended, naming where each is; `Waiting` and `Asleep`
             say how that is known. None to let them.
