@@ -66,7 +66,7 @@ LAYERS: list[set[str]] = [
         "float32_copies",
         "weight_updates",
     },
-    {"blocks", "task", "compiling"},
+    {"blocks", "forwards", "task", "compiling"},
     {"strategies"},
     {
         "updates",

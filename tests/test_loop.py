@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from tests.support.tasks import FEATURES, Regression, pairs, quiet
 from torch import Tensor, nn
 
 from drivetrain import Callback, CheckpointConfig, ConfigError, DataError, LambdaCallback, OptimizerConfig
+from drivetrain.data.feed import Feed
+from drivetrain.data.reading import as_source
+from drivetrain.data.transfer import Transfer
 from drivetrain.hooks import HOOKS
 from drivetrain.strategies.ddp import DDP
 from drivetrain.strategies.fsdp import FSDP
@@ -457,3 +461,50 @@ def test_a_prediction_ends_at_its_limit_and_says_what_is_wrong_with_its_data() -
         quiet().predict(Regression(), [])
     with pytest.raises(DataError, match="batch 0 of epoch 0 of the predict data is a str"):
         quiet().predict(Regression(), ["text"])
+
+
+class Made(list[Any]):
+    """A list that makes its batches as they are asked for."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (torch.full((2, FEATURES), float(each)) for each in super().__iter__())
+
+
+def test_a_prediction_reads_a_list_as_it_is_iterated_and_as_it_is_now() -> None:
+    task = Regression()
+    expected = [task(torch.full((2, FEATURES), float(each))).detach() for each in range(3)]
+    torch.testing.assert_close(quiet().predict(task, Made(range(3))), expected)
+    waits: list[str | None] = []
+
+    class Slow(list[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            for each in super().__iter__():
+                waits.append(feed.waiting())
+                yield each
+
+    feed = Feed(as_source(Slow([torch.ones(1, 1)] * 2), "predict", 0), Transfer(torch.device("cpu")))
+    assert len(list(feed.batches())) == 2
+    assert waits == [f"batch {number} of epoch 0 of the predict data" for number in (0, 1)]
+    ready = [torch.zeros(2, FEATURES)]
+    source = as_source(ready, "predict", 0, in_order=True)
+    ready.append(torch.ones(2, FEATURES))
+    assert len(list(Feed(source, Transfer(torch.device("cpu"))).batches())) == 2
+
+
+class Drawing(Regression):
+    """Predicts noise."""
+
+    def predict_step(self, batch: Any) -> Any:
+        return torch.rand(2)
+
+
+def test_noise_of_a_prediction_follows_from_the_batchs_number_however_it_is_read() -> None:
+    batches = [torch.zeros(2, FEATURES)] * 3
+    plain = quiet().predict(Drawing(), batches)
+    assert not torch.equal(plain[0], plain[1])
+    for trainer, data in (
+        (quiet(), Made(range(3))),
+        (quiet(), iter(batches)),
+        (quiet(callbacks=[LambdaCallback(on_evaluation_step_end=lambda run: torch.rand(1))]), batches),
+    ):
+        torch.testing.assert_close(trainer.predict(Drawing(), data), plain, rtol=0, atol=0)

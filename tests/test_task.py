@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from collections import UserDict, namedtuple
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -17,7 +19,8 @@ from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 
 from drivetrain import ConfigError, DataError, OptimizerConfig, StepOutput, TaskModule
-from drivetrain.task import StepModule, call_forward
+from drivetrain.forwards import call_forward
+from drivetrain.task import StepModule, evaluation_step
 
 ONE, TWO, THREE = torch.ones(2), torch.ones(2) * 2, torch.ones(2) * 3
 Pair = namedtuple("Pair", ["image", "label"])
@@ -149,6 +152,133 @@ def test_a_task_that_is_compiled_or_calls_itself_otherwise_is_called() -> None:
     task.compile(backend=backend)
     call_forward(task, ONE)
     assert len(graphs) == 1
+
+
+# Many predictions.
+
+
+class Both(TaskModule):
+    def forward(self, image: Any, mask: Any) -> Any:
+        return image, mask
+
+
+class Doubled(Plain):
+    def predict_step(self, batch: Any) -> Any:
+        return 2 * batch["image"]
+
+
+class Renamed(Plain):
+    def inputs(self, batch: Any) -> Any:
+        return batch["label"]
+
+
+class CalledOtherwise(Plain):
+    def __call__(self, image: Any) -> Any:
+        return 3 * super().__call__(image)
+
+
+def by_name_only(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def called(self: Any, **columns: Any) -> Any:
+        return forward(self, **columns)
+
+    return called
+
+
+class Decorated(TaskModule):
+    @by_name_only
+    def forward(self, image: Any) -> Any:
+        return image
+
+
+class ByNameOnly(TaskModule):
+    def forward(self, *, image: Any) -> Any:
+        return image
+
+
+def calls_of(function: Callable[..., Any], *given: Any) -> list[str]:
+    """The Python functions that a call runs."""
+    names = []
+    sys.setprofile(lambda frame, event, _: names.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        function(*given)
+    finally:
+        sys.setprofile(None)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("task", "batch", "expected"),
+    [
+        (Plain(), {"label": TWO, "image": ONE}, ONE),
+        (Plain(), (ONE, TWO), ONE),
+        (Plain(), UserDict({"image": ONE}), ONE),
+        (Plain(), ONE, ONE),
+        (Both(), {"mask": TWO, "label": THREE, "image": ONE}, (ONE, TWO)),
+        (Named(), {"image": ONE, "scale": 5}, (ONE, None, 5)),
+        (Everything(), {"image": ONE}, {"image": ONE}),
+        (Starred(), {"image": ONE}, ()),
+        (ByNameOnly(), {"image": ONE}, ONE),
+        (Decorated(), {"image": ONE}, ONE),
+        (Doubled(), {"image": ONE}, 2 * ONE),
+        (Renamed(), {"image": ONE, "label": TWO}, TWO),
+        (CalledOtherwise(), {"image": ONE}, 3 * ONE),
+    ],
+)
+def test_many_predictions_are_what_predict_step_gives(task: TaskModule, batch: Any, expected: Any) -> None:
+    for found in (evaluation_step(task, "predict")(batch), task.predict_step(batch)):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_prediction_runs_nothing_but_the_forward() -> None:
+    assert calls_of(evaluation_step(Plain(), "predict"), {"image": ONE}) == ["predict", "forward"]
+    assert calls_of(evaluation_step(Both(), "predict"), {"image": ONE, "mask": ONE}) == ["predict", "forward"]
+
+
+@pytest.mark.parametrize("name", ["forward", "inputs", "predict_step"])
+def test_methods_of_one_task_alone_are_used(name: str) -> None:
+    task = Plain()
+    # A forward is given a dict's columns by name.
+    vars(task)[name] = (lambda *, image: TWO) if name == "forward" else lambda batch: TWO
+    assert evaluation_step(task, "predict")({"image": ONE}) is TWO
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_hooks_are_called_that_are_registered_before_and_between_predictions(before: bool) -> None:
+    task, shapes = Plain(), []
+
+    def hook(module: nn.Module, given: Any, output: Any) -> None:
+        shapes.append(output.shape)
+
+    if before:
+        task.register_forward_hook(hook)
+    predict = evaluation_step(task, "predict")
+    predict({"image": ONE})
+    if not before:
+        task.register_forward_hook(hook)
+    predict({"image": ONE})
+    assert len(shapes) == 1 + before
+
+
+def test_a_prediction_that_lacks_a_column_says_which() -> None:
+    with pytest.raises(DataError, match=r"Plain.forward has a parameter 'image', but the batch has no such"):
+        evaluation_step(Plain(), "predict")({"images": ONE})
+
+
+class Failing(TaskModule):
+    def forward(self, image: Any) -> Any:
+        self.times = getattr(self, "times", 0) + 1
+        raise KeyError("of the forward's own")
+
+
+def test_an_error_of_the_forward_is_raised_and_not_tried_again() -> None:
+    task = Failing()
+    with pytest.raises(KeyError, match="of the forward's own"):
+        evaluation_step(task, "predict")({"image": ONE})
+    assert task.times == 1
+
+
+# What is wrong with a batch.
 
 
 def test_a_missing_column_is_an_error_that_lists_the_batchs_columns() -> None:

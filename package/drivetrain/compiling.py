@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 from drivetrain.blocks import is_called, repeated_blocks
 from drivetrain.errors import ConfigError, StrategyError
+from drivetrain.forwards import read_forward
 from drivetrain.options import ByName, check_names, flag, one_of
 from drivetrain.peers import COMPILE_ARGUMENTS
-from drivetrain.task import TaskModule, read_forward
+from drivetrain.task import TaskModule
 
 if TYPE_CHECKING:
     from drivetrain.strategies.base import Strategy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -159,6 +159,9 @@ class Feed:
             DataError: No batch at all, a first batch of an unknown kind, or data that raised.
         """
         if self._transfer.idle and self.source.share.size == 1:
+            ready = self.source.ready
+            if ready and batch_size(ready[0]) is not None:  # without a frame of ours for every batch
+                return islice(ready, self._limit)
             self._begin(0, 0, self._limit, 0)
             return self._uncounted()
         return (each.batch for each in self.micro_batches())

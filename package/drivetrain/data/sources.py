@@ -43,6 +43,7 @@ class Source(ABC):
         share: Which part of every round is read here.
         batch_size: Samples of a whole batch of one process, if that is known.
         apart: Whether each process reads data of its own, rather than its part of what all have.
+        ready: All batches, where they are at hand and nobody waits for one.
         shows: Whether the next round read is to come with its `Evidence`.
         leaves_out: What is done with a batch that cannot be made, for which `BAD` then stands; None to raise.
     """
@@ -53,6 +54,7 @@ class Source(ABC):
     share: Share = WHOLE
     batch_size: int | None = None
     apart: bool = False
+    ready: Sequence[Batch] | None = None
     shows: bool = False
     leaves_out: LeavesOut | None = None
 
@@ -141,6 +143,8 @@ class BatchSource(Source):
         self.name = name
         self.share = share
         self._batches = batches
+        if type(batches) in (list, tuple):  # another's may make them as they are asked for
+            self.ready = batches
 
     def batches(self, epoch: int, position: int) -> Iterator[Fetched]:
         """The batches from `position` on, in their order."""
