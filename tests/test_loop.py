@@ -508,3 +508,16 @@ def test_noise_of_a_prediction_follows_from_the_batchs_number_however_it_is_read
         (quiet(callbacks=[LambdaCallback(on_evaluation_step_end=lambda run: torch.rand(1))]), batches),
     ):
         torch.testing.assert_close(trainer.predict(Drawing(), data), plain, rtol=0, atol=0)
+
+
+def test_a_forward_that_a_callback_puts_in_its_place_predicts() -> None:
+    def put(run: Any) -> None:
+        run.task.forward = lambda features: features.sum()
+
+    class Columns(Regression):
+        def forward(self, features: Tensor) -> Tensor:
+            return super().forward(features)
+
+    data = [{"features": torch.full((1, FEATURES), float(each))} for each in range(3)]
+    found = quiet(callbacks=[LambdaCallback(on_evaluation_start=put)]).predict(Columns(), data)
+    assert [float(each) for each in found] == [0.0, FEATURES, 2.0 * FEATURES]

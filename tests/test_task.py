@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import sys
 from collections import UserDict, namedtuple
@@ -20,7 +21,7 @@ from torch.nn.modules import module as torch_module
 
 from drivetrain import ConfigError, DataError, OptimizerConfig, StepOutput, TaskModule
 from drivetrain.forwards import call_forward
-from drivetrain.task import StepModule, evaluation_step
+from drivetrain.task import StepModule, direct
 
 ONE, TWO, THREE = torch.ones(2), torch.ones(2) * 2, torch.ones(2) * 3
 Pair = namedtuple("Pair", ["image", "label"])
@@ -162,6 +163,11 @@ class Both(TaskModule):
         return image, mask
 
 
+class WithTheRest(TaskModule):
+    def forward(self, image: Any, **others: Any) -> Any:
+        return image, others
+
+
 class Doubled(Plain):
     def predict_step(self, batch: Any) -> Any:
         return 2 * batch["image"]
@@ -218,6 +224,7 @@ def calls_of(function: Callable[..., Any], *given: Any) -> list[str]:
         (Named(), {"image": ONE, "scale": 5}, (ONE, None, 5)),
         (Everything(), {"image": ONE}, {"image": ONE}),
         (Starred(), {"image": ONE}, ()),
+        (WithTheRest(), {"image": ONE, "label": TWO}, (ONE, {"label": TWO})),
         (ByNameOnly(), {"image": ONE}, ONE),
         (Decorated(), {"image": ONE}, ONE),
         (Doubled(), {"image": ONE}, 2 * ONE),
@@ -226,13 +233,35 @@ def calls_of(function: Callable[..., Any], *given: Any) -> list[str]:
     ],
 )
 def test_many_predictions_are_what_predict_step_gives(task: TaskModule, batch: Any, expected: Any) -> None:
-    for found in (evaluation_step(task, "predict")(batch), task.predict_step(batch)):
+    for found in (direct(task.predict_step)(batch), task.predict_step(batch)):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_a_prediction_runs_nothing_but_the_forward() -> None:
-    assert calls_of(evaluation_step(Plain(), "predict"), {"image": ONE}) == ["predict", "forward"]
-    assert calls_of(evaluation_step(Both(), "predict"), {"image": ONE, "mask": ONE}) == ["predict", "forward"]
+    assert calls_of(direct(Plain().predict_step), {"image": ONE}) == ["forward_columns", "forward"]
+    assert calls_of(direct(Both().predict_step), {"image": ONE, "mask": ONE}) == [
+        "forward_columns",
+        "forward",
+    ]
+
+
+class Masked(TaskModule):
+    def forward(self, image: Any, mask: Any = None) -> Any:
+        return image, mask
+
+
+class ShowsLess(TaskModule):
+    def forward(self, image: Any, mask: Any = None) -> Any:
+        return image, mask
+
+
+ShowsLess.forward.__signature__ = inspect.signature(Plain.forward)  # type: ignore[attr-defined]
+
+
+def test_what_a_forward_need_not_be_given_is_not_looked_for_and_what_it_does_not_show_not_given() -> None:
+    step = Masked().predict_step
+    assert direct(step) == step
+    assert direct(ShowsLess().predict_step)({"image": ONE, "mask": TWO}) == (ONE, None)
 
 
 @pytest.mark.parametrize("name", ["forward", "inputs", "predict_step"])
@@ -240,7 +269,7 @@ def test_methods_of_one_task_alone_are_used(name: str) -> None:
     task = Plain()
     # A forward is given a dict's columns by name.
     vars(task)[name] = (lambda *, image: TWO) if name == "forward" else lambda batch: TWO
-    assert evaluation_step(task, "predict")({"image": ONE}) is TWO
+    assert direct(task.predict_step)({"image": ONE}) is TWO
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -252,7 +281,7 @@ def test_hooks_are_called_that_are_registered_before_and_between_predictions(bef
 
     if before:
         task.register_forward_hook(hook)
-    predict = evaluation_step(task, "predict")
+    predict = direct(task.predict_step)
     predict({"image": ONE})
     if not before:
         task.register_forward_hook(hook)
@@ -262,7 +291,102 @@ def test_hooks_are_called_that_are_registered_before_and_between_predictions(bef
 
 def test_a_prediction_that_lacks_a_column_says_which() -> None:
     with pytest.raises(DataError, match=r"Plain.forward has a parameter 'image', but the batch has no such"):
-        evaluation_step(Plain(), "predict")({"images": ONE})
+        direct(Plain().predict_step)({"images": ONE})
+
+
+def test_a_prediction_that_lacks_a_column_tells_of_nothing_else() -> None:
+    with pytest.raises(DataError) as caught:
+        direct(Plain().predict_step)({"images": ONE})
+    assert caught.value.__context__ is None
+
+
+def swapped(self: Any, mask: Any, image: Any) -> Any:
+    return image, mask, "swapped"
+
+
+def takes_less(self: Any, **columns: Any) -> Any:
+    return columns["image"], columns["mask"], "by name"
+
+
+def shows_another_order(self: Any, mask: Any = None, image: Any = None) -> Any:
+    return image, mask, "shown"
+
+
+for _function in (takes_less, shows_another_order):
+    _function.__signature__ = inspect.signature(Both.forward)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("forward", [swapped, takes_less, shows_another_order])
+def test_a_forward_that_the_class_is_given_later_is_called_by_name(forward: Any, before: bool) -> None:
+    class Given(Both):
+        pass
+
+    task, batch = Given(), {"image": ONE, "mask": TWO}
+    task.inputs(batch)
+    if before:
+        Given.forward = forward  # type: ignore[method-assign]
+    predict = direct(task.predict_step)
+    if not before:
+        assert predict(batch) == (ONE, TWO)
+        Given.forward = forward  # type: ignore[method-assign]
+    assert predict(batch)[:2] == (ONE, TWO)
+    assert len(predict(batch)) == 3
+
+
+@pytest.mark.parametrize("name", ["predict_step", "inputs"])
+def test_defaults_that_are_replaced_for_all_tasks_are_used(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TaskModule, name, lambda self, batch: batch["label"])
+    assert direct(Plain().predict_step)({"image": ONE, "label": TWO}) is TWO
+
+
+class FasterLater(TaskModule):
+    """Puts another forward in the place of its own when it is first called."""
+
+    def forward(self, image: Any) -> Any:
+        self.forward = lambda image: -image
+        return image
+
+
+def traced(call: Callable[..., Any], seen: list[Any]) -> Callable[..., Any]:
+    def called(module: nn.Module, *given: Any, **named: Any) -> Any:
+        seen.append(module)
+        return call(module, *given, **named)
+
+    return called
+
+
+def test_what_becomes_of_a_task_between_two_predictions_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    predict = direct(FasterLater().predict_step)
+    assert torch.equal(
+        torch.stack([predict({"image": ONE}) for _ in range(3)]), torch.stack([ONE, -ONE, -ONE])
+    )
+    seen: list[Any] = []
+    for name in ("__call__", "_call_impl"):
+        task = Plain()
+        predict = direct(task.predict_step)
+        predict({"image": ONE})
+        with monkeypatch.context() as patch:
+            patch.setattr(nn.Module, name, traced(getattr(nn.Module, name), seen))
+            predict({"image": ONE})
+        assert seen.pop() is task
+    task = Learning()
+    predict = direct(task.predict_step)
+    predict({"image": ONE})
+    task.compile(backend=lambda graph, example: seen.append(graph) or graph.forward)
+    predict({"image": ONE})
+    assert len(seen) == 1
+
+
+def test_a_task_without_its_constructor_says_so() -> None:
+    class Without(Plain):
+        def __init__(self) -> None:
+            pass
+
+    with pytest.raises(AttributeError, match="Without"):
+        Without().predict_step({"image": ONE})
 
 
 class Failing(TaskModule):
@@ -274,7 +398,7 @@ class Failing(TaskModule):
 def test_an_error_of_the_forward_is_raised_and_not_tried_again() -> None:
     task = Failing()
     with pytest.raises(KeyError, match="of the forward's own"):
-        evaluation_step(task, "predict")({"image": ONE})
+        direct(task.predict_step)({"image": ONE})
     assert task.times == 1
 
 

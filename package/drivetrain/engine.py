@@ -35,7 +35,7 @@ from drivetrain.progress import Progress
 from drivetrain.step_output import StepValues, read_output, without_other_graphs
 from drivetrain.strategies import Prepared, Strategy, StrategyConfig, select_precision, select_strategy
 from drivetrain.streams import Streams
-from drivetrain.task import StepModule, TaskModule, evaluation_step
+from drivetrain.task import StepModule, TaskModule
 from drivetrain.types import Batch
 from drivetrain.update_gate import UpdateGate
 from drivetrain.updates import Updater, build_updaters, configured_specs, is_interleaved
@@ -275,7 +275,7 @@ class Engine(ByName):
     def evaluating(self, stage: str) -> Iterator[None]:
         """Within it the step of "validation", "test" or "predict" is run, without gradients."""
         self.synchronize_buffers()
-        with self.step_module.evaluating(evaluation_step(self.task, stage)) as run_step:
+        with self.step_module.evaluating(getattr(self.task, f"{stage}_step")) as run_step:
             self.evaluate_step = self.model if self.strategy.sharded else run_step
             yield
 

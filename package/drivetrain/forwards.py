@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from operator import itemgetter
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -13,22 +12,14 @@ from torch.nn.modules import module as _modules
 
 
 class Forward(NamedTuple):
-    """What a forward's signature says.
-
-    Attributes:
-        names: Its parameters that can be passed by name.
-        required: Those of them without a default.
-        positional: How many can be passed by position.
-        takes_all: Whether it has a `**`.
-        columns: Takes from a dict what it is called with, by position: of one parameter that one, of several
-            a tuple. None where that depends on the dict, or where not all of it can be passed so.
+    """What a forward's signature says: its parameters, those without a default, how many are positional, and
+    `**`.
     """
 
     names: tuple[str, ...]
     required: tuple[str, ...]
     positional: int
     takes_all: bool
-    columns: Callable[[dict[str, Any]], Any] | None
 
 
 FORWARDS: dict[type[nn.Module], Forward] = {}
@@ -41,17 +32,25 @@ def read_forward(kind: type[nn.Module]) -> Forward:
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     star = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    # What decorates a function shows its signature, and may take less than that says.
-    plain = type(kind.forward) is FunctionType and not hasattr(kind.forward, "__wrapped__")
-    simple = all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in parameters)
     FORWARDS[kind] = found = Forward(
         tuple(p.name for p in named),
         tuple(p.name for p in named if p.default is p.empty),
         1_000_000 if star else len(positional),
         any(p.kind is p.VAR_KEYWORD for p in parameters),
-        itemgetter(*(p.name for p in named)) if named and plain and simple else None,
     )
     return found
+
+
+def names_by_position(kind: type[nn.Module]) -> tuple[str, ...]:
+    """The names of what a class's forward takes, where it needs all of it and takes it by position.
+
+    Else none. By its code: what decorates a function shows that one's signature, and may take less.
+    """
+    function, read = kind.forward, FORWARDS.get(kind) or read_forward(kind)
+    if type(function) is not FunctionType:
+        return ()
+    taken = function.__code__.co_varnames[1 : function.__code__.co_argcount]
+    return taken if taken == read.names == read.required and not read.takes_all else ()
 
 
 _CALL, _CALL_IMPL = nn.Module.__call__, nn.Module._call_impl
@@ -64,7 +63,7 @@ def is_plain(task: nn.Module) -> bool:
         kind.__call__ is not _CALL
         or kind._call_impl is not _CALL_IMPL
         or task._compiled_call_impl is not None
-        or own["_forward_pre_hooks"]
+        or task._forward_pre_hooks  # an AttributeError that says so, before nn.Module's own __init__
         or own["_forward_hooks"]
         or own["_backward_pre_hooks"]
         or own["_backward_hooks"]

@@ -43,7 +43,7 @@ class Source(ABC):
         share: Which part of every round is read here.
         batch_size: Samples of a whole batch of one process, if that is known.
         apart: Whether each process reads data of its own, rather than its part of what all have.
-        ready: All batches, where they are at hand and nobody waits for one.
+        ready: The list or tuple of all batches, where that is what is read: nobody waits for one.
         shows: Whether the next round read is to come with its `Evidence`.
         leaves_out: What is done with a batch that cannot be made, for which `BAD` then stands; None to raise.
     """
