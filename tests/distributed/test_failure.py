@@ -73,7 +73,8 @@ ENDS = [
         r"rank 0 failed first, last heard of at update 7: it was killed, perhaps",
     ),
     (
-        "if rank == 1: kill(signal.SIGSTOP)",
+        # It goes on to write its stacks, and is ended before it does more.
+        "if rank == 1: kill(signal.SIGSTOP); time.sleep(5)",
         1,
         r"RankFailure: rank 1 failed first, last heard of at update 7: it is stopped \(by SIGSTOP",
     ),
