@@ -108,19 +108,19 @@ def heard(task: Any) -> None:
     task.heard = True
 
 
-@pytest.mark.parametrize(
-    "register",
-    [
-        own_hook("register_forward_pre_hook"),
-        own_hook("register_forward_hook"),
-        own_hook("register_full_backward_hook"),
-        own_hook("register_full_backward_pre_hook"),
-        global_hook(torch_module.register_module_forward_pre_hook),
-        global_hook(torch_module.register_module_forward_hook),
-        global_hook(torch_module.register_module_full_backward_hook),
-        global_hook(torch_module.register_module_full_backward_pre_hook),
-    ],
-)
+REGISTER = [
+    own_hook("register_forward_pre_hook"),
+    own_hook("register_forward_hook"),
+    own_hook("register_full_backward_hook"),
+    own_hook("register_full_backward_pre_hook"),
+    global_hook(torch_module.register_module_forward_pre_hook),
+    global_hook(torch_module.register_module_forward_hook),
+    global_hook(torch_module.register_module_full_backward_hook),
+    global_hook(torch_module.register_module_full_backward_pre_hook),
+]
+
+
+@pytest.mark.parametrize("register", REGISTER)
 @pytest.mark.parametrize("inputs", [{"image": ONE}, (ONE,), UserDict({"image": ONE}), ONE])
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # as no input has a gradient
 def test_hooks_on_a_task_see_its_forward(register: Callable[[nn.Module], Any], inputs: Any) -> None:
@@ -287,6 +287,17 @@ def test_hooks_are_called_that_are_registered_before_and_between_predictions(bef
         task.register_forward_hook(hook)
     predict({"image": ONE})
     assert len(shapes) == 1 + before
+
+
+@pytest.mark.parametrize("register", REGISTER)
+def test_a_task_with_a_hook_of_any_kind_is_called_for_each_prediction(register: Any) -> None:
+    task = Learning()
+    handle = register(task)
+    try:
+        assert direct(task.predict_step) == task.predict_step
+    finally:
+        handle.remove()
+    assert direct(task.predict_step) != task.predict_step
 
 
 def test_a_prediction_that_lacks_a_column_says_which() -> None:
