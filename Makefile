@@ -1,5 +1,6 @@
-# Three commands: `make demo`, `make test` and `make bench`. Each sets up everything that it needs first: in .venv, for
-# XLA's strategies in .venv-xla, and for the libraries that ours is measured beside in .venv-bench.
+# `make demo`, `make test`, `make test-full`, `make test-extended` and `make bench` set up what they need first: in .venv, for
+# XLA's strategies in .venv-xla, and for the libraries that ours is measured beside in .venv-bench. `make gpu` installs
+# nothing: it runs with the torch of a machine with an NVIDIA GPU.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -16,19 +17,24 @@ READY_BENCH := $(VENV_BENCH)/.ready
 # Arguments of benchmarks/run.py, such as BENCH="--quick".
 BENCH ?=
 
-# How many tests run at a time. Many start several processes themselves: more workers than cores gain nothing.
-WORKERS ?= 2
+# How many tests run at a time. More than there are cores, because many tests wait for a clock or for a process to start.
+WORKERS ?= 3
+# Further options of pytest, such as TESTS="tests/data -k resume".
+TESTS ?=
+# ORDER=reverse runs the last test first.
+ORDER ?= forward
+# How often the tests run, one time after the other.
+TIMES ?= 1
 
 # Two processes share two cores in many places; one thread each is faster than two that wait for one another.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint types unit xla bench docs clean
+.PHONY: demo test test-full test-extended lint types unit full xla gpu bench docs clean
 
 demo: $(READY)
 	OMP_NUM_THREADS=2 $(BIN)/python examples/digits.py
 
-# torch_xla's CPU client, which these tests run on, comes for Linux on x86-64 only.
-test: lint types unit $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),xla)
+test: lint types unit
 
 lint: $(READY)
 	$(BIN)/ruff check package tests examples benchmarks docs
@@ -37,11 +43,30 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
+# The tests of a selection of markers.
+pytest = for each in $$(seq $(TIMES)); do \
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 25 \
+	$(if $(filter reverse,$(ORDER)),--reverse) $(TESTS) -m "$(1)" || exit 1; done
+
 unit: $(READY)
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+	$(call pytest,not full and not extended)
+
+# What `make test` leaves out, and only that. torch_xla's CPU client is there for Linux on x86-64 only.
+test-full: full $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),xla)
+
+full: $(READY)
+	$(call pytest,full)
+
+# Campaigns at their full length, for an hour or so.
+test-extended: $(READY)
+	$(call pytest,extended)
 
 xla: $(READY_XLA)
-	$(BIN_XLA)/python -m pytest tests/xla
+	$(BIN_XLA)/python -m pytest --durations 25 tests/xla
+
+# On a machine with an NVIDIA GPU: its tests, then benchmarks/gpu.py; the report is in the folder OUT.
+gpu:
+	PYTHONPATH=package $(PYTHON) tests/gpu/run.py
 
 # The figures of README.md and docs/explanation: not part of `make test`, because times are no tests.
 bench: $(READY_BENCH)
@@ -63,7 +88,7 @@ $(READY_XLA): setup.cfg setup.py Makefile tests/constraints.txt tests/xla/cuda_s
 	test -x $(BIN_XLA)/python || $(PYTHON) -m venv $(VENV_XLA)
 	$(BIN_XLA)/python -m pip install --quiet --disable-pip-version-check -c tests/constraints.txt \
 		filelock typing_extensions sympy networkx jinja2 fsspec absl-py pyyaml requests packaging setuptools \
-		numpy pytest safetensors tensorboard tqdm xxhash
+		jsonargparse numpy pytest safetensors tensorboard tqdm xxhash
 	$(BIN_XLA)/python -m pip install --quiet --disable-pip-version-check --no-deps $(XLA) \
 		-c tests/constraints.txt torchmetrics lightning-utilities
 	$(BIN_XLA)/python tests/xla/cuda_stubs.py $$($(BIN_XLA)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')

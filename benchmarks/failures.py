@@ -21,14 +21,13 @@ FAULTS = {
     "leaves by os._exit": "os._exit(3)",
     "is stopped (SIGSTOP)": "os.kill(os.getpid(), signal.SIGSTOP)",
     "sleeps for ever": "time.sleep(1e6)",
-    "waits for an event that nobody sets": "threading.Event().wait()",
     "makes another collective": "torch.distributed.all_reduce(torch.ones(1))",
     "waits where no other does": "torch.distributed.barrier(self.others)",
 }
 """What rank 1 does after its third update."""
 
 PROGRAM = """
-import os, signal, sys, threading, time
+import os, signal, sys, time
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -72,7 +71,7 @@ class Acts(Callback):
 
 Trainer(
     strategy=STRATEGY, devices=2, max_epochs=3, callbacks=[Acts()], run_dir="run", loggers=(),
-    progress_bar=False,
+    progress_bar=False, hang_timeout=5.0,
 ).fit(Line(), DataLoader(Rows(), batch_size=4, num_workers=1 if BAD else 0))
 """
 

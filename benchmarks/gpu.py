@@ -5,12 +5,18 @@ utilisation counts 6 FLOPs for a parameter and token, and 12 x layers x width x 
 scores (Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", JMLR 2023, appendix B), over the
 dense bf16 peak of the GPU's data sheet. Our loop is then run once more under
 `torch.cuda.set_sync_debug_mode("error")` between log points, where nothing may wait for the device.
+
+`make bench` runs this with all contestants. By itself, `python benchmarks/gpu.py --output FILE` compares ours
+with the hand-written loop, writes both as JSON and takes a few minutes.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import random
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -210,3 +216,21 @@ def table(names: list[str], rounds: int, shape: Shape = GPT2) -> Table:
     watched = without_waiting(shape, "cuda", 40, torch.cuda.set_sync_debug_mode)
     made.notes.append(f"{watched} of our updates were run with every wait for the device an error: none was.")
     return made
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure ours beside the hand-written loop, print the table and write it; 2 where there is no GPU."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=2, help="turns of each (default: %(default)s)")
+    parser.add_argument("--output", type=Path, help="a file for the figures, as JSON")
+    options = parser.parse_args(arguments)
+    made = table([HAND, OURS], options.rounds)
+    sys.stdout.write(made.markdown())
+    if options.output is not None:
+        text = json.dumps({**made.data(), "markdown": made.markdown()}, indent=2)
+        options.output.write_text(text, encoding="utf-8")
+    return 0 if made.rows else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

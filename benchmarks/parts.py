@@ -24,7 +24,7 @@ from drivetrain.data.feed import Feed
 from drivetrain.engine import Engine
 from drivetrain.strategies.single import SingleDevice
 from drivetrain.streams import Streams
-from drivetrain.task import StepModule
+from drivetrain.task import TaskModule
 from peers import HAND, OURS, Peer, load
 from peers.hand import Hand
 from report import Cell, Table
@@ -154,7 +154,7 @@ def _of_ours(parts: Parts) -> Iterator[Any]:
     yield patch.object(engine, "read_output", parts.timed(READ, engine.read_output))
     for owner, name, part in (
         (Streams, "seed_update", SEED),
-        (StepModule, "forward", STEP),
+        (TaskModule, "training_step", STEP),
         (SingleDevice, "backward", BACKWARD),
         (SingleDevice, "optimizer_step", OPTIMIZER),
         (Engine, "train_step", UPDATE),

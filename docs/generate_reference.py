@@ -165,25 +165,20 @@ PAGES = {
         {
             "checkpoint": "export_weights export_torch load_weights",
             "warm_start": "load_weights_into LoadReport",
-            "foreign": "import_deepspeed ImportedCheckpoint",
+            "foreign": "import_deepspeed ImportedCheckpoint import_weights ImportedWeights",
         },
     ),
     "testing": Page(
         "Testing",
-        "explanation/crash-safety.md",
+        "how-to/write-a-strategy.md",
         {
             "testing.distributed": "run_distributed",
             "testing.strategies": "check_strategy",
             "testing.strategy_resume": "check_resume",
-            "testing.resumable": "assert_resumable check_program Check",
-            "testing.resume_report": "Report Difference",
-            "testing.endurance": "long_run many_fits Course Measure",
+            "testing.resume.check": "assert_resumable check_program Check",
+            "testing.resume.report": "Report Difference",
             "testing.strategy_job": "Job MakeStrategy",
             "testing.storage": "check_file_system check_checkpoint_io everything",
-            "testing.faults": "FaultyFileSystem",
-            "testing.fault_kinds": "Fault FaultKind Killed",
-            "testing.memory": "MemoryDisk MemoryObjects",
-            "testing.campaign": "run_campaign Score",
         },
     ),
     "strategies": Page(
@@ -442,8 +437,11 @@ def _usage() -> Iterator[str]:
             text = io.StringIO()
             with contextlib.redirect_stdout(text):
                 command_line([*words, "--help"])
+            own, separator, _ = text.getvalue().partition("\narguments of Trainer:")
             yield f"## {' '.join(['drivetrain', *words])}\n"
-            yield f"```text\n{text.getvalue().rstrip()}\n```\n"
+            yield f"```text\n{(own if words != ['fit'] else text.getvalue()).rstrip()}\n```\n"
+            if separator and words != ["fit"]:
+                yield "And the arguments of the Trainer, as for `drivetrain fit`.\n"
     finally:
         os.environ.clear()
         os.environ.update(before)

@@ -27,6 +27,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--reverse`: tests that depend on one another's order fail in one of the two."""
+    parser.addoption("--reverse", action="store_true", help="run the last test first")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Reverse the order of the tests where that is asked for."""
+    if config.getoption("reverse"):
+        items.reverse()
+
+
 def pytest_collection_finish() -> None:
     """Keep the collector off what is here for good, in this process and in the copies that tests make."""
     gc.collect()

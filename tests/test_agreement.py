@@ -62,9 +62,9 @@ def refused(kind: str, what: str) -> None:
     [
         ("checkpoint", "different Trainers: checkpoint is True on rank 0 and False on rank 1"),
         ("seed", "different Trainers: seed is 0 on rank 0 and 1 on rank 1"),
-        ("shape", "different tasks: rank 0 has 'line.weight' of shape"),
-        ("frozen", "(torch.float32, frozen). Make the same task on all"),
-        ("more", "parameters and buffers, rank 1"),
+        ("shape", "different tasks: 'line.weight' is float32[1, 4] on rank 0 and float32[2, 3]"),
+        ("frozen", ", frozen on rank 1. Make the same task on all"),
+        ("more", "'late.weight' is not there on rank 0 and float32[2, 2] on rank 1"),
     ],
 )
 def test_what_differs_between_the_ranks_is_named_before_anything_goes_wrong(
@@ -130,7 +130,7 @@ SEEN: list[tuple[Any, str]] = [
     ),
     (lambda: one_sees(strategy("fsdp")), "different Trainers: strategy is ddp on rank 0 and fsdp on rank 1"),
     (lambda: one_sees(make=Weighted), "loss_weight is the default on rank 0 and overridden on rank 1"),
-    (lambda: one_sees(make=lambda: on_meta(Regression())), "(torch.float32, on the meta device)"),
+    (lambda: one_sees(make=lambda: on_meta(Regression())), ", on the meta device on rank 1"),
     (
         lambda: one_sees(arguments={"resume": "auto"}),
         "different arguments: resume is not there on rank 0 and 'auto' on rank 1",

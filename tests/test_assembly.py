@@ -11,6 +11,7 @@ import torch
 from tests.support.outcome import weights
 from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from drivetrain import CheckpointConfig, ConfigError, DataError, LambdaCallback, ModelSummary, ProgressBar
@@ -92,6 +93,70 @@ def test_a_bare_dataset_needs_a_batch_size() -> None:
         quiet(max_epochs=1).fit(Regression(), dataset())
 
 
+class Table:
+    """Samples as the datasets package gives them: dicts, also many at once, and no class of torch's."""
+
+    def __init__(self, many: bool = True) -> None:
+        self.rows = [{"x": [float(i), 1.0, 0.0, 2.0], "y": float(i)} for i in range(9)]
+        if many:
+            self.__getitems__ = lambda indices: [self[each] for each in indices]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = self.rows[index]
+        return {"x": torch.tensor(row["x"]), "y": row["y"]}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[index] for index in range(len(self)))
+
+
+class Named(Regression):
+    """A regression whose batches are dicts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(x)
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return F.mse_loss(outputs, batch["y"].float()[:, None])
+
+
+@pytest.mark.parametrize("many", [True, False])
+def test_an_object_with_a_length_that_is_indexed_is_a_dataset(many: bool) -> None:
+    seen: list[Tensor] = []
+    keep = LambdaCallback(on_step_end=lambda run: seen.append(run.window.micro_batches[0].batch["y"]))
+    trainer = quiet(max_epochs=1, batch_size=4, callbacks=[keep])
+    trainer.fit(Named(), Table(many), Table(many))
+    assert [len(each) for each in seen] == [4, 4, 1]
+    assert torch.cat(seen).tolist() != list(range(9))  # shuffled
+    assert sorted(torch.cat(seen).tolist()) == list(range(9))
+    assert [len(each) for each in trainer.predict(Named(), Table(many))] == [4, 4, 1]
+
+
+def test_such_a_dataset_needs_no_iter_and_a_batch_size() -> None:
+    class Bare:
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            return torch.full((4,), float(index)), torch.zeros(1)
+
+    assert quiet(max_epochs=1, batch_size=4).fit(Regression(), Bare()).progress.updates == 2
+    with pytest.raises(DataError, match=r"Bare, which .*without a batch size. Give Trainer\(batch_size=32\)"):
+        quiet(max_epochs=1).fit(Regression(), Bare())
+    with pytest.raises(DataError, match=r"without a batch size"):
+        quiet().validate(Regression(), Bare())
+
+
+@pytest.mark.parametrize("name", ["batch_size", "num_workers"])
+@pytest.mark.parametrize("make", [list, tuple, iter])
+def test_settings_for_a_dataset_are_refused_with_ready_batches(make: Any, name: str) -> None:
+    data = make(list(pairs()))
+    with pytest.raises(ConfigError, match=rf"{name}=2.*{type(data).__name__}, which is read as ready"):
+        quiet(max_epochs=1, **{name: 2}).fit(Regression(), data)
+
+
 def test_any_iterable_of_batches_will_do() -> None:
     class Endless:
         def __iter__(self) -> Iterator[Any]:
@@ -156,7 +221,7 @@ def test_settings_for_a_bare_dataset_are_refused_with_a_loader(given: dict[str, 
     asks: list[tuple[Any, ...]] = [(pairs(),), (pairs(), pairs(4)), (pairs(), {"one": pairs(4)})]
     for act in (trainer.fit, trainer.plan):
         for data in asks:
-            with pytest.raises(ConfigError, match=rf"{name}=.* its own {name}=[02] counts.*DataLoader\("):
+            with pytest.raises(ConfigError, match=rf"{name}=.* has its own {name}=[02].*DataLoader\("):
                 act(Regression(), *data)
 
 

@@ -135,12 +135,14 @@ def test_a_compiled_run_has_the_numbers_of_one_that_is_not(scope: str) -> None:
     assert compiled() == 2
 
 
+@pytest.mark.full
 def test_it_has_them_with_accumulation_and_clipping() -> None:
     options: Any = {"gradient_accumulation_steps": 3, "max_grad_norm": 0.1}
     assert fit(WHOLE, **options) == fit(False, **options)
     assert compiled() == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-true"])
 def test_it_is_near_them_in_every_precision(precision: str) -> None:
     plain, found = (
@@ -151,6 +153,7 @@ def test_it_is_near_them_in_every_precision(precision: str) -> None:
     assert found == pytest.approx(plain, rel=0.02)
 
 
+@pytest.mark.full
 def test_it_has_them_with_frozen_weights_and_those_stay() -> None:
     def frozen() -> Words:
         task = Words()
@@ -179,6 +182,7 @@ def test_of_a_task_without_a_forward_each_submodule_is_compiled_and_it_may_have_
     assert compiled() >= 2
 
 
+@pytest.mark.full
 def test_what_its_user_compiles_is_left_alone() -> None:
     seen: list[Any] = []
 
@@ -210,6 +214,7 @@ def test_the_task_is_an_ordinary_module_afterwards_and_can_be_trained_again() ->
     assert [set(vars(each)) for each in task.modules()] == before
 
 
+@pytest.mark.full
 def test_the_task_is_an_ordinary_module_after_an_error_too() -> None:
     def fail(_: Any) -> None:
         raise KeyError("mine")
@@ -221,6 +226,7 @@ def test_the_task_is_an_ordinary_module_after_an_error_too() -> None:
     assert [set(vars(each)) for each in task.modules()] == before
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["copied", "pickled"])
 def test_a_copy_that_is_made_during_the_run_computes_with_its_own_weights(how: str) -> None:
     given = []
@@ -290,6 +296,7 @@ def run_by_default(directory: Path) -> tuple[float, float, bool]:
     return losses[0], losses[1], weights(resumed) == weights(whole)
 
 
+@pytest.mark.full
 def test_a_compiled_run_is_near_one_that_is_not_and_resumes_to_the_bit(tmp_path: Path) -> None:
     """By the backend that is used by default. The run is left in its second epoch, when it has already seen
     the first one's short batch, which the resumed run has not.
@@ -363,6 +370,7 @@ def alike(strategy: Any) -> tuple[bool, int, int, int]:
     return found == plain, compiled(), len(counters["graph_break"]), sum(again)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 @pytest.mark.parametrize(
     ("strategy", "again"),

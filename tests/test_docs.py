@@ -145,7 +145,26 @@ def assert_printed(page: Path, block: Block, printed: str) -> None:
 PYTHON_PAGES = [page for page in PAGES if any(b.language in ("python", "console") for b in blocks(page))]
 
 
-@pytest.mark.parametrize("page", PYTHON_PAGES, ids=named)
+SLOW_PAGES = {
+    "check-resume.md",
+    "compile.md",
+    "deepspeed-checkpoints.md",
+    "launching.md",
+    "write-a-strategy.md",
+}
+"""Pages whose blocks start many processes, or compile."""
+
+
+def tiered(pages: list[Path]) -> list[Any]:
+    """The pages as parameters, the slow ones in the full tier."""
+    return [pytest.param(each, marks=pytest.mark.full if each.name in SLOW_PAGES else ()) for each in pages]
+
+
+def test_every_slow_page_is_there() -> None:
+    assert {page.name for page in PYTHON_PAGES} >= SLOW_PAGES
+
+
+@pytest.mark.parametrize("page", tiered(PYTHON_PAGES), ids=named)
 def test_the_blocks_of_a_page_run(page: Path, importable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if page.name == "README.md" and page.parent == ROOT:
         shutil.copytree(ROOT / "examples", importable / "examples")

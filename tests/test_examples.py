@@ -97,6 +97,7 @@ def test_digits_names_the_files_that_it_made_and_leaves_earlier_ones_alone(digit
     assert [p.name for p in (directory / "runs" / "digits").iterdir()] == ["mine.txt"]
 
 
+@pytest.mark.full
 def test_digits_can_be_fitted_from_the_command_line(tmp_path: Path) -> None:
     words = "-m drivetrain.cli fit --task digits.Digits --data digits.data --trainer.max_epochs 2"
     run(*words.split(), "--trainer.run_dir", tmp_path / "run", cwd=EXAMPLES)
@@ -116,6 +117,7 @@ def test_the_gan_is_a_task_of_fewer_than_40_lines() -> None:
     assert len(class_source(example, "RingGAN").splitlines()) < 40
 
 
+@pytest.mark.full
 def test_the_gan_learns_the_modes_and_writes_no_files(tmp_path: Path) -> None:
     printed = run(EXAMPLES / "gan.py", "--steps", 1000, cwd=tmp_path)
     reports = re.findall(r"(\w+) training: (\S+)% .* (\d) of 8 modes", printed)
@@ -128,6 +130,7 @@ def test_the_gan_learns_the_modes_and_writes_no_files(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_the_gpt_trains_reports_its_units_and_samples(tmp_path: Path) -> None:
     tiny = "--minutes 5 --steps 40 --megabytes 0.3 --width 32 --sample 30 --run-dir run"
     printed = run(EXAMPLES / "gpt.py", *tiny.split(), cwd=tmp_path)
@@ -155,6 +158,7 @@ def test_the_gpt_states_what_two_minutes_reach() -> None:
     assert all(1 < float(each) < 4 for each in stated)
 
 
+@pytest.mark.full
 def test_the_loop_of_ones_own_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     printed = run(EXAMPLES / "native_loop.py", "--epochs", 10, cwd=tmp_path)
     first, second = (float(each) for each in re.findall(r"test accuracy (\S+)%", printed))
@@ -162,6 +166,7 @@ def test_the_loop_of_ones_own_goes_on_from_its_checkpoint(tmp_path: Path) -> Non
     assert second > first > 60
 
 
+@pytest.mark.full
 def test_the_loop_of_ones_own_ends_with_the_weights_of_an_uninterrupted_one(tmp_path: Path) -> None:
     program = """
 import sys

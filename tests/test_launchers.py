@@ -66,6 +66,7 @@ def start(*words: str, **variables: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("alone")
 def test_deepspeeds_launcher() -> None:
     Path("train.py").write_text(PROGRAM, encoding="utf-8")
@@ -74,6 +75,7 @@ def test_deepspeeds_launcher() -> None:
     assert outcomes(start(*words, DS_ACCELERATOR="cpu")) == [DDP, DDP]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("alone")
 def test_torchrun() -> None:
     Path("train.py").write_text(PROGRAM, encoding="utf-8")
@@ -81,6 +83,7 @@ def test_torchrun() -> None:
     assert outcomes(started) == [DDP, DDP]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("alone")
 def test_accelerate_launch_s_configuration_chooses_strategy_and_precision() -> None:
     pytest.importorskip("accelerate")

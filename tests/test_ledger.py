@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -48,7 +47,7 @@ class Slow(Regression):
 made = []
 time.sleep(0.3)
 config = CheckpointConfig(every="5 steps", by=None)
-trainer = quiet(max_epochs=2, checkpoint=config, run_dir=run_dir)
+trainer = quiet(max_epochs=2, checkpoint=config, run_dir=run_dir, log_every=1)
 trainer.fit(Slow(), pairs(), pairs(2), resume="auto")
 Path(run_dir, "ended").write_text(str(time.time()))
 """
@@ -166,7 +165,6 @@ def test_each_kind_of_time_goes_where_it_belongs(tmp_path: Path) -> None:
         "save": 0.1,
     }.items():
         assert seconds[kind] >= least, kind
-    assert 3 * 0.06 + 0.03 <= ledger.between <= seconds["compute"] - 3 * 0.05
     assert seconds["lost work"] == seconds["waiting"] == 0
     assert ledger.goodput == seconds["compute"] / ledger.wall
 
@@ -234,7 +232,7 @@ def test_a_loop_that_is_left_has_ended(tmp_path: Path) -> None:
     ledger = read_ledger(tmp_path)
     assert ledger.attempts[0].ended == "finished"
     assert ledger.updates == 1
-    assert ledger.between >= 0.3
+    assert ledger.seconds["compute"] >= 0.3
 
 
 def test_an_error_is_named_and_its_attempt_counts(tmp_path: Path) -> None:
@@ -253,34 +251,19 @@ def test_an_error_is_named_and_its_attempt_counts(tmp_path: Path) -> None:
     assert again.attempts[0].seconds["lost work"] > 0
 
 
-def test_a_thread_tells_that_it_is_alive_and_ends_with_the_fit(tmp_path: Path) -> None:
-    def threads() -> list[str]:
-        return [each.name for each in threading.enumerate() if each.name == "drivetrain-ledger"]
-
-    seen: list[str] = []
-
-    def wait(run: Any) -> None:
-        if run.progress.updates == 2:
-            seen.extend(threads())
-            time.sleep(1.3)
-
-    callbacks = [LambdaCallback(on_step_end=wait)]
-    quiet(max_epochs=1, checkpoint=True, run_dir=tmp_path, callbacks=callbacks).fit(Regression(), pairs())
-    assert seen == ["drivetrain-ledger"]
-    assert not threads()
-    assert [each["event"] for each in lines(tmp_path)].count("beat") >= 1
-    beat = next(each for each in lines(tmp_path) if each["event"] == "beat")
-    assert beat["updates"] == 2
-    assert beat["spent"]["compute"] >= 0.5
+def test_log_points_tell_that_the_run_is_alive(tmp_path: Path) -> None:
+    wait = LambdaCallback(on_step_end=lambda run: time.sleep(1.1 if run.progress.updates == 2 else 0))
+    options: dict[str, Any] = {"checkpoint": True, "run_dir": tmp_path, "callbacks": [wait], "log_every": 1}
+    quiet(max_epochs=1, **options).fit(Regression(), pairs())
+    alive = next(each for each in lines(tmp_path) if each["event"] == "log")
+    assert alive["updates"] == 2
+    assert alive["spent"]["compute"] >= 1.1
 
 
-def test_who_writes_nothing_else_has_no_ledger_and_no_thread(tmp_path: Path) -> None:
-    names: list[str] = []
-    look = LambdaCallback(on_step_end=lambda run: names.extend(each.name for each in threading.enumerate()))
-    quiet(max_epochs=1, run_dir=tmp_path / "run", callbacks=[look]).fit(Regression(), pairs())
+def test_who_writes_nothing_else_has_no_ledger(tmp_path: Path) -> None:
+    quiet(max_epochs=1, run_dir=tmp_path / "run").fit(Regression(), pairs())
     quiet(max_epochs=1, run_dir=tmp_path / "run").validate(Regression(), pairs())
     assert not (tmp_path / "run").exists()
-    assert "drivetrain-ledger" not in names
 
 
 def test_a_ledger_that_cannot_be_written_ends_the_run_by_default(tmp_path: Path) -> None:

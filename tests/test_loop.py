@@ -264,6 +264,36 @@ def test_every_sample_counts_once_whatever_the_size_of_the_batches(count: int, b
     }
 
 
+@pytest.mark.parametrize("every", ["1 epoch", "100 steps", "1 hour"])
+def test_a_fit_that_is_given_validation_data_validates_at_least_once(every: str, tmp_path: Path) -> None:
+    trainer = quiet(max_steps=3, validate_every=every, checkpoint=True, run_dir=tmp_path)
+    result = trainer.fit(Regression(), pairs(10), pairs(4))
+    assert "validation/loss" in result.metrics
+    assert result.best_checkpoint == result.last_checkpoint  # saved after it
+
+
+def test_a_fit_that_never_validates_is_asked_for_by_none() -> None:
+    result = quiet(max_steps=3, validate_every=None).fit(Regression(), pairs(10), pairs(4))
+    assert "validation/loss" not in result.metrics
+
+
+def test_a_fit_that_has_validated_does_not_do_so_again_at_its_end(tmp_path: Path) -> None:
+    options: Any = {"validate_every": "4 steps"}
+    assert recorded(tmp_path, max_steps=6, **options).count("on_evaluation_end") == 1
+    assert recorded(tmp_path, "auto", max_steps=7, **options).count("on_evaluation_end") == 0
+
+
+def test_a_fit_that_somebody_stops_validates_too_but_not_a_loop_that_is_left(tmp_path: Path) -> None:
+    stop = LambdaCallback(on_step_end=lambda run: run.stop("enough"))
+    options: Any = {"max_epochs": 1, "loggers": ()}
+    assert "validation/loss" in quiet(callbacks=[stop], **options).fit(Regression(), pairs(), pairs()).metrics
+    called: list[str] = []
+    note = LambdaCallback(on_evaluation_start=lambda run: called.append(run.stage))
+    for _ in quiet(callbacks=[note], **options).steps(Regression(), pairs(), pairs()):
+        break
+    assert called == []
+
+
 def test_empty_validation_data_is_an_error() -> None:
     with pytest.raises(DataError, match="validation data is empty"):
         quiet().validate(Regression(), [])
@@ -483,12 +513,12 @@ def test_a_prediction_reads_a_list_as_it_is_iterated_and_as_it_is_now() -> None:
                 yield each
 
     feed = Feed(as_source(Slow([torch.ones(1, 1)] * 2), "predict", 0), Transfer(torch.device("cpu")))
-    assert len(list(feed.batches())) == 2
+    assert len(list(feed.micro_batches())) == 2
     assert waits == [f"batch {number} of epoch 0 of the predict data" for number in (0, 1)]
     ready = [torch.zeros(2, FEATURES)]
     source = as_source(ready, "predict", 0, in_order=True)
     ready.append(torch.ones(2, FEATURES))
-    assert len(list(Feed(source, Transfer(torch.device("cpu"))).batches())) == 2
+    assert len(list(Feed(source, Transfer(torch.device("cpu"))).micro_batches())) == 2
 
 
 class Drawing(Regression):

@@ -27,8 +27,7 @@ from drivetrain import (
     TaskModule,
     Throughput,
 )
-from drivetrain.cli.build import build_trainer
-from drivetrain.cli.config import Settings, split_dotted
+from drivetrain.cli.arguments import Settings
 from drivetrain.memory import as_memory
 from drivetrain.offloading import Offload
 from drivetrain.testing.distributed import run_distributed
@@ -328,7 +327,7 @@ def test_optimizers_that_need_all_gradients_are_refused() -> None:
         with pytest.raises(ConfigError, match=message):
             fit(RELEASE, Deep(optimizer))
     with pytest.raises(ConfigError, match="several optimizers"):
-        quiet(max_steps=1, memory=RELEASE, batch_size=2).fit(Duel(), duels())
+        quiet(max_steps=1, memory=RELEASE).fit(Duel(), duels())
     with pytest.raises(ConfigError, match="16 bits"):
         fit(RELEASE, precision="bf16-true")
     with Engine(strategy="cpu", memory=RELEASE) as engine, pytest.raises(ConfigError, match=r"Trainer\.fit"):
@@ -388,6 +387,5 @@ def test_modules_that_are_not_there_are_refused_with_the_nearest() -> None:
 )
 def test_it_is_given_on_the_command_line(given: str, expected: MemoryConfig) -> None:
     line = f"--trainer.strategy cpu --trainer.loggers= --trainer.memory.{given}"
-    _, dotted = split_dotted(line.split())
-    trainer = build_trainer(Settings({}, dotted, {}))
+    trainer = Settings("fit", "train", line.split()).trainer()
     assert as_memory(trainer.memory) == expected

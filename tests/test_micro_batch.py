@@ -713,6 +713,7 @@ sys.stdout.write(f"equal on rank {rank}\\n")
 )
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is set by the size in /proc")
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 @pytest.mark.parametrize("micro_batch", [None, "auto"])

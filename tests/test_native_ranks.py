@@ -70,7 +70,7 @@ def prepared(kind: Any, what: str) -> str:
     [
         ("same", "nothing"),
         ("rate", "lr of group 0 of the optimizer is 0.1 on rank 0 and 0.2 on rank 1. Let the factory give"),
-        ("shape", "rank 0 has 'weight' of shape [1, 3] (torch.float32), rank 1 'weight' of shape [2, 3]"),
+        ("shape", "'weight' is float32[1, 3] on rank 0 and float32[2, 3] on rank 1"),
     ],
 )
 def test_ranks_that_prepare_different_things_are_told(kind: Any, what: str, told: str) -> None:
@@ -78,7 +78,7 @@ def test_ranks_that_prepare_different_things_are_told(kind: Any, what: str, told
 
 
 def weightless(kind: Any, mean: str) -> Any:
-    """Rank 1 has nothing but padding in the first of two updates; the weights after each, or the error."""
+    """Rank 1 has nothing but padding in the first of two updates; whether the weights are finite then."""
     torch.manual_seed(0)
     model: Any = nn.Linear(3, 2)
     engine = Engine(kind(world_size=2), devices=2)
@@ -95,8 +95,6 @@ def weightless(kind: Any, mean: str) -> Any:
                 loss = (scores.square().sum(1) * (labels >= 0)).sum() / counted
             engine.backward(loss, counted)
             engine.step(optimizer)
-    except ConfigError as error:
-        return str(error)
     finally:
         engine.teardown()
     return [
@@ -105,10 +103,9 @@ def weightless(kind: Any, mean: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", [DDP, FSDP])
-def test_a_mean_over_nothing_counts_nothing_or_is_refused(kind: Any) -> None:
-    assert run_distributed(weightless, kind, "torch") == [[True, True]] * 2
-    for told in run_distributed(weightless, kind, "by hand"):
-        assert "had a loss that is not finite" in told
+@pytest.mark.parametrize("mean", ["torch", "by hand"])
+def test_a_mean_over_nothing_counts_nothing(kind: Any, mean: str) -> None:
+    assert run_distributed(weightless, kind, mean) == [[True, True]] * 2
 
 
 def running_means(kind: Any, evaluate: bool) -> Any:

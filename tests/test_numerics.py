@@ -283,8 +283,9 @@ def test_leaving_a_loop_of_ones_own_does_not_hide_it() -> None:
         leave()
 
 
-def test_a_validation_loss_that_is_no_number_is_shown_and_stops_nothing() -> None:
-    result = quiet(max_epochs=2).fit(Means(), planted([1.0], [1]), planted([math.nan, 1.0], [1, 1]))
+def test_a_validation_loss_that_is_no_number_is_shown_and_skipped_if_wished() -> None:
+    trainer = quiet(max_epochs=2, on_nonfinite="skip")
+    result = trainer.fit(Means(), planted([1.0], [1]), planted([math.nan, 1.0], [1, 1]))
     assert result.progress.updates == 2
     assert math.isnan(result.metrics["validation/loss"])
 

@@ -49,6 +49,7 @@ def test_the_metadata_names_version_dependencies_and_extras(wheel: zipfile.ZipFi
     assert fields["Requires-Python"] == ">=3.11"
     required = {each.split(">")[0] for each in fields.get_all("Requires-Dist", []) if "extra" not in each}
     core = {"torch", "safetensors", "torchmetrics", "tensorboard", "tqdm", "numpy", "xxhash"}
+    core |= {"jsonargparse", "docstring-parser"}
     assert required == core
     assert {"deepspeed", "accelerate", "xla", "examples", "test"} <= set(fields.get_all("Provides-Extra", []))
 

@@ -127,7 +127,7 @@ def matches(firings, updates):
         {"max_epochs": 2, "validate_every": None, "log_every": None},
     ],
 )
-@pytest.mark.parametrize("save_every", ["1 epoch", "0.5 epochs", 4, "10 samples", None])
+@pytest.mark.parametrize("save_every", ["1 epoch", "0.5 epochs", 4, "16 samples", None])
 def test_a_fit_does_what_its_plan_said(tmp_path, options, save_every):
     recorder = Recorder()
     policy = CheckpointConfig(every=save_every, keep_last=1, best=0)
@@ -278,6 +278,12 @@ def test_data_without_a_length_leaves_only_the_steps():
     unknown = plan(Stream(), max_epochs=2, validation=samples(5))
     assert unknown.updates is None
     assert unknown.validation.times is None
+
+
+def test_an_interval_of_fewer_samples_than_an_update_has_is_not_counted():
+    found = plan(max_epochs=2, validation=samples(5), validate_every="3 samples")
+    assert found.validation.times is None
+    assert "3 samples; how often is not known" in str(found)
 
 
 def test_ready_batches_are_counted_as_they_are():

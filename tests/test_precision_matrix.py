@@ -38,14 +38,15 @@ TOLERANCES = {
     "64": 1e-12,
     "bf16-mixed": 5e-3,
     "16-mixed": 5e-4,
-    "bf16-true": 1e-2,
+    "bf16-true": 0.1,
     "bf16-true-master": 1e-2,
     "bf16-true-nearest": 1e-2,
-    "16-true": 5e-3,
+    "16-true": 2e-2,
     "16-true-master": 5e-3,
     "16-true-nearest": 5e-3,
 }
-"""In 16 bits the sums over a batch and over its parts are rounded in different places."""
+"""In 16 bits the sums over a batch and over its parts are rounded in different places. Rounding at random
+draws other numbers for each layout of the shards."""
 
 REFUSED = {
     **{(name, "tf32"): "TF32 is a number format of NVIDIA's GPUs" for name in MAKERS},
@@ -57,7 +58,27 @@ REFUSED = {
 WHOLE = ("32", "64", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 """What is held to more than the updates and their resume: the first of those that differ in updates alone."""
 
-PAIRS = [(strategy, precision) for strategy in MAKERS for precision in sorted(PRECISIONS)]
+FIRST = {
+    "32": "accelerate",
+    "64": "fsdp",
+    "bf16-mixed": "fsdp",
+    "16-mixed": "ddp",
+    "bf16-true": "fsdp",
+    "bf16-true-master": "ddp",
+    "bf16-true-nearest": "single",
+    "16-true": "ddp",
+    "16-true-master": "single",
+    "16-true-nearest": "fsdp",
+}
+"""The strategy of each precision in the default tier; what else is not refused is in the full one."""
+
+
+def pair(strategy: str, precision: str) -> Any:
+    is_quick = (strategy, precision) in REFUSED or FIRST[precision] == strategy
+    return pytest.param(strategy, precision, marks=() if is_quick else pytest.mark.full)
+
+
+PAIRS = [pair(strategy, precision) for strategy in MAKERS for precision in sorted(PRECISIONS)]
 
 
 @pytest.mark.parametrize(("strategy", "precision"), PAIRS)
@@ -76,6 +97,7 @@ def test_a_pair_conforms_or_is_refused_with_the_reason(strategy: str, precision:
     check_strategy(make, size, checks=checks, precision=precision, tolerance=TOLERANCES[precision])
 
 
+@pytest.mark.full
 def test_kept_copies_go_from_and_to_every_strategy_and_number_of_processes() -> None:
     makers: dict[str, Any] = {
         "single": MAKERS["single"],

@@ -16,13 +16,12 @@ from torch.utils.data import DataLoader
 from drivetrain import CheckpointError, ConfigError, Engine, OptimizerConfig, ParameterGroup, TaskModule
 from drivetrain.checkpoint import CheckpointConfig, load_weights
 from drivetrain.data import MicroBatch
-from drivetrain.float32_copies import PassingCopies, round_at_random_
 from drivetrain.optim import OPTIMIZERS
 from drivetrain.precision import PRECISIONS, Precision
 from drivetrain.progress import Progress
 from drivetrain.quantized_optimizers import QUANTIZED
 from drivetrain.testing.strategy_tasks import Duel, Sequences, Tokens
-from drivetrain.weight_updates import WeightUpdates
+from drivetrain.weight_updates import WeightUpdates, round_at_random_
 
 LEARNING = ("bf16-true", "bf16-true-master", "16-true", "16-true-master")
 LOSING = ("bf16-true-nearest", "16-true-nearest")
@@ -73,11 +72,14 @@ def test_small_updates_move_weights_and_in_the_mean_as_far_as_in_float32(precisi
     _, exact = trained("32", OptimizerConfig("adamw", lr=1e-4))
     _, task = trained(precision, OptimizerConfig("adamw", lr=1e-4))
     assert {each.dtype for each in task.parameters()} == {PRECISIONS[precision].param_dtype}
-    assert (values(task) != 1).double().mean() > 0.95
+    assert (values(task) != 1).double().mean() > 0.5
     spacing = 2.0**-7 if "bf16" in precision else 2.0**-10
-    assert (values(task) - values(exact)).abs().max() <= 3 * spacing
-    moved = (values(task) - 1).abs().mean() / (values(exact) - 1).abs().mean()
-    assert abs(moved - 1) < (0.25 if precision == "bf16-true-master" else 0.05)
+    # Rounding at random is a random walk of 100 steps of one spacing, each with probability 1e-4 / spacing.
+    walk = 0.0 if "master" in precision else 6 * (100 * 1e-4 * spacing) ** 0.5
+    assert (values(task) - values(exact)).abs().max() <= spacing + walk
+    wanted = values(exact) - 1
+    moved = ((values(task) - 1) * wanted.sign()).mean() / wanted.abs().mean()
+    assert abs(moved - 1) < (0.25 if precision == "bf16-true-master" else 0.1)
 
 
 @pytest.mark.parametrize("precision", LOSING)
@@ -185,27 +187,16 @@ def test_numbers_become_their_neighbours_as_often_as_they_are_near(number: float
 
 def test_what_the_dtype_has_stays_and_what_is_no_number_is_not_hidden() -> None:
     exact = torch.tensor([0.0, -0.0, 1.0, -2.5, 2.0**-130, 3e38]).bfloat16().float()
-    for turn in range(200):
+    for seed in range(200):
         numbers = exact.clone()
-        round_at_random_(numbers, torch.bfloat16, torch.Generator().manual_seed(1), turn)
+        round_at_random_(numbers, torch.bfloat16, torch.Generator().manual_seed(seed))
         assert torch.equal(numbers.view(torch.int32), exact.view(torch.int32))
     # All NaN that there are have some of these bits; some devices make the first two.
     bits = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001, 0x7F800000, -(2**31) + 0x7F800000])
-    for turn in range(200):
+    for seed in range(200):
         bad = bits.to(torch.int32).view(torch.float32).clone()
-        round_at_random_(bad, torch.bfloat16, torch.Generator().manual_seed(1), turn)
+        round_at_random_(bad, torch.bfloat16, torch.Generator().manual_seed(seed))
         assert not bad.bfloat16().isfinite().any()
-
-
-def test_the_turns_of_a_weight_are_spread_evenly() -> None:
-    up = torch.zeros(4096)
-    for turn in range(64):
-        numbers = torch.full((4096,), 1 + 0.25 * 2**-7)
-        round_at_random_(numbers, torch.bfloat16, torch.Generator().manual_seed(3), turn)
-        up += numbers > 1
-    assert up.min() >= 14
-    assert up.max() <= 18
-    assert up.unique().numel() > 1, "not all weights are rounded alike"
 
 
 def test_rounding_is_a_function_of_seed_and_update_and_moves_no_other_stream() -> None:
@@ -225,7 +216,6 @@ def test_rounding_is_a_function_of_seed_and_update_and_moves_no_other_stream() -
     assert torch.equal(make(0, 5), make(0, 5))
     assert not torch.equal(make(0, 5), make(0, 6))
     assert not torch.equal(make(0, 5), make(1, 5))
-    assert not torch.equal(make(0, 5), make(0, 5 + 128)), "the even turns begin anew with other numbers"
 
 
 @pytest.mark.parametrize("kind", ["stochastic", "master"])
@@ -275,20 +265,6 @@ def test_an_optimizer_that_may_count_for_all_its_weights_steps_once() -> None:
         each.grad = torch.ones_like(each)
     optimizer.step()
     assert optimizer.steps == 1
-
-
-def test_copies_have_no_memory_between_updates() -> None:
-    module = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
-    copies = PassingCopies([module.weight])
-    optimizer = torch.optim.SGD(copies.copies, lr=1.0)
-    module.weight.grad = torch.ones_like(module.weight)
-    for _ in range(2):
-        assert copies.copies[0].untyped_storage().nbytes() == 0
-        with torch.no_grad():
-            copies.take(optimizer)
-            assert copies.copies[0].untyped_storage().nbytes() == 4 * 64 * 64
-            copies.hand_back(optimizer)
-            copies.round(torch.Generator(), 0)
 
 
 def test_memory_is_what_the_page_says_and_what_a_plan_tells() -> None:
@@ -378,7 +354,7 @@ def test_another_way_of_updates_is_refused_when_a_run_resumes(precision: str, tm
     fit(precision, tmp_path, 2)
     other = "bf16-true-nearest" if "bf16" in precision else "16-true-master"
     theirs = PRECISIONS[precision].updates
-    with pytest.raises(CheckpointError, match=f"updated by '{theirs}', this run's are by"):
+    with pytest.raises(CheckpointError, match=rf"is Precision\(updates='{theirs}'\), here Precision"):
         fit(other, tmp_path, 4, resume="auto")
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.failing import undisturbed
+from tests.support.forked import Forked
 from tests.support.outcome import weights
 from tests.support.tasks import Regression, pairs, quiet
 
@@ -278,25 +279,30 @@ def ended(
         each.unlink()
     root = str(Path(__file__).parents[1])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    process = subprocess.Popen(
-        [sys.executable, *(launcher or []), "program.py", *words],
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**undisturbed(), "PYTHONPATH": path, **variables},
-        start_new_session=True,
-    )
+    environment = {**undisturbed(), "PYTHONPATH": path, **variables}
+    process: Forked | subprocess.Popen[str]
+    if launcher is None:
+        process = Forked(["program.py", *words], Path.cwd(), environment)
+    else:
+        process = subprocess.Popen(
+            [sys.executable, *launcher, "program.py", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
     try:
         deadline = time.monotonic() + 60
         while len(list(Path().glob("training-*"))) < int(words[0]) and time.monotonic() < deadline:
-            assert process.poll() is None, process.stderr and process.stderr.read()
             time.sleep(0.02)
         began = time.monotonic()
         send(process.pid)
         _, errors = process.communicate(timeout=90)
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        process.communicate(timeout=90)
         raise
     return process.returncode, errors.splitlines(), time.monotonic() - began
 
@@ -500,6 +506,7 @@ def test_all_ranks_end_in_order(strategy: str, send: Callable[[int], None], code
     saved_at(Path("run"))
 
 
+@pytest.mark.full
 @needs_gloo
 def test_the_launcher_passes_a_signal_on_and_starts_nothing_again() -> None:
     launcher = ["-m", "drivetrain", "launch", "--devices", "2", "--max-restarts", "2"]

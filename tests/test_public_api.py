@@ -25,7 +25,7 @@ def _signature(thing: Any) -> str:
 def _members(kind: type) -> list[str]:
     lines = []
     for name in sorted(dir(kind)):
-        if name.startswith("_"):
+        if name.startswith("_") or not hasattr(kind, name):
             continue
         owner = next((base for base in kind.__mro__ if name in vars(base)), None)
         if owner is None or not owner.__module__.startswith("drivetrain"):

@@ -156,4 +156,4 @@ def test_what_moves_between_two_updates_is_counted(tmp_path: Path) -> None:
     notes = LambdaCallback(on_checkpoint_saved=lambda run: seen.append(run.milestones))
     options: dict[str, Any] = {"run_dir": tmp_path, "checkpoint": True, "callbacks": [notes]}
     quiet(max_epochs=2, **options).fit(Regression(), pairs(), pairs())
-    assert seen == [2, 4]  # each time a pass over the validation data, and a checkpoint
+    assert seen == [7, 14]  # each time five updates, a pass over the validation data, and a checkpoint

@@ -65,7 +65,6 @@ class Writer:
             "from": self.resumed,
             "fresh": self.is_fresh,
             "spent": self.spent,
-            "between": 0.0,
             **more,
         }
         with self.file.open("a", encoding="ascii") as file:
@@ -137,17 +136,6 @@ def test_several_attempts_may_have_to_be_made_again(writer: Writer, tmp_path: Pa
     assert [each.seconds["lost work"] for each in found.attempts] == [2 * UPDATE + SAVE, 3 * UPDATE, 0]
     assert spent(found)["compute"] == 5 * UPDATE
     assert spent(found)["save"] == 2 * SAVE
-
-
-def test_without_a_save_on_record_the_time_is_parted_by_updates(writer: Writer, tmp_path: Path) -> None:
-    writer.start()
-    writer.train()
-    writer.update(10)
-    writer.line("beat")
-    writer.start()
-    writer.train(resumed=4)
-    writer.line("beat")
-    assert read_ledger(tmp_path).seconds["lost work"] == pytest.approx(6 * UPDATE)
 
 
 def test_an_attempt_that_did_not_come_to_train_loses_nothing(writer: Writer, tmp_path: Path) -> None:
@@ -252,14 +240,13 @@ HOSTILE = [
     b"[" * 50_000,
     b'{"v": 1}',
     b'{"v": 2, "event": "beat"}',
-    b'{"v": 1, "event": "beat", "attempt": "1", "time": NaN, "updates": 1, "between": 0, "spent": {}}',
-    b'{"v": 1, "event": "beat", "attempt": "1", "time": 1, "updates": -1, "between": 0, "spent": {}}',
-    b'{"v": 1, "event": "beat", "attempt": 1, "time": 1, "updates": 1, "between": 0, "spent": {}}',
-    b'{"v": 1, "event": "beat", "attempt": "1", "time": 1, "updates": 1, "between": 0, "spent": {"x": 1}}',
-    b'{"v": 1, "event": "beat", "attempt": "", "time": 1, "updates": 1, "between": 0, "spent": {"save": []}}',
+    b'{"v": 1, "event": "beat", "attempt": "1", "time": NaN, "updates": 1, "spent": {}}',
+    b'{"v": 1, "event": "beat", "attempt": "1", "time": 1, "updates": -1, "spent": {}}',
+    b'{"v": 1, "event": "beat", "attempt": 1, "time": 1, "updates": 1, "spent": {}}',
+    b'{"v": 1, "event": "beat", "attempt": "1", "time": 1, "updates": 1, "spent": {"x": 1}}',
+    b'{"v": 1, "event": "beat", "attempt": "", "time": 1, "updates": 1, "spent": {"save": []}}',
     b'{"v": 1, "event": "beat", "attempt": "1", "time": 1, "updates": 1' + b"0" * 5000 + b"}",
-    b'{"v": 1, "event": "beat", "attempt": "1", "time": 1e14, "updates": 1, "between": 0, "spent": {}}',
-    b'{"v": 1, "event": "beat", "attempt": "1", "time": 1, "updates": 1, "from": 9, "between": 0,"spent":{}}',
+    b'{"v": 1, "event": "beat", "attempt": "1", "time": 1e14, "updates": 1, "spent": {}}',
     b"x" * 200_000,
 ]
 

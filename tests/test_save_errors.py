@@ -55,7 +55,7 @@ def fill(disk: Path, left: int = 300_000) -> None:
 def warned() -> Iterator[None]:
     """It is known that something is not saved."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*was not saved")
+        warnings.filterwarnings("ignore", ".*was not saved|.*not protected against another job")
         yield
 
 

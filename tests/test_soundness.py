@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.support.fragile import GOOD, GRADIENT, INFINITE, NAN, Fragile, marked
-from tests.support.tasks import quiet
+from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor, nn
 
 from drivetrain import CheckpointConfig, FitResult, LambdaCallback, NonFiniteError, OptimizerConfig, Trainer
@@ -247,3 +248,56 @@ def test_an_interrupt_still_ends_the_program_and_says_what_was_found(tmp_path: P
     for kind, told in run_distributed(_sent, tmp_path, signal.SIGINT, 0):
         assert kind == "KeyboardInterrupt"
         assert "NaN or infinite at update 4 on rank 1" in told
+
+
+class Misjudged(Regression):
+    """Its second validation gives a loss that is not finite, though its weights are."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value, self.validations = value, 0
+
+    def validation_step(self, batch: Any) -> dict[str, Tensor]:
+        self.validations += 1
+        return {
+            "loss": torch.tensor(self.value if self.validations == 2 else 1.0),
+            "f1": torch.tensor(math.nan),
+        }
+
+
+def judged(run_dir: Path, value: float, choice: str) -> FitResult:
+    trainer = quiet(max_epochs=3, run_dir=run_dir, checkpoint=POLICY, on_nonfinite=choice)
+    return trainer.fit(Misjudged(value), pairs(10), pairs(2))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_of_a_validation_that_is_not_finite_raises_after_a_save(value: float, tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError, match=f"^'validation/loss' is {value} after update 10. .*loss_weight"):
+        judged(tmp_path, value, "raise")
+    assert saved(tmp_path)[-1] == "update-00000010"
+
+
+def test_a_loss_of_a_validation_that_is_not_finite_stops_in_order(tmp_path: Path) -> None:
+    result = judged(tmp_path, math.nan, "stop")
+    assert result.stop_reason == "'validation/loss' is nan after update 10"
+    assert result.progress.updates == 10
+    assert result.model_path is not None
+
+
+def test_a_loss_of_a_validation_that_is_not_finite_is_named_when_it_skips(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert judged(tmp_path, math.nan, "skip").progress.updates == 15
+    assert "'validation/loss' is nan after update 10; with on_nonfinite='skip' the run goes on" in caplog.text
+
+
+def judged_on_two(run_dir: Path) -> str:
+    trainer = quiet(
+        max_epochs=3, run_dir=run_dir, checkpoint=POLICY, on_nonfinite="stop", strategy="ddp", devices=2
+    )
+    return trainer.fit(Misjudged(math.nan), pairs(10), pairs(4)).stop_reason
+
+
+def test_all_ranks_stop_for_a_loss_of_a_validation(tmp_path: Path) -> None:
+    first, second = run_distributed(judged_on_two, tmp_path, world_size=2)
+    assert first == second == "'validation/loss' is nan after update 6"

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from drivetrain import CheckpointConfig, LambdaCallback, OptimizerConfig, TaskModule
 from drivetrain.kept_buffers import KeptBuffers
+from drivetrain.registry import is_installed
 from drivetrain.testing import run_distributed
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
@@ -161,6 +162,33 @@ def test_it_leaves_buffers_alone_so_that_a_resumed_run_is_the_undisturbed_one(
     (states, counted), _ = run_distributed(_resumed, kind, tmp_path, options)
     assert states[0] == states[1]
     assert counted == 5, "one of six rounds does not count"
+
+
+class OverNothing(Weighed):
+    """Whose loss of a batch without weight is 0 / 0, and so is its gradient; with a metric."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        counted = self.loss_weight(batch)
+        return (outputs - 1).square().sum() * (counted > 0) / torch.tensor(float(counted))
+
+
+def _over_nothing(strategy: Any) -> list[Any]:
+    task = OverNothing(tuple(range(4, 8)))  # rank 1's first batch, when it has run none yet
+    task.body = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 8))
+    fitted(task, Numbers(), strategy=strategy)
+    return [each.tolist() for each in task.state_dict().values()]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero2", "zero3"])
+def test_a_mean_over_nothing_adds_a_gradient_of_zero(strategy: str) -> None:
+    if strategy.startswith("zero") and not is_installed("deepspeed"):
+        pytest.skip("needs deepspeed")
+    right = run_distributed(_over_nothing, "ddp")
+    found = run_distributed(_over_nothing, strategy, timeout=120)
+    for ours, ddps in zip(found, right, strict=True):
+        for one, other in zip(ours, ddps, strict=True):
+            torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=1e-4, atol=1e-5)
+            assert torch.tensor(one).isfinite().all()
 
 
 def test_statistics_of_all_processes_stay_alike() -> None:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from drivetrain import CheckpointError, ConfigError, Engine, TaskModule
 from drivetrain.checkpoint import load_weights
 from drivetrain.module_state import module_state
-from drivetrain.stored_task import pack_hparams, read_task
+from drivetrain.stored_task import StoredTask, pack_hparams, read_task
 
 
 class Layered(TaskModule):
@@ -218,6 +218,24 @@ def test_a_dataclass_of_which_the_constructor_does_not_tell_the_kind_is_asked_fo
         Unannotated.from_checkpoint(trained(Unannotated(Config()), tmp_path / "never stored"))
     with pytest.raises(ConfigError, match=r"a file cannot hold \(config\)"):
         Unannotated.from_checkpoint(trained(Configured(Config()), tmp_path / "stored"))
+
+
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        ({"class": "Config", "values": {"hidden": 5, "depth": 2}}, r"does not fit Config: .*'depth'"),
+        ({"class": "Path", "values": {}}, r"a file cannot hold \(config\)"),
+        ({"class": "builtins.print", "values": {}}, r"a file cannot hold \(config\)"),
+        ({"class": "Config", "values": {}, "dataclasses": {}}, r"a file cannot hold \(config\)"),
+    ],
+)
+def test_a_stored_dataclass_that_the_constructor_does_not_take_is_asked_for(
+    stored: dict[str, Any], message: str
+) -> None:
+    task = StoredTask("there", {}, (), {}, {"config": stored})
+    with pytest.raises(ConfigError, match=message):
+        task.arguments(Configured, {})
+    assert task.arguments(Configured, {"config": Config(5)}) == {"config": Config(5)}
 
 
 def test_a_list_that_the_constructor_changes_is_recorded_as_it_was_given() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import pickle
-import sys
 from collections import UserDict, namedtuple
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from torch.nn.modules import module as torch_module
 
 from drivetrain import ConfigError, DataError, OptimizerConfig, StepOutput, TaskModule
 from drivetrain.forwards import call_forward
-from drivetrain.task import StepModule, direct
+from drivetrain.task import StepModule
 
 ONE, TWO, THREE = torch.ones(2), torch.ones(2) * 2, torch.ones(2) * 3
 Pair = namedtuple("Pair", ["image", "label"])
@@ -202,17 +200,6 @@ class ByNameOnly(TaskModule):
         return image
 
 
-def calls_of(function: Callable[..., Any], *given: Any) -> list[str]:
-    """The Python functions that a call runs."""
-    names = []
-    sys.setprofile(lambda frame, event, _: names.append(frame.f_code.co_name) if event == "call" else None)
-    try:
-        function(*given)
-    finally:
-        sys.setprofile(None)
-    return names
-
-
 @pytest.mark.parametrize(
     ("task", "batch", "expected"),
     [
@@ -232,163 +219,8 @@ def calls_of(function: Callable[..., Any], *given: Any) -> list[str]:
         (CalledOtherwise(), {"image": ONE}, 3 * ONE),
     ],
 )
-def test_many_predictions_are_what_predict_step_gives(task: TaskModule, batch: Any, expected: Any) -> None:
-    for found in (direct(task.predict_step)(batch), task.predict_step(batch)):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-def test_a_prediction_runs_nothing_but_the_forward() -> None:
-    assert calls_of(direct(Plain().predict_step), {"image": ONE}) == ["forward_columns", "forward"]
-    assert calls_of(direct(Both().predict_step), {"image": ONE, "mask": ONE}) == [
-        "forward_columns",
-        "forward",
-    ]
-
-
-class Masked(TaskModule):
-    def forward(self, image: Any, mask: Any = None) -> Any:
-        return image, mask
-
-
-class ShowsLess(TaskModule):
-    def forward(self, image: Any, mask: Any = None) -> Any:
-        return image, mask
-
-
-ShowsLess.forward.__signature__ = inspect.signature(Plain.forward)  # type: ignore[attr-defined]
-
-
-def test_what_a_forward_need_not_be_given_is_not_looked_for_and_what_it_does_not_show_not_given() -> None:
-    step = Masked().predict_step
-    assert direct(step) == step
-    assert direct(ShowsLess().predict_step)({"image": ONE, "mask": TWO}) == (ONE, None)
-
-
-@pytest.mark.parametrize("name", ["forward", "inputs", "predict_step"])
-def test_methods_of_one_task_alone_are_used(name: str) -> None:
-    task = Plain()
-    # A forward is given a dict's columns by name.
-    vars(task)[name] = (lambda *, image: TWO) if name == "forward" else lambda batch: TWO
-    assert direct(task.predict_step)({"image": ONE}) is TWO
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_hooks_are_called_that_are_registered_before_and_between_predictions(before: bool) -> None:
-    task, shapes = Plain(), []
-
-    def hook(module: nn.Module, given: Any, output: Any) -> None:
-        shapes.append(output.shape)
-
-    if before:
-        task.register_forward_hook(hook)
-    predict = direct(task.predict_step)
-    predict({"image": ONE})
-    if not before:
-        task.register_forward_hook(hook)
-    predict({"image": ONE})
-    assert len(shapes) == 1 + before
-
-
-@pytest.mark.parametrize("register", REGISTER)
-def test_a_task_with_a_hook_of_any_kind_is_called_for_each_prediction(register: Any) -> None:
-    task = Learning()
-    handle = register(task)
-    try:
-        assert direct(task.predict_step) == task.predict_step
-    finally:
-        handle.remove()
-    assert direct(task.predict_step) != task.predict_step
-
-
-def test_a_prediction_that_lacks_a_column_says_which() -> None:
-    with pytest.raises(DataError, match=r"Plain.forward has a parameter 'image', but the batch has no such"):
-        direct(Plain().predict_step)({"images": ONE})
-
-
-def test_a_prediction_that_lacks_a_column_tells_of_nothing_else() -> None:
-    with pytest.raises(DataError) as caught:
-        direct(Plain().predict_step)({"images": ONE})
-    assert caught.value.__context__ is None
-
-
-def swapped(self: Any, mask: Any, image: Any) -> Any:
-    return image, mask, "swapped"
-
-
-def takes_less(self: Any, **columns: Any) -> Any:
-    return columns["image"], columns["mask"], "by name"
-
-
-def shows_another_order(self: Any, mask: Any = None, image: Any = None) -> Any:
-    return image, mask, "shown"
-
-
-for _function in (takes_less, shows_another_order):
-    _function.__signature__ = inspect.signature(Both.forward)  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("forward", [swapped, takes_less, shows_another_order])
-def test_a_forward_that_the_class_is_given_later_is_called_by_name(forward: Any, before: bool) -> None:
-    class Given(Both):
-        pass
-
-    task, batch = Given(), {"image": ONE, "mask": TWO}
-    task.inputs(batch)
-    if before:
-        Given.forward = forward  # type: ignore[method-assign]
-    predict = direct(task.predict_step)
-    if not before:
-        assert predict(batch) == (ONE, TWO)
-        Given.forward = forward  # type: ignore[method-assign]
-    assert predict(batch)[:2] == (ONE, TWO)
-    assert len(predict(batch)) == 3
-
-
-@pytest.mark.parametrize("name", ["predict_step", "inputs"])
-def test_defaults_that_are_replaced_for_all_tasks_are_used(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(TaskModule, name, lambda self, batch: batch["label"])
-    assert direct(Plain().predict_step)({"image": ONE, "label": TWO}) is TWO
-
-
-class FasterLater(TaskModule):
-    """Puts another forward in the place of its own when it is first called."""
-
-    def forward(self, image: Any) -> Any:
-        self.forward = lambda image: -image
-        return image
-
-
-def traced(call: Callable[..., Any], seen: list[Any]) -> Callable[..., Any]:
-    def called(module: nn.Module, *given: Any, **named: Any) -> Any:
-        seen.append(module)
-        return call(module, *given, **named)
-
-    return called
-
-
-def test_what_becomes_of_a_task_between_two_predictions_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    predict = direct(FasterLater().predict_step)
-    assert torch.equal(
-        torch.stack([predict({"image": ONE}) for _ in range(3)]), torch.stack([ONE, -ONE, -ONE])
-    )
-    seen: list[Any] = []
-    for name in ("__call__", "_call_impl"):
-        task = Plain()
-        predict = direct(task.predict_step)
-        predict({"image": ONE})
-        with monkeypatch.context() as patch:
-            patch.setattr(nn.Module, name, traced(getattr(nn.Module, name), seen))
-            predict({"image": ONE})
-        assert seen.pop() is task
-    task = Learning()
-    predict = direct(task.predict_step)
-    predict({"image": ONE})
-    task.compile(backend=lambda graph, example: seen.append(graph) or graph.forward)
-    predict({"image": ONE})
-    assert len(seen) == 1
+def test_a_prediction_is_what_forward_gives(task: TaskModule, batch: Any, expected: Any) -> None:
+    torch.testing.assert_close(task.predict_step(batch), expected, rtol=0, atol=0)
 
 
 def test_a_task_without_its_constructor_says_so() -> None:
@@ -398,19 +230,6 @@ def test_a_task_without_its_constructor_says_so() -> None:
 
     with pytest.raises(AttributeError, match="Without"):
         Without().predict_step({"image": ONE})
-
-
-class Failing(TaskModule):
-    def forward(self, image: Any) -> Any:
-        self.times = getattr(self, "times", 0) + 1
-        raise KeyError("of the forward's own")
-
-
-def test_an_error_of_the_forward_is_raised_and_not_tried_again() -> None:
-    task = Failing()
-    with pytest.raises(KeyError, match="of the forward's own"):
-        direct(task.predict_step)({"image": ONE})
-    assert task.times == 1
 
 
 # What is wrong with a batch.

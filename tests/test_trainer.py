@@ -83,7 +83,6 @@ WRONG: list[tuple[str, Any, str]] = [
     ("on_bad_batch", "ignore", "on_bad_batch"),
     ("on_save_error", "ignore", "on_save_error"),
     ("hang_timeout", 0, "hang_timeout"),
-    ("stall_timeout", 0, "stall_timeout"),
     ("on_nonfinite", "ignore", "on_nonfinite"),
     ("preemption", "SIGTERM", "preemption"),
     ("num_workers", -1, "num_workers"),

@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from drivetrain import ConfigError, NonFiniteError, StepOutput
-from drivetrain.data import MicroBatch
-from drivetrain.window import StepResult, named, weighted
+from drivetrain.data import MicroBatch, Transfer
+from drivetrain.generator_step import named
+from drivetrain.placeholder import Placeholders
+from drivetrain.window import StepResult, weigh
 
 
 def window(*weights: float | Tensor) -> list[MicroBatch]:
@@ -23,7 +25,8 @@ def window(*weights: float | Tensor) -> list[MicroBatch]:
 
 def shares(*weights: float | Tensor) -> list[tuple[int, float | Tensor | None]]:
     """The number of each micro-batch that is kept, and its share."""
-    return [(micro_batch.batch, share) for micro_batch, share in weighted(window(*weights))]
+    pairs, _ = weigh(window(*weights), None, Placeholders(Transfer(torch.device("cpu"))))
+    return [(micro_batch.batch, share) for micro_batch, share in pairs]
 
 
 # Shares.

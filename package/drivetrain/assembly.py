@@ -21,6 +21,7 @@ from drivetrain.distributed.failure import FailureChannel
 from drivetrain.engine import Engine
 from drivetrain.errors import ConfigError, nearest
 from drivetrain.feeds import evaluation_feeds, may_change_data, starts_early, train_feed
+from drivetrain.hooks import HOOKS
 from drivetrain.ledger import fit_began
 from drivetrain.loggers.base import build_loggers
 from drivetrain.loop import begin_reading
@@ -30,6 +31,7 @@ from drivetrain.options import duration
 from drivetrain.precision import as_precision
 from drivetrain.run import Run, Totals, Triggers
 from drivetrain.strategies import Settings, Strategy
+from drivetrain.synonyms import check_task_names, foreign
 from drivetrain.task import TaskModule
 from drivetrain.types import Every, Trigger
 
@@ -42,17 +44,28 @@ def check_task(task: object) -> TaskModule:
     """The task, if it is one.
 
     Raises:
-        ConfigError: It is a class, or no TaskModule.
+        ConfigError: It is a class, or no TaskModule, or one written for another library.
     """
     if isinstance(task, TaskModule):
+        check_task_names(task, HOOKS)
         return task
     if isinstance(task, type) and issubclass(task, TaskModule):
         raise ConfigError(f"the task is the class {task.__name__}; pass an instance: {task.__name__}(...)")
+    if (theirs := foreign(task)) is not None:
+        raise ConfigError(f"the task is {theirs}")
     raise ConfigError(
         f"the task is a {type(task).__name__}, not a TaskModule. Subclass drivetrain.TaskModule, or use"
         " drivetrain.Engine for a loop of your own over any nn.Module"
     )
 
+
+_LOADERS = {
+    "training": "train_dataloader",
+    "validation": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
+"""What Lightning's data modules call a stage's data."""
 
 _VERBS = {"validation": "validate"}
 """What the Trainer's method is called, where that is not the stage's name."""
@@ -71,6 +84,11 @@ def pick_data(data: Any, stage: str) -> Any:
     offered = [f"{s}_data" for s in ("train", "validation", "test", "predict") if _has(data, f"{s}_data")]
     if offered:
         raise ConfigError(f"{type(data).__name__} has no {method}(). {nearest(method, offered)}")
+    if (theirs := foreign(data)) is not None:
+        raise ConfigError(f"the {stage} data is {theirs}")
+    given = _LOADERS[stage]
+    if _has(data, given) and not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
+        raise ConfigError(f"{type(data).__name__} has {given}(), which is called {method}() here. Rename it")
     return data
 
 
@@ -225,7 +243,8 @@ def _fit_run(
     run_dir = engine.ranks.first(lambda: pick_run_dir(trainer, task))
     saver = None
     if trainer.checkpoint is not False:  # and what writes checkpoints is loaded for those alone who want them
-        saver = later.make_saver(trainer, run_dir, [name for name, _ in feeds], resume, engine.ranks)
+        names = [name for name, _ in feeds]
+        saver = later.make_saver(trainer, run_dir, names, resume, engine.ranks, engine.closing)
     run = Run(
         task,
         engine,
@@ -353,7 +372,7 @@ def _evaluation_run(
 ) -> Run:
     if checkpoint is not None:
         path = engine.ranks.first(lambda: later.named_checkpoint(trainer, checkpoint))
-        tensors = later.DirectoryCheckpointIO().load(path, groups=("model",)).tensors["model"]
+        tensors = later.load_weights(path)
         extras = later.read_extras(path) if has_extras(task) else {}
         load_module_state(task, tensors, extras, where=path, adopt_dtypes=True)
     engine.prepare_task(task, training=False)

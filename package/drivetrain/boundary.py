@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import inspect
 import sys
+import threading
 import traceback
 import weakref
 from collections.abc import Generator, Iterator
@@ -16,7 +17,7 @@ import torch
 from drivetrain.checkpoint.filesystem import StorageError
 from drivetrain.data.worker_ends import note_on
 from drivetrain.data.worker_signals import Telling
-from drivetrain.distributed.doing import doing_when
+from drivetrain.distributed.doing import Phase, doing_when, hook_name, phase_now
 from drivetrain.distributed.failure import FailureChannel
 from drivetrain.distributed.failure_wire import Cause
 from drivetrain.distributed.last_words import record
@@ -73,11 +74,12 @@ def boundary(trainer: Trainer, run: Run) -> Iterator[None]:
         stack.enter_context(preserved(run.engine.device))
         if trainer.deterministic:
             stack.enter_context(_deterministic())
+        stack.enter_context(_in_progress(run))
         channel = None
         if run.engine.ranks.size > 1:
             channel = stack.enter_context(_failing_together(trainer, run))
         elif (limit := duration("hang_timeout", trainer.hang_timeout)) is not None:
-            stack.enter_context(_watched(limit, run))
+            stack.enter_context(_watchdog(limit, run))
         try:
             yield
             _hand_back(run)
@@ -108,7 +110,8 @@ def _tell(
         if isinstance(error, SystemExit) and not error.code:
             error.code = 1  # the others have failed for it
     elif not is_agreed and run.engine.ranks.size == 1:
-        place = ", ".join(filter(None, (_place(run), doing_when(error))))
+        place, doing = _place(run), doing_when(error)
+        place = place if doing in place else f"{place}, {doing}"
         record(Cause.of_error(0, place, error, _kept(trainer, run, error)).failure())
     _report(trainer, run, error)
     if is_agreed:
@@ -197,10 +200,11 @@ def _what_helps(run: Run) -> str:
 
 
 def _place(run: Run) -> str:
-    """How far a run is, in a few words; also which batch it waits for, if it does."""
+    """Return how far a run is, in a few words, with the batch it waits for and the hook that it is in."""
     feeds = [feed for _, feed in run.evaluation_feeds] + ([run.train_feed] if run.train_feed else [])
     waiting = next((text for each in feeds if (text := each.waiting()) is not None), None)
-    return _stage(run) if waiting is None else f"{_stage(run)}, waiting for {waiting}"
+    hook = "" if run.hook is None else hook_name(run.hook)
+    return ", ".join(filter(None, (_stage(run), waiting and f"waiting for {waiting}", hook)))
 
 
 def _stage(run: Run) -> str:
@@ -235,6 +239,29 @@ def _deterministic() -> Iterator[None]:
         cudnn.benchmark, cudnn.deterministic = benchmark, kernels
 
 
+_watched: list[Run] = []
+"""The runs of this process that are in progress, such as a validation in a fit's callback."""
+
+
+@contextmanager
+def _in_progress(run: Run) -> Iterator[None]:
+    _watched.append(run)
+    try:
+        yield
+    finally:
+        _watched.remove(run)
+
+
+def _signs() -> list[int]:
+    """What changes with every step of any run of this process, or when a callback reports progress."""
+    found = []
+    for run in list(_watched):
+        progress = run.progress
+        found += [progress.micro_batches, progress.updates, run.milestones, run.reports]
+        found += [run.evaluation.batch, run.engine.passes]
+    return found
+
+
 def _failing_together(trainer: Trainer, run: Run) -> FailureChannel:
     def progress() -> int:  # which never falls, so that it tells who is behind
         return (run.progress.micro_batches + run.milestones) * 1_000_000 + run.evaluation.batch
@@ -245,23 +272,27 @@ def _failing_together(trainer: Trainer, run: Run) -> FailureChannel:
         ranks.size,
         describe=lambda: _place(run),
         progress=progress,
+        signs=_signs,
+        is_outside=lambda: run.is_suspended,
         hang_timeout=duration("hang_timeout", trainer.hang_timeout),
-        deadlock_timeout=duration("stall_timeout", trainer.stall_timeout),
         directory=run.run_dir,
         stopping=run.stopping if run.stage == "train" else None,
     )
 
 
-def _watched(timeout: float, run: Run) -> Watchdog:
+def _watchdog(timeout: float, run: Run) -> Watchdog:
+    main = threading.get_ident()
+
     def heartbeat() -> tuple[object, ...]:
-        place, progress = run.evaluation, run.progress
         return (
-            progress.micro_batches,
-            progress.updates,
+            *_signs(),
             run.stage,
-            place.loader,
-            place.batch,
+            run.evaluation.loader,
             run.last_checkpoint,
+            _place(run),
         )
 
-    return Watchdog(timeout, heartbeat, lambda: _where(run), run.run_dir)
+    def phase() -> Phase:
+        return Phase.OUTSIDE if run.is_suspended else phase_now(main)[0]
+
+    return Watchdog(timeout, heartbeat, lambda: _where(run), run.run_dir, phase)

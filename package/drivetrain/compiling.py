@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from types import CodeType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from drivetrain.blocks import is_called, repeated_blocks
 from drivetrain.errors import ConfigError, StrategyError
 from drivetrain.forwards import read_forward
-from drivetrain.options import ByName, check_names, flag, one_of
-from drivetrain.peers import COMPILE_ARGUMENTS
+from drivetrain.options import by_name, check_names, flag, one_of
 from drivetrain.task import TaskModule
 
 if TYPE_CHECKING:
@@ -36,8 +35,9 @@ MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagrap
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True)
-class CompileConfig(ByName):
+class CompileConfig:
     """How a task is compiled; see `torch.compile`, whose names the others are.
 
     Attributes:
@@ -58,8 +58,6 @@ class CompileConfig(ByName):
     Raises:
         ConfigError: An unknown scope, mode, backend or option of the backend's; names the nearest.
     """
-
-    _elsewhere: ClassVar[Mapping[str, str]] = COMPILE_ARGUMENTS
 
     scope: str = "blocks"
     mode: str | None = None
@@ -111,7 +109,7 @@ def as_compile(spec: bool | Mapping[str, Any] | CompileConfig) -> CompileConfig 
         return spec
     if isinstance(spec, Mapping):
         names = [each.name for each in fields(CompileConfig)]
-        check_names("compile", spec, [*names, "disable"], COMPILE_ARGUMENTS)
+        check_names("compile", spec, [*names, "disable"])
         config = CompileConfig(**{name: value for name, value in spec.items() if name != "disable"})
         return None if spec.get("disable") else config
     return CompileConfig() if flag("compile (unless it is a CompileConfig or a mapping)", spec) else None

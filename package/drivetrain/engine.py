@@ -9,8 +9,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,27 +23,28 @@ from drivetrain.distributed.launch import join_job
 from drivetrain.distributed.lifetime import ProgramChannel
 from drivetrain.distributed.tensors import broadcast_buffers
 from drivetrain.engine_data import EngineData, engine_data
-from drivetrain.generator_step import generator_step
+from drivetrain.generator_step import advance, generator_step
 from drivetrain.memory import MemoryConfig, MemoryInUse
 from drivetrain.metrics import MetricBuffer, Row, refuse_nonfinite
 from drivetrain.micro_batch import MicroBatches
-from drivetrain.native import OpenWindow, prepare_module, step_of_own_loop
-from drivetrain.options import ByName
-from drivetrain.peers import ENGINE_ARGUMENTS
+from drivetrain.native import prepare_module
+from drivetrain.options import by_name
+from drivetrain.placeholder import Placeholders
 from drivetrain.precision import Precision
 from drivetrain.precision_in_use import PrecisionInUse
 from drivetrain.progress import Progress
 from drivetrain.step_output import StepValues, read_output, without_other_graphs
-from drivetrain.strategies import Prepared, Strategy, StrategyConfig, select_precision, select_strategy
+from drivetrain.strategies import Strategy, StrategyConfig, select_precision, select_strategy
 from drivetrain.streams import Streams
 from drivetrain.task import StepModule, TaskModule
 from drivetrain.types import Batch
 from drivetrain.update_gate import UpdateGate
-from drivetrain.updates import Updater, build_updaters, configured_specs, is_interleaved
-from drivetrain.window import Spare, StepResult, advance, keep_for_metrics, no_loss, shared, weighted
+from drivetrain.updates import DEFAULT, Updater, build_updaters, configured_specs, is_interleaved
+from drivetrain.window import OpenWindow, StepResult, Weighted, no_loss, weigh
 
 
-class Engine(ByName):
+@by_name
+class Engine:
     """Device, precision, optimizers and the step.
 
     Args:
@@ -69,8 +71,6 @@ class Engine(ByName):
         engine.save("checkpoints/last", model=model, optimizer=optimizer)
         ```
     """
-
-    _elsewhere: ClassVar[Mapping[str, str]] = ENGINE_ARGUMENTS
 
     def __init__(
         self,
@@ -102,8 +102,11 @@ class Engine(ByName):
         self.refuse_nonfinite = refuse_nonfinite
         self._scaled = self.precision.loss_scaling
         self._alone = self.ranks.size == 1
+        self.sharing = None if self._alone else self.data_ranks  # the ranks that share a window
         self._tells = not self._alone or self.strategy.always_told
-        self._spare = Spare(self.transfer)
+        self.placeholders = Placeholders(self.transfer)
+        self.passes = 0  # forwards and backwards so far, for whoever watches the run
+        self.begins_again = False  # whether an update may be begun again, which must move no metric twice
         self._window = OpenWindow(self.data_ranks)
         self._channel = ProgramChannel(self.ranks, self.progress)
         self._in_use = PrecisionInUse(self.precision, seed, self.progress)
@@ -138,9 +141,9 @@ class Engine(ByName):
         self.compilation.add(task)
         if training:
             self.memory.add(task)
-        self._train_metrics, self._interleaved = metrics or None, is_interleaved(task)
+        self.train_metrics, self.interleaved = metrics or None, is_interleaved(task)
         if not training:
-            self._take(self.strategy.prepare(self.step_module, None, self._in_use.precision))
+            self.model = self.strategy.prepare(self.step_module, None, self._in_use.precision).model
             return
         specs = configured_specs(task, self.strategy, total_updates)
 
@@ -148,33 +151,35 @@ class Engine(ByName):
             self.updaters = build_updaters(task, specs, total_updates, max_grad_norm, self._in_use.updates)
             return {name: updater.optimizer for name, updater in self.updaters.items()}
 
-        self._take(self.strategy.prepare(self.step_module, make_optimizers, self._in_use.precision))
-        self.memory.attach_task(self.step_module, self.updaters, self._interleaved, self.progress)
-        self._parameters = [p for p in task.parameters() if p.requires_grad]
-        for parameter in self._parameters:  # what was left there would count into the first update
+        self.model = self.strategy.prepare(self.step_module, make_optimizers, self._in_use.precision).model
+        self.memory.attach_task(self.step_module, self.updaters, self.interleaved, self.progress)
+        self.parameters = [p for p in task.parameters() if p.requires_grad]
+        for parameter in self.parameters:  # what was left there would count into the first update
             parameter.grad = None
         self._moving = [each for each in self.updaters.values() if each.schedule or each.scheduler]
-        self._only = next(iter(self.updaters.values()))
-        self.use_training_step()
-
-    def _take(self, prepared: Prepared) -> None:
-        self.model = prepared.model
-        # A wrapper's own forward, and a sharded module's hooks, must run; without them, nn.Module's call is 1
-        # us for nothing. A generator's losses are backpropagated one by one, which no wrapper can follow.
-        sharded = self.strategy.sharded
-        plain = not sharded and (self.model is self.step_module or self._interleaved)
-        self._run_step = self.step_module.forward if plain else self.model
+        self.only_updater = next(iter(self.updaters.values()))
+        self._choose_step()
 
     def split_batches(self, splitter: MicroBatches) -> None:
-        """Run batches in parts; gradients are exchanged by the splitter, and not by a wrapper's forward."""
-        self.splitter, self._run_step = splitter, self.step_module.forward
+        """Run batches in parts; the splitter exchanges gradients, and not a wrapper's forward."""
+        self.splitter = splitter
+        self._choose_step()
 
-    def use_training_step(self) -> None:
-        """Make the model run the task's training step."""
-        step: Callable[..., Any] = advance if self._interleaved else self.task.training_step
-        if self.strategy.sharded and not self._interleaved:
-            step = without_other_graphs(step, keep_outputs=self._train_metrics is not None)
+    def _choose_step(self) -> None:
+        """Choose what runs the task's training step on a micro-batch."""
+        sharded = self.strategy.sharded
+        step: Callable[..., Any] = advance if self.interleaved else self.task.training_step
+        if sharded and not self.interleaved:
+            step = without_other_graphs(step, keep_outputs=self.train_metrics is not None)
         self.step_module.use(step)
+        # A wrapper's own forward, and a sharded module's hooks, must run. Without them the step is called: no
+        # wrapper can follow a generator, whose losses are backpropagated one by one, and a splitter exchanges
+        # gradients by itself.
+        unwrapped = not sharded and (self.model is self.step_module or self.interleaved)
+        run_step: Callable[..., Any] = self.model
+        if unwrapped or self.splitter is not None:
+            run_step = step if self.step_module.context is None else self.step_module.forward
+        self.run_step = run_step
 
     def set_rates(self) -> None:
         """Set the learning rates of the update that comes next."""
@@ -182,46 +187,91 @@ class Engine(ByName):
             updater.set_rate(self.progress.updates)
 
     def train_step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
-        """One update: forward and backward of each micro-batch, then clip, step, zero and schedule.
+        """Make one update: forward and backward of each micro-batch, then clip, step, zero and schedule.
 
         The gradient is sum(weight x loss) / sum(weight) over the micro-batches, so that any split of a batch
-        gives the same update. A micro-batch of weight zero has nothing to learn from and is passed over.
+        gives the same update; see `window.weigh`.
         """
         self.streams.seed_update(self.progress.updates)
         if self.gate is not None:
             self.gate.begin()
-        total = None
-        if self.splitter is not None:
-            pairs, total = self.splitter.pairs(micro_batches)
-        elif self._alone:
-            pairs = weighted(micro_batches)
-        else:
-            pairs, total = shared(micro_batches, self.data_ranks, self._spare)
-        if self._interleaved:
+        pairs, total = weigh(micro_batches, self.sharing, self.placeholders)
+        if self.interleaved:
             return generator_step(self, micro_batches, pairs, total)
-        strategy, run_step = self.strategy, self._run_step
+        rows, seen = self.accumulate(pairs)
+        applied, norm = self.update(self.only_updater, rows, self.parameters) if pairs else (False, None)
+        return self.finish(micro_batches, rows, applied, norm, seen, total)
+
+    def accumulate(self, pairs: Weighted) -> tuple[list[Row], list[Any]]:
+        """Run forward and backward of each micro-batch.
+
+        Returns:
+            The scalars of each, and what the declared metrics are to be shown once the update is made.
+        """
+        strategy, run_step = self.strategy, self.run_step
         rows: list[Row] = []
         seen: list[Any] = []
-        for micro_batch, scale in pairs:
+        for micro_batch, share in pairs:
+            self.passes += 1
             if self._tells:
                 strategy.microbatch(self.model, micro_batch is pairs[-1][0])
-            if total is not None and micro_batch.everywhere is None:
-                micro_batch = self._spare.instead_of(micro_batch)
             if micro_batch.stand_in:
-                rows.append(self._spare.run(self, micro_batch, scale))
+                rows.append(self._run_placeholder(micro_batch, share))
                 continue
             loss, names, values, outputs = read_output(run_step(micro_batch.batch))
             if loss is None or values is None or not loss.requires_grad:
                 raise no_loss(self.task, loss)
-            strategy.backward(loss, scale)
+            strategy.backward(loss, share)
             rows.append((names, values, micro_batch.weight))
-            if self._train_metrics is not None:
-                keep_for_metrics(self, outputs, micro_batch.batch, seen)
-        learns = bool(pairs) if self.splitter is None else self.splitter.complete(seen)
-        applied, norm = self._update(self._only, rows) if learns else (False, None)
-        return self._finish(micro_batches, rows, applied, norm, seen, total)
+            if self.train_metrics is not None and outputs is not None:
+                self.show_metrics(outputs, micro_batch.batch, seen)
+        return rows, seen
 
-    def _update(self, updater: Updater, rows: Sequence[Row]) -> tuple[bool, Tensor | None]:
+    def _run_placeholder(self, micro_batch: MicroBatch, share: float | Tensor | None) -> Row:
+        placeholders, task = self.placeholders, self.task
+        output = placeholders.forward(task, self.run_step, micro_batch.batch)
+        loss, names, values, _ = read_output(output)
+        if loss is None or values is None or not loss.requires_grad:
+            raise no_loss(task, loss)
+        placeholders.backward(task, self.strategy, loss, share)
+        return names, values, micro_batch.weight
+
+    def outputs_of(self, batch: Batch) -> Any:
+        """Run the training step on a batch for its outputs alone."""
+        return read_output(self.run_step(batch))[3]
+
+    def bad_batches(self, micro_batches: Sequence[MicroBatch]) -> int:
+        """How many micro-batches of the last update's window could not be made, in all processes."""
+        return sum(each.bad for each in micro_batches) if self._alone else self.placeholders.bad
+
+    def show_metrics(self, outputs: Any, batch: Batch, seen: list[Any]) -> None:
+        """Show a micro-batch to the declared metrics: now, or once the update is made if it may not be.
+
+        Args:
+            outputs: What the task's step gave for them.
+            batch: The micro-batch.
+            seen: Gets what is to be shown later.
+        """
+        with torch.no_grad():
+            inputs = self.task.metric_inputs(outputs, batch)
+        if self._scaled or self.gate or self.begins_again:
+            seen.append(inputs)
+        else:  # at once, so that one micro-batch's outputs are held, and not those of the whole window
+            self.train_metrics.update(inputs)  # type: ignore[union-attr]
+
+    def update(
+        self, updater: Updater, rows: Sequence[Row], parameters: Sequence[Tensor]
+    ) -> tuple[bool, Tensor | None]:
+        """Unscale, clip, step and clear, with the gradients that were added; for every kind of loop.
+
+        Args:
+            updater: The optimizer.
+            rows: The scalars of its micro-batches.
+            parameters: Whose gradients are cleared.
+
+        Returns:
+            Whether the update was made, and the gradient's norm before clipping.
+        """
         strategy, norm = self.strategy, None
         if self._scaled:
             strategy.unscale(updater.optimizer)
@@ -233,16 +283,16 @@ class Engine(ByName):
         elif updater.max_grad_norm is not None:
             norm = strategy.clip_grad_norm(updater.parameters, updater.max_grad_norm)
         applied = not refused and strategy.optimizer_step(updater.optimizer)
-        # What Optimizer.zero_grad does, without its profiling range (6 us).
-        for parameter in self._parameters:
+        # As Optimizer.zero_grad, without its profiling range (6 us).
+        for parameter in parameters:
             parameter.grad = None
         if not applied:
-            self._spare.drop()
+            self.placeholders.drop()
             if not refused:
                 self.refuse_nonfinite(rows, self.progress.updates, strategy.rank)
         return applied, norm
 
-    def _finish(
+    def finish(
         self,
         micro_batches: Sequence[MicroBatch],
         rows: list[Row],
@@ -251,6 +301,7 @@ class Engine(ByName):
         seen: list[Any],
         total: Everywhere | None,
     ) -> StepResult:
+        """Count an update, whether it was made or skipped, and what it has used; show its metrics."""
         progress, update = self.progress, self.progress.updates
         for micro_batch in micro_batches:
             progress.position += micro_batch.advance
@@ -266,7 +317,7 @@ class Engine(ByName):
         progress.epoch_updates += 1
         self.buffer.add(rows, update)
         for inputs in seen:
-            self._train_metrics.update(inputs)  # type: ignore[union-attr]
+            self.train_metrics.update(inputs)  # type: ignore[union-attr]
         for updater in self._moving:
             updater.advance(update + 1)
         return StepResult(rows, True, norm, update)
@@ -319,7 +370,7 @@ class Engine(ByName):
             self.strategy.restore()
         self.memory.release()
         if hasattr(self, "step_module"):  # and not a wrapper, which holds on to a process group
-            self.model = self._run_step = self.evaluate_step = self.step_module
+            self.model = self.run_step = self.evaluate_step = self.step_module
         self.strategy.teardown()
 
     # A loop of your own.
@@ -361,7 +412,7 @@ class Engine(ByName):
         self._window.backward(self.strategy, loss, weight)
 
     def step(self, optimizer: Optimizer, max_grad_norm: float | None = None) -> StepResult:
-        """Make an update from the gradients added since the last, and clear them.
+        """Make an update from the gradients added since the last one, and clear them.
 
         Args:
             optimizer: What `prepare` gave.
@@ -370,7 +421,14 @@ class Engine(ByName):
         Raises:
             ConfigError: No backward came before.
         """
-        return step_of_own_loop(self, self._window, optimizer, max_grad_norm)
+        progress, updater = self.progress, Updater(DEFAULT, optimizer, max_grad_norm=max_grad_norm)
+        self._window.close(self.strategy, updater.parameters)
+        applied, norm = self.update(updater, (), updater.parameters)
+        result = StepResult([], applied, norm, progress.updates)
+        progress.updates += applied
+        progress.skipped += not applied
+        self.streams.seed_update(progress.updates)
+        return result
 
     def save(self, path: str, *, model: Any = None, optimizer: Any = None, **state: Any) -> None:
         """Write a checkpoint: weights, optimizer state, progress, and anything else by name.

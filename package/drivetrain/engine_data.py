@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.data import Feed, as_source, pin_memory_for
 from drivetrain.data.alike import check_data
-from drivetrain.native import OpenWindow
 from drivetrain.progress import Progress
 from drivetrain.streams import Streams
 from drivetrain.types import Batch
+from drivetrain.window import OpenWindow
 
 if TYPE_CHECKING:
     from drivetrain.engine import Engine

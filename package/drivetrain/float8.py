@@ -12,16 +12,16 @@ import functools
 import logging
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from drivetrain.errors import ConfigError, MissingDependencyError, nearest
 from drivetrain.module_state import clean_name
-from drivetrain.peers import FLOAT8_ARGUMENTS
+from drivetrain.options import by_name
 from drivetrain.precision import Dtypes, Precision
 from drivetrain.registry import is_installed
 
@@ -38,6 +38,7 @@ _USERS = "_users_of_float8"
 """Where it notes for whom it was converted: the last of them to restore it makes it ordinary."""
 
 
+@by_name
 @dataclass(frozen=True)
 class Float8(Precision):
     """Linear layers in float8, for training.
@@ -56,8 +57,6 @@ class Float8(Precision):
     Raises:
         ConfigError: An unknown recipe, or a combination as for `Precision`.
     """
-
-    _elsewhere: ClassVar[Mapping[str, str]] = FLOAT8_ARGUMENTS
 
     name: str = "fp8"
     compute_dtype: torch.dtype | None = torch.bfloat16

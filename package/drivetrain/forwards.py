@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from types import FunctionType
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.nn.modules import module as _modules
 
 
 class Forward(NamedTuple):
@@ -41,56 +39,13 @@ def read_forward(kind: type[nn.Module]) -> Forward:
     return found
 
 
-def names_by_position(kind: type[nn.Module]) -> tuple[str, ...]:
-    """The names of what a class's forward takes, where it needs all of it and takes it by position.
-
-    Else none. By its code: what decorates a function shows that one's signature, and may take less.
-    """
-    function, read = kind.forward, FORWARDS.get(kind) or read_forward(kind)
-    if type(function) is not FunctionType:
-        return ()
-    taken = function.__code__.co_varnames[1 : function.__code__.co_argcount]
-    return taken if taken == read.names == read.required and not read.takes_all else ()
-
-
-_CALL, _CALL_IMPL = nn.Module.__call__, nn.Module._call_impl
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
-def is_plain(task: nn.Module) -> bool:
-    """Whether all that calling a module does is to call its forward: without hooks, and not compiled."""
-    return (
-        type(task).__call__ is _CALL
-        and type(task)._call_impl is _CALL_IMPL
-        and task._compiled_call_impl is None
-        and not any(getattr(task, each) or getattr(_modules, f"_global{each}") for each in _HOOKS)
-    )
-
-
 def call_forward(task: nn.Module, inputs: Any) -> Any:
-    """`task(...)` on what `inputs` returned: a mapping by name, a tuple by position, or the only argument."""
-    # Where `is_plain`, which is written out, as it is called for every batch: nn.Module's call takes 0.7 us.
-    if (
-        type(task).__call__ is not _CALL
-        or type(task)._call_impl is not _CALL_IMPL
-        or task._compiled_call_impl is not None
-        or task._forward_pre_hooks
-        or task._forward_hooks
-        or task._backward_pre_hooks
-        or task._backward_hooks
-        or _modules._global_forward_pre_hooks
-        or _modules._global_forward_hooks
-        or _modules._global_backward_pre_hooks
-        or _modules._global_backward_hooks
-    ):
-        forward: Callable[..., Any] = task
-    else:
-        forward = task.forward
+    """Call a task on what `inputs` returned: a mapping by name, a tuple by position, or the only argument."""
     kind = type(inputs)
     if kind is dict:
-        return forward(**inputs)
+        return task(**inputs)
     if kind is tuple:
-        return forward(*inputs)
+        return task(*inputs)
     if isinstance(inputs, Mapping):
-        return forward(**{str(name): value for name, value in inputs.items()})
-    return forward(inputs)
+        return task(**{str(name): value for name, value in inputs.items()})
+    return task(inputs)

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from drivetrain.errors import ConfigError
-from drivetrain.peers import HOOKS as NAMES
-from drivetrain.peers import help_with
+from drivetrain.synonyms import foreign, help_with, warn_of_common_hooks
 
 HOOKS = (
     "on_fit_start",
@@ -41,6 +40,8 @@ class Hooks:
 
     def __init__(self, callbacks: Sequence[Any]) -> None:
         for callback in callbacks:
+            if (theirs := foreign(callback)) is not None:
+                raise ConfigError(f"{theirs} Another library's callback cannot watch a run of drivetrain")
             if not any(hasattr(callback, name) for name in HOOKS):
                 raise ConfigError(
                     f"{callback!r} is no callback: it has none of the hooks {', '.join(HOOKS)}. Subclass "
@@ -49,8 +50,9 @@ class Hooks:
             for name in dir(callback):
                 if name.startswith("on_") and name not in HOOKS and callable(getattr(callback, name)):
                     raise ConfigError(
-                        f"{type(callback).__name__}.{name} is no hook. {help_with(name, HOOKS, NAMES)}"
+                        f"{type(callback).__name__}.{name} is no hook. {help_with(name, HOOKS, 'hook')}"
                     )
+            warn_of_common_hooks(callback)
         for name in HOOKS:
             found = [getattr(callback, name, None) for callback in callbacks]
             setattr(

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from drivetrain.checkpoint.format import Snapshot
 from drivetrain.errors import CheckpointError
 from drivetrain.module_state import load_module_state, parameter_names
-from drivetrain.optim import load_state_by_name, state_by_name
+from drivetrain.optimizer_state import described, load_state_by_name, state_by_name
 from drivetrain.renaming import prefix_hint
 
 if TYPE_CHECKING:
@@ -97,12 +97,8 @@ def _check_all_taken(slots: Mapping[str, Tensor], taken: Mapping[str, Mapping[st
 def _load(optimizer: Optimizer, names: Mapping[nn.Parameter, str], slots: Mapping[str, Tensor]) -> None:
     """Take the moments over, and leave groups and settings as they are."""
     own = state_by_name(optimizer, names)[1]
-    described = {key: _described(value) for key, value in slots.items()}
-    load_state_by_name(optimizer, names, slots, {**own, "scalars": {}, "slots": described})
-
-
-def _described(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    texts = {key: described(value) for key, value in slots.items()}
+    load_state_by_name(optimizer, names, slots, {**own, "scalars": {}, "slots": texts})
 
 
 def _tell_differences(

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.summary import ModelSummary
     from drivetrain.checkpoint.io import DirectoryCheckpointIO
     from drivetrain.checkpoint.tree import well_formed
+    from drivetrain.checkpoint.weights import load_weights
     from drivetrain.distributed.forking import fork_ranks
     from drivetrain.distributed.group import disband
     from drivetrain.engine_state import load_engine, save_engine
@@ -31,6 +32,7 @@ else:
             "drivetrain.callbacks.summary": ("ModelSummary",),
             "drivetrain.checkpoint.io": ("DirectoryCheckpointIO",),
             "drivetrain.checkpoint.tree": ("well_formed",),
+            "drivetrain.checkpoint.weights": ("load_weights",),
             "drivetrain.distributed.forking": ("fork_ranks",),
             "drivetrain.distributed.group": ("disband",),
             "drivetrain.engine_state": ("load_engine", "save_engine"),
@@ -52,6 +54,7 @@ __all__ = [
     "find_checkpoint",
     "fork_ranks",
     "load_engine",
+    "load_weights",
     "load_weights_into",
     "make_plan",
     "make_saver",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,8 +22,12 @@ def exports(
     def get(name: str) -> Any:
         if name not in module_of:
             # Not imported above: importing the package alone is to bring in next to nothing.
-            hint = importlib.import_module("drivetrain.errors").nearest(name, module_of)
-            raise AttributeError(f"{package} has no {name!r}. {hint}")
+            synonyms = importlib.import_module("drivetrain.synonyms")
+            told = f"{package} has no {name!r}. {synonyms.help_with(name, module_of, 'name')}"
+            # `from drivetrain import X` would put an error that says nothing in place of an AttributeError.
+            if sys._getframe(1).f_code.co_name == "_handle_fromlist" and synonyms.row(name, "name"):
+                raise ImportError(told)
+            raise AttributeError(told)
         value = getattr(importlib.import_module(module_of[name]), name)
         setattr(importlib.import_module(package), name, value)
         return value

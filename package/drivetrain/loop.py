@@ -15,14 +15,17 @@ from drivetrain.data import Feed, MicroBatch, to_host
 from drivetrain.declared_metrics import joined
 from drivetrain.distributed.last_words import tell_training
 from drivetrain.errors import DataError
-from drivetrain.metrics import MetricBuffer
+from drivetrain.metrics import MetricBuffer, is_loss
 from drivetrain.progress import Progress
 from drivetrain.run import Evaluation, Run, Totals
 from drivetrain.step_output import StepValues
 from drivetrain.streams import shielded
-from drivetrain.window import StepResult, bad_batches
+from drivetrain.token_weight import warn_of_ignored_labels
+from drivetrain.window import StepResult
 
 Feeds = Sequence[tuple[str | None, Feed]]
+
+_LEFT = "the loop was left by its caller"
 
 
 def train_steps(run: Run) -> Generator[StepResult, None, None]:
@@ -32,6 +35,7 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
     Raises:
         DataError: The data is empty or raised; names the batch.
         NonFiniteError: A loss was NaN or infinite.
+        ConfigError: A metric that a callback decides by did not come.
     """
     progress, hooks, timing, splitter = run.progress, run.hooks, run.timing, run.engine.splitter
     train_step = run.engine.train_step if splitter is None else splitter.train_step
@@ -56,12 +60,15 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
                 _end_update(run, epoch_ended=True)
                 break
             run.window = window
+            run.milestones += 1
+            if run.step is None:  # the first update of this program
+                warn_of_ignored_labels(run.task, window.micro_batches)
             for hook in hooks.on_step_start:
                 hook(run)
             run.step = train_step(window.micro_batches)
             timing["compute"] += perf_counter() - fetched
             if leaves_out_bad:
-                progress.bad_batches += bad_batches(run.engine, window.micro_batches)
+                progress.bad_batches += run.engine.bad_batches(window.micro_batches)
             for hook in hooks.on_step_end:
                 hook(run)
             idle = idle and not run.step.rows
@@ -72,7 +79,7 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
                     # The loop was left here: what this update still owes, a log point, a validation, a save,
                     # is made up, so that a resumed run has all that the uninterrupted one has. Ranks whose
                     # loop goes on may be in the next update already, which they cannot make alone.
-                    run.stop("the loop was left by its caller")
+                    run.stop(_LEFT)
                     left = True
             if idle and window.last and not left:
                 raise _nothing_learned(run)
@@ -85,6 +92,8 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
     run.log_training()
     run.soundness.check_end()
     run.call(hooks.on_fit_end)
+    if run.failure is not None:
+        raise run.failure
 
 
 def _begin(run: Run) -> None:
@@ -147,12 +156,22 @@ def _end_update(run: Run, epoch_ended: bool) -> None:
     if run.stopping.shared or run.stopping.held:
         _agree(run)
     stops = run.due_to_stop()  # after the answer: a reason of the program's own comes before a limit
+    if run.stop_reason is not None:
+        _validate_at_end(run)
     for hook in run.hooks.on_save:
         hook(run)
     if run.stopping.shared or run.stopping.held:
         _agree(run)
     if run.stop_reason is not None and not stops:  # asked for meanwhile: a run that stops is saved
+        _validate_at_end(run)
         run.call(run.hooks.on_save)
+
+
+def _validate_at_end(run: Run) -> None:
+    """Validate a fit that ends without ever having validated; not one that a signal or its caller ends."""
+    ends = run.stop_reason not in (None, _LEFT, *run.stopping.signals) and run.failure is None
+    if ends and not run.validated and run.triggers.validate.every is not None and not run.soundness.spoiled:
+        validate(run)
 
 
 def _agree(run: Run) -> None:
@@ -170,9 +189,13 @@ def validate(run: Run) -> None:
     """
     with run.timed("evaluation"), shielded():
         values = evaluate(run, "validation", run.evaluation_feeds)
+    run.validated = True
     for updater in run.engine.updaters.values():
         updater.observe(values, run.progress.updates)
     run.log_point(values)
+    run.soundness.judge_values(
+        {name: each for name, each in values.items() if is_loss(name.rpartition("/")[2])}
+    )
 
 
 def evaluate(run: Run, stage: str, feeds: Feeds) -> dict[str, float]:
@@ -240,7 +263,7 @@ def _evaluate_loader(run: Run, loader: str | None, feed: Feed) -> dict[str, floa
                 declared.update(metric_inputs(outputs, part.batch))
         if hooks:
             run.call(hooks)
-    # A loss that is NaN here is reported as NaN: it says something of the data, and stops no training.
+    # A loss that is NaN here is reported as NaN; a fit then does what `on_nonfinite` says.
     values = buffer.means(refuse_nonfinite=False)
     if declared:
         values = joined(values, declared.compute())
@@ -249,38 +272,25 @@ def _evaluate_loader(run: Run, loader: str | None, feed: Feed) -> dict[str, floa
 
 
 def predict(run: Run, feed: Feed) -> Generator[Any, None, None]:
-    """The outputs of every batch, on the CPU, in the data's order; of all ranks' batches, on every rank."""
-    engine, hooks = run.engine, run.hooks
+    """Yield the outputs of every batch, on the CPU, in the data's order, those of all ranks on every rank."""
+    engine, splitter, after_step = run.engine, run.engine.splitter, run.hooks.on_evaluation_step_end
+    ranks, sharded, alone = engine.data_ranks, engine.strategy.sharded, engine.data_ranks.alone
     run.stage = "predict"
     with engine.evaluating("predict"):
         run.evaluation = Evaluation(None, 0, feed.batches_per_epoch)
-        run.call(hooks.on_evaluation_start)
-        if engine.data_ranks.alone and engine.splitter is None and not hooks.on_evaluation_step_end:
-            seed, step, evaluation = engine.streams.seed_evaluation, engine.evaluate_step, run.evaluation
-            for number, batch in enumerate(feed.batches()):
-                evaluation.batch = number
-                seed(number)
-                yield to_host(step(batch))
-        else:
-            yield from _predict_in_rounds(run, feed)
-        run.call(hooks.on_evaluation_end)
-
-
-def _predict_in_rounds(run: Run, feed: Feed) -> Generator[Any, None, None]:
-    engine, splitter, after_step = run.engine, run.engine.splitter, run.hooks.on_evaluation_step_end
-    ranks, sharded = engine.data_ranks, engine.strategy.sharded
-    for number, micro_batch in enumerate(feed.micro_batches()):
-        mine = None
-        if sharded or not micro_batch.stand_in:
-            if splitter is None:
-                outputs = engine.predict_step(micro_batch.batch, number)
-            else:
-                outputs = splitter.predict_step(micro_batch, number)
-            mine = None if micro_batch.stand_in else (to_host(outputs),)
-        run.evaluation.batch = number
-        if after_step:
-            run.call(after_step)
-        # Within a round the ranks hold consecutive samples: their order is the data's.
-        for each in (mine,) if ranks.alone else ranks.all_gather(mine):
-            if each is not None:
-                yield each[0]
+        run.call(run.hooks.on_evaluation_start)
+        for number, micro_batch in enumerate(feed.micro_batches()):
+            mine, run.evaluation.batch = None, number
+            if sharded or not micro_batch.stand_in:
+                if splitter is None:
+                    outputs = engine.predict_step(micro_batch.batch, number)
+                else:
+                    outputs = splitter.predict_step(micro_batch, number)
+                mine = None if micro_batch.stand_in else (to_host(outputs),)
+            if after_step:
+                run.call(after_step)
+            # In one round the ranks hold consecutive samples: their order is the data's.
+            for each in (mine,) if alone else ranks.all_gather(mine):
+                if each is not None:
+                    yield each[0]
+        run.call(run.hooks.on_evaluation_end)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -13,8 +13,7 @@ from drivetrain.errors import ConfigError, StrategyError
 from drivetrain.gradient_release import GradientRelease
 from drivetrain.module_state import clean_name
 from drivetrain.offloading import Offload, within
-from drivetrain.options import ByName, check_names, count, flag
-from drivetrain.peers import MEMORY_ARGUMENTS
+from drivetrain.options import by_name, check_names, count, flag
 from drivetrain.precision import Precision, as_precision
 from drivetrain.progress import Progress
 from drivetrain.strategies import Prepared, Strategy
@@ -26,8 +25,9 @@ if TYPE_CHECKING:
     from drivetrain.trainer import Trainer
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True)
-class MemoryConfig(ByName):
+class MemoryConfig:
     """What is traded for memory; no number of a run depends on it.
 
     Attributes:
@@ -46,8 +46,6 @@ class MemoryConfig(ByName):
     Raises:
         ConfigError: A value that is not allowed; says what is.
     """
-
-    _elsewhere: ClassVar[Mapping[str, str]] = MEMORY_ARGUMENTS
 
     activation_checkpointing: Again = False
     offload_activations: bool = False
@@ -76,7 +74,7 @@ def as_memory(spec: Mapping[str, Any] | MemoryConfig | None) -> MemoryConfig:
         return spec or NOTHING
     if not isinstance(spec, Mapping):
         raise ConfigError(f"memory is a MemoryConfig, a mapping of its options, or None, not {spec!r}")
-    check_names("memory", spec, [each.name for each in fields(MemoryConfig)], MEMORY_ARGUMENTS)
+    check_names("memory", spec, [each.name for each in fields(MemoryConfig)])
     return MemoryConfig(**spec)
 
 

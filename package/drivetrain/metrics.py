@@ -318,7 +318,9 @@ def refuse_nonfinite(rows: Iterable[Row], update: int, rank: int = 0) -> None:
         NonFiniteError: One is NaN or infinite, so that no loss scale would have helped.
     """
     bad = {}
-    for names, values, _ in rows:
+    for names, values, weight in rows:
+        if not isinstance(weight, Tensor) and not weight:  # a placeholder's loss may be 0 / 0
+            continue
         listed = values.reshape(-1).tolist()
         bad.update(
             {name: update for name, value in zip(names, listed, strict=True) if not math.isfinite(value)}

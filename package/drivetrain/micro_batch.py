@@ -10,6 +10,7 @@ import logging
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -22,13 +23,15 @@ from drivetrain.data.parts import join_outputs, split_batch
 from drivetrain.data.weighted_parts import warn_of_ignored, weighted_parts
 from drivetrain.errors import CheckpointError, ConfigError, DataError, StrategyError
 from drivetrain.kept_buffers import KeptBuffers
+from drivetrain.metrics import Row
 from drivetrain.options import count
 from drivetrain.out_of_memory import advice, free_caches, is_out_of_memory, let_go
+from drivetrain.placeholder import weighs_nothing
 from drivetrain.step_output import StepValues, read_output
 from drivetrain.strategies import Strategy
 from drivetrain.streams import shielded
 from drivetrain.task import measure_of
-from drivetrain.window import StepResult, Weighted, keep_for_metrics, shared, weighted
+from drivetrain.window import StepResult, Weighted, weigh
 
 if TYPE_CHECKING:
     from drivetrain.engine import Engine
@@ -95,8 +98,6 @@ class MicroBatches:
         self._ranks = engine.ranks
         self._show = show and engine.ranks.rank == 0
         self._told: int | None = None
-        self._trying = False  # whether forward and backward run, after which nothing can be undone
-        self._learns = False
         self._unlearned: list[MicroBatch] = []
         self._looked = False  # whether the first batch that was split has been looked at
         self._attempted: list[Any] = []
@@ -105,8 +106,9 @@ class MicroBatches:
         self._buffers = KeptBuffers()
         self._split: tuple[int, int] | None = None  # samples of the newest part, and of its batch
         engine.transfer.keeps_host = self._weigh is not None
+        engine.begins_again = self.searches
         self._shares_buffers = self._ranks.size > 1 and any(True for _ in engine.task.buffers())
-        if engine._interleaved and engine.updaters:
+        if engine.interleaved and engine.updaters:
             raise ConfigError(
                 f"micro_batch={spec!r}: {type(engine.task).__name__}.training_step is a generator, of which"
                 " an optimizer may have stepped before memory runs out. Use a smaller batch with"
@@ -121,85 +123,80 @@ class MicroBatches:
     # Training.
 
     def train_step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
-        """`Engine.train_step`, begun again with smaller parts for as long as memory runs out."""
+        """`Engine.train_step` in parts, begun again with smaller ones for as long as memory runs out.
+
+        Gradients are exchanged once, when all parts are done, so that the parts need not be as many on each
+        rank.
+        """
         engine = self._engine
         if self._shares_buffers:  # as a wrapper does before its forward, which is not called here
             engine.synchronize_buffers()
-        if not self.searches:
-            try:
-                return engine.train_step(micro_batches)
-            except RuntimeError as error:
-                self._tell_of_parts(error)
-                raise
         streams = random.getstate(), np.random.get_state()
-        self._buffers.keep(engine.task)
-        result = None
-        while result is None:
-            try:
-                result = engine.train_step(micro_batches)
-            except Exception as error:
-                if not self._goes_on(error):
-                    self._tell_of_parts(error)
-                    raise
-                let_go(error)
-            if result is None:
-                self._undo()
-                random.setstate(streams[0])
-                np.random.set_state(streams[1])
-                for call in self.begun_again:
-                    call()
+        if self.searches:
+            self._buffers.keep(engine.task)
+        rows, seen, total, learns = self._until_it_fits(
+            lambda: self._accumulate(micro_batches), self._shrink_training, lambda: self._undo(streams)
+        )
+        self._attempted, self._split = [], None
+        applied, norm = False, None
+        if learns:
+            if self._ranks.size > 1:
+                engine.strategy.synchronize(engine.parameters)
+            applied, norm = engine.update(engine.only_updater, rows, engine.parameters)
         self._tell()
-        return result
+        return engine.finish(micro_batches, rows, applied, norm, seen, total)
 
-    def pairs(self, micro_batches: Sequence[MicroBatch]) -> tuple[Weighted, Everywhere | None]:
-        """The parts of a window's micro-batches with their shares of its weight; see `window.shared`.
-
-        Gradients are exchanged once, when all parts are done; so unlike whole micro-batches the parts need
-        not be as many on each process. Those of weight zero are left out, and run by `complete` where metrics
-        are declared.
-        """
-        engine, total = self._engine, None
-        if self._ranks.size == 1:
-            pairs = weighted(micro_batches)
-        else:
-            pairs, total = shared(micro_batches, engine.data_ranks, engine._spare)
-        self._learns = bool(pairs)
+    def _accumulate(
+        self, micro_batches: Sequence[MicroBatch]
+    ) -> tuple[list[Row], list[Any], Everywhere | None, bool]:
+        """Run forward and backward of all parts; also return whether any rank had something to learn from."""
+        engine = self._engine
+        engine.streams.seed_update(engine.progress.updates)
+        if engine.gate is not None:
+            engine.gate.begin()
+        pairs, total = weigh(micro_batches, engine.sharing, engine.placeholders)
         self._whole = max(self._whole, *(each.samples for each in micro_batches))
         self._unlearned, self._split = [], None
         parts: Weighted = []
         for micro_batch, share in pairs:
             parts += self._shared_parts(micro_batch, share)
-        if pairs and not parts:  # nothing to learn from on this process: something is run for a share of zero
-            parts = [(self._stand_in(pairs[0][0]), 0.0)]
+        if pairs and not parts:  # nothing to learn from on this rank
+            parts = [(self._placeholder(pairs[0][0]), 0.0)]
         self._attempted = [each.batch for each, _ in parts] + [each.batch for each in self._unlearned]
         self._largest = max((batch_size(each) or 1 for each in self._attempted), default=0)
-        self._trying = True
-        return parts, total
-
-    def complete(self, seen: list[Any]) -> bool:
-        """End the forwards and backwards of an update: show declared metrics what it had nothing to learn
-        from, agree that nobody ran out of memory, and average the gradients over all processes.
-
-        Args:
-            seen: What the metrics are given once the update is made.
-
-        Returns:
-            Whether there is something to learn from.
-        """
+        rows, seen = engine.accumulate(parts)
         # After all others, so that what is learned does not depend on whether metrics are declared.
         for part in self._unlearned:
             with torch.no_grad(), shielded():
-                outputs = read_output(self._engine._run_step(part.batch))[3]
-            keep_for_metrics(self._engine, outputs, part.batch, seen)
-        if self._ranks.size > 1:
-            if self.searches and self._ranks.total([0.0])[0]:
-                self._shrink(failed=False)
-                raise _BeginAgain
-            self._trying = False
-            if self._learns:
-                self._engine.strategy.synchronize(self._engine._parameters)
-        self._trying, self._attempted, self._split = False, [], None
-        return self._learns
+                outputs = engine.outputs_of(part.batch)
+            if outputs is not None:
+                engine.show_metrics(outputs, part.batch, seen)
+        if self.searches and self._ranks.size > 1 and self._ranks.total([0.0])[0]:
+            raise _BeginAgain
+        return rows, seen, total, bool(pairs)
+
+    def _until_it_fits(
+        self, attempt: Callable[[], T], shrink: Callable[[Exception], None], undo: Callable[[], None]
+    ) -> T:
+        """Attempt something, and again with a smaller size for as long as memory runs out.
+
+        Args:
+            attempt: Gives the result.
+            shrink: Given the error, lowers the size, or raises if that is not possible.
+            undo: Called before the next attempt, when the memory of the last one is free.
+        """
+        while True:
+            try:
+                return attempt()
+            except Exception as error:
+                lacks = isinstance(error, _BeginAgain) or is_out_of_memory(error)
+                if not (self.searches and lacks):
+                    self._tell_of_parts(error)
+                    raise
+                shrink(error)
+                let_go(error)
+            undo()
+            free_caches()
 
     def _parts(self, micro_batch: MicroBatch, size: int | None, weigh: Count | None) -> list[MicroBatch]:
         if size is None:
@@ -220,7 +217,7 @@ class MicroBatches:
         return weighted_parts(micro_batch, batches, hosts, weigh)
 
     def _shared_parts(self, micro_batch: MicroBatch, share: float | Tensor | None) -> Weighted:
-        if micro_batch.stand_in or not (isinstance(micro_batch.weight, Tensor) or micro_batch.weight):
+        if micro_batch.stand_in or weighs_nothing(micro_batch):
             return []
         parts = self._parts(micro_batch, self.size, self._weigh)
         if len(parts) == 1:
@@ -229,52 +226,40 @@ class MicroBatches:
             self._looked = True
             warn_of_ignored(micro_batch.batch, type(self._engine.task).__name__)
         kept = [each for each in parts if each.weight]
-        if self._engine._train_metrics is not None:
+        if self._engine.train_metrics is not None:
             self._unlearned += [each for each in parts if not each.weight]
         weight = sum(each.weight for each in kept)
         whole = 1.0 if share is None else share
         return [(each, whole * (each.weight / weight)) for each in kept]
 
-    def _stand_in(self, micro_batch: MicroBatch) -> MicroBatch:
-        """A part of what is run where a process has nothing to learn from: one that weighs something."""
-        spare = self._engine._spare
-        parts = self._parts(spare.instead_of(micro_batch), self.size, self._weigh)
-        part = next((each for each in parts if each.weight), parts[0])
-        spare.instead_of(part)  # from now on it is what is run
-        return part._replace(weight=0.0, stand_in=True)
+    def _placeholder(self, micro_batch: MicroBatch) -> MicroBatch:
+        """A part of a placeholder, for a rank that has nothing to learn from; see `Placeholders`."""
+        return self._parts(micro_batch, self.size, self._weigh)[0]._replace(weight=0.0, stand_in=True)
 
-    def _goes_on(self, error: Exception) -> bool:
-        """Whether the update is begun again after an error, for which the size has then been lowered."""
-        if isinstance(error, _BeginAgain):
-            return True
-        if not self._trying or not is_out_of_memory(error):
-            return False
-        if not self._can_shrink(error):
-            return False
-        if self._ranks.size > 1:
-            self._ranks.total([1.0])
-        self._shrink(failed=True)
-        return True
-
-    def _can_shrink(self, error: Exception) -> bool:
-        if self._largest <= 1:
-            error.add_note(_NOT_EVEN_ONE)
-            return False
-        for batch in self._attempted:
-            _refuse_whole(batch, self._largest // 2, error, advice(AUTO))
-        return True
-
-    def _shrink(self, failed: bool) -> None:
+    def _shrink_training(self, error: Exception) -> None:
+        """Lower the size on all ranks after an error, or raise it."""
+        failed = not isinstance(error, _BeginAgain)
+        if failed:
+            if self._largest <= 1:
+                error.add_note(_NOT_EVEN_ONE)
+                raise error
+            for batch in self._attempted:
+                _refuse_whole(batch, self._largest // 2, error, advice(AUTO))
+            if self._ranks.size > 1:
+                self._ranks.total([1.0])
         # Of those that failed, the smallest: the others had memory enough for theirs.
         sizes = self._ranks.all_gather(self._largest if failed else None)
         self.size = max(1, min(each for each in sizes if each is not None) // 2)
 
-    def _undo(self) -> None:
-        for parameter in self._engine._parameters:
+    def _undo(self, streams: tuple[Any, Any]) -> None:
+        for parameter in self._engine.parameters:
             parameter.grad = None
         self._buffers.put_back()
-        self._trying, self._attempted = False, []
-        free_caches()
+        self._attempted = []
+        random.setstate(streams[0])
+        np.random.set_state(streams[1])
+        for call in self.begun_again:
+            call()
 
     def _tell(self) -> None:
         if self.size is None or self.size == self._told:
@@ -327,23 +312,21 @@ class MicroBatches:
         waiting = self._parts(micro_batch, self.evaluation_size, weigh)
         while waiting:
             put_back = self._engine.streams.drawn() if self.searches else None
-            try:
-                value = step(waiting[0])
-            except Exception as error:
-                if put_back is None or not is_out_of_memory(error):
-                    self._tell_of_parts(error)
-                    raise
-                self._shrink_evaluation(waiting[0], error)
-                let_go(error)
-                put_back()
-                # All that wait, of which the larger ones would fail too.
-                waiting = [
-                    part for each in waiting for part in self._parts(each, self.evaluation_size, weigh)
-                ]
-                free_caches()
-                continue
+            value = self._until_it_fits(
+                lambda: step(waiting[0]),
+                lambda error: self._shrink_evaluation(waiting[0], error),
+                partial(self._split_again, waiting, weigh, put_back),
+            )
             yield waiting.pop(0), value
             del value
+
+    def _split_again(
+        self, waiting: list[MicroBatch], weigh: Count | None, put_back: Callable[[], None] | None
+    ) -> None:
+        """Split all that wait, of which the larger ones would fail too, and draw what was drawn again."""
+        assert put_back is not None
+        put_back()
+        waiting[:] = [part for each in waiting for part in self._parts(each, self.evaluation_size, weigh)]
 
     def _shrink_evaluation(self, part: MicroBatch, error: Exception) -> None:
         """Lower the size after an error, or raise that."""

@@ -13,8 +13,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from drivetrain.errors import ConfigError
 from drivetrain.options import check_names, count, flag, keywords, number
 from drivetrain.parameter_groups import ParameterGroup
-from drivetrain.peers import OPTIMIZER_ARGUMENTS
-from drivetrain.peers import OPTIMIZERS as ELSEWHERE
 from drivetrain.quantized_optimizers import QUANTIZED
 from drivetrain.registry import Registry
 from drivetrain.schedules import PlateauSchedule, Schedule, make_schedule
@@ -37,7 +35,6 @@ OPTIMIZERS: Registry[OptimizerFactory] = Registry(
         "muon": "drivetrain.muon:muon",
         **QUANTIZED,
     },
-    ELSEWHERE,
 )
 
 _OWN_ARGUMENTS = frozenset({"params", "param_groups", "lr", "weight_decay", "fused", "module"})
@@ -183,7 +180,7 @@ def _check_optimizer(config: OptimizerConfig) -> None:
     # Our own arguments stand among the allowed, so that a slip in one of them is told the right name.
     ours = frozenset(config.__dataclass_fields__) - {"options"}
     names = (allowed - _OWN_ARGUMENTS) | ours
-    check_names(optimizer_title(config), config.options, names, OPTIMIZER_ARGUMENTS)
+    check_names(optimizer_title(config), config.options, names)
     if "lr" not in allowed:
         raise ConfigError(
             f"{optimizer_title(config)} takes no lr: a factory is called with (param_groups, lr=..., "

@@ -57,14 +57,14 @@ def state_by_name(
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, Json] = {}
     groups: list[Json] = []
-    described: dict[str, Json] = {}
+    parameters: dict[str, Json] = {}
     quantized: list[Json] = []
     for group in optimizer.param_groups:
         members = [_name(parameter, names) for parameter in group["params"]]
         settings = {key: _setting(key, value) for key, value in group.items() if key not in _NOT_SETTINGS}
         groups.append({**settings, "parameters": list(members)})
         for name, parameter in zip(members, group["params"], strict=True):
-            described[name] = _describe(parameter)
+            parameters[name] = described(parameter)
             # `get`, for reading a missing entry of this defaultdict would make one.
             for slot, value in optimizer.state.get(parameter, {}).items():
                 key = _key(name, slot)
@@ -81,12 +81,12 @@ def state_by_name(
             f"the state of {type(optimizer).__name__} has an entry that belongs to no parameter "
             f"({type(strangers[0]).__name__}), and cannot be stored by parameter names"
         )
-    slots: dict[str, Json] = {key: _describe(tensor) for key, tensor in tensors.items()}
+    slots: dict[str, Json] = {key: described(tensor) for key, tensor in tensors.items()}
     meta: dict[str, Json] = {
         "optimizer": type(optimizer).__name__,
         "groups": groups,
         "scalars": scalars,
-        "parameters": described,
+        "parameters": parameters,
         "slots": slots,
         "quantized": quantized,
     }
@@ -116,22 +116,31 @@ def load_state_by_name(
         CheckpointError: The optimizer's kind, a parameter, a group, a shape or a dtype differs; names it.
     """
     saved = _read(meta)
-    if saved["optimizer"] != type(optimizer).__name__:
-        raise CheckpointError(
-            f"the checkpoint's optimizer is {saved['optimizer']!r}, this run's is "
-            f"{type(optimizer).__name__!r}. Resume with the same optimizer, or load the weights only"
-        )
-    _check_parameters(optimizer, names, saved["parameters"])
-    pairs = _match_groups(optimizer, names, saved["groups"])
-    _check_updates(pairs)
-    _check_tensors(tensors, saved["slots"])
+    own = [
+        ({**each, "parameters": [_name(p, names) for p in each["params"]]}) for each in optimizer.param_groups
+    ]
+    sizes = {names[each]: described(each) for group in optimizer.param_groups for each in group["params"]}
+    _require_same(
+        _tree(saved["optimizer"], saved["groups"], saved["parameters"]),
+        _tree(type(optimizer).__name__, own, sizes),
+        "Resume with the same optimizer over the same parameters, or load the weights only",
+    )
+    _require_same(
+        {f"the tensor {key!r}": text for key, text in saved["slots"].items()},
+        {f"the tensor {key!r}": described(each) for key, each in tensors.items()},
+        "The checkpoint's list of tensors and its tensors differ: it is damaged",
+    )
+    settings_of = {name: group for group in saved["groups"] for name in group["parameters"]}
+    pairs = [
+        (group, settings_of[names[group["params"][0]]]) for group in optimizer.param_groups if group["params"]
+    ]
     state: dict[str, dict[str, Any]] = defaultdict(dict)
     for key in (*saved["slots"], *saved["scalars"]):
         name, _, slot = key.rpartition("/")
         if name not in saved["parameters"]:
             raise CheckpointError(f"the checkpoint's optimizer state {key!r} belongs to no parameter")
         state[name][slot] = tensors[key] if key in saved["slots"] else saved["scalars"][key]
-    _check_fused(pairs, names, state)
+    _check_fused(optimizer, names, state)
     _assemble(optimizer, names, state, saved["quantized"])
 
     for group, settings in pairs:
@@ -167,7 +176,7 @@ def _key(name: str, slot: object) -> str:
     return f"{name}/{slot}"
 
 
-def _describe(tensor: Tensor) -> str:
+def described(tensor: Tensor) -> str:
     """Dtype and shape as text: ``float32[64, 10]``."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
@@ -257,84 +266,44 @@ def _read(meta: Mapping[str, Any]) -> dict[str, Any]:
     return {key: meta[key] for key in kinds}
 
 
-def _check_parameters(
-    optimizer: Optimizer, names: Mapping[nn.Parameter, str], saved: Mapping[str, str]
-) -> None:
-    present = {_name(each, names): each for group in optimizer.param_groups for each in group["params"]}
-    for name in present:
-        if name not in saved:
-            raise CheckpointError(f"the checkpoint has no optimizer state for the parameter {name!r}")
-    for name, description in saved.items():
-        if name not in present:
-            raise CheckpointError(
-                f"the checkpoint has optimizer state for {name!r}, which this optimizer does not train"
-            )
-        if description != _describe(present[name]):
-            raise CheckpointError(
-                f"the parameter {name!r} is {_describe(present[name])}, in the checkpoint it is {description}"
-            )
+def _tree(kind: str, groups: Iterable[Mapping[str, Any]], parameters: Mapping[str, str]) -> dict[str, str]:
+    """Describe what an optimizer trains and how it is divided into groups, each part under a name."""
+    tree = {"the optimizer": repr(kind)}
+    tree.update({f"the parameter {name!r}": text for name, text in parameters.items()})
+    for group in groups:
+        updates = str(group.get(WEIGHT_UPDATES, "nearest"))
+        for name in group["parameters"]:
+            tree[f"the parameter group of {name!r}"] = f"that of {min(group['parameters'])!r}"
+            tree[f"the way to update {name!r}"] = f"Precision(updates={updates!r})"
+    return tree
 
 
-def _match_groups(
-    optimizer: Optimizer, names: Mapping[nn.Parameter, str], saved: list[dict[str, Any]]
-) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Each group of the optimizer with the saved one that holds the same parameters."""
-    owner = {name: index for index, group in enumerate(saved) for name in group["parameters"]}
-    pairs = []
-    for group in optimizer.param_groups:
-        members = [names[parameter] for parameter in group["params"]]
-        if not members:
-            continue
-        index = owner.get(members[0])
-        other = [] if index is None else saved[index]["parameters"]
-        different = sorted(set(members) ^ set(other))
-        if index is None or different:
-            raise CheckpointError(
-                f"the parameter {(different or members)[0]!r} is in another parameter group than in the "
-                "checkpoint. Resume with the same groups, or load the weights only"
-            )
-        pairs.append((group, saved[index]))
-    return pairs
+def _require_same(there: Mapping[str, str], here: Mapping[str, str], remedy: str) -> None:
+    """Compare the description of a checkpoint's optimizer state with that of the state at hand.
 
-
-def _check_updates(pairs: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    """Refuse the state of 16-bit weights that were updated in another way, which is of other dtypes."""
-    for group, settings in pairs:
-        mine, theirs = (str(each.get(WEIGHT_UPDATES, "nearest")) for each in (group, settings))
-        if mine != theirs:
+    Raises:
+        CheckpointError: They differ; names the first part that does.
+    """
+    for name in sorted({*there, *here}):  # the optimizer, then parameters, then groups
+        theirs, ours = there.get(name, "not there"), here.get(name, "not there")
+        if theirs != ours:
             raise CheckpointError(
-                f"the checkpoint's 16-bit weights were updated by {theirs!r}, this run's are by {mine!r}, and"
-                f" the optimizers' states differ. Resume with Precision(updates={theirs!r}), such as"
-                f" precision='bf16-true-{theirs}', or load the weights only"
+                f"the optimizer state does not fit: in the checkpoint {name} is {theirs}, here {ours}."
+                f" {remedy}"
             )
 
 
 def _check_fused(
-    pairs: Iterable[tuple[dict[str, Any], object]],
-    names: Mapping[nn.Parameter, str],
-    state: Mapping[str, Mapping[str, Any]],
+    optimizer: Optimizer, names: Mapping[nn.Parameter, str], state: Mapping[str, Mapping[str, Any]]
 ) -> None:
     """Refuse shapes that a fused kernel, which compares none, would read and write beyond."""
-    for group, _ in pairs:
+    for group in optimizer.param_groups:
         for parameter in group["params"] if group.get("fused") else ():
-            for slot, value in state.get(names[parameter], {}).items():
-                shape = () if slot in _COUNTERS else tuple(parameter.shape)
-                if isinstance(value, Tensor) and tuple(value.shape) != shape:
-                    raise CheckpointError(
-                        f"the checkpoint's optimizer state '{names[parameter]}/{slot}' is "
-                        f"{_describe(value)}, and should be of shape {list(shape)}"
-                    )
-
-
-def _check_tensors(tensors: Mapping[str, Tensor], slots: Mapping[str, str]) -> None:
-    for key in tensors:
-        if key not in slots:
-            raise CheckpointError(f"the checkpoint's optimizer state has an unexpected tensor {key!r}")
-    for key, description in slots.items():
-        if key not in tensors:
-            raise CheckpointError(f"the checkpoint's optimizer state lacks the tensor {key!r}")
-        if _describe(tensors[key]) != description:
-            raise CheckpointError(
-                f"the checkpoint's optimizer state {key!r} is {_describe(tensors[key])}, "
-                f"and should be {description}"
+            slots = state.get(names[parameter], {})
+            found = {slot: list(value.shape) for slot, value in slots.items() if isinstance(value, Tensor)}
+            wanted = {slot: [] if slot in _COUNTERS else list(parameter.shape) for slot in found}
+            _require_same(
+                {f"the shape of {names[parameter]}/{slot}": str(shape) for slot, shape in found.items()},
+                {f"the shape of {names[parameter]}/{slot}": str(shape) for slot, shape in wanted.items()},
+                "A fused kernel would read beyond it: load the weights only",
             )

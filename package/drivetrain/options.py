@@ -6,89 +6,43 @@ import functools
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
-from types import MappingProxyType
-from typing import Any, ClassVar, Self, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from drivetrain.errors import ConfigError, nearest
-from drivetrain.peers import help_with
+from drivetrain.synonyms import foreign, help_with
 from drivetrain.types import Every
 
-F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T", bound=Callable[..., Any])
 
 
-class _OwnSignature:
-    """What help and editors show of a class: its constructor's signature, and not that of `__new__`."""
+def by_name(target: T) -> T:
+    """Decorate a class or a method: it refuses unknown arguments, each with the name to use.
 
-    def __get__(self, instance: object, owner: type) -> inspect.Signature:
-        signature = inspect.signature(owner.__init__)  # type: ignore[misc]
-        return signature.replace(parameters=list(signature.parameters.values())[1:])
-
-
-class ByName:
-    """A class that refuses unknown arguments with the nearest name, which its own constructor would not
-    give.
+    Where all arguments are keyword-only, an argument given by position is refused with an example.
     """
+    if isinstance(target, type):
+        target.__init__ = by_name(target.__init__)  # type: ignore[misc]
+        return target
+    known = dict(list(inspect.signature(target).parameters.items())[1:])
+    all_by_name = all(each.kind is each.KEYWORD_ONLY for each in known.values())
 
-    __signature__ = _OwnSignature()
-
-    _elsewhere: ClassVar[Mapping[str, str]] = {}
-    """What other libraries call its arguments."""
-
-    def __new__(cls, *positional: Any, **arguments: Any) -> Self:
-        """Look at the names alone.
-
-        Raises:
-            ConfigError: An unknown argument, or one without a name where all have one.
-        """
-        known = _arguments_of(cls.__init__)
-        if positional and all(each.kind is each.KEYWORD_ONLY for each in known.values()):
+    @functools.wraps(target)
+    def checked(self: Any, *positional: Any, **given: Any) -> Any:
+        owner = type(self).__name__
+        if target.__name__ != "__init__":
+            owner = f"{owner}.{target.__name__}"
+        if positional and all_by_name:
+            theirs = next((told for each in positional if (told := foreign(each))), None)
             raise ConfigError(
-                f"{cls.__name__} takes its arguments by name, as in {cls.__name__}({next(iter(known))}=...),"
-                f" not {positional[0]!r}"
+                f"{owner} takes its arguments by name, as in {owner}({next(iter(known))}=...), not"
+                f" {theirs or repr(positional[0])}"
             )
-        _check_arguments(cls.__name__, arguments, known, cls._elsewhere)
-        return super().__new__(cls)
+        check_names(owner, given, known, what="argument")
+        return target(self, *positional, **given)
 
-
-def by_name(elsewhere: Mapping[str, str]) -> Callable[[F], F]:
-    """Have a method refuse unknown arguments with the nearest name.
-
-    Args:
-        elsewhere: What other libraries call its arguments.
-    """
-
-    def decorate(method: F) -> F:
-        known = _arguments_of(method)
-
-        @functools.wraps(method)
-        def checked(self: Any, *positional: Any, **arguments: Any) -> Any:
-            _check_arguments(f"{type(self).__name__}.{method.__name__}", arguments, known, elsewhere)
-            return method(self, *positional, **arguments)
-
-        return cast(F, checked)
-
-    return decorate
-
-
-def _arguments_of(method: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The parameters behind `self`."""
-    parameters = list(inspect.signature(method).parameters.values())[1:]
-    return {each.name: each for each in parameters}
-
-
-def _check_arguments(
-    owner: str,
-    given: Iterable[str],
-    known: Mapping[str, inspect.Parameter],
-    elsewhere: Mapping[str, str],
-) -> None:
-    if any(each.kind is each.VAR_KEYWORD for each in known.values()):
-        return
-    for name in given:
-        if name not in known:
-            raise ConfigError(f"{owner} has no argument {name!r}. {help_with(name, known, elsewhere)}")
+    return cast(T, checked)
 
 
 def number(
@@ -189,24 +143,24 @@ def keywords(function: Callable[..., Any]) -> frozenset[str] | None:
 
 
 def check_names(
-    owner: str,
-    given: Iterable[str],
-    allowed: Collection[str] | None,
-    elsewhere: Mapping[str, str] = MappingProxyType({}),
+    owner: str, given: Iterable[str], allowed: Collection[str] | None, what: str = "option"
 ) -> None:
-    """Refuse options that `owner` does not take.
+    """Refuse names that `owner` does not take, all in one error.
 
     Args:
-        owner: Who takes the options, as the user knows it: "the optimizer 'sgd'".
-        given: The options' names.
+        owner: Who takes them, as the user knows it: "Trainer", "the optimizer 'sgd'".
+        given: The names.
         allowed: The names it takes, or None for any.
-        elsewhere: What other libraries call them.
+        what: What the message calls them.
 
     Raises:
-        ConfigError: One is unknown; names the nearest and all.
+        ConfigError: One is unknown; names ours or the nearest for each, and all that are allowed.
     """
-    if allowed is None:
+    wrong = [] if allowed is None else [name for name in given if name not in allowed]
+    if not wrong:
         return
-    for name in given:
-        if name not in allowed:
-            raise ConfigError(f"{owner} has no option {name!r}. {help_with(name, allowed, elsewhere)}")
+    helped = [help_with(name, allowed or (), owner=owner) for name in wrong]
+    if len(wrong) == 1:
+        raise ConfigError(f"{owner} has no {what} {wrong[0]!r}. {helped[0]}")
+    lines = [f"\n- {name!r}. {hint.split('Allowed: ')[0]}" for name, hint in zip(wrong, helped, strict=True)]
+    raise ConfigError(f"{owner} has no {what}s{''.join(lines)}\nAllowed: {helped[0].split('Allowed: ')[1]}")

@@ -17,7 +17,7 @@ from drivetrain.plan_conflicts import (
     schedule_conflicts,
     validation_conflicts,
 )
-from drivetrain.plan_counts import Epoch, Firings, and_at_the_end, play
+from drivetrain.plan_counts import Epoch, Firings, and_at_the_end, firings
 from drivetrain.plan_optimizers import Built, Rate, is_lazy
 from drivetrain.run import Totals
 from drivetrain.streams import preserved
@@ -163,9 +163,7 @@ def make_plan(trainer: Trainer, task: Any, train_data: Any, validation_data: Any
         config = policy if isinstance(policy, CheckpointConfig) else CheckpointConfig()
         save_every = config.interval if policy else None
         validate_every = every(trainer.validate_every) if validates else None
-        logging, validation, resume_points = play(
-            epoch, totals, every(trainer.log_every), validate_every, save_every
-        )
+        validation, resume_points = (firings(each, epoch, totals) for each in (validate_every, save_every))
         strategy = trainer.select_strategy()
         parameters = [each for each in built.module.parameters() if not is_lazy(each)]
         plan = Plan(
@@ -179,7 +177,7 @@ def make_plan(trainer: Trainer, task: Any, train_data: Any, validation_data: Any
             micro_batch=trainer.micro_batch,
             rates=built.rates(totals.updates),
             validation=validation,
-            logging=logging,
+            logging=firings(every(trainer.log_every), epoch, totals),
             saving=and_at_the_end(resume_points, totals.updates) if policy else resume_points,
             dtypes=built.dtypes(),
             device=str(strategy.device),

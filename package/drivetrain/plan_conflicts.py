@@ -72,7 +72,7 @@ def interval_conflicts(trainer: Trainer, plan: Plan, resume_points: Firings) -> 
         trainer.checkpoint, CheckpointConfig
     )  # the default policy also saves at the end; nobody chose its interval
     for name, points, instead in (
-        ("validate_every", plan.validation, "there is no validation"),
+        ("validate_every", plan.validation, "the only validation is the one at the end"),
         ("log_every", plan.logging, "training is logged once, at the end"),
         (
             "the checkpoint's every",
@@ -95,18 +95,21 @@ def validation_conflicts(trainer: Trainer, built: Built, validates: bool) -> Ite
     if trainer.validate_every is not None and every(trainer.validate_every) != Every(default):
         yield f"validate_every={trainer.validate_every} was asked for, but there is no validation. {fix}"
     policy = trainer.checkpoint
-    # Keepers are looked for after validations only, whatever ranks them.
-    if isinstance(policy, CheckpointConfig) and policy.keepers:
+    if isinstance(policy, CheckpointConfig) and policy.keepers and _is_of_validation(policy.by):
         yield (
             f"no checkpoint is kept as best by {policy.by!r}, for there is no validation. {fix}, or set "
             "CheckpointConfig(best=0)"
         )
     for callback in trainer.callbacks:
-        if isinstance(callback, EarlyStopping):
+        if isinstance(callback, EarlyStopping) and _is_of_validation(callback.metric):
             yield f"early stopping on {callback.metric!r} never acts, for there is no validation. {fix}"
     for updater in built.updaters.values():
         if isinstance(updater.schedule, PlateauSchedule):
             yield f"the schedule 'reduce_on_plateau' never acts, for there is no validation. {fix}"
+
+
+def _is_of_validation(name: str | None) -> bool:
+    return name is not None and name.startswith("validation/")
 
 
 def module_conflicts(

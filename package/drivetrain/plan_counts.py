@@ -1,9 +1,12 @@
-"""How long a fit is and when its intervals are due, counted without reading any data."""
+"""The length of a fit and the updates at which its intervals are due, computed without reading any data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,22 +14,20 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from drivetrain.data import Feed, Share, Transfer, as_source, batch_size
 from drivetrain.data.split import AlreadySplit
-from drivetrain.progress import Progress
 from drivetrain.run import Totals
 from drivetrain.task import TaskModule, measure_of
-from drivetrain.types import Every, Trigger
+from drivetrain.types import Every, part_of_epoch
 
 if TYPE_CHECKING:
     from drivetrain.trainer import Trainer
 
-_COUNTED = 2_000_000  # updates that are played through to count intervals: about two seconds
-_TRIED = 10_000  # updates that are tried for the first firing when the run's length is not known
 _AT_END = "the end of the run"
+_ENDLESS = 2**40  # updates that stand for a run of unknown length
 
 
 @dataclass(frozen=True)
 class Firings:
-    """When an interval is due. Updates count from 1, as `Progress.updates` does after each.
+    """The updates after which an interval is due, counted from 1 like `Progress.updates` after an update.
 
     Attributes:
         every: The interval, or None for never.
@@ -77,31 +78,22 @@ class Epoch:
         self.exact = source.exact and not source.apart  # the other processes' parts are not known here
         data = data.data if isinstance(data, AlreadySplit) else data
         self._ready = isinstance(data, (list, tuple))
-        of_batch = _sample_counter(data, trainer.batch_size) if self.exact else None
-        self._size = of_batch if of_batch is None or self._processes == 1 else self._of_round(of_batch, data)
+        self._samples_in = _sample_counter(data, trainer.batch_size) if self.exact else None
 
-    def _of_round(self, of_batch: Callable[[int], int], data: Any) -> Callable[[int], int]:
-        """Samples of all processes together in a micro-batch of each."""
-        size, batches = self._processes, len(data) if hasattr(data, "__getitem__") and self._ready else None
+    def samples_after(self, batches: int) -> int | None:
+        """Return the samples of all processes in an epoch's first micro-batches; None when unknown."""
+        return None if self._samples_in is None else self._samples_in(batches * self._processes)
 
-        def of_round(number: int) -> int:
-            last = (number + 1) * size if batches is None else min((number + 1) * size, batches)
-            return sum(max(0, of_batch(each)) for each in range(number * size, last))
-
-        return of_round
-
-    def samples(self, number: int) -> int | None:
-        """Samples in micro-batch `number` (from 0) of all processes; None when that is not known without
-        reading it.
-        """
-        return None if self._size is None else self._size(number)
+    def windows_samples(self, windows: int) -> int | None:
+        """Return the samples of all processes in an epoch's first windows; None when unknown."""
+        if self.batches is None:
+            return None
+        return self.samples_after(min(windows * self._accumulation, self.batches))
 
     def window(self, number: int) -> int | None:
-        """Samples in window `number` (from 0)."""
-        if self.batches is None or self._size is None:
-            return None
-        first = number * self._accumulation
-        return sum(self._size(each) for each in range(first, min(first + self._accumulation, self.batches)))
+        """Return the samples in window `number`, which counts from 0."""
+        before, after = self.windows_samples(number), self.windows_samples(number + 1)
+        return None if before is None or after is None else after - before
 
     @property
     def has_single_sample(self) -> bool:
@@ -110,20 +102,22 @@ class Epoch:
 
     def has_single_part(self, micro_batch: int) -> bool:
         """Whether a part of at most `micro_batch` samples of a process's batch is known to have one only."""
-        # Parts are even, so that of 3 and more at once none is left alone.
+        # Parts are even: with 3 or more samples at once none is left alone.
         least = (each // self._processes for each in self._sizes())
         return any(each > 1 and (micro_batch == 1 or (micro_batch == 2 and each % 2)) for each in least)
 
-    def _sizes(self) -> Sequence[int]:
-        """Samples of all processes together in the micro-batches that may differ."""
-        if self._size is None or not self.batches:
-            return ()
-        return [self._size(each) for each in (range(self.batches) if self._ready else (0, self.batches - 1))]
+    def _sizes(self) -> list[int]:
+        """Return the samples of all processes in those micro-batches that may differ in size."""
+        if self._samples_in is None or not self.batches:
+            return []
+        numbers = range(self.batches) if self._ready else (0, self.batches - 1)
+        ends = [(self.samples_after(each), self.samples_after(each + 1)) for each in numbers]
+        return [(end or 0) - (start or 0) for start, end in ends]
 
     @property
     def largest_window(self) -> int | None:
         """Samples in the largest window; only ready batches can differ before the last."""
-        if self._size is None or not self.updates:
+        if self._samples_in is None or not self.updates:
             return None
         return max(self.window(each) or 0 for each in range(self.updates if self._ready else 1))
 
@@ -136,10 +130,11 @@ class Epoch:
 
 
 def _sample_counter(data: Any, given: int | None) -> Callable[[int], int] | None:
+    """Return the function from a number of batches to the samples in the first so many of them."""
     if isinstance(data, (list, tuple)):
         sizes = [batch_size(each) for each in data]
-        known = [each for each in sizes if each is not None]
-        return known.__getitem__ if len(known) == len(sizes) else None
+        sums = list(accumulate((each for each in sizes if each is not None), initial=0))
+        return (lambda batches: sums[min(batches, len(sizes))]) if None not in sizes else None
     if isinstance(data, DataLoader):
         if type(data.batch_sampler) is not BatchSampler or data.batch_size is None:
             return None  # the dataset or a sampler of the user's makes the batches
@@ -152,54 +147,44 @@ def _sample_counter(data: Any, given: int | None) -> Callable[[int], int] | None
             samples -= samples % size
     else:
         size, samples = int(getattr(data, "batch_size", None) or given or 1), len(data)
-    return lambda number: min(size, samples - number * size)
+    return lambda batches: min(batches * size, samples)
 
 
-def play(epoch: Epoch, totals: Totals, *intervals: Every | None) -> list[Firings]:
-    """Play the run's counts through the triggers; the last is the saver's, asked when an epoch is closed."""
-    per_epoch, updates = totals.updates_per_epoch, totals.updates
-    triggers = [Trigger(each, per_epoch) for each in intervals]
-    counts_samples = any(each is not None and each.unit == "samples" for each in intervals)
-    due: list[list[int]] = [[] for _ in intervals]
-    progress = Progress()
-    for number in range(1, min(_TRIED if updates is None else updates, _COUNTED) + 1):
-        progress.updates = number
-        if counts_samples:
-            progress.samples += epoch.window(progress.epoch_updates) or 0
-        progress.epoch_updates += 1
-        ended = progress.epoch_updates == per_epoch
-        progress.epoch += ended
-        for trigger, found in zip(triggers[:-1], due, strict=False):
-            if trigger.due(progress, ended):
-                found.append(number)
-        if ended:
-            progress.epoch_updates = 0
-        if triggers[-1].due(progress, ended):
-            due[-1].append(number)
-    played = updates is not None and updates <= _COUNTED
-    return [
-        _firings(each, found, played and _playable(each, epoch))
-        for each, found in zip(intervals, due, strict=True)
-    ]
-
-
-def _playable(interval: Every | None, epoch: Epoch) -> bool:
-    if interval is None or interval.unit == "steps":
-        return True
-    if interval.unit == "samples":
-        return epoch.samples(0) is not None
-    return interval.unit == "epochs" and epoch.updates is not None
-
-
-def _firings(interval: Every | None, due: Sequence[int], known: bool) -> Firings:
+def firings(interval: Every | None, epoch: Epoch, totals: Totals) -> Firings:
+    """Compute when an interval is due in a run, from how often it has passed after each update."""
     if interval is None:
         return Firings(None, 0)
-    first = due[0] if due else None
-    return (
-        Firings(str(interval), len(due), first, due[-1] if due else None)
-        if known
-        else Firings(str(interval), None, first)
-    )
+    passed = _passed(interval, epoch, totals.updates_per_epoch)
+    if passed is None:
+        return Firings(str(interval), None)
+    updates = range(_ENDLESS + 1 if totals.updates is None else totals.updates + 1)
+    times = passed(updates[-1])
+    first = bisect_left(updates, 1, key=passed) if times else None
+    if totals.updates is None:
+        return Firings(str(interval), None, first)
+    return Firings(str(interval), times, first, bisect_left(updates, times, key=passed) if times else None)
+
+
+def _passed(interval: Every, epoch: Epoch, per_epoch: int | None) -> Callable[[int], int] | None:
+    """Return the function from updates made to the times that an interval was due; None when unknown."""
+    if interval.unit == "steps":
+        return lambda updates: updates // int(interval.amount)
+    if per_epoch is None or epoch.updates is None:
+        return None
+    if interval.unit == "samples":
+        largest, total = epoch.largest_window, epoch.windows_samples(per_epoch)
+        if largest is None or total is None or interval.amount < largest:
+            return None  # an update that passes two multiples is due once
+        return lambda updates: int(
+            (updates // per_epoch * total + (epoch.windows_samples(updates % per_epoch) or 0))
+            / interval.amount
+        )
+    if interval.unit != "epochs":
+        return None
+    if interval.amount == int(interval.amount):
+        return lambda updates: updates // per_epoch // int(interval.amount)
+    part: Fraction = part_of_epoch(interval, per_epoch)
+    return lambda updates: updates // per_epoch * int(per_epoch / part) + int(updates % per_epoch / part)
 
 
 def and_at_the_end(points: Firings, updates: int | None) -> Firings:

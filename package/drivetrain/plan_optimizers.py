@@ -25,7 +25,8 @@ from drivetrain.updates import OptimizerSpec, Updater, build_updaters, optimizer
 if TYPE_CHECKING:
     from drivetrain.trainer import Trainer
 
-_SAMPLED = 10_000  # updates at which a schedule is evaluated
+_SAMPLED = 100  # updates at which a schedule of the user's is evaluated, to find its peak
+_STEPPED = 10_000  # updates that a torch scheduler is stepped through at most
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,7 @@ def _dtype_names(dtypes: Iterable[torch.dtype]) -> str:
 
 
 def _rates(updater: Updater, spec: OptimizerSpec, updates: int | None) -> dict[str, Rate]:
-    """One optimizer's rates, from every update of a short run, or enough of a long one to find the peak."""
+    """Return one optimizer's rates at the start, at the peak and at the end of the run."""
     names: list[str] = []
     history: list[tuple[int, list[float]]] = []
     for update in _sampled_updates(updater, spec, updates):
@@ -226,19 +227,13 @@ def _rates(updater: Updater, spec: OptimizerSpec, updates: int | None) -> dict[s
 
 
 def _sampled_updates(updater: Updater, spec: OptimizerSpec, updates: int | None) -> Sequence[int]:
-    horizon = _SAMPLED if updates is None else max(1, updates)
+    horizon = _STEPPED if updates is None else max(1, updates)
     if updater.scheduler is not None:
-        return range(min(horizon, _SAMPLED))  # a torch scheduler knows its rates in order only
-    if updater.schedule is None:
-        return [0, horizon - 1]
+        return range(min(horizon, _STEPPED))  # a torch scheduler knows its rates in order only
     # The built-in schedules are at their peak just after the warm-up.
     warmup = _warmup(spec, updates)
-    points = {
-        *range(0, horizon, -(-horizon // _SAMPLED)),
-        horizon - 1,
-        *range(max(0, warmup - 1), warmup + 2),
-    }
-    return sorted(each for each in points if updates is None or each < updates)
+    points = {*range(0, horizon, -(-horizon // _SAMPLED)), horizon - 1, warmup - 1, warmup, warmup + 1}
+    return sorted(each for each in points if 0 <= each < horizon)
 
 
 def _warmup(spec: OptimizerSpec, updates: int | None) -> int:

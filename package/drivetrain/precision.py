@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from drivetrain.errors import ConfigError, nearest
-from drivetrain.options import ByName
-from drivetrain.peers import PRECISIONS as ELSEWHERE
+from drivetrain.options import by_name
 from drivetrain.registry import Registry
 
 _AUTOCAST = (torch.bfloat16, torch.float16)
@@ -47,8 +46,9 @@ class Dtypes(NamedTuple):
     optimizer: str
 
 
+@by_name
 @dataclass(frozen=True)
-class Precision(ByName):
+class Precision:
     """A frozen value; see `PRECISIONS` for the built-in ones.
 
     Attributes:
@@ -199,7 +199,6 @@ PRECISIONS: Registry[Precision] = Registry(
         "tf32": "drivetrain.tf32:PRECISION",
         "fp8": "drivetrain.float8:PRECISION",
     },
-    ELSEWHERE,
 )
 
 

@@ -9,15 +9,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.distributed.last_words import write_now
 from drivetrain.distributed.launch import launched
 from drivetrain.distributed.processes import rank
 from drivetrain.distributed.signals import Signals
 from drivetrain.errors import EXIT_REQUEUE, EXIT_STOPPED, ConfigError, Preempted, RankFailure
-from drivetrain.options import ByName, check_names, duration, one_of
-from drivetrain.peers import PREEMPTION_ARGUMENTS
+from drivetrain.options import by_name, check_names, duration, one_of
 
 if TYPE_CHECKING:
     from drivetrain.run import Run
@@ -29,8 +28,9 @@ _TERMINATION = 25.0
 """Seconds from SIGTERM to the end: systems kill after 30 (SLURM's KillWait, Kubernetes' grace period)."""
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True)
-class PreemptionConfig(ByName):
+class PreemptionConfig:
     """Which signals end a fit in order, and how.
 
     At the first signal, which one process may get alone, all finish the update, save, and end. At a second
@@ -48,8 +48,6 @@ class PreemptionConfig(ByName):
     Raises:
         ConfigError: A value that is not allowed; says what is.
     """
-
-    _elsewhere: ClassVar[Mapping[str, str]] = PREEMPTION_ARGUMENTS
 
     requeue: str | int | Iterable[str | int] = ("SIGTERM", "SIGUSR1", "SIGUSR2")
     stop: str | int | Iterable[str | int] = ("SIGINT",)

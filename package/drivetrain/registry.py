@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib.metadata import entry_points
-from types import MappingProxyType
 from typing import Generic, TypeVar
 
 from drivetrain.errors import ConfigError, MissingDependencyError, nearest
-from drivetrain.peers import help_with
+from drivetrain.synonyms import help_with
 
 T = TypeVar("T")
 
@@ -24,19 +23,13 @@ class Registry(Generic[T]):
     point group ``drivetrain.<kind>``; a row of ours cannot be replaced by them.
 
     Args:
-        kind: What the names stand for, in the singular; used in error messages and for the entry point group.
+        kind: What the names stand for, in the singular; used in error messages, for the entry point group,
+            and to find other libraries' names for them.
         rows: The built-in rows.
-        elsewhere: What other libraries call the names; for messages alone.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        rows: dict[str, T | str] | None = None,
-        elsewhere: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, kind: str, rows: dict[str, T | str] | None = None) -> None:
         self.kind = kind
-        self._elsewhere = elsewhere
         self._rows: dict[str, T | str] = dict(rows or {})
         self._discovered = False
 
@@ -89,7 +82,7 @@ class Registry(Generic[T]):
         if name not in self._rows:
             self._discover()
         if name not in self._rows:
-            raise ConfigError(f"unknown {self.kind} {name!r}. {help_with(name, self, self._elsewhere)}")
+            raise ConfigError(f"unknown {self.kind} {name!r}. {help_with(name, self, self.kind)}")
 
     def __contains__(self, name: object) -> bool:
         self._discover()

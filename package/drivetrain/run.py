@@ -4,14 +4,15 @@ by callbacks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from drivetrain import later
 from drivetrain.data import Feed
@@ -21,6 +22,7 @@ from drivetrain.engine import Engine
 from drivetrain.errors import CheckpointError, NonFiniteError
 from drivetrain.hooks import Hooks
 from drivetrain.ledger import Ledger
+from drivetrain.module_state import clean_names
 from drivetrain.save_errors import LEFT_OUT, SaveErrors, words_of
 from drivetrain.soundness import Soundness
 from drivetrain.streams import load_host_state, shielded
@@ -88,6 +90,8 @@ class Run:
         totals: What is planned.
         metrics: The latest value of every logged name.
         logged: What the current log point logs.
+        latest: What was logged after the update `latest_at`, by one log point or several.
+        latest_at: The last update, in this program, after which anything was logged; -1 before that.
         run_dir: Where files go, or None.
         soundness: What is done about numbers that are not finite, and about weights not worth keeping.
         is_main: Whether this is rank 0.
@@ -100,9 +104,13 @@ class Run:
         stop_reason: Why the run stops, or None.
         stopping: How the ranks agree on that.
         exception: What ended the run, for `on_exception`.
+        validated: Whether the fit has validated, before a resume perhaps.
+        failure: The error that the run raises once it has ended in order, or None.
         last_checkpoint: The address of the last checkpoint saved or loaded, or None.
         save_errors: What could not be written so far, and whether it goes on without it.
-        milestones: How many checkpoints it has saved, and passes over evaluation data begun.
+        milestones: How many checkpoints it has saved, and passes over evaluation data and updates begun.
+        reports: How often `report_progress` was called.
+        loop: The updates of a fit whose loop has a body of the program's; None for any other run.
         origin: The time, on `perf_counter`'s clock, at which `progress.seconds` was zero.
         host_streams: The states of the host's generators that a checkpoint brought, or None.
         by_time: Whether anything is due by time, so that all ranks must have the same.
@@ -143,6 +151,8 @@ class Run:
         self.evaluation_metrics = evaluation_metrics
         self.metrics: dict[str, float] = {}
         self.logged: dict[str, float] = {}
+        self.latest: dict[str, float] = {}
+        self.latest_at = -1
         self.soundness = Soundness(self)
         self.is_main = engine.strategy.rank == 0
         self.save_errors = SaveErrors(on_save_error, tells=self.is_main)
@@ -154,8 +164,12 @@ class Run:
         self.stop_reason: str | None = None
         self.stopping = Stopping()
         self.exception: BaseException | None = None
+        self.validated = False
+        self.failure: Exception | None = None
         self.last_checkpoint: str | None = None
-        self.milestones = 0
+        self.milestones = self.reports = 0
+        self.hook: Any = None  # the hook of a callback that is called now, for whoever watches the run
+        self.loop: Generator[StepResult, None, None] | None = None
         self.host_streams: dict[str, Any] | None = None
         self.by_time = self.totals.max_seconds is not None or any(
             each.every is not None and each.every.seconds is not None
@@ -176,6 +190,26 @@ class Run:
         else:
             self.stop_reason = self.stop_reason or reason
 
+    def fail(self, error: Exception) -> None:
+        """End the run after the current update, saved as one that stops, and then raise an error.
+
+        For an error that all ranks have together, and that no trained weight is to be lost for. The first is
+        kept.
+        """
+        if self.failure is None:
+            self.failure = error
+            self.stopping.in_vain = True
+            self.stop(str(error))
+
+    def report_progress(self) -> None:
+        """Report that a hook which takes long is not stuck: `Trainer(hang_timeout=...)` counts anew."""
+        self.reports += 1
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether the body of the program's own loop runs, or nothing does."""
+        return self.loop is not None and inspect.getgeneratorstate(self.loop) == inspect.GEN_SUSPENDED
+
     def end_if_asked(self) -> None:
         """At the end of training: nothing, unless a signal has ended it. A loss that is NaN goes before one
         after which the program would be started again.
@@ -186,7 +220,8 @@ class Run:
         """
         reason = self.stop_reason
         if reason is not None and reason in self.stopping.signals:
-            self.stop_reason = self.stopping.end(reason, self.soundness.reason)
+            failure = None if self.failure is None else str(self.failure)
+            self.stop_reason = self.stopping.end(reason, self.soundness.reason or failure)
 
     def log(self, name: str, value: float | Tensor) -> None:
         """Add a number, or a tensor with one, to the next log point; inside `on_log`, to the current one.
@@ -203,6 +238,32 @@ class Run:
         """
         return self.engine.strategy.full_tensor(tensor)
 
+    def full_state_dict(self, module: nn.Module | None = None) -> dict[str, Tensor]:
+        """Gather a state dict with whole tensors, on the CPU and on rank 0 only, under any strategy.
+
+        Called by all ranks together, in any hook. It gives what other programs expect of a model, such as
+        `model.save_pretrained(path, state_dict=state)`.
+
+        Args:
+            module: The task or a module in it; None for the task.
+
+        Returns:
+            Copies of the tensors under the names of the module's own state dict, without what wrapping adds
+            to them; tied ones are one tensor. On all ranks but the first, an empty dict.
+        """
+        module = self.task if module is None else module
+        strategy, first = self.engine.strategy, self.engine.ranks.rank == 0
+        whole: dict[int, Tensor | None] = {}  # by the id of what is gathered once though it has several names
+        with self.engine.exchanged():
+            state = module.state_dict(keep_vars=True)
+            names = clean_names(state, type(module).__name__)
+            for tensor in state.values():
+                if isinstance(tensor, Tensor) and id(tensor) not in whole:
+                    gathered = strategy.full_tensor(tensor).detach()
+                    whole[id(tensor)] = gathered.to("cpu", copy=True) if first else None
+        found = {name: whole.get(id(state[given])) for name, given in names.items()}
+        return {name: each for name, each in found.items() if each is not None}
+
     def learning_rates(self) -> dict[str, float]:
         """The learning rates now: "lr", with the optimizer's name or the group's number where there are
         several.
@@ -215,7 +276,9 @@ class Run:
     def call(self, hooks: Iterable[Any]) -> None:
         """Call hooks in order."""
         for hook in hooks:
+            outer, self.hook = self.hook, hook
             hook(self)
+            self.hook = outer
 
     def check_parameters(self) -> None:
         """See that the task trains what it did when the run began; a walk, so not for every step.
@@ -224,7 +287,7 @@ class Run:
             ConfigError: A parameter was added, replaced or unfrozen since; names it.
         """
         engine = self.engine
-        check_trained(self.task, engine._parameters, lambda: engine.strategy.settle(engine.model))
+        check_trained(self.task, engine.parameters, lambda: engine.strategy.settle(engine.model))
 
     # Log points.
 
@@ -270,18 +333,25 @@ class Run:
         self._values = {}
         self._logging = True
         try:
-            self.metrics.update(self.logged)
+            self._note_logged()
             if self.hooks.on_log or self.loggers:
                 self._publish()
         finally:
             self._logging = False
+        self.ledger.note_alive()
+
+    def _note_logged(self) -> None:
+        self.metrics.update(self.logged)
+        if self.latest_at != self.progress.updates:
+            self.latest, self.latest_at = {}, self.progress.updates
+        self.latest.update(self.logged)
 
     def _publish(self) -> None:
         with shielded():
             self.call(self.hooks.on_log)
             if self.hooks.on_log:  # the same on all ranks, unlike loggers
                 self.logged = self.engine.ranks.first(lambda: self.logged)
-                self.metrics.update(self.logged)
+                self._note_logged()
             for logger in self.loggers if self.is_main else ():
                 with self.logging_to(logger, f"what {type(logger).__name__} logs at update"):
                     logger.log_metrics(self.logged, self.progress.updates)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,12 +19,11 @@ from drivetrain.checkpoint import (
     Snapshot,
     resolve,
 )
-from drivetrain.checkpoint.filesystem import FileSystem, os_errors
+from drivetrain.checkpoint.filesystem import FileSystem, StorageError, os_errors
 from drivetrain.checkpoint.index import rank, read_index
 from drivetrain.checkpoint.locate import CHECKPOINTS
 from drivetrain.checkpoint.places import file_system
-from drivetrain.checkpoint.records import TENSORS
-from drivetrain.checkpoint.weight_files import INDEX
+from drivetrain.checkpoint.weights import is_weight_file
 from drivetrain.distributed.environment import is_started_again, may_start_again
 from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.engine_state import like_module
@@ -50,12 +51,23 @@ def make_saver(
     run_dir: Path | None,
     loaders: Sequence[str | None],
     resume: str | None,
-    ranks: Ranks = ALONE,
+    ranks: Ranks,
+    closing: ExitStack,
 ) -> CheckpointSaver | None:
     """The saver that the Trainer's policy asks for.
 
+    Args:
+        trainer: The settings.
+        run_dir: The run directory.
+        loaders: The names of the validation loaders.
+        resume: As given to `fit`.
+        ranks: The processes of the job.
+        closing: What ends with the fit: the directory is locked until then.
+
     Raises:
-        ConfigError: A fresh start in a directory that has another run's checkpoints.
+        ConfigError: A fresh start in a directory that has another run's checkpoints, or another job is
+            writing there.
+        CheckpointError: The directory cannot be locked, and the run is not to go on without it.
     """
     root = checkpoint_root(trainer, run_dir)
     if trainer.checkpoint is False or root is None:
@@ -67,6 +79,7 @@ def make_saver(
             "the launcher may start this program again (--max-restarts), and without a run_dir it would begin"
             " from the start each time: give the Trainer a run_dir, or checkpoint=False"
         )
+    _lock(trainer, manager, closing)
     own = _is_own(resume, root, manager.directory)
     if manager.entries() and not own and not _goes_on(ranks):
         raise ConfigError(
@@ -75,9 +88,25 @@ def make_saver(
             " choose another run_dir"
         )
     asked = isinstance(trainer.checkpoint, CheckpointConfig)
-    if asked and not loaders:
-        _refuse_keepers(config)
-    return CheckpointSaver(config, manager, root, metric_required=asked)
+    validates = bool(loaders) and trainer.validate_every is not None
+    chosen = (config.best, config.by) != (_DEFAULT.best, _DEFAULT.by)  # nobody asked for the default's
+    return CheckpointSaver(config, manager, root, metric_required=asked and (validates or chosen))
+
+
+def _lock(trainer: Trainer, manager: CheckpointManager, closing: ExitStack) -> None:
+    """Lock the directory until the fit ends; a storage that refuses it is met as one that refuses a save."""
+    closing.callback(manager.release)
+    try:
+        manager.lock()
+    except StorageError as error:
+        if trainer.on_save_error != "warn":
+            raise
+        if manager.ranks.rank == 0:
+            warnings.warn(
+                f"the checkpoints of this run are not protected against another job: {error}. The run goes on"
+                " (on_save_error='warn'), and each save tries again",
+                stacklevel=2,
+            )
 
 
 def _goes_on(ranks: Ranks) -> bool:
@@ -89,17 +118,6 @@ def _goes_on(ranks: Ranks) -> bool:
 
 def _has_directory(trainer: Trainer) -> bool:
     return isinstance(trainer.checkpoint, CheckpointConfig) and trainer.checkpoint.directory is not None
-
-
-def _refuse_keepers(config: CheckpointConfig) -> None:
-    """Refuse keepers that somebody asked for where there will never be one."""
-    chosen = (config.best, config.by) != (_DEFAULT.best, _DEFAULT.by)
-    if chosen and config.keepers and (config.by or "").startswith("validation/"):
-        raise ConfigError(
-            f"CheckpointConfig(best={config.best}, by={config.by!r}) keeps checkpoints by a validation, and"
-            " fit was given no validation data. Pass it, rank by a metric of training (by='train/loss'), or"
-            " set by=None"
-        )
 
 
 def _policy(trainer: Trainer, first_loader: str | None = None) -> CheckpointConfig:
@@ -207,10 +225,9 @@ def _check_resume(resume: str | os.PathLike[str]) -> None:
             f" of a checkpoint. For another one give its path, such as the {what} of fit's result"
         )
     if kind == "file":
-        weights = given.endswith((TENSORS, INDEX))
         hint = (
-            "To start from these weights, call task.load_weights(path) before fit"
-            if weights
+            "Only its weights can be read: to start from them, call task.load_weights(path) before fit"
+            if is_weight_file(given)
             else "Give the directory of a checkpoint, or a run directory"
         )
         raise ConfigError(
@@ -219,14 +236,15 @@ def _check_resume(resume: str | os.PathLike[str]) -> None:
 
 
 def named_checkpoint(trainer: Trainer, checkpoint: str) -> str:
-    """The path of a checkpoint given as a path, or as "best" or "last" of the run directory.
+    """The path of a checkpoint, or of a file of weights, given as such or as "best" or "last" of `run_dir`.
 
     Raises:
         ConfigError: "best" or "last" without a run directory.
         CheckpointError: There is none.
     """
     if checkpoint not in ("best", "last"):
-        return resolve(checkpoint)
+        path = os.fspath(checkpoint)
+        return path if is_weight_file(path) else resolve(path)
     root = checkpoint_root(trainer, trainer.run_dir)
     if root is None:
         raise ConfigError(

@@ -174,6 +174,8 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> None:
             run.train_metrics.load_states(metrics)
     run.set_pending_values(_numbers(tree, "values"))
     run.metrics.update(_numbers(tree, "metrics"))
+    run.latest_at = -1
+    run.validated = any(name.startswith("validation/") for name in run.metrics)
     run.timing.update(_numbers(tree, "timing"))
     _restore_each(run.callbacks, tree["callbacks"], "callback", lambda part: nullcontext())
     if run.is_main:

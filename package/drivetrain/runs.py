@@ -1,4 +1,4 @@
-"""What runs have spent their time on, over all their restarts: reads what `drivetrain.ledger` has written.
+"""The time of runs over all their restarts, read from the files that `drivetrain.ledger` writes.
 
 Imports no torch, so that a command line need not wait for it.
 """
@@ -8,12 +8,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from drivetrain.errors import DataError
 
@@ -29,14 +28,8 @@ VERSION = 1
 _REDONE = ("compute", "data", "evaluation", "save")
 """What is lost of an attempt after the checkpoint that a later one went on from."""
 
-_IN_ORDER = ("finished", "Preempted", "KeyboardInterrupt")
-"""Ends between two updates."""
-
 _LONGEST = 1 << 16
 """Bytes of a line; ours have some hundred."""
-
-_AHEAD = 86_400.0
-"""Seconds that the clock of the machine that wrote a line may be ahead of the reader's."""
 
 _DEEPEST = 4
 """Directories below the one that is searched."""
@@ -51,7 +44,6 @@ class Attempt:
         heard: When it was last heard of.
         waited: Seconds between the attempt before and this one.
         seconds: Seconds by `KINDS`, without "waiting"; "lost work" is what later attempts have made again.
-        between: Seconds of "compute" between two updates.
         resumed: The update it went on from; 0 for a start, None if it did not come to train.
         updates: The last update that it is known to have made.
         ended: "finished", the name of the error that ended it, or None without a last word: it was killed, or
@@ -62,7 +54,6 @@ class Attempt:
     heard: float
     waited: float
     seconds: Mapping[str, float]
-    between: float
     resumed: int | None
     updates: int
     ended: str | None
@@ -80,7 +71,6 @@ class Attempt:
             "waited": self.waited,
             "wall": self.wall,
             "seconds": dict(self.seconds),
-            "between": self.between,
             "resumed": self.resumed,
             "updates": self.updates,
             "ended": self.ended,
@@ -123,13 +113,6 @@ class RunLedger:
         return self.seconds["compute"] / self.wall if self.wall > 0 else 0.0
 
     @property
-    def between(self) -> float:
-        """Seconds of "compute" between two updates: callbacks, log points, the body of a loop; on a GPU also
-        waiting for it there.
-        """
-        return min(sum(each.between for each in self.attempts), self.seconds["compute"])
-
-    @property
     def updates(self) -> int:
         """The last update that the newest attempt that trained is known to have made."""
         return next((each.updates for each in reversed(self.attempts) if each.resumed is not None), 0)
@@ -142,7 +125,6 @@ class RunLedger:
             "wall": self.wall,
             "goodput": self.goodput,
             "seconds": self.seconds,
-            "between": self.between,
             "attempts": [each.to_json() for each in self.attempts],
             "unreadable": self.unreadable,
         }
@@ -169,7 +151,7 @@ def read_ledger(directory: str | os.PathLike[str]) -> RunLedger:
     try:
         for line in _lines(file):
             row = _parsed(line)
-            if row is None or not _is_possible(row, rows.get(row.attempt, ())):
+            if row is None:
                 unreadable += 1
             else:
                 rows.setdefault(row.attempt, []).append(row)
@@ -198,12 +180,8 @@ def _directory(given: str | os.PathLike[str]) -> Path:
     return path.parent if path.name == NAME and path.is_file() else path
 
 
-# The lines.
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A line: the account of an attempt at a moment."""
+class _Row(NamedTuple):
+    """A line: the totals of an attempt at a moment."""
 
     attempt: str
     event: str
@@ -212,12 +190,11 @@ class _Row:
     resumed: int | None
     is_fresh: bool
     spent: Mapping[str, float]
-    between: float
     ended: str | None
 
 
 def _lines(file: Path) -> Iterator[bytes]:
-    """The lines, of which one that is too long comes in parts, as lines that cannot be read."""
+    """Yield the lines; one that is too long comes in parts, which cannot be read."""
     with file.open("rb") as stream:
         while line := stream.readline(_LONGEST):
             if line.strip():
@@ -225,7 +202,7 @@ def _lines(file: Path) -> Iterator[bytes]:
 
 
 def _parsed(line: bytes) -> _Row | None:
-    """A line that is whole; None for any other."""
+    """Return a whole line; None for any other."""
     try:
         given = json.loads(line)
     except (ValueError, RecursionError):
@@ -234,12 +211,7 @@ def _parsed(line: bytes) -> _Row | None:
         return None
     spent, resumed, ended = given.get("spent"), given.get("from"), given.get("ended")
     texts = given.get("attempt"), given.get("event")
-    numbers = [
-        given.get("time"),
-        given.get("between"),
-        given.get("updates"),
-        0 if resumed is None else resumed,
-    ]
+    numbers = [given.get("time"), given.get("updates"), 0 if resumed is None else resumed]
     if not isinstance(spent, dict) or not all(isinstance(each, str) for each in texts):
         return None
     if not all(_is_amount(each) for each in (*numbers, *spent.values())) or set(spent) - set(KINDS):
@@ -252,124 +224,58 @@ def _parsed(line: bytes) -> _Row | None:
         resumed=None if resumed is None else int(resumed),
         is_fresh=given.get("fresh") is True,
         spent={kind: float(seconds) for kind, seconds in spent.items()},
-        between=float(given["between"]),
         ended=ended if isinstance(ended, str) else None,
     )
 
 
-def _is_possible(row: _Row, before: Sequence[_Row]) -> bool:
-    """Whether a line can be true: not of tomorrow, nor of fewer updates than its attempt began with, unless
-    that was taken back, as a line before says.
-    """
-    if row.time > time.time() + _AHEAD:
-        return False
-    if row.resumed is None or row.resumed <= row.updates or row.event == "back":
-        return True
-    return any(each.event == "back" for each in before)
-
-
 def _is_amount(value: Any) -> bool:
-    """Whether it is a number that seconds, or a count, can be."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e15
-
-
-# What is lost.
-
-
-@dataclass
-class _Part:
-    """A stretch of an attempt without a way back in it: the whole, or up to where the run was taken back.
-
-    Attributes:
-        attempt: Its number.
-        resumed: The update it began after; None if nothing was trained.
-        rows: Its lines; the first is where it begins.
-        limit: The update up to which its work counts.
-    """
-
-    attempt: int
-    resumed: int | None
-    rows: list[_Row]
-    limit: float = math.inf
-
-    def lost(self) -> tuple[dict[str, float], float]:
-        """What was spent on updates that do not count, by kind; and what of it between updates."""
-        if self.resumed is None or self.limit == math.inf:
-            return {}, 0.0
-        last = self.rows[-1]
-        if last.ended in _IN_ORDER and last.updates <= self.limit:
-            return {}, 0.0
-        kept, between = self._kept()
-        lost = {kind: max(0.0, last.spent.get(kind, 0.0) - kept.get(kind, 0.0)) for kind in _REDONE}
-        return lost, max(0.0, last.between - between)
-
-    def _kept(self) -> tuple[Mapping[str, float], float]:
-        """The account when the last update that counts was made, and saved if it was."""
-        first, limit = self.rows[0], self.limit
-        if self.resumed is None or limit <= self.resumed:
-            return first.spent, first.between
-        saved = [each for each in self.rows if each.event == "save" and each.updates == limit]
-        if saved:
-            return saved[-1].spent, saved[-1].between
-        for before, after in pairwise(self.rows):
-            if before.updates <= limit < after.updates:
-                share = (limit - before.updates) / (after.updates - before.updates)
-                spent = {
-                    kind: seconds + share * (after.spent.get(kind, 0.0) - seconds)
-                    for kind, seconds in before.spent.items()
-                }
-                return spent, before.between + share * (after.between - before.between)
-        return self.rows[-1].spent, self.rows[-1].between
-
-
-def _parts(number: int, rows: Sequence[_Row]) -> list[_Part]:
-    """An attempt, parted where it was taken back."""
-    trained = [each for each in rows if each.resumed is not None]
-    if not trained:
-        return [_Part(number, None, list(rows))]
-    parts = [_Part(number, trained[0].resumed, [trained[0]])]
-    for row in trained[1:]:
-        parts[-1].rows.append(row)
-        if row.event == "back":
-            parts.append(_Part(number, row.updates, [row]))
-    return parts
+    """Whether a value can be seconds, or a count."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e11
 
 
 def _attempts(found: Sequence[Sequence[_Row]]) -> list[Attempt]:
-    parts = [_parts(number, rows) for number, rows in enumerate(found)]
-    limit = math.inf
-    for part in (each for of_one in reversed(parts) for each in reversed(of_one)):
-        part.limit = limit
-        if part.resumed is not None:
-            is_new = part.rows[0].event != "back" and part.rows[0].is_fresh
-            before = found[part.attempt - 1] if part.attempt else ()
-            # A run that has finished, and another in its directory that does not go on from it.
-            is_another = is_new and bool(before) and before[-1].ended == "finished"
-            limit = math.inf if is_another else min(limit, part.resumed)
-    return [
-        _attempt(rows, parts[number], found[number - 1] if number else ())
-        for number, rows in enumerate(found)
-    ]
+    """Return the attempts of a run, from the lines of each."""
+    made: list[Attempt] = []
+    limit = math.inf  # the update up to which work counts: later attempts made the rest again
+    for number in reversed(range(len(found))):
+        before = found[number - 1] if number else ()
+        attempt, limit = _attempt(found[number], before, limit)
+        made.append(attempt)
+    return made[::-1]
 
 
-def _attempt(rows: Sequence[_Row], parts: Sequence[_Part], before: Sequence[_Row]) -> Attempt:
+def _attempt(rows: Sequence[_Row], before: Sequence[_Row], limit: float) -> tuple[Attempt, float]:
+    """Return an attempt, and the update up to which the work of those before it counts."""
     first, last = rows[0], rows[-1]
     seconds = {kind: last.spent.get(kind, 0.0) for kind in KINDS if kind != "waiting"}
-    between = last.between
-    for part in parts:
-        lost, lost_between = part.lost()
-        for kind, amount in lost.items():
-            seconds[kind] -= amount
-            seconds["lost work"] += amount
-        between -= lost_between
+    for stretch in reversed(_stretches(rows)):
+        end = stretch[-1]
+        made = stretch[:-1] if end.event == "back" and len(stretch) > 1 else stretch
+        kept = next((each for each in reversed(made) if each.updates <= limit), made[0])
+        for kind in _REDONE:
+            lost = max(0.0, end.spent.get(kind, 0.0) - kept.spent.get(kind, 0.0))
+            seconds[kind] -= lost
+            seconds["lost work"] += lost
+        limit = min(limit, made[0].updates)
+    if last.is_fresh and before and before[-1].ended == "finished":
+        limit = math.inf  # another run in the directory of one that has finished
     began = first.time - sum(first.spent.values())
-    return Attempt(
+    attempt = Attempt(
         began=began,
         heard=last.time,
         waited=max(0.0, began - before[-1].time) if before else 0.0,
         seconds={kind: max(0.0, amount) for kind, amount in seconds.items()},
-        between=max(0.0, between),
         resumed=last.resumed,
         updates=last.updates,
         ended=last.ended,
     )
+    return attempt, limit
+
+
+def _stretches(rows: Sequence[_Row]) -> list[list[_Row]]:
+    """Return the lines of an attempt's training, in parts; where the run was rolled back, a part ends and the
+    next begins with the same line.
+    """
+    trained = [each for each in rows if each.resumed is not None]
+    cuts = [0, *(index for index, each in enumerate(trained) if each.event == "back"), len(trained) - 1]
+    return [trained[start : end + 1] for start, end in pairwise(cuts)] if trained else []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,8 @@ from drivetrain.update_gate import SkipNonFinite, UpdateGate, all_finite
 if TYPE_CHECKING:
     from drivetrain.checkpoint.format import Snapshot
     from drivetrain.run import Run
+
+_LOG = logging.getLogger(__name__)
 
 CHOICES = ("raise", "skip", "stop")
 
@@ -79,6 +83,7 @@ class Soundness:
         self.skip: SkipNonFinite | None = None
         self._known: frozenset[str] = frozenset()
         self._checked = -1  # after so many updates
+        self._reported: set[str] = set()
 
     def use(self, choice: str) -> None:
         """Do what the Trainer was asked to."""
@@ -146,6 +151,36 @@ class Soundness:
 
     def _find(self, update: int) -> tuple[int, str] | None:
         return min((each for find in self.finders if (each := find(update)) is not None), default=None)
+
+    def judge_values(self, values: Mapping[str, float]) -> None:
+        """Do what was asked for about values, by full name, that are not finite though the weights may be.
+
+        The weights are saved before the run ends, unless they are not finite either. With "skip" there is no
+        update to leave out: the run goes on, and a warning names each value once.
+        """
+        bad = {name: value for name, value in values.items() if not math.isfinite(value)}
+        if not bad:
+            return
+        run = self._run
+        listed = ", ".join(f"{name!r} is {value}" for name, value in bad.items())
+        what = f"{listed} after update {run.progress.updates}"
+        if self.on_nonfinite == "skip":
+            if run.is_main and not self._reported.issuperset(bad):
+                _LOG.warning("%s; with on_nonfinite='skip' the run goes on", what)
+            self._reported.update(bad)
+        elif self.on_nonfinite == "stop":
+            run.stopping.in_vain = True
+            self.reason = self.reason or what
+            run.stop(what)
+        else:
+            run.fail(
+                NonFiniteError(
+                    what,
+                    "Look for a sample that divides by zero, for an overflow of 16-bit numbers, or for data"
+                    " whose loss_weight is 0. on_nonfinite='skip' goes on, 'stop' ends the run without an"
+                    " error",
+                )
+            )
 
     def seen_here(self, update: int) -> str:
         """Where an update's numbers were first not finite, as far as this rank knows; else nothing."""

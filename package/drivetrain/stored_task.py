@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import typing
+import warnings
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,14 +15,14 @@ from drivetrain.checkpoint.io import DirectoryCheckpointIO
 from drivetrain.checkpoint.locate import load_newest
 from drivetrain.checkpoint.places import file_system
 from drivetrain.checkpoint.records import TENSORS
-from drivetrain.checkpoint.tree import unpack
+from drivetrain.checkpoint.tree import pack, unpack
+from drivetrain.checkpoint.weights import is_torch_file, is_weight_file, torch_weights
 from drivetrain.errors import CheckpointError, ConfigError
-from drivetrain.stored_dataclass import dataclass_of, make, pack_values
 from drivetrain.task_arguments import parameters_of
 from drivetrain.types import Json
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class StoredTask:
     """What `read_task` found.
 
@@ -28,6 +30,8 @@ class StoredTask:
         path: The checkpoint that was read.
         hparams: Constructor arguments by name.
         dataclasses: Those that are dataclasses: what `arguments` makes them of.
+        argument: The one argument that `hparams` are the content of, as Lightning stores a mapping; else "".
+        is_foreign: Whether another program has stored them: the task takes what its constructor names.
         unstored: The names of those that a file cannot hold.
         tensors: The weights.
     """
@@ -36,26 +40,31 @@ class StoredTask:
     hparams: dict[str, Any]
     unstored: tuple[str, ...]
     tensors: dict[str, Tensor]
-    dataclasses: dict[str, Json] = field(default_factory=dict)
+    dataclasses: dict[str, Json] = dataclasses.field(default_factory=dict)
+    argument: str = ""
+    is_foreign: bool = False
 
     def arguments(self, cls: type[nn.Module], overrides: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments to make the task with: the stored ones, and others in their place.
+        """Return the arguments to make the task with: the stored ones, replaced by those that are given.
+
+        A warning names the arguments of another program's task that this one does not take.
 
         Raises:
-            ConfigError: One could not be stored, or is a dataclass that the constructor does not name, and is
-                not given.
+            ConfigError: An argument could not be stored, or is a dataclass that the constructor does not name
+                or that has changed, and is not given.
         """
         arguments = dict(self.hparams)
-        lacking = set(self.unstored) - set(overrides)
-        annotations = _annotations(cls)
+        lacking = set(self.unstored)
+        if self.is_foreign:
+            arguments, lacking = self._taken(cls, set(overrides))
+        lacking -= set(overrides)
+        kinds = _dataclasses_of(cls)
         for name, stored in self.dataclasses.items():
-            if name in overrides:
-                continue
-            kind = dataclass_of(stored, annotations.get(name), _namespace(cls))
-            if kind is None:
-                lacking.add(name)
-            else:
-                arguments[name] = make(kind, stored, f"the argument {name!r} of {self.path}")
+            if name not in overrides:
+                made = _make(kinds.get(name, ()), stored, f"the argument {name!r} of {self.path}")
+                if made is None:
+                    lacking.add(name)
+                arguments[name] = made
         if lacking:
             first, *_ = names = sorted(lacking)
             raise ConfigError(
@@ -64,42 +73,119 @@ class StoredTask:
             )
         return {**arguments, **overrides}
 
+    def _taken(self, cls: type[nn.Module], given: set[str]) -> tuple[dict[str, Any], set[str]]:
+        """Of another program's arguments those that a constructor takes: plain values, and others' names."""
+        parameters = parameters_of(cls)
+        names = {each.name for each in parameters}
+        if self.argument in names:
+            lacking = {self.argument} if self.unstored else set()
+            return {} if lacking else {self.argument: dict(self.hparams)}, lacking
+        if any(each.kind is each.VAR_KEYWORD for each in parameters):
+            return dict(self.hparams), set(self.unstored)
+        left = sorted(({*self.hparams, *self.unstored} - names) - given)
+        if left:
+            warnings.warn(
+                f"{self.path!r} has hyper-parameters that {cls.__name__} does not take, which are left out:"
+                f" {', '.join(left)}",
+                stacklevel=4,
+            )
+        taken = {name: value for name, value in self.hparams.items() if name in names}
+        return taken, set(self.unstored) & names
+
 
 def pack_hparams(task: nn.Module) -> Json:
-    """A task's constructor arguments as JSON; one that JSON cannot hold is named, not stored.
+    """Return a task's constructor arguments as JSON; one that JSON cannot hold is named, not stored.
 
-    A default that JSON cannot hold (a class, a function) is neither: the constructor will take it again.
+    A dataclass is stored by its fields if they are plain values and the constructor's annotation names it.
+    A default that JSON cannot hold (a class, a function) is neither stored nor named: the constructor will
+    take it again.
 
     Returns:
         "values" by name, "dataclasses" by name where there are any, and "unstored", a list of names.
     """
     cls = type(task)
     defaults = {each.name: each.default for each in parameters_of(cls)}
-    packed, refused = pack_values(getattr(task, "hparams", {}), _annotations(cls), _namespace(cls))
-    return {
-        **packed,
-        "unstored": [
-            name for name, value in refused.items() if name not in defaults or defaults[name] is not value
-        ],
-    }
+    kinds = _dataclasses_of(cls)
+    values: dict[str, Json] = {}
+    made: dict[str, Json] = {}
+    unstored: list[Json] = []
+    for name, value in getattr(task, "hparams", {}).items():
+        try:
+            if type(value) in kinds.get(name, ()):
+                fields = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+                made[name] = {"class": type(value).__name__, "values": _packed(fields)}
+            else:
+                values[name] = _packed(value)
+        except CheckpointError:
+            if name not in defaults or defaults[name] is not value:
+                unstored.append(name)
+    return {"values": values, **({"dataclasses": made} if made else {}), "unstored": unstored}
 
 
-def _annotations(cls: type[nn.Module]) -> dict[str, Any]:
-    return {each.name: each.annotation for each in parameters_of(cls)}
+def _packed(value: Any) -> Json:
+    packed, tensors = pack(value)
+    if tensors:
+        raise CheckpointError("tensors are no JSON")
+    return packed
 
 
-def _namespace(cls: type[nn.Module]) -> dict[str, Any]:
-    """Where the names in a constructor's annotations are looked up."""
-    return getattr(inspect.unwrap(cls.__init__), "__globals__", {})
+def _dataclasses_of(cls: type[nn.Module]) -> dict[str, list[type]]:
+    """Return the dataclasses that a constructor's annotations name, alone or in a union, by argument.
+
+    A checkpoint holds no more than the name of the class, which is compared: nothing is imported by a name
+    from a file.
+    """
+    try:
+        hints = typing.get_type_hints(inspect.unwrap(cls.__init__))
+    except Exception:  # an annotation may be any expression, for readers or type checkers only
+        return {}
+    found = {}
+    for name, hint in hints.items():
+        kinds = [each for each in (hint, *typing.get_args(hint)) if isinstance(each, type)]
+        found[name] = [each for each in kinds if dataclasses.is_dataclass(each) and _is_made_of_fields(each)]
+    return found
+
+
+def _is_made_of_fields(kind: type) -> bool:
+    return set(inspect.signature(kind).parameters) == {each.name for each in dataclasses.fields(kind)}
+
+
+def _make(kinds: Iterable[type], stored: Json, what: str) -> Any:
+    """Return the dataclass that was stored; None where the constructor names none of its kind.
+
+    Raises:
+        CheckpointError: It is no stored dataclass.
+        ConfigError: The dataclass has other fields by now.
+    """
+    values = stored.get("values") if isinstance(stored, dict) else None
+    if not isinstance(stored, dict) or not isinstance(values, dict):
+        raise CheckpointError(f"{what} is no stored dataclass")
+    kind = next((each for each in kinds if each.__name__ == stored.get("class")), None)
+    if kind is None or "dataclasses" in stored:  # earlier versions stored dataclasses in dataclasses
+        return None
+    fields = {name: unpack(value, {}) for name, value in values.items()}
+    try:
+        inspect.signature(kind).bind(**fields)
+    except TypeError as error:
+        raise ConfigError(
+            f"{what} does not fit {kind.__name__}: {error}. It was stored by another version of that class;"
+            " pass the argument"
+        ) from None
+    return kind(**fields)
 
 
 def read_task(path: str) -> StoredTask:
-    """A checkpoint's constructor arguments and weights; `path` as in `resolve`.
+    """A checkpoint's constructor arguments and weights; `path` as in `resolve`, or Lightning's checkpoint.
 
     Raises:
         CheckpointError: Nothing readable there, or a checkpoint without them.
     """
     files = file_system(path)
+    if is_torch_file(path):
+        read = torch_weights(path)
+        return StoredTask(
+            path, read.hparams, tuple(read.objects), read.tensors, argument=read.argument, is_foreign=True
+        )
     if path.endswith(TENSORS) and not DirectoryCheckpointIO().exists(files.split(path)[0]):
         raise CheckpointError(
             f"{path!r} is a file of weights, without the constructor's arguments. Make the task, and call its"
@@ -129,11 +215,13 @@ def read_extras(path: str) -> dict[str, Any]:
     They stand in the run's state, of which a task that has none needs nothing.
 
     Args:
-        path: A checkpoint that a Trainer saved.
+        path: A checkpoint that a Trainer saved, or a file of weights; the latter gives an empty mapping.
 
     Raises:
         CheckpointError: They cannot be read.
     """
+    if is_weight_file(path):
+        return {}
     snapshot = DirectoryCheckpointIO().load(path, groups=("state",))
     state = snapshot.objects.get("state")
     packed = state.get("module_extras") if isinstance(state, dict) else None

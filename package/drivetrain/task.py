@@ -6,22 +6,21 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from drivetrain import later
 from drivetrain.data.batch import batch_size
 from drivetrain.data.feed import Measure
 from drivetrain.errors import ConfigError, DataError, nearest
-from drivetrain.forwards import FORWARDS, call_forward, is_plain, names_by_position, read_forward
+from drivetrain.forwards import FORWARDS, call_forward, read_forward
 from drivetrain.module_state import has_extras, load_module_state
 from drivetrain.optim import OptimizerConfig
 from drivetrain.options import check_names
 from drivetrain.renaming import Rename
+from drivetrain.synonyms import Elsewhere, missing
 from drivetrain.task_arguments import construct, parameters_of, record_arguments
 from drivetrain.types import Batch, StepOutput
 
@@ -64,6 +63,16 @@ class TaskModule(nn.Module):
             object.__setattr__(task, "hparams", arguments)
         return task
 
+    load_from_checkpoint = Elsewhere()
+
+    def __getattr__(self, name: str) -> Any:
+        """Look where `nn.Module` looks, at the same cost, and answer another library's name with ours."""
+        own = self.__dict__
+        for kind in ("_parameters", "_buffers", "_modules"):
+            if kind in own and name in own[kind]:
+                return own[kind][name]
+        raise AttributeError(missing(type(self), name))
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _RESERVED:
             raise ConfigError(
@@ -82,18 +91,22 @@ class TaskModule(nn.Module):
     def loss(self, outputs: Any, batch: Batch) -> Tensor | Mapping[str, Any]:
         """The scalar to minimise, or a mapping whose "loss" is minimised and whose other values are logged.
 
-        The default takes the loss out of the outputs, as models that compute their own do.
+        The default takes the loss out of the outputs of a model that computes its own: `outputs.loss`,
+        `outputs["loss"]`, or the first item of a tuple if that is a scalar.
 
         Args:
             outputs: What `forward` returned.
             batch: The whole batch, on the device.
         """
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+        if _begins_with_loss(outputs):
+            loss = outputs[0]
         if isinstance(loss, Tensor):
             return loss
         raise ConfigError(
             f"{type(self).__name__} has no loss: define `loss(self, outputs, batch)`, or let `forward` return"
-            f" something with a `loss` (it returned a {type(outputs).__name__})"
+            " something with a `loss`, or a tuple that begins with it (it returned a"
+            f" {type(outputs).__name__})"
         )
 
     def metrics(self) -> Mapping[str, Any]:
@@ -190,12 +203,19 @@ class TaskModule(nn.Module):
     def metric_inputs(self, outputs: Any, batch: Batch) -> tuple[Any, ...]:
         """What each metric's `update` gets; default: the outputs and the target.
 
-        The target is the batch's column `label`, `labels`, `target`, `targets` or `y`, or a sequence's last
-        item.
+        Of outputs that have `logits`, these are given; of a tuple that begins with a scalar loss, its second
+        item. The target is the batch's column `label`, `labels`, `target`, `targets` or `y`, or a sequence's
+        last item.
 
         Raises:
             DataError: No target can be told; lists the batch's columns.
         """
+        if _begins_with_loss(outputs) and len(outputs) > 1:
+            outputs = outputs[1]
+        elif not isinstance(outputs, Tensor) and isinstance(
+            logits := getattr(outputs, "logits", None), Tensor
+        ):
+            outputs = logits
         if isinstance(batch, Mapping):
             for name in TARGETS:
                 if name in batch:
@@ -274,52 +294,16 @@ class TaskModule(nn.Module):
         return later.load_weights_into(self, source, strict=strict, rename=rename)
 
 
+def _begins_with_loss(outputs: Any) -> bool:
+    """Whether outputs are a tuple as Hugging Face's models return it with `return_dict=False` and labels."""
+    return (
+        type(outputs) is tuple and len(outputs) > 0 and isinstance(outputs[0], Tensor) and not outputs[0].ndim
+    )
+
+
 _RESERVED = frozenset(
     name for name, value in vars(TaskModule).items() if inspect.isfunction(value) and not name.startswith("_")
 )
-
-
-_PREDICT_STEP, _INPUTS = TaskModule.predict_step, TaskModule.inputs
-
-
-def direct(step: Callable[[Batch], Any]) -> Callable[[Batch], Any]:
-    """What does as a step does, for many batches: of the default `predict_step` the forward on a dict's
-    columns.
-
-    That nothing else is to be done is found out once; for every batch it is only seen whether that still
-    holds (0.5 us less in each).
-    """
-    task = getattr(step, "__self__", None)
-    if task is None or getattr(step, "__func__", None) is not _PREDICT_STEP:
-        return step
-    kind, own = type(task), vars(task)
-    if kind.inputs is not _INPUTS or "inputs" in own or not is_plain(task):
-        return step
-    names = names_by_position(kind)
-    if not names:
-        return step
-    columns, is_one = itemgetter(*names), len(names) == 1
-    forward, call, call_impl, hooks = kind.forward, kind.__call__, kind._call_impl, RemovableHandle.next_id
-
-    def forward_columns(batch: Batch) -> Any:
-        if (
-            type(batch) is dict
-            and RemovableHandle.next_id == hooks
-            and kind.forward is forward
-            and "forward" not in own
-            and kind.__call__ is call
-            and kind._call_impl is call_impl
-            and task._compiled_call_impl is None
-        ):
-            try:
-                given = columns(batch)
-            except KeyError:
-                given = None  # the step says which column is missing
-            if given is not None:
-                return task.forward(given) if is_one else task.forward(*given)
-        return step(batch)
-
-    return forward_columns
 
 
 def measure_of(task: TaskModule) -> Measure:
@@ -357,8 +341,9 @@ class StepModule(nn.Module):
 
     @contextmanager
     def evaluating(self, step: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-        """Within it this step is run: evaluation mode, no gradients; all as before afterwards. It gives what
-        runs it: what does as the step does, where `forward` does nothing but call it.
+        """Run this step in evaluation mode and without gradients; all is as before afterwards.
+
+        Yields what runs it: the module's forward.
         """
         modes = [(module, module.training) for module in self.task.modules()]
         before = self.step
@@ -366,7 +351,7 @@ class StepModule(nn.Module):
         self.task.eval()
         try:
             with torch.no_grad():
-                yield direct(step) if self.context is None and "forward" not in vars(self) else self.forward
+                yield self.forward
         finally:
             self.use(before)
             for module, training in modes:

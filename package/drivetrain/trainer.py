@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -33,9 +33,8 @@ from drivetrain.loop import evaluate, predict, train_steps
 from drivetrain.memory import MemoryConfig, check_trainer_memory
 from drivetrain.micro_batch import check_micro_batch
 from drivetrain.observing import observed_evaluation, observed_fit, observed_loop
-from drivetrain.options import ByName, by_name, count, duration, flag, number, one_of
+from drivetrain.options import by_name, count, duration, flag, number, one_of
 from drivetrain.paths import as_given
-from drivetrain.peers import ARGUMENTS, EVALUATION_ARGUMENTS, FIT_ARGUMENTS
 from drivetrain.precision import Precision, as_precision
 from drivetrain.preemption import Preemption, PreemptionConfig, as_preemption
 from drivetrain.progress import Progress
@@ -77,8 +76,9 @@ class FitResult:
     model_path: str | None
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True)
-class Trainer(ByName):
+class Trainer:
     """How to run a task: validated when it is made, never changed afterwards. Every verb builds a run of its
     own.
 
@@ -96,7 +96,8 @@ class Trainer(ByName):
         max_grad_norm: Clip the gradient's global norm to this; None for no clipping.
         micro_batch: Samples of a batch that are run at once: a number, "auto" for half as many whenever
             memory runs out, or None for all. The batch of an update stays what it is.
-        validate_every: When to validate during a fit; None for never.
+        validate_every: When to validate during a fit, which validates at its end if it has not before; None
+            for never.
         log_every: When to log.
         checkpoint: True for the default policy (with named validation loaders the first one's loss ranks),
             "async" for the same in the background, False for none, or a `CheckpointConfig`.
@@ -114,18 +115,20 @@ class Trainer(ByName):
         on_save_error: What to do when a checkpoint or a log cannot be written: "raise", or "warn" to go on,
             say what was not saved, and try again when the next one is due. A run whose end cannot be saved
             raises in any case.
-        hang_timeout: Seconds, a timedelta, or "10 minutes", without progress after which the process is ended
-            with its stacks; None for never.
-        stall_timeout: Such a time after which several processes are ended that are seen to wait for one
-            another, or for one that sleeps for ever; None to let them. One that computes, reads or writes is
-            no such one.
+        hang_timeout: Seconds, a timedelta, or "10 minutes", without progress after which all processes are
+            ended with exit code 75 and their stacks, naming the rank that is behind; None disables it.
+            Compiling, saving and loading have an hour more.
         on_nonfinite: What becomes of a run with a loss that is NaN or infinite: "raise", at the next log
-            point; "skip" leaves out each update with such a loss or gradient; "stop" ends the run in order.
+            point; "skip" leaves out each update with such a loss or gradient; "stop" ends the run in order. A
+            loss of a validation, or a metric of `EarlyStopping`, that is not finite: "raise" and "stop" end
+            the run after a save, "skip" goes on with a warning.
         preemption: Whether signals such as SIGTERM and SIGINT end a fit in order, saved and with an exit code
             that says so; or a `PreemptionConfig`, or a mapping of its options.
         batch_size: For data given as a bare Dataset.
         num_workers: Worker processes for data given as a bare Dataset.
-        limit_train_batches: At most this many micro-batches an epoch; likewise for the other stages.
+        limit_train_batches: At most this many micro-batches an epoch.
+        limit_validation_batches, limit_test_batches, limit_predict_batches: At most this many batches of each
+            loader.
         run_dir: Where checkpoints, logs and the ledger of what the time went to are kept; None makes a new
             `runs/<task>-<time>` for every fit that writes.
 
@@ -133,8 +136,6 @@ class Trainer(ByName):
         ConfigError: A value that is not allowed; says what is.
         StrategyError: A strategy, number of devices or precision that cannot run here.
     """
-
-    _elsewhere: ClassVar[Mapping[str, str]] = ARGUMENTS
 
     max_epochs: int | None = None
     max_steps: int | None = None
@@ -159,8 +160,7 @@ class Trainer(ByName):
     deterministic: bool = False
     on_bad_batch: str = "raise"
     on_save_error: str = "raise"
-    hang_timeout: str | float | timedelta | None = None
-    stall_timeout: str | float | timedelta | None = 5.0
+    hang_timeout: str | float | timedelta | None = 600.0
     on_nonfinite: str = "raise"
     preemption: bool | Mapping[str, Any] | PreemptionConfig = True
     batch_size: int | None = None
@@ -181,7 +181,7 @@ class Trainer(ByName):
         count("seed", self.seed)
         if self.max_grad_norm is not None:
             number("max_grad_norm", self.max_grad_norm, above=0)
-        for name in ("max_time", "hang_timeout", "stall_timeout"):
+        for name in ("max_time", "hang_timeout"):
             object.__setattr__(self, name, duration(name, getattr(self, name)))
         for name in ("validate_every", "log_every"):
             if getattr(self, name) is not None:
@@ -218,7 +218,7 @@ class Trainer(ByName):
         """All arguments, for a log; objects are given by their text."""
         return {field.name: plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
-    @by_name(FIT_ARGUMENTS)
+    @by_name
     def fit(
         self, task: TaskModule, train_data: Any, validation_data: Any = None, *, resume: str | None = None
     ) -> FitResult:
@@ -264,7 +264,7 @@ class Trainer(ByName):
             weights,
         )
 
-    @by_name(FIT_ARGUMENTS)
+    @by_name
     def steps(
         self, task: TaskModule, train_data: Any, validation_data: Any = None, *, resume: str | None = None
     ) -> Generator[StepResult, None, None]:
@@ -286,9 +286,13 @@ class Trainer(ByName):
             with boundary(trainer, run):
                 start_from(trainer, run, saver, resume)
                 preemption.attach(run)
-                yield from observed_loop(train_steps(run))
+                run.loop = train_steps(run)
+                try:
+                    yield from observed_loop(run.loop)
+                finally:
+                    run.loop = None
 
-    @by_name(EVALUATION_ARGUMENTS)
+    @by_name
     def validate(self, task: TaskModule, data: Any, *, checkpoint: str | None = None) -> dict[str, float]:
         """Evaluate on validation data; every sample counts once.
 
@@ -303,7 +307,7 @@ class Trainer(ByName):
         """
         return self._evaluate("validation", task, data, checkpoint)
 
-    @by_name(EVALUATION_ARGUMENTS)
+    @by_name
     def test(self, task: TaskModule, data: Any, *, checkpoint: str | None = None) -> dict[str, float]:
         """Evaluate on test data; as `validate`, with names that begin with `test/`."""
         return self._evaluate("test", task, data, checkpoint)
@@ -316,7 +320,7 @@ class Trainer(ByName):
         with boundary(trainer, run):
             return evaluate(run, stage, run.evaluation_feeds)
 
-    @by_name(EVALUATION_ARGUMENTS)
+    @by_name
     def predict(
         self,
         task: TaskModule,
@@ -366,7 +370,7 @@ class Trainer(ByName):
         gc.collect()  # what is left of an earlier run's process group must not be met by the copies
         return later.fork_ranks(act_and_leave, self.select_strategy().world_size)
 
-    @by_name(FIT_ARGUMENTS)
+    @by_name
     def plan(self, task: TaskModule, train_data: Any, validation_data: Any = None) -> Plan:
         """What a fit would do, without training: updates, rates, intervals, memory, and warnings of
         conflicts.

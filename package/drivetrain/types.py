@@ -141,6 +141,13 @@ def _parse(spec: object) -> tuple[float, str]:
     )
 
 
+def part_of_epoch(every: Every, updates_per_epoch: int) -> Fraction:
+    """Return the updates in a fraction of an epoch, at least one."""
+    # Exact, or rounding would put 0.3 epochs of 10 updates at the fourth. The limit makes a third of
+    # 0.333..., which is a little less.
+    return max(Fraction(1), Fraction(every.amount).limit_denominator(1_000_000) * updates_per_epoch)
+
+
 class Trigger:
     """Tells when an `Every` is due; a function of the progress, so that a restart moves nothing.
 
@@ -177,10 +184,7 @@ class Trigger:
         if every.amount == int(every.amount):
             self._epochs = int(every.amount)
         elif every.amount < 1 and updates_per_epoch is not None:
-            # Exact, or rounding would put 0.3 epochs of 10 updates at the fourth. The limit makes a third
-            # of 0.333..., which is a little less.
-            part = Fraction(every.amount).limit_denominator(1_000_000) * updates_per_epoch
-            self._within_epoch = max(Fraction(1), part).as_integer_ratio()
+            self._within_epoch = part_of_epoch(every, updates_per_epoch).as_integer_ratio()
             self._per_epoch = updates_per_epoch
         else:
             raise ConfigError(

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from drivetrain.checkpoint.dtypes import check_range
 from drivetrain.checkpoint.sharding import is_sharded
-from drivetrain.checkpoint.weights import load_weights
+from drivetrain.checkpoint.weights import find_weights
 from drivetrain.errors import CheckpointError, ConfigError
 from drivetrain.module_state import clean_name, full_state, hint, is_extra, put_state
 from drivetrain.renaming import Rename, prefix_hint, renamed
@@ -54,6 +54,7 @@ class LoadReport:
         mismatched: Tensors of another shape, or of a dtype that cannot be converted; they keep their value.
         converted: Tensors that were loaded, and rounded or widened to the module's dtype.
         dropped: Names that `rename` dropped, as they are in the source.
+        note: What was taken of another program's file, and what was not.
     """
 
     loaded: tuple[str, ...]
@@ -62,6 +63,7 @@ class LoadReport:
     mismatched: tuple[Difference, ...] = ()
     converted: tuple[Difference, ...] = ()
     dropped: tuple[str, ...] = ()
+    note: str = ""
 
     def __str__(self) -> str:
         """A line on how many were loaded, and one for everything that was not, or not as it is."""
@@ -79,7 +81,8 @@ class LoadReport:
         total = len(self.loaded) + len(self.missing) + len(self.mismatched)
         width = max((len(name) for _, name, _ in rows), default=0)
         lines = [f"{kind:<10}  {name:<{width}}  {note}".rstrip() for kind, name, note in rows]
-        return "\n".join([f"loaded {len(self.loaded)} of {total} tensors", *lines])
+        note = f": {self.note}" if self.note else ""
+        return "\n".join([f"loaded {len(self.loaded)} of {total} tensors{note}", *lines])
 
 
 def load_weights_into(
@@ -97,8 +100,8 @@ def load_weights_into(
 
     Args:
         module: Where to; its parameters stay the objects that they are.
-        source: What `checkpoint.load_weights` reads (a file, a folder, a checkpoint, a run), or tensors by
-            name.
+        source: What `checkpoint.load_weights` reads (a file, a folder, a checkpoint, a run; Lightning's and
+            Composer's files too), or tensors by name.
         strict: Whether everything must fit. If not, what fits is loaded, and the report says the rest.
         rename: From names there to names here: a mapping of regular expressions to replacements, as for
             `re.sub`, each applied to what those before it made; or a function. None in place of a name drops
@@ -114,7 +117,7 @@ def load_weights_into(
             nothing at all that fits; or two names that become one. The module is as it was.
         ConfigError: A source, or a `rename`, that is no such thing.
     """
-    where, given = _read(source)
+    where, given, note = _read(source)
     named, dropped = renamed(given, rename, where)
     own = full_state(module)
     comparison = _compare(module, own, named, where, adopt_dtypes)
@@ -138,13 +141,14 @@ def load_weights_into(
         mismatched=tuple(comparison.mismatched),
         converted=tuple(comparison.converted),
         dropped=tuple(dropped),
+        note=note,
     )
 
 
-def _read(source: Source) -> tuple[str, Mapping[str, Tensor]]:
-    """What to call the source, and its tensors."""
+def _read(source: Source) -> tuple[str, Mapping[str, Tensor], str]:
+    """What to call the source, its tensors, and a note on them."""
     if isinstance(source, (str, os.PathLike)):
-        return repr(os.fspath(source)), load_weights(source)
+        return repr(os.fspath(source)), *find_weights(source)
     if not isinstance(source, Mapping):
         more = "; give its state_dict()" if isinstance(source, nn.Module) else ""
         raise ConfigError(
@@ -158,7 +162,7 @@ def _read(source: Source) -> tuple[str, Mapping[str, Tensor]]:
         )
         more = f". Did you mean what is in it: source[{name!r}]?" if inner else ""
         raise ConfigError(f"weights are tensors by name; {name!r} is a {type(value).__name__}{more}")
-    return "the given mapping", source
+    return "the given mapping", source, ""
 
 
 @dataclass

@@ -1,66 +1,69 @@
-"""The window of one update: how its micro-batches are weighted, and how generator steps are read."""
+"""The window of one update: the weights of its micro-batches, and what the update did.
+
+The gradient of a window is sum(weight x loss) / sum(weight), over its micro-batches and all ranks. Where the
+weights are known before the first backward, as in a Trainer, each backward is given its share of the sum. A
+loop of your own does not know them: its window is scaled when it is closed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from drivetrain.data import Everywhere, MicroBatch, Transfer, to_host
-from drivetrain.distributed.ranks import Ranks
+from drivetrain.data import Everywhere, MicroBatch
+from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.errors import ConfigError, nearest
-from drivetrain.kept_buffers import KeptBuffers
 from drivetrain.metrics import MetricBuffer, Row
-from drivetrain.step_output import read_output
-from drivetrain.types import Batch, StepOutput
-
-if TYPE_CHECKING:
-    from drivetrain.engine import Engine
+from drivetrain.placeholder import Placeholders, weighs_nothing, zero_gradients
+from drivetrain.strategies import Strategy
 
 Weighted = list[tuple[MicroBatch, float | Tensor | None]]
+"""Micro-batches with their shares of a window; None stands for the whole."""
 
 
-def weighted(micro_batches: Sequence[MicroBatch]) -> Weighted:
-    """Each micro-batch with its share of the window's weight; None stands for the whole.
+def weigh(
+    micro_batches: Sequence[MicroBatch], ranks: Ranks | None, placeholders: Placeholders
+) -> tuple[Weighted, Everywhere | None]:
+    """Give each micro-batch of a window its share of the window's weight.
 
-    One whose weight is zero is left out: it has nothing to learn from, and its mean loss is usually 0 / 0. A
-    weight on an accelerator is not looked at, because that would wait for the device.
-    """
-    if len(micro_batches) == 1:
-        weight = micro_batches[0].weight
-        return [(micro_batches[0], None)] if isinstance(weight, Tensor) or weight else []
-    kept = [each for each in micro_batches if isinstance(each.weight, Tensor) or each.weight]
-    total = sum(each.weight for each in kept)
-    return [(each, each.weight / total) for each in kept]
+    One whose weight is zero has nothing to learn from, and its mean loss is usually 0 / 0. One process leaves
+    it out; several ranks put a placeholder in its place, as all must go through the same number of
+    micro-batches, unless the whole window weighs nothing. A weight on an accelerator is not looked at,
+    because that would wait for the device.
 
-
-def shared(micro_batches: Sequence[MicroBatch], ranks: Ranks, spare: Spare) -> tuple[Weighted, Everywhere]:
-    """As `weighted`, for a window of which other processes have micro-batches too.
-
-    Strategies average gradients over the processes, so that each share is of the window's weight everywhere,
-    times their number. None is left out, as all processes must go through the same number of micro-batches,
-    unless the whole window weighs nothing.
+    Args:
+        micro_batches: This rank's.
+        ranks: Those that make the update together; None for one process.
+        placeholders: Puts placeholders in.
 
     Returns:
-        The micro-batches with their shares, and the window's counts in all processes together.
+        The micro-batches with their shares, times the number of ranks, over which strategies average; and the
+        window's counts on all ranks together, None for one process.
     """
+    if ranks is None:
+        if len(micro_batches) == 1:
+            weight = micro_batches[0].weight
+            return ([(micro_batches[0], None)] if isinstance(weight, Tensor) or weight else []), None
+        kept = [each for each in micro_batches if isinstance(each.weight, Tensor) or each.weight]
+        weight = sum(each.weight for each in kept)
+        return [(each, each.weight / weight) for each in kept], None
     if len(micro_batches) == 1 and micro_batches[0].everywhere is not None:
         total = micro_batches[0].everywhere
     elif None not in (known := [each.everywhere for each in micro_batches]):
         total = Everywhere(*map(sum, zip(*known, strict=True)))
     else:
-        # Those without weight come last: what is run in their place draws after all others, so that a resumed
-        # run, in which it may be another batch, draws the same for these.
-        micro_batches = sorted(micro_batches, key=_weighs_nothing)
-        total = _asked(micro_batches, ranks, spare)
-    if not isinstance(total.weight, Tensor) and not total.weight:
-        return [], total
+        # Placeholders come last: they draw after all others, so that a resumed run, in which another batch
+        # may be in their place, draws the same for these.
+        micro_batches = sorted(micro_batches, key=weighs_nothing)
+        total = _asked(micro_batches, ranks, placeholders)
+        micro_batches = placeholders.put_in(micro_batches)
     size, weight = ranks.size, total.weight
     if isinstance(weight, Tensor):
         return [(each, each.weight * size / weight) for each in micro_batches], total
+    if not weight:
+        return [], total
     pairs: Weighted = []
     for each in micro_batches:
         share = each.weight * size / weight
@@ -68,22 +71,17 @@ def shared(micro_batches: Sequence[MicroBatch], ranks: Ranks, spare: Spare) -> t
     return pairs, total
 
 
-def _weighs_nothing(micro_batch: MicroBatch) -> bool:
-    # A weight on an accelerator is not looked at.
-    return not isinstance(micro_batch.weight, Tensor) and not micro_batch.weight
-
-
-def _asked(micro_batches: Sequence[MicroBatch], ranks: Ranks, spare: Spare) -> Everywhere:
+def _asked(micro_batches: Sequence[MicroBatch], ranks: Ranks, placeholders: Placeholders) -> Everywhere:
     weights = [each.weight for each in micro_batches]
     on_device = next((each.device for each in weights if isinstance(each, Tensor)), None)
     counts = [sum(each.samples for each in micro_batches), sum(each.tokens for each in micro_batches)]
     if on_device is None:
-        lacks = spare.lacks(micro_batches)
+        lacking = placeholders.lacking(micro_batches)
         own = sum(each.bad for each in micro_batches)
-        weight, samples, tokens, lacking, bad = ranks.total([sum(map(float, weights)), *counts, lacks, own])
-        spare.bad = int(bad)
-        if weight and lacking:
-            spare.borrow(micro_batches, ranks)
+        weight, samples, tokens, lack, bad = ranks.total([sum(map(float, weights)), *counts, lacking, own])
+        placeholders.bad = int(bad)
+        if weight and lack:
+            placeholders.borrow(micro_batches, ranks)
         return Everywhere(weight, int(samples), int(tokens))
     summed = torch.stack([torch.as_tensor(each, device=on_device) for each in weights]).sum()
     ranks.add(summed)
@@ -91,107 +89,95 @@ def _asked(micro_batches: Sequence[MicroBatch], ranks: Ranks, spare: Spare) -> E
     return Everywhere(summed, int(samples), int(tokens))
 
 
-class Spare:
-    """What is run in the place of a micro-batch without weight, where all processes run each of them.
+class OpenWindow:
+    """Adds up sum(weight x loss) / sum(weight) over backwards of which each may be the last.
+
+    Gradients are kept relative to the first weight: a window of one backward, the usual one, is never
+    rescaled. Not so with several processes, of which each has weights of its own.
 
     Args:
-        transfer: Brings a batch to the device.
-
-    Attributes:
-        bad: How many micro-batches of the last window could not be made, in all processes.
+        ranks: The processes whose backwards make up a window together.
     """
 
-    def __init__(self, transfer: Transfer) -> None:
-        self.bad = 0
-        self._transfer = transfer
-        self._held: MicroBatch | None = None
-        self._buffers = KeptBuffers()
+    def __init__(self, ranks: Ranks = ALONE) -> None:
+        self._ranks = ranks
+        self.handed: MicroBatch | None = None
+        self._open = False
+        self._first: float | Tensor | None = None
+        self._total: float | Tensor = 0.0
 
-    def lacks(self, micro_batches: Sequence[MicroBatch]) -> bool:
-        """Whether nothing here weighed something yet, in this window or before."""
-        return self._held is None and all(map(_weighs_nothing, micro_batches))
-
-    def borrow(self, micro_batches: Sequence[MicroBatch], ranks: Ranks) -> None:
-        """Take another process's where there is none; to be called by all processes, of which one has one."""
-        first = micro_batches[0]
-        mine = None if _weighs_nothing(first) else to_host(first.batch if first.host is None else first.host)
-        batches = [each for each in ranks.all_gather(mine) if each is not None]
-        if self._held is None:
-            self._held = MicroBatch(self._transfer(batches[0]), 1.0, host=batches[0])
-
-    def instead_of(self, micro_batch: MicroBatch) -> MicroBatch:
-        """The micro-batch, or what weighed something before if it has no weight itself.
-
-        The mean loss over nothing is usually 0 / 0, of which no share is zero.
+    def _own(self, weight: float | Tensor | None) -> float | Tensor:
+        """The weight that was given, or that of the batch that was handed out last: what stands in for one
+        that this process does not have weighs nothing.
         """
-        if isinstance(micro_batch.weight, Tensor) or micro_batch.everywhere is not None:
-            return micro_batch
-        if micro_batch.weight:
-            self._held = micro_batch
-            return micro_batch
-        held = micro_batch if self._held is None else self._held
-        return micro_batch._replace(batch=held.batch, host=held.host, stand_in=True)
+        if self.handed is not None and self.handed.stand_in:
+            return 0.0
+        if weight is None:
+            return self.handed.samples if self.handed is not None and self._ranks.size > 1 else 1.0
+        return weight
 
-    def drop(self) -> None:
-        """Hold nothing any more: an update was not made, perhaps for what is held, whose loss may be NaN."""
-        self._held = None
-
-    def run(self, engine: Engine, micro_batch: MicroBatch, share: float | Tensor | None) -> Row:
-        """Forward and backward of a micro-batch that stands in, and its scalars.
+    def backward(self, strategy: Strategy, loss: Tensor, weight: float | Tensor | None) -> None:
+        """Add a micro-batch's gradients; one of weight zero has none to add, and its mean loss is usually 0 /
+        0.
 
         Raises:
-            ConfigError: The step gave no loss to optimise.
+            ConfigError: A weight below zero, or none.
         """
-        with self.without_trace(engine):
-            loss, names, values, _ = read_output(engine._run_step(micro_batch.batch))
-            if loss is None or values is None or not loss.requires_grad:
-                raise no_loss(engine.task, loss)
-            engine.strategy.backward(loss, share)
-        return names, values, micro_batch.weight
+        weight = self._own(weight)
+        if not isinstance(weight, Tensor) or weight.device.type == "cpu":  # reading another would wait for it
+            weight = float(weight)
+            if not weight >= 0:
+                raise ConfigError(
+                    f"engine.backward(loss, weight): a weight counts samples or tokens, not {weight}"
+                )
+        self._open = True
+        if self._ranks.size > 1:
+            self._first = 1.0
+            self._total = self._total + weight
+            if isinstance(weight, Tensor) or weight:
+                strategy.backward(loss, weight)
+            else:  # a placeholder, or a mean over nothing: all ranks go through backward together
+                with zero_gradients(loss):
+                    strategy.backward(loss, weight)
+            return
+        if not isinstance(weight, Tensor) and weight == 0:
+            return
+        if self._first is None:
+            self._first = self._total = weight
+            strategy.backward(loss)
+        else:
+            self._total = self._total + weight
+            strategy.backward(loss, weight / self._first)
 
-    @contextmanager
-    def without_trace(self, engine: Engine) -> Iterator[None]:
-        """Within it what stands in is run, of which nothing is to stay: which batch it is, and so whether its
-        loss is finite, must not matter, and a resumed run may have another.
+    def check_closed(self) -> None:
+        """See that there is something to save.
 
-        Buffers are as they were before. Gradients are zeros before they are added to those of others, as a
-        share of zero of NaN would be NaN; but for strategies that shard parameters and have gradients past
-        autograd's leaves.
+        Raises:
+            ConfigError: Gradients were added since the last step.
         """
-        # The statistics of SyncBatchNorm are of all processes, which would not have them alike any more.
-        self._buffers.keep(engine.task, but=nn.SyncBatchNorm)
-        trained = [each for each in engine._parameters if each.requires_grad]
-        handles = [each.register_hook(torch.zeros_like) for each in trained]  # type: ignore[no-untyped-call]
-        try:
-            yield
-        finally:
-            for each in handles:
-                each.remove()
-            self._buffers.put_back(unseen=True)  # of a stand-in's graph nothing counts
+        if self._open:
+            raise ConfigError(
+                "engine.save() between engine.backward() and engine.step(): make the step first"
+            )
 
+    def close(self, strategy: Strategy, parameters: Sequence[Tensor]) -> None:
+        """Bring the gradients to their mean; the next backward opens a new window.
 
-def bad_batches(engine: Engine, micro_batches: Sequence[MicroBatch]) -> int:
-    """How many micro-batches of the window of the last update could not be made, in all processes."""
-    return sum(each.bad for each in micro_batches) if engine._alone else engine._spare.bad
+        There may be none, when every weight was zero; optimizers pass parameters without a gradient over.
 
-
-def keep_for_metrics(engine: Engine, outputs: Any, batch: Batch, seen: list[Any]) -> None:
-    """Show a micro-batch to the declared metrics; at the update's end, if it may not be made.
-
-    Args:
-        engine: The run's.
-        outputs: What the task's step gave for them, or None.
-        batch: The micro-batch.
-        seen: Gets what is to be shown later.
-    """
-    if outputs is None:
-        return
-    with torch.no_grad():
-        inputs = engine.task.metric_inputs(outputs, batch)
-    if engine._scaled or engine.gate or (engine.splitter and engine.splitter.searches):
-        seen.append(inputs)  # an update that is skipped or begun again must not move the averages
-    else:
-        engine._train_metrics.update(inputs)  # type: ignore[union-attr]
+        Raises:
+            ConfigError: No backward came before.
+        """
+        if not self._open:
+            raise ConfigError("engine.step() without engine.backward(loss) before it: there is no gradient")
+        if self._first is not None and self._total is not self._first:
+            total = self._total
+            if self._ranks.size > 1:
+                # Strategies average over the processes.
+                total = self._ranks.total([float(total)])[0] / self._ranks.size
+            if total != 0:
+                strategy.scale_gradients(parameters, self._first / total)
+        self._open, self._first, self._total = False, None, 0.0
 
 
 class StepResult:
@@ -231,81 +217,6 @@ class StepResult:
         if "loss" not in metrics:
             raise ConfigError(f"this step has no value 'loss'. {nearest('loss', metrics)}")
         return metrics["loss"]
-
-
-class Returned:
-    """The end of a generator step, with what it returned."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def advance(body: Generator[Any, None, Any]) -> Any:
-    """Run a generator step to its next yield; what strategies wrap when the task's step is a generator."""
-    try:
-        return next(body)
-    except StopIteration as end:
-        return Returned(end.value)
-
-
-def same_optimizer(yielded: Sequence[Any], names: Mapping[str, Any]) -> tuple[str, list[Any]]:
-    """The optimizer that all micro-batches' bodies name, and their losses.
-
-    Raises:
-        ConfigError: A yield that is no `(name, loss)`, an unknown name, or bodies that disagree.
-    """
-    losses = []
-    first: str | None = None
-    for each in yielded:
-        if not (isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], str)):
-            raise ConfigError(
-                "a generator training_step must yield an optimizer's name and its loss, as in `yield"
-                f' "generator", loss`; it yielded a {type(each).__name__}'
-            )
-        name, loss = each
-        if name not in names:
-            raise ConfigError(f"training_step yielded the unknown optimizer {name!r}. {nearest(name, names)}")
-        if first is not None and name != first:
-            raise ConfigError(
-                f"the micro-batches of one window yielded different optimizers ({first!r} and {name!r}); with"
-                " accumulation every micro-batch must yield the same names in the same order"
-            )
-        first = name
-        losses.append(loss)
-    assert first is not None
-    return first, losses
-
-
-def named(optimizer: str, metric: str) -> str:
-    """The name under which a yielded value is logged: `generator_loss`, or the metric's own name."""
-    return f"{optimizer}_loss" if metric == "loss" else metric
-
-
-def returned_rows(yielded: Sequence[Any], pairs: Weighted) -> list[Row]:
-    """The scalars that generator steps returned at their end, if any.
-
-    Raises:
-        ConfigError: Some bodies ended and some did not, or they returned no mapping.
-    """
-    rows = []
-    for each, (micro_batch, _) in zip(yielded, pairs, strict=True):
-        if not isinstance(each, Returned):
-            raise ConfigError(
-                "with accumulation every micro-batch's training_step must yield the same number of times"
-            )
-        if each.value is None:
-            continue
-        if not isinstance(each.value, Mapping):
-            raise ConfigError(
-                f"a generator training_step returned a {type(each.value).__name__}; it may return a mapping"
-                " of scalars to log"
-            )
-        _, names, values, _ = read_output(StepOutput(None, metrics=each.value))  # type: ignore[arg-type]
-        if values is not None:
-            rows.append((names, values, micro_batch.weight))
-    return rows
 
 
 def no_loss(task: object, loss: Tensor | None) -> ConfigError:

@@ -100,6 +100,7 @@ class Drive:
         net: The model, in place of the task's own.
         tokens: In a batch.
         weightless: How many batches at the start have weight zero.
+        on_nonfinite: As the Trainer's.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class Drive:
         net: nn.Module | None = None,
         tokens: int = 0,
         weightless: int = 0,
+        on_nonfinite: str = "raise",
     ) -> None:
         self.task = Line()
         self.task.step, self.task.tokens_per_batch, self.task.weightless = step, tokens, weightless
@@ -139,6 +141,7 @@ class Drive:
             loggers=self.memory,
             progress_bar=False,
             run_dir=run_dir,
+            on_nonfinite=on_nonfinite,
         )
 
     def meet(self, run: Any) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from drivetrain import CheckpointConfig, ConfigError, LambdaCallback
 from drivetrain.checkpoint.index import read_index
+from drivetrain.testing.distributed import run_distributed
 
 NAN, INF = math.nan, math.inf
 
@@ -158,7 +159,7 @@ def test_the_best_are_kept_besides_the_newest(
 ) -> None:
     """`keepers` are epochs, the best last."""
     policy = CheckpointConfig(every=None, keep_last=1, best=best, mode=mode)
-    result = run(tmp_path, policy, losses, max_epochs=4)
+    result = run(tmp_path, policy, losses, max_epochs=4, on_nonfinite="skip")
     assert saved(tmp_path) == sorted({*(5 * epoch for epoch in keepers), 20})
     assert kept(tmp_path) == {"resume points": [20], "keepers": sorted(5 * epoch for epoch in keepers)}
     assert result.best_checkpoint == (
@@ -215,17 +216,136 @@ def test_one_checkpoint_serves_both_purposes(tmp_path: Path) -> None:
         ("training/loss", "train/loss"),
     ],
 )
-def test_a_metric_that_is_not_there_is_an_error_at_the_first_validation_that_lists_those_that_are(
+def test_a_metric_that_is_not_there_ends_the_run_at_the_first_validation_with_everything_saved(
     by: str, nearest: str, tmp_path: Path
 ) -> None:
     policy = CheckpointConfig(every="2 steps", by=by)
     listed = rf"'{by}'.*Did you mean '{nearest}'\? Allowed: 'train/loss', 'validation/loss'\. .*by=None"
     with pytest.raises(ConfigError, match=listed):
         run(tmp_path, policy, (1.0, 2.0), log_every=1)
-    assert saved(tmp_path) == [2, 4]  # the validation was after the fifth update
-    # What was saved so far is not lost by the mistake.
+    assert saved(tmp_path) == [4, 5]  # the validation was after the fifth update
     policy = CheckpointConfig(every="2 steps", by=nearest)
     assert run(tmp_path, policy, (1.0, 2.0), log_every=1, resume="auto").progress.updates == 10
+
+
+def learn(run_dir: Path, by: str, losses: list[float], **options: Any) -> Any:
+    """A run without validation, of 5 updates an epoch; `losses` are those of its updates."""
+    left = list(losses)
+
+    class Planted(Regression):
+        def training_step(self, batch: Any) -> Tensor:
+            return left.pop(0) + 0.0 * self(batch[0]).sum()
+
+    policy = CheckpointConfig(**{"every": None, "best": 1, "by": by, **options.pop("policy", {})})
+    return quiet(checkpoint=policy, run_dir=run_dir, **options).fit(Planted(), pairs(10))
+
+
+def test_a_metric_of_training_ranks_at_each_log_point(tmp_path: Path) -> None:
+    result = learn(tmp_path, "train/loss", [5.0, 3.0, 1.0, 2.0, 4.0, 6.0], max_steps=6, log_every=1)
+    assert kept(tmp_path) == {"resume points": [6], "keepers": [3]}
+    assert Path(result.best_checkpoint).name == "update-00000003"
+
+
+@pytest.mark.parametrize("options", [{}, {"log_every": "1 epoch"}])
+def test_a_metric_of_training_ranks_once_per_epoch_if_the_log_interval_is_longer(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    losses = [9.0] * 5 + [1.0, 9.0, 1.0, 9.0, 1.0] + [5.0] * 5  # the second epoch has the least mean
+    result = learn(tmp_path, "train/loss", losses, max_epochs=3, **options)
+    assert kept(tmp_path) == {"resume points": [15], "keepers": [10]}
+    assert result.metrics["train/loss"] == pytest.approx(5.0)
+
+
+def test_the_log_point_at_the_end_of_training_ranks_too(tmp_path: Path) -> None:
+    result = learn(tmp_path, "train/loss", [5.0, 5.0, 1.0], max_steps=3, log_every=2)
+    assert kept(tmp_path) == {"resume points": [3], "keepers": [3]}
+    assert result.best_checkpoint == result.last_checkpoint
+
+
+def test_with_validation_too_a_metric_of_training_ranks_when_it_is_logged(tmp_path: Path) -> None:
+    policy = CheckpointConfig(every=None, best=9, by="train/loss", mode="max")
+    run(tmp_path, policy, (1.0, 2.0), log_every=4)
+    assert kept(tmp_path)["keepers"] == [4, 8, 10]
+
+
+@pytest.mark.parametrize("every", ["1 epoch", "2 steps"])
+def test_a_misspelt_metric_of_training_ends_the_run_at_the_first_log_point_with_everything_saved(
+    every: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"by 'train/los', .*Did you mean 'train/loss'\?.*by=None"):
+        learn(tmp_path, "train/los", [1.0] * 9, max_epochs=2, log_every=3, policy={"every": every})
+    assert saved(tmp_path)[-1] == 3
+    result = learn(tmp_path / "next", "train/loss", [1.0] * 3, max_steps=3)
+    assert result.best_checkpoint is not None
+
+
+@pytest.mark.parametrize(
+    ("by", "options", "message"),
+    [
+        ("validation/accuracy", {}, r"at each validation, but this fit never validates.*'train/loss'"),
+        ("test/loss", {}, r"'test/loss', which a fit does not give. Did you mean 'train/loss'"),
+        (
+            "train/loss",
+            {"log_every": None},
+            "log_every=None logs nothing during training. Give the Trainer a",
+        ),
+    ],
+)
+def test_a_metric_that_cannot_come_is_refused_before_training(
+    by: str, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        learn(tmp_path, by, [], max_steps=6, **options)
+    assert saved(tmp_path) == []
+
+
+def test_a_loader_that_is_not_there_is_refused_before_training(tmp_path: Path) -> None:
+    policy = CheckpointConfig(by="validation/fra/loss")
+    trainer = quiet(max_epochs=1, checkpoint=policy, run_dir=tmp_path)
+    with pytest.raises(ConfigError, match=r"no validation loader gives. Did you mean 'validation/far/loss'"):
+        trainer.fit(Regression(), pairs(10), {"near": pairs(2), "far": pairs(2)})
+    assert saved(tmp_path) == []
+
+
+class Score:
+    """A callback that logs a value of its own after each epoch."""
+
+    def on_epoch_end(self, run: Any) -> None:
+        run.log("score", run.progress.epoch)
+
+
+def test_a_value_that_a_callback_logs_ranks_too(tmp_path: Path) -> None:
+    options = {"callbacks": [Score()], "max_epochs": 3, "log_every": 2, "policy": {"mode": "max"}}
+    learn(tmp_path, "score", [1.0] * 15, **options)
+    assert kept(tmp_path)["keepers"] == [15]  # the last epoch's, logged at the end
+    with pytest.raises(ConfigError, match=r"'scor', which is not logged. Did you mean 'score'"):
+        learn(tmp_path / "other", "scor", [1.0] * 15, **options)
+    assert saved(tmp_path / "other") == [10]  # an epoch after the value might have come
+
+
+def test_a_value_that_never_came_is_an_error_after_the_last_save(tmp_path: Path) -> None:
+    options = {"callbacks": [Score()], "max_epochs": 1}
+    with pytest.raises(ConfigError, match="'scor', which is not logged"):
+        learn(tmp_path, "scor", [1.0] * 5, **options)
+    assert saved(tmp_path) == [5]
+    assert (tmp_path / "model.safetensors").exists()
+
+
+def rank_on_two(run_dir: Path) -> tuple[str, str]:
+    class Uneven(Regression):
+        def training_step(self, batch: Any) -> Tensor:
+            return self(batch[0]).square().mean()
+
+    policy = CheckpointConfig(every=None, best=1, by="train/loss")
+    trainer = quiet(strategy="ddp", devices=2, checkpoint=policy, run_dir=run_dir, max_steps=3, log_every=1)
+    result = trainer.fit(Uneven(), pairs(12))
+    return str(result.best_checkpoint), str(result.last_checkpoint)
+
+
+def test_all_ranks_keep_the_same_best_by_a_metric_of_training(tmp_path: Path) -> None:
+    first, second = run_distributed(rank_on_two, tmp_path, world_size=2)
+    assert first == second
+    assert Path(first[0]).is_dir()
 
 
 def test_the_default_policy_does_without_a_metric_that_is_not_there(tmp_path: Path) -> None:

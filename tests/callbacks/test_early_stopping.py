@@ -5,7 +5,7 @@ import math
 import pytest
 
 from drivetrain.callbacks import EarlyStopping
-from drivetrain.errors import ConfigError
+from drivetrain.errors import ConfigError, NonFiniteError
 
 
 def losses(*values):
@@ -59,7 +59,7 @@ def test_an_improvement_must_exceed_the_threshold(drive, mode, threshold_mode, f
 
 
 def test_nan_counts_as_no_improvement_and_the_reason_says_so(drive):
-    run = fit(drive, EarlyStopping(patience=2), 0.5, math.nan, math.nan, 0.1)
+    run = fit(drive, EarlyStopping(patience=2), 0.5, math.nan, math.nan, 0.1, on_nonfinite="skip")
     assert run.progress.epoch == 3
     assert run.stopped_early == (
         "early stopping: validation/loss did not improve on 0.5 for 2 evaluations; it is nan now"
@@ -67,13 +67,25 @@ def test_nan_counts_as_no_improvement_and_the_reason_says_so(drive):
 
 
 def test_a_metric_that_is_never_finite_stops_the_fit(drive):
-    run = fit(drive, EarlyStopping(patience=1), math.nan, 0.1)
+    run = fit(drive, EarlyStopping(patience=1), math.nan, 0.1, on_nonfinite="skip")
     assert run.stopped_early == "early stopping: validation/loss was not finite for 1 evaluation; it is nan"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_metric_that_is_not_finite_ends_the_fit_as_on_nonfinite_says(drive, value):
+    values = [{"loss": 1.0, "f1": each} for each in (0.5, value, 0.7)]
+    arguments = {"epochs": 3, "updates_per_epoch": 1, "results": values}
+    stopping = EarlyStopping("validation/f1", patience=3)
+    run = drive(stopping, on_nonfinite="stop", **arguments).fit()
+    assert run.progress.epoch == 2
+    assert run.stopped_early == f"'validation/f1' is {value} after update 2"
+    with pytest.raises(NonFiniteError, match=f"'validation/f1' is {value} after update 2"):
+        drive(stopping, **arguments).fit()
 
 
 def test_a_value_after_nan_can_still_improve(drive):
     stopping = EarlyStopping(patience=2)
-    run = fit(drive, stopping, math.nan, 0.5, math.inf, 0.4)
+    run = fit(drive, stopping, math.nan, 0.5, math.inf, 0.4, on_nonfinite="skip")
     assert run.stopped_early is None
     assert stopping.best == pytest.approx(0.4)
 
@@ -127,6 +139,33 @@ def test_a_fit_that_never_validates_is_refused_before_it_trains(drive):
     with pytest.raises(ConfigError, match=r"this fit never validates\. Give `fit` validation_data"):
         run.fit()
     assert run.progress.updates == 0
+
+
+def train(drive, stopping, losses, **arguments):
+    """A fit without validation; `losses` are those of its updates."""
+    left = list(losses)
+    step = lambda task, batch: left.pop(0) + 0.0 * task(batch).sum()  # noqa: E731
+    return drive(stopping, step=step, **arguments).fit()
+
+
+def test_a_metric_of_training_stops_a_fit_that_never_validates(drive):
+    losses = [0.5, 0.3, 0.4, 0.35, 0.1, 0.1]
+    run = train(drive, EarlyStopping("train/loss", patience=2), losses, updates_per_epoch=6, log_every=1)
+    assert run.progress.updates == 4
+    assert run.stopped_early == "early stopping: train/loss did not improve on 0.3 for 2 log points"
+
+
+def test_a_metric_of_training_is_judged_once_per_epoch_if_the_log_interval_is_longer(drive):
+    losses = [3.0, 1.0, 1.0, 2.0, 1.0, 2.0, 9.0, 9.0]  # means of an epoch: 2, 1.5, 1.5, 9
+    stopping = EarlyStopping("train/loss", patience=1)
+    run = train(drive, stopping, losses, epochs=4, updates_per_epoch=2, log_every=50)
+    assert run.progress.epoch == 3
+    assert run.stopped_early == "early stopping: train/loss did not improve on 1.5 for 1 log point"
+
+
+def test_a_metric_of_training_that_is_not_logged_is_told_the_nearest(drive):
+    with pytest.raises(ConfigError, match=r"'train/los', which is not logged. Did you mean 'train/loss'"):
+        train(drive, EarlyStopping("train/los"), [0.5] * 4)
 
 
 @pytest.mark.parametrize(

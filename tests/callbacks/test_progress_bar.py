@@ -207,7 +207,7 @@ def test_no_thread_is_started(drive):
     with terminal():
         drive(ProgressBar(), watch).fit()
     started = {each.name for each in during - before if "drain" not in each.name}
-    assert started <= {"drivetrain-signals", "drivetrain-ledger"}  # of the run itself
+    assert started <= {"drivetrain-signals", "drivetrain-watchdog"}  # of the run itself
 
 
 @pytest.mark.usefixtures("every_draw")

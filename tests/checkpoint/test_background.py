@@ -11,7 +11,7 @@ import torch
 from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, DirectoryCheckpointIO, Snapshot
 from drivetrain.checkpoint.background import HostBuffers
 from drivetrain.checkpoint.filesystem import LocalFileSystem
-from drivetrain.checkpoint.sharding import plan_parts
+from drivetrain.checkpoint.sharding import plan_save
 from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.errors import CheckpointError
 from drivetrain.testing.distributed import run_distributed
@@ -134,7 +134,7 @@ def test_the_policy_is_that_of_saving_in_the_foreground(tmp_path):
 
 def planned(tensors):
     found = snapshot(tensors)
-    found.parts = plan_parts(found.tensors, (), ALONE)
+    found.plan = plan_save(found.tensors, (), ALONE)
     return found
 
 

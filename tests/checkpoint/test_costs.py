@@ -17,7 +17,7 @@ from drivetrain.checkpoint.background import HostBuffers
 from drivetrain.checkpoint.filesystem import LocalFileSystem
 from drivetrain.checkpoint.index import Entry, write_index
 from drivetrain.checkpoint.locate import newest_first
-from drivetrain.checkpoint.sharding import plan_parts
+from drivetrain.checkpoint.sharding import plan_save
 from drivetrain.distributed.ranks import ALONE
 
 MIB = 1 << 20
@@ -223,7 +223,7 @@ def test_the_work_grows_no_faster_than_the_number_of_tensors(tmp_path):
 
     def copy(count):
         snapshot = snapshot_of(count)
-        snapshot.parts = plan_parts(snapshot.tensors, (), ALONE)
+        snapshot.plan = plan_save(snapshot.tensors, (), ALONE)
         HostBuffers().copy(snapshot)
 
     for act in (
@@ -276,7 +276,7 @@ def test_a_list_asks_one_question_of_each_checkpoint_and_reads_none(crowd, name)
         work.append(calls(partial(LISTINGS[name], directory)))
     assert questions[1] - questions[0] == 900
     assert others[1] == others[0]
-    assert others[1]["open"] == (name != "list")  # the index alone
+    assert others[1]["open"] == {"list": 0, "entries": 2, "newest first": 1}[name]  # the index, and a lock
     assert work[1] <= 10 * work[0]
 
 

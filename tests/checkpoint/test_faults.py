@@ -1,6 +1,6 @@
 """The fault campaign in short: whatever fails, nothing wrong is loaded and nothing that was saved is lost.
 
-`python -m drivetrain.testing.campaign` is the long form.
+`python -m tests.campaigns.checkpoints` is the long form.
 """
 
 import random
@@ -8,6 +8,13 @@ from contextlib import suppress
 
 import pytest
 import torch
+from tests.campaigns.checkpoints import run_campaign
+from tests.campaigns.kills import run_kills
+from tests.campaigns.life import Life, content, differences
+from tests.campaigns.shards import run_shards
+from tests.support.fault_kinds import OPERATIONS, Fault, Killed
+from tests.support.faults import FaultyFileSystem, read_bytes
+from tests.support.memory import MemoryDisk, MemoryObjects
 
 from drivetrain.checkpoint import (
     CheckpointConfig,
@@ -17,13 +24,6 @@ from drivetrain.checkpoint import (
 )
 from drivetrain.checkpoint.files import write_atomically
 from drivetrain.errors import CheckpointError
-from drivetrain.testing.campaign import run_campaign
-from drivetrain.testing.fault_kinds import OPERATIONS, Fault, Killed
-from drivetrain.testing.faults import FaultyFileSystem, read_bytes
-from drivetrain.testing.kills import run_kills
-from drivetrain.testing.life import Life, content, differences
-from drivetrain.testing.memory import MemoryDisk, MemoryObjects
-from drivetrain.testing.shards import run_shards
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 import xxhash
 
 from drivetrain.checkpoint import FORMAT_VERSION, DamagedCheckpointError, Manifest, read_manifest
-from drivetrain.checkpoint.records import Piece, TensorRecord
+from drivetrain.checkpoint.records import Layout, TensorRecord
 from drivetrain.errors import CheckpointError
 
 DIGEST = "0" * 32
@@ -28,85 +28,65 @@ def test_a_manifest_comes_back_as_it_was(saved):
     assert again.progress == {"updates": 1, "epoch": 0}
     assert again.saved_by.keys() == {"drivetrain", "torch", "python", "task"}
     stored = again.tensors["model"]["weight"]
+    assert stored == TensorRecord(Layout("F32", (8, 3), ((), ())))
     digest = xxhash.xxh3_128_hexdigest(torch.full((8, 3), 1.0).numpy().tobytes())
-    assert stored == TensorRecord((8, 3), "F32", (Piece("model.safetensors", (0, 0), (8, 3), digest),))
+    assert again.files["model.safetensors"].hashes.tensors["weight"] == digest
 
 
 def test_the_file_is_strict_json_that_people_can_read(saved):
     content = json.loads((saved / "manifest.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
-    assert content["format_version"] == FORMAT_VERSION == 1
+    assert content["format_version"] == FORMAT_VERSION == 2
     assert content["saved_by"]["task"] == "Digits"
     assert content["metrics"] == {"validation/loss": 0.5, "train/loss": "nan"}
 
 
 def cut_in_four(good):
-    group = good["tensors"]["model"]
-    group["files"] = [f"model-{number:05d}-of-00004.safetensors" for number in range(1, 5)]
-    good["files"].update(dict.fromkeys(group["files"], good["files"]["model.safetensors"]))
-    group["tensors"]["weight"] = {
-        "dtype": "F32",
-        "shape": [8, 3],
-        "cuts": [[0, 3], [0, 2]],
-        "files": [0, 1, 2, 3],
-        "xxh3_128": [DIGEST] * 4,
-    }
+    """The same, written by four processes, with one tensor by a rule and one spelled out."""
+    record = {"bytes": 100, "hashes_xxh3_128": DIGEST}
+    names = [f"model-{number:05d}-of-00004.safetensors" for number in range(1, 5)]
+    good["files"] = {"state.json": good["files"]["state.json"], **dict.fromkeys(names, record)}
+    good["processes"] = 4
+    good["layouts"] = [
+        {"dtype": "F32", "shape": [8, 3], "grid": [[[2, 1]], [[2, 2]]]},
+        {"dtype": "F32", "shape": [8, 3], "cuts": [[0, 3], [0, 2]], "files": [3, 0, 1, 2]},
+        {"dtype": "F32", "shape": [8], "grid": [[]]},
+    ]
+    good["tensors"] = {"model": {"weight": [0, 0], "other": [1, 0], "bias": [2, 3]}}
     return good
 
 
 def test_a_tensor_in_several_pieces_can_be_described(good):
     manifest = Manifest.from_json(cut_in_four(good))
-    loaded = manifest.tensors["model"]["weight"]
-    assert loaded.shape == (8, 3)
-    assert [(piece.offset, piece.shape) for piece in loaded.pieces] == [
-        ((0, 0), (3, 2)),
-        ((0, 2), (3, 1)),
-        ((3, 0), (5, 2)),
-        ((3, 2), (5, 1)),
+    tensors = manifest.tensors["model"]
+    assert [tuple(piece) for piece in tensors["weight"].pieces] == [
+        (0, (0, 0), (4, 2)),
+        (2, (0, 2), (4, 1)),
+        (1, (4, 0), (4, 2)),
+        (3, (4, 2), (4, 1)),
     ]
+    assert [tuple(piece) for piece in tensors["other"].pieces] == [
+        (3, (0, 0), (3, 2)),
+        (0, (0, 2), (3, 1)),
+        (1, (3, 0), (5, 2)),
+        (2, (3, 2), (5, 1)),
+    ]
+    assert [tuple(piece) for piece in tensors["bias"].pieces] == [(3, (0,), (8,))]
     assert Manifest.parse(manifest.dump()) == manifest
 
 
-def box(offset, shape):
-    return Piece("model.safetensors", offset, shape, DIGEST)
-
-
-@pytest.mark.parametrize(
-    "boxes",
-    [
-        [box((0, 0), (4, 3))],  # a part is missing
-        [box((0, 0), (8, 3)), box((0, 0), (8, 3))],  # twice
-        [box((0, 0), (5, 3)), box((4, 0), (4, 3))],  # overlapping
-        [box((0, 0), (3, 3)), box((4, 0), (4, 3))],  # a gap
-        [box((4, 0), (4, 3))],  # not from the start
-        [box((0, 0), (8, 2)), box((0, 2), (4, 1))],  # not in every column
-        [box((0, 0), (8, 3)), box((4, 0), (0, 3))],  # an empty one
-    ],
-)
-def test_pieces_that_do_not_make_up_the_tensor_are_not_written(good, boxes):
-    manifest = Manifest.from_json(good)
-    manifest.tensors["model"]["weight"] = TensorRecord((8, 3), "F32", tuple(boxes))
-    with pytest.raises(CheckpointError, match=r"'weight' do not make up \[8, 3\]"):
-        manifest.dump()
-
-
-def test_pieces_may_come_in_any_order(good):
-    manifest = Manifest.from_json(cut_in_four(good))
-    record = manifest.tensors["model"]["weight"]
-    turned = TensorRecord(record.shape, record.dtype, record.pieces[::-1])
-    manifest.tensors["model"]["weight"] = turned
-    assert Manifest.parse(manifest.dump()).tensors["model"]["weight"] == record
-
-
 def test_a_newer_format_says_to_upgrade(good):
-    good["format_version"] = 2
+    good["format_version"] = 3
     with pytest.raises(
-        CheckpointError, match=r"saved by a newer drivetrain: format 2.* reads 1\. Upgrade"
+        CheckpointError, match=r"saved by a newer drivetrain: format 3.* reads 2\. Upgrade"
     ) as caught:
         Manifest.from_json(good)
     assert not isinstance(caught.value, DamagedCheckpointError)  # it is intact, and must not be set aside
 
 
-@pytest.mark.parametrize("key", ["format_version", "saved_by", "progress", "metrics", "files", "tensors"])
+@pytest.mark.parametrize(
+    "key",
+    ["format_version", "saved_by", "progress", "metrics", "processes", "files", "layouts", "tensors"],
+)
 @pytest.mark.parametrize("value", [None, [], "text", 1.5, True, -1])
 def test_a_missing_key_or_a_wrong_type_is_refused(good, key, value):
     with pytest.raises(DamagedCheckpointError):
@@ -152,8 +132,9 @@ def change(tree, path, value):
 
 
 FILE = ("files", "state.json")
-GROUP = ("tensors", "model")
-TENSOR = (*GROUP, "tensors", "weight")
+PIECES = ("files", "model-00001-of-00004.safetensors")
+RULE, SPELLED = ("layouts", 0), ("layouts", 1)
+TENSOR = ("tensors", "model", "weight")
 
 
 @pytest.mark.parametrize(
@@ -167,41 +148,76 @@ TENSOR = (*GROUP, "tensors", "weight")
         ((*FILE, "xxh3_128"), "zz"),
         ((*FILE, "xxh3_128"), None),
         ((*FILE, "extra"), 1),
+        ((*PIECES, "hashes_xxh3_128"), "zz"),
+        ((*PIECES, "header_xxh3_128"), DIGEST),
+        (PIECES, {"bytes": 100}),
+        (PIECES, {"bytes": 100, "header_xxh3_128": DIGEST}),
+        (PIECES, {"bytes": 100, "header_xxh3_128": DIGEST, "tensors_xxh3_128": [DIGEST]}),
+        (PIECES, {"bytes": 100, "header_xxh3_128": DIGEST, "tensors_xxh3_128": {"weight": "zz"}}),
+        (PIECES, {"bytes": 100, "header_xxh3_128": DIGEST, "tensors_xxh3_128": {"weight": 3}}),
+        (PIECES, {"bytes": 100, "header_xxh3_128": "zz", "tensors_xxh3_128": {}}),
+        (("files", "model-00005-of-00004.safetensors"), {"bytes": 100, "hashes_xxh3_128": DIGEST}),
+        (("files", "model-00001-of-00003.safetensors"), {"bytes": 100, "hashes_xxh3_128": DIGEST}),
+        (("files", "model-000001-of-00004.safetensors"), {"bytes": 100, "hashes_xxh3_128": DIGEST}),
+        (("files", "other-00001-of-00004.safetensors"), {"bytes": 100, "hashes_xxh3_128": DIGEST}),
+        (("files", "model.safetensors"), {"bytes": 100, "hashes_xxh3_128": DIGEST}),
+        (("processes",), 0),
+        (("processes",), 3),
+        (("processes",), (1 << 16) + 1),
+        (RULE, []),
+        ((*RULE, "shape"), 3),
+        ((*RULE, "shape"), [8]),
+        ((*RULE, "shape"), [-1, 3]),
+        ((*RULE, "shape"), [1] * 65),
+        ((*RULE, "dtype"), "F31"),
+        ((*RULE, "dtype"), 32),
+        ((*RULE, "extra"), 1),
+        ((*RULE, "files"), [0, 1, 2, 3]),
+        ((*RULE, "grid"), []),
+        ((*RULE, "grid"), {}),
+        ((*RULE, "grid"), [[[2, 1]]]),
+        ((*RULE, "grid"), [[[2, 1]], 2]),
+        ((*RULE, "grid"), [[[2, 1]], [2, 2]]),
+        ((*RULE, "grid"), [[[2, 1]], [[2]]]),
+        ((*RULE, "grid"), [[[2, 1]], [[2, 2, 2]]]),
+        ((*RULE, "grid"), [[[2, 1]], [[2, -1]]]),
+        ((*RULE, "grid"), [[[2, 1]], [[2, 0]]]),
+        ((*RULE, "grid"), [[[2, 1]], [[0, 2]]]),
+        ((*RULE, "grid"), [[[2, 1]], [[True, 2]]]),
+        ((*RULE, "grid"), [[[2, 1]], [[2.0, 2]]]),
+        ((*RULE, "grid"), [[[2, 1]], [[2, 3]]]),  # beyond the last process
+        ((*RULE, "grid"), [[[4, 1]], [[2, 1]]]),  # more pieces than processes
+        ((*RULE, "grid"), [[[1, 1]] * 17, []]),
+        ((*SPELLED, "cuts"), []),
+        ((*SPELLED, "cuts"), {}),
+        ((*SPELLED, "cuts"), [[0, 3]]),
+        ((*SPELLED, "cuts"), [[0, 3], 2]),
+        ((*SPELLED, "cuts"), [[0, 3], []]),
+        ((*SPELLED, "cuts"), [[1, 3], [0, 2]]),
+        ((*SPELLED, "cuts"), [[0, 8], [0, 2]]),
+        ((*SPELLED, "cuts"), [[3, 0], [0, 2]]),
+        ((*SPELLED, "cuts"), [[0, 0], [0, 2]]),
+        ((*SPELLED, "cuts"), [[0, 3], [0, True]]),
+        ((*SPELLED, "cuts"), [[0, 3], [0, 1, 2]]),
+        ((*SPELLED, "files"), [0, 1, 2]),
+        ((*SPELLED, "files"), 0),
+        ((*SPELLED, "files"), [0, 1, 2, 4]),
+        ((*SPELLED, "files"), [0, 1, 2, 2]),
+        ((*SPELLED, "files"), [0, 1, 2, -1]),
+        ((*SPELLED, "files"), [1, 2, 3, False]),
+        ((*SPELLED, "files"), ["model.safetensors"] * 4),
         (TENSOR, []),
-        ((*TENSOR, "shape"), 3),
-        ((*TENSOR, "shape"), [-1, 3]),
-        ((*TENSOR, "shape"), [1] * 65),
-        ((*TENSOR, "dtype"), "F31"),
-        ((*TENSOR, "dtype"), 32),
-        ((*TENSOR, "cuts"), []),
-        ((*TENSOR, "cuts"), {}),
-        ((*TENSOR, "cuts"), [[0, 3]]),
-        ((*TENSOR, "cuts"), [[0, 3], 2]),
-        ((*TENSOR, "cuts"), [[0, 3], []]),
-        ((*TENSOR, "cuts"), [[1, 3], [0, 2]]),
-        ((*TENSOR, "cuts"), [[0, 8], [0, 2]]),
-        ((*TENSOR, "cuts"), [[3, 0], [0, 2]]),
-        ((*TENSOR, "cuts"), [[0, 0], [0, 2]]),
-        ((*TENSOR, "cuts"), [[0, 3], [0, True]]),
-        ((*TENSOR, "cuts"), [[0, 3], [0, 1, 2]]),
-        ((*TENSOR, "files"), [0, 1, 2]),
-        ((*TENSOR, "files"), 0),
-        ((*TENSOR, "files"), [0, 1, 2, 4]),
-        ((*TENSOR, "files"), [0, 1, 2, 2]),
-        ((*TENSOR, "files"), [0, 1, 2, -1]),
-        ((*TENSOR, "files"), [1, 2, 3, False]),
-        ((*TENSOR, "files"), ["model.safetensors"] * 4),
-        ((*TENSOR, "xxh3_128"), [DIGEST] * 3),
-        ((*TENSOR, "xxh3_128"), [DIGEST] * 3 + ["zz"]),
-        ((*TENSOR, "xxh3_128"), DIGEST),
-        ((*TENSOR, "extra"), 1),
-        ((*GROUP, "files"), ["absent.safetensors"]),
-        ((*GROUP, "files"), ["../model.safetensors"]),
-        ((*GROUP, "files"), ["state.json"]),
-        ((*GROUP, "files"), "model.safetensors"),
-        ((*GROUP, "extra"), []),
-        (("tensors", "../model"), {"files": [], "tensors": {}}),
-        (("tensors", "Model"), {"files": [], "tensors": {}}),
+        (TENSOR, {}),
+        (TENSOR, [0]),
+        (TENSOR, [0, 0, 0]),
+        (TENSOR, [3, 0]),
+        (TENSOR, [-1, 0]),
+        (TENSOR, [0, 1]),  # its last piece would be a fifth process's
+        (TENSOR, [0, -1]),
+        (TENSOR, [0, False]),
+        (TENSOR, ["0", 0]),
+        (("tensors", "../model"), {}),
+        (("tensors", "Model"), {}),
         (("saved_by", "task"), ["os.system"]),
         (("metrics", "a"), "NaN"),
         (("metrics", "a"), None),
@@ -236,9 +252,22 @@ def test_any_other_json_is_no_manifest(data):
         Manifest.parse(data)
 
 
-def test_two_pieces_of_a_tensor_are_not_written_into_one_file(good):
-    manifest = Manifest.from_json(good)
-    halves = (box((0, 0), (4, 3)), box((4, 0), (4, 3)))
-    manifest.tensors["model"]["weight"] = TensorRecord((8, 3), "F32", halves)
-    with pytest.raises(CheckpointError, match="two parts of 'weight' are in one file"):
-        manifest.dump()
+def test_two_pieces_of_a_tensor_in_one_file_are_refused(good):
+    """They would be read from the same bytes, and only one hash would be compared."""
+    good = cut_in_four(good)
+    good["layouts"][0]["grid"] = [[[2, 1]], [[2, 1]]]
+    record = Manifest.from_json(good).tensors["model"]["weight"]
+    with pytest.raises(DamagedCheckpointError, match=r"two pieces .* are in one file"):
+        record.piece(1)
+
+
+def test_layouts_with_more_pieces_than_can_be_read_in_seconds_are_refused(good):
+    good = cut_in_four(good)
+    good["processes"] = 1 << 16
+    good["files"] = {}
+    layout = {"dtype": "F32", "shape": [1 << 20], "grid": [[[1 << 16, 1]]]}
+    good["layouts"] = [{**layout, "shape": [1 << 20, number]} for number in range(70)]
+    for each in good["layouts"]:
+        each["grid"] = [[[1 << 16, 1]], []]
+    with pytest.raises(DamagedCheckpointError, match="more than 4194304 pieces"):
+        Manifest.from_json(good)

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from tests.campaigns.life import content, differences
 from tests.support.outcome import weights
 from tests.support.saving import file_size_limit
 from torch import nn
@@ -16,7 +17,6 @@ from torch.utils.data import TensorDataset
 from drivetrain import Callback, CheckpointConfig, OptimizerConfig, TaskModule, Trainer
 from drivetrain.checkpoint import CheckpointManager, verify
 from drivetrain.errors import CheckpointError
-from drivetrain.testing.life import content, differences
 
 SIZE = 4 << 20
 

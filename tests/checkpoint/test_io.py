@@ -17,6 +17,7 @@ from drivetrain.checkpoint import (
     verify,
 )
 from drivetrain.checkpoint.io import CheckpointIO
+from drivetrain.distributed.ranks import Ranks
 from drivetrain.errors import CheckpointError
 
 io: CheckpointIO = DirectoryCheckpointIO()
@@ -360,3 +361,22 @@ def test_saving_takes_the_memory_of_one_tensor_not_of_the_model(tmp_path):
     before = memory("VmRSS")
     io.save(str(tmp_path / "c"), Snapshot(tensors={"model": tensors}))
     assert size / 2 < memory("VmHWM") - before < size * 1.5
+
+
+@pytest.mark.parametrize("place", ["disk", "store"])
+def test_a_committed_checkpoint_stays_when_a_peer_is_lost_right_after(tmp_path, place, helpers):
+    path = str(tmp_path / "c") if place == "disk" else f"memory://{tmp_path.name}/c"
+
+    class Lossy(Ranks):
+        """A rank 0 whose exchanges fail once the checkpoint is committed."""
+
+        def first(self, act):
+            value = act()
+            if io.exists(path):
+                raise RuntimeError("Connection closed by peer")
+            return value
+
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        DirectoryCheckpointIO(ranks=Lossy()).save(path, helpers.make_snapshot(1.0))
+    assert io.exists(path)
+    verify(path)

@@ -181,7 +181,7 @@ def test_a_moved_run_directory_stays_valid(directory, save, tmp_path):
 def test_the_index_is_strict_json(directory, save):
     save(open_manager(directory), 3, math.inf, keeper=True)
     content = json.loads((directory / "index.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
-    assert content["format_version"] == 1
+    assert content["format_version"] == 2
     assert content["checkpoints"] == [
         {
             "name": "update-00000003",

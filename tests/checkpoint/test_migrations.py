@@ -1,9 +1,13 @@
 """What an older drivetrain wrote is read by a newer one; what a newer one wrote is not guessed at."""
 
+import contextlib
+import copy
 import json
+import shutil
 
 import pytest
 import torch
+from tests.checkpoint.make_corpus import CORPUS
 
 from drivetrain.checkpoint import (
     CheckpointConfig,
@@ -15,7 +19,9 @@ from drivetrain.checkpoint import (
     index,
     migrations,
     reading,
+    verify,
 )
+from drivetrain.checkpoint.compare import compare
 from drivetrain.checkpoint.migrations import Step, steps_from
 from drivetrain.checkpoint.strict_json import seal, unseal
 from drivetrain.errors import CheckpointError
@@ -23,7 +29,7 @@ from drivetrain.errors import CheckpointError
 
 @pytest.fixture
 def saved(tmp_path):
-    """A directory with a checkpoint and an index of format 1."""
+    """A directory with a checkpoint and an index of the newest format."""
     manager = CheckpointManager(str(tmp_path), CheckpointConfig(best=0, by=None))
     snapshot = Snapshot({"model": {"w": torch.ones(3)}}, {"state": {"rate": 0.1}}, {"updates": 4, "epoch": 1})
     manager.save(4, 1, {}, lambda: snapshot)
@@ -32,25 +38,25 @@ def saved(tmp_path):
 
 @pytest.fixture
 def newer(monkeypatch):
-    """A drivetrain two formats on: 2 renamed counts and a value of the state, 3 changed the index."""
+    """A drivetrain two formats on: 3 renamed counts and a value of the state, 4 changed the index."""
 
-    def to_two(fields):
+    def to_three(fields):
         fields["progress"] = {f"{name}_made": count for name, count in fields["progress"].items()}
         return fields
 
-    def state_to_two(name, value):
+    def state_to_three(name, value):
         return {"learning_rate": value.pop("rate"), **value} if name == "state" else value
 
-    def index_to_three(fields):
+    def index_to_four(fields):
         fields["checkpoints"] = fields.pop("entries", fields.get("checkpoints"))
         for entry in fields["checkpoints"]:
             entry["epoch"] += 100
         return fields
 
-    monkeypatch.setitem(migrations.STEPS, 1, Step(manifest=to_two, object=state_to_two))
-    monkeypatch.setitem(migrations.STEPS, 2, Step(index=index_to_three))
+    monkeypatch.setitem(migrations.STEPS, 2, Step(manifest=to_three, object=state_to_three))
+    monkeypatch.setitem(migrations.STEPS, 3, Step(index=index_to_four))
     for module in (format, index, reading):
-        monkeypatch.setattr(module, "FORMAT_VERSION", 3)
+        monkeypatch.setattr(module, "FORMAT_VERSION", 4)
 
 
 def test_an_older_checkpoint_is_brought_up_to_date_as_it_is_read(saved, newer):
@@ -70,15 +76,15 @@ def test_what_is_of_the_newest_format_takes_no_step(tmp_path, newer):
     io = DirectoryCheckpointIO()
     io.save(str(tmp_path / "c"), Snapshot({}, {"state": {"rate": 1}}, {"updates": 1}))
     content = json.loads((tmp_path / "c" / "manifest.json").read_text(encoding="utf-8"))
-    assert content["format_version"] == 3
+    assert content["format_version"] == 4
     found = io.load(str(tmp_path / "c"))
     assert found.progress == {"updates": 1}
     assert found.objects == {"state": {"rate": 1}}
 
 
 def test_a_missing_step_is_an_error_and_no_damage(saved, newer, monkeypatch):
-    monkeypatch.delitem(migrations.STEPS, 2)
-    with pytest.raises(CheckpointError, match=r"is of format 1, and .* no way from format 2 to 3") as caught:
+    monkeypatch.delitem(migrations.STEPS, 3)
+    with pytest.raises(CheckpointError, match=r"is of format 2, and .* no way from format 3 to 4") as caught:
         DirectoryCheckpointIO().load(str(saved / "update-00000004"))
     assert not isinstance(caught.value, DamagedCheckpointError)
 
@@ -99,9 +105,9 @@ def test_steps_are_taken_in_order():
 def test_a_newer_format_is_refused_with_the_way_out(saved, file):
     path = saved / file
     body = unseal(path.read_bytes(), "it")
-    body["format_version"] = 2
+    body["format_version"] = 3
     path.write_bytes(seal(body, "it"))
-    text = r"newer drivetrain: format 2.* reads 1.*pip install --upgrade"
+    text = r"newer drivetrain: format 3.* reads 2.*pip install --upgrade"
     with pytest.raises(CheckpointError, match=text) as caught:
         CheckpointManager(str(saved), CheckpointConfig()).load_latest()
     assert not isinstance(caught.value, DamagedCheckpointError)
@@ -116,3 +122,51 @@ def test_what_is_no_version_is_damage(saved, version):
     path.write_bytes(seal(body, "it"))
     with pytest.raises(DamagedCheckpointError, match="format_version is"):
         DirectoryCheckpointIO().load(str(saved / "update-00000004"))
+
+
+V1 = CORPUS / "v1" / "sharded-by-4" / "manifest.json"
+
+
+def places(value, path=()):
+    """Every place in a JSON value."""
+    yield path
+    for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(each, (dict, list)):
+            yield from places(each, (*path, key))
+        else:
+            yield (*path, key)
+
+
+@pytest.mark.parametrize("value", [None, 3, -1, 1 << 70, "x", [], {}, [0], [[0]], {"x": 1}], ids=repr)
+def test_a_manifest_of_format_1_that_makes_no_sense_is_an_error_of_ours(value):
+    """Wherever it does not: in the fields that the step to format 2 takes apart."""
+    body = unseal(V1.read_bytes(), "it")
+    for path in places(body):
+        changed = copy.deepcopy(body)
+        place = changed
+        for key in path[:-1]:
+            place = place[key]
+        if path:
+            place[path[-1]] = value
+        else:
+            changed = {"format_version": 1, "x": value}
+        with contextlib.suppress(CheckpointError):
+            format.Manifest.from_json(changed)
+
+
+def test_the_hashes_of_format_1_are_compared(tmp_path):
+    shutil.copytree(V1.parent, tmp_path / "c")
+    path = tmp_path / "c" / "model-00003-of-00004.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    for act in (DirectoryCheckpointIO().load, verify):
+        with pytest.raises(DamagedCheckpointError, match="model-00003-of-00004"):
+            act(str(tmp_path / "c"))
+
+
+def test_formats_1_and_2_are_compared_with_one_another():
+    for name in ("everything", "sharded-by-4"):
+        found = compare(str(CORPUS / "v1" / name), str(CORPUS / "v2" / name))
+        assert not found.tensors
+        assert found.same

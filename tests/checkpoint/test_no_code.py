@@ -49,13 +49,13 @@ PLANNERS = {"default_planner", "metadata", "planner"}
 ALLOWED = {
     "lazy.py": ["importlib"],  # the packages' own tables of names; see the test of them below
     "registry.py": ["importlib", "importlib.metadata", "importlib.util"],  # rows, ours and other packages'
-    "stored_dataclass.py": ["typing.get_type_hints"],  # of annotations in the code
+    "stored_task.py": ["typing.get_type_hints"],  # of annotations in the code
     "checkpoint/torch_file.py": ["torch.save"],  # written on request, for programs that read nothing else
     "cli/environment.py": ["importlib.metadata"],  # versions of a fixed list of packages
-    "cli/references.py": ["importlib", "importlib.util"],  # what the user names on the command line
-    "cli/values.py": ["get_type_hints", "typing.get_type_hints"],  # of annotations in the code
-    "testing/recorded.py": ["runpy"],  # the program that the user names on the command line
-    "testing/shards.py": ["importlib"],  # one fixed name
+    "cli/references.py": ["importlib"],  # what the user names on the command line
+    # annotations in the code; YAML that the user names, by its safe loader
+    "cli/arguments.py": ["get_type_hints", "typing.get_type_hints", "yaml"],
+    "testing/resume/program.py": ["runpy"],  # the program that the user names on the command line
 }
 
 
@@ -141,7 +141,7 @@ def test_what_may_import_by_name_is_on_no_load_path():
     assert {name for name in ALLOWED if name in path} == {
         "lazy.py",
         "registry.py",
-        "stored_dataclass.py",
+        "stored_task.py",
         "checkpoint/torch_file.py",
     }
     assert not [name for name in path if name.startswith(("cli/", "testing/"))]
@@ -186,7 +186,7 @@ def test_what_is_loaded_lazily_is_ours_and_stands_in_the_source():
 
 def test_what_reads_a_checkpoint_knows_no_registry():
     """By a registry's rows a name becomes a module; no name out of a file gets there on the way in."""
-    reading = reached("stored_dataclass.py", *(name for name in SOURCES if name.startswith("checkpoint/")))
+    reading = reached("stored_task.py", *(name for name in SOURCES if name.startswith("checkpoint/")))
     assert "registry.py" not in reading
 
 

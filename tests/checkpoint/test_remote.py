@@ -5,7 +5,6 @@ import logging
 import os
 import random
 import sys
-import threading
 from typing import ClassVar
 
 import aiohttp
@@ -16,6 +15,8 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
+from tests.campaigns.checkpoints import run_campaign
+from tests.support.faults import read_bytes, write_bytes
 from tests.support.outcome import weights
 from tests.support.tasks import Regression, pairs, quiet
 
@@ -36,8 +37,6 @@ from drivetrain.checkpoint.places import file_system, plain_path
 from drivetrain.checkpoint.remote import RemoteFileSystem
 from drivetrain.checkpoint.retries import Retry, as_os_error, is_transient
 from drivetrain.errors import CheckpointError, MissingDependencyError
-from drivetrain.testing.campaign import run_campaign
-from drivetrain.testing.faults import read_bytes, write_bytes
 from drivetrain.testing.storage import check_checkpoint_io, check_file_system
 
 QUICK = Retry(tries=4, pause=0.001)
@@ -201,6 +200,12 @@ def test_a_package_that_is_missing_is_named_with_the_extra(monkeypatch):
         RemoteFileSystem("memory")
     with pytest.raises(MissingDependencyError, match=r"'s3fs'.*drivetrain\[s3\]"):
         RemoteFileSystem("s3")
+
+
+def test_the_package_that_repeats_requests_is_named_with_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tenacity", None)
+    with pytest.raises(MissingDependencyError, match=r"'tenacity'.*drivetrain\[remote\]"):
+        RemoteFileSystem("memory").kind("memory://bucket")
 
 
 def test_a_service_whose_package_is_missing_is_named(monkeypatch):
@@ -367,12 +372,12 @@ class RefusedError(Exception):
         (answered(503, "SlowDown"), True, errno.EBUSY),
         (answered(500, "InternalError"), True, errno.EBUSY),
         (answered(429, "TooManyRequests"), True, errno.EBUSY),
-        (answered(400, "RequestTimeout"), True, errno.EINVAL),
+        (answered(400, "RequestTimeout"), True, errno.EBUSY),
         (answered(408, "x"), True, errno.ETIMEDOUT),
         (answered(403, "AccessDenied"), False, errno.EACCES),
         (answered(401, "x"), False, errno.EACCES),
         (answered(404, "NoSuchBucket"), False, errno.ENOENT),
-        (answered(501, "NotImplemented"), False, errno.ENOSYS),
+        (answered(501, "NotImplemented"), False, errno.EPROTO),
         (answered(412, "PreconditionFailed"), False, errno.EPROTO),
         (RefusedError(code=503), True, errno.EBUSY),
         (RefusedError(status_code=403), False, errno.EACCES),
@@ -385,7 +390,7 @@ class RefusedError(Exception):
         (OSError(errno.ENETUNREACH, "unreachable"), True, errno.ENETUNREACH),
         (OSError(errno.EIO, "of a service"), False, errno.EPROTO),
         (FileNotFoundError("bucket/run"), False, errno.ENOENT),
-        (NotImplementedError(), False, errno.ENOSYS),
+        (NotImplementedError(), False, errno.EPROTO),
         (RuntimeError("a bug"), False, errno.EPROTO),
     ],
     ids=repr,
@@ -449,26 +454,3 @@ def test_a_large_object_is_read_from_any_position(flaky, size):
                 break
         assert bytes(target[:done]) == content[position : position + length]
     source.close()
-
-
-def test_threads_share_a_file_system(memory):
-    files = RemoteFileSystem("memory")
-    errors = []
-
-    def work(number):
-        try:
-            path = f"{memory}/{number}"
-            for _ in range(20):
-                write_file(path, [bytes([number]) * 1000], files)
-                assert read_bytes(files, path) == bytes([number]) * 1000
-                assert files.entries(memory)[str(number)] == "file"
-                files.delete(path)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors

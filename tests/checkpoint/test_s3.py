@@ -18,7 +18,9 @@ import fsspec.asyn
 import fsspec.config
 import pytest
 import torch
+from tests.campaigns.checkpoints import run_campaign
 from tests.support import s3_server
+from tests.support.faults import read_bytes
 from tests.support.outcome import weights
 from tests.support.tasks import Regression, pairs, quiet
 
@@ -29,8 +31,6 @@ from drivetrain.checkpoint.places import file_system
 from drivetrain.checkpoint.remote import RemoteFileSystem
 from drivetrain.checkpoint.retries import Retry
 from drivetrain.errors import CheckpointError
-from drivetrain.testing.campaign import run_campaign
-from drivetrain.testing.faults import read_bytes
 from drivetrain.testing.storage import check_checkpoint_io, check_file_system
 
 # The thread that all of fsspec's asynchronous file systems share, and one to which it gives what would block
@@ -62,16 +62,15 @@ class Service:
             "endpoint_url": f"http://127.0.0.1:{front}",
             "key": "key",
             "secret": "secret",
-            # Less than the server's "hang", and far more than it takes else.
-            "config_kwargs": {"read_timeout": 1},
         }
-
         self.files = self.connected()
+        # For the server's "hang", which takes longer. Others do not count on how fast the server is.
+        self.hasty = self.connected(config_kwargs={"read_timeout": 1})
 
-    def connected(self, **options):
+    def connected(self, block=1 << 20, **options):
         """A file system that gives up soon. Connecting costs a third of a second: the tests share `files`."""
-        settings = {"retry": Retry(tries=4, pause=0.01, patience=10), "part": PART, "block": 1 << 20}
-        return RemoteFileSystem("s3", self.options, **{**settings, **options})
+        retry = Retry(tries=4, pause=0.01, patience=60)
+        return RemoteFileSystem("s3", {**self.options, **options}, retry=retry, part=PART, block=block)
 
     def fail(self, *kinds, method="GET", pattern=".", skip=0, many=1):
         """Let requests fail; with several kinds, one after the other."""
@@ -148,6 +147,7 @@ def test_a_fit_goes_on_from_a_bucket_bit_for_bit(service, place, tmp_path):
     verify(result.last_checkpoint)
 
 
+@pytest.mark.full
 def test_no_fault_at_any_operation_loses_what_was_saved(service, place):
     score = run_campaign(3, 1, place, ("objects",), files=file_system(place))
     assert not score.failures, str(score)
@@ -166,11 +166,13 @@ def test_no_fault_at_any_operation_loses_what_was_saved(service, place):
     ],
 )
 def test_a_failure_that_passes_does_no_harm_to_what_is_written(service, kind, method, pattern):
-    files, path = service.files, f"{BUCKET}/object"
+    files, path = service.hasty if kind == "hang" else service.files, f"{BUCKET}/object"
     service.fail(kind, method=method, pattern=pattern, many=2 if kind == "refused" else 1)
+    state = random.getstate()
     assert write(files, path) == len(CONTENT)
     assert read_bytes(files, path) == CONTENT
     assert service.unfinished_uploads() == 0
+    assert random.getstate() == state  # a run's random numbers do not depend on the network
     files.delete(path)
 
 
@@ -189,7 +191,7 @@ def test_an_upload_that_is_unknown_is_finished_only_if_its_object_is_there(servi
 
 @pytest.mark.parametrize("kind", ["SlowDown", "refused", "cut short", "fewer bytes", "hang"])
 def test_a_failure_that_passes_does_no_harm_to_what_is_read(service, kind):
-    files, path = service.files, f"{BUCKET}/object"
+    files, path = service.hasty if kind == "hang" else service.files, f"{BUCKET}/object"
     write(files, path)
     service.fail(kind, pattern="object", skip=2, many=1 if kind == "hang" else 2)
     assert read_bytes(files, path) == CONTENT
@@ -258,8 +260,8 @@ def test_a_bucket_that_is_not_there_is_said_at_once(service):
 
 
 def test_memory_does_not_grow_with_the_object(service, place):
-    size, lanes = 64 << 20, 2
-    files = service.connected(block=PART, lanes=lanes)
+    size = 64 << 20
+    files = service.connected(block=PART)
     chunk = memoryview(bytes(1 << 20))
     write_file(f"{place}/warm", [chunk], files)
     tracemalloc.start()
@@ -275,8 +277,8 @@ def test_memory_does_not_grow_with_the_object(service, place):
     finally:
         tracemalloc.stop()
     assert count == size
-    assert written < (lanes + 4) * PART
-    assert read < (lanes + 3) * PART
+    assert written < 5 * PART
+    assert read < 3 * PART
 
 
 def test_a_listing_shows_what_others_have_written_since(service, place):

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from drivetrain.checkpoint import DamagedCheckpointError, Manifest
-from drivetrain.checkpoint.records import FileRecord, Piece, TensorRecord
+from drivetrain.checkpoint.records import FileRecord, Layout, TensorRecord
 from drivetrain.checkpoint.strict_json import (
     MAX_CONTAINERS,
     MAX_DIGITS,
@@ -93,18 +93,16 @@ def test_what_is_sealed_is_an_object(data):
         unseal(data, "it")
 
 
-def test_a_manifest_of_20000_tensors_in_64_pieces_is_within_the_limits():
-    """One of a hundredth of the tensors is made, and must take less than a hundredth of each limit."""
-    names = [f"model-{number:05d}-of-00064.safetensors" for number in range(1, 65)]
-    pieces = tuple(Piece(name, (row * 64, 0), (64, 16384), "f" * 32) for row, name in enumerate(names))
+def test_a_manifest_of_100000_tensors_on_8192_processes_is_within_the_limits():
+    """One of a hundredth of the tensors and files is made, within a hundredth of each limit."""
+    layouts = [Layout("BF16", (4096, 16384 + 8 * each), (((8192, 1),), ())) for each in range(10)]
     records = {
-        f"transformer.layers.{number}.attention.projection.weight": TensorRecord(
-            (4096, 16384), "BF16", pieces
-        )
-        for number in range(200)
+        f"transformer.layers.{number}.attention.projection.weight": TensorRecord(layouts[number % 10])
+        for number in range(1000)
     }
+    names = [f"model-{number:05d}-of-08192.safetensors" for number in range(1, 82)]
     files = {name: FileRecord(1 << 40, "f" * 32) for name in names}
-    data = Manifest(files, {"model": records}, {}, {}).dump()
+    data = Manifest(files, {"model": records}, {}, {}, processes=8192).dump()
     assert Manifest.parse(data).tensors["model"] == records
     assert len(data) * 100 < MAX_JSON_BYTES
     assert data.count(b",") * 100 < MAX_VALUES

@@ -13,7 +13,7 @@ from drivetrain.cli.main import main
 PROGRAM = """
 import sys
 from drivetrain import LambdaCallback, Trainer
-from tests.testing.test_resumable import Net, loader
+from tests.testing.resume.test_resumable import Net, loader
 
 settings = {"strategy": "cpu", "loggers": (), "run_dir": "run", "progress_bar": False}
 loop = Trainer(max_epochs=3, **settings).steps
@@ -71,6 +71,7 @@ def test_an_error_in_a_fit_or_in_the_body_of_a_loop_is_told(check: Check, lines:
     assert told in text
 
 
+@pytest.mark.full
 def test_a_loop_that_is_left_in_order_is_no_failure_and_may_evaluate(check: Check) -> None:
     code, text = check("""
 for step in loop(Net(), loader()):
@@ -83,6 +84,7 @@ sys.exit()
     assert "5 updates, killed, resumed at update 1: all that was compared is the same" in text
 
 
+@pytest.mark.full
 def test_a_fit_that_goes_on_from_another_is_saved_where_it_is_to_be(check: Check) -> None:
     code, text = check(
         """

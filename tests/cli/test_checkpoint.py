@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.support.faults import read_bytes
 from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain import CheckpointConfig
@@ -18,7 +19,6 @@ from drivetrain.checkpoint import CheckpointManager, DirectoryCheckpointIO, Snap
 from drivetrain.checkpoint.format import MANIFEST
 from drivetrain.checkpoint.places import file_system
 from drivetrain.cli.main import main
-from drivetrain.testing.faults import read_bytes
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -17,10 +18,9 @@ SHAPES = "--task shapes.Shapes --data shapes.data"
 FIT = f"{SHAPES} --trainer.max_epochs 2 --trainer.run_dir run"
 
 
-def shell(*words, cwd, options=("-m", "drivetrain.cli")):
-    return subprocess.run(
-        [sys.executable, *options, *words], cwd=cwd, capture_output=True, text=True, timeout=120, check=False
-    )
+def shell(*words, cwd, options=("-m", "drivetrain.cli"), **more):
+    words = [sys.executable, *options, *words]
+    return subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=120, check=False, **more)
 
 
 def test_fit_trains_and_says_what_it_left(drive, here):
@@ -201,7 +201,7 @@ def test_usage_errors_return_2_and_help_returns_0(capsys):
     assert main(["tarin"]) == 2
     assert main(["--help"]) == 0
     assert main(["fit", "--help"]) == 0
-    assert "--trainer.NAME VALUE" in capsys.readouterr().out
+    assert "--trainer.max_epochs" in capsys.readouterr().out
 
 
 def test_the_search_path_is_left_as_it_was(drive):
@@ -212,14 +212,40 @@ def test_the_search_path_is_left_as_it_was(drive):
 
 def test_help_and_version_do_not_wait_for_torch(tmp_path):
     program = (
-        "import sys; from drivetrain.cli.main import main; "
-        "assert main(['--version']) == 0; assert main(['fit', '--help']) == 0; "
-        "assert main(['fit', '--bogus']) == 2; "
-        "assert not {'torch', 'numpy'} & set(sys.modules), sorted(sys.modules)"
+        "import sys; from drivetrain.cli.main import main; assert main(['--version']) == 0; "
+        "assert all(main([*words, '--help']) == 0 for words in ([], ['checkpoint'], ['launch'], ['runs'])); "
+        "assert main(['env', '--bogus']) == 2; "
+        "assert not {'torch', 'numpy', 'jsonargparse', 'argcomplete'} & set(sys.modules), sorted(sys.modules)"
     )
     done = shell(cwd=tmp_path, options=("-c", program))
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"drivetrain {__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("drivetrain fi", ["fit "]),
+        (
+            "drivetrain fit --task shapes.Shapes --task.",
+            ["--task.hidden", "--task.kind", "--task.name", "--task.rate"],
+        ),
+        ("drivetrain fit --task shapes.Shapes --task.kind ", ["relu", "tanh"]),
+        ("drivetrain plan --task not.Here --trainer.progress_bar ", ["false", "true"]),
+        ("drivetrain fit --trainer.strategy ddp --trainer.strategy.bu", ["--trainer.strategy.bucket_mb "]),
+    ],
+)
+def test_a_shell_is_told_how_a_line_may_go_on(here, line, found):
+    asked = {
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(here / "found"),
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "COMP_TYPE": "9",
+    }
+    done = shell(cwd=here, env={**os.environ, **asked})
+    assert done.returncode == 0, done.stderr
+    assert sorted((here / "found").read_text(encoding="utf-8").split("\v")) == found
 
 
 def test_fit_works_from_a_shell_in_the_users_directory(here):

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import yaml
 
-from drivetrain.cli.build import build_trainer, plain_config
-from drivetrain.cli.config import Settings, merged, read_file, split_dotted
+from drivetrain.cli.arguments import Settings
 from drivetrain.cli.strategies import Listed, list_strategies
 from drivetrain.errors import MissingDependencyError
 from drivetrain.strategies import STRATEGIES, Hardware, Support
@@ -105,20 +105,24 @@ def test_the_command_prints_them_all(drive: Any) -> None:
     assert found["hardware"].keys() == {"cuda", "mps", "tpu"}
     assert [each["name"] for each in found["strategies"]] == list(STRATEGIES)
     code, _, err = drive("strategies", "--trainer.seed 3", quiet=False)
-    assert (code, err) == (2, "drivetrain: drivetrain strategies takes no --trainer.seed\n")
+    assert (code, err) == (
+        2,
+        "drivetrain: drivetrain strategies: unknown argument --trainer.seed. Allowed: '--debug', '--json'.\n",
+    )
 
 
-def settings(line: str, base: Settings | None = None) -> Settings:
-    rest, dotted = split_dotted(line.split())
-    assert rest == []
-    given = Settings({}, dotted, {})
-    return given if base is None else merged(base, given)
+def settings(line: str) -> Settings:
+    return Settings("fit", "train", line.split())
 
 
-def file_settings(tmp_path: Any, strategy: Any) -> Settings:
+def file_with(tmp_path: Any, strategy: Any) -> str:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"trainer": {"strategy": strategy}}), encoding="utf-8")
-    return read_file(str(path))
+    return f"--config {path}"
+
+
+def printed(line: str) -> Any:
+    return yaml.safe_load(settings(line).as_file())["trainer"]["strategy"]
 
 
 QUIET = "--trainer.loggers= --trainer.progress_bar false"
@@ -147,7 +151,7 @@ QUIET = "--trainer.loggers= --trainer.progress_bar false"
     ],
 )
 def test_options_of_a_strategy_make_its_configuration(line: str, expected: Any) -> None:
-    assert build_trainer(settings(f"{line} {QUIET}")).strategy == expected
+    assert settings(f"{line} {QUIET}").trainer().strategy == expected
 
 
 @pytest.mark.parametrize(
@@ -160,7 +164,7 @@ def test_options_of_a_strategy_make_its_configuration(line: str, expected: Any) 
         ),
         ("--trainer.strategy ddp --trainer.strategy.bucket_mb 0", "bucket_mb=...) must be a positive number"),
         ("--trainer.strategy ddp --trainer.strategy.communication fp61", "Did you mean 'fp16'?"),
-        ("--trainer.strategy.bucket_mb 50", "trainer.strategy.bucket_mb is an option of one: give --trainer"),
+        ("--trainer.strategy.bucket_mb 50", "give --trainer.strategy NAME too"),
         ("--trainer.strategy cpu --trainer.strategy.bucket_mb 50", "strategy 'cpu' has no options"),
         ("--trainer.strategy dpd --trainer.strategy.bucket_mb 50", "Did you mean 'ddp'?"),
     ],
@@ -192,15 +196,14 @@ def test_a_wrong_option_is_one_message(drive: Any, line: str, message: str) -> N
 def test_the_command_line_is_laid_over_the_file(
     tmp_path: Any, strategy: Any, line: str, expected: Any
 ) -> None:
-    found = settings(f"{line} {QUIET}", file_settings(tmp_path, strategy))
-    assert build_trainer(found).strategy == expected
+    found = settings(f"{file_with(tmp_path, strategy)} {line} {QUIET}")
+    assert found.trainer().strategy == expected
 
 
-@pytest.mark.usefixtures("others")
 def test_lists_of_a_file_are_tuples_of_a_configuration(tmp_path: Any) -> None:
-    given = {"name": "odd", "hops": 2, "names": ["a", "b"]}
-    found = plain_config(file_settings(tmp_path, given))
-    assert found["trainer"]["strategy"] == {"name": "odd", "hops": 2, "names": ("a", "b")}
+    given = {"name": "fsdp", "ignored": ["head", "norm.*"]}
+    found = settings(f"{file_with(tmp_path, given)} --trainer.devices 2 {QUIET}")
+    assert found.trainer().strategy == FSDPConfig(ignored=("head", "norm.*"))
 
 
 @pytest.mark.parametrize(
@@ -211,10 +214,9 @@ def test_lists_of_a_file_are_tuples_of_a_configuration(tmp_path: Any) -> None:
     ],
 )
 def test_the_printed_configuration_reads_back_as_the_same(tmp_path: Any, line: str, expected: Any) -> None:
-    printed = plain_config(settings(line))
-    assert printed["trainer"]["strategy"] == expected
-    again = file_settings(tmp_path, json.loads(json.dumps(printed))["trainer"]["strategy"])
-    assert plain_config(again) == printed
+    found = printed(line)
+    assert found == expected
+    assert printed(file_with(tmp_path, found)) == found
 
 
 def test_a_strategy_whose_package_is_missing_is_listed_with_what_to_install(

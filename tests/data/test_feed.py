@@ -190,7 +190,10 @@ class Unsized(Dataset[Tensor]):
     [
         ([], "the training data is empty: its list has no batches"),
         (DataLoader(Empty()), r"is empty: its dataset \(Empty\) has no samples"),
-        (TensorDataset(torch.ones(3, 1)), r"TensorDataset\) without a batch size.*Trainer\(batch_size=32\)"),
+        (
+            TensorDataset(torch.ones(3, 1)),
+            r"TensorDataset, which.*\) without a batch size.*Trainer\(batch_size=32\)",
+        ),
         (Unsized(), r"Unsized\) without a length.*IterableDataset"),
         ("path/to/data", "is a str, which gives no batches. Allowed: a DataLoader"),
         (torch.ones(3), "is a Tensor, which gives no batches"),

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.forked import run_forked
 from tests.support.tasks import FEATURES, Regression, quiet
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -109,6 +110,16 @@ def test_so_is_one_of_a_loader_over_an_iterable(
         quiet(max_epochs=1).fit(Regression(), data)
     assert not worker_signals.KEPT
     assert signal.getsignal(signal.SIGCHLD) is not worker_signals._heard
+
+
+@FORKS
+@pytest.mark.full
+@pytest.mark.parametrize("data", [Odd, OddStream])
+def test_a_worker_that_hangs_ends_the_run_after_the_loaders_timeout(data: Any) -> None:
+    loader = DataLoader(data(lambda: time.sleep(600)), batch_size=2, num_workers=1, timeout=1)
+    message = r"training data raised at batch 6 of epoch 0.*timed out after 1 seconds"
+    with pytest.raises(DataError, match=message):
+        quiet(max_epochs=1).fit(Regression(), loader)
 
 
 def broken() -> None:
@@ -266,10 +277,17 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     program = PROGRAM.replace("ACT", act).replace("OPTIONS", options).replace("DATA", data)
     (directory / "program.py").write_text(program, encoding="utf-8")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([*sys.path[:2], str(ROOT)]),
+        "OMP_NUM_THREADS": "1",
+    }
+    if not before:
+        return run_forked(["program.py"], directory, environment, timeout=60)
     return subprocess.run(
         [*before, sys.executable, "program.py"],
         cwd=directory,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path[:2], str(ROOT)]), "OMP_NUM_THREADS": "1"},
+        env=environment,
         capture_output=True,  # which a process that was left behind would hold open
         text=True,
         timeout=60,
@@ -297,9 +315,12 @@ def test_of_several_ranks_the_one_that_waits_for_data_is_named(tmp_path: Path) -
     )
     assert done.returncode == EXIT_HANG
     last = done.stderr.splitlines()[-1]
-    assert "rank 0 is in training, after update 3, waiting for batch 6 of epoch 0 of the training" in last
+    assert (
+        "rank 0 is behind, in training, after update 3, waiting for batch 6 of epoch 0 of the training"
+        in last
+    )
     assert "which worker 0 (pid " in last
-    assert "the others wait for it" in last
+    assert "rank 1 waits in all_reduce" in last
 
 
 @POSIX

@@ -221,6 +221,45 @@ def catch_it(worker: int) -> None:
     signal.signal(signal.SIGUSR1, lambda number, frame: Path(f"caught-{worker}").touch())
 
 
+class Garbage:
+    """Refers to itself, and notes the process that frees it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        with Path("freed").open("a", encoding="utf-8") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+class Collects(Rows):
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        gc.collect()
+        return super().__getitem__(index)
+
+
+class CollectingStream(Stream):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        gc.collect()
+        return super().__iter__()
+
+
+@pytest.mark.skipif(multiprocessing.get_start_method() != "fork", reason="workers are no copies")
+@pytest.mark.parametrize("data", [Collects, CollectingStream])
+def test_no_worker_frees_the_garbage_of_the_process_that_it_was_forked_from(data: Any) -> None:
+    """The destructor of a process group waits for threads that a forked process does not have."""
+    loader = DataLoader(data(), batch_size=4, num_workers=1)
+    gc.disable()
+    try:
+        Garbage()
+        result = quiet(max_steps=2).fit(Regression(), loader)
+    finally:
+        gc.enable()
+    assert result.progress.updates == 2
+    gc.collect()
+    assert Path("freed").read_text(encoding="utf-8").split() == [str(os.getpid())]
+
+
 @pytest.mark.parametrize("data", [Rows, Stream])
 def test_a_handler_of_ones_own_counts_in_a_worker(data: Any) -> None:
     def to_workers(run: Any) -> None:

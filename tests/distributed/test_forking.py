@@ -7,12 +7,14 @@ import signal
 import sys
 import time
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import distributed
 
 from drivetrain.distributed.failure import FailureChannel
+from drivetrain.distributed.failure_wire import TIMING
 from drivetrain.distributed.forking import fork_ranks
 from drivetrain.distributed.group import disband, join, leave
 from drivetrain.errors import RankFailure, StrategyError
@@ -74,7 +76,9 @@ def test_a_copy_that_is_killed_is_named() -> None:
 
 def test_a_copy_that_stops_answering_does_not_take_this_process_with_it() -> None:
     def stops():
-        with FailureChannel(rank(), 2, timeout=0.5, describe=lambda: "update 7"):
+        with FailureChannel(
+            rank(), 2, timing=replace(TIMING.scaled(0.3), silence=0.5), describe=lambda: "update 7"
+        ):
             if rank() == 1:
                 os.kill(os.getpid(), signal.SIGSTOP)
             distributed.barrier()
@@ -98,12 +102,12 @@ def test_a_copy_whose_workers_outlive_it_does_not_take_this_process_with_it(end,
     def fails():
         member = join(2, "cpu")
         try:
-            with FailureChannel(rank(), 2, timeout=0.5):
+            with FailureChannel(rank(), 2, timing=replace(TIMING.scaled(0.3), silence=0.5)):
                 if rank() == 1:
                     with warnings.catch_warnings(action="ignore"):  # of a copy of a process with threads
                         pid = os.fork()
                     if pid == 0:
-                        time.sleep(8)  # as a loader's worker does, which holds a copy of all that is open
+                        time.sleep(3)  # as a loader's worker does, which holds a copy of all that is open
                         os._exit(0)
                     end()
                 distributed.all_reduce(torch.ones(1))

@@ -110,3 +110,14 @@ def test_an_error_that_cannot_be_sent_leaves_nobody_waiting():
         return ranks.all_gather(1)
 
     assert run_distributed(act) == [[1, 1], [1, 1]]
+
+
+@needs_gloo
+def test_a_part_of_the_job_adds_up_its_own():
+    def act():
+        rank = torch.distributed.get_rank()
+        groups = [torch.distributed.new_group(each, backend="gloo") for each in ([0, 1], [2, 3])]
+        ranks = Ranks(rank % 2, 2, groups[rank // 2])
+        return ranks.add(torch.tensor(float(10**rank))).item(), ranks.total([10**rank])
+
+    assert run_distributed(act, world_size=4) == [(11.0, [11.0])] * 2 + [(1100.0, [1100.0])] * 2

@@ -72,12 +72,13 @@ def sharded(world_size: int) -> Accelerate:
 MAKERS: dict[str, Callable[[int], Strategy]] = {"replicated": replicated, "sharded": sharded}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("kind", MAKERS)
 def test_accelerate_conforms(kind: str, world_size: int) -> None:
     check_strategy(MAKERS[kind], world_size)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", MAKERS)
 def test_accelerate_conforms_on_four_processes(kind: str) -> None:
     check_strategy(MAKERS[kind], 4, checks=["same_as_the_big_batch", "resume_is_bitwise"])
@@ -94,6 +95,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_options_of_the_fsdp_plugin_conform(name: str) -> None:
     def make(world_size: int) -> Accelerate:
@@ -110,12 +112,14 @@ def test_the_options_of_data_parallelism_conform(options: dict[str, Any]) -> Non
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", MAKERS)
 def test_mixed_precision_conforms(kind: str) -> None:
     checks = ["same_as_the_big_batch", "resume_is_bitwise"]
     check_strategy(MAKERS[kind], checks=checks, precision="bf16-mixed", tolerance=5e-3)
 
 
+@pytest.mark.full
 def test_checkpoints_go_from_and_to_every_other_strategy() -> None:
     makers = {
         "single": lambda world_size: SingleDevice("cpu"),
@@ -495,6 +499,7 @@ def told(*words: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("program")
 def test_accelerate_launch_tells_what_its_accelerator_is() -> None:
     launch = ["-m", "accelerate.commands.launch", "--config_file", "fsdp.yaml", "--main_process_port=0"]

@@ -158,3 +158,21 @@ def test_another_number_of_processes_than_was_started_is_refused() -> None:
 
     for text in run_distributed(wrong, 0):
         assert "the process group has 2 processes, and this run asks for 3" in text
+
+
+def counted(_: int) -> Any:
+    seen = []
+
+    def average(_: None, bucket: Any) -> Any:
+        seen.append(float(bucket.buffer().abs().sum()))
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    config = DDPConfig(communication=average)
+    quiet(max_steps=3, strategy=DDP(config, world_size=2), devices=2).fit(Regression(), pairs())
+    return len(seen), min(seen) > 0
+
+
+def test_a_hook_with_a_count_of_its_own_is_called_for_gradients_of_the_training_only() -> None:
+    assert run_distributed(counted, 0) == [(3, True)] * 2

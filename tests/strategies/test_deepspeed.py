@@ -56,23 +56,36 @@ CHECKED = [name for name in CHECKS if name != "generator_steps"]
 """DeepSpeed's engine has one optimizer; see `test_steps_of_several_optimizers_are_refused`."""
 
 
-@pytest.mark.parametrize(("stage", "world_size"), [(0, 2), (1, 2), (2, 2), (3, 1), (3, 2), (3, 4)])
+@pytest.mark.parametrize(
+    ("stage", "world_size"),
+    [
+        (2, 2),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in [(0, 2), (1, 2), (3, 1), (3, 2), (3, 4)]),
+    ],
+)
 def test_every_stage_conforms(stage: int, world_size: int) -> None:
     check_strategy(zero(stage), world_size, checks=CHECKED)
 
 
+def test_shards_of_the_weights_give_the_same_updates_and_resume_to_the_bit() -> None:
+    check_strategy(zero(3), checks=["same_as_the_big_batch", "resume_is_bitwise"])
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_mixed_precision_conforms_where_it_is_exact(stage: int) -> None:
     checks = ["all_ranks_see_the_same", "checkpoints_have_plain_names", "resume_is_bitwise"]
     check_strategy(zero(stage), checks=checks, precision="bf16-mixed")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{"stage": 2}, {"stage": 3, "offload_parameters": "cpu"}])
 def test_what_is_offloaded_conforms(options: dict[str, Any]) -> None:
     checks = ["same_as_the_big_batch", "resume_is_bitwise", "resume_on_another_number_of_processes"]
     check_strategy(zero(**options, offload_optimizer="cpu"), checks=checks)
 
 
+@pytest.mark.full
 def test_checkpoints_are_resumed_by_every_other_strategy() -> None:
     makers = {
         "single": lambda _: SingleDevice("cpu"),

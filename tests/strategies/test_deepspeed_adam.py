@@ -152,6 +152,7 @@ def test_deepspeeds_adam_is_stored_as_torchs_and_goes_on_with_what_it_has_too(
             check_settings(optimizer, copy)
 
 
+@pytest.mark.full
 def test_cpu_adam_is_compiled_once_whatever_a_killed_compilation_left_and_its_checkpoints_are_torchs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

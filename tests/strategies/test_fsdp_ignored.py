@@ -26,7 +26,12 @@ def keeping(*ignored: str, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "ignored", [("head",), ("blocks.1", "*.bias"), ("embedding.weight",), ("*",)], ids=",".join
+    "ignored",
+    [
+        ("blocks.1", "*.bias"),
+        *(pytest.param(each, marks=pytest.mark.full) for each in (("head",), ("embedding.weight",), ("*",))),
+    ],
+    ids=",".join,
 )
 def test_ignored_parameters_conform(ignored: tuple[str, ...]) -> None:
     check_strategy(keeping(*ignored), checks=[*STEPS, "resume_on_another_number_of_processes"])

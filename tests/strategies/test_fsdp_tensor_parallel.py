@@ -32,7 +32,7 @@ def split(world_size: int, **options: Any) -> FSDP:
     return FSDP(FSDPConfig(tensor_parallel=2, **options), world_size=world_size)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_it_conforms(world_size: int) -> None:
     check_strategy(split, world_size)
 
@@ -48,12 +48,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", OPTIONS)
 def test_it_conforms_with_every_option(name: str) -> None:
     checks = ["same_as_the_big_batch", "frozen_and_tied", "resume_is_bitwise"]
     check_strategy(lambda world_size: split(world_size, **OPTIONS[name]), 4, checks=checks)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("precision", "tolerance"), [("64", 1e-6), ("bf16-mixed", 0.05), ("bf16-true", 0.1), ("16-mixed", 0.05)]
 )

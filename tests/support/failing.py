@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from tests.support.forked import Forked
 
 
 class Ended(NamedTuple):
@@ -28,7 +28,9 @@ import os, signal, sys, threading, time
 from pathlib import Path
 import torch
 from torch import distributed
+from dataclasses import replace
 from drivetrain.distributed.failure import FailureChannel
+from drivetrain.distributed.failure_wire import TIMING
 from drivetrain.distributed.launch import ensure_ranks
 
 environment = ensure_ranks(2)
@@ -43,16 +45,15 @@ JOIN
 with FailureChannel(
     rank,
     2,
-    timeout=TIMEOUT,
+    timing=replace(TIMING.scaled(0.3), silence=SILENCE),
     describe=lambda: f"update {done}",
     progress=lambda: done,
     hang_timeout=LIMIT,
-    deadlock_timeout=DEADLOCK,
     directory=Path.cwd() / "run",
 ):
     for update in range(12):
         if update == 7:
-            time.sleep(1.2)  # so that all have told how far they are
+            time.sleep(0.8)  # so that all have told how far they are
             if act(update):  # whether to leave the collective out
                 done += 1
                 continue
@@ -75,10 +76,9 @@ def together(
     act: str = "pass",
     last: str = "pass",
     limit: float | None = None,
-    deadlock: float | None = 1.0,
     join: str = "",
     after: str = "pass",
-    timeout: float = 1.0,
+    silence: float = 1.0,
 ) -> str:
     """The program of two ranks that do something before the eighth of twelve collectives.
 
@@ -86,14 +86,13 @@ def together(
         act: What they do, the body of a function of `rank` and `update`; true to leave the collective out.
         last: What they do at the end, in the channel.
         limit: The channel's `hang_timeout`.
-        deadlock: Its `deadlock_timeout`.
         join: What they do before it.
         after: What they do after it.
-        timeout: The channel's `timeout`.
+        silence: The channel's time of that name; the others are three tenths of the usual ones.
     """
     program = PROGRAM.replace("HERE", act).replace("LIMIT", repr(limit)).replace("LAST", last)
-    program = program.replace("JOIN", join).replace("DEADLOCK", repr(deadlock)).replace("AFTER", after)
-    return program.replace("TIMEOUT", repr(timeout))
+    program = program.replace("JOIN", join).replace("AFTER", after)
+    return program.replace("SILENCE", repr(silence))
 
 
 def run_together(act: str, **options: Any) -> Ended:
@@ -132,16 +131,7 @@ def run_written(
         again: After so many seconds it is sent once more.
         **variables: For its environment.
     """
-    process = subprocess.Popen(
-        [sys.executable, "program.py"],
-        cwd=directory,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**undisturbed(), **variables},
-        start_new_session=True,
-    )
+    process = Forked(["program.py"], directory, {**undisturbed(), **variables})
     try:
         if interrupt:
             deadline = time.monotonic() + 30
@@ -155,6 +145,7 @@ def run_written(
         out, err = process.communicate(timeout=90)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        out, err = process.communicate()
+        out, err = process.communicate(timeout=30)
         pytest.fail(f"a rank has not ended:\n{out}\n{err}")
+    assert process.returncode is not None
     return Ended(process.returncode, out, err.splitlines())

@@ -20,10 +20,16 @@ def single(world_size: int) -> Strategy:
     return SingleDevice("cpu")
 
 
+def test_strategies_go_on_from_one_anothers_checkpoints() -> None:
+    assert check_resume({"ddp": ddp, "fsdp": fsdp}, (2,)) == 4
+
+
+@pytest.mark.full
 def test_every_strategy_resumes_from_every_other_on_any_number_of_processes() -> None:
     assert check_resume({"single": single, "ddp": ddp, "fsdp": fsdp}) == 49
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["64", "bf16-mixed"])
 def test_they_do_in_other_precisions(precision: str) -> None:
     tolerance = 1e-12 if precision == "64" else 5e-3
@@ -31,6 +37,7 @@ def test_they_do_in_other_precisions(precision: str) -> None:
     assert check_resume(makers, (1, 2), precision=precision, tolerance=tolerance) == 25
 
 
+@pytest.mark.full
 def test_numbers_of_processes_that_do_not_divide_one_another_have_the_same_updates() -> None:
     assert check_resume({"ddp": ddp}, (2, 3)) == 4
 

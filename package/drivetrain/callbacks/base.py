@@ -57,7 +57,8 @@ class Callback:
         on_fit_end
         on_exception                              when anything above raises
 
-    What is not logged yet when training ends has a last `on_log` before `on_fit_end`.
+    What is not logged yet when training ends has a last `on_log` before `on_fit_end`. A fit with validation
+    data that has never validated does so after its last update, before `on_save`.
     `validate`, `test` and `predict` outside a fit call the evaluation's hooks alone. Callbacks are called in
     the order in which the Trainer was given them. Every rank calls them, with the same `run.metrics`, so that
     all decide alike; what writes to a screen or a file first asks `run.is_main`.

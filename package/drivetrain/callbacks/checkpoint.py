@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from drivetrain.callbacks.base import Callback
+from drivetrain.callbacks.unsaved_tensors import UnsavedTensors
+from drivetrain.callbacks.watched import Watched
 from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, export_weights
 from drivetrain.checkpoint.filesystem import StorageError
 from drivetrain.checkpoint.places import file_system
@@ -16,12 +18,13 @@ from drivetrain.save_errors import AGAIN, OVER, newest
 from drivetrain.types import Trigger
 
 if TYPE_CHECKING:
+    from drivetrain.checkpoint import Snapshot
     from drivetrain.run import Run
 
 
 class CheckpointSaver(Callback):
-    """Saves resume points at an interval and keepers after evaluations; the Trainer makes one from
-    `checkpoint=`.
+    """Saves resume points at an interval, and keepers when the metric that ranks them has come; the Trainer
+    makes one from `checkpoint=`.
 
     It acts in `on_save`, after all other hooks of an update, so that what they changed is in the file. A run
     that stops, for whatever reason of its own, is saved once more, unless it just was.
@@ -30,8 +33,8 @@ class CheckpointSaver(Callback):
         config: The policy.
         manager: The checkpoints of the run directory.
         root: Where the finished weights go: a directory or an address.
-        metric_required: Whether an evaluation without the metric that ranks keepers is an error; not so for a
-            policy that nobody asked for.
+        metric_required: Whether a run without the metric that ranks keepers is an error; not so for a policy
+            that nobody asked for.
     """
 
     def __init__(
@@ -45,11 +48,16 @@ class CheckpointSaver(Callback):
         self.config = config
         self.manager = manager
         self.root = root
-        self._metric_required = metric_required
+        self._watched = Watched(
+            config.by or "",
+            "CheckpointConfig ranks checkpoints by",
+            "With by=None none is kept as the best",
+            required=metric_required and config.keepers > 0,
+        )
         self._trigger = Trigger(None)
-        self._found: dict[str, float] | None = None
         self._begun = -1
         self._unsaved: StorageError | None = None
+        self._unsaved_tensors: UnsavedTensors | None = None
         self._owes = False
 
     @property
@@ -58,22 +66,18 @@ class CheckpointSaver(Callback):
         return file_system(self.root).join(self.root, MODEL)
 
     def on_fit_start(self, run: Run) -> None:
-        """Begin the interval where the run stands."""
+        """Begin the interval where the run stands.
+
+        Raises:
+            ConfigError: The metric that ranks keepers cannot come in this run.
+        """
+        self._watched.begin(run)
+        self._unsaved_tensors = None
         self._trigger = Trigger(self.config.interval, run.totals.updates_per_epoch)
         self._trigger.start(run.progress)
         run.by_time = run.by_time or (
             self._trigger.every is not None and self._trigger.every.seconds is not None
         )
-
-    def on_evaluation_end(self, run: Run) -> None:
-        """Note that there are new metrics to rank by; a value of an earlier validation is none of them."""
-        if run.stage == "validation":
-            given = run.evaluation.values
-            self._found = {
-                name: value
-                for name, value in run.metrics.items()
-                if name in given or not name.startswith("validation/")
-            }
 
     def settle(self, run: Run) -> None:
         """Wait for what is still being written."""
@@ -83,29 +87,47 @@ class CheckpointSaver(Callback):
         """Save at the end of this update, since the run was taken back to an earlier state."""
         self.manager.disown()
         self._trigger.start(run.progress)
-        self._owes, self._found = True, None
+        self._watched.forget()
+        self._owes = True
 
     def on_save(self, run: Run) -> None:
         """Save if the interval ends here, the metrics are among the best, or the run is about to end."""
+        if self._unsaved_tensors is None and run.step is not None:  # the first update of this program
+            self._unsaved_tensors = UnsavedTensors(run.task)
         if self.manager.is_writing:
             self._attempt(run, self.manager.poll)
         progress = run.progress
         epoch_ended = progress.epoch_batches == 0
         applied = run.step is None or run.step.applied
         due = (applied or epoch_ended) and self._trigger.due(progress, epoch_ended)
-        found, self._found = self._found, None
-        keeper = found is not None and self._ranks(found) and self.manager.should_keep(found)
+        keeper = run.latest_at == progress.updates and self._is_among_best(run)
         resume = due or self._owes or run.stop_reason is not None
         if not (resume or keeper) or run.soundness.spoiled:
             return
         if run.soundness.judge():  # the metrics were those of other weights
             resume, keeper = True, False
         self._owes = False
-        metrics = run.metrics if found is None else found
+        self._save(run, resume, keeper)
+        if self._owes:  # the run was taken back
+            self.on_save(run)
+
+    def _is_among_best(self, run: Run) -> bool:
+        """Whether the metric that ranks keepers has come, and is among the best."""
+        return self._watched.came(run) and self.manager.should_keep(run.metrics)
+
+    def _save(self, run: Run, resume: bool, keeper: bool) -> None:
+        progress = run.progress
+
+        held: set[str] = set()
+
+        def snapshot() -> Snapshot:
+            taken = run.snapshot()
+            held.update(taken.tensors["model"])
+            return taken
 
         def save() -> str | None:
             saved = self.manager.save(
-                progress.updates, progress.epoch, metrics, run.snapshot, resume=resume, keeper=keeper
+                progress.updates, progress.epoch, run.metrics, snapshot, resume=resume, keeper=keeper
             )
             return None if self.manager.is_writing else saved.path
 
@@ -116,8 +138,8 @@ class CheckpointSaver(Callback):
                 self._attempt(run, save)
             except NonFiniteError as error:
                 run.soundness.end(error)
-        if self._owes:  # the run was taken back
-            self.on_save(run)
+        if held and run.is_main and self._unsaved_tensors is not None:
+            self._unsaved_tensors.warn(run.task, held)
 
     def _attempt(self, run: Run, act: Callable[[], str | None]) -> None:
         """Have the manager do something, tell of what it committed, or of what it could not write.
@@ -144,9 +166,6 @@ class CheckpointSaver(Callback):
         if committed is not None and committed != run.last_checkpoint:
             run.checkpoint_saved(committed)
 
-    def _ranks(self, metrics: Mapping[str, float]) -> bool:
-        return self._metric_required or self.config.by in metrics
-
     def on_fit_end(self, run: Run) -> None:
         """Wait for what is still being written, and leave the weights as a plain safetensors file.
 
@@ -154,8 +173,11 @@ class CheckpointSaver(Callback):
             StorageError: The end of the run is not saved, whatever may have been left out before: there is
                 nothing left to go on with, and nobody who would save it later.
         """
+        if run.soundness.spoiled is None and self._is_among_best(run):
+            self._save(run, resume=False, keeper=True)  # by the last log point, which comes after the saves
         with run.timed("save"):
             self.settle(run)
+        self._watched.end(run)
         if run.soundness.spoiled is not None:
             return
         with run.engine.exchanged():

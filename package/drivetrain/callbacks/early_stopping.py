@@ -4,39 +4,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.base import Callback
+from drivetrain.callbacks.watched import Watched
 from drivetrain.errors import ConfigError, nearest
-from drivetrain.options import ByName
-from drivetrain.peers import EARLY_STOPPING_ARGUMENTS
+from drivetrain.options import by_name
 
 if TYPE_CHECKING:
     from drivetrain.run import Run
 
 
-class EarlyStopping(ByName, Callback):
-    """Stops a fit when a metric has not improved for `patience` validations in a row.
+@by_name
+class EarlyStopping(Callback):
+    """Stops a fit when a metric has not improved for `patience` of its values in a row.
+
+    A metric of validation is judged after each validation. Any other one, such as "train/loss", is judged at
+    each log point that gives it: `Trainer(log_every="1 epoch")` judges the mean of each epoch. A log interval
+    that is longer than an epoch becomes one epoch.
 
     A value improves when it is better than the best so far by more than the threshold; in "rel" mode the
-    threshold is a fraction of the best value's size. A NaN or an infinity never improves. The count and the
+    threshold is a fraction of the best value's size. A NaN or an infinity is
+    treated as `Trainer(on_nonfinite=...)` says; with "skip" it counts as no improvement. The count and the
     best value are part of a checkpoint, and a new fit begins without them.
 
     Args:
         metric: The name of a logged value.
         mode: "min" if less is better, "max" if more is.
-        patience: How many validations without improvement stop the fit; at least 1.
+        patience: How many values without improvement stop the fit; at least 1.
         threshold: What an improvement has to exceed; not negative.
         threshold_mode: "abs" or "rel".
         min_epochs: No stop before so many epochs are complete.
         stop_at: A value that is good enough: reaching it stops the fit at once.
 
     Raises:
-        ConfigError: An argument out of its range; when a fit starts that never validates; or, at the first
-            validation, a metric that is not logged.
+        ConfigError: An argument out of its range; when a fit starts, a metric that it cannot give; or, once
+            the run is saved, a metric that is not logged.
     """
-
-    _elsewhere: ClassVar[Mapping[str, str]] = EARLY_STOPPING_ARGUMENTS
 
     def __init__(
         self,
@@ -67,35 +71,29 @@ class EarlyStopping(ByName, Callback):
         self.stop_at = stop_at
         self.best: float | None = None
         self.without_improvement = 0
-        self._fitting = False
+        self._watched = Watched(metric, "early stopping watches")
         self._loaded = False
 
     def on_fit_start(self, run: Run) -> None:
         """Forget an earlier fit, unless this one resumes from a checkpoint.
 
         Raises:
-            ConfigError: The fit never validates.
+            ConfigError: The fit cannot give the metric.
         """
-        if run.triggers.validate.every is None:
-            raise ConfigError(
-                f"early stopping watches {self.metric!r} at each validation, but this fit never validates. "
-                "Give `fit` validation_data, and the Trainer a `validate_every`"
-            )
+        self._watched.begin(run)
         if not self._loaded:
             self.best = None
             self.without_improvement = 0
-        self._fitting = True
         if self._loaded and self.metric in run.metrics:
             self._decide(run, run.metrics[self.metric])  # a run that had stopped for this does not go on
 
-    def on_evaluation_end(self, run: Run) -> None:
-        """Judge the metric after each validation of the fit."""
-        if not self._fitting or run.stage != "validation":
-            return
-        if self.metric not in run.metrics:
-            help_text = nearest(self.metric, run.metrics)
-            raise ConfigError(f"early stopping watches {self.metric!r}, which is not logged. {help_text}")
-        value = run.metrics[self.metric]
+    def on_log(self, run: Run) -> None:
+        """Judge the metric, if this log point has it."""
+        if self._watched.came(run):
+            self._judge(run, run.metrics[self.metric])
+
+    def _judge(self, run: Run, value: float) -> None:
+        run.soundness.judge_values({self.metric: value})
         if self._improves(value):
             self.best = value
             self.without_improvement = 0
@@ -112,7 +110,8 @@ class EarlyStopping(ByName, Callback):
             run.stop(f"early stopping: {self._reason(value)}")
 
     def on_fit_end(self, run: Run) -> None:
-        """The fit is over."""
+        """Check that the metric came."""
+        self._watched.end(run)
         self._finish()
 
     def on_exception(self, run: Run) -> None:
@@ -120,7 +119,7 @@ class EarlyStopping(ByName, Callback):
         self._finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value so far and the count of validations since."""
+        """The best value so far and the count of values since."""
         return {"best": self.best, "without_improvement": self.without_improvement}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -130,7 +129,6 @@ class EarlyStopping(ByName, Callback):
         self._loaded = True
 
     def _finish(self) -> None:
-        self._fitting = False
         self._loaded = False
 
     def _improves(self, value: float) -> bool:
@@ -147,7 +145,8 @@ class EarlyStopping(ByName, Callback):
         return value <= self.stop_at if self.mode == "min" else value >= self.stop_at
 
     def _reason(self, value: float) -> str:
-        count = f"{self.without_improvement} evaluation{'s' if self.without_improvement > 1 else ''}"
+        what = "evaluation" if self._watched.of_validation else "log point"
+        count = f"{self.without_improvement} {what}{'s' if self.without_improvement > 1 else ''}"
         if self.best is None:
             return f"{self.metric} was not finite for {count}; it is {value}"
         now = "" if math.isfinite(value) else f"; it is {value} now"

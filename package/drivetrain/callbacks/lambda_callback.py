@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from drivetrain.callbacks.base import HOOKS, Callback
-from drivetrain.errors import ConfigError, nearest
+from drivetrain.errors import ConfigError
+from drivetrain.synonyms import help_with
 
 if TYPE_CHECKING:
     from drivetrain.run import Run
@@ -26,7 +27,7 @@ class LambdaCallback(Callback):
     def __init__(self, **hooks: Callable[[Run], object]) -> None:
         for name, function in hooks.items():
             if name not in HOOKS:
-                raise ConfigError(f"there is no hook {name!r}. {nearest(name, HOOKS)}")
+                raise ConfigError(f"there is no hook {name!r}. {help_with(name, HOOKS, 'hook')}")
             if not callable(function):
                 raise ConfigError(f"{name} must be a function that is given the run, not {function!r}")
             # On the instance, where a run looks first: the unnamed hooks stay those of the base class, marked

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 from drivetrain.callbacks.base import Callback
 from drivetrain.errors import ConfigError
 from drivetrain.memory_use import MemoryUse, MemoryWatch
-from drivetrain.options import ByName
+from drivetrain.options import by_name
 from drivetrain.quantized_optimizers import compiles_itself
 
 if TYPE_CHECKING:
     from drivetrain.run import Run
 
 
-class MemoryReport(ByName, Callback):
+@by_name
+class MemoryReport(Callback):
     """Watches the second update of a fit, of this process, and tells what its memory was used for.
 
     The first update makes the optimizers' states, and is no measure of those that follow; of a fit of one

@@ -16,7 +16,7 @@ from drivetrain.callbacks.peaks import peak_flops
 from drivetrain.callbacks.stragglers import Stragglers
 from drivetrain.distributed.shares import Shares
 from drivetrain.errors import ConfigError
-from drivetrain.options import ByName, number
+from drivetrain.options import by_name, number
 
 if TYPE_CHECKING:
     from drivetrain.run import Run
@@ -29,7 +29,8 @@ _LEAST_WAIT = 1.0
 _PARTS = ("data", "compute", "evaluation", "save", "compile")
 
 
-class Throughput(ByName, Callback):
+@by_name
+class Throughput(Callback):
     """Adds speeds to each log point, measured since the log point before.
 
     All names begin with ``throughput/``:

@@ -3,7 +3,7 @@
 From the ground up:
 
 - files: `filesystem` (the operations, on a disk), `places` (which file system a path is in), `remote` with
-  `client`, `uploads` and `retries` (object stores), `strict_json`, `files` (durable writing, hashed reading)
+  `retries` (object stores), `strict_json`, `files` (durable writing, hashed reading)
 - the format: `tensors` (safetensors), `tree` (Python values to JSON and tensors), `records` and `format`
   (the manifest), `migrations` (older versions)
 - checkpoints: `sharding` (who writes and reads which part), `writing`, `reading`, `io` (storage as the

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from drivetrain.checkpoint.format import Part, Snapshot
+from drivetrain.checkpoint.format import Snapshot
 from drivetrain.errors import CheckpointError
 
 _Identity: TypeAlias = tuple[int, torch.Size, tuple[int, ...], torch.dtype, torch.device]
@@ -25,32 +25,33 @@ class HostBuffers:
         self._buffers: dict[tuple[str, str], Tensor] = {}
 
     def copy(self, snapshot: Snapshot) -> Snapshot:
-        """The snapshot with the tensors of its `parts` as they are now, whatever becomes of the originals.
+        """The snapshot with the tensors of its plan as they are now, whatever becomes of the originals.
 
         Tensors that are the same memory (tied weights) stay so. The copies are overwritten by the next call.
         """
-        assert snapshot.parts is not None
+        assert snapshot.plan is not None
         before, self._buffers = self._buffers, {}
         same: dict[_Identity, Tensor] = {}
         taken: set[int] = set()
         pairs: list[tuple[Tensor, Tensor]] = []
-        parts: dict[str, dict[str, Part]] = {}
-        for group, named in snapshot.parts.items():
+        parts: dict[str, dict[str, Tensor]] = {}
+        for group, named in snapshot.plan.parts.items():
             parts[group] = {}
             for name, part in named.items():
-                identity = _identity(part.tensor)
+                identity = _identity(part)
                 target = same.get(identity)
                 if target is None:
                     buffer = before.pop((group, name), None)
                     if id(buffer) in taken:  # these were one memory at the save before, and are no more
                         buffer = None
-                    target = same[identity] = _buffer_for(part.tensor, buffer)
+                    target = same[identity] = _buffer_for(part, buffer)
                     taken.add(id(target))
-                    pairs.append((target, part.tensor))
+                    pairs.append((target, part))
                 self._buffers[group, name] = target
-                parts[group][name] = Part(target, part.offset, part.shape)
+                parts[group][name] = target
         _copy_all(pairs)
-        return replace(snapshot, parts=parts, tensors=_detached(snapshot.tensors, parts))
+        plan = replace(snapshot.plan, parts=parts)
+        return replace(snapshot, plan=plan, tensors=_detached(snapshot.tensors, parts))
 
 
 def _identity(tensor: Tensor) -> _Identity:
@@ -78,7 +79,7 @@ def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def _detached(
-    tensors: Mapping[str, Mapping[str, Tensor]], parts: Mapping[str, Mapping[str, Part]]
+    tensors: Mapping[str, Mapping[str, Tensor]], parts: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, dict[str, Tensor]]:
     """The copies in place of the originals, so that nothing in the snapshot changes with them.
 
@@ -86,15 +87,15 @@ def _detached(
     """
     return {
         group: {
-            name: parts[group][name].tensor if _is_whole(parts[group].get(name)) else tensor
+            name: parts[group][name] if _is_whole(parts[group].get(name), tensor) else tensor
             for name, tensor in named.items()
         }
         for group, named in tensors.items()
     }
 
 
-def _is_whole(part: Part | None) -> bool:
-    return part is not None and tuple(part.tensor.shape) == part.shape
+def _is_whole(part: Tensor | None, tensor: Tensor) -> bool:
+    return part is not None and part.shape == tensor.shape
 
 
 class Background:

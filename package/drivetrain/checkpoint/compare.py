@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from drivetrain.checkpoint.description import mapping, open_checkpoint, readable, totals
+from drivetrain.checkpoint.filesystem import DamagedCheckpointError
 from drivetrain.checkpoint.index import PURPOSE
 from drivetrain.checkpoint.reading import Reader
-from drivetrain.checkpoint.records import TensorRecord
+from drivetrain.checkpoint.records import TensorRecord, file_name
 from drivetrain.types import Json
 
 Kind: TypeAlias = Literal["only in the first", "only in the second", "shape", "dtype", "content"]
@@ -138,6 +139,7 @@ class _Side:
             group for group, each in self._records.items() if totals(each.values()).bytes <= _AT_ONCE
         }
         self._at_hand: tuple[str, dict[str, Tensor]] = ("", {})
+        self._hashes: dict[str, dict[str, str]] = {}
 
     def names(self) -> list[tuple[str, str]]:
         """Every tensor by group and name."""
@@ -146,6 +148,18 @@ class _Side:
     def record(self, group: str, name: str) -> TensorRecord | None:
         """What the manifest says of a tensor."""
         return self._records.get(group, {}).get(name)
+
+    def hashes(self, group: str, name: str) -> dict[tuple[tuple[int, ...], tuple[int, ...]], str]:
+        """The hash of each piece of a tensor, by its offset and shape."""
+        found = {}
+        for number, offset, shape in self._records[group][name].pieces:
+            file = file_name(group, number, self._reader.manifest.processes)
+            if file not in self._hashes:
+                self._hashes[file] = self._reader.hashes(file).tensors
+            if name not in self._hashes[file]:
+                raise DamagedCheckpointError(f"{self._reader.path!r}: {file} has no hash of {name!r}")
+            found[offset, shape] = self._hashes[file][name]
+        return found
 
     def tensor(self, group: str, name: str) -> Tensor:
         """A tensor, verified. Of a small group all are read, for each file is opened and checked anew."""
@@ -209,9 +223,7 @@ def _tensor_kind(left: _Side, right: _Side, group: str, name: str) -> Kind | Non
         return "shape"
     if mine.dtype != theirs.dtype:
         return "dtype"
-    boxes, others = (
-        {(piece.offset, piece.shape): piece.xxh3_128 for piece in each.pieces} for each in (mine, theirs)
-    )
+    boxes, others = (each.hashes(group, name) for each in (left, right))
     if boxes.keys() == others.keys():
         return None if boxes == others else "content"
     same = torch.equal(_bits(left.tensor(group, name)), _bits(right.tensor(group, name)))

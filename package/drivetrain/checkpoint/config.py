@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import ClassVar
 
 from drivetrain.errors import ConfigError
-from drivetrain.options import ByName, count, flag, one_of
-from drivetrain.peers import CHECKPOINT_ARGUMENTS
+from drivetrain.options import by_name, count, flag, one_of
 from drivetrain.types import Every
 
 _MODES = ("min", "max")
@@ -21,8 +18,9 @@ _MANGLED = re.compile(r"[a-z][a-z0-9+.-]+:[/\\](?![/\\])", re.ASCII | re.IGNOREC
 """How an address begins that a `pathlib.Path` has taken a slash from."""
 
 
+@by_name
 @dataclass(frozen=True)
-class CheckpointConfig(ByName):
+class CheckpointConfig:
     """When to save, and what to keep. Two separate ideas, and one checkpoint may serve both.
 
     *Resume points* are saved every so often, and the newest few are kept, so that a run can go on. *Keepers*
@@ -46,8 +44,6 @@ class CheckpointConfig(ByName):
     Raises:
         ConfigError: A value that is not allowed.
     """
-
-    _elsewhere: ClassVar[Mapping[str, str]] = CHECKPOINT_ARGUMENTS
 
     every: Every | str | int | float | timedelta | None = "1 epoch"
     keep_last: int | None = 2

@@ -146,6 +146,10 @@ class HashedReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the file."""
         self._source.close()
 
     def read_into(self, target: memoryview) -> None:

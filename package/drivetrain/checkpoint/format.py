@@ -1,12 +1,15 @@
-"""What a checkpoint consists of: the snapshot in memory and the manifest on disk.
+"""The content of a checkpoint: the snapshot in memory and the manifest on disk.
 
 checkpoint/
-  model.safetensors       one file for each group of tensors
+  model.safetensors       one file for each group of tensors, and each process that writes some of it
   optimizer.safetensors
   state.safetensors
   state.json              one file for each object
   hparams.json
-  manifest.json           the commit record: written last; sizes, hashes, and where each tensor lies
+  manifest.json           the commit record: written last; sizes, hashes, and where each tensor is
+
+Several processes write model-00001-of-00004.safetensors and so on, and the hashes of the tensors in each into
+a file beside it, model-00001-of-00004.hashes.json. So the manifest, which every process reads, stays small.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import math
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -30,16 +33,18 @@ from drivetrain.checkpoint.records import (
     as_text,
     check_keys,
     dump_file,
-    dump_records,
+    dump_tensors,
+    file_name,
     load_file,
-    load_records,
+    load_tensors,
+    read_numbers,
 )
 from drivetrain.checkpoint.strict_json import seal, unseal
 from drivetrain.errors import CheckpointError
 from drivetrain.types import Json
 from drivetrain.version import __version__
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """What this drivetrain writes, and the newest that it reads."""
 
 MANIFEST = "manifest.json"
@@ -52,22 +57,24 @@ _PART_NAME = re.compile(r"[a-z0-9_][a-z0-9_-]*")
 _DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 """What Windows takes for a device, whatever follows the first dot."""
 
+_NUMBERED = re.compile(r"(.+)-(\d{5,7})-of-\d{5,7}" + re.escape(TENSORS))
+
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What one process writes of a tensor.
+class Plan:
+    """The division of the writing among the processes; see `checkpoint.sharding`.
 
     Attributes:
-        tensor: The part itself, a plain tensor on any device.
-        offset: Where it begins in the whole tensor, by dimension.
-        shape: The whole tensor's.
+        records: Group to name to the place of the tensor; the first process has those of all.
+        parts: Group to name to what this process writes: plain tensors, on any device.
+        processes: How many write.
     """
 
-    tensor: Tensor
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    records: dict[str, dict[str, TensorRecord]]
+    parts: dict[str, dict[str, Tensor]]
+    processes: int = 1
 
 
 @dataclass(slots=True)
@@ -80,7 +87,7 @@ class Snapshot:
         progress: The counts of `Progress.to_json`.
         metrics: The latest logged metrics; NaN and infinity are allowed.
         task: The name of the task's class, for people; nothing is ever imported by it.
-        parts: What this process writes of `tensors`, once that has been planned; see `checkpoint.sharding`.
+        plan: Which process writes what, once that has been planned; see `checkpoint.sharding`.
     """
 
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
@@ -88,7 +95,7 @@ class Snapshot:
     progress: dict[str, Json] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     task: str = ""
-    parts: dict[str, dict[str, Part]] | None = None
+    plan: Plan | None = None
 
 
 def _saved_by() -> dict[str, str]:
@@ -100,11 +107,12 @@ class Manifest:
     """The commit record of a checkpoint, `manifest.json`.
 
     Attributes:
-        files: Each file beside the manifest.
-        tensors: Group to name to where the tensor lies.
+        files: Each file beside the manifest, but for the hashes of pieces.
+        tensors: Group to name to where the tensor is.
         progress: As in the snapshot.
         metrics: As in the snapshot.
         saved_by: Versions and the task's name, as mere text.
+        processes: How many processes wrote it.
         format_version: That in which it was written; its fields are those of the newest.
     """
 
@@ -113,6 +121,7 @@ class Manifest:
     progress: dict[str, Json]
     metrics: dict[str, float]
     saved_by: dict[str, str] = field(default_factory=_saved_by)
+    processes: int = 1
     format_version: int = FORMAT_VERSION
 
     def objects(self) -> dict[str, str]:
@@ -121,16 +130,16 @@ class Manifest:
 
     def to_json(self) -> dict[str, Json]:
         """The manifest as strict JSON."""
+        layouts, tensors = dump_tensors(self.tensors)
         return {
             "format_version": FORMAT_VERSION,
             "saved_by": dict(self.saved_by),
             "progress": self.progress,
             "metrics": dump_metrics(self.metrics),
+            "processes": self.processes,
             "files": {name: dump_file(name, record) for name, record in self.files.items()},
-            "tensors": {
-                group: dump_records(records, f"the group {group!r}")
-                for group, records in self.tensors.items()
-            },
+            "layouts": layouts,
+            "tensors": tensors,
         }
 
     @classmethod
@@ -144,29 +153,36 @@ class Manifest:
         Raises:
             CheckpointError: Written by a newer drivetrain.
             DamagedCheckpointError: A key missing or unknown, a wrong type, a name that leads out of the
-                directory, a tensor outside its bounds or in a file that is not listed.
+                directory, a tensor that is cut as none can be.
         """
         fields = dict(as_object(value, what))
         version = check_version(fields.pop("format_version", None), what)
         for step in steps_from(version, FORMAT_VERSION, what):
             fields = step.manifest(fields)
-        check_keys(fields, {"saved_by", "progress", "metrics", "files", "tensors"}, what)
+        check_keys(
+            fields, {"saved_by", "progress", "metrics", "processes", "files", "layouts", "tensors"}, what
+        )
         saved_by = as_object(fields["saved_by"], f"{what}: saved_by")
         files = {
             check_file_name(name, what): load_file(name, record, f"{what}: files: {name!r}")
             for name, record in as_object(fields["files"], f"{what}: files").items()
         }
-        tensors = {}
-        for group, records in as_object(fields["tensors"], f"{what}: tensors").items():
-            where = f"{what}: tensors: {group!r}"
-            check_part_name(group, where, DamagedCheckpointError)
-            tensors[group] = load_records(records, files, where)
+        processes = read_numbers([fields["processes"]], f"{what}: processes")[0]
+        if not processes:
+            raise DamagedCheckpointError(f"{what}: processes is 0")
+        tensors = load_tensors(fields["layouts"], fields["tensors"], processes, what)
+        for group in tensors:
+            check_part_name(group, f"{what}: tensors", DamagedCheckpointError)
+        for name in files:
+            if name.endswith(TENSORS) and not _is_of(name, tensors, processes):
+                raise DamagedCheckpointError(f"{what} lists {name!r}, which is no file of its groups")
         return cls(
             files=files,
             tensors=tensors,
             progress=as_object(fields["progress"], f"{what}: progress"),
             metrics=load_metrics(fields["metrics"], f"{what}: metrics"),
             saved_by={name: as_text(text, f"{what}: saved_by") for name, text in saved_by.items()},
+            processes=processes,
             format_version=version,
         )
 
@@ -178,6 +194,15 @@ class Manifest:
     def parse(cls, data: bytes | bytearray, what: str = "the manifest") -> Manifest:
         """Read the bytes of `manifest.json`; errors as in `from_json`."""
         return cls.from_json(unseal(data, what), what)
+
+
+def _is_of(name: str, groups: Iterable[str], processes: int) -> bool:
+    """Whether one of the processes writes a file of this name."""
+    group, number = name.removesuffix(TENSORS), 0
+    numbered = _NUMBERED.fullmatch(name)
+    if processes > 1 and numbered is not None:
+        group, number = numbered[1], int(numbered[2]) - 1
+    return group in groups and 0 <= number < processes and name == file_name(group, number, processes)
 
 
 def check_version(version: Json, what: str) -> int:

@@ -10,11 +10,12 @@ from typing import Protocol, TypeAlias
 
 from drivetrain.checkpoint.files import REMOVING, SAVING, delete_if_there, write_file
 from drivetrain.checkpoint.filesystem import FileSystem, os_errors
-from drivetrain.checkpoint.format import MANIFEST, Manifest, Snapshot
+from drivetrain.checkpoint.format import MANIFEST, Manifest, Plan, Snapshot
 from drivetrain.checkpoint.places import file_system
 from drivetrain.checkpoint.reading import Reader
-from drivetrain.checkpoint.sharding import Like, plan_parts
-from drivetrain.checkpoint.writing import Place, Written
+from drivetrain.checkpoint.records import FileRecord
+from drivetrain.checkpoint.sharding import Like, plan_save
+from drivetrain.checkpoint.writing import Place
 from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.errors import CheckpointError
 
@@ -102,28 +103,17 @@ class DirectoryCheckpointIO:
     def save(self, path: str, snapshot: Snapshot) -> None:
         """Write beside the final place, sync, the manifest last, then rename; see `CheckpointIO.save`."""
         files, path = self._at(path)
-        planned = self.plan(snapshot)
-        assert planned.parts is not None
+        # The tensors of an object, such as the state of a run, are one process's with that object.
+        plan = snapshot.plan or plan_save(snapshot.tensors, snapshot.objects.keys(), self.ranks)
         place = Place(files, self.ranks.first(lambda: _begin(files, path)), path)
         try:
-            shares = self.ranks.together(lambda: place.write_share(planned.parts or {}, self.ranks))
-            self.ranks.first(lambda: _commit(place, shares, planned))
+            shares = self.ranks.together(lambda: place.write_share(plan, self.ranks.rank))
+            self.ranks.first(lambda: _commit(place, shares, plan, snapshot))
         except BaseException:
-            if self.ranks.rank == 0:
+            if self.ranks.rank == 0 and not place.is_committed:
                 with suppress(OSError):  # the first cause is on its way; the next open tries again
                     discard(place.directory, files)
             raise
-
-    def plan(self, snapshot: Snapshot) -> Snapshot:
-        """Decide which process writes what; to be called by all of them, and done by `save` if it is not yet.
-
-        Returns:
-            The snapshot with its `parts`.
-        """
-        if snapshot.parts is None:
-            # The tensors of an object, such as the state of a run, are one process's with that object.
-            snapshot.parts = plan_parts(snapshot.tensors, snapshot.objects.keys(), self.ranks)
-        return snapshot
 
     def load(self, path: str, groups: Collection[str] | None = None, *, like: Like | None = None) -> Snapshot:
         """Read each file once, hashing on the way; see `CheckpointIO.load`."""
@@ -264,13 +254,15 @@ def _check_free(files: FileSystem, path: str, name: str) -> None:
         )
 
 
-def _commit(place: Place, shares: list[Written], snapshot: Snapshot) -> None:
-    place.write_rest(shares, snapshot)
+def _commit(place: Place, shares: list[dict[str, FileRecord]], plan: Plan, snapshot: Snapshot) -> None:
+    place.write_rest(shares, plan, snapshot)
     files = place.files
     if not files.renames:
-        # It is committed: by its manifest. A marker that stays beside that means nothing.
+        # The manifest has committed it. A marker that stays beside the manifest means nothing.
+        place.is_committed = True
         delete_if_there(files.join(place.directory, UNFINISHED), files)
         return
     with os_errors("commit", place.final):
         files.rename(place.directory, place.final)
+        place.is_committed = True
         files.sync(files.split(place.final)[0])

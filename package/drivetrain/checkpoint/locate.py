@@ -143,7 +143,12 @@ def newest_first(directory: str) -> list[str]:
 
 
 def foreign_hint(names: Collection[str]) -> str:
-    """What to do with a folder that has these names in it, if DeepSpeed has saved it; else nothing."""
+    """What to do with a folder that has these names in it, if another program has saved it; else nothing."""
+    if any(name.endswith(".distcp") for name in names):
+        return (
+            " torch.distributed.checkpoint has saved this folder: make one file of it with python -m"
+            " torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE.pt, and give that"
+        )
     if "zero_to_fp32.py" not in names and not any(name.endswith("_optim_states.pt") for name in names):
         return ""
     return " DeepSpeed has saved this folder: drivetrain checkpoint import-deepspeed makes a checkpoint of it"

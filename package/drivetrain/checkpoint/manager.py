@@ -13,9 +13,10 @@ from drivetrain.checkpoint.filesystem import DamagedCheckpointError, FileSystem,
 from drivetrain.checkpoint.format import Snapshot
 from drivetrain.checkpoint.index import PURPOSE, Entry, oldest_first, rank, retain, write_index
 from drivetrain.checkpoint.io import CheckpointIO, DirectoryCheckpointIO
+from drivetrain.checkpoint.lock import DirectoryLock
 from drivetrain.checkpoint.places import file_system
 from drivetrain.checkpoint.recovery import load_together, recover, removed, set_aside
-from drivetrain.checkpoint.sharding import Like, plan_parts
+from drivetrain.checkpoint.sharding import Like, plan_save
 from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.errors import CheckpointError, ConfigError, nearest
 
@@ -70,7 +71,8 @@ class CheckpointManager:
     The index file is the truth about order and purpose; the disk is the truth about existence. At the first
     use the two are reconciled, so that a kill at any moment loses at most the checkpoint that was being
     saved. One job at a time may write to a directory; each of its processes has a manager, and all call the
-    same methods in the same order.
+    same methods in the same order. A directory that another job has locked is refused; `lock` keeps other
+    jobs out until `release`.
 
     Args:
         directory: Where the checkpoints and their index are; created by the first save.
@@ -100,6 +102,7 @@ class CheckpointManager:
         self.io: CheckpointIO = DirectoryCheckpointIO(self.files, self._behind) if io is None else io
         self._entries: list[Entry] = []
         self._opened = False
+        self._lock: DirectoryLock | None = None
         # Saved or loaded by this manager: only these are known to hold the state that the run has at their
         # update.
         self._ours: set[str] = set()
@@ -107,6 +110,22 @@ class CheckpointManager:
         self._buffers = HostBuffers()
         self._in_flight: _Job | None = None
         self._committed: str | None = None
+
+    def lock(self) -> None:
+        """Keep other jobs out of the directory until `release`, or until this process ends; `fit` calls this.
+
+        Raises:
+            ConfigError: Another job, or another fit of this process, holds the lock.
+            CheckpointError: The lock cannot be written. It is tried again at each save.
+        """
+        lock = self._lock = self._lock or DirectoryLock(self.directory, self.files)
+        self.ranks.first(lock.take)
+
+    def release(self) -> None:
+        """Let other jobs write to the directory. Nothing is to be saved after that."""
+        lock, self._lock = self._lock, None
+        if lock is not None and self.ranks.rank == 0:
+            lock.release()
 
     def entries(self) -> tuple[Entry, ...]:
         """All checkpoints, oldest first; one that is being written counts."""
@@ -205,12 +224,15 @@ class CheckpointManager:
         Raises:
             CheckpointError: It could not be written, or the one before could not, in the background; those
                 before, and the index, are as they were.
-            ConfigError: Neither purpose is given, or a keeper's metric is missing.
+            ConfigError: Neither purpose is given, a keeper's metric is missing, or another job has taken the
+                directory.
         """
         if not (resume or keeper):
             raise ConfigError("save() needs a purpose: resume=True, keeper=True, or both")
         self.wait()  # never two at a time: they would need twice the memory, and could end in the wrong order
         self._open()
+        if self._lock is not None:
+            self.ranks.first(self._lock.confirm)
         self._forget_removed()
         # Whether it is good enough is left to the pruning, which ranks it with the others; NaN never is.
         keeper = keeper and self.config.keepers > 0 and not math.isnan(self._ranking_value(metrics))
@@ -275,7 +297,7 @@ class CheckpointManager:
             return
         if snapshot is not None:
             # Planned here: the plan needs the live tensors, and the copy is to be of this process's share.
-            snapshot.parts = plan_parts(snapshot.tensors, snapshot.objects.keys(), self.ranks)
+            snapshot.plan = plan_save(snapshot.tensors, snapshot.objects.keys(), self.ranks)
             snapshot = self._buffers.copy(snapshot)
         self._background.start(lambda: self._perform(job, snapshot))
         self._entries = job.stays
@@ -364,6 +386,8 @@ class CheckpointManager:
     def _open(self) -> None:
         if self._opened:
             return
+        if self._lock is None:
+            self.ranks.first(DirectoryLock(self.directory, self.files).refuse_others)
         found, trouble = self.ranks.first(lambda: recover(self.directory, self.io, self.files))
         self._entries = found
         self._opened = True

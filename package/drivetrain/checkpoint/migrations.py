@@ -1,4 +1,4 @@
-"""How what an older drivetrain has written becomes what this one reads: one step for each format version.
+"""The steps that turn the files of an older drivetrain into those that this one reads, one for each version.
 
 Every version is read for ever. When the format changes, `FORMAT_VERSION` rises by one, the step from the
 version before is entered in `STEPS`, and small checkpoints of that version are put into the tests' corpus. No
@@ -7,10 +7,13 @@ other code knows of older versions.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from drivetrain.checkpoint.filesystem import DamagedCheckpointError
+from drivetrain.checkpoint.records import TENSORS, as_object, as_text, check_keys
 from drivetrain.errors import CheckpointError
 from drivetrain.types import Json
 
@@ -44,8 +47,62 @@ class Step:
     object: Callable[[str, Json], Json] = _object_unchanged
 
 
-STEPS: dict[int, Step] = {}
-"""The steps by the version that they start from; empty, as the first version is the newest."""
+_FILE_OF_MANY = re.compile(r".+-(\d{5,7})-of-(\d{5,7})" + re.escape(TENSORS))
+
+
+def _manifest_to_2(fields: Fields) -> Fields:
+    """Version 1 spelled out the grid of every tensor, and had the hashes of all pieces in the manifest."""
+    what = "a manifest of format 1"
+    files = as_object(fields.get("files"), f"{what}: files")
+    layouts: list[Json] = []
+    numbers: dict[str, int] = {}
+    tensors: dict[str, Json] = {}
+    hashes: dict[str, dict[str, Json]] = {}
+    processes = 1
+    for group, content in as_object(fields.get("tensors"), f"{what}: tensors").items():
+        where = f"{what}: tensors: {group!r}"
+        check_keys(as_object(content, where), {"files", "tensors"}, where)
+        listed = as_object(content, where)["files"]
+        names = [as_text(each, where) for each in (listed if isinstance(listed, list) else [listed])]
+        of_many = [_FILE_OF_MANY.fullmatch(name) for name in names]
+        processes = max([processes, *(int(each[2]) for each in of_many if each is not None)])
+        writers = [0 if each is None else int(each[1]) - 1 for each in of_many]
+        records: dict[str, Json] = {}
+        for name, record in as_object(as_object(content, where)["tensors"], where).items():
+            old = as_object(record, f"{where}: {name!r}")
+            check_keys(old, {"shape", "dtype", "cuts", "files", "xxh3_128"}, f"{where}: {name!r}")
+            places, digests = old["files"], old["xxh3_128"]
+            if not isinstance(places, list) or not isinstance(digests, list) or len(places) != len(digests):
+                raise DamagedCheckpointError(
+                    f"{where}: {name!r} has not one file and one hash for each piece"
+                )
+            writer = []
+            for place, digest in zip(places, digests, strict=True):
+                if type(place) is not int or not 0 <= place < len(names):
+                    raise DamagedCheckpointError(
+                        f"{where}: {name!r}: {str(place)[:40]!r} is no file's number"
+                    )
+                writer.append(writers[place])
+                hashes.setdefault(names[place], {})[name] = digest
+            layout: dict[str, Json] = {"dtype": old["dtype"], "shape": old["shape"]}
+            cuts, first = old["cuts"], 0
+            if isinstance(cuts, list) and len(writer) == 1 and all(each == [0] for each in cuts):
+                layout["grid"], first = [[] for _ in cuts], writer[0]
+            else:
+                layout.update(cuts=cuts, files=list(writer))
+            records[name] = [numbers.setdefault(repr(layout), len(numbers)), first]
+            if len(layouts) < len(numbers):
+                layouts.append(layout)
+        tensors[group] = records
+    for name, named in hashes.items():
+        if name not in files:
+            raise DamagedCheckpointError(f"{what}: a piece is in {name[:80]!r}, which it does not list")
+        files[name] = {**as_object(files[name], f"{what}: files: {name[:80]!r}"), "tensors_xxh3_128": named}
+    return {**fields, "processes": processes, "files": files, "layouts": layouts, "tensors": tensors}
+
+
+STEPS: dict[int, Step] = {1: Step(manifest=_manifest_to_2)}
+"""The steps by the version that they start from."""
 
 
 def steps_from(version: int, newest: int, what: str, steps: Mapping[int, Step] | None = None) -> list[Step]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +12,17 @@ from drivetrain.checkpoint.files import HashedReader
 from drivetrain.checkpoint.filesystem import DamagedCheckpointError, FileSystem, UnseenError, os_errors
 from drivetrain.checkpoint.format import FORMAT_VERSION, MANIFEST, Manifest, Snapshot
 from drivetrain.checkpoint.migrations import steps_from
-from drivetrain.checkpoint.records import FileRecord, Piece, TensorRecord
-from drivetrain.checkpoint.sharding import Fetch, Like, plan_reads
+from drivetrain.checkpoint.records import (
+    FileRecord,
+    Piece,
+    TensorRecord,
+    file_name,
+    hashes_name,
+    load_hashes,
+)
+from drivetrain.checkpoint.sharding import Box, Like, box_to_read, is_sharded
 from drivetrain.checkpoint.strict_json import parse_json
-from drivetrain.checkpoint.tensors import DTYPES, TensorSpan, bytes_of, read_header, room_for
+from drivetrain.checkpoint.tensors import DTYPES, Hashes, TensorSpan, bytes_of, read_header, room_for
 from drivetrain.errors import CheckpointError, nearest
 from drivetrain.types import Json
 
@@ -36,7 +43,7 @@ class Reader:
         self.files = files
         self.path = path
         self.manifest = self._read_manifest()
-        self._placed: dict[str, dict[str, dict[str, Piece]]] = {}
+        self._by_place: dict[str, dict[TensorRecord, list[str]]] = {}
 
     def _read_manifest(self) -> Manifest:
         # Also looks for what no checkpoint contains: a symbolic link, which could lead anywhere. Other files
@@ -81,73 +88,136 @@ class Reader:
         """Check every byte, in constant memory; see `drivetrain.checkpoint.verify`."""
         for name in self.manifest.objects():
             self.object(name)
-        for group in self.manifest.tensors:
-            for file, pieces in self._pieces(group).items():
-                with HashedReader(self.files.join(self.path, file), self.files) as reader:
-                    spans = self._spans(reader, file, group)
+        for group, records in self.manifest.tensors.items():
+            seen = 0
+            for number in range(self.manifest.processes):
+                file = file_name(group, number, self.manifest.processes)
+                if file not in self.manifest.files:
+                    continue
+                hashes = self.hashes(file)
+                with self._open(file) as reader:
+                    spans, _ = self._spans(reader, group, number, hashes)
                     for span in sorted(spans.values(), key=lambda span: (span.start, span.stop)):
                         reader.begin_piece(reader.position)
                         reader.skip(span.stop - span.start)
-                        reader.check_hash(pieces[span.name].xxh3_128, f"the tensor {span.name!r}")
+                        reader.check_hash(hashes.tensors[span.name], f"the tensor {span.name!r}")
+                seen += len(spans)
+            if seen != sum(record.count for record in records.values()):
+                for record in records.values():
+                    for number in sorted(record.writers((0,) * len(record.shape), record.shape)):
+                        self._told(file_name(group, number, self.manifest.processes))
 
     def tensor(self, group: str, name: str) -> Tensor:
         """One whole tensor, verified."""
         return self._tensors(group, {name: self.manifest.tensors[group][name]}, None)[name]
 
+    def hashes(self, file: str) -> Hashes:
+        """The hashes of a file of tensors, verified."""
+        told = self._told(file)
+        if told.hashes is not None:
+            return told.hashes
+        path = self.files.join(self.path, hashes_name(file))
+        with HashedReader(path, self.files) as reader:
+            data = reader.read_json()
+            reader.check_hash(told.xxh3_128)
+        return load_hashes(parse_json(data, repr(path)), repr(path))
+
+    def _told(self, file: str) -> FileRecord:
+        if file not in self.manifest.files:
+            raise DamagedCheckpointError(
+                f"{self.files.join(self.path, MANIFEST)!r} places tensors in {file!r}, which it does not list"
+            )
+        return self.manifest.files[file]
+
+    def _open(self, file: str) -> HashedReader:
+        """A file of tensors, of the size that was written."""
+        told = self._told(file)
+        reader = HashedReader(self.files.join(self.path, file), self.files)
+        try:
+            reader.check_size(told.bytes)
+        except DamagedCheckpointError:
+            reader.close()
+            raise
+        return reader
+
     def _tensors(
         self, group: str, records: Mapping[str, TensorRecord], like: Like | None
     ) -> dict[str, Tensor]:
-        files = {file: self.manifest.files[file] for file in _files_of(records)}
-        self._check_room(records, files)
-
-        def room(name: str) -> Tensor:
-            return room_for(records[name].shape, records[name].dtype, f"{self.path!r}: {name!r}")
-
-        results, fetches = plan_reads(records, group, like, room)
-        by_file: dict[str, list[Fetch]] = {}
-        for fetch in fetches:
-            by_file.setdefault(fetch.piece.file, []).append(fetch)
-        for file, mine in sorted(by_file.items()):
-            with HashedReader(self.files.join(self.path, file), self.files) as reader:
-                self._fetch(reader, self._spans(reader, file, group), mine)
+        patterns = {
+            name: pattern
+            for name, record in records.items()
+            if like is not None
+            and (pattern := like(group, name, record.shape)) is not None
+            and is_sharded(pattern)
+        }
+        boxes = {
+            name: box_to_read(name, record.shape, patterns.get(name)) for name, record in records.items()
+        }
+        # By layout, not by tensor: with thousands of processes there are millions of pieces.
+        kinds = {
+            (record, *boxes[name])
+            for name, record in records.items()
+            if name not in patterns or all(boxes[name][1])  # an uneven division leaves some without rows
+        }
+        numbers = set().union(*(record.writers(*box) for record, *box in kinds))
+        names = {number: file_name(group, number, self.manifest.processes) for number in sorted(numbers)}
+        whole = {name: record for name, record in records.items() if name not in patterns}
+        self._check_room(whole, names.values())
+        results: dict[str, Tensor] = {}
+        targets: dict[str, Tensor] = {}
+        for name, record in records.items():
+            if name in patterns:
+                sharded: Any = torch.empty_like(patterns[name], dtype=DTYPES[record.dtype])
+                results[name], targets[name] = sharded, sharded.to_local()
+            else:
+                room = room_for(record.shape, record.dtype, f"{self.path!r}: {name!r}")
+                results[name] = targets[name] = room
+        for number, file in names.items():
+            hashes = self.hashes(file)
+            with self._open(file) as reader:
+                spans, pieces = self._spans(reader, group, number, hashes)
+                begin = reader.position
+                for name, span in sorted(spans.items(), key=lambda each: each[1].start):
+                    if name in whole or (name in patterns and _meet(pieces[name], boxes[name])):
+                        reader.begin_piece(begin + span.start)
+                        _fill(reader, span, hashes, pieces[name], targets[name], boxes[name][0])
         return results
 
-    def _check_room(self, records: Mapping[str, TensorRecord], files: Mapping[str, FileRecord]) -> None:
-        """A manifest may claim any shape: memory is given only for bytes that the files really have."""
-        claimed = dict.fromkeys(files, 0)
-        for record in records.values():
-            for piece in record.pieces:
-                claimed[piece.file] += math.prod(piece.shape) * DTYPES[record.dtype].itemsize
-        for file, told in files.items():
-            with HashedReader(self.files.join(self.path, file), self.files) as reader:
-                reader.check_size(told.bytes)
-                if claimed[file] > reader.size:
-                    raise DamagedCheckpointError(
-                        f"{reader.path!r} has {reader.size} bytes, too few for the {claimed[file]} of the "
-                        "tensors that the manifest places there"
-                    )
-
-    def _pieces(self, group: str) -> dict[str, dict[str, Piece]]:
-        """What the manifest places in each file of a group, by tensor."""
-        # Once for all files: with thousands of files and pieces, looking through all for each takes minutes.
-        if group not in self._placed:
-            placed: dict[str, dict[str, Piece]] = {}
+    def _kinds(self, group: str) -> dict[TensorRecord, list[str]]:
+        """The tensors of a group by their places, as many have the same: asked for with each file."""
+        if group not in self._by_place:
+            kinds = self._by_place[group] = {}
             for name, record in self.manifest.tensors[group].items():
-                for piece in record.pieces:
-                    placed.setdefault(piece.file, {})[name] = piece
-            self._placed[group] = dict(sorted(placed.items()))
-        return self._placed[group]
+                kinds.setdefault(record, []).append(name)
+        return self._by_place[group]
 
-    def _spans(self, reader: HashedReader, file: str, group: str) -> dict[str, TensorSpan]:
-        """Where the tensors of a file lie, compared with the pieces that the manifest places there."""
-        told = self.manifest.files[file]
-        reader.check_size(told.bytes)
-        spans = {span.name: span for span in read_header(reader, told.xxh3_128)}
+    def _check_room(self, records: Mapping[str, TensorRecord], names: Iterable[str]) -> None:
+        """A manifest may claim any shape: memory is given only for bytes that the files really have."""
+        claimed = sum(record.layout.bytes for record in records.values())
+        there = 0
+        for name in names if claimed else ():
+            with self._open(name) as reader:
+                there += reader.size
+        if claimed > there:
+            raise DamagedCheckpointError(
+                f"the files of {self.path!r} have {there} bytes, too few for the {claimed} of the tensors"
+                " that the manifest places there"
+            )
+
+    def _spans(
+        self, reader: HashedReader, group: str, number: int, hashes: Hashes
+    ) -> tuple[dict[str, TensorSpan], dict[str, Piece]]:
+        """Where the tensors of a file are, and their pieces by the manifest, which must fit."""
+        spans = {span.name: span for span in read_header(reader, hashes.header)}
         found = {span.name: (span.shape, span.dtype) for span in spans.values()}
         records = self.manifest.tensors[group]
-        expected = {
-            name: (piece.shape, records[name].dtype) for name, piece in self._pieces(group)[file].items()
+        pieces = {
+            name: piece
+            for record, names in self._kinds(group).items()
+            if (piece := record.piece(number)) is not None
+            for name in names
         }
+        expected = {name: (piece.shape, records[name].dtype) for name, piece in pieces.items()}
         if found != expected:
             either = found.keys() | expected.keys()
             name = min(each for each in either if found.get(each) != expected.get(each))
@@ -155,29 +225,12 @@ class Reader:
                 f"{reader.path!r}: the tensor {name!r} of the group {group!r} is "
                 f"{_describe(found.get(name))}, but {_describe(expected.get(name))} in the manifest"
             )
-        return spans
-
-    def _fetch(self, reader: HashedReader, spans: Mapping[str, TensorSpan], fetches: list[Fetch]) -> None:
-        """Fill the targets, in the order of the file."""
-        begin = reader.position
-        boxes: dict[str, list[Fetch]] = {}
-        for fetch in fetches:
-            boxes.setdefault(fetch.name, []).append(fetch)
-        for name in sorted(boxes, key=lambda name: spans[name].start):
-            span, first = spans[name], boxes[name][0]
-            reader.begin_piece(begin + span.start)
-            # Straight to where it belongs, if that is one block of memory; else through one piece's memory.
-            direct = len(boxes[name]) == 1 and first.is_whole and first.target.is_contiguous()
-            piece = first.target if direct else room_for(span.shape, span.dtype, f"{reader.path!r}: {name!r}")
-            if span.stop > span.start:
-                reader.read_into(bytes_of(piece))
-            reader.check_hash(first.piece.xxh3_128, f"the tensor {name!r}")
-            if direct:
-                continue
-            for fetch in boxes[name]:
-                ends = (start + length for start, length in zip(fetch.start, fetch.target.shape, strict=True))
-                with torch.no_grad():
-                    fetch.target.copy_(piece[tuple(map(slice, fetch.start, ends))])
+        if hashes.tensors.keys() != spans.keys():
+            name = min(hashes.tensors.keys() ^ spans.keys())
+            raise DamagedCheckpointError(
+                f"{reader.path!r}: the tensor {name!r} is in the file or has a hash, but not both"
+            )
+        return spans, pieces
 
     def object(self, name: str) -> Json:
         """One object, verified; its name is a key of `Manifest.objects`."""
@@ -193,8 +246,51 @@ class Reader:
         return value
 
 
-def _files_of(records: Mapping[str, TensorRecord]) -> list[str]:
-    return sorted({piece.file for record in records.values() for piece in record.pieces})
+def _meet(piece: Piece, box: Box) -> bool:
+    """Whether a piece and a box of a tensor have an element in common."""
+    offset, shape = box
+    sides = zip(piece.offset, piece.shape, offset, shape, strict=True)
+    return all(max(at, start) < min(at + size, start + length) for at, size, start, length in sides)
+
+
+def _fill(
+    reader: HashedReader,
+    span: TensorSpan,
+    hashes: Hashes,
+    piece: Piece,
+    target: Tensor,
+    begin: tuple[int, ...],
+) -> None:
+    """Read a piece, verify it, and copy what of it belongs into the target.
+
+    Args:
+        reader: At the piece.
+        span: The piece in the file.
+        hashes: Of the file.
+        piece: Its place in the whole tensor.
+        target: The memory of a box of the tensor.
+        begin: Where that box begins in the whole tensor.
+    """
+    starts = [max(each) for each in zip(piece.offset, begin, strict=True)]
+    stops = [
+        min(offset + size, first + length)
+        for offset, size, first, length in zip(piece.offset, piece.shape, begin, target.shape, strict=True)
+    ]
+
+    def part(of: Tensor, offset: tuple[int, ...]) -> Tensor:
+        slices = (slice(start - at, stop - at) for start, stop, at in zip(starts, stops, offset, strict=True))
+        return of[tuple(slices)]
+
+    with torch.no_grad():
+        view = part(target, begin)
+        # Straight to where it belongs, if that is one block of memory; else through memory for the piece.
+        direct = tuple(view.shape) == piece.shape and view.is_contiguous() and view.device.type == "cpu"
+        memory = view if direct else room_for(span.shape, span.dtype, f"{reader.path!r}: {span.name!r}")
+        if span.stop > span.start:
+            reader.read_into(bytes_of(memory))
+        reader.check_hash(hashes.tensors[span.name], f"the tensor {span.name!r}")
+        if not direct:
+            view.copy_(part(memory, piece.offset))
 
 
 def _describe(tensor: tuple[Iterable[int], str] | None) -> str:

@@ -7,17 +7,21 @@ have in common, nothing is renamed but by copying and deleting, and only single 
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from itertools import count
 from typing import Any
 
-from drivetrain.checkpoint.client import Client, configuration, connect, implementation
 from drivetrain.checkpoint.filesystem import BytesSource, Kind, Sink, Source
-from drivetrain.checkpoint.retries import Request, Retry, as_os_error
-from drivetrain.checkpoint.uploads import ObjectSink
+from drivetrain.checkpoint.retries import Retry, as_os_error
+from drivetrain.errors import CheckpointError, MissingDependencyError, nearest
 
 _KINDS: dict[str, Kind] = {"file": "file", "directory": "directory", "link": "link"}
+_EXTRAS = {"s3": ("s3fs", "s3"), "s3a": ("s3fs", "s3")}
+"""Protocols that an extra of ours is for: the package, and the extra that brings it."""
 
 
 class RemoteFileSystem:
@@ -30,11 +34,9 @@ class RemoteFileSystem:
         options: Of the fsspec file system, such as an endpoint; what is not among them is as fsspec's own
             configuration and the environment say.
         retry: When a request that failed is made again.
-        part: Bytes that a large object is sent in at a time; at least 5 MiB for Amazon S3.
-        block: Bytes that are read at a time.
-        lanes: The most parts, or blocks, of one object that are under way at a time. An object that is being
-            written takes up to `lanes + 3` parts of memory, one that is being read up to twice as many blocks
-            as lanes.
+        part: Bytes that a large object is sent in at a time; for Amazon S3 at least 5 MiB, and 10,000 parts
+            at most. Writing an object takes a little more than four times as much memory.
+        block: Bytes that are read at a time; reading an object takes up to three times as much memory.
 
     Raises:
         MissingDependencyError: fsspec, or the package for Amazon S3, is not installed.
@@ -49,19 +51,17 @@ class RemoteFileSystem:
         options: Mapping[str, Any] | None = None,
         *,
         retry: Retry | None = None,
-        part: int = 32 << 20,
-        block: int = 8 << 20,
-        lanes: int = 4,
+        part: int = 48 << 20,
+        block: int = 16 << 20,
     ) -> None:
         self.protocol = protocol
-        self._kind = implementation(protocol)
+        self._kind = _implementation(protocol)
         self._options = dict(options or {})
         self._retry = retry or Retry()
         # In fsspec's memory a file is there, and empty, from when it is opened: only one request is atomic.
         self._part = sys.maxsize if protocol == "memory" else part
         self._block = block
-        self._lanes = lanes
-        self._clients: dict[tuple[int, str], Client] = {}
+        self._connections: dict[tuple[int, str], Any] = {}
 
     def absolute(self, path: str) -> str:
         """See `FileSystem.absolute`."""
@@ -81,16 +81,15 @@ class RemoteFileSystem:
     def kind(self, path: str) -> Kind | None:
         """See `FileSystem.kind`."""
         try:
-            return _KINDS.get(self._client(path).info(path)["type"], "other")
+            return _KINDS.get(self._info(path)["type"], "other")
         except FileNotFoundError:
             return None
 
     def entries(self, directory: str) -> dict[str, Kind]:
         """See `FileSystem.entries`; asked anew each time."""
-        client = self._client(directory)
-        own = client.strip(directory)
+        own = self._strip(directory)
         try:
-            found = client.call("listing", directory, "ls", own, detail=True)
+            found = self._call("listing", directory, "ls", own, detail=True)
         except FileNotFoundError:
             return {}
         # An object whose name ends with "/", as a console makes for an empty "folder", is listed in itself.
@@ -99,19 +98,36 @@ class RemoteFileSystem:
 
     def create(self, path: str) -> Sink:
         """See `FileSystem.create`; an object that is there already is replaced when this one is finished."""
-        return ObjectSink(self._client(path), path, self._part, self._lanes)
+        return _Sink(self._connection(path), path, self._strip(path), self._part, self._retry)
 
     def open(self, path: str) -> Source:
         """See `FileSystem.open`."""
-        client = self._client(path)
-        info = client.info(path)
+        info = self._info(path)
+        size = info["size"]
         if info["type"] != "file":
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-        if info["size"] is None:
+        if size is None:
             raise OSError(errno.EPROTO, "the service does not tell the object's size", path)
-        if info["size"] <= self._block:
-            return BytesSource(_read_small(client, path, info["size"], self._block))
-        return _Source(client, path, info["size"], self._block, self._lanes)
+
+        def check(content: bytes) -> None:
+            # An object that is replaced between the two requests is read whole, as the old or the new one.
+            if len(content) != size and len(content) != self._info(path)["size"]:
+                raise _short(len(content), size)
+
+        if not size:  # nothing can be asked of an empty one
+            return BytesSource(b"")
+        if size <= self._block:
+            return BytesSource(self._read(path, 0, self._block, check))
+        return _Source(self, path, size, self._block)
+
+    def read_range(self, path: str, start: int, end: int) -> bytes:
+        """Return a range of an object's bytes, whole."""
+
+        def check(content: bytes) -> None:
+            if len(content) != end - start:
+                raise _short(len(content), end - start)
+
+        return self._read(path, start, end, check)
 
     def make_directory(self, path: str) -> None:
         """See `FileSystem.make_directory`; none is needed."""
@@ -121,80 +137,103 @@ class RemoteFileSystem:
 
     def rename(self, old: str, new: str) -> None:
         """See `FileSystem.rename`; of an object only, by copying and deleting it."""
-        client = self._client(old)
-        client.call("copying", old, "cp_file", client.strip(old), client.strip(new))
-        self._delete_object(client, old, client.strip(old))
+        self._call("copying", old, "cp_file", self._strip(old), self._strip(new))
+        self._delete_object(old, self._strip(old))
 
     def delete(self, path: str) -> None:
         """See `FileSystem.delete`; of a directory one object after the other."""
-        client = self._client(path)
-        own = client.strip(path)
-        is_object = client.info(path)["type"] == "file"
-        names = [own] if is_object else client.call("listing", path, "find", own)
-        for name in names:
-            self._delete_object(client, path, name)
+        own = self._strip(path)
+        is_object = self._info(path)["type"] == "file"
+        for name in [own] if is_object else self._call("listing", path, "find", own):
+            self._delete_object(path, name)
 
-    def _delete_object(self, client: Client, path: str, name: str) -> None:
-        request = client.begin("deleting", path, "rm_file", name)
-        try:
-            request.result()
-        except FileNotFoundError:
-            if request.tries == 1:  # else it was deleted by a request whose answer was lost
-                raise
+    def _delete_object(self, path: str, name: str) -> None:
+        tries = count(1)
 
-    def _client(self, path: str) -> Client:
-        """This process's own connection, as fsspec is configured now."""
+        def request() -> None:
+            number = next(tries)
+            try:
+                self._connection(path).rm_file(name)
+            except FileNotFoundError:
+                if number == 1:  # else it was deleted by a request whose answer was lost
+                    raise
+
+        self._retry.call("deleting", path, request)
+
+    def _read(self, path: str, start: int, end: int, check: Callable[[bytes], None]) -> bytes:
+        name = self._strip(path)
+        content: bytes = self._call("reading", path, "cat_file", name, start=start, end=end, check=check)
+        return content
+
+    def _info(self, path: str) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self._call("looking at", path, "info", self._strip(path))
+        return found
+
+    def _call(
+        self,
+        what: str,
+        path: str,
+        method: str,
+        *arguments: Any,
+        check: Callable[[Any], None] | None = None,
+        **named: Any,
+    ) -> Any:
+        """Call a method of the fsspec file system; `check` raises if the result cannot be used."""
+
+        def request() -> Any:
+            found = getattr(self._connection(path), method)(*arguments, **named)
+            if check is not None:
+                check(found)
+            return found
+
+        return self._retry.call(what, path, request)
+
+    def _strip(self, path: str) -> str:
+        """The path as fsspec knows it, without its scheme."""
+        return str(self._kind._strip_protocol(path))
+
+    def _connection(self, path: str) -> Any:
+        """This process's own fsspec file system, as fsspec is configured now."""
         # Some addresses name a part of the options, such as an account. Those of processes that this one was
         # forked from stay referred to: closing them here would break them there.
         options = {**self._options, **self._kind._get_kwargs_from_urls(path)}
-        key = (os.getpid(), repr((options, configuration(self._kind))))
-        client = self._clients.get(key)
-        if client is None:
+        key = (os.getpid(), repr((options, _configuration(self._kind))))
+        fs = self._connections.get(key)
+        if fs is None:
             # Two threads may both come here; then one's connection is dropped, which does no harm.
-            try:
-                fs = connect(self._kind, options)
-            except Exception as error:
-                raise as_os_error(error, path) from error
-            client = self._clients.setdefault(key, Client(fs, self._retry))
-        return client
+            with _os_errors(path):
+                fs = _connect(self._kind, options, self._retry)
+            fs = self._connections.setdefault(key, fs)
+        return fs
 
 
-def _read_small(client: Client, path: str, size: int, block: int) -> bytes:
-    """An object that fits in a block, in one request: of one that is replaced meanwhile, old or new."""
-
-    def check(content: bytes) -> None:
-        if len(content) != size and len(content) != client.info(path)["size"]:
-            raise ConnectionResetError(errno.ECONNRESET, f"only {len(content)} bytes came", path)
-
-    if not size:  # nothing can be asked of an empty one
-        return b""
-    content: bytes = client.call(
-        "reading", path, "cat_file", client.strip(path), start=0, end=block, check=check
-    )
-    return content
+def _short(found: int, size: int) -> OSError:
+    return ConnectionResetError(errno.ECONNRESET, f"only {found} of {size} bytes came")
 
 
 class _Source:
-    """A large object, read in blocks; the longer it is read in order, the more of them are asked ahead."""
+    """A large object, read in blocks."""
 
-    def __init__(self, client: Client, path: str, size: int, block: int, lanes: int) -> None:
+    def __init__(self, files: RemoteFileSystem, path: str, size: int, block: int) -> None:
         self.size = size
-        self._client = client
+        self._files = files
         self._path = path
         self._block = block
-        self._most = lanes - 1 if client.overlaps else 0
-        self._ahead = 0
         self._position = 0
-        self._current = (-1, memoryview(b""))
-        self._under_way: dict[int, Request[bytes]] = {}
+        self._number = -1
+        self._content = memoryview(b"")
 
     def read_into(self, target: memoryview) -> int:
         if self._position >= self.size:
             return 0
         number, offset = divmod(self._position, self._block)
-        if number != self._current[0]:
-            self._move_to(number)
-        found = self._current[1][offset : offset + len(target)]
+        if number != self._number:
+            self.close()  # its memory is needed for the next
+            start = number * self._block
+            end = min(start + self._block, self.size)
+            self._content = memoryview(self._files.read_range(self._path, start, end))
+            self._number = number
+        found = self._content[offset : offset + len(target)]
         target[: len(found)] = found
         self._position += len(found)
         return len(found)
@@ -203,41 +242,130 @@ class _Source:
         self._position = position
 
     def close(self) -> None:
-        self._drop(())
-        self._current = (-1, memoryview(b""))
+        self._number, self._content = -1, memoryview(b"")
 
-    def _move_to(self, number: int) -> None:
-        in_order = number == self._current[0] + 1
-        self._ahead = min(self._most, 2 * self._ahead + 1) if in_order and number else 0
-        last = min(number + self._ahead, (self.size - 1) // self._block)
-        wanted = range(number, last + 1)
-        self._drop(wanted)
-        self._current = (-1, memoryview(b""))  # its memory is needed for the next
-        for each in wanted:
-            if each not in self._under_way:
-                self._under_way[each] = self._ask(each)
-        content = self._under_way.pop(number).result()
-        self._current = (number, memoryview(content))
 
-    def _ask(self, number: int) -> Request[bytes]:
-        start = number * self._block
-        end = min(start + self._block, self.size)
+class _Sink:
+    """An object that is being written: in one request if it fits in a part, else by a file of fsspec's."""
 
-        def check(content: bytes) -> None:
-            if len(content) != end - start:
-                text = f"only {len(content)} of {end - start} bytes came"
-                raise ConnectionResetError(errno.ECONNRESET, text, self._path)
+    def __init__(self, fs: Any, path: str, name: str, part: int, retry: Retry) -> None:
+        self._fs = fs
+        self._path = path
+        self._name = name
+        self._part = part
+        self._retry = retry
+        self._size = 0
+        self._held = io.BytesIO()
+        self._file: Any = None
 
-        return self._client.begin(
-            "reading",
-            self._path,
-            "cat_file",
-            self._client.strip(self._path),
-            start=start,
-            end=end,
-            check=check,
-        )
+    def write(self, data: memoryview) -> int:
+        if self._file is None and self._held.tell() + len(data) > self._part:
+            self._begin()
+        target = self._held if self._file is None else self._file
+        with _os_errors(self._path):
+            taken: int = target.write(data)
+        self._size += taken
+        return taken
 
-    def _drop(self, wanted: range | tuple[()]) -> None:
-        for number in [each for each in self._under_way if each not in wanted]:
-            self._under_way.pop(number).cancel()
+    def finish(self) -> None:
+        if self._file is None:
+            content = self._held.getvalue()
+            self._retry.call("writing", self._path, lambda: self._fs.pipe_file(self._name, content))
+            return
+        try:
+            with _os_errors(self._path):
+                self._file.close()
+                self._commit()
+        except BaseException:
+            with suppress(OSError):  # the first cause is on its way
+                self.abort()
+            raise
+
+    def abort(self) -> None:
+        self._held = io.BytesIO()
+        if self._file is not None:
+            # Python's garbage collector would finish a file that counts as open.
+            with suppress(AttributeError):
+                self._file.closed = True
+            self._retry.call("aborting", self._path, self._file.discard)
+
+    def _begin(self) -> None:
+        with _os_errors(self._path):
+            # As in fsspec's transactions, the file is not there until it is committed.
+            self._file = self._fs.open(self._name, "wb", block_size=self._part, autocommit=False)
+            self._file.write(self._held.getbuffer())
+        self._held = io.BytesIO()
+
+    def _commit(self) -> None:
+        try:
+            self._file.commit()
+        except FileNotFoundError:
+            # No such upload: not any more, if it was completed by a request whose answer was lost.
+            with suppress(OSError):
+                if self._fs.info(self._name)["size"] == self._size:
+                    return
+            raise
+
+
+@contextmanager
+def _os_errors(path: str) -> Iterator[None]:
+    """Turn the errors of a client's package into `OSError`s."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise as_os_error(error, path) from error
+
+
+def _implementation(protocol: str) -> Any:
+    """The class of fsspec's file systems for a protocol, such as "s3"."""
+    purpose = f"an address that begins with '{protocol}://'"
+    package, extra = _EXTRAS.get(protocol, ("fsspec", "remote"))
+    try:
+        from fsspec import available_protocols, get_filesystem_class
+    except ImportError as error:
+        raise MissingDependencyError(package, extra, purpose) from error
+    try:
+        return get_filesystem_class(protocol)
+    except ValueError as error:
+        raise CheckpointError(
+            f"unknown kind of address '{protocol}://'. {nearest(protocol, available_protocols())}"
+        ) from error
+    except ImportError as error:
+        if protocol in _EXTRAS:
+            raise MissingDependencyError(package, extra, purpose) from error
+        raise CheckpointError(f"{purpose} needs a package that is not installed: {error}") from error
+
+
+def _connect(kind: Any, options: Mapping[str, Any], retry: Retry) -> Any:
+    """A new fsspec file system: no other's, and none that remembers what was in a directory."""
+    from fsspec.config import apply_config
+
+    settings = apply_config(kind, dict(options))
+    settings.update(use_listings_cache=False, skip_instance_cache=True)
+    if not hasattr(kind, "call_s3"):
+        return kind(**settings)
+
+    class PatientS3(kind):  # type: ignore[misc]
+        """s3fs's file system, whose files send each part again by our rule."""
+
+        retries = 1
+
+        def call_s3(self, method: str, *arguments: Any, **named: Any) -> Any:
+            path = f"s3://{named.get('Bucket')}/{named.get('Key')}"
+            return retry.call(
+                "writing", path, lambda: super(PatientS3, self).call_s3(method, *arguments, **named)
+            )
+
+    # One try each time: the client's own would multiply with ours, and draw from the run's random numbers.
+    settings["config_kwargs"] = {"retries": {"total_max_attempts": 1}, **settings.get("config_kwargs", {})}
+    return PatientS3(**settings)
+
+
+def _configuration(kind: Any) -> str:
+    """Return fsspec's configuration of a class of file systems, as a text that changes with it."""
+    from fsspec.config import conf
+
+    names = (kind.protocol,) if isinstance(kind.protocol, str) else kind.protocol
+    return repr([conf.get(name) for name in names])

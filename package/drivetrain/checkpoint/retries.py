@@ -10,82 +10,47 @@ import errno
 import logging
 import os
 import random
-import time
+import re
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, TypeVar
+
+from drivetrain.errors import MissingDependencyError
 
 T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
-# Not the global generator: the random numbers of a run must not depend on how the network was.
+# Not the global generator: the random numbers of a run must not depend on how the network was. For the same
+# reason botocore's own retries, which draw from that generator, are off.
 _CHANCE = random.SystemRandom()
 
 _PERMANENT = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
-# 501 says that the service will never do it.
 _TRANSIENT_STATUS = frozenset((408, 425, 429, 500, 502, 503, 504, 509))
 # What Amazon S3, and what speaks its language, gives with other statuses:
 # https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
-_TRANSIENT_CODES = frozenset(
-    (
-        "BadDigest",
-        "IncompleteBody",
-        "InternalError",
-        "OperationAborted",
-        "RequestTimeout",
-        "ServiceUnavailable",
-        "SlowDown",
-        "Throttling",
-        "ThrottlingException",
-        "XAmzContentSHA256Mismatch",
-    )
+_TRANSIENT_CODE = re.compile(
+    "BadDigest|IncompleteBody|OperationAborted|RequestTimeout|SlowDown|Throttling|SHA256"
 )
-# Classes of aiohttp, botocore, urllib3, google.api_core and azure.core for a connection that broke.
-_TRANSIENT_NAMES = frozenset(
-    (
-        "ClientConnectionError",
-        "ClientPayloadError",
-        "ConnectionError",
-        "HTTPClientError",
-        "IncompleteRead",
-        "IncompleteReadError",
-        "ProtocolError",
-        "ResponseParserError",
-        "ResponseStreamingError",
-        "RetryError",
-        "ServiceRequestError",
-        "ServiceResponseError",
-        "TransportError",
-    )
+# Classes of aiohttp, botocore, urllib3, google.api_core and azure.core for a connection that broke; not for a
+# certificate that is refused, which looks like one.
+_BROKEN = re.compile(
+    "Connection|Timeout|Payload|IncompleteRead|Protocol|HTTPClient|ResponseParser|ResponseStreaming|RetryError"
+    "|ServiceRequest|ServiceResponse|Transport"
 )
-# A certificate that is refused now is refused in a minute too, although it looks like a broken connection.
-_PERMANENT_NAMES = frozenset(("ClientSSLError", "SSLCertVerificationError", "SSLError"))
-_NO_CREDENTIALS = frozenset(("CredentialRetrievalError", "NoCredentialsError", "PartialCredentialsError"))
+_BROKEN_FOR_GOOD = re.compile("SSL|Credential")
 _TRANSIENT_ERRNO = frozenset(
     (errno.EBUSY, errno.EAGAIN, errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET, errno.EHOSTUNREACH)
 )
-_ERRNO_OF_CLASS: tuple[tuple[type[Exception], int], ...] = (
-    (FileNotFoundError, errno.ENOENT),
-    (FileExistsError, errno.EEXIST),
-    (PermissionError, errno.EACCES),
-    (IsADirectoryError, errno.EISDIR),
-    (NotADirectoryError, errno.ENOTDIR),
-    (TimeoutError, errno.ETIMEDOUT),
-    (ConnectionRefusedError, errno.ECONNREFUSED),
-    (ConnectionError, errno.ECONNRESET),
-    (NotImplementedError, errno.ENOSYS),
-    (ValueError, errno.EINVAL),
-)
-_ERRNO_OF_STATUS = {
-    400: errno.EINVAL,
-    401: errno.EACCES,
-    403: errno.EACCES,
-    404: errno.ENOENT,
-    408: errno.ETIMEDOUT,
-    416: errno.EINVAL,
-    501: errno.ENOSYS,
+_ERRNO_OF_CLASS = {
+    type(OSError(code, "")): code
+    for code in (
+        *(errno.ENOENT, errno.EEXIST, errno.EACCES, errno.EISDIR, errno.ENOTDIR),
+        *(errno.ETIMEDOUT, errno.ECONNREFUSED, errno.ECONNRESET),
+    )
 }
+_ERRNO_OF_STATUS = {401: errno.EACCES, 403: errno.EACCES, 404: errno.ENOENT, 408: errno.ETIMEDOUT}
+# By which s3fs tells a status of 500; not every system has the number.
+_EREMOTEIO = getattr(errno, "EREMOTEIO", errno.EIO)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +64,7 @@ class Retry:
         tries: The most requests that are made, the first included.
         pause: The first pause, in seconds, at the most.
         longest: The longest pause, in seconds.
-        patience: The seconds after which a request that has no answer counts as failed, and after which none
-            is made again.
+        patience: The seconds after which no request is made again.
     """
 
     tries: int = 8
@@ -109,104 +73,60 @@ class Retry:
     patience: float = 300.0
 
     def draw_pause(self, failures: int) -> float:
-        """The seconds to wait after so many failures."""
+        """Return the seconds to wait after so many failures."""
         top = min(self.longest, self.pause * 2 ** (failures - 1))
         return _CHANCE.uniform(top / 2, top)
 
+    def call(self, what: str, path: str, request: Callable[[], T]) -> T:
+        """Make a request, and make it again when it fails for a while only.
 
-class Request(Generic[T]):
-    """A request that is under way, and that is made again, while its result is waited for, if it has to be.
-
-    Args:
-        what: What is being done, as "reading"; for the log.
-        path: To what.
-        begin: Makes the request.
-        retry: When it is made again.
-        check: Looks at the result, and raises if it is not to be had as it is.
-
-    Attributes:
-        tries: How many were made.
-    """
-
-    def __init__(
-        self,
-        what: str,
-        path: str,
-        begin: Callable[[], Future[T]],
-        retry: Retry,
-        check: Callable[[T], None] | None = None,
-    ) -> None:
-        self.tries = 1
-        self._what = what
-        self._path = path
-        self._begin = begin
-        self._retry = retry
-        self._check = check
-        self._future = begin()
-
-    def cancel(self) -> None:
-        """Give up; nobody waits for the result."""
-        self._future.cancel()
-
-    def settle(self) -> None:
-        """Wait until the service has dealt with it, well or not; nobody wants the result."""
-        wait((self._future,), self._retry.patience)
-        self._future.cancel()
-
-    def result(self) -> T:
-        """Wait for the result.
+        Args:
+            what: What is being done, as "reading"; for the log.
+            path: To what.
+            request: Makes the request and returns its result.
 
         Raises:
             OSError: In place of any error of the service or of the way to it.
+            MissingDependencyError: tenacity is not installed.
         """
-        start = time.monotonic()
-        while True:
-            try:
-                result = self._future.result(self._retry.patience)
-                if self._check is not None:
-                    self._check(result)
-                return result
-            except MemoryError:
-                raise
-            except Exception as error:
-                self._future.cancel()
-                if not self._is_to_be_tried_again(error, start):
-                    raise as_os_error(error, self._path) from error
-            except BaseException:  # an interrupt: whoever waited has gone
-                self._future.cancel()
-                raise
-            self._future = self._begin()
+        try:
+            from tenacity import (
+                RetryCallState,
+                Retrying,
+                retry_if_exception,
+                stop_after_attempt,
+                stop_after_delay,
+            )
+        except ImportError as error:
+            raise MissingDependencyError("tenacity", "remote", "an object store") from error
 
-    def _is_to_be_tried_again(self, error: Exception, start: float) -> bool:
-        """Whether it is; says so, and waits."""
-        if self.tries >= self._retry.tries or not is_transient(error):
-            return False
-        pause = self._retry.draw_pause(self.tries)
-        if time.monotonic() + pause - start > self._retry.patience:
-            return False
-        self.tries += 1
-        _LOG.warning(
-            "%s %r: %s (%s); trying again in %.1f s (%d of %d)",
-            self._what,
-            self._path,
-            _text_of(error),
-            type(error).__name__,
-            pause,
-            self.tries,
-            self._retry.tries,
+        def report(state: RetryCallState) -> None:
+            error = state.outcome.exception() if state.outcome else None
+            pause = state.next_action.sleep if state.next_action else 0.0
+            _LOG.warning(
+                "%s %r: %s (%s); trying again in %.1f s (%d of %d)",
+                what,
+                path,
+                _text_of(error),
+                type(error).__name__,
+                pause,
+                state.attempt_number + 1,
+                self.tries,
+            )
+
+        retrying = Retrying(
+            retry=retry_if_exception(is_transient),
+            stop=stop_after_attempt(self.tries) | stop_after_delay(self.patience),
+            wait=lambda state: self.draw_pause(state.attempt_number),
+            before_sleep=report,
+            reraise=True,
         )
-        time.sleep(pause)
-        return True
-
-
-def done(act: Callable[[], T]) -> Future[T]:
-    """Do something now, and give it the looks of what is done elsewhere."""
-    future: Future[T] = Future()
-    try:
-        future.set_result(act())
-    except Exception as error:
-        future.set_exception(error)
-    return future
+        try:
+            return retrying(request)
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise as_os_error(error, path) from error
 
 
 def is_transient(error: BaseException) -> bool:
@@ -219,19 +139,17 @@ def is_transient(error: BaseException) -> bool:
     for each in _causes(error):
         status, code = _answer(each)
         if status is not None:
-            return status in _TRANSIENT_STATUS or code in _TRANSIENT_CODES
+            return status in _TRANSIENT_STATUS or _TRANSIENT_CODE.search(code) is not None
         names = _names(each)
-        if names & _PERMANENT_NAMES:
+        if _BROKEN_FOR_GOOD.search(names):
             return False
-        if isinstance(each, (ConnectionError, TimeoutError)) or names & _TRANSIENT_NAMES:
-            return True
-        if isinstance(each, OSError) and each.errno in _TRANSIENT_ERRNO:
+        if _BROKEN.search(names) or (isinstance(each, OSError) and each.errno in _TRANSIENT_ERRNO):
             return True
     return False
 
 
 def as_os_error(error: Exception, path: str) -> OSError:
-    """The same error as an `OSError` whose number tells the kind.
+    """Return the same error as an `OSError` whose number tells the kind.
 
     Never EIO, by which a disk says that bytes are lost: a service that fails has lost nothing.
     """
@@ -242,7 +160,7 @@ def as_os_error(error: Exception, path: str) -> OSError:
 
 
 def _errno_of(error: Exception) -> int:
-    for kind, code in _ERRNO_OF_CLASS:
+    for kind, code in _ERRNO_OF_CLASS.items():
         if isinstance(error, kind):
             return code
     if isinstance(error, OSError) and error.errno and error.errno not in (errno.EIO, _EREMOTEIO):
@@ -250,19 +168,13 @@ def _errno_of(error: Exception) -> int:
     for each in _causes(error):
         status, _ = _answer(each)
         if status is not None:
-            return _ERRNO_OF_STATUS.get(status, errno.EBUSY if status >= 429 else errno.EPROTO)
+            return _ERRNO_OF_STATUS.get(status, errno.EBUSY if is_transient(error) else errno.EPROTO)
         names = _names(each)
-        if names & _NO_CREDENTIALS:
+        if "Credential" in names:
             return errno.EACCES
-        if any("Timeout" in name for name in names):
-            return errno.ETIMEDOUT
-        if names & _TRANSIENT_NAMES:
-            return errno.ECONNRESET
+        if _BROKEN.search(names) and not _BROKEN_FOR_GOOD.search(names):
+            return errno.ETIMEDOUT if "Timeout" in names else errno.ECONNRESET
     return errno.EPROTO
-
-
-# By which s3fs tells a status of 500; not every system has the number.
-_EREMOTEIO = getattr(errno, "EREMOTEIO", errno.EIO)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -277,7 +189,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 def _answer(error: BaseException) -> tuple[int | None, str]:
     """The HTTP status that an error carries, and the service's own code; None and "" for none."""
-    response = getattr(error, "response", None)
+    response: Any = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         return status, str(response.get("Error", {}).get("Code", ""))
@@ -289,10 +201,10 @@ def _answer(error: BaseException) -> tuple[int | None, str]:
     return None, ""
 
 
-def _names(error: BaseException) -> set[str]:
-    return {kind.__name__ for kind in type(error).__mro__}
+def _names(error: BaseException) -> str:
+    return " ".join(kind.__name__ for kind in type(error).__mro__)
 
 
-def _text_of(error: BaseException) -> str:
+def _text_of(error: BaseException | None) -> str:
     strerror = error.strerror if isinstance(error, OSError) else None
     return str(strerror or error).strip() or type(error).__name__

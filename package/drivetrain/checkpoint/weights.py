@@ -1,9 +1,10 @@
-"""Reading weights, wherever they are: a file, a folder, a checkpoint, a run; nothing that could run code."""
+"""Reading weights, wherever they are: a file, a folder, a checkpoint, a run; no code of a file is run."""
 
 from __future__ import annotations
 
 import difflib
 import os
+import warnings
 from collections.abc import Collection, Mapping
 
 from torch import Tensor
@@ -16,33 +17,75 @@ from drivetrain.checkpoint.locate import CHECKPOINTS, foreign_hint, load_newest
 from drivetrain.checkpoint.places import file_system
 from drivetrain.checkpoint.records import TENSORS
 from drivetrain.checkpoint.tensors import read_header, read_tensors
+from drivetrain.checkpoint.torch_weights import PICKLES, TorchWeights, read_torch_weights
 from drivetrain.checkpoint.weight_files import INDEX, MODEL, WeightFiles, parse_index
 from drivetrain.errors import CheckpointError
-
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-"""How the names of files end that torch has pickled."""
 
 
 def load_weights(source: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Read the weights that are at a path, each tensor once, into the CPU's memory.
 
-    Symbolic links to files of weights are followed, as the caches of model hubs are full of them. Files of
-    weights have no hash, so a changed number in one goes unseen; checkpoints have.
+    Symbolic links to files of weights are followed, as the caches of model hubs are full of them. Safetensors
+    files have no hash, so a changed number in one goes unseen; checkpoints, and files of `torch.save`, have.
 
     Args:
         source: A safetensors file; the index of several; a folder with `model.safetensors` or
             `model.safetensors.index.json`, as Hugging Face's; a checkpoint; or a run directory, of which the
-            newest good checkpoint is read, or the finished weights if there is no checkpoint. Also an address
-            such as "s3://bucket/run".
+            newest good checkpoint is read, or the finished weights if there is no checkpoint. Also a file of
+            `torch.save` (".ckpt", ".pt", ".pth", ".bin"): a checkpoint of Lightning or Composer, or a state
+            dict, by itself or under "state_dict" or "model". Only its weights are read, and nothing that
+            it names is run. Each may be at an address such as "s3://bucket/run".
 
     Returns:
-        The tensors by name.
+        The tensors by name; of a file of `torch.save` without the "module." and "_orig_mod." of wrappers.
 
     Raises:
         DamagedCheckpointError: Not what was written, or no well-formed file.
-        CheckpointError: Nothing there, a pickle, or no permission; says what was looked for and what is near.
+        CheckpointError: Nothing there, no weights, or no permission; says what was looked for and what is
+            near.
     """
+    return find_weights(source)[0]
+
+
+def find_weights(source: str | os.PathLike[str]) -> tuple[dict[str, Tensor], str]:
+    """As `load_weights`; and, of another program's file, what was taken and what was not, in words."""
     path = os.fspath(source)
+    if is_torch_file(path):
+        found = torch_weights(path)
+        return found.tensors, found.note
+    return _load(path), ""
+
+
+def is_weight_file(path: str) -> bool:
+    """Whether a path leads to a single file of weights, and not to a checkpoint or a run."""
+    if not path.endswith((TENSORS, f"{TENSORS}{INDEX}", *PICKLES)):
+        return False
+    files = file_system(path)
+    return _has(files.absolute(path), files)
+
+
+def is_torch_file(path: str) -> bool:
+    """Whether a path leads to a file that `torch.save` has written, by its name."""
+    return path.endswith(PICKLES) and is_weight_file(path)
+
+
+def torch_weights(path: str) -> TorchWeights:
+    """The weights in a file of `torch.save`, links followed; see `read_torch_weights`.
+
+    A warning says when they are Lightning's averages, and the model's own weights are in the file as well.
+    """
+    files = file_system(path)
+    found = read_torch_weights(_followed(files.absolute(path), files), files)
+    if found.averaged:
+        warnings.warn(
+            f"{path!r} has averaged weights as 'state_dict' and the model's own as 'current_model_state': the"
+            " averages are taken. For the own ones export the latter from Lightning",
+            stacklevel=3,
+        )
+    return found
+
+
+def _load(path: str) -> dict[str, Tensor]:
     files = file_system(path)
     path = files.absolute(path)
     with os_errors("read", path):
@@ -80,16 +123,14 @@ def _others(path: str, files: FileSystem, names: Collection[str]) -> str:
     indices = [name for name in names if name.endswith(f"{TENSORS}{INDEX}")]
     single = [name for name in names if name.endswith(TENSORS)]
     pickles = [name for name in names if name.endswith(PICKLES)]
-    if indices or single:
-        shown = ", ".join(repr(files.join(path, name)) for name in (indices or single)[:3])
-        return f" Give the path of a file, such as {shown}"
-    hint = f" {_why_no_pickle(files.join(path, pickles[0]))}" if pickles else ""
-    return foreign_hint(names) or hint
+    hint = foreign_hint(names)
+    if hint or not (indices or single or pickles):
+        return hint
+    shown = ", ".join(repr(files.join(path, name)) for name in (indices or single or pickles)[:3])
+    return f" Give the path of a file, such as {shown}"
 
 
 def _from_file(path: str, files: FileSystem) -> dict[str, Tensor]:
-    if path.endswith(PICKLES):
-        raise CheckpointError(_why_no_pickle(path))
     if path.endswith(f"{TENSORS}{INDEX}"):
         return _from_index(path, files)
     with HashedReader(_followed(path, files), files) as reader:
@@ -128,14 +169,6 @@ def _check_names(index: str, file: str, found: set[str], told: set[str]) -> None
     raise DamagedCheckpointError(
         f"{index!r} {places} {name!r} in {file!r}, {what} ({len(found ^ told)} such). The files are not "
         "those of the index: fetch or export all of them again"
-    )
-
-
-def _why_no_pickle(path: str) -> str:
-    return (
-        f"{path!r} is a pickle, and is not read: a pickle runs whatever code is in it. If you trust where it "
-        "comes from, convert it once: state = torch.load(path, weights_only=True), of a Lightning checkpoint "
-        "its ['state_dict'], and then export_weights(state, 'model.safetensors')"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from drivetrain.testing.resumable import Check, check_program
+from drivetrain.testing.resume.check import Check, check_program
 
 _EPILOG = """\
 The first 10 updates of a script, saved after 5, killed after 7 and resumed:

@@ -17,8 +17,8 @@ from drivetrain.checkpoint.places import file_system
 from drivetrain.checkpoint.reading import Reader
 from drivetrain.checkpoint.records import TENSORS
 from drivetrain.checkpoint.torch_file import export_torch
+from drivetrain.checkpoint.torch_weights import PICKLES
 from drivetrain.checkpoint.weight_files import WeightFiles
-from drivetrain.checkpoint.weights import PICKLES
 from drivetrain.cli.checkpoint_answers import (
     Verdict,
     comparison_json,
@@ -33,7 +33,7 @@ from drivetrain.cli.checkpoint_answers import (
 from drivetrain.cli.printing import line, print_json
 from drivetrain.cli.watching import Meter, WatchedFileSystem
 from drivetrain.errors import CheckpointError, ConfigError
-from drivetrain.foreign import import_deepspeed
+from drivetrain.foreign import ImportedCheckpoint, ImportedWeights, import_deepspeed, import_weights
 
 _FINE, _NOT_FINE = 0, 1
 """Exit codes; the latter also of `diff` when something differs."""
@@ -56,7 +56,7 @@ def _show(parsed: argparse.Namespace) -> int:
     found = describe(reader)
     tensors = reader.manifest.tensors if parsed.tensors else {}
     if parsed.json:
-        print_json({**found.to_json(), **({"tensors": tensors_json(tensors)} if parsed.tensors else {})})
+        print_json({**found.to_json(), **({"tensors": tensors_json(reader)} if parsed.tensors else {})})
     else:
         print_description(found)
         print_tensors(tensors)
@@ -175,15 +175,28 @@ def _diff(parsed: argparse.Namespace) -> int:
 
 
 def _import(parsed: argparse.Namespace) -> int:
+    return _tell(parsed, import_weights(parsed.source, parsed.output, rename=_rename(parsed)))
+
+
+def _import_deepspeed(parsed: argparse.Namespace) -> int:
+    rename = _rename(parsed)
+    found = import_deepspeed(
+        parsed.folder, parsed.output, tag=parsed.tag, rename=rename, weights_only=parsed.weights_only
+    )
+    return _tell(parsed, found)
+
+
+def _rename(parsed: argparse.Namespace) -> dict[str, str]:
     rename: dict[str, str] = {}
     for given in parsed.rename or ():
         pattern, sign, replacement = given.rpartition("=")  # a pattern may have one in it, a name has none
         if not sign or not pattern:
             raise ConfigError(f"--rename takes PATTERN=REPLACEMENT, such as '^=net.', not {given!r}")
         rename[pattern] = replacement
-    found = import_deepspeed(
-        parsed.folder, parsed.output, tag=parsed.tag, rename=rename, weights_only=parsed.weights_only
-    )
+    return rename
+
+
+def _tell(parsed: argparse.Namespace, found: ImportedCheckpoint | ImportedWeights) -> int:
     if parsed.json:
         print_json(asdict(found))
     else:
@@ -197,6 +210,7 @@ ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "verify": _verify,
     "export": _export,
     "diff": _diff,
-    "import-deepspeed": _import,
+    "import": _import,
+    "import-deepspeed": _import_deepspeed,
 }
 """What runs for each action; returns the exit code."""

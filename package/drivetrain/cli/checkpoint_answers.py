@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from drivetrain.checkpoint.compare import Comparison, TensorDifference, ValueDifference
 from drivetrain.checkpoint.description import Description, Totals, totals
 from drivetrain.checkpoint.inspection import Listed, Listing
-from drivetrain.checkpoint.records import TensorRecord
+from drivetrain.checkpoint.reading import Reader
+from drivetrain.checkpoint.records import TensorRecord, file_name
 from drivetrain.cli.printing import aged, line, section, shortened, sized, table
 from drivetrain.types import Json
 
@@ -146,31 +147,26 @@ def print_tensors(groups: Mapping[str, Mapping[str, TensorRecord]]) -> None:
 
 def _tensor_rows(records: Mapping[str, TensorRecord]) -> list[tuple[str, ...]]:
     return [
-        (name, _record(record), sized(totals([record]).bytes), str(len(record.pieces)))
+        (name, _record(record), sized(totals([record]).bytes), str(record.count))
         for name, record in records.items()
     ]
 
 
-def tensors_json(groups: Mapping[str, Mapping[str, TensorRecord]]) -> dict[str, Any]:
-    """Every tensor as JSON."""
-    return {
-        group: {
-            name: {
-                **_record_json(record),
-                "pieces": [
-                    {
-                        "file": piece.file,
-                        "offset": list(piece.offset),
-                        "shape": list(piece.shape),
-                        "xxh3_128": piece.xxh3_128,
-                    }
-                    for piece in record.pieces
-                ],
-            }
-            for name, record in records.items()
-        }
-        for group, records in groups.items()
-    }
+def tensors_json(reader: Reader) -> dict[str, Any]:
+    """Every tensor of a checkpoint as JSON."""
+    found: dict[str, Any] = {}
+    for group, records in reader.manifest.tensors.items():
+        names: dict[int, str] = {}
+        hashes: dict[int, dict[str, str]] = {}
+        found[group] = {name: {**_record_json(record), "pieces": []} for name, record in records.items()}
+        for name, record in records.items():
+            for number, offset, shape in record.pieces:
+                if number not in names:
+                    names[number] = file_name(group, number, reader.manifest.processes)
+                    hashes[number] = reader.hashes(names[number]).tensors
+                piece = {"file": names[number], "offset": list(offset), "shape": list(shape)}
+                found[group][name]["pieces"].append({**piece, "xxh3_128": hashes[number].get(name, "")})
+    return found
 
 
 def _record_json(record: TensorRecord) -> dict[str, Any]:

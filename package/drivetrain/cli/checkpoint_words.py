@@ -38,6 +38,13 @@ def _value(name: str, metavar: str, text: str, **settings: Any) -> _Argument:
 
 
 _PATH = _value("path", "PATH", "a checkpoint, or a run directory: its newest good checkpoint")
+_RENAME = _value(
+    "--rename",
+    "PATTERN=NEW",
+    "turn names there into the task's: what matches the regular expression into NEW, such as '^=net.'; may be"
+    " given again",
+    action="append",
+)
 _EVERYWHERE = (
     _switch("--json", "print one JSON object"),
     _switch("--debug", "show the traceback of every error"),
@@ -90,6 +97,17 @@ _ACTIONS = {
             _switch("--all", "list every difference, not the first ones"),
         ),
     ),
+    "import": _Action(
+        "make a checkpoint of weights that another program saved",
+        "Takes the weights of a checkpoint of Lightning or Composer, or of a state dict, and Lightning's"
+        " hyper-parameters that are plain values. Runs nothing that is in the file. Optimizer states are not"
+        " read.",
+        (
+            _value("source", "FILE", "the file, such as last.ckpt or model.pt; also an address"),
+            _value("output", "OUTPUT", "the checkpoint to write, a directory; also an address"),
+            _RENAME,
+        ),
+    ),
     "import-deepspeed": _Action(
         "make a checkpoint of one that DeepSpeed's save_checkpoint wrote",
         "Takes the float32 weights, and the states of Adam or AdamW, of ZeRO 1, 2 and 3. Runs nothing that is"
@@ -98,20 +116,14 @@ _ACTIONS = {
             _value("folder", "FOLDER", "the folder with the file 'latest', or one inside with the files"),
             _value("output", "OUTPUT", "the checkpoint to write, a directory; also an address"),
             _value("--tag", "NAME", "the folder inside, such as global_step100; default what 'latest' says"),
-            _value(
-                "--rename",
-                "PATTERN=NEW",
-                "turn names there into the task's: what matches the regular expression into NEW, such as"
-                " '^=net.'; may be given again",
-                action="append",
-            ),
+            _RENAME,
             _switch("--weights-only", "leave the optimizer's states out"),
         ),
     ),
 }
 _EPILOG = (
-    "Each PATH may also be an address, such as s3://bucket/run. Only export and import-deepspeed write"
-    " anything."
+    "Each PATH may also be an address, such as s3://bucket/run. Only export, import and"
+    " import-deepspeed write anything."
 )
 
 

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from drivetrain.cli.build import build_task, build_trainer, evaluation_data, fit_arguments, plain_config
-from drivetrain.cli.config import Settings
+from drivetrain.cli.arguments import Settings
 from drivetrain.cli.printing import print_json
+from drivetrain.errors import ConfigError
 from drivetrain.plan import make_plan
 from drivetrain.streams import seed_host
 from drivetrain.trainer import FitResult, Trainer
 
 
-def print_config(settings: Settings) -> None:
-    """Print the merged settings as a configuration file."""
-    print(json.dumps(plain_config(settings), indent=2, default=str))
-
-
 def fit(settings: Settings, as_json: bool) -> None:
     """Train, then say how it ended and which files it left."""
     trainer, task = _trainer_and_task(settings)
-    train, validation = fit_arguments(settings)
-    result = trainer.fit(task, train, validation, resume=settings.texts.get("resume"))
+    result = trainer.fit(task, *_fit_data(settings), resume=settings.option("resume"))
     if as_json:
         print_json(_fit_json(result))
         return
@@ -41,7 +34,7 @@ def evaluate(stage: str) -> Callable[[Settings, bool], None]:
     def command(settings: Settings, as_json: bool) -> None:
         trainer, task = _trainer_and_task(settings)
         verb = trainer.validate if stage == "validation" else trainer.test
-        metrics = verb(task, evaluation_data(settings, stage), checkpoint=settings.texts.get("checkpoint"))
+        metrics = verb(task, _evaluation_data(settings, stage), checkpoint=settings.option("checkpoint"))
         if as_json:
             print_json(metrics)
         else:
@@ -53,8 +46,8 @@ def evaluate(stage: str) -> Callable[[Settings, bool], None]:
 def predict(settings: Settings, as_json: bool) -> None:
     """Predict, and print the outputs, or the files that they went to."""
     trainer, task = _trainer_and_task(settings)
-    data, save_to = evaluation_data(settings, "predict"), settings.texts.get("save_to")
-    outputs = trainer.predict(task, data, checkpoint=settings.texts.get("checkpoint"), save_to=save_to)
+    data, save_to = _evaluation_data(settings, "predict"), settings.option("save_to")
+    outputs = trainer.predict(task, data, checkpoint=settings.option("checkpoint"), save_to=save_to)
     if as_json:
         print_json({"files": [str(each) for each in outputs]} if save_to else {"batches": len(outputs)})
     elif save_to:
@@ -67,7 +60,7 @@ def predict(settings: Settings, as_json: bool) -> None:
 def plan(settings: Settings, as_json: bool) -> None:
     """Print what a fit would do."""
     trainer, task = _trainer_and_task(settings)
-    found = make_plan(trainer, task, *fit_arguments(settings))
+    found = make_plan(trainer, task, *_fit_data(settings))
     if as_json:
         print_json(found.to_json())
     else:
@@ -86,9 +79,35 @@ COMMANDS: Mapping[str, Callable[[Settings, bool], None]] = {
 
 def _trainer_and_task(settings: Settings) -> tuple[Trainer, Any]:
     """The task is made under the trainer's seed, so that the same command begins with the same weights."""
-    trainer = build_trainer(settings)
+    trainer = settings.trainer()
+    if settings.option("task") is None:
+        raise ConfigError("which task? Give --task module.Class or --task path/to/file.py:Class")
     seed_host(trainer.seed)
-    return trainer, build_task(settings)
+    return trainer, settings.make("task")
+
+
+def _fit_data(settings: Settings) -> tuple[Any, Any]:
+    """Training and validation data."""
+    data, train = settings.make("data"), settings.make("train_data")
+    if data is not None and train is not None:
+        raise ConfigError("--data and --train-data both give training data; give one of them")
+    if data is None and train is None:
+        raise ConfigError(
+            "no data to train on: give --data module.object (with train_data() and so on) or --train-data"
+        )
+    return (data if train is None else train), settings.make("validation_data")
+
+
+def _evaluation_data(settings: Settings, stage: str) -> Any:
+    data = settings.make("data")
+    other = settings.make("validation_data") if stage == "validation" else None
+    if data is not None and other is not None:
+        raise ConfigError("--data and --validation-data both give validation data; give one of them")
+    if data is None and other is None:
+        raise ConfigError(
+            f"no {stage} data: give --data module.object, with {stage}_data() or batches of its own"
+        )
+    return data if other is None else other
 
 
 def _files(result: FitResult) -> dict[str, str | None]:

@@ -1,17 +1,41 @@
-"""`drivetrain launch`: a program as several processes, on one machine or on many, by torch's own launcher."""
+"""`drivetrain launch`: a program as several processes, on one machine or on many, by torchrun.
+
+torchrun runs each attempt in a process of its own; this one passes signals on to the ranks, begins another
+attempt after a failure, and prints the first cause last.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
+import shutil
+import signal
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from drivetrain.distributed.children import ending, threads_per_rank
-from drivetrain.errors import ConfigError
+from drivetrain.distributed.children import LAUNCHER, children_of, ending, parent_mark, threads_per_rank
+from drivetrain.distributed.environment import AGAIN
+from drivetrain.distributed.last_words import TRAINING
+from drivetrain.errors import EXIT_REQUEUE, EXIT_STOPPED, ConfigError
+
+_PASSED_ON = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT")
+_FAILURE = "failure.json"
+"""Both are as in `drivetrain.distributed.elastic`, which imports torch."""
+
+_REFUSAL = re.compile(r"(^|: )(drivetrain\.errors\.)?(ConfigError|MissingDependencyError): ")
+"""What a process tells that was refused what it asked for: it would be refused again."""
+
+_CLOSING = 60.0
+"""Seconds for which the last attempt's meeting of machines may still be open, and refuse the next one's."""
 
 _EPILOG = """\
 One machine with 4 GPUs, or 4 processes on its CPU:
@@ -48,14 +72,14 @@ def run(words: Sequence[str]) -> int:
     devices = _devices(parsed.devices)
     if parsed.max_restarts < 0:
         raise ConfigError(f"--max-restarts takes a number from 0 on, not {parsed.max_restarts}")
-    torchrun = [*_where(parsed), "--nproc-per-node", str(devices), "--max-restarts", str(parsed.max_restarts)]
+    torchrun = [*_where(parsed), "--nproc-per-node", str(devices), "--max-restarts", "0"]
     torchrun += ["--monitor-interval", _LOOKING, *(["--module"] if parsed.module else [])]
     if not parsed.module and not os.path.isfile(parsed.program):
         raise ConfigError(
             f"there is no program {parsed.program!r} here; for a module, write -m before its name"
         )
     with _threads(devices):
-        code = _torchrun([*torchrun, parsed.program, *parsed.arguments])
+        code = _Attempts(parsed.max_restarts).run([*torchrun, parsed.program, *parsed.arguments])
     ours = [each for each in parsed.arguments if each.partition("=")[0] in _OPTIONS]
     if code == _USAGE and ours:
         print(
@@ -149,31 +173,98 @@ def _threads(devices: int) -> Iterator[None]:
             del os.environ["OMP_NUM_THREADS"]
 
 
-def _torchrun(words: Sequence[str]) -> int:
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+class _Attempts:
+    """One attempt after another, until one has ended in order or no more may be made.
 
-    from drivetrain.distributed.elastic import launch
+    A signal is passed on to the ranks of this machine, each time, and they decide: the first one ends their
+    training in order, a second one at once. After a signal nothing is started again, nor after the exit code
+    that asks the batch system for it.
 
-    try:
-        return launch(words)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        print(f"drivetrain: {_first(rank, failure)}", file=sys.stderr)
-        return int(failure.exitcode) if failure.exitcode > 0 else 1
-    except SignalException as error:
-        print(f"drivetrain: ended by {error.sigval.name}", file=sys.stderr)
-        return 128 + int(error.sigval)
+    Args:
+        restarts: How many attempts may follow the first.
+    """
+
+    def __init__(self, restarts: int) -> None:
+        self._restarts = self._left = restarts
+        self._received: int | None = None
+        self._torchrun: subprocess.Popen[bytes] | None = None
+        self._last_end = 0.0
+        self._not_told: str | None = None
+
+    def run(self, words: Sequence[str]) -> int:
+        """Run torchrun with these words; returns the exit code of the whole."""
+        handlers = {}
+        try:
+            for name in _PASSED_ON:
+                if hasattr(signal, name):
+                    number = getattr(signal, name)
+                    handlers[number] = signal.signal(number, self._pass_on)
+            return self._run(words)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _run(self, words: Sequence[str]) -> int:
+        while True:
+            code, failure = self._attempt(words)
+            text = str(failure.get("text", ""))
+            if failure.get("closed") and self._last_end and time.monotonic() < self._last_end + _CLOSING:
+                time.sleep(1.0)
+                continue
+            if code and self._received is not None and not text:  # before there was a rank
+                _say(f"ended by {signal.Signals(self._received).name}")
+                return 128 + self._received
+            if code in (0, EXIT_REQUEUE, EXIT_STOPPED):
+                return code
+            is_refused = code == _USAGE or (code == 1 and _REFUSAL.search(text) is not None)
+            if self._received is not None or is_refused or not self._left:
+                if is_refused and self._left:
+                    _say("not started again: what is wrong would be wrong again")
+                _say(text or f"torchrun {ending(code)}")
+                return max(code, 1)
+            self._left -= 1
+            self._last_end = time.monotonic()
+            self._not_told = f"rank {failure.get('rank')} {ending(int(failure.get('code', code)))}"
+            more = f"{self._left} more {'time' if self._left == 1 else 'times'} if need be"
+            _say(f"{self._not_told}; all are started again ({more})")
+
+    def _attempt(self, words: Sequence[str]) -> tuple[int, Mapping[str, Any]]:
+        """The exit code of one attempt, and what failed first in it."""
+        logs = Path(tempfile.mkdtemp(prefix="drivetrain-launch-"))
+        environment = {**os.environ, LAUNCHER: parent_mark()}
+        if self._restarts:
+            environment[AGAIN] = "1" if self._last_end else "0"
+        command = [sys.executable, "-m", "drivetrain.distributed.elastic", str(logs), *words]
+        try:
+            # In a session of its own: this process alone passes on what a terminal sends to all.
+            self._torchrun = subprocess.Popen(command, env=environment, start_new_session=True)
+            while self._torchrun.poll() is None:
+                time.sleep(float(_LOOKING))
+                if self._not_told is not None and any(logs.rglob(TRAINING)):
+                    _say(f"training again {time.monotonic() - self._last_end:.1f} s after {self._not_told}")
+                    self._not_told = None
+            with open(logs / _FAILURE, encoding="utf-8") as file:
+                failure: dict[str, Any] = json.load(file)
+            return self._torchrun.returncode, failure
+        except (FileNotFoundError, ValueError):
+            return self._torchrun.returncode if self._torchrun is not None else 1, {}
+        finally:
+            shutil.rmtree(logs, ignore_errors=True)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self._received = number if self._received is None else self._received
+        if self._torchrun is None or self._torchrun.poll() is not None:
+            return
+        ranks = children_of(self._torchrun.pid)
+        for pid in ranks:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+        if not ranks:
+            self._torchrun.kill()
 
 
-def _first(rank: int, failure: Any) -> str:
-    """What failed first, as far as its process has told."""
-    told = failure.error_file_data.get("message") if isinstance(failure.error_file_data, dict) else None
-    text = str(told.get("message", "")) if isinstance(told, dict) else ""
-    if "failed first" in text or "no progress" in text:  # one rank tells of another, or of all
-        return text.partition(": ")[2]
-    stack = str(told.get("extraInfo", {}).get("py_callstack", "")) if isinstance(told, dict) else ""
-    note = stack.strip().rpartition("\n")[2]
-    if note.startswith("drivetrain: "):  # it says how far the rank was, too
-        return note.partition(": ")[2]
-    return f"rank {rank} failed first: {text or f'it {ending(failure.exitcode)}'}"
+def _say(text: str) -> None:
+    sys.stderr.write(f"drivetrain: {text}\n")
+    sys.stderr.flush()

@@ -134,7 +134,6 @@ def _show(parsed: argparse.Namespace) -> int:
     line()
     seconds, wall = ledger.seconds, ledger.wall or 1.0
     rows = [(kind, f"{seconds[kind]:.1f}", f"{seconds[kind] / wall:.1%}") for kind in KINDS]
-    rows.insert(1, ("  between updates", f"{ledger.between:.1f}", f"{ledger.between / wall:.1%}"))
     table(("", "seconds", "share"), [*rows, ("wall time", f"{ledger.wall:.1f}", "100.0%")], numbers=(1, 2))
     _show_attempts(ledger, None if parsed.all else _SHOWN)
     _show_trouble(ledger)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from drivetrain.containers import opened
 from drivetrain.types import Batch
 
 
@@ -31,17 +29,15 @@ def batch_size(batch: Batch) -> int | None:
                 return int(shape[0])
         values: Any = batch.values()
     elif kind is tuple or kind is list:
+        if batch and type(batch[0]) is Tensor and (shape := batch[0].shape):  # likewise
+            return int(shape[0])
         values = batch
     elif isinstance(batch, Tensor):
         return int(batch.shape[0]) if batch.ndim else None
-    elif isinstance(batch, Mapping):
-        values = batch.values()
     elif isinstance(batch, PackedSequence):  # its first tensor holds time steps, its second counts samples
         return int(batch.batch_sizes[0])
-    elif isinstance(batch, (tuple, list)):
-        values = batch
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        values = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+    elif (container := opened(batch)) is not None:
+        values = container.entries
     else:
         length = getattr(batch, "num_graphs", None)  # graph batches (torch_geometric) count graphs
         if length is None and _moves_itself(batch) and hasattr(batch, "__len__"):
@@ -61,8 +57,8 @@ def map_tensors(
 
     Args:
         function: What to do with a tensor.
-        batch: Tensors in mappings, sequences and dataclasses, nested as deep as one likes; named tuples,
-            dataclasses and mappings keep their types.
+        batch: Tensors in containers, nested as deep as one likes; each container keeps its type, see
+            `containers.opened`.
         other: What to do with an object that has a `to` method of its own; None leaves it as it is, as it
             leaves everything else that is no tensor.
     """
@@ -74,22 +70,10 @@ def map_tensors(
         return [map_tensors(function, value, other) for value in batch]
     if other is not None and type(batch) is not tuple and _moves_itself(batch):
         return other(batch)
-    if isinstance(batch, tuple):
-        mapped = [map_tensors(function, value, other) for value in batch]
-        return batch._make(mapped) if hasattr(batch, "_make") else tuple(mapped)  # a named tuple's own
-    if isinstance(batch, list):
-        return [map_tensors(function, value, other) for value in batch]
-    if isinstance(batch, Mapping):
-        return like_mapping(batch, {key: map_tensors(function, value, other) for key, value in batch.items()})
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        # Not dataclasses.replace: it runs the constructor, which may convert, count or ask for more.
-        clone = copy.copy(batch)
-        for field in dataclasses.fields(batch):
-            object.__setattr__(
-                clone, field.name, map_tensors(function, getattr(batch, field.name), other)
-            )  # past the guard of a frozen one
-        return clone
-    return batch
+    container = opened(batch)
+    if container is None:
+        return batch
+    return container.rebuild([map_tensors(function, each, other) for each in container.entries])
 
 
 def host_tensors_only(batch: Batch) -> bool:
@@ -102,31 +86,12 @@ def host_tensors_only(batch: Batch) -> bool:
         return batch.device.type == "cpu"
     if type(batch) is not tuple and type(batch) is not list and _moves_itself(batch):
         return False
-    values: Any = ()
-    if isinstance(batch, Mapping):
-        values = batch.values()
-    elif isinstance(batch, (tuple, list)):
-        values = batch
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        values = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
-    return all(map(host_tensors_only, values))
+    container = opened(batch)
+    return container is None or all(map(host_tensors_only, container.entries))
 
 
 def _moves_itself(batch: Any) -> bool:
     return callable(getattr(batch, "to", None)) and not isinstance(batch, (Tensor, type))
-
-
-def like_mapping(original: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
-    """A mapping of the same kind with other values."""
-    if isinstance(original, (dict, UserDict)):  # a copy keeps a default factory, attributes and the order
-        copied = copy.copy(original)
-        copied.update(values)
-        return copied
-    try:
-        made: Mapping[Any, Any] = type(original)(values)  # type: ignore[call-arg]
-    except TypeError:  # a mapping whose constructor takes something else; a step reads it by key all the same
-        return values
-    return made
 
 
 def move(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -152,20 +152,6 @@ class Feed:
         counted = read(epoch, position, limit)
         return self._transfer.ahead(counted, early=not self.source.stateful)
 
-    def batches(self) -> Iterator[Batch]:
-        """All batches on the device, in their order; those of one process on a CPU are not counted.
-
-        Raises:
-            DataError: No batch at all, a first batch of an unknown kind, or data that raised.
-        """
-        if self._transfer.idle and self.source.share.size == 1:
-            ready = self.source.ready
-            if ready and batch_size(ready[0]) is not None:  # without a frame of ours for every batch
-                return islice(ready, self._limit)
-            self._begin(0, 0, self._limit, 0)
-            return self._uncounted()
-        return (each.batch for each in self.micro_batches())
-
     def windows(
         self, epoch: int, position: int = 0, done: int = 0, until: int | None = 0
     ) -> Generator[Window, None, None]:
@@ -231,24 +217,6 @@ class Feed:
         """
         check_division(self.source, state, position)
         self.source.restore(state)
-
-    def _uncounted(self) -> Iterator[Batch]:
-        self._begun_at, self._waits_for = (0, 0), 0
-        number = 0
-        try:
-            for batch, _, samples in self.source.batches(0, 0):  # type: ignore[misc]
-                if number == 0 and samples is None and batch_size(batch) is None:
-                    raise self._unknown_kind(batch, 0, 0)
-                self._waits_for = None
-                yield batch
-                number += 1
-                if number == self._limit:
-                    return
-                self._waits_for = number
-        finally:
-            self._waits_for = None
-        if number == 0:
-            raise self._empty(0)
 
     def _counted(self, epoch: int, position: int, limit: int | None) -> Iterator[MicroBatch]:
         weigh, count_tokens = self._measure.weight, self._measure.tokens

@@ -16,7 +16,6 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from drivetrain.data.bad import BAD, LeavesOut, Raised
-from drivetrain.data.copied import Copied
 from drivetrain.data.keyed import (
     IndexBatch,
     KeyedDataset,
@@ -31,7 +30,6 @@ from drivetrain.data.rounds import Evidence, SharedBatch, Slice, drawn, grouped,
 from drivetrain.data.share import WHOLE, Share
 from drivetrain.data.sources import Fetched, Source
 from drivetrain.data.worker_ends import lacks_shared_memory
-from drivetrain.data.worker_starts import marks_for
 from drivetrain.data.workers import Asked, Following, Workers
 from drivetrain.errors import DataError
 from drivetrain.streams import ORDER, batch_stream, mix, mix_next, seed_host
@@ -112,9 +110,6 @@ class IndexedSource(Source):
                 self.index_batches,
                 goes_on,
                 self._failure_of,
-                Copied(loader.dataset, loader.collate_fn),
-                keeps=loader.persistent_workers and not bare,
-                name=name,
             )
 
     def _with_workers(self, asked: Asked, epoch: int) -> DataLoader[Any]:
@@ -129,7 +124,7 @@ class IndexedSource(Source):
             collate_fn=WithDraws(self._dataset, self._collate),
             pin_memory=self._pin_memory,
             timeout=loader.timeout,
-            worker_init_fn=WorkerStart(loader.worker_init_fn, marks_for(loader)),
+            worker_init_fn=WorkerStart(loader.worker_init_fn),
             multiprocessing_context=loader.multiprocessing_context,
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,

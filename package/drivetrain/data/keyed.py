@@ -17,7 +17,6 @@ from drivetrain.data.bad import Raised
 from drivetrain.data.outline import Outline, alike, outline
 from drivetrain.data.rounds import Slice
 from drivetrain.data.worker_signals import Spared
-from drivetrain.data.worker_starts import Marks
 from drivetrain.distributed.children import end_with
 from drivetrain.streams import HostDraws, seed_host
 
@@ -168,19 +167,15 @@ class WorkerStart:
 
     Args:
         then: The user's.
-        marks: Where each marks that it has begun; None for nowhere.
     """
 
-    def __init__(self, then: Callable[[int], Any] | None, marks: Marks | None = None) -> None:
+    def __init__(self, then: Callable[[int], Any] | None) -> None:
         self.then = Spared(then)
-        self.marks = marks
         # The system goes by the thread that has started a process.
         is_main = threading.current_thread() is threading.main_thread()
         self.parent = os.getpid() if is_main else None
 
     def __call__(self, worker: int) -> None:
-        if self.marks is not None:
-            self.marks.set(worker)
         if self.parent is not None:
             end_with(self.parent)
         # Of this process alone. Without it a batch that cannot be pickled, or for which there is no shared

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -13,12 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from drivetrain.data.batch import batch_size, like_mapping
+from drivetrain.containers import opened
+from drivetrain.data.batch import batch_size
 from drivetrain.errors import DataError
 from drivetrain.types import Batch
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
 """What is the same for every sample, or one of a list that has one for each."""
+
+_NAMES = (str, bytes, bool, torch.dtype, torch.device)
+"""What an output may say of a whole batch: equal for all parts, it holds for the whole too."""
 
 
 def split_batch(batch: Batch, size: int) -> list[Batch]:
@@ -51,18 +53,13 @@ def _piece(value: Any, number: int, start: int, stop: int, outermost: bool = Fal
             "a PackedSequence cannot be split by samples: its rows are time steps. Give the padded tensor and"
             " the lengths, and pack them in the task's forward"
         )
-    if isinstance(value, Mapping):
-        return like_mapping(value, {key: _piece(each, number, start, stop) for key, each in value.items()})
-    if isinstance(value, (tuple, list)):
-        return _piece_of_sequence(value, number, start, stop, outermost)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        clone = copy.copy(value)
-        for field in dataclasses.fields(value):
-            part = _piece(getattr(value, field.name), number, start, stop)
-            object.__setattr__(clone, field.name, part)  # past the guard of a frozen one
-        return clone
     if isinstance(value, _PLAIN):
         return value
+    container = opened(value)
+    if container is not None:
+        if isinstance(value, Sequence) and not hasattr(value, "_make") and not outermost:
+            return _piece_of_list(value, number, start, stop)
+        return container.rebuild([_piece(each, number, start, stop) for each in container.entries])
     raise DataError(
         f"a {type(value).__name__} cannot be split by samples. What can be: tensors whose first dimension is"
         " the samples, in mappings, sequences and dataclasses"
@@ -86,21 +83,14 @@ def _rows(value: Any, number: int, start: int, stop: int) -> Any:
     )
 
 
-def _piece_of_sequence(value: Any, number: int, start: int, stop: int, outermost: bool) -> Any:
-    named = hasattr(value, "_make")
-    if not (outermost or named):
-        if not all(isinstance(each, _PLAIN) for each in value):
-            # Of three tensors in a batch of three samples nobody can say whether each is one sample's.
-            raise DataError(
-                f"a {type(value).__name__} inside of a batch cannot be split by samples: it may have one"
-                " entry for each sample, or one for each column. Use a mapping for columns, and one tensor"
-                " for samples"
-            )
-        return value[start:stop] if len(value) == number else value
-    pieces = [_piece(each, number, start, stop) for each in value]
-    if named:
-        return value._make(pieces)
-    return pieces if isinstance(value, list) else tuple(pieces)
+def _piece_of_list(value: Any, number: int, start: int, stop: int) -> Any:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(each, _PLAIN) for each in value):
+        # Of three tensors in a batch of three samples nobody can say whether each is one sample's.
+        raise DataError(
+            f"a {type(value).__name__} inside of a batch cannot be split by samples: it may have one entry"
+            " for each sample, or one for each column. Use a mapping for columns, and one tensor for samples"
+        )
+    return value[start:stop] if len(value) == number else value
 
 
 class _Apart(Exception):  # noqa: N818 - an answer
@@ -136,21 +126,28 @@ def _joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         raise _Apart(f"they are of kinds {', '.join(sorted({type(each).__name__ for each in outputs}))}")
     if isinstance(first, (Tensor, np.ndarray)):
         return _joined_rows(outputs, sizes)
-    if isinstance(first, Mapping):
-        if any(each.keys() != first.keys() for each in outputs):
-            raise _Apart("their keys differ")
-        return like_mapping(first, {key: _joined([each[key] for each in outputs], sizes) for key in first})
-    if isinstance(first, (tuple, list)):
+    if isinstance(first, (tuple, list)) and not hasattr(first, "_make"):
         return _joined_sequences(outputs, sizes)
-    if dataclasses.is_dataclass(first) and not isinstance(first, type):
-        clone = copy.copy(first)
-        for field in dataclasses.fields(first):
-            column = _joined([getattr(each, field.name) for each in outputs], sizes)
-            object.__setattr__(clone, field.name, column)
-        return clone
     if first is None:
         return None
-    raise _Apart(f"a {type(first).__name__} has not one entry for each sample")
+    container = opened(first)
+    if container is None:
+        raise _Apart(f"a {type(first).__name__} has not one entry for each sample")
+    containers = [opened(each) for each in outputs]
+    if any(each is None or list(each.names) != list(container.names) for each in containers):
+        raise _Apart("their keys differ")
+    columns = zip(*(each.entries for each in containers if each is not None), strict=True)
+    entries = [_joined_entry(*named, sizes) for named in zip(container.names, columns, strict=True)]
+    return container.rebuild(entries)
+
+
+def _joined_entry(name: Any, column: Sequence[Any], sizes: Sequence[int]) -> Any:
+    if isinstance(column[0], _NAMES) and all(each == column[0] for each in column):
+        return column[0]
+    try:
+        return _joined(column, sizes)
+    except _Apart as reason:
+        raise _Apart(f"{name!r}: {reason}") from None
 
 
 def _joined_rows(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -175,10 +172,6 @@ def _joined_sequences(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
             columns = [_joined(each, sizes) for each in zip(*outputs, strict=True)]
         except _Apart as apart:
             reason = str(apart)
-    if hasattr(first, "_make"):
-        if columns is None:
-            raise _Apart(reason)
-        return first._make(columns)
     per_sample = all(len(each) == n for each, n in zip(outputs, sizes, strict=True))
     if columns is None and not per_sample:
         raise _Apart(reason)

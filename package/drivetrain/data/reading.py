@@ -36,7 +36,8 @@ def as_source(
     """The source that reads a user's data.
 
     Args:
-        data: A DataLoader, a Dataset, a list or tuple of batches, or any other iterable of batches.
+        data: A DataLoader, a dataset (see `is_dataset`), a list or tuple of batches, or any other iterable of
+            batches.
         name: Whose data it is ("training", "validation", ...), for messages.
         seed: The run's seed.
         batch_size: For a bare Dataset that has no `batch_size` of its own.
@@ -83,8 +84,8 @@ def _source(
     reader: int = 0,
 ) -> Source:
     loader = data
-    bare = isinstance(data, Dataset)
-    if isinstance(data, Dataset):
+    bare = is_dataset(data)
+    if bare:
         size = _batch_size_of(data, name, batch_size)
         if size is not None:
             loader = DataLoader(
@@ -110,12 +111,28 @@ def _source(
             )
     elif isinstance(loader, (list, tuple)):
         return BatchSource(name, _ready_batches(loader, name), share)
-    if isinstance(loader, (str, bytes, Mapping, Tensor)) or not hasattr(loader, "__iter__"):
+    if not _gives_batches(loader):
         raise DataError(
             f"the {name} data is a {type(data).__name__}, which gives no batches. Allowed: a DataLoader, a"
             " Dataset, a list of batches, any iterable of batches, or an object with train_data() and so on"
         )
     return IterableSource(name, loader, seed, share)
+
+
+def is_dataset(data: object) -> bool:
+    """Whether data are samples to be batched: a torch Dataset, or any object with a length that is indexed.
+
+    A list or a tuple has ready batches.
+    """
+    if isinstance(data, Dataset):
+        return True
+    if isinstance(data, (DataLoader, list, tuple, str, bytes, Mapping, Tensor)):
+        return False
+    return hasattr(type(data), "__len__") and hasattr(type(data), "__getitem__")
+
+
+def _gives_batches(data: object) -> bool:
+    return hasattr(data, "__iter__") and not isinstance(data, (str, bytes, Mapping, Tensor))
 
 
 def _batch_size_of(dataset: Any, name: str, batch_size: int | None) -> int | None:
@@ -131,8 +148,9 @@ def _batch_size_of(dataset: Any, name: str, batch_size: int | None) -> int | Non
     size = getattr(dataset, "batch_size", None) or batch_size
     if not isinstance(size, int) or size < 1:
         raise DataError(
-            f"the {name} data is a Dataset ({kind}) without a batch size. Give Trainer(batch_size=32), give"
-            " the dataset a batch_size attribute, or pass DataLoader(dataset, batch_size=32)"
+            f"the {name} data is a dataset ({kind}, which has a length and is indexed) without a batch size."
+            " Give Trainer(batch_size=32), give the dataset a batch_size attribute, or pass"
+            " DataLoader(dataset, batch_size=32). If its items are ready batches, pass list(data)"
         )
     if not hasattr(dataset, "__len__"):
         raise DataError(
@@ -194,17 +212,26 @@ def check_settings_used(train: Any, evaluation: Any, batch_size: int | None, num
     """
     given = [train, *(evaluation.values() if isinstance(evaluation, Mapping) else [evaluation])]
     loader, *others = [each.data if isinstance(each, AlreadySplit) else each for each in given]
-    if not isinstance(loader, DataLoader) or any(isinstance(each, Dataset) for each in others):
+    if is_dataset(loader) or any(is_dataset(each) for each in others) or not _gives_batches(loader):
         return
-    for name, value, own in (
-        ("batch_size", batch_size, loader.batch_size),
-        ("num_workers", num_workers or None, loader.num_workers),
-    ):
-        if value is not None and own is not None and value != own:
+    own: dict[str, int | None] = {"batch_size": None, "num_workers": None}
+    if isinstance(loader, DataLoader):
+        own = {"batch_size": loader.batch_size, "num_workers": loader.num_workers}
+    for name, value in (("batch_size", batch_size), ("num_workers", num_workers or None)):
+        if value is None or value == own[name]:
+            continue
+        if isinstance(loader, DataLoader):
+            if own[name] is not None:
+                raise ConfigError(
+                    f"Trainer({name}={value}) is for data that is given as a dataset, but the training data"
+                    f" is a DataLoader, which has its own {name}={own[name]}. Pass DataLoader(...,"
+                    f" {name}={value}), or the dataset itself"
+                )
+        else:
             raise ConfigError(
-                f"Trainer({name}={value}) is for data that is given as a bare Dataset, but the training data"
-                f" is a DataLoader, of which its own {name}={own} counts. Pass DataLoader(...,"
-                f" {name}={value}), or the dataset itself"
+                f"Trainer({name}={value}) is for data that is given as a dataset, but the training data is a"
+                f" {type(loader).__name__}, which is read as ready batches. Leave {name} out, or, if its"
+                f" items are samples, pass DataLoader(data, {name}={value})"
             )
 
 

@@ -43,7 +43,6 @@ class Source(ABC):
         share: Which part of every round is read here.
         batch_size: Samples of a whole batch of one process, if that is known.
         apart: Whether each process reads data of its own, rather than its part of what all have.
-        ready: The list or tuple of all batches, where that is what is read: nobody waits for one.
         shows: Whether the next round read is to come with its `Evidence`.
         leaves_out: What is done with a batch that cannot be made, for which `BAD` then stands; None to raise.
     """
@@ -54,7 +53,6 @@ class Source(ABC):
     share: Share = WHOLE
     batch_size: int | None = None
     apart: bool = False
-    ready: Sequence[Batch] | None = None
     shows: bool = False
     leaves_out: LeavesOut | None = None
 
@@ -143,8 +141,6 @@ class BatchSource(Source):
         self.name = name
         self.share = share
         self._batches = batches
-        if type(batches) in (list, tuple):  # another's may make them as they are asked for
-            self.ready = batches
 
     def batches(self, epoch: int, position: int) -> Iterator[Fetched]:
         """The batches from `position` on, in their order."""
@@ -181,9 +177,12 @@ class IterableSource(Source):
     """Any other iterable; the position counts batches.
 
     Each batch is drawn under a random stream of (seed, epoch, number), so that augmentation in this process
-    is resumed exactly. What was already used is skipped by the iterable's own `state_dict` and
-    `load_state_dict` when it has them; without them it has to be drawn again, and a warning says so. The
-    state is asked for at every update, so it should be small.
+    is resumed exactly. Batches that were already used are skipped by the iterable's own `state_dict` and
+    `load_state_dict` if it has them. Without them the batches are drawn again, and a warning says so.
+
+    Every update calls `state_dict` and copies the result, also when no checkpoint is due. Whether a window is
+    the last of its epoch shows only when the next batch is drawn, which moves the state. Whether the window
+    is saved is decided after that, by a time, a metric, a signal or a callback. Keep the state small.
 
     Args:
         name: Whose data it is, for messages.

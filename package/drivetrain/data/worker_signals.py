@@ -11,6 +11,7 @@ batches goes on, or raised at once where somebody waits for them.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import queue
@@ -80,16 +81,32 @@ def start_server(loader: Any) -> None:
 
 
 @contextmanager
+def starting() -> Iterator[None]:
+    """Start workers: hold signals back, and keep the garbage of this process from being collected in theirs.
+
+    A forked worker has a copy of the garbage, but of no thread other than the one that forked. The destructor
+    of a process group in that garbage waits for threads, so that a worker that collected it would hang.
+    """
+    gc.freeze()  # which a forked process keeps
+    try:
+        with held_back():
+            yield
+    finally:
+        gc.unfreeze()  # also what the user has frozen, which is then collected as any other object
+
+
+@contextmanager
 def sparing(data: Any) -> Iterator[None]:
-    """Iterate over a user's loader, if it is one, whose workers are to be spared the signals of now."""
-    if not handled() or not isinstance(data, DataLoader) or not data.num_workers:
+    """Iterate over a user's data; the workers of a loader are spared the signals of now."""
+    if not isinstance(data, DataLoader) or not data.num_workers:
         yield
         return
     start_server(data)
     own = data.worker_init_fn
-    data.worker_init_fn = Spared(own)
+    if handled():
+        data.worker_init_fn = Spared(own)
     try:
-        with held_back():
+        with starting():
             yield
     finally:
         data.worker_init_fn = own

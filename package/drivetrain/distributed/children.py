@@ -6,6 +6,7 @@ import ctypes
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -118,6 +119,23 @@ def threads_per_rank(world_size: int, environment: Mapping[str, str]) -> int | N
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     return max(1, cores // world_size)
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that a process of this machine has started, and that have not ended; not on Windows."""
+    tasks = Path(f"/proc/{pid}/task")
+    if sys.platform == "linux":
+        with suppress(OSError):
+            return [
+                int(each)
+                for task in tasks.iterdir()
+                for each in (task / "children").read_text("ascii").split()
+            ]
+        return []
+    if sys.platform == "win32":
+        return []
+    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False)
+    return [int(each) for each in found.stdout.split()]
 
 
 def parent_mark() -> str:

@@ -1,20 +1,32 @@
-"""What a thread of a run is doing, in a few words: read from its frames, so that the run notes nothing."""
+"""The place of a thread of a run, in a few words, read from its frames.
+
+CPython 3.11 may crash when the frames of a thread that runs are looked at from another thread. So they are
+looked at only where a run has shown no progress for long, or has failed.
+"""
 
 from __future__ import annotations
 
+import bdb
 import os
 import sys
+import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 
+import torch
+
+from drivetrain.distributed.failure_wire import is_collective
 from drivetrain.hooks import HOOKS
 
 _OURS = os.path.join(Path(__file__).parents[1], "")
 
 _PLACES = {
     ("task.py", "forward"): "in the forward",
+    ("engine.py", "accumulate"): "in the forward",
     ("engine.py", "train_step"): "in the step",
     ("engine.py", "evaluation_step"): "in the forward",
     ("engine.py", "predict_step"): "in the forward",
@@ -29,6 +41,41 @@ _PLACES = {
 
 _SAVER = os.path.join(_OURS, "callbacks", "checkpoint.py")
 
+_CHECKPOINTS = (_SAVER, os.path.join(_OURS, "checkpoint", ""))
+_BACKGROUND = os.path.join(_OURS, "checkpoint", "background.py")
+_WRITER = "drivetrain-checkpoint"
+"""The name of the thread that saves in the background."""
+
+_TORCH = os.path.join(Path(torch.__file__).parent, "")
+_COMPILERS = {
+    (os.path.join(_TORCH, "_dynamo", "convert_frame.py"), "_compile"),
+    (os.path.join(_TORCH, "_inductor", "compile_fx.py"), "compile_fx"),
+    (os.path.join(_TORCH, "_inductor", "compile_fx.py"), "compile_fx_inner"),
+    (os.path.join(_TORCH, "utils", "cpp_extension.py"), "_jit_compile"),
+}
+"""Functions that compile and do not run what they have compiled."""
+
+_XLA = os.path.join(Path(torch.__file__).parents[1], "torch_xla", "")
+_DEBUGGERS = (bdb.__file__, os.path.join(Path(torch.__file__).parents[1], "debugpy", ""))
+_NOT_THE_USERS = (
+    _OURS,
+    _TORCH,
+    *(os.path.join(Path(torch.__file__).parents[1], name, "") for name in ("deepspeed", "accelerate")),
+)
+
+
+class Phase(StrEnum):
+    """How a rank that shows no progress counts.
+
+    `WORKS` may be anything. `WAITS` is a collective. `UNSEEN` is a compilation, a save or a load, which show
+    no progress until they are done, or a debugger's prompt. `OUTSIDE` is the body of the program's own loop.
+    """
+
+    WORKS = "works"
+    WAITS = "waits"
+    UNSEEN = "unseen"
+    OUTSIDE = "outside"
+
 
 def doing_now(thread: int) -> str:
     """What a thread does at this moment: "in the forward", "in on_step_end of MyCallback", "in a save"; empty
@@ -37,12 +84,50 @@ def doing_now(thread: int) -> str:
     Args:
         thread: As `threading.get_ident` names it.
     """
-    codes = []
-    frame: FrameType | None = sys._current_frames().get(thread)
+    return _innermost(each.f_code for each in _outward(sys._current_frames().get(thread)))
+
+
+def phase_now(thread: int) -> tuple[Phase, str]:
+    """Return the phase that a thread is in; of one that waits, also where, such as "barrier (train.py:12)".
+
+    Args:
+        thread: As `threading.get_ident` names it.
+    """
+    threads = sys._current_frames()
+    stack = list(_outward(threads.get(thread)))
+    if any(each.f_code.co_filename == _BACKGROUND and each.f_code.co_name == "wait" for each in stack):
+        writers = (each.ident for each in threading.enumerate() if each.name == _WRITER)
+        stack = next((list(_outward(threads.get(each))) for each in writers if each in threads), stack)
+    if stack and is_collective(stack[0]):
+        return Phase.WAITS, _collective(stack)
+    if any(each.f_code.co_filename.startswith((*_CHECKPOINTS, _XLA, *_DEBUGGERS)) for each in stack):
+        return Phase.UNSEEN, ""
+    # On a GPU the backward is compiled in one of torch's own threads.
+    compiles = ((each.f_code.co_filename, each.f_code.co_name) for each in _all_frames(threads.values()))
+    return (Phase.UNSEEN if any(each in _COMPILERS for each in compiles) else Phase.WORKS), ""
+
+
+def _collective(stack: list[FrameType]) -> str:
+    """The collective, and the innermost line of the user's program."""
+    name = ""
+    for frame in stack:
+        file, function = frame.f_code.co_filename, frame.f_code.co_name
+        if not file.startswith(_NOT_THE_USERS):
+            return f"{name or 'a collective'} ({Path(file).name}:{frame.f_lineno})"
+        if not name and file.startswith(_TORCH) and not function.startswith(("_", "wrapper")):
+            name = function
+    return name or "a collective"
+
+
+def _outward(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
-        codes.append(frame.f_code)
+        yield frame
         frame = frame.f_back
-    return _innermost(codes)
+
+
+def _all_frames(innermost: Iterable[FrameType]) -> Iterator[FrameType]:
+    for each in innermost:
+        yield from _outward(each)
 
 
 def doing_when(error: BaseException) -> str:
@@ -59,6 +144,12 @@ def _innermost(codes: Iterable[CodeType]) -> str:
             return _hook(code)
         place = place or _place(code)
     return place
+
+
+def hook_name(hook: Any) -> str:
+    """Return where a run is while it calls a callback's hook: "in on_step_end of MyCallback"."""
+    code = getattr(getattr(hook, "__func__", hook), "__code__", None)
+    return "" if code is None or code.co_name not in HOOKS else _hook(code)
 
 
 def _hook(code: CodeType) -> str:

@@ -228,7 +228,7 @@ def first_host(nodes: str) -> str:
 def may_start_again() -> bool:
     """Whether a launcher may start this program again after a failure."""
     found = detect(os.environ)
-    return found is not None and found.restarts > 0
+    return found is not None and (found.restarts > 0 or AGAIN in os.environ)
 
 
 def is_started_again() -> bool:
@@ -238,4 +238,4 @@ def is_started_again() -> bool:
     has come has seen nothing of either: all ranks have to be asked.
     """
     found = detect(os.environ)
-    return found is not None and found.restarts > 0 and (found.attempt > 0 or os.environ.get(AGAIN) == "1")
+    return found is not None and may_start_again() and (found.attempt > 0 or os.environ.get(AGAIN) == "1")

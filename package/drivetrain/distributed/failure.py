@@ -17,42 +17,23 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from drivetrain.distributed.asleep import Asleep
+from drivetrain.distributed import failure_wire
 from drivetrain.distributed.children import outlive_parent, started, wait_for
-from drivetrain.distributed.doing import doing_now, doing_when
+from drivetrain.distributed.doing import Phase, doing_now, doing_when, phase_now
 from drivetrain.distributed.environment import detect
 from drivetrain.distributed.failure_hub import Hub
-from drivetrain.distributed.failure_wire import Cause, Line, at, connect, is_voluntary, own_hosts
+from drivetrain.distributed.failure_wire import Cause, Line, Timing, at, connect, is_voluntary, own_hosts
 from drivetrain.distributed.interrupts import Interrupts
 from drivetrain.distributed.last_words import end_now, record
 from drivetrain.distributed.launch import launched
 from drivetrain.distributed.silence import DIED, Silence, machine
 from drivetrain.distributed.stack_files import StackFiles, now
 from drivetrain.distributed.stopping import Stopping
-from drivetrain.distributed.waiting import Waiting
 from drivetrain.distributed.watchdog import EXIT_HANG
 from drivetrain.errors import RankFailure, StrategyError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-_GRACE = 1.0
-"""Seconds that the main thread has to end by itself once another rank has failed."""
-
-_UNWINDING = 4.0
-"""Seconds that it has in addition when it was seen to have an error of its own: files are closed then."""
-
-_DECIDING = 3.0
-"""Seconds that a failing rank waits to hear whose failure was the first: more than rank 0 needs to decide."""
-
-_LAST = 2.0
-"""Seconds that rank 0 leaves the others to end before it does, so that its last lines are the last."""
-
-_FREED = 0.5
-"""Seconds that rank 0's main thread then has to end by itself, as it must where it is a notebook's."""
-
-_GOODBYE = 60.0
-"""Seconds that rank 0, whose threads the channel lives in, waits at its end for the others."""
 
 
 class FailureChannel:
@@ -73,18 +54,17 @@ class FailureChannel:
         world_size: How many there are.
         store: A store of torch's that all ranks share, for the first contact; None takes the default process
             group's.
-        timeout: Seconds of silence after which a rank that is seen to be stopped or gone counts as lost. One
-            that cannot be seen, or does nothing, has twelve times as long; one that is seen to run is waited
-            for: a call that holds the interpreter keeps a rank silent too.
+        timing: The times that the channel takes; None takes the usual ones.
         describe: Says how far this rank is, such as "update 17" or "in training, after update 17". Called in
             a thread.
-        progress: A number that grows with every step; called in a thread.
+        progress: A number that grows with every step, the same on all ranks at the same place; called in a
+            thread.
+        signs: Other signs of progress: any value that changes with it and fits into JSON. Called in a thread.
+        is_outside: Whether this rank is in the body of the program's own loop; called in a thread.
         hang_timeout: Seconds without progress on any rank after which the run is ended with exit code 75,
-            naming the ranks that are behind; needs `progress`. Where none is behind it is at least four
-            fifths of `timeout`, until it is known who waits. None for no limit.
-        deadlock_timeout: Seconds after which ranks that all wait for one another, in collectives that do not
-            match, or for one that sleeps for ever, are ended, naming where each is; `Waiting` and `Asleep`
-            say how that is known. None to let them.
+            naming the ranks that are behind; needs `progress`. The number, what `describe` says, the hook or
+            the part of the step, and `signs` count as progress. Compilations, saves and loads have an hour
+            more, since they show none. None disables it.
         directory: Where the stacks of all ranks go when one fails, into "failures"; None for nowhere.
         stopping: Agrees with the other ranks on when to stop, over these lines.
         on_failure: Is told of another rank's failure before this process ends; called in a thread.
@@ -99,11 +79,12 @@ class FailureChannel:
         world_size: int,
         store: Store | None = None,
         *,
-        timeout: float = 5.0,
+        timing: Timing | None = None,
         describe: Callable[[], str] = str,
         progress: Callable[[], int] | None = None,
+        signs: Callable[[], Any] = int,
+        is_outside: Callable[[], bool] = bool,
         hang_timeout: float | None = None,
-        deadlock_timeout: float | None = 5.0,
         directory: Path | None = None,
         stopping: Stopping | None = None,
         on_failure: Callable[[RankFailure], None] | None = None,
@@ -111,19 +92,20 @@ class FailureChannel:
         self.rank = rank
         self.world_size = world_size
         self._store = store
-        self._timeout = timeout
+        self._timing = failure_wire.TIMING if timing is None else timing
         self._describe = describe
         self._progress = progress
         self._hang_timeout = hang_timeout if progress is not None else None
-        self._deadlock_timeout = deadlock_timeout
+        self._signs = signs
+        self._seen: Any = None
+        self._still_since = time.monotonic()
+        self._is_outside = is_outside
         self._stopping = stopping if stopping is not None else Stopping()
         self._on_failure = on_failure
         self._stacks = StackFiles(rank, world_size, directory)
-        self._waiting: Waiting
-        self._asleep: Asleep
         self._main = threading.get_ident()
         self._interrupts = Interrupts()
-        self._interrupted = False
+        self._interrupted = self._has_asked = False
         self._cause: Cause | None = None
         self._decided = threading.Event()
         self._out = threading.Event()
@@ -138,7 +120,7 @@ class FailureChannel:
     def __enter__(self) -> FailureChannel:
         if self.world_size == 1:
             return self
-        self._waiting, self._asleep, self._main = Waiting(), Asleep(), threading.get_ident()
+        self._main = threading.get_ident()
         store = self._store if self._store is not None else _default_store()
         environment = detect(os.environ)
         # How often this rank has opened one on this store: the same number on every rank.
@@ -146,23 +128,22 @@ class FailureChannel:
         key = f"drivetrain/failure/at/{opened}"
         if self.rank == 0:
             local = environment is not None and environment.local_world_size == self.world_size
-            self._hub = Hub(self.world_size, local, self._timeout, self._hang_timeout, self._deadlock_timeout)
+            self._hub = Hub(self.world_size, local, self._timing, self._hang_timeout)
             found = {"port": self._hub.port, "token": self._hub.token, "hosts": [] if local else own_hosts()}
             found = {**found, "machine": machine(), "pid": os.getpid(), "began": now()}
             store.set(key, json.dumps(found))
         try:
             offer = json.loads(store.get(key))
-            self._line = connect(
-                self.rank, offer, environment.address if environment is not None else None, self._timeout
-            )
+            address = environment.address if environment is not None else None
+            self._line = connect(self.rank, offer, address, self._timing.silence)
         except BaseException:
             if self._hub is not None:
                 self._hub.leave()
             raise
-        self._rank_0 = Silence(offer["machine"], offer["pid"], self._timeout)
+        self._rank_0 = Silence(offer["machine"], offer["pid"], self._timing.silence)
         me = {"rank": self.rank, "machine": machine(), "pid": os.getpid()}
         stacks = self._stacks.open(offer["began"])
-        self._line.send(kind="hello", token=offer["token"], stacks=stacks, **me, **self._state())
+        self._line.send(kind="hello", stacks=stacks, **me, **self._state())
         ranks = launched()
         if ranks is not None:
             ranks.is_guarded = True
@@ -189,7 +170,7 @@ class FailureChannel:
             return
         cause = Cause.of_error(self.rank, self._where(doing_when(error)), error, besides)
         self._line.send(kind="cause", cause=cause.to_json(), **self._state())
-        self._decided.wait(_DECIDING)
+        self._decided.wait(self._timing.deciding)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
@@ -203,7 +184,7 @@ class FailureChannel:
         elif not self._decided.is_set():
             self._line.send(kind="bye", **self._state())
             if self._hub is not None:
-                self._wait_for_others(_GOODBYE)
+                self._wait_for_others(self._timing.goodbye)
         self._out.set()
         cause = self._cause
         if cause is None:
@@ -218,18 +199,31 @@ class FailureChannel:
         elif isinstance(error, KeyboardInterrupt) and self._tells():
             return
         elif self._tells():
-            failure = cause.failure(self._stacks.told)
-            record(failure)
-            raise failure
+            raise cause.failure(self._stacks.told)
         else:
             end_now(self._stopping.exit_code or 1)
 
     def _outlast(self) -> None:
-        """On rank 0, leave the others time to end, and to print the last of it."""
-        if self._hub is not None:
-            until = time.monotonic() + _LAST
-            self._hub.finished.wait(_LAST)
+        """On rank 0, leave the others time to end, and to print the last of it.
+
+        torch's agent ends all others once one has ended, and `drivetrain launch` has the last word. Under
+        them the ranks that end for another's failure leave that one, and rank 0, time to tell of it.
+        """
+        assert self._cause is not None
+        until = time.monotonic() + self._timing.last
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            while self.rank not in (0, self._cause.rank) and self._is_heard() and time.monotonic() < until:
+                time.sleep(0.02)
+        elif self._hub is not None:
+            self._hub.finished.wait(self._timing.last)
             wait_for(started.values(), until - time.monotonic())
+
+    def _is_heard(self) -> bool:
+        """Whether rank 0 still has its end of the line."""
+        try:
+            return self._line is not None and self._line.receive() is not None
+        except ValueError:
+            return False
 
     def _wait_for_others(self, seconds: float) -> None:
         assert self._hub is not None
@@ -237,7 +231,7 @@ class FailureChannel:
         while not (self._hub.finished.wait(0.02) or self._decided.is_set()) and time.monotonic() < deadline:
             pass
         if self._hub.cause is not None:
-            self._decided.wait(_GRACE)  # until the channel's thread has heard of it too
+            self._decided.wait(self._timing.grace)  # until the channel's thread has heard of it too
 
     def _own_end(self, cause: Cause, error: BaseException | None) -> None:
         """This rank's error goes on, and whoever prints it says that it was the first."""
@@ -278,52 +272,70 @@ class FailureChannel:
 
     def _run(self) -> None:
         assert self._line is not None
-        tick = self._timeout / 5
-        following = time.monotonic() + tick
-        has_asked = False
+        following, has_told = time.monotonic(), False
         while not self._closed.wait(0.05):
-            if not self._interrupted and self._interrupts.unheard() > _GRACE:
-                self._interrupted = True
-                cause = Cause("error", self.rank, self._state()["where"], "KeyboardInterrupt")
-                self._line.send(kind="cause", cause=cause.to_json(), **self._state())
-            if self._stopping.asked is not None and not has_asked:
-                has_asked = self._line.send(kind="stop", **self._state(), asked=self._stopping.asked)
             try:
-                messages = self._line.receive()
-            except ValueError:
-                messages = None
-            if messages is None and self._hub is not None and self._hub.cause is not None:
-                self._fail(self._hub.cause)  # the hub was done before its word to this very process was read
+                has_ended = self._hear(self._line)
+                if not has_ended and time.monotonic() >= following:
+                    following = time.monotonic() + self._timing.silence / 5
+                    has_ended = self._beat(self._line)
+            except Exception as error:  # a look that fails, for want of a file descriptor say
+                has_ended = False
+                if not has_told:
+                    has_told = True
+                    with contextlib.suppress(Exception):
+                        sys.stderr.write(f"drivetrain: the failure channel of rank {self.rank}: {error!r}\n")
+            if has_ended:
                 return
-            if messages is None:
-                self._lost(DIED)
-                return
-            for each in messages:
-                self._rank_0.end()
-                if each["kind"] == "end":
-                    self._line.close()  # which tells the hub that this was heard
-                    self._stopping.abandon(RankFailure("rank 0 has ended, and cannot say when to stop"))
-                    return
-                if each["kind"] == "cause":
-                    self._fail(Cause.from_json(each["cause"]))
-                    return
-                if each["kind"] == "hold":
-                    self._line.send(kind="held", **{**self._state(), **self._stopping.hold()})
-                elif each["kind"] == "stop":
-                    self._stopping.tell(each["at"], each["reason"])
-                else:
-                    self._rank_0_where = each["where"]
-            if time.monotonic() >= following:
-                following = time.monotonic() + tick
-                if self._deadlock_timeout or self._hang_timeout:
-                    self._waiting.look()
-                    self._asleep.look()
-                self._line.send(kind="beat", **self._state())
-                found = self._rank_0.tick() if self.rank else None
-                if found is not None:
-                    self._rank_0.end_process()
-                    self._lost(found)
-                    return
+
+    def _hear(self, line: Line) -> bool:
+        """Hear what rank 0 and this rank's signals say; returns whether this is the end."""
+        if not self._interrupted and self._interrupts.unheard() > self._timing.grace:
+            self._interrupted = True
+            cause = Cause("error", self.rank, self._state()["where"], "KeyboardInterrupt")
+            line.send(kind="cause", cause=cause.to_json(), **self._state())
+        if self._stopping.asked is not None and not self._has_asked:
+            self._has_asked = line.send(kind="stop", **self._state(), asked=self._stopping.asked)
+        try:
+            messages = line.receive()
+        except ValueError:
+            messages = None
+        if messages is None and self._hub is not None and self._hub.cause is not None:
+            self._fail(self._hub.cause)  # the hub was done before its word to this very process was read
+            return True
+        if messages is None:
+            self._lost(
+                DIED
+                if line.broken is None or isinstance(line.broken, ConnectionError)
+                else f"it did not read what this rank sent ({line.broken})"
+            )
+            return True
+        for each in messages:
+            self._rank_0.end()
+            if each["kind"] == "end":
+                line.close()  # which tells the hub that this was heard
+                self._stopping.abandon(RankFailure("rank 0 has ended, and cannot say when to stop"))
+                return True
+            if each["kind"] == "cause":
+                self._fail(Cause.from_json(each["cause"]))
+                return True
+            if each["kind"] == "hold":
+                line.send(kind="held", **{**self._state(), **self._stopping.hold()})
+            elif each["kind"] == "stop":
+                self._stopping.tell(each["at"], each["reason"])
+            else:
+                self._rank_0_where = each["where"]
+        return False
+
+    def _beat(self, line: Line) -> bool:
+        """Tell rank 0 how this rank does, and look after rank 0; returns whether this is the end."""
+        line.send(kind="beat", **self._state())
+        found = self._rank_0.tick() if self.rank else None
+        if found is None:
+            return False
+        self._rank_0.end_process()
+        self._lost(found)
+        return True
 
     def _lost(self, what: str) -> None:
         self._fail(Cause("lost", 0, self._rank_0_where, what))
@@ -335,34 +347,49 @@ class FailureChannel:
         if cause.kind == "lost" and (cause.where or cause.rank == 0):
             cause = replace(cause, what=f"{cause.what}; rank {self.rank} was {at(where)}")
         self._cause = cause
+        if self._tells() and cause.rank != self.rank:
+            with contextlib.suppress(
+                Exception
+            ):  # at once: a launcher may end this rank when another has ended
+                record(cause.failure())
         self._decided.set()
         self._stopping.abandon(cause.failure())
         if not cause.is_interrupt:
-            self._stacks.begin(where, self._reported, self._hub)
+            with contextlib.suppress(Exception):  # the system may give no thread
+                self._stacks.begin(where, self._reported, self._hub)
         if cause.kind != "hang" and cause.rank == self.rank and not self._interrupted:
             return
         if self._on_failure is not None:
             with contextlib.suppress(Exception):  # the process has to end all the same
                 self._on_failure(cause.failure())
         if cause.kind == "hang" and self.rank in cause.stuck:
-            sys.stderr.write(f"drivetrain: the stacks of rank {self.rank}:\n")
-            sys.stderr.flush()
-            faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
-        is_out = self._out.wait(_GRACE) or (self._reported is not None and self._out.wait(_UNWINDING))
-        if is_out or self._closed.is_set():
+            with contextlib.suppress(Exception):
+                sys.stderr.write(f"drivetrain: the stacks of rank {self.rank}:\n")
+                sys.stderr.flush()
+                faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+        if self._comes_out(self._timing.grace) or self._closed.is_set():
             return
         if self._hub is not None:
             self._outlast()
             # The end of the others breaks the collective that held the main thread.
-            if self._out.wait(_FREED) or (self._reported is not None and self._out.wait(_UNWINDING)):
+            if self._comes_out(self._timing.freed):
                 return
         self._end(cause)
 
+    def _comes_out(self, seconds: float) -> bool:
+        """Whether the main thread leaves the context by itself; one with an error of its own has longer."""
+        return self._out.wait(seconds) or (
+            self._reported is not None and self._out.wait(self._timing.unwinding)
+        )
+
     def _end(self, cause: Cause) -> NoReturn:
-        self._stacks.wait()
-        if self._tells():
-            sys.stderr.write(cause.block(self._stacks.told))
-            record(cause.failure())
+        with contextlib.suppress(Exception):  # the process has to end all the same
+            self._stacks.wait()
+            if self.rank:
+                self._outlast()
+            if self._tells():
+                sys.stderr.write(cause.block(self._stacks.told))
+                record(cause.failure())
         end_now(EXIT_HANG if cause.kind == "hang" else self._stopping.exit_code or 1)
 
     def _tells(self) -> bool:
@@ -373,19 +400,36 @@ class FailureChannel:
         return (is_rank_0_lost and self.rank == 1) or os.environ.get("LOCAL_RANK") == "0"
 
     def _state(self) -> dict[str, Any]:
+        progress, signs, phase, place, doing = None, None, Phase.WORKS, "", ""
+        with contextlib.suppress(Exception):  # a rank that says too little is not one that says nothing
+            progress = self._progress() if self._progress is not None else None
+            signs = [self._signs(), self._describe()]
+            if self._is_still((progress, signs)):
+                phase, place = phase_now(self._main)
+                doing = doing_now(self._main)
+            if self._is_outside():
+                phase, place = Phase.OUTSIDE, ""
         return {
-            "where": self._where(),
-            "progress": self._progress() if self._progress is not None else None,
-            "looks": self._waiting.looks,
-            "asleep": self._asleep.looks,
-            "place": self._asleep.place if self._asleep.looks else self._waiting.place,
+            "where": self._where(doing),
+            "progress": progress,
+            "signs": signs,
+            "phase": phase,
+            "place": place,
             "passed": self._stopping.passed,
         }
 
+    def _is_still(self, signs: Any) -> bool:
+        """Whether there was no progress for so long that the frames are worth a look; see `doing`."""
+        now = time.monotonic()
+        if signs != self._seen:
+            self._seen, self._still_since = signs, now
+        return self._hang_timeout is not None and now - self._still_since >= self._hang_timeout / 2
+
     def _where(self, doing: str | None = None) -> str:
         try:
+            described = self._describe()
             doing = doing_now(self._main) if doing is None else doing
-            return ", ".join(filter(None, (self._describe(), doing)))
+            return described if doing in described else f"{described}, {doing}" if described else doing
         except Exception as error:  # what is wrong with the run matters more than what is wrong here
             return f"a place that cannot be told ({type(error).__name__}: {error})"
 

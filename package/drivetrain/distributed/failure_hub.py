@@ -1,44 +1,55 @@
-"""Rank 0's part of the failure channel: hears of all ranks, and decides what failed first."""
+"""Rank 0's part of the failure channel: it hears all ranks, and decides what failed first."""
 
 from __future__ import annotations
 
+import contextlib
 import hmac
-import math
 import os
 import selectors
 import signal
 import socket
+import sys
 import threading
 import time
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from drivetrain.distributed.children import ending, started
-from drivetrain.distributed.failure_wire import Cause, Line, at
+from drivetrain.distributed.doing import Phase
+from drivetrain.distributed.failure_wire import TOKEN_BYTES, Cause, Line, Timing, at
 from drivetrain.distributed.silence import ABOVE, DIED, PATIENCE, Silence
 from drivetrain.distributed.sockets import kept_to_this_process
 from drivetrain.distributed.stacks import asked
 from drivetrain.distributed.stopping import Poll
+from drivetrain.distributed.watchdog import Stillness
 
-_ASIDE = 2.0
-"""Seconds that an error which is probably a consequence waits for its cause."""
+_TOLD = 2
+"""Ticks without progress after which every rank has said where it is."""
 
-_FRESH = 2
-"""Ticks for which it counts what a rank has said of itself. All must be at rest for longer than that."""
-
-_TOLD = 4
-"""Ticks without progress after which the ranks at rest are known: each has looked twice, and said so."""
+_WAITING = 64
+"""Connections that may be waiting to authenticate themselves, beside one for each rank."""
 
 _SHOWN = 8
 """Ranks that are named one by one."""
 
 
 @dataclass
+class _Stranger:
+    """A connection that has yet to say the token, and since when."""
+
+    connection: socket.socket
+    since: float
+    said: bytes = b""
+
+
+@dataclass
 class _Peer:
     """What is known of a rank: its line, how silent it is, and how it does.
 
-    `looks` and `asleep` are what its last beat told, at the time `heard`; `ended` counts the ticks since its
-    goodbye. `asks` is the signal by which its process `pid` writes its stacks, and where.
+    `signs` is what its last beat told of its progress, `phase` and `place` how it counts and where it waits.
+    `asks` is the signal by which its process `pid` writes its stacks, and where.
     """
 
     rank: int
@@ -46,26 +57,33 @@ class _Peer:
     silence: Silence
     where: str = ""
     progress: int | None = None
-    looks: int = 0
-    heard: float = 0.0
-    ended: int = 0
+    signs: Any = None
+    phase: Phase = Phase.WORKS
     place: str = ""
-    asleep: int = 0
     pid: int = 0
     asks: tuple[int, int] = (0, -1)
     state: str = "here"  # then "left" after a goodbye, "gone" after anything else
 
 
+@dataclass
+class _Newcomer:
+    """A connection that has said the token, and not yet which rank it is."""
+
+    line: Line
+    since: float = field(default_factory=time.monotonic)
+
+
 class Hub:
     """Listens to all ranks in a thread of its own.
+
+    Nothing that a connection sends is looked at before it has said the token, and no connection, whatever it
+    sends, ends more than itself.
 
     Args:
         world_size: How many ranks there are.
         local: Whether all of them are on this machine.
-        timeout: Seconds of silence after which a stopped rank counts as lost; see `Silence`.
+        timing: The times of the channel.
         hang_timeout: Seconds without any rank's progress that count as a hang; None for no limit.
-        deadlock_timeout: Seconds for which all ranks must be seen to wait for one another, and three fifths
-            of `timeout` at least; None to let them.
 
     Attributes:
         port: Where it listens.
@@ -75,34 +93,29 @@ class Hub:
         finished: Set when no rank but this one is left.
     """
 
-    def __init__(
-        self,
-        world_size: int,
-        local: bool,
-        timeout: float,
-        hang_timeout: float | None,
-        deadlock_timeout: float | None,
-    ) -> None:
+    def __init__(self, world_size: int, local: bool, timing: Timing, hang_timeout: float | None) -> None:
         self._world_size = world_size
-        self._timeout = timeout
-        self._tick = timeout / 5
+        self._timing = timing
+        self._tick = timing.silence / 5
         self._hang_timeout = hang_timeout
-        least = _FRESH + 1
-        self._looks = max(least, math.ceil(deadlock_timeout / self._tick)) if deadlock_timeout else None
+        self._stillness = None if hang_timeout is None else Stillness(hang_timeout, timing.unseen)
         self._server = kept_to_this_process(_listen(local))
+        self._server.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
         self._peers: dict[int, _Peer] = {}
+        self._unknown: list[_Stranger | _Newcomer] = []
         self._poll = Poll(world_size)
         self._aside: list[Cause] = []
         self._aside_until = 0.0
         self.cause: Cause | None = None
         self.had: dict[int, str] = {}
         self._ticks = self._still = 0
+        self._told: set[str] = set()
         self._leaving = threading.Event()
         self.finished = threading.Event()
         self.port = int(self._server.getsockname()[1])
-        self.token = os.urandom(16).hex()
+        self.token = os.urandom(TOKEN_BYTES // 2).hex()
         self._thread = threading.Thread(target=self._run, name="drivetrain-failure-hub", daemon=True)
         self._thread.start()
 
@@ -115,24 +128,48 @@ class Hub:
         following = time.monotonic() + self._tick
         try:
             while not (self._leaving.is_set() or self._is_over()):
-                for key, _ in self._selector.select(min(0.05, self._tick)):
+                for key, _ in self._ready():
                     if key.data is None:
-                        self._accept()
+                        self._try(self._accept)
+                    elif isinstance(key.data, _Stranger):
+                        self._hear_stranger(key.data)
                     else:
                         self._hear(key.data)
                 if time.monotonic() >= following:
                     following = time.monotonic() + self._tick
-                    self._look()
+                    self._try(self._look)
                 if self._aside and self.cause is None and time.monotonic() >= self._aside_until:
                     self._decide(self._of_aside())
             if self.cause is None:
                 self._dismiss()
         finally:
-            for each in self._peers.values():
-                each.line.close()
+            for each in (*self._peers.values(), *self._unknown):
+                _close(each)
             self._selector.close()
             self._server.close()
             self.finished.set()
+
+    def _ready(self) -> list[tuple[selectors.SelectorKey, int]]:
+        try:
+            return self._selector.select(min(0.05, self._tick))
+        except OSError as error:
+            self._tell_trouble(error)
+            time.sleep(0.05)
+            return []
+
+    def _try(self, act: Callable[[], None]) -> None:
+        """Do something that must not end the hub, whatever goes wrong in it."""
+        try:
+            act()
+        except Exception as error:
+            self._tell_trouble(error)
+
+    def _tell_trouble(self, error: Exception) -> None:
+        text = traceback.format_exception_only(type(error), error)[-1]
+        if text not in self._told and len(self._told) < _SHOWN:
+            self._told.add(text)
+            with contextlib.suppress(Exception):  # nobody may be reading
+                sys.stderr.write(f"drivetrain: the failure channel goes on after {text}")
 
     def _dismiss(self) -> None:
         # A connection that is closed with something unread takes back what was sent: wait until it was heard.
@@ -140,7 +177,7 @@ class Hub:
         deadline = time.monotonic() + 1.0
         here = [each for each in self._peers.values() if each.state == "here" and each.rank]
         while here and time.monotonic() < deadline:
-            here = [each for each in here if each.line.receive() is not None]
+            here = [each for each in here if _is_open(each.line)]
             time.sleep(0.01)
 
     def _is_over(self) -> bool:
@@ -150,39 +187,84 @@ class Hub:
         return len(self._peers) == self._world_size and all(p.state == "left" for p in self._peers.values())
 
     def _accept(self) -> None:
-        connection, _ = self._server.accept()
-        line = Line(connection, self._timeout)
-        self._selector.register(connection, selectors.EVENT_READ, line)
-
-    def _hear(self, source: Line | _Peer) -> None:
-        line = source.line if isinstance(source, _Peer) else source
         try:
-            messages = line.receive()
+            connection, _ = self._server.accept()
+        except BlockingIOError:  # it was taken back
+            return
+        except OSError:
+            # The connection failed before it was taken (accept(2) lists the reasons), or there is no
+            # descriptor left for it; then it stays ready, and whoever says nothing makes room.
+            self._drop_oldest()
+            time.sleep(0.02)
+            return
+        kept_to_this_process(connection).setblocking(False)
+        stranger = _Stranger(connection, time.monotonic())
+        self._unknown.append(stranger)
+        self._selector.register(connection, selectors.EVENT_READ, stranger)
+        if len(self._unknown) > self._world_size + _WAITING:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        if self._unknown:
+            self._drop(min(self._unknown, key=lambda each: each.since))
+
+    def _drop(self, source: _Stranger | _Newcomer | _Peer) -> None:
+        with contextlib.suppress(KeyError, ValueError):  # it is closed already
+            self._selector.unregister(_socket(source))
+        _close(source)
+        if not isinstance(source, _Peer) and source in self._unknown:
+            self._unknown.remove(source)
+
+    def _hear_stranger(self, stranger: _Stranger) -> None:
+        """Compare what a connection says first with the token; nothing else of it is looked at."""
+        wanted = TOKEN_BYTES + 1
+        try:
+            found = stranger.connection.recv(wanted - len(stranger.said))
+        except BlockingIOError:
+            return
+        except OSError:
+            found = b""
+        stranger.said += found
+        if found and len(stranger.said) < wanted:
+            return
+        if not hmac.compare_digest(stranger.said, f"{self.token}\n".encode()):
+            self._drop(stranger)
+            return
+        newcomer = _Newcomer(Line(stranger.connection, self._timing.silence), stranger.since)
+        self._unknown[self._unknown.index(stranger)] = newcomer
+        self._selector.modify(stranger.connection, selectors.EVENT_READ, newcomer)
+
+    def _hear(self, source: _Newcomer | _Peer) -> None:
+        trouble: Exception | None = None
+        try:
+            messages = source.line.receive()
             for each in messages or ():
                 if isinstance(source, _Peer):
                     self._take(source, each)
                 else:
                     source = self._welcome(source, each)
-        except (ValueError, KeyError, TypeError):  # somebody who is not one of us
-            messages = None
+        except Exception as error:  # what it has sent is no message of ours
+            messages, trouble = None, error
         if messages is not None:
             return
-        self._selector.unregister(line.socket)
-        line.close()
+        self._drop(source)
         if isinstance(source, _Peer) and source.state == "here":
             source.state = "gone"
             if self.cause is None and not any(each.rank == source.rank for each in self._aside):
-                self._decide(Cause("lost", source.rank, source.where, _death(source.rank)))
+                what = _death(source.rank) if trouble is None else f"its line to rank 0 broke ({trouble!r})"
+                self._decide(Cause("lost", source.rank, source.where, what))
 
-    def _welcome(self, line: Line, hello: dict[str, Any]) -> _Peer:
-        if not hmac.compare_digest(str(hello["token"]), self.token):
-            raise ValueError("a stranger")
-        silence = Silence(hello["machine"], int(hello["pid"]), self._timeout)
-        peer = _Peer(int(hello["rank"]), line, silence, str(hello["where"]))
+    def _welcome(self, newcomer: _Newcomer, hello: dict[str, Any]) -> _Peer:
+        rank, line = int(hello["rank"]), newcomer.line
+        if not 0 <= rank < self._world_size or rank in self._peers:
+            raise ValueError(f"rank {rank} is here already, or is none of {self._world_size}")
+        silence = Silence(hello["machine"], int(hello["pid"]), self._timing.silence)
+        peer = _Peer(rank, line, silence, str(hello["where"]))
         peer.pid = int(hello["pid"])
         number, descriptor = hello["stacks"]
         peer.asks = (int(number), int(descriptor))
-        self._peers[peer.rank] = peer
+        self._peers[rank] = peer
+        self._unknown.remove(newcomer)
         self._selector.modify(line.socket, selectors.EVENT_READ, peer)
         line.send(**self._beat())
         if self._poll.is_open:
@@ -193,14 +275,14 @@ class Hub:
 
     def _take(self, peer: _Peer, message: dict[str, Any]) -> None:
         peer.silence.end()
-        peer.where = str(message["where"])
-        if message["kind"] == "beat":  # others are sent at any time after the last look
-            peer.looks, peer.heard = int(message["looks"]), time.monotonic()
-            peer.asleep = int(message["asleep"])
-        peer.place = str(message["place"])
-        if message["progress"] != peer.progress:
-            peer.progress = message["progress"]
+        peer.where, peer.place = str(message["where"]), str(message["place"])
+        peer.phase = Phase(message["phase"])
+        signs = (message["progress"], message["signs"])
+        if signs != peer.signs:
+            peer.progress, peer.signs = message["progress"], signs
             self._still = 0
+            if self._stillness is not None:
+                self._stillness.end()
         if message["kind"] == "bye":
             peer.state = "left"
             self._poll.note(peer.rank, int(message["passed"]))
@@ -213,7 +295,7 @@ class Hub:
             if cause.kind != "consequence":
                 self._decide(cause)
             elif not self._aside:
-                self._aside_until = time.monotonic() + _ASIDE
+                self._aside_until = time.monotonic() + self._timing.aside
                 self._aside.append(cause)
         decision = self._poll.decision()
         if decision is not None:
@@ -224,114 +306,57 @@ class Hub:
         self._tell(**self._beat())
         self._ticks += 1
         self._still += 1
-        for each in self._peers.values():
-            each.ended += each.state == "left"
+        now = time.monotonic()
+        for unknown in [each for each in self._unknown if now - each.since > self._timing.stranger]:
+            self._drop(unknown)
         if self.cause is not None:
             return
         here = [each for each in self._peers.values() if each.state == "here"]
         for each in here:
             lost = each.silence.tick() if each.rank else None
+            if isinstance(each.line.broken, TimeoutError):
+                lost = f"it did not read for {self._timing.silence:g} s what rank 0 sent"
             if lost is not None:
                 self._decide(Cause("lost", each.rank, each.where, lost))
                 return
         missing = sorted(set(range(self._world_size)) - self._peers.keys())
         if missing:
-            self._still = 0
             ended = [each for each in missing if each in started and started[each].poll() is not None]
             if ended:
                 self._decide(Cause("lost", ended[0], "", _death(ended[0])))
             elif self._ticks >= 5 * PATIENCE:
-                text = f"it has not come to the failure channel within {PATIENCE * self._timeout:g} s"
+                text = f"it has not come to the failure channel within {PATIENCE * self._timing.silence:g} s"
                 self._decide(Cause("lost", missing[0], "", text))
-        elif self._looks is not None and self._all_wait(here, self._looks):
-            asleep = [each for each in here if each.asleep >= self._looks]
-            if not asleep:
-                self._decide(self._deadlock())
-            elif len(asleep) < len(here):
-                self._decide(self._sleep(asleep, here))
-        elif self._hang_timeout is not None and self._still * self._tick >= self._hang_timeout and here:
-            behind = self._behind()
-            if behind or self._still >= _TOLD:
-                self._decide(self._hang(self._hang_timeout, behind or self._not_waiting()))
+        elif self._stillness is not None and here:
+            is_hang = self._stillness.add(self._tick, [each.phase for each in here])
+            if is_hang and self._still >= _TOLD:
+                self._decide(self._hang(here))
 
     def _beat(self) -> dict[str, Any]:
         where = self._peers[0].where if 0 in self._peers else ""
         return {"kind": "beat", "where": where}
 
-    def _all_wait(self, here: list[_Peer], looks: int) -> bool:
-        """Whether all that are still here have been at rest for so long that nothing can be on its way.
-
-        One that has left the channel has done its part of what the ranks do together: nobody may wait for it.
-        It is at rest from its goodbye on, and as long as the others: what one of them has said before that
-        tells of a wait which may be over. So may be what was said before all others came to rest. That goes
-        by the clock: a call on rank 0 that holds the interpreter keeps its word back, and this thread too.
-        """
-        oldest = time.monotonic() - looks * self._tick
-        told = [each for each in here if each.silence.ticks <= _FRESH and each.heard > oldest]
-        if not here or len(told) < len(here) or any(max(each.looks, each.asleep) < looks for each in here):
-            return False
-        return all(each.ended >= looks for each in self._peers.values() if each.state == "left")
-
-    def _deadlock(self) -> Cause:
-        places: dict[str, list[int]] = {}
-        for each in self._sorted():
-            where = f", {at(each.where)}" if each.where else ""
-            place = f"in {each.place}{where}" if each.state == "here" else f"at its end{where}"
-            places.setdefault(place, []).append(each.rank)
-        listed = "; ".join(f"{_named(ranks)} {place}" for place, ranks in list(places.items())[:_SHOWN])
-        return Cause("deadlock", -1, "", f"the ranks wait for one another: {listed}")
-
-    def _sleep(self, asleep: list[_Peer], here: list[_Peer]) -> Cause:
-        """One that sleeps, or some, and the others wait."""
-        first = min(asleep, key=lambda each: each.rank)
-        ranks = sorted(each.rank for each in asleep)
-        waiting = min((each for each in here if each not in asleep), key=lambda each: each.rank)
-        others = sorted(each.rank for each in here if each not in asleep)
-        what = (
-            f"{_named(ranks)} will not come back from a {first.place}, {at(first.where or 'its step')};"
-            f" {_named(others)} {'waits' if len(others) == 1 else 'wait'} in {waiting.place}"
-        )
-        return Cause("hang", first.rank, first.where, what, stuck=tuple(ranks[:_SHOWN]))
-
     def _sorted(self) -> list[_Peer]:
         return sorted(self._peers.values(), key=lambda each: each.rank)
 
-    def _behind(self) -> list[_Peer]:
-        """The ranks that have done less than another."""
+    def _behind(self, here: list[_Peer]) -> list[_Peer]:
+        """The ranks that the others wait for: those that have done less, or else those that do not wait."""
         furthest = max(each.progress or 0 for each in self._peers.values())
-        return [each for each in self._sorted() if (each.progress or 0) < furthest]
+        found = [each for each in self._sorted() if (each.progress or 0) < furthest]
+        if not found:
+            found = [each for each in sorted(here, key=lambda each: each.rank) if each.phase != Phase.WAITS]
+        return found if len(found) < len(self._peers) else []
 
-    def _not_waiting(self) -> list[_Peer]:
-        """The ranks that sleep, or that do not wait for others; none where they all do, or no other does."""
-        peers = self._sorted()
-        asleep = [each for each in peers if each.asleep]
-        found = asleep or [each for each in peers if not each.looks]
-        return found if len(found) < len(peers) else []
-
-    def _hang(self, seconds: float, behind: list[_Peer]) -> Cause:
-        peers = self._sorted()
-        ahead = max(peers, key=lambda each: each.progress or 0)
+    def _hang(self, here: list[_Peer]) -> Cause:
+        behind = self._behind(here)
+        begin = f"no progress for {self._hang_timeout:g} s"
         if not behind:
-            places: dict[str, list[int]] = {}
-            for each in peers:
-                places.setdefault(each.where, []).append(each.rank)
-            where = "; ".join(
-                f"{'all ranks' if len(places) == 1 else _named(ranks)} {'is' if len(ranks) == 1 else 'are'}"
-                f" {at(place)}"
-                for place, ranks in list(places.items())[:_SHOWN]
-            )
-            every = tuple(range(min(self._world_size, _SHOWN)))
-            return Cause("hang", 0, "", f"no progress for {seconds:g} s; {where}", stuck=every)
-        listed = "; ".join(
-            f"rank {each.rank} {'ended' if each.state == 'left' else 'is'} {at(each.where or 'its step')}"
-            for each in behind[:_SHOWN]
-        )
-        more = f"; {len(behind) - _SHOWN} more are behind" if len(behind) > _SHOWN else ""
-        for_them = "for it" if len(behind) == 1 else "for them"
-        place = at(ahead.where) if ahead.where != behind[0].where else for_them
-        what = f"no progress for {seconds:g} s; {listed}{more}, the others wait {place}"
-        stuck = tuple(each.rank for each in behind if each.state == "here") or (ahead.rank,)
-        return Cause("hang", behind[0].rank, behind[0].where, what, stuck=stuck)
+            stuck = tuple(range(min(self._world_size, _SHOWN)))
+            return Cause("hang", 0, "", f"{begin}; {_places(self._sorted())}", stuck=stuck)
+        others = [each for each in self._sorted() if each not in behind]
+        what = f"{begin}; {_places(behind, are_behind=True)}; {_places(others)}"
+        stuck = tuple(each.rank for each in behind if each.state == "here") or (here[0].rank,)
+        return Cause("hang", behind[0].rank, behind[0].where, what, stuck=stuck[:_SHOWN])
 
     def _of_aside(self) -> Cause:
         """What counts when no other cause has come."""
@@ -372,6 +397,44 @@ def _named(ranks: list[int]) -> str:
     if len(ranks) > _SHOWN:
         shown[-1] = f"{len(ranks) - _SHOWN + 1} more"
     return f"rank {shown[0]}" if len(shown) == 1 else f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def _places(peers: list[_Peer], are_behind: bool = False) -> str:
+    """Say where ranks are: "rank 1 is behind, at update 7", "rank 0 waits in barrier (train.py:9), ..."."""
+    places: dict[tuple[str, str, str], list[int]] = {}
+    for each in peers:
+        waits = each.phase == Phase.WAITS and each.state == "here"
+        place = at(each.where or "its step")
+        place = f"in {each.place}, {place}" if waits else place
+        if each.state == "left":
+            one, several, place = "has ended", "have ended", f", {place}"
+        elif are_behind:
+            one, several, place = "is behind", "are behind", f", {place}"
+        else:
+            one, several, place = *(("waits", "wait") if waits else ("is", "are")), f" {place}"
+        places.setdefault((one, several, place), []).append(each.rank)
+    listed = [
+        f"{_named(ranks)} {several if len(ranks) > 1 else one}{place}"
+        for (one, several, place), ranks in list(places.items())[:_SHOWN]
+    ]
+    more = [f"{len(places) - _SHOWN} other places"] if len(places) > _SHOWN else []
+    return "; ".join([*listed, *more])
+
+
+def _socket(source: _Stranger | _Newcomer | _Peer) -> socket.socket:
+    return source.connection if isinstance(source, _Stranger) else source.line.socket
+
+
+def _close(source: _Stranger | _Newcomer | _Peer) -> None:
+    with contextlib.suppress(OSError):
+        _socket(source).close()
+
+
+def _is_open(line: Line) -> bool:
+    try:
+        return line.receive() is not None
+    except Exception:
+        return False
 
 
 def _death(rank: int | None) -> str:

@@ -1,14 +1,18 @@
-"""What the ranks tell each other beside the training: lines of JSON, and the first cause of a failure."""
+"""The messages of the failure channel: lines of JSON between each rank and rank 0, and the first cause."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import select
 import socket
 import threading
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,18 +21,84 @@ from drivetrain.distributed.silence import machine
 from drivetrain.distributed.sockets import kept_to_this_process
 from drivetrain.errors import RankFailure, StrategyError
 
+TOKEN_BYTES = 32
+"""Bytes of the token, in hexadecimal digits. It and a newline are the first that a rank sends."""
+
 _LONGEST = 1 << 20
-"""Bytes of a line; a longer one is nobody's who speaks this protocol."""
+"""Bytes of a line; the hub closes a connection that sends a longer one."""
+
+_TEXT = 10_000
+"""Characters of a text in a message. Four such texts fit into a line, whatever characters they have."""
 
 _FRAMES = 6
-"""Frames of a traceback that travel; the rank prints all of them itself."""
+"""Frames of a traceback that are sent; the rank itself prints all of them."""
+
+_OWN_WORDS = re.compile(r"\bgloo\b|\bnccl\b|process ?group(gloo|nccl)|c10d|\bTCPStore\b", re.IGNORECASE)
+"""Words by which torch's communication libraries say that a message is theirs."""
 
 _CONSEQUENCE = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|timed out|timeout|gloo.*transport"
-    r"|(nccl|communicator|process ?group).*abort|remote process (exited|has terminated)|heartbeat monitor",
-    re.IGNORECASE | re.DOTALL,
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|timed out|timeout|connectFullMesh"
+    r"|communicator|abort|remote process (exited|has terminated)|heartbeat monitor",
+    re.IGNORECASE,
 )
-"""How back ends complain of a rank that is gone."""
+"""How these libraries say that another rank is gone."""
+
+_TORCH = os.path.join(Path(torch.__file__).parent, "")
+
+_COLLECTIVE = tuple(
+    os.path.join(_TORCH, *name.split("/"))
+    for name in (
+        "distributed/distributed_c10d.py",
+        "distributed/_functional_collectives.py",
+        "distributed/utils.py",
+        "distributed/fsdp/",
+        "distributed/tensor/",
+        "nn/parallel/distributed.py",
+    )
+)
+"""Where torch waits for other ranks. Its checkpoints are not among them: they wait for a disk."""
+
+_BACKWARD = os.path.join(_TORCH, "autograd", "graph.py")
+_OPERATOR = os.path.join(_TORCH, "_ops.py")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The times of the failure channel, in seconds; tests scale them.
+
+    Attributes:
+        silence: Silence after which a rank that is seen to be stopped or gone counts as lost. One that cannot
+            be seen, or does nothing, has twelve times as long.
+        stranger: How long a connection may take to authenticate itself and to say which rank it is.
+        aside: How long an error that is probably a consequence waits for its cause.
+        deciding: How long a failing rank waits to hear whose failure was the first: more than `aside`.
+        grace: How long a main thread has to end by itself once another rank has failed.
+        unwinding: How long it has in addition when it has an error of its own: files are closed then.
+        last: How long rank 0 lets the others end before it ends, so that its last lines are the last.
+        freed: How long rank 0's main thread then has to end by itself, as it must where it is a notebook's.
+        goodbye: How long rank 0, whose threads the channel lives in, waits at its end for the others.
+        unseen: How much longer than `hang_timeout` a rank may spend in one compilation, save or load, which
+            show no progress until they are done.
+    """
+
+    silence: float = 5.0
+    stranger: float = 5.0
+    aside: float = 2.0
+    deciding: float = 3.0
+    grace: float = 1.0
+    unwinding: float = 4.0
+    last: float = 2.0
+    freed: float = 0.5
+    goodbye: float = 60.0
+    unseen: float = 3600.0
+
+    def scaled(self, factor: float) -> Timing:
+        """All times multiplied by a factor."""
+        return Timing(**{each.name: getattr(self, each.name) * factor for each in fields(self)})
+
+
+TIMING = Timing()
+"""The times that a channel takes when it is given none."""
 
 
 def at(where: str) -> str:
@@ -42,9 +112,8 @@ class Cause:
 
     Attributes:
         kind: "error" for one that was raised, "consequence" for one that another rank's end has probably
-            brought about, "lost" for a rank that died or stopped, "deadlock" where all ranks wait for one
-            another, "hang" where nobody makes progress.
-        rank: Where; -1 where it is all of them.
+            brought about, "lost" for a rank that died or stopped, "hang" where nobody makes progress.
+        rank: Where.
         where: How far that rank was, such as "update 17" or "in training, after update 17"; empty when that
             is not known.
         what: What happened there.
@@ -60,7 +129,7 @@ class Cause:
     stuck: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        if self.kind in ("hang", "deadlock"):
+        if self.kind == "hang":
             return self.what
         heard = "last heard of " if self.kind == "lost" else ""
         place = f", {heard}{at(self.where)}" if self.where else ""
@@ -68,12 +137,19 @@ class Cause:
 
     @classmethod
     def of_error(cls, rank: int, where: str, error: BaseException, besides: str = "") -> Cause:
-        """The cause that an error on this rank may be, and what else there is to say of it."""
-        what = "".join(traceback.format_exception_only(type(error), error)).strip()
+        """The cause that an error on this rank may be; long texts lose their middle.
+
+        Args:
+            rank: This process.
+            where: How far it is.
+            error: What was raised here.
+            besides: A sentence to add to it.
+        """
+        what = shortened("".join(traceback.format_exception_only(type(error), error)).strip())
         what = f"{what}. {besides}" if besides else what
         where_raised = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
         kind = "consequence" if is_consequence(error) else "error"
-        return cls(kind, rank, where, what, "".join(traceback.format_list(where_raised)))
+        return cls(kind, rank, where, what, shortened("".join(traceback.format_list(where_raised))))
 
     def to_json(self) -> dict[str, Any]:
         """As it travels."""
@@ -112,20 +188,56 @@ class _Remote(Exception):  # noqa: N818 - shown in tracebacks, where it stands f
     """Another process's traceback."""
 
 
+def shortened(text: str) -> str:
+    """A text of a length that can be sent: its middle is left out, and the number of characters is given."""
+    if len(text) <= _TEXT:
+        return text
+    end = _TEXT // 5
+    left_out = len(text) - _TEXT + 100  # room for the sentence that says so
+    return f"{text[: _TEXT - end - 100]} [... {left_out:,} characters left out ...] {text[-end:]}"
+
+
 def is_consequence(error: BaseException) -> bool:
-    """Whether an error says no more than that another rank is gone."""
+    """Whether an error says no more than that another rank is gone.
+
+    That can only be an error of torch's communication: one of its own types, one with the name of gloo, NCCL
+    or torch's process groups in it, or one that was raised inside of a collective.
+    """
     distributed = torch.distributed
     of_torch = (distributed.DistError,) if distributed.is_available() else ()
     each: BaseException | None = error
     while each is not None:
-        if isinstance(each, (*of_torch, ConnectionError)):
+        if isinstance(each, of_torch):
             return True
-        if isinstance(each, RuntimeError) and _CONSEQUENCE.search(str(each)):
+        if isinstance(each, (RuntimeError, ConnectionError)) and _tells_of_loss(each):
             return True
         if any("happened on rank" in note for note in getattr(each, "__notes__", ())):
             return True
         each = each.__cause__
     return False
+
+
+def _tells_of_loss(error: Exception) -> bool:
+    text = str(error)
+    is_torchs = _OWN_WORDS.search(text) is not None or _raised_in_collective(error)
+    return is_torchs and _CONSEQUENCE.search(text) is not None
+
+
+def _raised_in_collective(error: BaseException) -> bool:
+    innermost = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        innermost = frame
+    return innermost is not None and is_collective(innermost)
+
+
+def is_collective(frame: FrameType) -> bool:
+    """Whether a frame is one in which torch waits for other ranks, a backward with its averaging included."""
+    if frame.f_code.co_filename == _OPERATOR and frame.f_back is not None:
+        frame = frame.f_back
+    file = frame.f_code.co_filename
+    return file.startswith(_COLLECTIVE) or (
+        file == _BACKWARD and frame.f_code.co_name == "_engine_run_backward"
+    )
 
 
 def is_voluntary(error: BaseException) -> bool:
@@ -139,6 +251,9 @@ class Line:
     Args:
         connection: A connected socket.
         timeout: Seconds that sending may take.
+
+    Attributes:
+        broken: Why nothing can be sent any more; None while it can.
     """
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
@@ -146,16 +261,26 @@ class Line:
         self.socket.settimeout(timeout)
         # A goodbye that waits in the system for more to send would be lost when the line is closed after it.
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.broken: OSError | None = None
         self._rest = b""
         self._sending = threading.Lock()
 
     def send(self, **message: Any) -> bool:
-        """Send a message; False when nobody can take it any more."""
-        try:
-            with self._sending:
-                self.socket.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:
-            return False
+        """Send a message, with long texts shortened; False when nobody can take it any more.
+
+        A message that could be sent in part only is the last one: what followed would not be understood.
+        """
+        content = json.dumps(_short(message)).encode() + b"\n"
+        with self._sending:
+            if self.broken is not None:
+                return False
+            try:
+                self.socket.sendall(content)
+            except OSError as error:
+                self.broken = error
+                with contextlib.suppress(OSError):
+                    self.socket.shutdown(socket.SHUT_WR)
+                return False
         return True
 
     def receive(self) -> list[dict[str, Any]] | None:
@@ -192,12 +317,21 @@ class Line:
         self.socket.close()
 
 
+def _short(value: Any) -> Any:
+    """A message in which no text is too long to be sent."""
+    if isinstance(value, str):
+        return shortened(value)
+    if isinstance(value, dict):
+        return {name: _short(each) for name, each in value.items()}
+    return value
+
+
 def connect(rank: int, offer: dict[str, Any], address: str | None, timeout: float) -> Line:
-    """A line to rank 0.
+    """An authenticated line to rank 0.
 
     Args:
         rank: This process.
-        offer: What rank 0 has put into the store: its "machine", "port" and "hosts".
+        offer: What rank 0 has put into the store: its "machine", "port", "token" and "hosts".
         address: Where the launcher says that it is, if it does.
         timeout: In seconds.
 
@@ -209,7 +343,9 @@ def connect(rank: int, offer: dict[str, Any], address: str | None, timeout: floa
     errors = []
     for host in dict.fromkeys(hosts):
         try:
-            return Line(socket.create_connection((host, offer["port"]), timeout), timeout)
+            connection = socket.create_connection((host, offer["port"]), timeout)
+            connection.sendall(f"{offer['token']}\n".encode())
+            return Line(connection, timeout)
         except OSError as error:
             errors.append(f"{host}: {error}")
     raise StrategyError(

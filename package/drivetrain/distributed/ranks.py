@@ -122,11 +122,14 @@ class Ranks:
         return summed
 
     def add(self, tensor: Tensor) -> Tensor:
-        """The sum of a tensor over all ranks, in place: where it is, without a wait for the device."""
+        """The sum of a tensor over these ranks, in place: where it is, without a wait for the device."""
         if self.copy:
             tensor.zero_()
         if not self.alone:
-            torch.distributed.all_reduce(tensor)
+            # An accelerator's tensor goes over the job's own group, whose back end needs no copy to the host.
+            is_job = torch.distributed.get_world_size() == self.size * self.copies
+            on_host = tensor.device.type == "cpu"
+            torch.distributed.all_reduce(tensor, group=None if is_job and not on_host else self.group)
         return tensor
 
     def first(self, act: Callable[[], T]) -> T:

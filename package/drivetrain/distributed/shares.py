@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from drivetrain.distributed.waiting import is_collective, only_gloo
+import torch
+
+from drivetrain.distributed.failure_wire import is_collective
 
 _PERIOD = 0.05
 """Seconds between two looks. One takes some 10 us, so that they cost 0.02 % of a core."""
@@ -43,7 +45,7 @@ class Shares:
     @staticmethod
     def can_tell() -> bool:
         """Whether it can be told here."""
-        return sys.platform == "linux" and only_gloo()
+        return sys.platform == "linux" and _only_gloo()
 
     def start(self) -> None:
         """Begin."""
@@ -79,3 +81,13 @@ def _in_training(frame: FrameType) -> bool:
             return inner.f_code.co_name == "train_steps"
         inner = inner.f_back
     return False
+
+
+def _only_gloo() -> bool:
+    """Whether all collectives are done by gloo, and so waited for by the thread that asks for them."""
+    distributed = torch.distributed
+    if not distributed.is_initialized():
+        return False
+    # Such as "cpu:gloo,cuda:nccl", for each process group. torch has no public list of the groups.
+    backends = list(distributed.distributed_c10d._world.pg_backend_config.values())
+    return all(each.endswith(":gloo") for backend in backends for each in str(backend).split(","))

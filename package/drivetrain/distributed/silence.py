@@ -26,10 +26,11 @@ _BUSY = 0.03
 
 
 class Activity(NamedTuple):
-    """What a process does: its state, and the seconds of a core that it has used.
+    """The state of a process, and the seconds of a core that it has used.
 
     The state is the letter that Linux has for its main thread, "R" for one that runs, "S" for one that
-    sleeps, "D" for one that waits for a disk, "T" for a stopped one; or "gone".
+    sleeps, "D" for one that waits for a disk, "T" for a stopped one; or "gone". It is empty where the process
+    could not be looked at, for want of a file descriptor say.
     """
 
     state: str
@@ -86,6 +87,8 @@ class Silence:
 
     def _look(self) -> str:
         state, used = activity(self._pid)
+        if not state:
+            return ""
         computed = 0.0 if self._used is None else used - self._used
         self._used = used
         self._busy += state == "R" or computed > _BUSY * self._tick
@@ -110,11 +113,13 @@ def machine() -> str | None:
 
 
 def activity(pid: int) -> Activity:
-    """What a process of this machine does."""
+    """Return the state of a process of this machine. Only the system's word that there is none is "gone"."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return Activity("gone", 0.0)
+    except OSError:
+        return Activity("", 0.0)
     state, *numbers = text.rpartition(")")[2].split()  # behind its name, which may be anything
     if state in "ZX":
         return Activity("gone", 0.0)

@@ -65,12 +65,6 @@ def release_port(port: int) -> None:
         line.close()
 
 
-def own_connections() -> set[int]:
-    """The descriptors of the failure channel's own sockets in this process."""
-    with _changing:
-        return {each.fileno() for each in _open}
-
-
 def _sockets() -> set[tuple[int, int]]:
     """The descriptors of all sockets, each with a number that no other socket has."""
     found = set()

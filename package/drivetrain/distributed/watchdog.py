@@ -1,4 +1,4 @@
-"""A watchdog for one process: ends a run that no longer makes progress, and says where it stood."""
+"""The limit of time without progress, and a watchdog that ends a run of one process after it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import faulthandler
 import os
 import sys
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from types import TracebackType
 
+from drivetrain.distributed import failure_wire
+from drivetrain.distributed.doing import Phase
 from drivetrain.distributed.last_words import end_workers, record
 from drivetrain.errors import RankFailure
 
@@ -18,6 +20,49 @@ EXIT_HANG = 75
 
 _WRITING = 10.0
 """Seconds that writing the stacks may take."""
+
+
+class Stillness:
+    """The time without any progress, as the caller counts it, and whether that is too long.
+
+    Args:
+        limit: Seconds that count as a hang.
+        unseen: Seconds more for what shows no progress until it is done: see `Phase`.
+    """
+
+    def __init__(self, limit: float, unseen: float) -> None:
+        self._limit = limit
+        self._unseen = unseen
+        self.end()
+
+    def end(self) -> None:
+        """There was progress."""
+        self._seconds = self._seconds_unseen = 0.0
+
+    @property
+    def is_suspicious(self) -> bool:
+        """Whether half of the limit has passed without progress."""
+        return self._seconds + self._seconds_unseen >= self._limit / 2
+
+    def add(self, seconds: float, phases: Iterable[Phase]) -> bool:
+        """Add time without progress; returns whether it is too long.
+
+        While a rank compiles, saves or loads, its own limit counts; while all ranks are in the body of the
+        program's own loop, none does.
+
+        Args:
+            seconds: The time since the last call.
+            phases: Where all ranks are.
+        """
+        phases = set(phases)
+        if Phase.UNSEEN in phases:
+            self._seconds_unseen += seconds
+        elif phases != {Phase.OUTSIDE}:
+            self._seconds += seconds
+        # Ten times a tenth of a second is a little less than a second.
+        slack = 1e-6 * self._limit
+        total = self._seconds + self._seconds_unseen
+        return self._seconds >= self._limit - slack or total >= self._limit + self._unseen - slack
 
 
 class Watchdog:
@@ -33,6 +78,7 @@ class Watchdog:
         heartbeat: Changes whenever progress is made.
         describe: Says where the run is.
         directory: Where the stacks are written too; None for standard error only.
+        phase: Says how the time counts.
     """
 
     def __init__(
@@ -41,11 +87,13 @@ class Watchdog:
         heartbeat: Callable[[], Hashable],
         describe: Callable[[], str],
         directory: Path | None = None,
+        phase: Callable[[], Phase] = lambda: Phase.WORKS,
     ) -> None:
         self._timeout = timeout
         self._heartbeat = heartbeat
         self._describe = describe
         self._directory = directory
+        self._phase = phase
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="drivetrain-watchdog", daemon=True)
 
@@ -60,14 +108,16 @@ class Watchdog:
         self._thread.join()
 
     def _watch(self) -> None:
-        checks = 10
-        last, unchanged = self._heartbeat(), 0
-        while not self._done.wait(self._timeout / checks):
+        tick = self._timeout / 10
+        still = Stillness(self._timeout, failure_wire.TIMING.unseen)
+        last = self._heartbeat()
+        while not self._done.wait(tick):
             now = self._heartbeat()
-            unchanged = unchanged + 1 if now == last else 0
-            last = now
-            if unchanged >= checks:
+            if now != last:
+                still.end()
+            elif still.add(tick, [self._phase() if still.is_suspicious else Phase.WORKS]):
                 self._expire()
+            last = now
 
     def _expire(self) -> None:
         # What hangs may be what is written to, a pipe or a network's disk: the end does not wait for it.

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from drivetrain.checkpoint.format import IMPORTED, Snapshot
 from drivetrain.checkpoint.io import DirectoryCheckpointIO
+from drivetrain.checkpoint.torch_archive import StoredTensor, TorchArchive
 from drivetrain.checkpoint.tree import pack, well_formed
 from drivetrain.errors import CheckpointError
 from drivetrain.foreign.deepspeed_folder import Files, Table, find_files
 from drivetrain.foreign.deepspeed_shards import NOT_SETTINGS, WEIGHT, Joined, Shapes, join_shards
-from drivetrain.foreign.torch_archive import StoredTensor, TorchArchive
 from drivetrain.module_state import is_extra
 from drivetrain.progress import Progress
 from drivetrain.renaming import Rename, renamed

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drivetrain.checkpoint.torch_archive import Foreign, StoredTensor, TorchArchive
 from drivetrain.errors import CheckpointError
 from drivetrain.foreign.deepspeed_folder import Files, Table
 from drivetrain.foreign.deepspeed_layout import Joining
-from drivetrain.foreign.torch_archive import Foreign, StoredTensor, TorchArchive
 
 WEIGHT = "fp32"
 """Names the weight among a parameter's values."""

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from drivetrain.errors import ConfigError
 from drivetrain.registry import Registry
+from drivetrain.synonyms import foreign
 from drivetrain.types import Logger
 
 __all__ = ["LOGGERS", "Logger", "LoggerSpec", "build_loggers", "check_loggers"]
@@ -45,9 +46,10 @@ def check_loggers(spec: LoggerSpec) -> list[str | Logger]:
             LOGGERS.check(each)
         # A class has the three methods too, so that the protocol's check alone would let it pass.
         elif not isinstance(each, Logger) or isinstance(each, type):
+            given = foreign(each) or f"{each!r} is no logger."
             raise ConfigError(
-                f"{each!r} is no logger. Give a name ({', '.join(map(repr, LOGGERS))}) or an object with "
-                "log_metrics(metrics, step), log_config(config) and close()"
+                f"{given} Give a name ({', '.join(map(repr, LOGGERS))}) or an object with log_metrics("
+                "metrics, step), log_config(config) and close()"
             )
     return specs
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from drivetrain.errors import ConfigError, MissingDependencyError, StrategyError
-from drivetrain.options import ByName, check_names, keywords
+from drivetrain.options import by_name, check_names, keywords
 from drivetrain.strategies.base import check_options, installed
 
 PRECISIONS = {"no": "32", "bf16": "bf16-mixed", "fp16": "16-mixed"}
@@ -45,8 +45,9 @@ _VARIABLES = {
 }
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True)
-class AccelerateConfig(ByName):
+class AccelerateConfig:
     """Options of strategy "accelerate". Without any, an Accelerator is made from what `accelerate launch` has
     set.
 

@@ -19,7 +19,7 @@ from drivetrain.distributed.group import Member, join, leave, uncompared
 from drivetrain.distributed.ranks import ALONE
 from drivetrain.distributed.tensors import average_gradients, broadcast_module
 from drivetrain.errors import ConfigError, StrategyError, nearest
-from drivetrain.options import ByName
+from drivetrain.options import by_name
 from drivetrain.precision import Precision
 from drivetrain.strategies.base import (
     MakeOptimizers,
@@ -56,8 +56,9 @@ _FLAGS = (
 )
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True)
-class DDPConfig(ByName):
+class DDPConfig:
     """Options of strategy "ddp"; see `torch.nn.parallel.DistributedDataParallel`.
 
     Attributes:
@@ -210,9 +211,9 @@ class DDP(Strategy):
             **buffers,
         )
         self._synchronized = True
-        self._register_hook(wrapped)
         if self.world_size > 1 and not (config.static_graph or config.find_unused_parameters):
             settle_buckets(wrapped, self._parameters)
+        self._register_hook(wrapped)  # after that: a hook that counts is given gradients of the training only
         return Prepared(wrapped, make_optimizers(module))
 
     def _register_hook(self, wrapped: DistributedDataParallel) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drivetrain.errors import ConfigError
-from drivetrain.options import ByName
+from drivetrain.options import by_name
 from drivetrain.precision import Precision
 from drivetrain.strategies.base import Settings, check_options
 from drivetrain.strategies.deepspeed_file import AUTO, STAGES, read
@@ -19,8 +19,9 @@ PRECISIONS = {"32": None, "bf16-mixed": "bf16", "16-mixed": "fp16"}
 """The section of DeepSpeed's configuration that realises a precision."""
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True)
-class DeepSpeedConfig(ByName):
+class DeepSpeedConfig:
     """Options of strategy "deepspeed", whose stages are also called "zero0" to "zero3".
 
     Attributes:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from drivetrain.errors import ConfigError, nearest
-from drivetrain.options import ByName
-from drivetrain.peers import FSDP_ARGUMENTS
+from drivetrain.options import by_name
 from drivetrain.strategies.base import check_options
 from drivetrain.strategies.fsdp_wrapping import Wrap
 from drivetrain.strategies.recomputation import Again, as_again
@@ -16,8 +14,9 @@ from drivetrain.strategies.recomputation import Again, as_again
 SHARDINGS = ("full_shard", "shard_grad_op", "no_shard", "hybrid")
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True)
-class FSDPConfig(ByName):
+class FSDPConfig:
     """Options of strategy "fsdp".
 
     Attributes:
@@ -46,8 +45,6 @@ class FSDPConfig(ByName):
         gather_at_end: Give the task its whole values again when a run has ended well, in the host's memory of
             every process. False leaves the shards, where the whole has no room.
     """
-
-    _elsewhere: ClassVar[Mapping[str, str]] = FSDP_ARGUMENTS
 
     sharding: str = "full_shard"
     wrap: Wrap = "auto"

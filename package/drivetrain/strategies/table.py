@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from drivetrain.errors import ConfigError, MissingDependencyError, nearest
-from drivetrain.peers import STRATEGIES as ELSEWHERE
 from drivetrain.registry import Registry
 from drivetrain.strategies.base import Strategy
 from drivetrain.strategies.single import SingleDevice
@@ -37,7 +36,6 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
         "xla_fsdp": "drivetrain.strategies.xla_fsdp:XLAFSDP",
         "xla_fsdp_v2": "drivetrain.strategies.xla_fsdp_v2:XLAFSDPv2",
     },
-    ELSEWHERE,
 )
 """The classes by name. One for several processes is made with `(config, device=..., world_size=...)` and has
 the attributes of `ATTRIBUTES`; other packages add theirs by the entry point group "drivetrain.strategy".

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from drivetrain.options import ByName
+from drivetrain.options import by_name
 from drivetrain.precision import Precision
 from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Support, check_values
 from drivetrain.strategies.xla_device import (
@@ -29,8 +29,9 @@ from drivetrain.strategies.xla_norms import correct_variances, forget_correction
 from drivetrain.task import StepModule
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True)
-class XLAConfig(ByName):
+class XLAConfig:
     """Options of strategy "xla".
 
     Attributes:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigError, StrategyError
-from drivetrain.options import ByName
+from drivetrain.options import by_name
 from drivetrain.precision import Precision
 from drivetrain.strategies.base import (
     MakeOptimizers,
@@ -57,8 +57,9 @@ _OURS = {
 """Settings that are decided here, and why."""
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True)
-class XLAFSDPConfig(ByName):
+class XLAFSDPConfig:
     """Options of strategy "xla_fsdp".
 
     Attributes:

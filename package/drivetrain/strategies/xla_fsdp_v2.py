@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from drivetrain.data.batch import map_tensors
 from drivetrain.errors import ConfigError, StrategyError
-from drivetrain.options import ByName
+from drivetrain.options import by_name
 from drivetrain.precision import Precision
 from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Support, check_values
 from drivetrain.strategies.fsdp_wrapping import Wrap, units
@@ -43,8 +43,9 @@ _DATA, _FSDP = "data", "fsdp"
 """The mesh's axes: copies of the model, and shards of each."""
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True)
-class XLAFSDPv2Config(ByName):
+class XLAFSDPv2Config:
     """Options of strategy "xla_fsdp_v2".
 
     Attributes:

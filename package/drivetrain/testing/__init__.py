@@ -1,4 +1,4 @@
-"""What tests of users and of third-party strategies and storage need: real processes, planted faults."""
+"""A kit for the tests of users and of third-party strategies and storages, on real processes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from drivetrain.lazy import exports
 
 if TYPE_CHECKING:
     from drivetrain.testing.distributed import run_distributed
-    from drivetrain.testing.resumable import assert_resumable
+    from drivetrain.testing.resume.check import assert_resumable
     from drivetrain.testing.strategies import check_strategy
     from drivetrain.testing.strategy_resume import check_resume
 else:
     __getattr__, __dir__ = exports(
         __name__,
         {
-            "drivetrain.testing.resumable": ("assert_resumable",),
+            "drivetrain.testing.resume.check": ("assert_resumable",),
             "drivetrain.testing.strategy_resume": ("check_resume",),
             "drivetrain.testing.strategies": ("check_strategy",),
             "drivetrain.testing.distributed": ("run_distributed",),

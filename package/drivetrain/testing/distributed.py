@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import multiprocessing
 import os
+import random
 import socket
 import sys
 import time
@@ -117,10 +119,18 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens at now; another program may be quicker to do so."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port of this machine at which nobody listens now.
+
+    It lies below the range from which systems take the ports of outgoing connections, one of which could be
+    given the port before it is used. The choice moves none of the program's random streams.
+    """
+    draws = random.Random(os.urandom(8))
+    for _ in range(100):
+        port = draws.randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise OSError("no free port was found between 20000 and 32000 in 100 tries")
 
 
 def _child(

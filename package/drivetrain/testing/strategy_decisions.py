@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -137,7 +138,7 @@ def all_ranks_have_one_clock(job: Job) -> None:
         found, witness = _decided(job, False, Ahead(rank), **options)
         updates, evaluated = found.result.progress.updates, [update for update, _ in witness.evaluated]
         whole = 2 * math.ceil(len(Sequences()) / job.update)
-        expected: tuple[int, list[int]] = (3, [3]) if rank == 0 else (whole, [])
+        expected: tuple[int, list[int]] = (3, [3]) if rank == 0 else (whole, [whole])
         assert (updates, evaluated) == expected, (
             f"with rank {rank} ahead the run ended after update {updates} and validated after {evaluated}"
         )
@@ -161,14 +162,36 @@ class OneStops(Callback):
             run.stop("one wanted it")
 
 
+class WouldStop(Callback):
+    """Notes when `OneStops` would end the run, for several hooks in one fit.
+
+    Args:
+        hooks: Where.
+
+    Attributes:
+        updates: By hook, the update after which it would first ask for the end.
+    """
+
+    def __init__(self, *hooks: str) -> None:
+        self.updates: dict[str, int] = {}
+        for hook in hooks:
+            setattr(self, hook, partial(self._note, hook))
+
+    def _note(self, hook: str, run: Any) -> None:
+        if run.progress.updates >= 3:
+            self.updates.setdefault(hook, run.progress.updates)
+
+
 def one_rank_can_stop_all(job: Job) -> None:
     """A callback that ends the run on one rank ends it on all, after the same update.
 
     That is the one after which it would end alone, or the next where another rank had ended that one already.
     """
-    for hook in ("on_step_end", "on_log", "on_evaluation_end", "on_epoch_end"):
-        alone, _ = _decided(job, True, OneStops(0, hook))
-        expected = alone.result.progress.updates
+    hooks = ("on_step_end", "on_log", "on_evaluation_end", "on_epoch_end")
+    would = WouldStop(*hooks)
+    _decided(job, True, would)
+    for hook in hooks:
+        expected = would.updates[hook]
         for rank in sorted({0, job.world_size - 1}):
             found, _ = _decided(job, False, OneStops(rank, hook))
             mine, why = found.result.progress.updates, found.result.stop_reason

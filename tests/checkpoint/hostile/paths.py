@@ -63,7 +63,7 @@ def a_pickle_as_a_plain_file(d):
 
 @case
 def a_torch_file_named_pt(d):
-    torch.save({"w": torch.ones(1)}, d / "w.pt")
+    torch.save({"w": Bomb(str(d / "EXPLODED"))}, d / "w.pt")
     return read_plain(d / "w.pt")
 
 
@@ -142,7 +142,10 @@ for number, name in enumerate(
 
 def with_group_file(name):
     def make(d):
-        rewrite(d / "c", lambda body: body["tensors"]["model"].update(files=[name]))
+        def change(body):
+            body["files"][name] = body["files"].pop("model.safetensors")
+
+        rewrite(d / "c", change)
         return load(d / "c")
 
     return make

@@ -60,31 +60,98 @@ for name, content in {
 # Manifests that lie.
 
 
+def lay(body, **changes):
+    """Give the weight another layout."""
+    layout = {"dtype": "F32", "shape": [8, 3], "grid": [[], []], **changes}
+    if "cuts" in changes:
+        del layout["grid"]
+    body["tensors"]["model"]["weight"] = [len(body["layouts"]), 0]
+    body["layouts"].append(layout)
+
+
 def lying(**changes):
     def make(d):
-        rewrite(d / "c", lambda body: body["tensors"]["model"]["tensors"]["weight"].update(changes))
+        rewrite(d / "c", lambda body: lay(body, **changes))
         return [load(d / "c"), lambda: verify(str(d / "c"))]
 
     return make
 
 
 for name, changes in {
-    "shape": {"shape": [1 << 62], "cuts": [[0]]},
-    "size": {"shape": [1 << 40, 3], "cuts": [[0], [0]]},
+    "shape": {"shape": [1 << 62], "grid": [[]]},
+    "size": {"shape": [1 << 40, 3]},
     "dtype": {"dtype": "F64"},
-    "cuts": {"cuts": [[0, 4], [0]], "files": [0, 0], "xxh3_128": ["0" * 32] * 2},
-    "hash": {"xxh3_128": ["0" * 32]},
-    "number": {"files": [1 << 70]},
-    "grid": {"shape": [1 << 20] * 3, "cuts": [list(range(1 << 12))] * 3},
+    "cuts": {"cuts": [[0, 4], [0]], "files": [0, 0]},
+    "number": {"cuts": [[0], [0]], "files": [1 << 70]},
+    "grid": {"shape": [1 << 20] * 3, "cuts": [list(range(1 << 12))] * 3, "files": [0]},
+    "rule": {"shape": [1 << 20] * 3, "grid": [[[1 << 12, 1]]] * 3},
+    "count": {"shape": [1 << 40], "grid": [[[1 << 40, 1]]]},
+    "step": {"shape": [8, 3], "grid": [[[1, 1 << 70]], []]},
 }.items():
     CASES[f"a_manifest_with_another_{name}"] = lying(**changes)
+
+
+def with_hashes(change):
+    """Change the hashes of the model's tensors."""
+
+    def make(d):
+        rewrite(d / "c", lambda body: change(body["files"]["model.safetensors"]["tensors_xxh3_128"]))
+        return [load(d / "c"), lambda: verify(str(d / "c"))]
+
+    return make
+
+
+CASES["a_manifest_with_another_hash"] = with_hashes(lambda named: named.update(weight="0" * 32))
+CASES["a_manifest_without_a_hash"] = with_hashes(lambda named: named.pop("weight"))
+CASES["a_manifest_with_a_hash_too_many"] = with_hashes(lambda named: named.update(other="0" * 32))
+
+
+def with_hashes_file(content):
+    """Have the hashes in a file of their own, with this content; its own hash is right."""
+
+    def make(d):
+        made = content() if callable(content) else content
+        (d / "c" / "model.hashes.json").write_bytes(made)
+
+        def change(body):
+            size = body["files"]["model.safetensors"]["bytes"]
+            digest = xxhash.xxh3_128_hexdigest(made)
+            body["files"]["model.safetensors"] = {"bytes": size, "hashes_xxh3_128": digest}
+
+        rewrite(d / "c", change)
+        return [load(d / "c"), lambda: verify(str(d / "c"))]
+
+    return make
+
+
+for name, content in {
+    "empty": b"",
+    "a_list": b"[]",
+    "of_nothing": b"{}",
+    "of_lists": b'{"header_xxh3_128":[],"tensors_xxh3_128":[]}',
+    "deep": lambda: b"[" * 30_000_000,
+    "large": lambda: b" " * (65 << 20),
+    "of_no_hashes": b'{"header_xxh3_128":"0","tensors_xxh3_128":{"weight":"0"}}',
+    "of_another_file": b'{"header_xxh3_128":"%b","tensors_xxh3_128":{}}' % (b"0" * 32),
+    "of_many": lambda: json.dumps(
+        {"header_xxh3_128": "0" * 32, "tensors_xxh3_128": {f"{each}": "0" * 32 for each in range(290_000)}}
+    ).encode(),
+}.items():
+    CASES[f"a_file_of_hashes_{name}"] = with_hashes_file(content)
+
+
+@case
+def a_file_of_hashes_that_is_a_link(d):
+    found = with_hashes_file(b"{}")(d)
+    os.rename(d / "c" / "model.hashes.json", d / "elsewhere")
+    os.symlink(d / "elsewhere", d / "c" / "model.hashes.json")
+    return found
 
 
 @case
 def a_manifest_that_promises_more_than_its_files(d):
     def change(body):
-        record = body["tensors"]["model"]["tensors"]["weight"]
-        record.update(shape=[1 << 33], cuts=[[0]])  # 32 GiB
+        lay(body, shape=[1 << 33], grid=[[]])  # 32 GiB
         body["files"]["model.safetensors"]["bytes"] = 1 << 36
 
     rewrite(d / "c", change)
@@ -103,9 +170,10 @@ def a_sparse_file_that_is_as_large_as_promised(d):
         body["files"]["model.safetensors"] = {
             "bytes": 8 + len(header) + size,
             "header_xxh3_128": xxhash.xxh3_128_hexdigest(len(header).to_bytes(8, "little") + header),
+            "tensors_xxh3_128": {"weight": "0" * 32},
         }
-        group = body["tensors"]["model"]
-        group["tensors"] = {"weight": {**group["tensors"]["weight"], "shape": [size // 4], "cuts": [[0]]}}
+        body["tensors"]["model"] = {}
+        lay(body, shape=[size // 4], grid=[[]])
 
     rewrite(d / "c", change)
     return load(d / "c")
@@ -116,29 +184,22 @@ def two_pieces_in_one_file(d):
     """They would be read from the same bytes, of which only one hash was compared."""
     data = bytes(range(48))
     replace(d / "c", "model.safetensors", safetensors({"weight": entry((4, 3), 0, 48)}, data))
-    pieces = {"cuts": [[0, 4], [0]], "files": [0, 0]}
-    pieces["xxh3_128"] = [xxhash.xxh3_128_hexdigest(data), "0" * 32]
 
     def change(body):
-        group = body["tensors"]["model"]
-        group["tensors"] = {"weight": {**group["tensors"]["weight"], **pieces}}
+        named = {"weight": xxhash.xxh3_128_hexdigest(data)}
+        body["files"]["model.safetensors"]["tensors_xxh3_128"] = named
+        body["tensors"]["model"] = {}
+        body["processes"] = 2
+        lay(body, grid=[[[2, 1]], [[2, 1]]])
 
     rewrite(d / "c", change)
     return [load(d / "c"), lambda: verify(str(d / "c"))]
 
 
-@case
-def a_file_under_two_names(d):
-    """Likewise, but the group lists the file twice."""
-
-    def change(body):
-        group = body["tensors"]["model"]
-        group["files"] *= 2
-        weight = group["tensors"]["weight"]
-        weight.update(cuts=[[0, 4], [0]], files=[0, 1], xxh3_128=weight["xxh3_128"] * 2)
-
-    rewrite(d / "c", change)
-    return [load(d / "c"), lambda: verify(str(d / "c"))]
+def alone(body, processes):
+    """Leave nothing but the objects in a manifest, and a number of processes."""
+    body["files"] = {name: each for name, each in body["files"].items() if name.endswith(".json")}
+    body.update(processes=processes, layouts=[], tensors={"model": {}})
 
 
 def with_many_files(files, tensors):
@@ -147,23 +208,21 @@ def with_many_files(files, tensors):
     def make(d):
         data = b"\0" * 4
         good = safetensors({"t": entry()}, data)
-        header = xxhash.xxh3_128_hexdigest(good[:-4])
+        header, digest = xxhash.xxh3_128_hexdigest(good[:-4]), xxhash.xxh3_128_hexdigest(data)
         names = [f"model-{number:05d}-of-{files:05d}.safetensors" for number in range(1, files + 1)]
+        record = {"bytes": len(good), "header_xxh3_128": header, "tensors_xxh3_128": {"t": digest}}
         for name in names:
             (d / "c" / name).write_bytes(good)
-        cell = {"dtype": "F32", "files": [files - 1], "xxh3_128": ["0" * 32]}
-        listed = {f"x{number}": {**cell, "shape": [0], "cuts": [[0]]} for number in range(tensors)}
-        listed["t"] = {
-            "dtype": "F32",
-            "shape": [files],
-            "cuts": [list(range(files))],
-            "files": list(range(files)),
-            "xxh3_128": [xxhash.xxh3_128_hexdigest(data)] * files,
-        }
 
         def change(body):
-            body["files"].update({name: {"bytes": len(good), "header_xxh3_128": header} for name in names})
-            body["tensors"]["model"] = {"files": names, "tensors": listed}
+            alone(body, files)
+            body["files"].update(dict.fromkeys(names, record))
+            body["layouts"] = [
+                {"dtype": "F32", "shape": [0], "grid": [[]]},
+                {"dtype": "F32", "shape": [files], "cuts": [list(range(files))], "files": list(range(files))},
+            ]
+            body["tensors"]["model"] = {f"x{number}": [0, files - 1] for number in range(tensors)}
+            body["tensors"]["model"]["t"] = [1, 0]
 
         rewrite(d / "c", change)
         return [load(d / "c"), lambda: verify(str(d / "c"))]
@@ -175,21 +234,30 @@ CASES["a_manifest_of_many_files_and_tensors"] = with_many_files(500, 40_000)
 
 
 @case
-def a_manifest_of_as_many_pieces_as_are_read(d):
-    """Well-formed to the last, so that it takes the seconds that an honest one of 1.3 million pieces does."""
+def a_manifest_of_as_many_tensors_as_are_read(d):
+    """Well-formed to the last, but for the files: 290,000 tensors in 64 pieces each."""
     names = [f"model-{number:05d}-of-00064.safetensors" for number in range(1, 65)]
-    record = {
-        "dtype": "F32",
-        "shape": [64],
-        "cuts": [list(range(64))],
-        "files": list(range(64)),
-        "xxh3_128": ["0" * 32] * 64,
-    }
 
     def change(body):
-        body["files"].update({name: {"bytes": 1, "header_xxh3_128": "0" * 32} for name in names})
-        tensors = {f"block.{number}.weight": record for number in range(20_000)}
-        body["tensors"]["model"] = {"files": names, "tensors": tensors}
+        alone(body, 64)
+        body["files"].update({name: {"bytes": 1, "hashes_xxh3_128": "0" * 32} for name in names})
+        body["layouts"] = [{"dtype": "F32", "shape": [64], "grid": [[[64, 1]]]}]
+        body["tensors"]["model"] = {f"block.{number}.weight": [0, 0] for number in range(290_000)}
 
     rewrite(d / "c", change)
-    return load(d / "c")
+    return [load(d / "c"), lambda: verify(str(d / "c"))]
+
+
+@case
+def a_manifest_of_many_pieces(d):
+    """Layouts that differ, of a million pieces together; none of their files is there."""
+
+    def change(body):
+        alone(body, 1 << 16)
+        body["layouts"] = [
+            {"dtype": "F32", "shape": [1 << 20, number], "grid": [[[1 << 16, 1]], []]} for number in range(16)
+        ]
+        body["tensors"]["model"] = {f"{number}": [number, 0] for number in range(16)}
+
+    rewrite(d / "c", change)
+    return [load(d / "c"), lambda: verify(str(d / "c"))]

@@ -1,0 +1,350 @@
+"""A lock that keeps two jobs from writing to one directory of checkpoints.
+
+The lock is a small file that names its owner: the machine, the process and when that process began. On a
+disk it is created in one step, so of several jobs that start at the same moment one gets it. An object store
+has no such step: there the lock is written and read back, and a job that was overtaken finds out at its next
+save.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+
+from drivetrain.checkpoint.files import SAVING, delete_if_there, write_atomically, write_file
+from drivetrain.checkpoint.filesystem import FileSystem, os_errors
+from drivetrain.checkpoint.places import plain_path
+from drivetrain.distributed.process_start import process_started
+from drivetrain.distributed.silence import activity, machine
+from drivetrain.errors import CheckpointError, ConfigError, DrivetrainError
+
+LOCK = "lock.json"
+
+EXPIRES = 600.0
+"""Seconds without a renewal after which the lock of a job on another machine is taken over."""
+
+RENEWS = 60.0
+"""Seconds between two renewals."""
+
+_LARGEST = 1 << 16
+"""Bytes that a lock has at most."""
+
+_TRIES = 100
+"""How often a job tries again whose lock was snatched by one that started at the same moment."""
+
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+"""What a disk without hard links, such as a FAT one, says of them."""
+
+_JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+"""Where batch systems say which job a process belongs to."""
+
+_held: set[str] = set()
+"""The tokens of the locks that this process holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The job that holds a lock, as the lock file names it.
+
+    Attributes:
+        host: The name of its machine.
+        machine: The machine and the process namespace in which `pid` counts.
+        pid: The process of its rank 0.
+        started: When that process began, in the system's ticks; None where the system does not tell.
+        job: Its number in the batch system, such as "SLURM_JOB_ID=42"; empty if there is none.
+        token: Different for each fit.
+        since: When it took the lock, in seconds since 1970.
+        renewed: When it last renewed the lock, likewise.
+    """
+
+    host: str
+    machine: str
+    pid: int
+    started: int | None
+    job: str
+    token: str
+    since: float
+    renewed: float
+
+    @property
+    def is_this_process(self) -> bool:
+        """Whether the owner is a fit of this process."""
+        return (
+            self.is_on_this_machine
+            and self.pid == os.getpid()
+            and self.started == process_started(os.getpid())
+        )
+
+    @property
+    def is_on_this_machine(self) -> bool:
+        """Whether this process can look at the owner's."""
+        return self.machine == _machine()
+
+    def is_alive(self, now: float) -> bool:
+        """Whether the owner may still write to the directory."""
+        if self.is_this_process:
+            return self.token in _held
+        if not self.is_on_this_machine:
+            return now - self.renewed < EXPIRES
+        # Of a process that the system will not tell about, only that it is alive can be assumed.
+        return not _is_gone(self.pid) and process_started(self.pid) in (None, self.started)
+
+
+class DirectoryLock:
+    """The lock of one directory of checkpoints, held by rank 0 of a job from the start of a fit to its end.
+
+    While it is held, a thread renews it once a minute, so that a run that saves rarely keeps it.
+
+    Args:
+        directory: Of checkpoints; made if it does not exist.
+        files: The file system of the directory.
+        clock: Seconds since 1970.
+    """
+
+    def __init__(self, directory: str, files: FileSystem, clock: Callable[[], float] = time.time) -> None:
+        self.directory = directory
+        self.path = files.join(directory, LOCK)
+        self._files = files
+        self._clock = clock
+        self._token = secrets.token_hex(8)
+        self._pid = os.getpid()
+        self._made: list[str] = []
+        self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
+        self._turn = threading.Lock()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this object holds the lock, as far as it knows."""
+        return self._token in _held
+
+    def refuse_others(self) -> None:
+        """Check that no other job holds the lock, without taking it.
+
+        Raises:
+            ConfigError: A living job holds it; says which, and what to do.
+            CheckpointError: The lock cannot be read.
+        """
+        with os_errors("read", self.path):
+            found = self._read()
+        if found is not None and not found.is_this_process and found.is_alive(self._clock()):
+            raise ConfigError(self._refusal(found))
+
+    def take(self) -> None:
+        """Take the lock, from a dead owner too.
+
+        Raises:
+            ConfigError: A living job, or another fit of this process, holds it; says which, and what to do.
+            CheckpointError: The lock cannot be read or written.
+        """
+        with self._turn:
+            self._take()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._keep, name="drivetrain-lock", daemon=True)
+            with suppress(RuntimeError):  # without a thread it is renewed at each save
+                self._thread.start()
+            atexit.register(self.release)
+
+    def confirm(self) -> None:
+        """Check before a save that the lock is still held; take it again if somebody has removed the file.
+
+        A storage that cannot be read or written now is no error here: the save that follows reports it.
+
+        Raises:
+            ConfigError: Another job holds it now.
+        """
+        with suppress(OSError, CheckpointError):
+            with self._turn:
+                if self.is_held and self._renew():
+                    return
+            self.take()
+
+    def release(self) -> None:
+        """Let go of the lock, if it is held: by this process, not by a copy of it."""
+        if self._pid != os.getpid():
+            return
+        self._ended.set()
+        with self._turn:
+            if self.is_held:
+                with suppress(OSError, DrivetrainError):  # the next job takes it from a dead owner
+                    found = self._read()
+                    if found is not None and found.token == self._token:
+                        self._files.delete(self.path)
+                _held.discard(self._token)
+            for each in reversed(self._made):  # of a fit that has saved nothing
+                with suppress(OSError):
+                    os.rmdir(each)
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join(5)
+        atexit.unregister(self.release)
+
+    def _keep(self) -> None:
+        while not self._ended.wait(RENEWS):
+            with self._turn, suppress(OSError, DrivetrainError):  # the next time, or the next save, tells
+                if self.is_held:
+                    self._renew()
+
+    def _renew(self) -> bool:
+        """Renew the lock if the file is this object's own and is due; returns whether it is."""
+        found = self._read()
+        if found is None or found.token != self._token:
+            return False
+        now = self._clock()
+        if now - found.renewed >= RENEWS / 2:
+            write_atomically(self.path, [_dump(replace(found, renewed=now))], self._files)
+        return True
+
+    def _take(self) -> None:
+        with os_errors("lock", self.path):
+            self._make_directory()
+            for _ in range(_TRIES):
+                found = self._read()
+                if found is not None and found.token != self._token and found.is_alive(self._clock()):
+                    _held.discard(self._token)
+                    raise ConfigError(self._refusal(found))
+                if self._replace(found):
+                    _held.add(self._token)
+                    return
+        raise ConfigError(f"{self.path!r} cannot be taken: other jobs replace it all the time")
+
+    def _make_directory(self) -> None:
+        if self._files.renames:
+            path = os.path.abspath(plain_path(self.directory))
+            while not os.path.lexists(path):
+                self._made.insert(0, path)
+                path = os.path.dirname(path)
+        self._files.make_directory(self.directory)
+
+    def _replace(self, stale: Owner | None) -> bool:
+        """Put this process's lock in the place of none, or of a dead owner's; returns whether it is there."""
+        now = self._clock()
+        own = Owner(
+            socket.gethostname(),
+            _machine(),
+            os.getpid(),
+            process_started(os.getpid()),
+            next((f"{name}={os.environ[name]}" for name in _JOB_IDS if name in os.environ), ""),
+            self._token,
+            now,
+            now,
+        )
+        if self._files.renames:
+            placed = self._link(own, stale)
+        else:
+            write_file(self.path, [_dump(own)], self._files)
+            placed = True
+        if not placed:
+            return False
+        found = self._read()
+        return found is not None and found.token == self._token
+
+    def _link(self, own: Owner, stale: Owner | None) -> bool:
+        """Create the lock file whole and in one step, on a disk."""
+        # With a name that the next job deletes if this one is killed here.
+        path, unique = plain_path(self.path), f"{SAVING}{LOCK}-{secrets.token_hex(4)}"
+        temporary = self._files.join(plain_path(self.directory), unique)
+        try:
+            if stale is not None:
+                try:
+                    os.rename(path, temporary)
+                except FileNotFoundError:
+                    return False
+                if self._read(temporary) != stale:  # another job has just taken it over: it gets it back
+                    _put(temporary, path)
+                    return False
+                os.unlink(temporary)
+            write_file(temporary, [_dump(own)], self._files)
+            placed = _put(temporary, path)
+        finally:
+            delete_if_there(temporary, self._files)
+        self._files.sync(self.directory)
+        return placed
+
+    def _read(self, path: str | None = None) -> Owner | None:
+        """The owner that a lock file names; None if there is no such file."""
+        path = self.path if path is None else path
+        try:
+            source = self._files.open(path)
+        except FileNotFoundError:
+            return None
+        try:
+            content = memoryview(bytearray(min(source.size, _LARGEST)))
+            done = 0
+            while done < len(content) and (count := source.read_into(content[done:])):
+                done += count
+        finally:
+            source.close()
+        try:
+            return Owner(**json.loads(bytes(content[:done])))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{path!r} is not a lock that drivetrain has written, so it cannot be told whether a job is"
+                f" training there: {error}. Remove the file if none is"
+            ) from error
+
+    def _refusal(self, owner: Owner) -> str:
+        since = datetime.fromtimestamp(owner.since, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        if owner.is_this_process:
+            return (
+                f"another fit of this process has been writing to {self.directory!r} since {since}. End it"
+                " first (close the generator that Trainer.steps gave), or choose another run_dir"
+            )
+        job = f", {owner.job}" if owner.job else ""
+        text = (
+            f"{self.directory!r} is in use by another job: process {owner.pid} on {owner.host}{job}, since"
+            f" {since}. Choose another run_dir, end that job, or, if it is not running any more, remove"
+            f" {self.path!r}"
+        )
+        if owner.is_on_this_machine:
+            return text
+        age = max(0.0, self._clock() - owner.renewed)
+        return (
+            f"{text}. It was renewed {age:.0f} s ago on that machine, and is taken over when that is"
+            f" {EXPIRES / 60:g} minutes ago"
+        )
+
+
+def _put(temporary: str, path: str) -> bool:
+    """Give a file a second name unless something has it; returns whether it was free."""
+    try:
+        os.link(temporary, path)
+    except (FileExistsError, FileNotFoundError):  # the latter: whoever holds the lock tidied the directory
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        os.rename(temporary, path)
+    return True
+
+
+def _dump(owner: Owner) -> bytes:
+    return json.dumps(asdict(owner), indent=2).encode("ascii")
+
+
+def _machine() -> str:
+    return machine() or socket.gethostname()
+
+
+def _is_gone(pid: int) -> bool:
+    """Whether there surely is no such process on this machine."""
+    if sys.platform == "linux":
+        return activity(pid).state == "gone"
+    if sys.platform != "win32":  # where this call would end the process
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:
+            return False
+    return False

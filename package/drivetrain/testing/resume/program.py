@@ -1,0 +1,49 @@
+"""Run a program, unchanged, with its fits recorded.
+
+`drivetrain check-resume` runs this module with the words DIRECTORY KIND UPDATES SAVE EPOCH FIT [-m]
+PROGRAM ..., where a number may be "-" for none.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from drivetrain.observing import observing
+from drivetrain.streams import seed_host
+from drivetrain.testing.resume.fits import RunRecorder
+from drivetrain.testing.resume.recording import Recording
+
+_SEED = 0
+"""Of what a program draws before it has seeded anything, which else is another in every process."""
+
+
+def main(words: Sequence[str]) -> None:
+    """Run the program as `__main__`."""
+    directory, kind, updates, save, epoch, fit, *program = words
+    save_after, short = (None if each == "-" else int(each) for each in (save, epoch))
+    recording = Recording(Path(directory), kind, int(updates), save_after, short, int(fit))
+    is_module = program[0] == "-m"
+    name, *arguments = program[is_module:]
+    seed_host(_SEED)
+    recorder = RunRecorder(recording)
+    with observing(recorder):
+        try:
+            if is_module:
+                sys.argv[:] = [name, *arguments]
+                sys.path[0] = os.getcwd()
+                runpy.run_module(name, run_name="__main__", alter_sys=True)
+            else:
+                sys.argv[:] = [name, *arguments]
+                sys.path[0] = str(Path(name).absolute().parent)  # as `python name` has it
+                runpy.run_path(name, run_name="__main__")
+        except BaseException as error:
+            recorder.ends(error)
+            raise
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

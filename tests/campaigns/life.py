@@ -1,0 +1,326 @@
+"""The life of a run's checkpoints, with faults, and what must be true of it whatever the faults.
+
+What a checkpoint holds follows from its update, so that any that is loaded can be compared, bit for bit, with
+what was saved.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tests.support.fault_kinds import FaultKind, Killed, Step
+from tests.support.faults import FaultyFileSystem
+
+from drivetrain.checkpoint.config import CheckpointConfig
+from drivetrain.checkpoint.filesystem import FileSystem
+from drivetrain.checkpoint.format import MANIFEST, Snapshot
+from drivetrain.checkpoint.index import INDEX
+from drivetrain.checkpoint.io import UNFINISHED, DirectoryCheckpointIO
+from drivetrain.checkpoint.manager import CheckpointManager
+from drivetrain.distributed.ranks import ALONE, Ranks
+from drivetrain.errors import CheckpointError
+
+STOPS = (3, 5)
+"""The updates at which a process of the run ends, and the next one begins."""
+
+LOSSES = (0.5, 0.1, 0.4, 0.3, 0.05)
+"""What the updates, from 1, are ranked by: the second is best for long, and is kept while others go."""
+
+_DAMAGE: frozenset[FaultKind] = frozenset(("flip", "lying write", "drop", "truncate"))
+_UPDATE = re.compile(r"update-(\d{8})")
+
+
+def content(update: int) -> Snapshot:
+    """What is saved at an update."""
+    generator = torch.Generator().manual_seed(update)
+    weight = torch.randn(16, 16, generator=generator)
+    bits = torch.randint(-(2**62), 2**62, (40,), generator=generator)
+    # One parameter with the first at every other update, and one of its own at those between.
+    output = weight if update % 2 else torch.randn(16, 16, generator=generator)
+    return Snapshot(
+        tensors={
+            "model": {"weight": weight, "half": weight.bfloat16(), "output": output},
+            "state": {"bits": bits},
+        },
+        objects={"state": {"update": update, "text": f"after {update} updates"}},
+        progress={"updates": update, "epoch": update // 3},
+        metrics={"loss": loss(update)},
+    )
+
+
+def loss(update: int) -> float:
+    """What an update is ranked by."""
+    return LOSSES[update - 1] if update <= len(LOSSES) else 1.0
+
+
+def differences(snapshot: Snapshot) -> str | None:
+    """What of a loaded snapshot is not what was saved at the update that it tells; None for nothing."""
+    update = snapshot.progress.get("updates")
+    if not isinstance(update, int):
+        return f"its progress is {snapshot.progress!r}"
+    saved = content(update)
+    objects = {name: value for name, value in snapshot.objects.items() if name in saved.objects}
+    if (objects, snapshot.progress, snapshot.metrics) != (saved.objects, saved.progress, saved.metrics):
+        return f"the objects, the progress or the metrics of update {update} differ"
+    if {group: list(named) for group, named in snapshot.tensors.items()} != {
+        group: list(named) for group, named in saved.tensors.items()
+    }:
+        return f"update {update} has other tensors"
+    for group, named in saved.tensors.items():
+        for name, tensor in named.items():
+            found = snapshot.tensors[group][name]
+            same = found.dtype == tensor.dtype and found.shape == tensor.shape
+            if not same or not torch.equal(found.view(torch.uint8), tensor.view(torch.uint8)):
+                return f"the tensor {name!r} of update {update} differs"
+    return None
+
+
+@dataclass
+class Life:
+    """What happens to one directory of checkpoints: processes save and load there, and faults strike.
+
+    Attributes:
+        directory: Where.
+        asynchronous: Whether saving goes on in the background.
+        ranks: The processes that act together.
+        acknowledged: The update of the newest checkpoint that a save, or a load, has answered for.
+        attempted: That of the newest that a save was begun of.
+        passed_over: How often the newest was not what was resumed from.
+        loads: How many checkpoints were loaded.
+        wrong: A text for each load of other bytes than were saved.
+        complaints: A text for each thing that should not have happened.
+        errors: The errors that were raised.
+        warnings: The warnings that were given.
+        steps: What the faults have struck.
+    """
+
+    directory: str
+    asynchronous: bool = False
+    ranks: Ranks = ALONE
+    acknowledged: int = 0
+    attempted: int = 0
+    passed_over: int = 0
+    loads: int = 0
+    wrong: list[str] = field(default_factory=list)
+    complaints: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def config(self) -> CheckpointConfig:
+        """The policy of its manager."""
+        return CheckpointConfig(keep_last=2, best=1, by="loss", asynchronous=self.asynchronous)
+
+    def live(self, files: FaultyFileSystem) -> bool:
+        """Save and load until all updates are made, or the process is killed.
+
+        An error is met as a user would: the cause is removed, and the same manager is asked again.
+
+        Returns:
+            Whether it came to its end.
+        """
+        expected: int | None = newest_complete(files.inner, self.directory, self)
+        with self._heard():
+            try:
+                for stop in STOPS:
+                    manager = CheckpointManager(self.directory, self.config, files=files, ranks=self.ranks)
+                    update = self._resume(manager, files, expected)
+                    while update < stop:
+                        update += 1
+                        self._save(manager, files, update)
+                    expected = None
+                return True
+            except Killed:
+                return False
+            finally:
+                self.steps.extend(files.struck())
+
+    def damaged(self, steps: list[Step]) -> set[int]:
+        """The updates whose checkpoints faults have altered, or made look altered; 0 for the index."""
+        found: set[int] = set()
+        for step in steps:
+            lost = step.fault == "EIO" and step.operation in ("look", "open", "read")
+            if step.fault in _DAMAGE or lost:
+                match = _UPDATE.search(step.path)
+                found.add(int(match[1]) if match else 0)
+        return found
+
+    def check_load(self, found: tuple[str, Snapshot] | None) -> int:
+        """Compare what was loaded with what was saved.
+
+        Returns:
+            Its update; 0 for none.
+        """
+        if found is None:
+            return 0
+        self.loads += 1
+        path, snapshot = found
+        difference = differences(snapshot)
+        if difference is not None:
+            self.wrong.append(f"{path!r}: {difference}")
+        return int(str(snapshot.progress.get("updates", 0)))
+
+    def check_newest(self, update: int, expected: int | None, steps: list[Step], warned: list[str]) -> None:
+        """Check that what was resumed from is the newest, and that a warning tells why one was passed over.
+
+        Args:
+            update: What was loaded.
+            expected: The newest complete one on the disk, if that is known.
+            steps: What faults have struck.
+            warned: The warnings that were given.
+        """
+        damaged = self.damaged(steps)
+        newest = self.acknowledged if expected is None else expected
+        if update != newest and not (newest in damaged and update == newest - 1):
+            self.complaints.append(f"resumed from update {update}, not from {newest}")
+        if update < self.acknowledged:
+            self.passed_over += 1
+            if self.acknowledged not in damaged:
+                self.complaints.append(f"update {self.acknowledged} was saved, and is lost without a cause")
+            name = f"update-{self.acknowledged:08d}"
+            if not any(name in text and ("damaged" in text or "disk" in text) for text in warned):
+                self.complaints.append(f"nothing was said of {name}, which was passed over")
+        self.acknowledged = self.attempted = update
+
+    def _resume(self, manager: CheckpointManager, files: FaultyFileSystem, expected: int | None) -> int:
+        while True:
+            try:
+                update = self.check_load(manager.load_latest())
+            except CheckpointError as error:
+                self._meet(error, files)
+                continue
+            # Faults, and warnings, are those of one process; what comes of them concerns all.
+            told = self.ranks.all_gather(([*self.steps, *files.struck()], self.warnings))
+            steps = [step for each, _ in told for step in each]
+            self.check_newest(update, expected, steps, [text for _, texts in told for text in texts])
+            return update
+
+    def _save(self, manager: CheckpointManager, files: FaultyFileSystem, update: int) -> None:
+        self.attempted = update
+        while True:
+            try:
+                save(manager, update)
+            except CheckpointError as error:
+                self._meet(error, files)
+                continue
+            self.acknowledged = update
+            return
+
+    def _meet(self, error: CheckpointError, files: FaultyFileSystem) -> None:
+        """Take note of an error, and remove its cause."""
+        files.heal()
+        text = str(error)
+        self.errors.append(text)
+        # Each process of several hears of what has struck one of them.
+        if self.ranks.size == 1 and len(self.errors) > len([*self.steps, *files.struck()]):
+            raise AssertionError(f"an error without a fault: {text}") from error
+        if self.directory not in text:
+            self.complaints.append(f"an error does not say where: {text}")
+        struck = [step.operation for step in (*self.steps, *files.struck())]
+        if self.ranks.size == 1 and len(struck) == 1 and struck != ["delete"]:
+            for name in unfinished(files.inner, self.directory):
+                self.complaints.append(f"{name!r} was left behind by what failed with {text}")
+        if not re.search(r"\bE[A-Z]+\b|damaged|missing|not what was written", text):
+            self.complaints.append(f"an error does not say why: {text}")
+
+    def end(self, files: FileSystem) -> None:
+        """Start a last process on a sound file system, and check everything."""
+        wanted = _kept(self.acknowledged) & _kept(self.attempted)
+        expected = newest_complete(files, self.directory, self)
+        with self._heard():
+            manager = CheckpointManager(self.directory, self.config, files=files)
+            update = self.check_load(manager.load_latest())
+            self.check_newest(update, expected, self.steps, self.warnings)
+            self._check_directory(manager, files, wanted)
+            save(manager, update + 1)
+            if self.check_load(manager.load_latest()) != update + 1:
+                self.complaints.append("what was saved next is not what is loaded")
+        for text in self.warnings:
+            if not self._is_explained(text):
+                self.complaints.append(f"a warning without a cause: {text}")
+
+    def _check_directory(self, manager: CheckpointManager, files: FileSystem, wanted: set[int]) -> None:
+        damaged = self.damaged(self.steps)
+        io = DirectoryCheckpointIO(files)
+        listed = manager.entries()
+        lost = wanted - {entry.update for entry in listed} - damaged
+        if lost:
+            self.complaints.append(f"updates {sorted(lost)} should have been kept")
+        for entry in listed:
+            path = files.join(self.directory, entry.name)
+            try:
+                self.check_load((path, io.load(path)))
+            except CheckpointError as error:
+                if entry.update not in damaged:
+                    self.complaints.append(f"listed, but not whole: {error}")
+        known = {entry.name for entry in listed}
+        for name, kind in files.entries(self.directory).items():
+            aside = not files.renames and f"{MANIFEST}.bad" in files.entries(files.join(self.directory, name))
+            match = _UPDATE.fullmatch(name)
+            is_damaged = aside or (match is not None and int(match[1]) in damaged)
+            if kind == "directory" and name not in known and ".bad" not in name and not is_damaged:
+                self.complaints.append(f"{name!r} is there, and is no checkpoint")
+        for name in unfinished(files, self.directory):
+            self.complaints.append(f"{name!r} was left behind")
+
+    def _is_explained(self, text: str) -> bool:
+        damaged = self.damaged(self.steps)
+        if "an old checkpoint is still there" in text:
+            return bool(self.steps)
+        return any((f"update-{update:08d}" if update else INDEX) in text for update in damaged)
+
+    @contextmanager
+    def _heard(self) -> Iterator[None]:
+        def hear(message: Warning | str, *_: Any, **__: Any) -> None:
+            self.warnings.append(str(message))
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.showwarning = hear
+            yield
+
+
+def _kept(update: int) -> set[int]:
+    """What the policy keeps once an update is saved: the last two, and the best."""
+    best = min(range(1, update + 1), key=loss, default=0)
+    return {each for each in (update, update - 1, best) if each > 0}
+
+
+def save(manager: CheckpointManager, update: int) -> None:
+    """Save what belongs to an update, change it meanwhile, as training would, and wait for the end."""
+    snapshot = content(update)
+    live = [tensor for named in snapshot.tensors.values() for tensor in named.values()]
+    manager.save(update, 0, {"loss": loss(update)}, lambda: snapshot, keeper=True)
+    for tensor in live:
+        tensor.zero_()
+    manager.wait()
+
+
+def unfinished(files: FileSystem, directory: str) -> list[str]:
+    """What is neither a checkpoint nor was one: names that begin with a dot, or directories with the mark."""
+    found = []
+    for name, kind in files.entries(directory).items():
+        inside = files.entries(files.join(directory, name)) if kind == "directory" else {}
+        if name.startswith(".") or (UNFINISHED in inside and MANIFEST not in inside):
+            found.append(name)
+    return found
+
+
+def newest_complete(files: FileSystem, directory: str, life: Life) -> int:
+    """The newest update of which the storage has all bytes, found without a manager; 0 for none."""
+    io = DirectoryCheckpointIO(files)
+    newest = 0
+    for name in io.list(directory):
+        try:
+            snapshot = io.load(files.join(directory, name))
+        except CheckpointError:
+            continue
+        newest = max(newest, life.check_load((name, snapshot)))
+    return newest

@@ -1,0 +1,186 @@
+"""One trial of the fault campaign: a life with given faults, and what came of it; and all there are."""
+
+from __future__ import annotations
+
+import random
+import re
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias, get_args
+
+from tests.campaigns.life import Life
+from tests.support.fault_kinds import OPERATIONS, Fault, FaultKind, Operation, suits
+from tests.support.faults import FaultyFileSystem
+from tests.support.memory import MemoryObjects
+
+from drivetrain.checkpoint.files import delete_if_there
+from drivetrain.checkpoint.filesystem import LOCAL, FileSystem
+
+Storage: TypeAlias = Literal["disk", "objects"]
+"""A disk, or an object store (in memory), whose protocol is another."""
+
+Manner: TypeAlias = Literal["foreground", "background"]
+"""How checkpoints are saved."""
+
+
+_POWER_CUTS = 4
+"""How many power cuts there are at each operation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a trial is made of; `str` gives a text from which `parse` makes it again.
+
+    Attributes:
+        storage: Where.
+        manner: How.
+        faults: One for each process of the run: the second meets its fault while it recovers from the first.
+    """
+
+    storage: Storage
+    manner: Manner
+    faults: tuple[Fault, ...]
+
+    def __str__(self) -> str:
+        """Such as ``disk/background/17:power cut:3/5:kill:0``."""
+        told = [f"{fault.operation}:{fault.kind}:{fault.seed}" for fault in self.faults]
+        return "/".join((self.storage, self.manner, *told))
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """Read what `str` gave.
+
+        Raises:
+            ValueError: It is no such text; says what one looks like.
+        """
+        storage, _, rest = text.partition("/")
+        manner, *told = rest.split("/")
+        faults = [re.fullmatch(r"(\d+):([^:]+):(\d+)", each) for each in told]
+        for a_storage in get_args(Storage):
+            for a_manner in get_args(Manner):
+                kinds: dict[str, FaultKind] = {kind: kind for kind in OPERATIONS}
+                if (storage, manner) == (a_storage, a_manner) and all(m and m[2] in kinds for m in faults):
+                    found = tuple(Fault(int(m[1]), kinds[m[2]], int(m[3])) for m in faults if m)
+                    return cls(a_storage, a_manner, found)
+        raise ValueError(
+            f"{text!r} is no trial; one looks like 'disk/background/17:power cut:3', and is of "
+            f"{', '.join(get_args(Storage))}; {', '.join(get_args(Manner))}; {', '.join(OPERATIONS)}"
+        )
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of a trial.
+
+    Attributes:
+        case: What it was.
+        struck: The kinds of the faults that have happened; a second may find nothing to happen at.
+        loads: How many checkpoints were loaded.
+        wrong: A text for each load of other bytes than were saved.
+        newest: Whether every process went on from the newest checkpoint, not from one before a damaged one.
+        asides: Why something was set aside, without the names.
+        complaints: A text for each thing that should not have happened.
+    """
+
+    case: str
+    struck: list[str] = field(default_factory=list)
+    loads: int = 0
+    wrong: list[str] = field(default_factory=list)
+    newest: bool = False
+    asides: list[str] = field(default_factory=list)
+    complaints: list[str] = field(default_factory=list)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing happened that should not."""
+        return not self.wrong and not self.complaints
+
+
+def run_case(case: Case, directory: str, files: FileSystem | None = None) -> Outcome:
+    """Make one trial.
+
+    Args:
+        case: What is to happen.
+        directory: One that does not exist; deleted afterwards.
+        files: Where; None for what the case says.
+    """
+    files = files or _storage(case.storage)
+    life = Life(directory, asynchronous=case.manner == "background")
+    try:
+        for fault in case.faults:
+            life.live(FaultyFileSystem(files, fault, root=directory))
+        life.end(files)
+    except Exception:  # a trial that breaks is a finding, and the others are to go on
+        life.complaints.append(f"it broke:\n{traceback.format_exc()}")
+    finally:
+        delete_if_there(directory, files)
+    return outcome_of(life, str(case))
+
+
+def outcome_of(life: Life, case: str) -> Outcome:
+    """What came of a life.
+
+    Args:
+        life: One that has come to its end.
+        case: What it was.
+    """
+    asides = [_without_names(text) for text in life.warnings]
+    kinds = [str(step.fault) for step in life.steps]
+    return Outcome(case, kinds, life.loads, life.wrong, life.passed_over == 0, asides, life.complaints)
+
+
+def operations(storage: Storage, directory: str, files: FileSystem | None = None) -> list[Operation]:
+    """The operations of a life without faults.
+
+    Args:
+        storage: Where.
+        directory: One that does not exist; deleted afterwards.
+        files: Where, if not in that storage.
+    """
+    counting = FaultyFileSystem(files or _storage(storage))
+    life = Life(directory)
+    try:
+        life.live(counting)
+        life.end(counting.inner)
+    finally:
+        delete_if_there(directory, counting.inner)
+    trouble = [*life.wrong, *life.complaints, *life.warnings]
+    assert not trouble, f"a life without faults is not what it should be: {trouble}"
+    return [step.operation for step in counting.steps]
+
+
+def single_cases(storage: Storage, asked: list[Operation], seed: int) -> list[Case]:
+    """Every kind of fault at every operation, saving in the foreground and in the background."""
+    chance = random.Random(seed)
+    return [
+        Case(storage, manner, (Fault(number, kind, chance.randrange(1000)),))
+        for manner in get_args(Manner)
+        for number, operation in enumerate(asked, 1)
+        for kind in OPERATIONS
+        if suits(kind, operation, storage == "disk")
+        # What a power cut takes is drawn, from very much.
+        for _ in range(_POWER_CUTS if kind == "power cut" else 1)
+    ]
+
+
+def double_cases(storage: Storage, asked: list[Operation], seed: int) -> Iterator[Case]:
+    """Without end: a process that dies, and another that meets a fault while it recovers."""
+    chance = random.Random(seed)
+    deaths: list[FaultKind] = ["kill", "power cut"] if storage == "disk" else ["kill"]
+    kinds = [kind for kind in OPERATIONS if storage == "disk" or kind != "power cut"]
+    while True:
+        first = Fault(chance.randint(1, len(asked)), chance.choice(deaths), chance.randrange(1000))
+        second = Fault(chance.randint(1, 40), chance.choice(kinds), chance.randrange(1000))
+        yield Case(storage, chance.choice(get_args(Manner)), (first, second))
+
+
+def _storage(storage: Storage) -> FileSystem:
+    return LOCAL if storage == "disk" else MemoryObjects()
+
+
+def _without_names(text: str) -> str:
+    text = re.sub(r"is not valid JSON: .*?(?=\. It was set|$)", "is not valid JSON", text)
+    text = re.sub(r"'[^']*'", "'...'", text)
+    text = re.sub(r"[0-9a-f]{32}", "...", text)
+    return re.sub(r"\d+", "N", text)

@@ -1,0 +1,179 @@
+"""Tensors on any mesh are stored as rules, and come back the same bits however they are sharded then."""
+
+import json
+import pickle
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Partial, _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from drivetrain.checkpoint import DirectoryCheckpointIO, Snapshot, read_manifest, verify
+from drivetrain.checkpoint.filesystem import LOCAL
+from drivetrain.checkpoint.records import Cells, Layout
+from drivetrain.checkpoint.sharding import plan_save
+from drivetrain.checkpoint.writing import Place
+from drivetrain.distributed.ranks import Ranks
+from drivetrain.errors import CheckpointError
+
+WORLD = 8
+
+
+class Simulated(Ranks):
+    """One of several ranks, one after the other in this process; rank 0 comes first."""
+
+    sent = b""
+
+    def first(self, act):
+        if self.rank == 0:
+            type(self).sent = pickle.dumps(act())
+        return pickle.loads(self.sent)
+
+    def together(self, act):
+        return [act()]
+
+
+def as_rank(rank, act):
+    """Call it within the fake process group of a rank."""
+    torch.distributed.init_process_group("fake", rank=rank, world_size=WORLD, store=FakeStore())
+    try:
+        return act()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def sharded(whole, mesh, placements):
+    """What a rank holds of a tensor: torch says which box that is."""
+    device_mesh = DeviceMesh("cpu", mesh)
+    size, offset = compute_local_shape_and_global_offset(whole.shape, device_mesh, placements)
+    box = tuple(slice(start, start + length) for start, length in zip(offset, size, strict=False))
+    local = whole[box].clone() if offset else whole.new_empty(0)
+    return DTensor.from_local(
+        local, device_mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+LINE = torch.arange(8)
+SQUARE = torch.arange(8).reshape(2, 4)
+ORDERS = {
+    "rows": (LINE, [Shard(0)]),
+    "columns": (LINE, [Shard(1)]),
+    "copied rows": (SQUARE, [Replicate(), Shard(0)]),
+    "rows and copies": (SQUARE, [Shard(0), Replicate()]),
+    "rows and columns": (SQUARE, [Shard(0), Shard(1)]),
+    "columns and rows": (SQUARE, [Shard(1), Shard(0)]),
+    "rows twice": (SQUARE, [Shard(0), Shard(0)]),
+    "three": (torch.arange(8).reshape(2, 2, 2), [Shard(1), Replicate(), Shard(0)]),
+    "turned": (SQUARE.T.contiguous(), [Shard(0), Shard(1)]),
+    "some ranks": (torch.tensor([1, 3, 5]), [Shard(0)]),
+    "any order": (torch.tensor([3, 1, 0, 2, 7, 6, 5, 4]), [Shard(0)]),
+}
+SHAPES = [(9, 7), (16, 8), (3, 5), (8, 1)]
+
+
+def save(path, whole, order):
+    """Save as all ranks, one after the other, and return the plans."""
+    plans, shares = [], []
+    place = Place(LOCAL, str(path), str(path))
+    path.mkdir()
+    for rank in range(WORLD):
+
+        def act(rank=rank):
+            tensors = {"w": sharded(whole, *order), "plain": whole, "count": torch.tensor(3)}
+            plan = plan_save({"model": tensors}, (), Simulated(rank, WORLD))
+            shares.append(place.write_share(plan, rank))
+            return plan
+
+        plans.append(as_rank(rank, act))
+    place.write_rest(shares, plans[0], Snapshot(progress={"updates": 1}))
+    return plans
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("order", ORDERS)
+def test_what_any_mesh_holds_is_read_whole_and_on_another_mesh(tmp_path, order, shape):
+    whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    save(tmp_path / "c", whole, ORDERS[order])
+    verify(str(tmp_path / "c"))
+    found = DirectoryCheckpointIO().load(str(tmp_path / "c")).tensors["model"]
+    assert torch.equal(found["w"], whole)
+    assert torch.equal(found["plain"], whole)
+    others = list(ORDERS)
+    other = ORDERS[others[(others.index(order) + 4) % len(others)]]
+
+    def read():
+        pattern = sharded(torch.zeros(shape), *other)
+        like = {"w": pattern, "plain": pattern}
+        found = DirectoryCheckpointIO().load(str(tmp_path / "c"), like=lambda group, name, _: like.get(name))
+        expected = sharded(whole, *other).to_local()
+        assert torch.equal(found.tensors["model"]["w"].to_local(), expected)
+        assert torch.equal(found.tensors["model"]["plain"].to_local(), expected)
+        assert found.tensors["model"]["count"] == 3
+
+    for rank in (0, 3, 7):
+        as_rank(rank, read)
+
+
+def test_a_strided_shard_is_stored_as_the_boxes_that_it_is(tmp_path):
+    """Tensor parallelism divides the rows first, and FSDP what is left of them."""
+    whole = torch.arange(48.0).reshape(16, 3)
+    save(tmp_path / "c", whole, (SQUARE, [_StridedShard(0, split_factor=4), Shard(0)]))
+    layout = read_manifest(str(tmp_path / "c")).tensors["model"]["w"].layout
+    assert layout.grid == (((4, 1), (2, 4)), ())
+    assert torch.equal(DirectoryCheckpointIO().load(str(tmp_path / "c")).tensors["model"]["w"], whole)
+
+
+def test_each_piece_is_written_once_and_a_rule_describes_them(tmp_path):
+    whole = torch.ones(9, 7)
+    plans = save(tmp_path / "c", whole, ORDERS["copied rows"])
+    written = [plan.parts["model"]["w"] for plan in plans if "w" in plan.parts["model"]]
+    assert sum(each.numel() for each in written) == whole.numel()
+    body = json.loads((tmp_path / "c" / "manifest.json").read_text(encoding="utf-8"))
+    layout, _ = body["tensors"]["model"]["w"]
+    assert body["layouts"][layout] == {"dtype": "F32", "shape": [9, 7], "grid": [[[4, 1]], []]}
+
+
+def test_small_tensors_that_all_have_are_in_few_files():
+    """Or each rank would open the file of every other to read the counts of the optimizer."""
+
+    def act():
+        weights = {f"w{number}": sharded(torch.ones(800, 10), *ORDERS["rows"]) for number in range(20)}
+        counts = {f"w{number}/step": torch.tensor(0.0) for number in range(20)}
+        return plan_save({"optimizer": {**weights, **counts}}, (), Simulated(0, WORLD))
+
+    records = as_rank(0, act).records["optimizer"]
+    assert len({record.first for name, record in records.items() if name.endswith("step")}) == 1
+
+
+def test_summands_are_refused():
+    def act():
+        pending = sharded(torch.ones(4, 4), LINE, [Partial()])
+        with pytest.raises(CheckpointError, match=r"model/w: .*summands.*redistribute"):
+            plan_save({"model": {"w": pending}}, (), Simulated(0, WORLD))
+
+    as_rank(0, act)
+
+
+def test_a_rank_that_holds_another_box_than_rank_0_has_planned_is_refused():
+    def plan(rank, order):
+        tensors = {"model": {"w": sharded(torch.ones(16, 16), *ORDERS[order])}}
+        return plan_save(tensors, (), Simulated(rank, WORLD))
+
+    as_rank(0, lambda: plan(0, "rows"))
+    with pytest.raises(CheckpointError, match=r"model/w: rank 5 holds .*\[16, 2\] at \[0, 10\].*\[2, 16\]"):
+        as_rank(5, lambda: plan(5, "columns"))
+
+
+def test_the_pieces_of_a_layout_cover_it_once():
+    layout = Layout("F32", (10, 7), (((3, 4), (2, 1)), ((2, 2),)))
+    seen = torch.zeros(10, 7, dtype=torch.int64)
+    cells = Cells(layout)
+    for number in cells.numbers:
+        (row, column), (rows, columns) = cells.of(number)
+        seen[row : row + rows, column : column + columns] += 1
+    assert (seen == 1).all()
+    found = list(cells.within((4, 3), (3, 2)))
+    assert len(found) == 4  # rows 4 to 6 are in two pieces, columns 3 and 4 too

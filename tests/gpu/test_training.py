@@ -1,0 +1,323 @@
+"""A task trains on a GPU as it does on a CPU: strategies with one rank, data, checkpoints, evaluation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import (
+    Callback,
+    CheckpointConfig,
+    Engine,
+    MemoryReport,
+    OptimizerConfig,
+    TaskModule,
+    Trainer,
+)
+from drivetrain.checkpoint import load_weights
+
+NO_GPU = not torch.cuda.is_available()
+needs_gpu = pytest.mark.skipif(NO_GPU, reason="needs an NVIDIA GPU")
+SAMPLES, FEATURES, CLASSES, BATCH = 48, 16, 5, 8
+STRATEGIES = ["single", "ddp", "fsdp"]
+
+
+class Classifier(TaskModule):
+    """Two layers with a batch norm; its samples are tuples of features and a label."""
+
+    def __init__(self, dropout: float = 0.0, optimizer: str = "adamw") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(
+            nn.Linear(FEATURES, 32, bias=False),  # before a batch norm its gradient is rounding
+            nn.BatchNorm1d(32),
+            nn.ReLU(),
+            nn.Dropout(dropout),
+            nn.Linear(32, CLASSES),
+        )
+        self.optimizer = optimizer
+        self.devices: set[str] = set()
+
+    def forward(self, features: Tensor) -> Tensor:
+        self.devices.add(features.device.type)
+        return self.net(features)
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(outputs, batch[1])
+
+    def configure_optimizers(self) -> OptimizerConfig:
+        return OptimizerConfig(self.optimizer, lr=0.01, schedule="cosine")
+
+
+def samples() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(SAMPLES, FEATURES, generator=generator)
+    return TensorDataset(features, features[:, :CLASSES].argmax(1))
+
+
+def loader(size: int = BATCH, **options: Any) -> DataLoader[Any]:
+    return DataLoader(samples(), batch_size=size, **options)
+
+
+def trainer(**options: Any) -> Trainer:
+    quiet = {"max_epochs": 2, "checkpoint": False, "loggers": (), "progress_bar": False, "max_grad_norm": 0.5}
+    return Trainer(**{**quiet, **options})
+
+
+def weights(task: nn.Module) -> dict[str, Tensor]:
+    """On the host, in full."""
+    state: dict[str, Any] = task.state_dict()
+    whole = {
+        name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in state.items()
+    }
+    return {name: each.detach().cpu().clone() for name, each in whole.items()}
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 2e-4) -> None:
+    assert found.keys() == expected.keys()
+    for name, each in expected.items():
+        assert torch.allclose(found[name], each, rtol=tolerance, atol=tolerance), name
+
+
+def trained(strategy: str, **options: Any) -> dict[str, Tensor]:
+    task = Classifier()
+    trainer(strategy=strategy, devices=1, **options).fit(task, loader())
+    return weights(task)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_rank_of_each_strategy_trains_as_a_cpu_does(strategy: str, device: str) -> None:
+    task = Classifier()
+    result = trainer(strategy=strategy, devices=1).fit(task, loader(), loader())
+    assert task.devices == {device}
+    assert_close(weights(task), trained("cpu"))
+    assert result.progress.samples == 2 * SAMPLES
+    assert 0 < result.metrics["validation/loss"] < 2
+
+
+def test_a_gpu_that_is_there_is_used_without_asking(device: str) -> None:
+    task = Classifier()
+    trainer(devices=1).fit(task, loader())
+    assert task.devices == {device}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon"])
+def test_optimizers_step_as_on_a_cpu(optimizer: str, device: str) -> None:
+    tasks = [Classifier(optimizer=optimizer) for _ in range(2)]
+    for task, strategy in zip(tasks, (device, "cpu"), strict=True):
+        trainer(strategy=strategy).fit(task, loader())
+    # Muon orthogonalises in bfloat16, of which the last bits differ between devices.
+    assert_close(weights(tasks[0]), weights(tasks[1]), 3e-2 if optimizer == "muon" else 2e-4)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_accumulated_micro_batches_equal_the_big_batch(strategy: str) -> None:
+    found = []
+    for accumulation in (1, 4):
+        task = Classifier()
+        task.net[1] = nn.Identity()  # a batch norm sees the micro-batch
+        made = trainer(strategy=strategy, devices=1, gradient_accumulation_steps=accumulation)
+        made.fit(task, loader(BATCH // accumulation))
+        found.append(weights(task))
+    assert_close(found[1], found[0], 1e-5)
+
+
+@pytest.mark.parametrize(
+    "options", [{"pin_memory": True}, {"num_workers": 1, "pin_memory": True}, {}], ids=str
+)
+def test_batches_reach_the_device_whole_and_in_order(options: dict[str, Any], device: str) -> None:
+    if NO_GPU and options:
+        pytest.skip("pinned memory needs an NVIDIA GPU")
+    seen: list[Tensor] = []
+
+    class Seen(Classifier):
+        def forward(self, features: Tensor) -> Tensor:
+            assert features.device.type == device
+            seen.append(features.clone())
+            return super().forward(features)
+
+    trainer(strategy=device, max_epochs=1).fit(Seen(), loader(**options))
+    assert torch.equal(torch.cat(seen).cpu(), samples().tensors[0])
+
+
+def test_outputs_are_predicted_on_the_host_in_order_and_every_sample_counts_once(device: str) -> None:
+    task = Classifier()
+    made = trainer(strategy=device)
+    made.fit(task, loader())
+    predicted = torch.cat(made.predict(task, loader(7)))
+    assert predicted.device.type == "cpu"
+    expected = task.cpu().eval()(samples().tensors[0]).detach()
+    torch.testing.assert_close(predicted, expected, rtol=1e-4, atol=1e-4)
+    loss = made.validate(task, loader(7))["validation/loss"]
+    assert loss == pytest.approx(float(F.cross_entropy(expected, samples().tensors[1])), rel=1e-4)
+
+
+class Leave(Callback):
+    def on_step_end(self, run: Any) -> None:
+        if run.progress.updates == 7:
+            run.stop("left in the second epoch")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_resumed_run_equals_the_straight_one_with_dropout(strategy: str, tmp_path: Path) -> None:
+    def fit(directory: str, *callbacks: Callback, resume: Any = None) -> dict[str, Tensor]:
+        task = Classifier(dropout=0.3)
+        made = trainer(
+            strategy=strategy,
+            devices=1,
+            run_dir=tmp_path / directory,
+            checkpoint=True,
+            callbacks=list(callbacks),
+        )
+        made.fit(task, loader(shuffle=True), resume=resume)
+        return weights(task)
+
+    straight = fit("straight")
+    fit("left", Leave())
+    resumed = fit("left", resume="auto")
+    assert all(torch.equal(resumed[name], each) for name, each in straight.items())
+
+
+def test_a_checkpoint_goes_from_a_gpu_to_a_cpu_and_back(tmp_path: Path, device: str) -> None:
+    def fit(strategy: str, epochs: int) -> dict[str, Tensor]:
+        task = Classifier()
+        config = CheckpointConfig(every="1 epoch")
+        made = trainer(
+            strategy=strategy, devices=1, run_dir=tmp_path, checkpoint=config, max_epochs=epochs, seed=3
+        )
+        made.fit(task, loader(), resume="auto" if epochs > 1 else None)
+        return weights(task)
+
+    fit(device, 1)
+    fit("cpu", 2)
+    fit("fsdp", 3)
+    found = fit(device, 4)
+    assert len(found) == len(Classifier().state_dict())
+    stored = load_weights(tmp_path / "model.safetensors")
+    assert all(torch.equal(stored[name], each) for name, each in found.items())
+
+
+def test_weights_saved_in_the_background_are_those_of_the_update(tmp_path: Path, device: str) -> None:
+    task = Classifier()
+    config = CheckpointConfig(every="1 steps", keep_last=20, asynchronous=True)
+    seen: dict[int, dict[str, Tensor]] = {}
+
+    class Note(Callback):
+        def on_step_end(self, run: Any) -> None:
+            seen[run.progress.updates] = {
+                name: each.detach().cpu().clone() for name, each in weights(task).items()
+            }
+
+    trainer(strategy=device, run_dir=tmp_path, checkpoint=config, callbacks=[Note()], max_epochs=1).fit(
+        task, loader()
+    )
+
+    for update, expected in seen.items():
+        stored = load_weights(tmp_path / "checkpoints" / f"update-{update:08d}")
+        assert all(torch.equal(stored[name], each) for name, each in expected.items()), update
+
+
+def test_a_loop_of_ones_own_trains_on_the_device(device: str) -> None:
+    engine = Engine(strategy=device, precision="bf16-mixed")
+    net = nn.Linear(FEATURES, CLASSES)
+    with engine:
+        model, optimizer = engine.prepare(net, lambda parameters: torch.optim.SGD(parameters, lr=0.5))
+        losses = []
+        for _ in range(3):
+            for features, label in engine.prepare_data(loader()):
+                loss = F.cross_entropy(model(features).float(), label)
+                engine.backward(loss)
+                engine.step(optimizer, max_grad_norm=1.0)
+                losses.append(float(loss.detach()))
+    assert next(net.parameters()).device.type == device
+    assert losses[-1] < losses[0]
+
+
+@needs_gpu
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_steady_step_waits_for_nothing(strategy: str) -> None:
+    """Between log points every wait of the host for the device is an error, that of the data too."""
+
+    class NoWaiting(Callback):
+        watched = 0
+
+        def on_step_start(self, run: Any) -> None:
+            update = run.progress.updates + 1
+            watch = update > 5 and update % 10 != 0
+            self.watched += watch
+            torch.cuda.set_sync_debug_mode("error" if watch else "default")
+
+    watching = NoWaiting()
+    made = trainer(
+        strategy=strategy,
+        devices=1,
+        max_epochs=5,
+        log_every="10 steps",
+        callbacks=[watching],
+        precision="bf16-mixed",
+    )
+    made.fit(Classifier(), loader(pin_memory=True))
+    assert watching.watched > 15
+
+
+@needs_gpu
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_compiled_task_trains_as_it_does_without(strategy: str) -> None:
+    assert_close(trained(strategy, compile=True), trained(strategy), 1e-3)
+
+
+def test_the_memory_report_names_what_is_on_the_device(device: str) -> None:
+    report = MemoryReport(show=False)
+    task = Classifier()
+    trainer(strategy=device, callbacks=[report]).fit(task, loader())
+    parameters = sum(each.numel() * each.element_size() for each in task.parameters())
+    assert report.use is not None
+    assert report.use.parameters == parameters
+    assert report.use.total >= 4 * parameters  # with gradients and AdamW's two moments
+
+
+class Wide(TaskModule):
+    """Some 4 MiB of activations for a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(FEATURES, 64), nn.Linear(64, 1)
+
+    def forward(self, features: Tensor) -> Tensor:
+        hidden = self.first(features).tanh()
+        hidden = hidden.repeat(1, 8192).sin().reshape(len(features), -1, 64).mean(1)
+        return self.last(hidden)
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return (outputs - batch[1]).square().mean()
+
+    def configure_optimizers(self) -> OptimizerConfig:
+        return OptimizerConfig("sgd", lr=0.01)
+
+
+@needs_gpu
+def test_a_batch_that_does_not_fit_is_split_until_it_does_and_trains_the_same() -> None:
+    """With a real lack of the device's memory, of which this process gets a little."""
+    features = torch.randn(512, FEATURES, generator=torch.Generator().manual_seed(2))
+    data = [(each, each.sum(1, keepdim=True)) for each in features.split(256)]
+    expected, task = Wide(), Wide()
+    trainer(strategy="cpu", max_epochs=1, micro_batch=8).fit(expected, data)
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_reserved() + 2**29) / total))
+    try:
+        with pytest.raises(RuntimeError, match=r"(?i)out of memory"):
+            trainer(strategy="cuda", max_epochs=1).fit(Wide(), data)
+        result = trainer(strategy="cuda", max_epochs=1, micro_batch="auto").fit(task, data)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert result.progress.updates == 2
+    assert_close(weights(task), weights(expected), 1e-4)

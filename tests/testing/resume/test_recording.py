@@ -1,0 +1,120 @@
+"""What is recorded of a run, and what is not: the library's own callbacks measure times, which are in no two
+runs the same; and a run is saved, killed and resumed within as few updates as there are.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.testing.resume.test_resumable import Fit, Net, loader, trainer
+
+import drivetrain.callbacks
+from drivetrain import Callback, CheckpointConfig
+from drivetrain.callbacks import (
+    CompileTime,
+    EarlyStopping,
+    LambdaCallback,
+    LearningRateMonitor,
+    LossSpike,
+    MemoryReport,
+    ModelSummary,
+    NonFiniteDetector,
+    ProgressBar,
+    Throughput,
+    stragglers,
+)
+from drivetrain.testing import assert_resumable
+from drivetrain.testing.resume.check import _alone
+from drivetrain.testing.resume.recording import KILLED, RESUMED, STRAIGHT, Recording
+from drivetrain.testing.resume.report import compare
+
+
+class Faster(Throughput):
+    """One of the library's, with something added."""
+
+
+def every_callback(pace: type[Throughput] = Throughput) -> list[Any]:
+    """One of each that the library exports."""
+    return [
+        CompileTime(),
+        EarlyStopping("validation/loss", patience=9),
+        LambdaCallback(on_log=lambda run: run.log("epoch", run.progress.epoch)),
+        LearningRateMonitor(),
+        LossSpike("skip", window=10),
+        MemoryReport(show=False),
+        ModelSummary(),
+        NonFiniteDetector(),
+        ProgressBar(),
+        pace(),
+    ]
+
+
+@pytest.mark.parametrize("pace", [Throughput, Faster])
+def test_no_callback_of_the_library_is_taken_for_something_that_was_not_saved(
+    pace: type[Throughput],
+) -> None:
+    exported = [getattr(drivetrain.callbacks, name) for name in drivetrain.callbacks.__all__]
+    kinds = {each for each in exported if isinstance(each, type) and issubclass(each, Callback)}
+    assert {type(each) for each in every_callback()} >= kinds - {Callback}
+
+    def make() -> Any:
+        return trainer(callbacks=every_callback(pace)), Net(), loader(), loader()
+
+    assert_resumable(make)
+
+
+def test_speeds_of_several_ranks_are_measured_anew_by_a_resumed_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stragglers, "LEAST", 1e-3)  # the processes are copies of this one
+
+    def make() -> Any:
+        return trainer(strategy="ddp", devices=2, callbacks=[Throughput()], max_epochs=9), Net(), loader()
+
+    assert_resumable(make, world_size=2)
+
+
+class Clock(Callback):
+    """Logs a time, though not at the first log point: a resumed run has it later."""
+
+    def __init__(self) -> None:
+        self.seconds: float | None = None
+
+    def on_log(self, run: Any) -> None:
+        if self.seconds is not None:
+            run.log("pace/rounded", 0.0)  # alike in all runs, by chance
+        self.seconds = time.perf_counter()
+
+
+class Declared(Clock):
+    timed_names = ("pace/*",)
+
+
+def timed(kind: type[Clock]) -> Fit:
+    return trainer(callbacks=[kind()]), Net(), loader()
+
+
+def test_a_callback_can_say_that_it_logs_times(tmp_path: Path) -> None:
+    ignore = ["callback *"]
+    with pytest.raises(AssertionError, match=r"pace/rounded at update 6: nothing in place of 0\.0"):
+        assert_resumable(lambda: timed(Clock), ignore=ignore)
+    for kind in (STRAIGHT, KILLED, RESUMED):
+        recording = Recording(tmp_path, kind, 8, None if kind == STRAIGHT else 3)
+        _alone(lambda: timed(Declared), recording, 60.0)
+    report = compare(tmp_path, ignore)
+    assert report.is_good
+    assert "logged, and not the same in any two runs: pace/*" in str(report)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("updates", [2, 3, 4])
+def test_two_updates_are_enough_also_where_there_are_no_more(updates: int, asynchronous: bool) -> None:
+    def make(limit: int | None = None) -> Fit:
+        policy = CheckpointConfig(asynchronous=asynchronous)
+        return trainer(max_steps=limit, checkpoint=policy, callbacks=[Throughput()]), Net(), loader()
+
+    assert_resumable(make, updates=updates)
+    assert_resumable(lambda: make(updates), updates=10)
+    for save_after in range(1, updates):
+        assert_resumable(lambda: make(updates), updates=updates, save_after=save_after)

@@ -1,0 +1,430 @@
+"""What a checkpoint does not hold is found by killing a run and going on: in the task, the callbacks, the
+data and the modules of a program.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from drivetrain import Callback, CheckpointConfig, OptimizerConfig, TaskModule, Trainer
+from drivetrain.errors import ConfigError
+from drivetrain.testing import assert_resumable
+from drivetrain.testing.resume.check import ProgramError
+
+RNG = random.Random(7)
+
+Fit = tuple[Trainer, TaskModule, Any]
+
+
+class Net(TaskModule):
+    """Learns a sum; what it must not do is done by `factor`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x)
+        return out
+
+    def factor(self) -> float | Tensor:
+        return 1.0
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        loss: Tensor = (outputs.squeeze(1) - batch["y"]).square().mean() * self.factor()
+        return loss
+
+    def configure_optimizers(self) -> OptimizerConfig:
+        return OptimizerConfig("adamw", lr=0.01, schedule="cosine")
+
+
+class Sums(Dataset[dict[str, Tensor]]):
+    """Rows with noise from the global generators, which are seeded for each batch."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def noise(self) -> float:
+        return random.random() + float(np.random.rand())
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        x = torch.tensor([1.0, 2.0, 3.0]) * index / 16
+        return {"x": x + self.noise(), "y": x.sum()}
+
+
+def trainer(**options: Any) -> Trainer:
+    return Trainer(**{"max_epochs": 3, "strategy": "cpu", "loggers": "csv", **options})
+
+
+def loader(data: Dataset[Any] | None = None) -> DataLoader[Any]:
+    return DataLoader(data or Sums(), batch_size=4, shuffle=True)
+
+
+class Average(Callback):
+    """Has state, and has it saved."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def on_step_end(self, run: Any) -> None:
+        self.value = 0.9 * self.value + run.step.loss
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value = state["value"]
+
+
+class Transient(Net):
+    """Keeps something for the length of a step, which nobody misses."""
+
+    def factor(self) -> float | Tensor:
+        self.last = torch.rand(2)
+        self.seconds = time.perf_counter()  # and this differs between any two runs
+        return 1.0
+
+
+def sound() -> Fit:
+    return trainer(callbacks=[Average()], max_grad_norm=0.5), Transient(), loader()
+
+
+def test_a_run_that_forgets_nothing_passes_and_leaves_the_users_directories_alone(tmp_path: Path) -> None:
+    run_dir, own = tmp_path / "run", tmp_path / "own"
+    trainer(run_dir=run_dir, max_epochs=1).fit(Net(), loader())  # which would be in the way of a fresh start
+    before = sorted(run_dir.rglob("*"))
+
+    def make() -> Any:
+        policy = CheckpointConfig(every="1 epoch", directory=own, asynchronous=True)
+        chosen = trainer(run_dir=run_dir, checkpoint=policy, callbacks=[Average()], max_grad_norm=0.5)
+        return chosen, Transient(), loader(), loader()
+
+    assert_resumable(make)
+    assert sorted(run_dir.rglob("*")) == before
+    assert not own.exists()
+
+
+def test_an_epoch_can_be_made_to_end_within_the_updates() -> None:
+    assert_resumable(sound, updates=7, save_after=2, epoch=3)
+
+
+def test_several_processes_are_compared_rank_by_rank() -> None:
+    def make() -> Fit:
+        return trainer(strategy="ddp", devices=2), Net(), loader()
+
+    def forgetful() -> Fit:
+        return trainer(strategy="ddp", devices=2), Drawing(), loader()
+
+    assert_resumable(make, world_size=2)
+    with pytest.raises(AssertionError, match=r"on rank 0: loss of micro-batch 0(.|\n)*not saved: task\.own"):
+        assert_resumable(forgetful, world_size=2)
+
+
+class Drawing(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = random.Random(3)
+
+    def factor(self) -> float:
+        return self.own.random()
+
+
+class OfModule(Net):
+    def factor(self) -> float:
+        return RNG.random()
+
+
+class Counting(Net):
+    calls = 0
+
+    def factor(self) -> float:
+        Counting.calls += 1
+        return Counting.calls
+
+
+class Unsaved(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(2), persistent=False)
+
+    def factor(self) -> float | Tensor:
+        self.mean = self.mean * 1.1
+        return self.mean.sum()
+
+
+class Recurrent(nn.Module):
+    """Goes on from the state that the batch before has left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(3, 3)
+        self.hidden: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor
+        out, (h, c) = self.lstm(x, self.hidden)
+        self.hidden = h.detach(), c.detach()
+        return out
+
+
+class Sequence(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Recurrent()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.encoder(x))
+
+
+class Queue(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recent: list[float] = []
+
+    def factor(self) -> float:
+        self.recent = [*self.recent[-3:], len(self.recent)]
+        return 1.0 + sum(self.recent)
+
+
+class Defaulted(Net):
+    """Counts in a default, which lasts for as long as the function."""
+
+    def loss(self, outputs: Tensor, batch: Any, seen: list[int] = []) -> Tensor:  # noqa: B006
+        seen.append(1)
+        return super().loss(outputs, batch) * len(seen)
+
+
+def counted() -> Any:
+    """A function that counts its calls, and gives one over them."""
+    calls = [0]
+
+    def fraction(*_: Any) -> float:
+        calls[0] += 1
+        return 1 / calls[0]
+
+    return fraction
+
+
+class Hooked(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        fraction = counted()
+        self.net.register_forward_hook(lambda module, inputs, outputs: outputs * fraction())
+
+
+class Scheduled(Net):
+    def configure_optimizers(self) -> Any:
+        def make(parameters: Any) -> Any:
+            optimizer = torch.optim.SGD(parameters, lr=0.1)
+            return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, counted())
+
+        return make
+
+
+@pytest.mark.parametrize(
+    ("task", "named"),
+    [
+        (Drawing, r"task\.own: as in a new program in place of random\.Random"),
+        (OfModule, r"test_resumable\.RNG: as in a new program in place of random\.Random"),
+        (Counting, r"Counting\.calls: 0 in place of 3"),
+        (Sequence, r"task\.encoder\.hidden\[0\]: nothing in place of norm"),
+        (Queue, r"task\.recent: list of 0: \[\] in place of list of 3"),
+        (Defaulted, r"Defaulted\.loss's default seen: list of 0: \[\] in place of list of 3"),
+        (
+            Hooked,
+            r"net's forward hook 0 with fraction with calls: list of 1: \[0\] in place of list of 1: \[3\]",
+        ),
+        (Scheduled, r"scheduler\[0\] with calls: list of 1"),
+    ],
+)
+def test_what_a_step_depends_on_and_nobody_saves_is_named(task: type[Net], named: str) -> None:
+    with pytest.raises(AssertionError, match=rf"resumed at update 3: not the straight run(.|\n)*{named}"):
+        assert_resumable(lambda: (trainer(), task(), loader()), updates=6, save_after=3)
+
+
+def test_a_buffer_that_is_not_persistent_is_named_before_what_comes_of_it() -> None:
+    def make() -> Fit:
+        return trainer(), Unsaved(), loader()
+
+    with pytest.raises(AssertionError, match="buffer mean: ") as caught:
+        assert_resumable(make, updates=6, save_after=3)
+    assert "not saved: buffer mean" in str(caught.value)
+    assert "persistent=False" in str(caught.value)
+
+
+class Forgetful(Callback):
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def on_step_end(self, run: Any) -> None:
+        self.seen += 1
+
+
+def test_a_callbacks_attribute_is_named_also_where_nothing_depends_on_it_yet() -> None:
+    def make() -> Fit:
+        return trainer(callbacks=[Forgetful()]), Net(), loader()
+
+    with pytest.raises(AssertionError, match=r"not saved: callback Forgetful\.seen: 0 in place of 5"):
+        assert_resumable(make)
+    assert_resumable(make, ignore=["callback Forgetful.*"])
+
+
+class Best(Callback):
+    """Keeps what an evaluation gave, until the next one."""
+
+    def __init__(self) -> None:
+        self.best: float | None = None
+        self.is_known = False
+
+    def on_evaluation_end(self, run: Any) -> None:
+        self.best = run.metrics["validation/loss"]
+        self.is_known = True
+
+
+def test_what_is_lost_and_soon_made_again_by_chance_is_named() -> None:
+    def make() -> Any:
+        return trainer(callbacks=[Best()], validate_every="3 steps"), Net(), loader(), loader()
+
+    with pytest.raises(AssertionError, match="what it computed is the same so far") as caught:
+        assert_resumable(make, save_after=5)  # the next evaluation comes in update 6
+    assert "not saved: callback Best.best: None in place of " in str(caught.value)
+    assert "not saved: callback Best.is_known: False in place of True" in str(caught.value)
+
+
+class Scratch(Callback):
+    """Fills each of its places before it is read, in whatever update a run begins."""
+
+    def __init__(self) -> None:
+        self.device: str | None = None
+        self.is_large: bool | None = None
+        self.first_of_epoch = -1
+        self.losses: list[float] = []
+        self.began = time.time()
+
+    def on_epoch_start(self, run: Any) -> None:
+        self.first_of_epoch = run.progress.epoch
+
+    def on_step_start(self, run: Any) -> None:
+        self.losses = []
+
+    def on_step_end(self, run: Any) -> None:
+        self.device = self.device or str(run.engine.device)
+        self.is_large = run.progress.updates % 3 == 2
+        self.losses.append(run.step.loss)
+
+
+@pytest.mark.parametrize("save_after", [2, 3, 4])
+def test_what_every_run_fills_before_it_is_read_is_no_state(save_after: int) -> None:
+    def make() -> Fit:
+        return trainer(callbacks=[Scratch()]), Net(), loader()
+
+    assert_resumable(make, updates=7, save_after=save_after, epoch=3)
+
+
+def test_the_fit_that_is_returned_is_checked_and_not_one_before_it() -> None:
+    def make() -> Fit:
+        trainer(max_steps=2).fit(Net(), loader())
+        return trainer(callbacks=[Forgetful()]), Net(), loader()
+
+    with pytest.raises(AssertionError, match=r"not saved: callback Forgetful\.seen: 0 in place of 3"):
+        assert_resumable(make, updates=6)
+
+
+class Numbered(Sums):
+    """Counts what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def noise(self) -> float:
+        self.asked += 1
+        return self.asked
+
+
+def test_a_datasets_own_counter_is_named_and_its_samples_are_the_first_difference() -> None:
+    with pytest.raises(AssertionError) as caught:
+        assert_resumable(lambda: (trainer(), Net(), loader(Numbered())))
+    text = str(caught.value)
+    assert "after update 6: data samples of micro-batch 0: samples that the straight run has not read" in text
+    assert "not saved: train data.dataset.asked: 0 in place of 20" in text
+
+
+class Chaotic(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = random.Random()
+
+    def factor(self) -> float:
+        return self.own.random()
+
+
+def test_a_run_that_is_never_the_same_is_told_from_one_that_forgets() -> None:
+    with pytest.raises(AssertionError, match="two runs from the start are not alike") as caught:
+        assert_resumable(lambda: (trainer(), Chaotic(), loader()))
+    assert "differed before: task.own: random.Random at" in str(caught.value)
+    assert "after update 1: loss of micro-batch 0" in str(caught.value)
+
+
+def test_what_cannot_be_checked_says_why() -> None:
+    def make() -> Fit:
+        return trainer(max_steps=3), Net(), loader()
+
+    def broken() -> Fit:
+        raise RuntimeError("no data today")
+
+    with pytest.raises(ConfigError, match=r"made 3 updates: too few to resume after update 5"):
+        assert_resumable(make, save_after=5)
+    with pytest.raises(ConfigError, match=r"save_after=9 of 5 updates"):
+        assert_resumable(make, updates=5, save_after=9)
+    with pytest.raises(ProgramError, match=r"the straight run failed(.|\n)*no data today"):
+        assert_resumable(broken)
+
+
+PROGRAM = """
+import random
+import sys
+
+from drivetrain import Trainer
+from tests.testing.resume.test_resumable import Drawing, loader
+
+chance = random.Random(int(sys.argv[1]))
+settings = {"strategy": "cpu", "loggers": (), "run_dir": "run"}
+Trainer(max_steps=3, **settings).fit(Drawing(), loader())
+for step in Trainer(max_epochs=3, **settings).steps(Drawing(), loader(), resume="auto"):
+    chance.random()
+sys.exit("so short a training is not good enough")
+"""
+
+
+@pytest.mark.full
+def test_a_program_is_checked_as_it_is_by_the_command(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM, encoding="utf-8")
+    paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
+    command = [sys.executable, "-m", "drivetrain", "check-resume", "--updates", "6", "--fit", "2"]
+    done = subprocess.run(
+        [*command, "train.py", "1"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 1, done.stderr
+    # The second fit goes on from the first one's end, is saved three updates later and killed.
+    assert "6 updates, killed, resumed at update 6: not the straight run" in done.stdout
+    assert "first difference, after update 7: loss of micro-batch 0" in done.stdout
+    assert "not saved: task.own: " in done.stdout
+    assert "not saved: __main__.chance: as in a new program" in done.stdout
+    assert [each.name for each in tmp_path.iterdir()] == ["train.py"]
