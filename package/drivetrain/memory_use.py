@@ -4,44 +4,41 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy, _profiler_enabled
-from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from drivetrain.quantized_optimizers import compiles_itself, is_quantized, parts_of
+from drivetrain.quantized_optimizers import compiles_itself
 
-_KINDS = ("parameters", "buffers", "optimizer", "gradients", "activations", "step", "kernels", "other")
-_ALLOCATIONS = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+_KINDS = ("parameters", "buffers", "optimizer", "gradients", "activations", "step", "other")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryUse:
     """Bytes in use in one process when an update used most.
 
+    The parts count tensors. They do not count the scratch memory that a kernel, such as an LSTM's, allocates
+    while it runs; on CUDA it is in `measured`.
+
     Attributes:
         parameters: The model's parameters; of a sharded one, this process's shards.
-        buffers: Its buffers.
+        buffers: The model's buffers.
         optimizer: The optimizers' state.
         gradients: The parameters' gradients that were there at that moment.
         activations: What forward keeps for backward, the batch, and what is on its way.
         step: What the optimizers' steps make for themselves, such as float32 copies of 16-bit weights.
-        kernels: What the operation that ran at that moment took beside its results, such as the scratch of
-            an LSTM; on CUDA 0, see `measured`.
-        other: What was there before and is none of these, such as the buffers in which a strategy exchanges
-            gradients.
-        measured: The peak: on CUDA the allocator's own, in which what kernels take is counted too; on the
-            CPU, where torch keeps no account, the sum of the parts.
-        device: Where.
+        other: All that was there before the update, such as the buffers in which a strategy exchanges
+            gradients or gathers sharded weights.
+        measured: The peak: on CUDA the allocator's own; on the CPU, where torch keeps no account, the sum of
+            the parts.
+        device: The device whose memory this is.
     """
 
     parameters: int
@@ -50,7 +47,6 @@ class MemoryUse:
     gradients: int
     activations: int
     step: int
-    kernels: int
     other: int
     measured: int
     device: str
@@ -69,17 +65,27 @@ class MemoryUse:
         return "\n".join(["memory at the peak of an update", *lines])
 
 
-class MemoryWatch(TorchDispatchMode):
-    """Watches the memory of what is run within it: one update.
+@dataclass(eq=False, slots=True)
+class _Memory:
+    """The memory of one storage; `kind` may change as long as the watch lasts, `size` never does."""
 
-    Every tensor that an operation makes counts until it is freed, and on the CPU, unless something else
-    profiles, what an operation takes while it runs. It holds on to none. The steps of an optimizer that
-    compiles them, which makes no such tensors, are left out.
+    kind: str
+    size: int
+    storage: weakref.ref[torch.UntypedStorage]
+
+
+class MemoryWatch(TorchDispatchMode):
+    """Watches the memory of the update that runs while it is entered.
+
+    A tensor counts from the first operation that takes or makes it until it is freed; the watch keeps none
+    alive. Steps that an optimizer compiles are run unwatched. torch's own MemTracker (in
+    `torch.distributed._tools.mem_tracker`) does not serve: it refuses a module that is called twice, and so
+    gradient accumulation.
 
     Args:
-        model: Its parameters and buffers.
-        optimizers: Their state, of updates before.
-        device: Whose memory.
+        model: The model whose parameters and buffers are counted.
+        optimizers: The optimizers whose state is counted.
+        device: The device whose memory is counted.
         batch: Tensors that are there from the beginning, in any tree.
     """
 
@@ -88,202 +94,98 @@ class MemoryWatch(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
-        self._parameters = list(model.parameters())
-        # By storage: of what kind, how large, and how many were made before it.
-        self._kinds: dict[int, tuple[str, int, int]] = {}
-        self._born = 0
-        self._peak_born = 0
-        self._sizes = dict.fromkeys(_KINDS, 0)
-        self._watching = False
-        self._current = 0
-        self._peak = 0
-        self._at_peak = dict(self._sizes)
-        self._hooks: list[Any] = []
-        self._optimizers = optimizers = list(optimizers)
+        self._optimizers = list(optimizers)
         self._steps: list[Any] = []
         self._in_step = False
-        # Tensors whose memory may be given to them and taken away without an operation.
-        self._passing: dict[int, weakref.ref[Any]] = {}
-        self._compiling = [each for each in optimizers if compiles_itself(each)]
-        for kind, tensors in (
-            ("parameters", self._parameters),
-            ("buffers", model.buffers()),
-            ("optimizer", list(self._states())),
-            ("activations", tree_leaves(batch)),
-        ):
-            for tensor in tensors:
-                self._add(tensor, kind)
+        self._held: dict[int, _Memory] = {}
+        # Memory that no operation of this update made.
+        self._older: set[int] = set()
+        self._total = self._peak = 0
+        self._at_peak: list[_Memory] = []
+        self._count(model.parameters(), "parameters")
+        self._count(model.buffers(), "buffers")
+        states = (slots for each in self._optimizers for slots in each.state.values())
+        self._count((value for slots in states for value in slots.values()), "optimizer")
+        self._count(tree_leaves(batch), "activations")
 
     def __enter__(self) -> Self:
         """Begin."""
-        for each in self._parameters:
-            if each.requires_grad and each.is_leaf:
-                tensor: Any = each
-                handle = tensor.register_post_accumulate_grad_hook(self._has_gradient)
-                self._hooks.append(handle)
-                # Before any other hook, which may free the gradient. torch reads the order in which they were
-                # put there, so that the others are put there once more.
-                hooks = tensor._post_accumulate_grad_hooks
-                for key in [key for key in hooks if key != handle.id]:
-                    hooks[key] = hooks.pop(key)
-        for optimizer in self._compiling:
-            self._hooks.append(optimizer.register_step_pre_hook(self._pause))
-            self._hooks.append(optimizer.register_step_post_hook(self._resume))
         self._steps = [vars(each).get("step") for each in self._optimizers]
-        for optimizer in self._optimizers:
-            vars(optimizer)["step"] = functools.wraps(optimizer.step)(partial(self._step, optimizer.step))
+        for each in self._optimizers:
+            vars(each)["step"] = functools.wraps(each.step)(functools.partial(self._step, each, each.step))
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        self._resume()
-        return self
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         """End."""
-        self._pause()
-        for handle in self._hooks:
-            handle.remove()
-        for optimizer, before in zip(self._optimizers, self._steps, strict=False):
-            if before is None:
-                vars(optimizer).pop("step", None)
-            else:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for optimizer, before in zip(self._optimizers, self._steps, strict=True):
+            del vars(optimizer)["step"]
+            if before is not None:
                 vars(optimizer)["step"] = before
-        self._hooks, self._steps = [], []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        self._count(tree_leaves((args, kwargs)), "other")
         self._look_again()
-        for each in tree_leaves((args, kwargs)):
-            self._add(each, "step" if self._in_step else "other", passing=self._in_step)
-        before = self._current
-        result, taken = self._run(partial(func, *args, **(kwargs or {})))
-        for each in tree_leaves(result):
-            self._add(each, "step" if self._in_step else "activations")
-        beside = max(0, taken - (self._current - before))
-        self._grow("kernels", beside)
-        self._grow("kernels", -beside)
+        result = func(*args, **(kwargs or {}))
+        self._count(tree_leaves(result), "step" if self._in_step else "activations")
+        if self._total > self._peak:
+            self._peak, self._at_peak = self._total, list(self._held.values())
         return result
 
-    def _run(self, operation: Callable[[], Any]) -> tuple[Any, int]:
-        """An operation's result, and the most bytes that it held while it ran."""
-        if self._device.type != "cpu" or _profiler_enabled():  # torch has one profiler at a time
-            return operation(), 0
-        # A profile of a whole update would miss what is freed of what was there before it, and warn of that.
-        # This kind begins and ends in 50 us, and has its events in their order.
-        _enable_profiler_legacy(_ALLOCATIONS)
-        try:
-            result = operation()
-        finally:
-            threads = _disable_profiler_legacy()
-        changes = (
-            each.cpu_memory_usage()
-            for events in threads
-            for each in events
-            if str(each.kind()) == "memory_alloc"  # or freed, of negative size
-        )
-        return result, max(accumulate(changes), default=0)
-
-    def _step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """An optimizer's step; what it has made of its state is that from then on."""
+    def _step(self, optimizer: Optimizer, step: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = (each for group in optimizer.param_groups for each in group["params"])
+        for storage in _storages(each.grad for each in parameters):
+            if storage._cdata in self._held:
+                self._held[storage._cdata].kind = "gradients"  # also at the peak, if it was there by then
         self._in_step = True
         try:
-            return step(*args, **kwargs)
+            with _disable_current_modes() if compiles_itself(optimizer) else nullcontext():
+                return step(*args, **kwargs)
         finally:
             self._in_step = False
-            self._look_again()
-            for each in self._states():
-                self._belongs(each, ("step",), "optimizer")
-
-    def _states(self) -> Iterator[Any]:
-        for optimizer in self._optimizers:
-            for slots in optimizer.state.values():
-                yield from slots.values()
-
-    def _pause(self, *_: object) -> None:
-        if self._watching:  # and not in a step that has failed
-            self._watching = False
-            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-    def _resume(self, *_: object) -> None:
-        self._watching = True
-        super().__enter__()  # type: ignore[no-untyped-call]
 
     def use(self) -> MemoryUse:
-        """What was found."""
+        """Return what was found."""
+        sizes = dict.fromkeys(_KINDS, 0)
+        for memory in self._at_peak:
+            sizes[memory.kind] += memory.size
         cuda = self._device.type == "cuda"
         measured = torch.cuda.max_memory_allocated(self._device) if cuda else self._peak
-        return MemoryUse(**self._at_peak, measured=measured, device=str(self._device))
+        return MemoryUse(**sizes, measured=measured, device=str(self._device))
 
-    def _add(self, value: object, kind: str, passing: bool = False) -> None:
-        for tensor in _plain(value):
-            if tensor.device.type != self._device.type:
-                continue
-            storage = tensor.untyped_storage()
+    def _count(self, values: Iterable[object], kind: str) -> None:
+        """Count the memory of tensors that are not yet counted."""
+        for storage in _storages(values):
             key, size = storage._cdata, storage.nbytes()
-            if key in self._kinds or not size:
-                continue
-            self._born += 1
-            self._kinds[key] = kind, size, self._born
-            # Not a bound method of this object's, which would live until all tensors are freed.
-            ended = weakref.finalize(storage, partial(_freed, weakref.ref(self), key))
-            ended.atexit = False
-            if passing:
-                self._passing[key] = weakref.ref(storage)
-            self._grow(kind, size)
-
-    def _grow(self, kind: str, size: int) -> None:
-        self._sizes[kind] += size
-        self._current += size
-        if self._current > self._peak:
-            self._peak, self._at_peak = self._current, dict(self._sizes)
-            self._peak_born = self._born
+            if key not in self._held and size and storage.device.type == self._device.type:
+                freed = functools.partial(self._freed, key)
+                self._held[key] = _Memory(kind, size, weakref.ref(storage, freed))
+                self._total += size
+                if kind == "other":
+                    self._older.add(key)
 
     def _look_again(self) -> None:
-        """Where memory was given or taken without an operation."""
-        for key, reference in list(self._passing.items()):
-            storage = reference()
-            kind, size, born = self._kinds.get(key, ("step", 0, 0))
-            if storage is not None and storage.nbytes() != size:
-                self._kinds[key] = kind, storage.nbytes(), born
-                self._grow(kind, storage.nbytes() - size)
+        """Read the sizes of older memory: FSDP resizes its buffers without an operation."""
+        for key in list(self._older):
+            memory = self._held[key]
+            storage = memory.storage()
+            if storage is not None and storage.nbytes() != memory.size:
+                self._held[key] = _Memory(memory.kind, storage.nbytes(), memory.storage)
+                self._total += storage.nbytes() - memory.size
 
-    def _has_gradient(self, parameter: Tensor) -> None:
-        self._add(parameter.grad, "gradients")
-        self._belongs(parameter.grad, ("activations", "other"), "gradients")
-
-    def _belongs(self, value: object, before: tuple[str, ...], now: str) -> None:
-        """Count something as of another kind, also at the peak if it was there by then."""
-        for tensor in _plain(value):
-            key = tensor.untyped_storage()._cdata
-            kind, size, born = self._kinds.get(key, (now, 0, 0))
-            if kind in before:
-                self._kinds[key] = now, size, born
-                self._sizes[kind] -= size
-                self._sizes[now] += size
-                if born <= self._peak_born:  # and has been there since
-                    self._at_peak[kind] -= size
-                    self._at_peak[now] += size
-
-    def _remove(self, key: int) -> None:
-        self._passing.pop(key, None)
-        kind, size, _ = self._kinds.pop(key)
-        self._sizes[kind] -= size
-        self._current -= size
+    def _freed(self, key: int, _: object) -> None:
+        self._older.discard(key)
+        self._total -= self._held.pop(key).size
 
 
-def _freed(watch: weakref.ref[MemoryWatch], key: int) -> None:
-    alive = watch()
-    if alive is not None:
-        alive._remove(key)
-
-
-def _plain(value: object) -> Iterator[Tensor]:
-    """The tensors of which a tensor consists: its shard, or its parts, and mostly itself."""
-    if not isinstance(value, Tensor):
-        return
-    tensor: Tensor = value.to_local() if hasattr(value, "to_local") else value
-    if is_quantized(tensor):
-        for each in parts_of("", tensor).values():
-            yield from _plain(each)
-    elif tensor.layout == torch.strided and not tensor.is_meta:
-        yield tensor
+def _storages(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:
+    """Yield the storages of tensors; those of its parts for a DTensor or another tensor made of tensors."""
+    for value in values:
+        if hasattr(value, "__tensor_flatten__"):
+            yield from _storages([getattr(value, name) for name in value.__tensor_flatten__()[0]])
+        elif isinstance(value, Tensor) and value.layout == torch.strided:
+            yield value.untyped_storage()
