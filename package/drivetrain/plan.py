@@ -6,7 +6,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch.nn.parameter import is_lazy
+
 from drivetrain.assembly import check_task, every, fit_data, planned_totals
+from drivetrain.callbacks.summary import sized
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.data import evaluation_sources
 from drivetrain.data.reading import check_settings_used
@@ -18,7 +21,7 @@ from drivetrain.plan_conflicts import (
     validation_conflicts,
 )
 from drivetrain.plan_counts import Epoch, Firings, and_at_the_end, firings
-from drivetrain.plan_optimizers import Built, Rate, is_lazy
+from drivetrain.plan_optimizers import Built, Rate
 from drivetrain.run import Totals
 from drivetrain.streams import preserved
 
@@ -36,14 +39,12 @@ class Plan:
         updates_per_epoch: Updates in an epoch.
         unknown: Why a length is not known or not certain, or "".
         micro_batches_per_update: Micro-batches in a full window.
-        samples_per_update: Samples in an epoch's largest window, of all processes: the effective batch.
+        samples_per_update: Samples in a full window, of all processes: the effective batch.
         last_window: Micro-batches and samples in an epoch's last window.
-        micro_batch: Samples of a batch that are run at once: a number, "auto", or None for all.
         rates: By the names that a run logs them under: "lr", "lr/<optimizer>", "lr/<group>".
         validation: When it validates.
         logging: When it logs.
         saving: When it saves; the end of the run counts.
-        dtypes: Of "parameters", "compute", "gradients" and "optimizer".
         device: Where the model runs.
         strategy: The strategy's name, with the stage under "deepspeed".
         processes: How many processes train together.
@@ -61,12 +62,10 @@ class Plan:
     micro_batches_per_update: int
     samples_per_update: int | None
     last_window: tuple[int | None, int | None]
-    micro_batch: int | str | None
     rates: dict[str, Rate]
     validation: Firings
     logging: Firings
     saving: Firings
-    dtypes: dict[str, str]
     device: str
     strategy: str
     processes: int
@@ -91,13 +90,11 @@ class Plan:
             ("effective batch", f"{_number(self.samples_per_update)} samples per update"),
             ("", f"in {self.micro_batches_per_update} batch(es) of the data per update"),
             ("last window", f"{_number(last)} batch(es), {_number(rest)} samples"),
-            ("at once", _at_once(self.micro_batch)),
             *((name, _rate_text(rate)) for name, rate in self.rates.items()),
             ("validates every", str(self.validation)),
             ("logs every", str(self.logging)),
             ("saves every", str(self.saving)),
             ("device", f"{self.device}, strategy {self.strategy}{several}"),
-            ("dtypes", ", ".join(f"{what} {dtype}" for what, dtype in self.dtypes.items())),
             ("parameters", f"{self.parameters:,}, trainable {self.trainable:,}"),
             *((f"memory: {what}", _memory_text(size)) for what, size in self.memory.items()),
             ("memory: in all", _memory_text(sum(sizes) if complete else None)),
@@ -111,31 +108,17 @@ def _number(value: int | None) -> str:
     return "unknown" if value is None else f"{value:,}"
 
 
-def _at_once(micro_batch: int | str | None) -> str:
-    if micro_batch is None:
-        return ""
-    size = (
-        f"at most {micro_batch} samples"
-        if isinstance(micro_batch, int)
-        else "as many samples as fit into memory"
-    )
-    return f"{size}: larger batches are run in parts"
-
-
 def _rate_text(rate: Rate) -> str:
     end = "unknown" if rate.end is None else f"{rate.end:.4g}"
-    peak = f"{rate.peak:.4g} at its peak (update {rate.peak_update:,})"
-    return f"{rate.start:.4g} at the start, {peak}, {end} at the end"
+    peak = "unknown" if rate.peak is None else f"{rate.peak:.4g}"
+    update = "" if rate.peak_update is None else f" (update {rate.peak_update:,})"
+    return f"{rate.start:.4g} at the start, {peak} at its peak{update}, {end} at the end"
 
 
 def _memory_text(size: int | None) -> str:
     if size is None:
         return "unknown"
-    amount, units = float(size), iter(("kB", "MB", "GB", "TB"))
-    unit = "bytes"
-    while amount >= 1000 and unit != "TB":
-        amount, unit = amount / 1000, next(units)
-    return f"{size:,} bytes" + ("" if unit == "bytes" else f" ({amount:.1f} {unit})")
+    return f"{size:,} bytes" + (f" ({sized(size)})" if size >= 1000 else "")
 
 
 def make_plan(trainer: Trainer, task: Any, train_data: Any, validation_data: Any = None) -> Plan:
@@ -172,14 +155,12 @@ def make_plan(trainer: Trainer, task: Any, train_data: Any, validation_data: Any
             updates_per_epoch=totals.updates_per_epoch,
             unknown=_why_unknown(epoch, totals),
             micro_batches_per_update=trainer.gradient_accumulation_steps,
-            samples_per_update=epoch.largest_window,
+            samples_per_update=epoch.window(0),
             last_window=epoch.last_window,
-            micro_batch=trainer.micro_batch,
             rates=built.rates(totals.updates),
             validation=validation,
             logging=firings(every(trainer.log_every), epoch, totals),
             saving=and_at_the_end(resume_points, totals.updates) if policy else resume_points,
-            dtypes=built.dtypes(),
             device=str(strategy.device),
             strategy=strategy.title,
             processes=strategy.world_size,
@@ -193,7 +174,7 @@ def make_plan(trainer: Trainer, task: Any, train_data: Any, validation_data: Any
             *schedule_conflicts(built, totals),
             *interval_conflicts(trainer, plan, resume_points),
             *validation_conflicts(trainer, built, validates and validation.times != 0),
-            *module_conflicts(task, epoch, built, trainer.micro_batch),
+            *module_conflicts(task, epoch, built),
         )
     return dataclasses.replace(plan, warnings=conflicts)
 

@@ -68,9 +68,8 @@ def schedule_conflicts(built: Built, totals: Totals) -> Iterator[str]:
 
 
 def interval_conflicts(trainer: Trainer, plan: Plan, resume_points: Firings) -> Iterator[str]:
-    asked = isinstance(
-        trainer.checkpoint, CheckpointConfig
-    )  # the default policy also saves at the end; nobody chose its interval
+    # The default policy also saves at the end; nobody chose its interval.
+    asked = isinstance(trainer.checkpoint, CheckpointConfig)
     for name, points, instead in (
         ("validate_every", plan.validation, "the only validation is the one at the end"),
         ("log_every", plan.logging, "training is logged once, at the end"),
@@ -95,26 +94,22 @@ def validation_conflicts(trainer: Trainer, built: Built, validates: bool) -> Ite
     if trainer.validate_every is not None and every(trainer.validate_every) != Every(default):
         yield f"validate_every={trainer.validate_every} was asked for, but there is no validation. {fix}"
     policy = trainer.checkpoint
-    if isinstance(policy, CheckpointConfig) and policy.keepers and _is_of_validation(policy.by):
-        yield (
-            f"no checkpoint is kept as best by {policy.by!r}, for there is no validation. {fix}, or set "
-            "CheckpointConfig(best=0)"
-        )
-    for callback in trainer.callbacks:
-        if isinstance(callback, EarlyStopping) and _is_of_validation(callback.metric):
-            yield f"early stopping on {callback.metric!r} never acts, for there is no validation. {fix}"
-    for updater in built.updaters.values():
-        if isinstance(updater.schedule, PlateauSchedule):
-            yield f"the schedule 'reduce_on_plateau' never acts, for there is no validation. {fix}"
+    watched = [
+        *(("early stopping", each.metric) for each in trainer.callbacks if isinstance(each, EarlyStopping)),
+        *(
+            [("CheckpointConfig", policy.by)]
+            if isinstance(policy, CheckpointConfig) and policy.keepers
+            else []
+        ),
+    ]
+    for who, name in watched:
+        if name is not None and name.startswith("validation/"):
+            yield f"{who} decides by {name!r}, which never comes, for there is no validation. {fix}"
+    if any(isinstance(each.schedule, PlateauSchedule) for each in built.updaters.values()):
+        yield f"the schedule 'reduce_on_plateau' never acts, for there is no validation. {fix}"
 
 
-def _is_of_validation(name: str | None) -> bool:
-    return name is not None and name.startswith("validation/")
-
-
-def module_conflicts(
-    task: TaskModule, epoch: Epoch, built: Built, micro_batch: int | str | None
-) -> Iterator[str]:
+def module_conflicts(task: TaskModule, epoch: Epoch, built: Built) -> Iterator[str]:
     evaluating = [name or "the task" for name, module in task.named_modules() if not module.training]
     if evaluating:
         yield (
@@ -128,11 +123,6 @@ def module_conflicts(
         yield (
             f"batch norm ({_some(norms)}) meets a micro-batch of one sample, which has no variance. Use "
             "larger micro-batches, drop_last=True, or group norm"
-        )
-    elif norms and isinstance(micro_batch, int) and epoch.has_single_part(micro_batch):
-        yield (
-            f"batch norm ({_some(norms)}) meets a part of one sample, which has no variance: micro_batch="
-            f"{micro_batch} makes it. Use micro_batch=3 or more, or group norm"
         )
     trained = {id(each) for updater in built.updaters.values() for each in updater.parameters}
     left = [

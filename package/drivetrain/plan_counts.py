@@ -6,7 +6,6 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,49 +76,26 @@ class Epoch:
         self.updates = self.feed.updates_per_epoch
         self.exact = source.exact and not source.apart  # the other processes' parts are not known here
         data = data.data if isinstance(data, AlreadySplit) else data
-        self._ready = isinstance(data, (list, tuple))
         self._samples_in = _sample_counter(data, trainer.batch_size) if self.exact else None
-
-    def samples_after(self, batches: int) -> int | None:
-        """Return the samples of all processes in an epoch's first micro-batches; None when unknown."""
-        return None if self._samples_in is None else self._samples_in(batches * self._processes)
 
     def windows_samples(self, windows: int) -> int | None:
         """Return the samples of all processes in an epoch's first windows; None when unknown."""
-        if self.batches is None:
+        if self.batches is None or self._samples_in is None:
             return None
-        return self.samples_after(min(windows * self._accumulation, self.batches))
+        return self._samples_in(min(windows * self._accumulation, self.batches) * self._processes)
 
     def window(self, number: int) -> int | None:
         """Return the samples in window `number`, which counts from 0."""
         before, after = self.windows_samples(number), self.windows_samples(number + 1)
-        return None if before is None or after is None else after - before
+        return None if before is None or not after else after - before
 
     @property
     def has_single_sample(self) -> bool:
-        """Whether a micro-batch is known to have one sample only."""
-        return any(each < 2 * self._processes for each in self._sizes())
-
-    def has_single_part(self, micro_batch: int) -> bool:
-        """Whether a part of at most `micro_batch` samples of a process's batch is known to have one only."""
-        # Parts are even: with 3 or more samples at once none is left alone.
-        least = (each // self._processes for each in self._sizes())
-        return any(each > 1 and (micro_batch == 1 or (micro_batch == 2 and each % 2)) for each in least)
-
-    def _sizes(self) -> list[int]:
-        """Return the samples of all processes in those micro-batches that may differ in size."""
+        """Whether the last micro-batch is known to have one sample in one process."""
         if self._samples_in is None or not self.batches:
-            return []
-        numbers = range(self.batches) if self._ready else (0, self.batches - 1)
-        ends = [(self.samples_after(each), self.samples_after(each + 1)) for each in numbers]
-        return [(end or 0) - (start or 0) for start, end in ends]
-
-    @property
-    def largest_window(self) -> int | None:
-        """Samples in the largest window; only ready batches can differ before the last."""
-        if self._samples_in is None or not self.updates:
-            return None
-        return max(self.window(each) or 0 for each in range(self.updates if self._ready else 1))
+            return False
+        end = self.batches * self._processes
+        return self._samples_in(end) - self._samples_in(end - self._processes) < 2 * self._processes
 
     @property
     def last_window(self) -> tuple[int | None, int | None]:
@@ -132,10 +108,11 @@ class Epoch:
 def _sample_counter(data: Any, given: int | None) -> Callable[[int], int] | None:
     """Return the function from a number of batches to the samples in the first so many of them."""
     if isinstance(data, (list, tuple)):
-        sizes = [batch_size(each) for each in data]
-        sums = list(accumulate((each for each in sizes if each is not None), initial=0))
-        return (lambda batches: sums[min(batches, len(sizes))]) if None not in sizes else None
-    if isinstance(data, DataLoader):
+        sizes = [batch_size(each) or 0 for each in data]
+        size, samples = sizes[0], sum(sizes)
+        if set(sizes[:-1]) - {size} or not 0 < sizes[-1] <= size:
+            return None
+    elif isinstance(data, DataLoader):
         if type(data.batch_sampler) is not BatchSampler or data.batch_size is None:
             return None  # the dataset or a sampler of the user's makes the batches
         size = data.batch_size
@@ -172,8 +149,8 @@ def _passed(interval: Every, epoch: Epoch, per_epoch: int | None) -> Callable[[i
     if per_epoch is None or epoch.updates is None:
         return None
     if interval.unit == "samples":
-        largest, total = epoch.largest_window, epoch.windows_samples(per_epoch)
-        if largest is None or total is None or interval.amount < largest:
+        window, total = epoch.window(0), epoch.windows_samples(per_epoch)
+        if window is None or total is None or interval.amount < window:
             return None  # an update that passes two multiples is due once
         return lambda updates: int(
             (updates // per_epoch * total + (epoch.windows_samples(updates % per_epoch) or 0))

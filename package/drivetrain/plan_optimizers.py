@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.memory import as_memory
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
     from drivetrain.trainer import Trainer
 
 _SAMPLED = 100  # updates at which a schedule of the user's is evaluated, to find its peak
-_STEPPED = 10_000  # updates that a torch scheduler is stepped through at most
+_HORIZON = 10_000  # updates in which the peak is looked for when the run's length is not known
 
 
 @dataclass(frozen=True)
@@ -35,14 +33,14 @@ class Rate:
 
     Attributes:
         start: At update 0.
-        peak: The highest.
+        peak: The highest; None with a scheduler of torch's, which knows its rates one after the other only.
         peak_update: The first update at the peak.
         end: At the last update.
     """
 
     start: float
-    peak: float
-    peak_update: int
+    peak: float | None
+    peak_update: int | None
     end: float | None
 
 
@@ -137,10 +135,11 @@ class Built:
 
     def rates(self, updates: int | None) -> dict[str, Rate]:
         """The learning rates over the run, by name."""
-        found: dict[str, Rate] = {}
-        for name, updater in self.updaters.items():
-            found.update(_rates(updater, self.specs[name], updates))
-        return found
+        return {
+            key: rate
+            for name, updater in self.updaters.items()
+            for key, rate in _rates(updater, self.specs[name], updates).items()
+        }
 
     def _dtype(self, parameter: Tensor) -> torch.dtype:
         wanted = self.precision.param_dtype
@@ -164,24 +163,6 @@ class Built:
             sizes["optimizer"] = copies + sum(each.numel() * each.itemsize for each in self.state)
         return sizes
 
-    def dtypes(self) -> dict[str, str]:
-        """The dtypes of what a run holds and computes in."""
-        parameters = list(self.module.parameters())
-        stored = _dtype_names(self._dtype(each) for each in parameters)
-        compute = self.precision.compute_dtype
-        # Counters are left out: they are numbers in the shape of a tensor.
-        state = None if self.state is None else _dtype_names(each.dtype for each in self.state if each.ndim)
-        return {
-            "parameters": stored,
-            "compute": stored if compute is None else _dtype_names([compute]),
-            "gradients": _dtype_names(self._dtype(each) for each in parameters if each.requires_grad),
-            "optimizer": "unknown" if state is None else state,
-        }
-
-
-def is_lazy(parameter: object) -> bool:
-    return isinstance(parameter, UninitializedParameter)
-
 
 def _unfused(spec: OptimizerSpec) -> OptimizerSpec:
     """The same without insisting on fused kernels, which need a real device and have the same state."""
@@ -198,42 +179,25 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [each for value in values for each in _tensors(value)]
 
 
-def _dtype_names(dtypes: Iterable[torch.dtype]) -> str:
-    return " and ".join(dict.fromkeys(str(each).removeprefix("torch.") for each in dtypes)) or "none"
-
-
 def _rates(updater: Updater, spec: OptimizerSpec, updates: int | None) -> dict[str, Rate]:
     """Return one optimizer's rates at the start, at the peak and at the end of the run."""
-    names: list[str] = []
-    history: list[tuple[int, list[float]]] = []
-    for update in _sampled_updates(updater, spec, updates):
-        updater.set_rate(update)
-        if not names:
-            names = list(updater.rates())
-        history.append((update, [float(group["lr"]) for group in updater.optimizer.param_groups]))
-        if updater.scheduler is not None:
-            with (
-                warnings.catch_warnings()
-            ):  # it asks for a step of the optimizer first, which may not have been possible
-                warnings.simplefilter("ignore", UserWarning)
-                updater.scheduler.step()
-    ended = history[-1][0] + 1 == updates and not isinstance(updater.schedule, PlateauSchedule)
-    found: dict[str, Rate] = {}
-    for index, name in enumerate(names):
-        values = [rates[index] for _, rates in history]
-        peak = max(range(len(values)), key=values.__getitem__)
-        found[name] = Rate(values[0], values[peak], history[peak][0], values[-1] if ended else None)
-    return found
-
-
-def _sampled_updates(updater: Updater, spec: OptimizerSpec, updates: int | None) -> Sequence[int]:
-    horizon = _STEPPED if updates is None else max(1, updates)
+    updater.set_rate(0)
+    starts = updater.rates()
     if updater.scheduler is not None:
-        return range(min(horizon, _STEPPED))  # a torch scheduler knows its rates in order only
-    # The built-in schedules are at their peak just after the warm-up.
-    warmup = _warmup(spec, updates)
-    points = {*range(0, horizon, -(-horizon // _SAMPLED)), horizon - 1, warmup - 1, warmup, warmup + 1}
-    return sorted(each for each in points if 0 <= each < horizon)
+        return {name: Rate(start, None, None, None) for name, start in starts.items()}
+    horizon = max(1, updates or _HORIZON)
+    # The schedules that have names are at their peak just after the warm-up.
+    points = {*range(0, horizon, -(-horizon // _SAMPLED)), _warmup(spec, updates), horizon - 1}
+    history: dict[int, list[float]] = {}
+    for update in sorted(each for each in points if each < horizon):
+        updater.set_rate(update)
+        history[update] = [float(group["lr"]) for group in updater.optimizer.param_groups]
+    ended = updates is not None and not isinstance(updater.schedule, PlateauSchedule)
+    found: dict[str, Rate] = {}
+    for index, (name, start) in enumerate(starts.items()):
+        peak = max(history, key=lambda update: history[update][index])
+        found[name] = Rate(start, history[peak][index], peak, history[horizon - 1][index] if ended else None)
+    return found
 
 
 def _warmup(spec: OptimizerSpec, updates: int | None) -> int:

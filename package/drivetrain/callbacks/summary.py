@@ -180,11 +180,12 @@ def _totals(total: _Count, task: nn.Module) -> str:
         for buffer in task.buffers()
         if not isinstance(buffer, nn.UninitializedBuffer)
     ]
-    memory = _memory(total.bytes) + (f" and {_memory(sum(sizes))} of buffers" if sizes else "")
+    memory = sized(total.bytes) + (f" and {sized(sum(sizes))} of buffers" if sizes else "")
     return f"{total.elements:,} parameters, {total.trainable:,} trainable, {memory}{lazy}"
 
 
-def _memory(size: float) -> str:
+def sized(size: float) -> str:
+    """Return a number of bytes with its unit: "1.2 GB"."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
