@@ -75,8 +75,53 @@ def test_the_line_of_the_warning_makes_accumulation_equal_to_the_large_batch() -
         assert not torch.allclose(trained(Tagger(), data), whole, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize(("kind", "ignored"), [(Tagger, 0), (Weighted, 2)])
-def test_nothing_is_warned_of_without_such_labels_or_with_a_weight(kind: Any, ignored: int) -> None:
+class Miscounted(Tagger):
+    """Counts the padding too."""
+
+    def loss_weight(self, batch: Any) -> Any:
+        return batch["labels"].numel()
+
+
+class Shifted(Weighted):
+    """Counts the first labels too, which its loss leaves out."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return F.nll_loss(outputs[:, :-1].flatten(0, 1).log_softmax(-1), batch["labels"][:, 1:].flatten())
+
+
+@pytest.mark.parametrize(("kind", "given", "counted"), [(Miscounted, 12, 10), (Shifted, 10, 9)])
+def test_a_weight_that_is_not_the_number_of_counted_labels_is_warned_of_once(
+    kind: Any, given: int, counted: int
+) -> None:
+    with pytest.warns(UserWarning, match=f"gives {given} for .* mean over {counted} labels") as seen:
+        quiet(max_epochs=2).fit(kind(), batches(2))
+    assert len(seen) == 1
+
+
+class OfClasses(Miscounted):
+    """A mean over the weights of classes, which no weight of ours can be compared with."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten(), weight=torch.ones(5))
+
+
+class Summed(Miscounted):
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        summed = F.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+        return summed / batch["labels"].numel()
+
+
+class BySequence(Tagger):
+    """As good as labels where all sequences have one length."""
+
+    def loss_weight(self, batch: Any) -> Any:
+        return len(batch["labels"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "ignored"), [(Tagger, 0), (Weighted, 2), (BySequence, 0), (OfClasses, 2), (Summed, 2)]
+)
+def test_nothing_is_warned_of_without_such_labels_or_with_a_right_weight(kind: Any, ignored: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         quiet(max_epochs=1).fit(kind(), batches(ignored))

@@ -20,7 +20,7 @@ from drivetrain.progress import Progress
 from drivetrain.run import Evaluation, Run, Totals
 from drivetrain.step_output import StepValues
 from drivetrain.streams import shielded
-from drivetrain.token_weight import warn_of_ignored_labels
+from drivetrain.token_weight import first_step
 from drivetrain.window import StepResult
 
 Feeds = Sequence[tuple[str | None, Feed]]
@@ -61,11 +61,12 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
                 break
             run.window = window
             run.milestones += 1
-            if run.step is None:  # the first update of this program
-                warn_of_ignored_labels(run.task, window.micro_batches)
             for hook in hooks.on_step_start:
                 hook(run)
-            run.step = train_step(window.micro_batches)
+            if run.step is None:  # the first update of this program
+                run.step = first_step(run.engine, train_step, window.micro_batches)
+            else:
+                run.step = train_step(window.micro_batches)
             timing["compute"] += perf_counter() - fetched
             if leaves_out_bad:
                 progress.bad_batches += run.engine.bad_batches(window.micro_batches)
