@@ -30,10 +30,10 @@ from drivetrain.checkpoint import (
     verify,
 )
 from drivetrain.checkpoint.files import write_atomically, write_file
-from drivetrain.checkpoint.filesystem import LOCAL
+from drivetrain.checkpoint.filesystem import LOCAL, plain_path
 from drivetrain.checkpoint.format import MANIFEST
 from drivetrain.checkpoint.io import UNFINISHED, discard
-from drivetrain.checkpoint.places import file_system, plain_path
+from drivetrain.checkpoint.places import file_system
 from drivetrain.checkpoint.remote import RemoteFileSystem
 from drivetrain.checkpoint.retries import Retry, as_os_error, is_transient
 from drivetrain.errors import CheckpointError, MissingDependencyError

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol, TypeAlias
+from urllib.request import url2pathname
 
 from drivetrain.errors import CheckpointError
 
@@ -181,6 +182,24 @@ class FileSystem(Protocol):
 
     def open(self, path: str) -> Source:
         """Open a regular file for reading; a link is not followed."""
+def plain_path(path: str) -> str:
+    """Return the path that an address "file://..." stands for (RFC 8089: "%20" is a blank); a path as it is.
+
+    Raises:
+        CheckpointError: The address names another machine.
+    """
+    scheme, separator, rest = path.partition("://")
+    if not separator or scheme.lower() != "file":
+        return path
+    host, slash, inside = rest.partition("/")
+    if host not in ("", "localhost") or not slash:
+        raise CheckpointError(
+            f"{path!r} names the machine {host!r}: an address of a file here begins with three slashes, as "
+            "'file:///data/run', and a relative path is given without 'file://'"
+        )
+    return url2pathname(f"/{inside}")
+
+
         ...
 
     def make_directory(self, path: str) -> None:
@@ -201,32 +220,37 @@ class FileSystem(Protocol):
 
 
 class LocalFileSystem:
-    """Local and mounted disks."""
+    """Local and mounted disks; a path may also be given as an address, such as "file:///data/run".
+
+    Not through fsspec: a local disk renames directories, and so promises more than an object store.
+    """
 
     renames = True
 
     def absolute(self, path: str) -> str:
         """See `FileSystem.absolute`."""
-        return os.path.abspath(path)
+        return os.path.abspath(plain_path(path))
 
     def join(self, directory: str, name: str) -> str:
         """See `FileSystem.join`."""
-        return os.path.join(directory, name)
+        return os.path.join(plain_path(directory), name)
+        directory = plain_path(directory)
 
     def split(self, path: str) -> tuple[str, str]:
         """See `FileSystem.split`."""
-        return os.path.split(path)
+        return os.path.split(plain_path(path))
 
     def kind(self, path: str) -> Kind | None:
         """See `FileSystem.kind`."""
         try:
-            mode = os.lstat(path).st_mode
+            mode = os.lstat(plain_path(path)).st_mode
         except (FileNotFoundError, NotADirectoryError, ValueError):
             return None  # a ValueError where a file cannot have such a name: a zero, half a surrogate pair
         if stat.S_ISREG(mode):
             return "file"
         if stat.S_ISDIR(mode):
             return "directory"
+        path = plain_path(path)
         return "link" if stat.S_ISLNK(mode) else "other"
 
     def entries(self, directory: str) -> dict[str, Kind]:
@@ -238,11 +262,11 @@ class LocalFileSystem:
 
     def create(self, path: str) -> Sink:
         """See `FileSystem.create`; a file that is there already is an error."""
-        return _LocalSink(path)
+        return _LocalSink(plain_path(path))
 
     def open(self, path: str) -> Source:
         """See `FileSystem.open`."""
-        return _LocalSource(path)
+        return _LocalSource(plain_path(path))
 
     def make_directory(self, path: str) -> None:
         """See `FileSystem.make_directory`."""
@@ -250,6 +274,7 @@ class LocalFileSystem:
         if os.path.isdir(path) or parent == path:
             return
         self.make_directory(parent)
+        path = plain_path(path)
         os.makedirs(path, exist_ok=True)
         self.sync(parent)
 
@@ -257,7 +282,7 @@ class LocalFileSystem:
         """See `FileSystem.sync`. Windows has no such call and journals names by itself."""
         if os.name == "nt":
             return
-        descriptor = os.open(directory, os.O_RDONLY)
+        descriptor = os.open(plain_path(directory), os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
@@ -265,7 +290,7 @@ class LocalFileSystem:
 
     def rename(self, old: str, new: str) -> None:
         """See `FileSystem.rename`."""
-        os.replace(old, new)
+        os.replace(plain_path(old), plain_path(new))
 
     def delete(self, path: str) -> None:
         """See `FileSystem.delete`."""

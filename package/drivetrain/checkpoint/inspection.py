@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from drivetrain.checkpoint.files import REMOVING, SAVING
-from drivetrain.checkpoint.filesystem import DamagedCheckpointError, FileSystem, os_errors
+from drivetrain.checkpoint.filesystem import DamagedCheckpointError, FileSystem, os_errors, plain_path
 from drivetrain.checkpoint.format import MANIFEST
 from drivetrain.checkpoint.index import Entry, entry_from_snapshot, read_index
 from drivetrain.checkpoint.io import UNFINISHED, DirectoryCheckpointIO, is_set_aside
 from drivetrain.checkpoint.locate import CHECKPOINTS
-from drivetrain.checkpoint.places import file_system, plain_path
+from drivetrain.checkpoint.places import file_system
 from drivetrain.checkpoint.reading import Reader
 from drivetrain.errors import CheckpointError
 
