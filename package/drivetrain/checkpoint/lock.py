@@ -9,7 +9,6 @@ save.
 from __future__ import annotations
 
 import atexit
-import errno
 import json
 import os
 import secrets
@@ -23,8 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 
 from drivetrain.checkpoint.files import SAVING, delete_if_there, write_atomically, write_file
-from drivetrain.checkpoint.filesystem import FileSystem, os_errors
-from drivetrain.checkpoint.places import plain_path
+from drivetrain.checkpoint.filesystem import FileSystem, os_errors, plain_path
 from drivetrain.distributed.process_start import process_started
 from drivetrain.distributed.silence import activity, machine
 from drivetrain.errors import CheckpointError, ConfigError, DrivetrainError
@@ -42,9 +40,6 @@ _LARGEST = 1 << 16
 
 _TRIES = 100
 """How often a job tries again whose lock was snatched by one that started at the same moment."""
-
-_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
-"""What a disk without hard links, such as a FAT one, says of them."""
 
 _JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 """Where batch systems say which job a process belongs to."""
@@ -79,12 +74,8 @@ class Owner:
 
     @property
     def is_this_process(self) -> bool:
-        """Whether the owner is a fit of this process."""
-        return (
-            self.is_on_this_machine
-            and self.pid == os.getpid()
-            and self.started == process_started(os.getpid())
-        )
+        """Whether a fit of this process holds the lock."""
+        return self.pid == os.getpid() and self.token in _held
 
     @property
     def is_on_this_machine(self) -> bool:
@@ -93,11 +84,11 @@ class Owner:
 
     def is_alive(self, now: float) -> bool:
         """Whether the owner may still write to the directory."""
-        if self.is_this_process:
-            return self.token in _held
         if not self.is_on_this_machine:
             return now - self.renewed < EXPIRES
-        # Of a process that the system will not tell about, only that it is alive can be assumed.
+        if self.pid == os.getpid():
+            return self.is_this_process
+        # A process that the system gives no start of is taken for the owner as long as it is there.
         return not _is_gone(self.pid) and process_started(self.pid) in (None, self.started)
 
 
@@ -119,7 +110,7 @@ class DirectoryLock:
         self._clock = clock
         self._token = secrets.token_hex(8)
         self._pid = os.getpid()
-        self._made: list[str] = []
+        self._is_new = False
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
         self._turn = threading.Lock()
@@ -137,7 +128,7 @@ class DirectoryLock:
             CheckpointError: The lock cannot be read.
         """
         with os_errors("read", self.path):
-            found = self._read()
+            found = self._read(self.path)
         if found is not None and not found.is_this_process and found.is_alive(self._clock()):
             raise ConfigError(self._refusal(found))
 
@@ -178,13 +169,13 @@ class DirectoryLock:
         with self._turn:
             if self.is_held:
                 with suppress(OSError, DrivetrainError):  # the next job takes it from a dead owner
-                    found = self._read()
+                    found = self._read(self.path)
                     if found is not None and found.token == self._token:
                         self._files.delete(self.path)
                 _held.discard(self._token)
-            for each in reversed(self._made):  # of a fit that has saved nothing
-                with suppress(OSError):
-                    os.rmdir(each)
+            if self._is_new:
+                with suppress(OSError):  # it is not empty: something was saved
+                    os.rmdir(plain_path(self.directory))
         if self._thread is not None and self._thread.is_alive():
             self._thread.join(5)
         atexit.unregister(self.release)
@@ -197,7 +188,7 @@ class DirectoryLock:
 
     def _renew(self) -> bool:
         """Renew the lock if the file is this object's own and is due; returns whether it is."""
-        found = self._read()
+        found = self._read(self.path)
         if found is None or found.token != self._token:
             return False
         now = self._clock()
@@ -207,9 +198,11 @@ class DirectoryLock:
 
     def _take(self) -> None:
         with os_errors("lock", self.path):
-            self._make_directory()
+            if self._files.renames and self._files.kind(self.directory) is None:
+                self._is_new = True
+            self._files.make_directory(self.directory)
             for _ in range(_TRIES):
-                found = self._read()
+                found = self._read(self.path)
                 if found is not None and found.token != self._token and found.is_alive(self._clock()):
                     _held.discard(self._token)
                     raise ConfigError(self._refusal(found))
@@ -218,16 +211,8 @@ class DirectoryLock:
                     return
         raise ConfigError(f"{self.path!r} cannot be taken: other jobs replace it all the time")
 
-    def _make_directory(self) -> None:
-        if self._files.renames:
-            path = os.path.abspath(plain_path(self.directory))
-            while not os.path.lexists(path):
-                self._made.insert(0, path)
-                path = os.path.dirname(path)
-        self._files.make_directory(self.directory)
-
     def _replace(self, stale: Owner | None) -> bool:
-        """Put this process's lock in the place of none, or of a dead owner's; returns whether it is there."""
+        """Put this job's lock in the place of none, or of a dead owner's; returns whether it is there."""
         now = self._clock()
         own = Owner(
             socket.gethostname(),
@@ -239,54 +224,47 @@ class DirectoryLock:
             now,
             now,
         )
-        if self._files.renames:
-            placed = self._link(own, stale)
-        else:
+        if not self._files.renames:
             write_file(self.path, [_dump(own)], self._files)
-            placed = True
-        if not placed:
+        elif not self._link(own, stale):
             return False
-        found = self._read()
+        found = self._read(self.path)
         return found is not None and found.token == self._token
 
     def _link(self, own: Owner, stale: Owner | None) -> bool:
         """Create the lock file whole and in one step, on a disk."""
         # With a name that the next job deletes if this one is killed here.
-        path, unique = plain_path(self.path), f"{SAVING}{LOCK}-{secrets.token_hex(4)}"
-        temporary = self._files.join(plain_path(self.directory), unique)
+        temporary = self._files.join(self.directory, f"{SAVING}{LOCK}-{secrets.token_hex(4)}")
         try:
             if stale is not None:
                 try:
-                    os.rename(path, temporary)
+                    self._files.rename(self.path, temporary)
                 except FileNotFoundError:
                     return False
                 if self._read(temporary) != stale:  # another job has just taken it over: it gets it back
-                    _put(temporary, path)
+                    _put(temporary, self.path)
                     return False
-                os.unlink(temporary)
+                self._files.delete(temporary)
             write_file(temporary, [_dump(own)], self._files)
-            placed = _put(temporary, path)
+            placed = _put(temporary, self.path)
         finally:
             delete_if_there(temporary, self._files)
         self._files.sync(self.directory)
         return placed
 
-    def _read(self, path: str | None = None) -> Owner | None:
+    def _read(self, path: str) -> Owner | None:
         """The owner that a lock file names; None if there is no such file."""
-        path = self.path if path is None else path
         try:
             source = self._files.open(path)
         except FileNotFoundError:
             return None
+        content = bytearray(min(source.size, _LARGEST))
         try:
-            content = memoryview(bytearray(min(source.size, _LARGEST)))
-            done = 0
-            while done < len(content) and (count := source.read_into(content[done:])):
-                done += count
+            count = source.read_into(memoryview(content))
         finally:
             source.close()
         try:
-            return Owner(**json.loads(bytes(content[:done])))
+            return Owner(**json.loads(content[:count]))
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"{path!r} is not a lock that drivetrain has written, so it cannot be told whether a job is"
@@ -317,13 +295,12 @@ class DirectoryLock:
 
 def _put(temporary: str, path: str) -> bool:
     """Give a file a second name unless something has it; returns whether it was free."""
+    temporary, path = plain_path(temporary), plain_path(path)
     try:
         os.link(temporary, path)
     except (FileExistsError, FileNotFoundError):  # the latter: whoever holds the lock tidied the directory
         return False
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
+    except OSError:  # a disk without hard links, such as a FAT one, or one that refuses the renaming too
         os.rename(temporary, path)
     return True
 
