@@ -20,7 +20,6 @@ from drivetrain.checkpoint.filesystem import (
     DamagedCheckpointError,
     FileSystem,
     Sink,
-    UnseenError,
     os_errors,
 )
 from drivetrain.checkpoint.strict_json import MAX_JSON_BYTES
@@ -133,7 +132,7 @@ class HashedReader:
         with os_errors("read", path):
             kind = files.kind(path)
             if kind is None:
-                raise UnseenError.of(path, f"{path!r} is missing")
+                raise DamagedCheckpointError(f"{path!r} is missing")
             if kind != "file":
                 what = "a symbolic link" if kind == "link" else "not a regular file"
                 raise DamagedCheckpointError(f"{path!r} is {what}; a checkpoint holds plain files only")

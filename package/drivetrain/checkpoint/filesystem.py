@@ -51,25 +51,6 @@ class DamagedCheckpointError(CheckpointError):
     """
 
 
-class UnseenError(DamagedCheckpointError):
-    """A part of a checkpoint is not there, or its medium cannot read it: as far as this process can see.
-
-    Another process, on another machine, may have it whole; see `drivetrain.checkpoint.recovery`.
-
-    Attributes:
-        path: The directory or file.
-    """
-
-    path: str = ""
-
-    @classmethod
-    def of(cls, path: str, text: str) -> UnseenError:
-        """The error about `path` that says `text`."""
-        error = cls(text)
-        error.path = path
-        return error
-
-
 class StorageError(CheckpointError):
     """The storage did not do what was asked of it: it is full, read-only, gone or does not answer.
 
@@ -182,24 +163,6 @@ class FileSystem(Protocol):
 
     def open(self, path: str) -> Source:
         """Open a regular file for reading; a link is not followed."""
-def plain_path(path: str) -> str:
-    """Return the path that an address "file://..." stands for (RFC 8089: "%20" is a blank); a path as it is.
-
-    Raises:
-        CheckpointError: The address names another machine.
-    """
-    scheme, separator, rest = path.partition("://")
-    if not separator or scheme.lower() != "file":
-        return path
-    host, slash, inside = rest.partition("/")
-    if host not in ("", "localhost") or not slash:
-        raise CheckpointError(
-            f"{path!r} names the machine {host!r}: an address of a file here begins with three slashes, as "
-            "'file:///data/run', and a relative path is given without 'file://'"
-        )
-    return url2pathname(f"/{inside}")
-
-
         ...
 
     def make_directory(self, path: str) -> None:
@@ -219,6 +182,24 @@ def plain_path(path: str) -> str:
         ...
 
 
+def plain_path(path: str) -> str:
+    """Return the path that an address "file://..." stands for (RFC 8089: "%20" is a blank); a path as it is.
+
+    Raises:
+        CheckpointError: The address names another machine.
+    """
+    scheme, separator, rest = path.partition("://")
+    if not separator or scheme.lower() != "file":
+        return path
+    host, slash, inside = rest.partition("/")
+    if host not in ("", "localhost") or not slash:
+        raise CheckpointError(
+            f"{path!r} names the machine {host!r}: an address of a file here begins with three slashes, as "
+            "'file:///data/run', and a relative path is given without 'file://'"
+        )
+    return url2pathname(f"/{inside}")
+
+
 class LocalFileSystem:
     """Local and mounted disks; a path may also be given as an address, such as "file:///data/run".
 
@@ -234,7 +215,6 @@ class LocalFileSystem:
     def join(self, directory: str, name: str) -> str:
         """See `FileSystem.join`."""
         return os.path.join(plain_path(directory), name)
-        directory = plain_path(directory)
 
     def split(self, path: str) -> tuple[str, str]:
         """See `FileSystem.split`."""
@@ -250,11 +230,11 @@ class LocalFileSystem:
             return "file"
         if stat.S_ISDIR(mode):
             return "directory"
-        path = plain_path(path)
         return "link" if stat.S_ISLNK(mode) else "other"
 
     def entries(self, directory: str) -> dict[str, Kind]:
         """See `FileSystem.entries`."""
+        directory = plain_path(directory)
         if not os.path.isdir(directory):
             return {}
         with os.scandir(directory) as found:
@@ -270,11 +250,11 @@ class LocalFileSystem:
 
     def make_directory(self, path: str) -> None:
         """See `FileSystem.make_directory`."""
+        path = plain_path(path)
         parent = os.path.dirname(path)
         if os.path.isdir(path) or parent == path:
             return
         self.make_directory(parent)
-        path = plain_path(path)
         os.makedirs(path, exist_ok=True)
         self.sync(parent)
 
@@ -294,6 +274,7 @@ class LocalFileSystem:
 
     def delete(self, path: str) -> None:
         """See `FileSystem.delete`."""
+        path = plain_path(path)
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
         else:
@@ -386,7 +367,7 @@ def os_errors(action: str, path: str) -> Iterator[None]:
 
     Raises:
         StorageError: In place of any OSError.
-        UnseenError: In place of an input/output error while reading: the medium has lost the
+        DamagedCheckpointError: In place of an input/output error while reading: the medium has lost the
             bytes.
     """
     try:
@@ -394,7 +375,7 @@ def os_errors(action: str, path: str) -> Iterator[None]:
     except OSError as error:
         text, name = in_words(action, path, error)
         if action == "read" and error.errno == errno.EIO:
-            raise UnseenError.of(path, text) from error
+            raise DamagedCheckpointError(text) from error
         refused = StorageError(text)
         refused.code = name
         raise refused from error

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.checkpoint.files import HashedReader
-from drivetrain.checkpoint.filesystem import DamagedCheckpointError, FileSystem, UnseenError, os_errors
+from drivetrain.checkpoint.filesystem import DamagedCheckpointError, FileSystem, os_errors
 from drivetrain.checkpoint.format import FORMAT_VERSION, MANIFEST, Manifest, Snapshot
 from drivetrain.checkpoint.migrations import steps_from
 from drivetrain.checkpoint.records import (
@@ -50,12 +50,11 @@ class Reader:
         # that the manifest does not list are never read, and so do not matter.
         with os_errors("read", self.path):
             if self.files.renames and self.files.kind(self.path) != "directory":
-                raise UnseenError.of(self.path, f"{self.path!r} is no checkpoint: there is no such directory")
+                raise DamagedCheckpointError(f"{self.path!r} is no checkpoint: there is no such directory")
             present = self.files.entries(self.path)
         if MANIFEST not in present:
-            raise UnseenError.of(
-                self.files.join(self.path, MANIFEST),
-                f"{self.path!r} is no checkpoint: it has no {MANIFEST}, so its saving never ended",
+            raise DamagedCheckpointError(
+                f"{self.path!r} is no checkpoint: it has no {MANIFEST}, so its saving never ended"
             )
         for name in sorted(name for name, kind in present.items() if kind == "link"):
             raise DamagedCheckpointError(

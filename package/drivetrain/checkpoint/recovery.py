@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from drivetrain.checkpoint.config import CheckpointConfig
-from drivetrain.checkpoint.files import REMOVING, SAVING, HashedReader
-from drivetrain.checkpoint.filesystem import DamagedCheckpointError, FileSystem, UnseenError, os_errors
+from drivetrain.checkpoint.files import REMOVING, SAVING
+from drivetrain.checkpoint.filesystem import DamagedCheckpointError, FileSystem, os_errors
 from drivetrain.checkpoint.format import MANIFEST, Snapshot
 from drivetrain.checkpoint.index import (
     INDEX,
@@ -20,6 +20,7 @@ from drivetrain.checkpoint.index import (
     write_index,
 )
 from drivetrain.checkpoint.io import UNFINISHED, CheckpointIO, discard, free_bad_name
+from drivetrain.checkpoint.reading import Reader
 from drivetrain.checkpoint.sharding import Like
 from drivetrain.distributed.ranks import Ranks
 from drivetrain.errors import CheckpointError
@@ -76,8 +77,8 @@ def load_together(
         Its content; on all ranks what is wrong with it if one of them found it damaged.
 
     Raises:
-        CheckpointError: It is of a newer format, not readable now, or not seen by one of the processes though
-            rank 0 sees it; on all ranks.
+        CheckpointError: It is of a newer format, not readable now, or damaged for one of the processes though
+            rank 0 finds every byte of it good; on all ranks.
     """
     loaded: list[Snapshot] = []
 
@@ -92,31 +93,24 @@ def load_together(
     found = [(number, host, error) for number, (host, error) in enumerate(outcomes) if error is not None]
     if not found:
         return loaded[0]
-    for number, _, error in found:
-        if number == 0 or not isinstance(error, UnseenError):
-            return error
-    # None of them has read anything wrong, and rank 0 nothing amiss: a directory that is not the same on all
-    # machines, and no reason to take a good checkpoint for a damaged one.
     number, host, error = found[0]
-    unseen = error.path if isinstance(error, UnseenError) else path
-    if not ranks.first(lambda: _is_readable(unseen, files)):
-        return error
+    damage = error if number == 0 else ranks.first(lambda: _damage(path, files))
+    if damage is not None:
+        return damage
+    # Rank 0 finds every byte as it was written: a good checkpoint must not be taken for a damaged one.
     raise CheckpointError(
-        f"rank {number} (on {host}) does not see {unseen!r}, which rank 0 reads: {error}. All ranks must see"
-        " the same directory; nothing was renamed"
+        f"rank {number} (on {host}) does not see {path!r} as rank 0 does, which finds nothing wrong with it:"
+        f" {error}. All ranks must see the same directory; nothing was renamed"
     )
 
 
-def _is_readable(path: str, files: FileSystem) -> bool:
-    """Whether a directory, or all of a file, can be read here."""
+def _damage(path: str, files: FileSystem) -> DamagedCheckpointError | None:
+    """What is wrong with a checkpoint as this process sees it; None if nothing is."""
     try:
-        if files.kind(path) == "directory":
-            return True
-        with HashedReader(path, files) as reader:
-            reader.skip(reader.size)
-    except (CheckpointError, OSError):
-        return False
-    return True
+        Reader(files, files.absolute(path)).verify()
+    except DamagedCheckpointError as error:
+        return error.with_traceback(None)
+    return None
 
 
 def set_aside(path: str, error: DamagedCheckpointError, files: FileSystem) -> tuple[bool, str]:
