@@ -1,10 +1,17 @@
 """What ZeRO has divided, read from the files of all processes: float32 weights and Adam's moments by name.
 
-See `state_dict` in DeepSpeed's runtime/zero/stage_1_and_2.py, stage3.py and runtime/bf16_optimizer.py.
+Stages 1 and 2 lay the parameters of a group end to end and cut the whole into one piece for each process.
+Stage 3 cuts each parameter by itself, and a process's piece has its parts end to end. The optimizer's slots
+lie in pieces of their own in the same way. See DeepSpeed's utils/zero_to_fp32.py, and `state_dict` in its
+runtime/zero/stage_1_and_2.py, stage3.py and runtime/bf16_optimizer.py. The mappings that its
+checkpoint/ds_to_universal.py goes by are wrong where gradients are divided in turn
+(`round_robin_gradients`).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +21,6 @@ from torch import Tensor
 from drivetrain.checkpoint.torch_archive import Foreign, StoredTensor, TorchArchive
 from drivetrain.errors import CheckpointError
 from drivetrain.foreign.deepspeed_folder import Files, Table
-from drivetrain.foreign.deepspeed_layout import Joining
 
 WEIGHT = "fp32"
 """Names the weight among a parameter's values."""
@@ -58,34 +64,82 @@ def join_shards(files: Files, shapes: Shapes, *, weights_only: bool) -> Joined:
         CheckpointError: Something is missing, or not as DeepSpeed writes it; or the slots are not Adam's.
     """
     found = Joined()
-    joinings: dict[tuple[int, str], Joining] = {}
+    pieces: dict[tuple[int, str], list[Tensor]] = {}
+    paddings: list[Any] = []
     steps: dict[int, float] = {}
     for rank, file in enumerate(files.optimizer):
         with TorchArchive(str(files.folder / file)) as archive:
             share = _Share(archive, shapes, len(files.optimizer), weights_only)
             if rank == 0:
                 found.stage, found.version, found.groups = share.stage, share.version, share.groups
-                steps = share.steps()
+                steps, paddings = share.steps(), share.paddings()
             elif (share.stage, share.steps()) != (found.stage, steps):
                 raise CheckpointError(
                     f"{archive.path!r} is of another checkpoint than the first process's file"
                 )
-            for key, stored in share.pieces().items():
-                piece = share.read(key, stored)
-                if rank == 0:
-                    joinings[key] = share.joining(key, piece)
-                if key not in joinings:
-                    raise CheckpointError(
-                        f"{archive.path!r} has {key[1]!r}, and the first process's file has not"
-                    )
-                joinings[key].add(rank, piece)
-    for (index, slot), joining in joinings.items():
-        joining.finish()
-        for name, value in joining.values.items():
+            own = share.pieces()
+            if rank and own.keys() != pieces.keys():
+                key = min(own.keys() ^ pieces.keys())
+                raise CheckpointError(
+                    f"{archive.path!r} and the first process's file do not both have {key[1]!r} of group"
+                    f" {key[0]}"
+                )
+            for key, stored in own.items():
+                pieces.setdefault(key, []).append(share.read(key, stored))
+    for index, slot in list(pieces):
+        padding = paddings[index] if index < len(paddings) else []
+        try:
+            values = _join(pieces.pop((index, slot)), shapes[index], padding, found.stage)
+        except ValueError as error:
+            raise CheckpointError(
+                f"the pieces of {slot!r} of group {index} in {str(files.folder)!r} are not as ZeRO"
+                f" {found.stage} divides them among {len(files.optimizer)} processes: {error}. A file is of"
+                " another checkpoint, or of a version of DeepSpeed that is not known here"
+            ) from None
+        for name, value in values.items():
             found.values.setdefault(name, {})[slot] = value
             if index in steps:
                 found.values[name][STEP] = torch.tensor(steps[index])
     return found
+
+
+def _join(
+    pieces: Sequence[Tensor], shapes: Mapping[str, tuple[int, ...]], paddings: Sequence[int], stage: int
+) -> dict[str, Tensor]:
+    """Put the parameters of a group together.
+
+    Args:
+        pieces: Of each process.
+        shapes: Of the parameters, in their order.
+        paddings: How many numbers lie behind each; nothing for none.
+        stage: Of ZeRO.
+
+    Raises:
+        ValueError: The pieces have less, or more, than belongs there.
+    """
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    values: dict[str, Tensor] = {}
+    position = 0
+    if stage == 3:
+        needed = sum(-(-size // len(pieces)) for size in sizes.values())
+        if min(piece.numel() for piece in pieces) < needed:
+            raise ValueError(f"each must have {needed} numbers")
+        for name, size in sizes.items():
+            room = -(-size // len(pieces))
+            parts = [piece[position : position + room] for piece in pieces]
+            values[name] = torch.cat(parts)[:size].view(shapes[name])
+            position += room
+        return values
+    gaps = list(paddings) or [0] * len(shapes)
+    needed, there = sum(sizes.values()) + sum(gaps), sum(piece.numel() for piece in pieces)
+    # The whole is filled up so that it can be divided, by less than twice the number of processes.
+    if len(gaps) != len(shapes) or not needed <= there < needed + 2 * len(pieces):
+        raise ValueError(f"they have {there} numbers, and {needed} belong there")
+    whole = torch.cat(list(pieces))
+    for (name, size), gap in zip(sizes.items(), gaps, strict=True):
+        values[name] = whole[position : position + size].view(shapes[name])
+        position += size + gap
+    return values
 
 
 class _Share:
@@ -154,19 +208,15 @@ class _Share:
         """The numbers of a piece."""
         if not isinstance(stored, StoredTensor) or not stored.dtype.is_floating_point:
             raise CheckpointError(f"{self._state.where} has no numbers as {key[1]!r} of group {key[0]}")
-        return self._archive.read(stored).reshape(-1)
+        return self._archive.read(stored).reshape(-1).float()
 
-    def joining(self, key: tuple[int, str], first: Tensor) -> Joining:
-        """What all pieces of a group's slot are put together in."""
-        index, slot = key
-        told = self._state.get("param_alignment_paddings", list, [])
-        paddings = told[index] if index < len(told) else []
-        if not isinstance(paddings, list) or not all(
-            isinstance(each, int) and each >= 0 for each in paddings
-        ):
-            raise CheckpointError(f"{self._state.where} has paddings that are no numbers")
-        where = f"the pieces of {slot!r} in {self._archive.path!r} and those beside it"
-        return Joining(self._shapes[index], paddings, self.stage, self._size, first, where)
+    def paddings(self) -> list[Any]:
+        """How many numbers lie behind each parameter, by group."""
+        told: list[Any] = self._state.get("param_alignment_paddings", list, [])
+        for each in told:
+            if not isinstance(each, list) or not all(isinstance(gap, int) and gap >= 0 for gap in each):
+                raise CheckpointError(f"{self._state.where} has paddings that are no numbers")
+        return told
 
     def steps(self) -> dict[int, float]:
         """How many updates the moments of each group have had; some optimizers count in their settings."""
