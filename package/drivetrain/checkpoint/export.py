@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.checkpoint.dtypes import floating_dtype
-from drivetrain.checkpoint.files import SAVING, Bytes, delete_if_there, write_file
+from drivetrain.checkpoint.files import SAVING, Bytes, delete_if_there, replacing, write_file
 from drivetrain.checkpoint.filesystem import DamagedCheckpointError, FileSystem, os_errors
 from drivetrain.checkpoint.format import MANIFEST
 from drivetrain.checkpoint.outgoing import Outgoing
@@ -145,16 +145,8 @@ class _Place:
 
     def _write_one(self, name: str, plans: Mapping[str, Mapping[str, Tensor]], outgoing: Outgoing) -> None:
         chunks = _content(plans[name], outgoing, self.target)
-        if not self.files.renames:
-            write_file(self._at(name), chunks, self.files)
-            return
-        try:
-            write_file(self._at(self.hidden), chunks, self.files)
-            self.files.rename(self._at(self.hidden), self._at(name))
-        except BaseException:
-            delete_if_there(self._at(self.hidden), self.files)
-            raise
-        self.files.sync(self.directory)
+        with replacing(self._at(name), self.hidden, self.files) as place:
+            write_file(place, chunks, self.files)
 
     def _write_several(
         self, plans: Mapping[str, Mapping[str, Tensor]], outgoing: Outgoing, stale: list[str]

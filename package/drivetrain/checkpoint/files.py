@@ -51,16 +51,17 @@ def write_file(path: str, chunks: Iterable[Bytes], files: FileSystem = LOCAL) ->
         OSError: It could not be written; what is there of it is to be deleted.
     """
     size = 0
-    with _finished(files.create(path)) as sink:
+    with finished(files.create(path)) as sink:
         for chunk in chunks:
             size += len(chunk)
-            _write_chunk(sink, memoryview(chunk))
+            write_chunk(sink, memoryview(chunk))
             del chunk  # it may hold a copy of a tensor, which must go before the next is made
     return size
 
 
 @contextmanager
-def _finished(sink: Sink) -> Iterator[Sink]:
+def finished(sink: Sink) -> Iterator[Sink]:
+    """Finish a new file at the end; abort it on an error."""
     try:
         yield sink
     except BaseException:
@@ -70,7 +71,8 @@ def _finished(sink: Sink) -> Iterator[Sink]:
     sink.finish()
 
 
-def _write_chunk(sink: Sink, rest: memoryview) -> None:
+def write_chunk(sink: Sink, rest: memoryview) -> None:
+    """Write all of some bytes; the sink may take fewer at a time."""
     while rest:
         taken = sink.write(rest)
         if taken == 0:
@@ -88,17 +90,31 @@ def write_atomically(path: str, chunks: Iterable[Bytes], files: FileSystem = LOC
     parent, name = files.split(path)
     with os_errors("write", path):
         files.make_directory(parent)
-        if not files.renames:
-            write_file(path, chunks, files)
-            return
-        temporary = files.join(parent, f"{SAVING}{name}-{secrets.token_hex(4)}")
-        try:
-            write_file(temporary, chunks, files)
-            files.rename(temporary, path)
-        except BaseException:
-            delete_if_there(temporary, files)
-            raise
-        files.sync(parent)
+        with replacing(path, f"{SAVING}{name}-{secrets.token_hex(4)}", files) as place:
+            write_file(place, chunks, files)
+
+
+@contextmanager
+def replacing(path: str, hidden: str, files: FileSystem) -> Iterator[str]:
+    """Replace a file in one step by the new one that the caller writes to the path that it is given.
+
+    Args:
+        path: The file; its directory exists.
+        hidden: The name of the new file until it is whole. It is deleted on an error.
+        files: Where. An object store replaces its objects in one step itself.
+    """
+    if not files.renames:
+        yield path
+        return
+    parent = files.split(path)[0]
+    temporary = files.join(parent, hidden)
+    try:
+        yield temporary
+        files.rename(temporary, path)
+    except BaseException:
+        delete_if_there(temporary, files)
+        raise
+    files.sync(parent)
 
 
 def delete_if_there(path: str, files: FileSystem) -> None:

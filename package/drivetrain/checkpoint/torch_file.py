@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.checkpoint.dtypes import floating_dtype
-from drivetrain.checkpoint.files import SAVING, delete_if_there
+from drivetrain.checkpoint.files import SAVING, delete_if_there, finished, replacing, write_chunk
 from drivetrain.checkpoint.filesystem import FileSystem, Sink, os_errors
 from drivetrain.checkpoint.outgoing import Outgoing
 from drivetrain.checkpoint.places import file_system
@@ -85,61 +85,42 @@ def _memory(tensor: Tensor) -> object:
 def _write(state: dict[str, Tensor], target: str, files: FileSystem) -> None:
     path = files.absolute(target)
     parent, name = files.split(path)
+    hidden = f"{SAVING}{name}"
     files.make_directory(parent)
-    unfinished = files.join(parent, f"{SAVING}{name}") if files.renames else path
     if files.renames:
-        delete_if_there(unfinished, files)  # what a killed export to this path has left
-    stream = _Stream(files.create(unfinished))
-    try:
-        stream.save(state)
-        if files.renames:
-            files.rename(unfinished, path)
-    except BaseException:
-        if files.renames:
-            delete_if_there(unfinished, files)
-        raise
-    files.sync(parent)
+        delete_if_there(files.join(parent, hidden), files)  # what a killed export to this path has left
+    with replacing(path, hidden, files) as place, finished(files.create(place)) as sink:
+        stream = _Stream(sink)
+        try:
+            torch.save(state, stream)  # type: ignore[arg-type]  # it needs nothing but `write` and `flush`
+        except Exception:
+            if stream.error is not None:
+                raise stream.error from None  # torch's own says only that it could not write
+            raise
 
 
 class _Stream:
-    """What torch.save writes to: a new file, durable at the end.
+    """What torch.save writes to.
 
     Args:
-        sink: The file.
+        sink: The new file.
+
+    Attributes:
+        error: Why the file could not be written; None if it could.
     """
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
-        self._error: OSError | None = None
-
-    def save(self, state: dict[str, Tensor]) -> None:
-        """Write all of it.
-
-        Raises:
-            OSError: The file could not be written.
-        """
-        try:
-            torch.save(state, self)  # type: ignore[arg-type]  # it needs nothing but `write` and `flush`
-        except BaseException as error:
-            self._sink.abort()
-            if self._error is not None and error is not self._error:
-                raise self._error from None  # torch's own says only that it could not write
-            raise
-        self._sink.finish()
+        self.error: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
-        """Take all of `data`."""
-        rest = memoryview(data).cast("B")
+        """Write all of `data`."""
         try:
-            while rest:
-                taken = self._sink.write(rest)
-                if taken == 0:
-                    raise OSError("the system takes no more bytes, and gives no reason")
-                rest = rest[taken:]
+            write_chunk(self._sink, memoryview(data).cast("B"))
         except OSError as error:
-            self._error = error
+            self.error = error
             raise
         return len(data)
 
     def flush(self) -> None:
-        """Nothing is kept back."""
+        """Do nothing: no byte is kept back."""
