@@ -9,7 +9,6 @@ from drivetrain.checkpoint import DamagedCheckpointError, Manifest
 from drivetrain.checkpoint.records import FileRecord, Layout, TensorRecord
 from drivetrain.checkpoint.strict_json import (
     MAX_CONTAINERS,
-    MAX_DIGITS,
     MAX_JSON_BYTES,
     MAX_NOT_ASCII,
     MAX_VALUES,
@@ -22,7 +21,7 @@ from drivetrain.errors import CheckpointError
 
 
 def test_what_is_written_is_read_back():
-    value = {"a": [1, -2.5, None, True, "é\ud800😀"], "1" * 5000: 10 ** (MAX_DIGITS - 1), "b": 1e308}
+    value = {"a": [1, -2.5, None, True, "é\ud800😀"], "1" * 5000: 10**4299, "b": 1e308}
     data = dump_json(value, "it")
     assert data.isascii()
     assert parse_json(data, "it") == value
@@ -31,8 +30,8 @@ def test_what_is_written_is_read_back():
 
 @pytest.mark.parametrize(
     "value",
-    [math.nan, math.inf, {"a": -math.inf}, {1, 2}, b"x", 10**MAX_DIGITS, 10**5000, [-(10**MAX_DIGITS)]],
-    ids=range(8),
+    [math.nan, math.inf, {"a": -math.inf}, {1, 2}, b"x", 10**5000, [-(10**5000)]],
+    ids=range(7),
 )
 def test_what_could_not_be_read_back_is_not_written(value):
     with pytest.raises(CheckpointError, match=r"^it "):
@@ -56,7 +55,7 @@ def test_a_value_that_contains_itself_is_not_written():
         (b"9" * 400 + b".0", "infinite"),
         (b"NaN", "NaN is not allowed"),
         (b"-Infinity", "-Infinity is not allowed"),
-        (b"9" * (MAX_DIGITS + 1), "has 641 digits"),
+        (b"9" * 4301, "4301 digits"),
         (b'{"a":1,"a":1}', "same key twice"),
         (b'{"a":{"b":1,"b":1}}', "same key twice"),
         (b"\xef\xbb\xbf{}", "BOM"),

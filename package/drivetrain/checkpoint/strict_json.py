@@ -24,12 +24,6 @@ before anything is parsed, so that a file of the allowed size cannot take minute
 MAX_NOT_ASCII = 8 << 20
 """A file with other than ASCII characters is no larger: one of them makes each of a text take four bytes."""
 
-MAX_DIGITS = 640
-"""Digits of an integer, as reading takes time that grows with their square; `checkpoint.tree` makes a text,
-in base 16, of what is beyond 64 bits."""
-
-_DIGITS = bytes.maketrans(b"123456789", b"000000000")
-
 
 def _extent(data: bytes | bytearray) -> str:
     """What is too much of the data; "" when nothing is."""
@@ -60,11 +54,6 @@ def dump_json(value: Json, what: str) -> bytes:
     excess = _extent(data)
     if excess:
         raise CheckpointError(f"{what} takes, as JSON, {excess}. Keep large data in tensors or arrays")
-    if _has_many_digits(data):
-        try:
-            json.loads(data, parse_int=_integer)
-        except ValueError as error:
-            raise CheckpointError(f"{what} cannot be read back: {error}") from error
     return data
 
 
@@ -83,11 +72,10 @@ def parse_json(data: bytes | bytearray, what: str) -> Json:
             object_pairs_hook=_without_duplicates,
             parse_constant=_no_constant,
             parse_float=_finite,
-            parse_int=_integer if _has_many_digits(data) else None,
         )
     except RecursionError as error:
         raise DamagedCheckpointError(f"{what} is nested too deeply") from error
-    except ValueError as error:  # bad UTF-8, bad JSON, and numbers beyond the interpreter's limit
+    except ValueError as error:  # bad UTF-8, bad JSON, and integers beyond the interpreter's 4300 digits
         raise DamagedCheckpointError(f"{what} is not valid JSON: {error}") from error
     return value
 
@@ -108,17 +96,6 @@ def _finite(digits: str) -> float:
     if math.isinf(value):
         raise ValueError(f"the number {digits[:40]} is infinite")
     return value
-
-
-def _has_many_digits(data: bytes | bytearray) -> bool:
-    """Whether so many digits stand in a row, be it in a text, that each integer is to be looked at."""
-    return b"0" * MAX_DIGITS in data.translate(_DIGITS)
-
-
-def _integer(digits: str) -> int:
-    if len(digits) > MAX_DIGITS:
-        raise ValueError(f"a number has {len(digits)} digits; at most {MAX_DIGITS} are allowed")
-    return int(digits)
 
 
 _SEAL = "xxh3_128"
