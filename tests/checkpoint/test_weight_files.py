@@ -103,11 +103,9 @@ def test_an_index_leads_nowhere_but_beside_itself(file):
         parse_index(data, "the index")
 
 
-def test_an_index_names_no_pickle():
-    with pytest.raises(
-        DamagedCheckpointError, match=r"'pytorch_model-00001.bin', which is no .safetensors file"
-    ):
-        parse_index(b'{"weight_map": {"w": "pytorch_model-00001.bin"}}', "the index")
+def test_an_index_names_only_files_of_weights():
+    with pytest.raises(DamagedCheckpointError, match=r"'w-00001.npz', which is no .safetensors or .bin file"):
+        parse_index(b'{"weight_map": {"w": "w-00001.npz"}}', "the index")
 
 
 @pytest.mark.parametrize(

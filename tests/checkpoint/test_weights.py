@@ -192,6 +192,24 @@ def test_a_file_of_torch_is_read_and_named_in_its_folder(tmp_path, name):
         load_weights(tmp_path)
 
 
+def test_several_files_of_torch_are_read_by_their_index(tmp_path):
+    places = {"a": 1, "b": 1, "c": 2}
+    for file in (1, 2):
+        part = {name: each for name, each in make(5).items() if places[name] == file}
+        torch.save(part, tmp_path / f"pytorch_model-{file}.bin")
+    index = tmp_path / "pytorch_model.bin.index.json"
+    names = {name: f"pytorch_model-{file}.bin" for name, file in places.items()}
+    index.write_text(json.dumps({"weight_map": names}), encoding="utf-8")
+    assert value(index) == 5
+    with pytest.raises(CheckpointError, match=r"Give the path of a file, such as '.*bin\.index\.json'"):
+        load_weights(tmp_path)
+    index.write_text(json.dumps({"weight_map": {**names, "c": "pytorch_model-1.bin"}}), encoding="utf-8")
+    with pytest.raises(
+        DamagedCheckpointError, match=r"places 'c' in 'pytorch_model-1.bin', which the file does"
+    ):
+        load_weights(index)
+
+
 def test_what_is_there_instead_is_named(tmp_path):
     save_file(make(), tmp_path / "adapter.safetensors")
     with pytest.raises(

@@ -27,6 +27,9 @@ INDEX = ".index.json"
 MODEL = f"model{TENSORS}"
 """The name that everybody looks for in a directory."""
 
+TORCH = ".bin"
+"""The ending of the names of files of `torch.save` in Hugging Face's older folders."""
+
 UNITS = {
     "B": 1,
     **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)},
@@ -131,7 +134,7 @@ def parse_index(data: bytes | bytearray, what: str) -> dict[str, list[str]]:
     """What an index says: file to the names of its tensors.
 
     Raises:
-        DamagedCheckpointError: It is no index, or names a file that is not beside it or no safetensors file.
+        DamagedCheckpointError: It is no index, or names a file that is not beside it or is of another kind.
     """
     index = parse_json(data, what)
     places: Json = index.get("weight_map") if isinstance(index, dict) else None
@@ -143,7 +146,9 @@ def parse_index(data: bytes | bytearray, what: str) -> dict[str, list[str]]:
             raise DamagedCheckpointError(
                 f"{what} places {name!r} in {str(file)[:80]!r}; allowed is the plain name of a file beside it"
             )
-        if not file.endswith(TENSORS):
-            raise DamagedCheckpointError(f"{what} places {name!r} in {file!r}, which is no {TENSORS} file")
+        if not file.endswith((TENSORS, TORCH)):
+            raise DamagedCheckpointError(
+                f"{what} places {name!r} in {file!r}, which is no {TENSORS} or {TORCH} file"
+            )
         files.setdefault(file, []).append(name)
     return files

@@ -29,7 +29,8 @@ def load_weights(source: str | os.PathLike[str]) -> dict[str, Tensor]:
     files have no hash, so a changed number in one goes unseen; checkpoints, and files of `torch.save`, have.
 
     Args:
-        source: A safetensors file; the index of several; a folder with `model.safetensors` or
+        source: A safetensors file; the index of several, such as `model.safetensors.index.json` or
+            `pytorch_model.bin.index.json`; a folder with `model.safetensors` or
             `model.safetensors.index.json`, as Hugging Face's; a checkpoint; or a run directory, of which the
             newest good checkpoint is read, or the finished weights if there is no checkpoint. Also a file of
             `torch.save` (".ckpt", ".pt", ".pth", ".bin"): a checkpoint of Lightning or Composer, or a state
@@ -58,7 +59,7 @@ def find_weights(source: str | os.PathLike[str]) -> tuple[dict[str, Tensor], str
 
 def is_weight_file(path: str) -> bool:
     """Whether a path leads to a single file of weights, and not to a checkpoint or a run."""
-    if not path.endswith((TENSORS, f"{TENSORS}{INDEX}", *PICKLES)):
+    if not path.endswith((TENSORS, INDEX, *PICKLES)):
         return False
     files = file_system(path)
     return _has(files.absolute(path), files)
@@ -120,7 +121,7 @@ def _from_folder(path: str, files: FileSystem, names: Mapping[str, Kind]) -> dic
 
 def _others(path: str, files: FileSystem, names: Collection[str]) -> str:
     """What to do with what is there instead."""
-    indices = [name for name in names if name.endswith(f"{TENSORS}{INDEX}")]
+    indices = [name for name in names if name.endswith(INDEX)]
     single = [name for name in names if name.endswith(TENSORS)]
     pickles = [name for name in names if name.endswith(PICKLES)]
     hint = foreign_hint(names)
@@ -131,7 +132,7 @@ def _others(path: str, files: FileSystem, names: Collection[str]) -> str:
 
 
 def _from_file(path: str, files: FileSystem) -> dict[str, Tensor]:
-    if path.endswith(f"{TENSORS}{INDEX}"):
+    if path.endswith(INDEX):
         return _from_index(path, files)
     with HashedReader(_followed(path, files), files) as reader:
         return read_tensors(reader)
@@ -151,12 +152,18 @@ def _from_index(path: str, files: FileSystem) -> dict[str, Tensor]:
             f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. Fetch or copy these too"
         )
     for file, real in parts.items():  # all headers first, so that nothing large is read in vain
-        with HashedReader(real, files) as reader:
-            _check_names(path, file, {span.name for span in read_header(reader)}, set(places[file]))
+        if file.endswith(TENSORS):
+            with HashedReader(real, files) as reader:
+                _check_names(path, file, {span.name for span in read_header(reader)}, set(places[file]))
     tensors: dict[str, Tensor] = {}
-    for real in parts.values():
-        with HashedReader(real, files) as reader:
-            tensors.update(read_tensors(reader))
+    for file, real in parts.items():
+        if file.endswith(TENSORS):
+            with HashedReader(real, files) as reader:
+                tensors.update(read_tensors(reader))
+        else:
+            found = read_torch_weights(real, files).tensors
+            _check_names(path, file, set(found), set(places[file]))
+            tensors.update(found)
     return tensors
 
 
