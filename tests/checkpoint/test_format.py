@@ -87,10 +87,10 @@ def test_a_newer_format_says_to_upgrade(good):
     "key",
     ["format_version", "saved_by", "progress", "metrics", "processes", "files", "layouts", "tensors"],
 )
-@pytest.mark.parametrize("value", [None, [], "text", 1.5, True, -1])
-def test_a_missing_key_or_a_wrong_type_is_refused(good, key, value):
-    with pytest.raises(DamagedCheckpointError):
-        Manifest.from_json({**good, key: value})
+def test_a_missing_key_or_a_wrong_type_is_refused(good, key):
+    for value in (None, [], "text", 1.5, True, -1):
+        with pytest.raises(DamagedCheckpointError):
+            Manifest.from_json({**good, key: value})
     with pytest.raises(DamagedCheckpointError):
         Manifest.from_json({name: each for name, each in good.items() if name != key})
 

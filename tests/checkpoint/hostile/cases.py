@@ -31,8 +31,11 @@ from drivetrain.errors import CheckpointError, DrivetrainError
 MEMORY = 640 << 20
 """What a case may take beyond what the process has: ten times the largest JSON that is read at all."""
 
-PATIENCE = 60
-"""Seconds after which a case has hung; the times themselves are printed, and not asserted."""
+COMPUTES = 60
+"""Seconds of a processor that a case may take, on however busy a machine; the times are printed."""
+
+WAITS = 600
+"""Seconds after which a case has hung that computes nothing, such as one that reads a pipe."""
 
 CASES: dict[str, Callable[[Path], Callable[[], object] | list[Callable[[], object]]]] = {}
 """Each plants something in a directory with a good checkpoint `c` and a good run `run`, and returns what is
@@ -183,7 +186,8 @@ def attempt(name, good):
 
 
 def _in_child(name, good):
-    signal.alarm(PATIENCE)
+    resource.setrlimit(resource.RLIMIT_CPU, (COMPUTES, COMPUTES))
+    signal.alarm(WAITS)
     with tempfile.TemporaryDirectory(dir=good.parent) as scratch:
         directory = Path(scratch) / "d"
         shutil.copytree(good, directory)
