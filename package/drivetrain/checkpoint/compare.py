@@ -1,4 +1,4 @@
-"""What differs between two checkpoints: tensors by hashes as far as these tell, all else by value."""
+"""The comparison of two checkpoints: tensors by their hashes where possible, everything else by value."""
 
 from __future__ import annotations
 
@@ -97,13 +97,13 @@ class Comparison:
 def compare(first: str, second: str, *, values: bool = False) -> Comparison:
     """Compare two checkpoints.
 
-    Tensors that are stored in the same pieces are compared by their hashes; others are read. What two equal
-    runs do not have in common is left out: the time that they took, and what each checkpoint is kept for.
+    Tensors that are stored in the same pieces are compared by their hashes; others are read. Two equal runs
+    take different times, and keep their checkpoints for different purposes: both are left out.
 
     Args:
         first: A checkpoint, not a run directory.
         second: Another.
-        values: Measure how far the tensors that differ are apart, for which they are read.
+        values: Read the tensors that differ, and measure their distance.
 
     Raises:
         DamagedCheckpointError: One of them is no good.

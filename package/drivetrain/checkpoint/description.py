@@ -1,4 +1,4 @@
-"""What one checkpoint consists of, as its manifest and its JSON files tell it; no tensor is read."""
+"""The description of one checkpoint by its manifest and its JSON files; no tensor is read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from drivetrain.types import Json
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What the tensors of a group are together.
+    """The totals of a group of tensors.
 
     Attributes:
         tensors: How many.
@@ -53,7 +53,7 @@ class Description:
 
     Attributes:
         path: Its directory.
-        format_version: That in which it was written.
+        format_version: The version of the format when it was written.
         saved_by: Versions, and the task's name.
         progress: The counts of `Progress`.
         metrics: The latest logged metrics.
@@ -62,7 +62,7 @@ class Description:
         unstored: The names of those that a file cannot hold.
         optimizers: By name.
         files: The size of each file in bytes, without the manifest.
-        groups: What the tensors of each group are together.
+        groups: The totals of each group of tensors.
     """
 
     path: str
@@ -161,7 +161,7 @@ def mapping(value: Json) -> dict[str, Json]:
 
 
 def readable(value: Json) -> Json:
-    """What `checkpoint.pack` gave, in plain JSON for people.
+    """Turn the result of `checkpoint.pack` into plain JSON for people.
 
     A tuple becomes a list and a key a text, numbers become numbers, and a tensor or bytes a text in angle
     brackets. Unlike `unpack`, this cannot be undone, and needs no tensors.

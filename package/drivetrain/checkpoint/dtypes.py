@@ -17,7 +17,7 @@ FLOATS: dict[str, torch.dtype] = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
 }
-"""What weights can be converted to, by the names in use. Not 8 bits: these need a scale for each tensor."""
+"""The dtypes that weights can be converted to. Not 8 bits: these need a scale for each tensor."""
 
 
 def floating_dtype(value: str | torch.dtype | None) -> torch.dtype | None:
@@ -35,7 +35,7 @@ def floating_dtype(value: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def check_range(tensor: Tensor, dtype: torch.dtype, what: str) -> None:
-    """Refuse a conversion in which a finite number would become infinite.
+    """Refuse a conversion that would make a finite number infinite.
 
     Args:
         tensor: Of floating-point numbers, on any device; not copied.

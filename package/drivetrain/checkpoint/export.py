@@ -33,9 +33,11 @@ def export_weights(
     """Write safetensors that `safetensors.torch.load_file` and ``load_state_dict(strict=True)`` take.
 
     One file; above `max_shard_size` several with an index, as Hugging Face's libraries write them. Tied
-    tensors are written under each of their names. What was exported to the same path before is replaced: by a
-    single file in one step; by several, or in an object store, so that a kill leaves the old, the new or
-    nothing that loads, and the next export removes what is left of it.
+    tensors are written under each of their names.
+
+    An earlier export to the same path is replaced. A single file on a disk is replaced in one step. With
+    several files, or in an object store, a kill leaves the old export, the new one, or nothing that loads;
+    the next export removes the remains.
 
     Args:
         tensors: By name, as in a state dict; any device and strides. Of `DTensor`s, one at a time is whole in

@@ -48,7 +48,7 @@ def write_file(path: str, chunks: Iterable[Bytes], files: FileSystem = LOCAL) ->
         The size in bytes.
 
     Raises:
-        OSError: It could not be written; what is there of it is to be deleted.
+        OSError: It could not be written; the caller deletes the unfinished file.
     """
     size = 0
     with finished(files.create(path)) as sink:

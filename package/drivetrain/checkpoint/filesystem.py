@@ -44,10 +44,11 @@ _SYNC_FILE_RANGE: Any = (
 
 
 class DamagedCheckpointError(CheckpointError):
-    """What is on the disk is not what was written: missing, cut short, altered or never a checkpoint.
+    """A checkpoint that is missing, cut short, altered, or was never one.
 
-    Only this is a reason to set a checkpoint aside. One that is merely unreadable just now (permissions, too
-    many open files) or too new for this version is intact, and raises a plain `CheckpointError`.
+    Only this error is a reason to set a checkpoint aside. A checkpoint may also be intact and too new for
+    this version, or unreadable for a while (permissions, too many open files): then the error is a plain
+    `CheckpointError`.
     """
 
 
@@ -150,11 +151,11 @@ class FileSystem(Protocol):
         ...
 
     def kind(self, path: str) -> Kind | None:
-        """What is there, links not followed; None for nothing."""
+        """Return the kind of a file or directory, without following links; None if there is nothing."""
         ...
 
     def entries(self, directory: str) -> dict[str, Kind]:
-        """What is in a directory; empty if there is no such directory."""
+        """Return the names in a directory and their kinds; empty if there is no such directory."""
         ...
 
     def create(self, path: str) -> Sink:
@@ -350,7 +351,7 @@ LOCAL = LocalFileSystem()
 
 
 def in_words(action: str, path: str, error: OSError) -> tuple[str, str]:
-    """What `os_errors` says of an error, and the system's name for it."""
+    """Return the text of `os_errors` for an error, and the system's name for the error."""
     advice = _ADVICE.get(error.errno or 0)
     name = errno.errorcode.get(error.errno or 0, type(error).__name__)
     text = f"cannot {action} {path!r}: {error.strerror or error} ({name})"

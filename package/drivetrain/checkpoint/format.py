@@ -107,13 +107,13 @@ class Manifest:
     """The commit record of a checkpoint, `manifest.json`.
 
     Attributes:
-        files: Each file beside the manifest, but for the hashes of pieces.
+        files: The files beside the manifest, except those with the hashes of pieces.
         tensors: Group to name to where the tensor is.
         progress: As in the snapshot.
         metrics: As in the snapshot.
         saved_by: Versions and the task's name, as mere text.
         processes: How many processes wrote it.
-        format_version: That in which it was written; its fields are those of the newest.
+        format_version: The version in which it was written; its fields are those of the newest version.
     """
 
     files: dict[str, FileRecord]

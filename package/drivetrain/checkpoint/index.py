@@ -27,7 +27,7 @@ class Entry:
     """One committed checkpoint.
 
     Attributes:
-        name: Of its directory, relative to the index, so that the run directory may be moved.
+        name: The name of its directory beside the index, so that the run directory may be moved.
         order: Counts the saves; the newest has the highest. Not the update, which goes back when a run
             is resumed from an earlier checkpoint.
         update: The number of updates made before it.

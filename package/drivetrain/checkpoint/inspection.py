@@ -23,7 +23,7 @@ from drivetrain.checkpoint.reading import Reader
 from drivetrain.errors import CheckpointError
 
 Condition: TypeAlias = Literal["committed", "damaged", "unreadable", "gone", "set aside", "unfinished"]
-"""What is known of a checkpoint without reading its tensors: "committed" does not mean undamaged."""
+"""The state of a checkpoint, as told without reading its tensors: "committed" does not mean undamaged."""
 
 _TRIES = 5
 """How often a directory is looked at anew because a run has changed it meanwhile."""
@@ -34,7 +34,7 @@ class Listed:
     """A checkpoint, or what is left of one, in a list.
 
     Attributes:
-        name: Of its directory.
+        name: The name of its directory.
         path: Where it is, relative if the listed path was.
         condition: What is known of it.
         entry: What the index, or else the checkpoint itself, says of it; None where neither can.
@@ -78,7 +78,7 @@ def list_checkpoints(path: str | os.PathLike[str]) -> Listing:
     store, which tells no times, the manifests are read for their sizes.
 
     Args:
-        path: Such a directory or a checkpoint, also an address such as "s3://bucket/run".
+        path: The directory, or one checkpoint; also an address such as "s3://bucket/run".
 
     Raises:
         CheckpointError: There is no such directory, or it cannot be read.

@@ -57,9 +57,9 @@ class CheckpointIO(Protocol):
             groups: The groups of tensors to read; None for all. An object with the name of a group is read
                 with it, and every other object always: ``("model",)`` gives the weights and "hparams", but no
                 "state".
-            like: Given the group, name and shape of a stored tensor, one that is sharded (a `DTensor`) as the
-                result is to be: each process then reads only what is its own. None, or another tensor, for
-                the whole.
+            like: Given the group, name and shape of a stored tensor, returns a `DTensor` that is sharded as
+                the result shall be: each process then reads its own shard only. If it returns None or another
+                tensor, or is None, the whole tensor is read.
 
         Raises:
             DamagedCheckpointError: Not there, or not what was written.
@@ -127,7 +127,7 @@ class DirectoryCheckpointIO:
             return files.kind(files.join(path, MANIFEST)) == "file"
 
     def list(self, directory: str) -> Names:
-        """Directories with a manifest, but for hidden, linked and set-aside ones; see `CheckpointIO.list`."""
+        """Directories with a manifest that are not hidden, linked or set aside; see `CheckpointIO.list`."""
         files, directory = self._at(directory)
         with os_errors("list", directory):
             return [

@@ -27,9 +27,9 @@ def resolve(path: str | os.PathLike[str]) -> str:
     Nothing on the disk is changed: another process may be training there.
 
     Args:
-        path: A checkpoint, a run directory, or a directory of checkpoints, also an address such as
-            "s3://bucket/run"; for the latter two the newest good one is taken, and damaged ones are passed
-            over with a warning.
+        path: A checkpoint, a run directory, or a directory of checkpoints; also an address such as
+            "s3://bucket/run". Of a directory the newest good checkpoint is taken. Damaged ones are skipped
+            with a warning.
 
     Raises:
         DamagedCheckpointError: There are checkpoints, and all are damaged.

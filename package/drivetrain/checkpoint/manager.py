@@ -23,7 +23,7 @@ from drivetrain.errors import CheckpointError, ConfigError, nearest
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """What `CheckpointManager.save` committed, or, in the background, is about to.
+    """The result of `CheckpointManager.save`: a checkpoint that is committed, or is being written.
 
     Attributes:
         path: The checkpoint's directory.
@@ -122,7 +122,7 @@ class CheckpointManager:
         self.ranks.first(lock.take)
 
     def release(self) -> None:
-        """Let other jobs write to the directory. Nothing is to be saved after that."""
+        """Let other jobs write to the directory. Save nothing after that."""
         lock, self._lock = self._lock, None
         if lock is not None and self.ranks.rank == 0:
             lock.release()
@@ -156,8 +156,8 @@ class CheckpointManager:
             Its path and content, or None when there is none at all.
 
         Raises:
-            CheckpointError: The newest is intact as far as can be told, but of a newer format or not readable
-                now, or not seen by every process. An older one is not silently taken in its place.
+            CheckpointError: The newest seems intact, but is of a newer format, is not readable now, or is not
+                seen by every process. An older one is never loaded instead without a word.
         """
         self.wait()
         self._open()
@@ -258,7 +258,7 @@ class CheckpointManager:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a save in the background has begun of which `poll` or `wait` has not told the end."""
+        """Whether a save in the background has begun, and `poll` or `wait` has not reported its end."""
         return self._in_flight is not None
 
     def poll(self) -> str | None:

@@ -74,7 +74,7 @@ def _manifest_to_2(fields: Fields) -> Fields:
             places, digests = old["files"], old["xxh3_128"]
             if not isinstance(places, list) or not isinstance(digests, list) or len(places) != len(digests):
                 raise DamagedCheckpointError(
-                    f"{where}: {name!r} has not one file and one hash for each piece"
+                    f"{where}: {name!r} must have one file and one hash for each piece"
                 )
             writer = []
             for place, digest in zip(places, digests, strict=True):

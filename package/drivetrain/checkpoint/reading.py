@@ -58,7 +58,7 @@ class Reader:
             )
         for name in sorted(name for name, kind in present.items() if kind == "link"):
             raise DamagedCheckpointError(
-                f"{self.files.join(self.path, name)!r} is a symbolic link; a checkpoint has none"
+                f"{self.files.join(self.path, name)!r} is a symbolic link; checkpoints hold plain files"
             )
         path = self.files.join(self.path, MANIFEST)
         with HashedReader(path, self.files) as reader:

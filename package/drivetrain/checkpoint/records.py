@@ -417,7 +417,7 @@ def _layout(value: Json, processes: int, what: str) -> Layout:
     files = read_numbers(fields["files"], f"{what}: files")
     if len(files) != math.prod(map(len, places)) or len(set(files)) != len(files):
         raise DamagedCheckpointError(
-            f"{what}: {len(files)} files for {math.prod(map(len, places))} pieces, each of which has its own"
+            f"{what}: {len(files)} files for {math.prod(map(len, places))} pieces, which need a file each"
         )
     return Layout(dtype, shape, cuts=places, files=files)
 

@@ -26,7 +26,7 @@ Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and shape, by dimension."""
 
 Like: TypeAlias = Callable[[str, str, tuple[int, ...]], Tensor | None]
-"""Given group, name and shape of a stored tensor: one that is sharded as the result is to be, or None."""
+"""Given group, name and shape of a stored tensor: a tensor sharded as the result shall be, or None."""
 
 _Key: TypeAlias = tuple[str, str]
 """Group and name."""
@@ -51,8 +51,8 @@ def plan_save(tensors: Groups, unshared: Collection[str], ranks: Ranks) -> Plan:
     """Divide the writing among the processes; to be called by all of them.
 
     Args:
-        tensors: Group to name to tensor: `DTensor`s, of which each process writes its own shard, and plain
-            ones, the same on every process, of which each is written by one of them.
+        tensors: Group to name to tensor. Each process writes its own shard of a `DTensor`. A plain tensor is
+            the same on every process, and one of them writes it.
         unshared: Groups that are not the same on every process; rank 0 writes its own.
         ranks: The processes.
 
@@ -203,8 +203,8 @@ def _take(
         held = local_box(tensor) if is_sharded(tensor) else ((0,) * tensor.ndim, tuple(tensor.shape))
         if held != piece[1:]:
             raise CheckpointError(
-                f"{group}/{name}: rank {rank} holds the box of shape {list(held[1])} at {list(held[0])}, but"
-                f" by the placements {record.layout.grid} of rank 0 it is {list(piece.shape)} at"
+                f"{group}/{name}: rank {rank} holds the box of shape {list(held[1])} at {list(held[0])}."
+                f" The placements {record.layout.grid} of rank 0 give it {list(piece.shape)} at"
                 f" {list(piece.offset)}. Shard it the same way on every rank, in boxes"
             )
         plan.parts[group][name] = tensor.to_local().detach() if is_sharded(tensor) else tensor.detach()
@@ -216,7 +216,7 @@ def box_to_read(name: str, shape: tuple[int, ...], pattern: Tensor | None) -> Bo
     Args:
         name: The tensor's name.
         shape: The stored shape.
-        pattern: A tensor that is sharded as the result is to be; None for the whole.
+        pattern: A tensor that is sharded as the result shall be; None for the whole.
 
     Raises:
         CheckpointError: The tensor has another shape here than there.

@@ -79,14 +79,13 @@ def unpack(value: Json, tensors: Mapping[str, Tensor]) -> Any:
 
 @contextmanager
 def well_formed(what: str) -> Iterator[None]:
-    """Take over what came from a file: where it has another shape than was saved, that is an error of ours.
+    """Turn the errors of code that takes over the content of a file into one of ours.
 
     Args:
-        what: What to call it in the message.
+        what: The name of the content in the message.
 
     Raises:
-        CheckpointError: In place of whatever code stumbles over that trusts a key to be there, or a value to
-            be of a kind.
+        CheckpointError: A key is missing, or a value is of another kind than was saved.
     """
     try:
         yield
@@ -94,8 +93,8 @@ def well_formed(what: str) -> Iterator[None]:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise CheckpointError(
-            f"{what} could not be taken over: {type(error).__name__}: {error}. It is not of the shape in"
-            " which it is saved, or what takes it over is wrong"
+            f"{what} could not be taken over: {type(error).__name__}: {error}. It has another shape than was"
+            " saved, or the code that takes it over is wrong"
         ) from error
 
 

@@ -131,7 +131,7 @@ def dump_index(total_size: int, places: Mapping[str, str]) -> bytes:
 
 
 def parse_index(data: bytes | bytearray, what: str) -> dict[str, list[str]]:
-    """What an index says: file to the names of its tensors.
+    """Read an index; returns the names of the tensors by file.
 
     Raises:
         DamagedCheckpointError: It is no index, or names a file that is not beside it or is of another kind.

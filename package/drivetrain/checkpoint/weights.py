@@ -25,17 +25,22 @@ from drivetrain.errors import CheckpointError
 def load_weights(source: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Read the weights that are at a path, each tensor once, into the CPU's memory.
 
+    The path is one of
+
+    - a safetensors file, or the index of several, such as `model.safetensors.index.json` or
+      `pytorch_model.bin.index.json`;
+    - a folder of Hugging Face's with `model.safetensors` or `model.safetensors.index.json`;
+    - a checkpoint;
+    - a run directory: its newest good checkpoint is read, or without checkpoints the finished weights;
+    - a file of `torch.save` (".ckpt", ".pt", ".pth", ".bin"): a checkpoint of Lightning or Composer, or a
+      state dict, by itself or under "state_dict" or "model". Only its weights are read. Nothing that it
+      names is run.
+
     Symbolic links to files of weights are followed, as the caches of model hubs are full of them. Safetensors
     files have no hash, so a changed number in one goes unseen; checkpoints, and files of `torch.save`, have.
 
     Args:
-        source: A safetensors file; the index of several, such as `model.safetensors.index.json` or
-            `pytorch_model.bin.index.json`; a folder with `model.safetensors` or
-            `model.safetensors.index.json`, as Hugging Face's; a checkpoint; or a run directory, of which the
-            newest good checkpoint is read, or the finished weights if there is no checkpoint. Also a file of
-            `torch.save` (".ckpt", ".pt", ".pth", ".bin"): a checkpoint of Lightning or Composer, or a state
-            dict, by itself or under "state_dict" or "model". Only its weights are read, and nothing that
-            it names is run. Each may be at an address such as "s3://bucket/run".
+        source: The path; also an address such as "s3://bucket/run".
 
     Returns:
         The tensors by name; of a file of `torch.save` without the "module." and "_orig_mod." of wrappers.
