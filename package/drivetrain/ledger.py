@@ -28,8 +28,6 @@ SPENT = ("set-up", "data", "compute", "evaluation", "save", "restore")
 _BETWEEN = 1.0
 """Seconds between two lines that are written only to say that the attempt is alive."""
 
-_GOES_ON = "on_save_error='warn' goes on without it"
-
 _began_with_process: int | None = None
 """The id of the process whose first fit has begun; a forked copy has another."""
 
@@ -64,7 +62,6 @@ class Ledger:
         self._file: Path | None = None
         self._attempt = ""
         self._since = perf_counter()
-        self._inside: str | None = None
         self._restored = 0.0
         self._loop: _Loop | None = None
         self._over: float | None = None
@@ -84,14 +81,14 @@ class Ledger:
     def __enter__(self) -> Ledger:
         if self._file is not None:
             self._attempt = os.urandom(6).hex()
-            self.note("start", raises=False)  # the other ranks would not hear of it yet
+            self.note("start")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         in_order = error is None or isinstance(error, GeneratorExit)
-        self.note("end", raises=in_order, ended="finished" if in_order else type(error).__name__)
+        self.note("end", ended="finished" if in_order else type(error).__name__)
         if self._trouble is None:
             return
         run, lost = self._run, f"the end of {NAME}"
@@ -124,39 +121,29 @@ class Ledger:
 
         The time of "restore" is kept here alone, because what is restored has a `timing` of its own.
         """
-        outer, start, is_done = self._inside, perf_counter(), False
-        self._inside = kind
+        start = perf_counter()
         try:
             yield
-            is_done = True
         finally:
-            self._inside = outer
             seconds = perf_counter() - start
             if kind == "restore":
                 self._restored += seconds
-                if outer is not None:  # which adds all of its own time later
-                    self._run.timing[outer] -= seconds
             else:
                 self._run.timing[kind] += seconds
             if kind == "save":
-                self.note("save", raises=is_done)
+                self.note("save")
 
     def note_alive(self) -> None:
         """Write a line if the last one is more than a second old."""
         if self._file is not None and perf_counter() - self._written > _BETWEEN:
-            self.note("log", raises=False)
+            self.note("log")
 
-    def note(self, event: str, *, raises: bool = True, **more: Any) -> None:
-        """Write a line, if there is a file.
+    def note(self, event: str, **more: Any) -> None:
+        """Write a line, if there is a file. No error ends the run: the next line makes up for a missing one.
 
         Args:
             event: The event, such as "save".
-            raises: Whether it is an error if the line cannot be written. With
-                `Trainer(on_save_error="warn")` it never is, because a later line makes up for it.
             **more: Further fields of the line.
-
-        Raises:
-            OSError: The line cannot be written.
         """
         if self._file is None or not self._attempt:
             return
@@ -165,9 +152,6 @@ class Ledger:
             self._write(event, more)
         except OSError as error:
             self._trouble = error
-            if raises and not self._run.save_errors.tolerates:
-                error.add_note(f"drivetrain: the account of the time in {NAME} was not saved; {_GOES_ON}")
-                raise
         else:
             self._trouble = None
 

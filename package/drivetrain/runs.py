@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,12 +27,6 @@ VERSION = 1
 
 _REDONE = ("compute", "data", "evaluation", "save")
 """What is lost of an attempt after the checkpoint that a later one went on from."""
-
-_LONGEST = 1 << 16
-"""Bytes of a line; ours have some hundred."""
-
-_DEEPEST = 4
-"""Directories below the one that is searched."""
 
 
 @dataclass(frozen=True)
@@ -65,16 +59,7 @@ class Attempt:
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
-        return {
-            "began": self.began,
-            "heard": self.heard,
-            "waited": self.waited,
-            "wall": self.wall,
-            "seconds": dict(self.seconds),
-            "resumed": self.resumed,
-            "updates": self.updates,
-            "ended": self.ended,
-        }
+        return {**asdict(self), "wall": self.wall}
 
 
 @dataclass(frozen=True)
@@ -149,12 +134,13 @@ def read_ledger(directory: str | os.PathLike[str]) -> RunLedger:
     rows: dict[str, list[_Row]] = {}
     unreadable = 0
     try:
-        for line in _lines(file):
-            row = _parsed(line)
-            if row is None:
-                unreadable += 1
-            else:
-                rows.setdefault(row.attempt, []).append(row)
+        with file.open("rb") as lines:
+            for line in filter(bytes.strip, lines):
+                row = _parsed(line)
+                if row is None:
+                    unreadable += 1
+                else:
+                    rows.setdefault(row.attempt, []).append(row)
     except OSError as error:
         raise DataError(f"{str(file)!r} cannot be read: {error}") from error
     if not rows:
@@ -163,15 +149,8 @@ def read_ledger(directory: str | os.PathLike[str]) -> RunLedger:
 
 
 def find_runs(directory: str | os.PathLike[str]) -> list[Path]:
-    """The directories with a ledger: this one, and those below it, sorted."""
-    found: list[Path] = []
-    top = _directory(directory)
-    for each, below, files in os.walk(top):
-        depth = len(Path(each).relative_to(top).parts)
-        below[:] = sorted(name for name in below if name != "checkpoints") if depth < _DEEPEST else []
-        if NAME in files:
-            found.append(Path(each))
-    return sorted(found)
+    """Return the directories with a ledger: this one, and those below it, sorted."""
+    return sorted(file.parent for file in _directory(directory).rglob(NAME))
 
 
 def _directory(given: str | os.PathLike[str]) -> Path:
@@ -193,44 +172,26 @@ class _Row(NamedTuple):
     ended: str | None
 
 
-def _lines(file: Path) -> Iterator[bytes]:
-    """Yield the lines; one that is too long comes in parts, which cannot be read."""
-    with file.open("rb") as stream:
-        while line := stream.readline(_LONGEST):
-            if line.strip():
-                yield line
-
-
 def _parsed(line: bytes) -> _Row | None:
     """Return a whole line; None for any other."""
     try:
         given = json.loads(line)
-    except (ValueError, RecursionError):
+        resumed = given.get("from")
+        row = _Row(
+            attempt=given["attempt"],
+            event=given["event"],
+            time=float(given["time"]),
+            updates=int(given["updates"]),
+            resumed=None if resumed is None else int(resumed),
+            is_fresh=given.get("fresh") is True,
+            spent={kind: float(seconds) for kind, seconds in given["spent"].items()},
+            ended=given.get("ended"),
+        )
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
         return None
-    if not isinstance(given, dict) or given.get("v") != VERSION:
-        return None
-    spent, resumed, ended = given.get("spent"), given.get("from"), given.get("ended")
-    texts = given.get("attempt"), given.get("event")
-    numbers = [given.get("time"), given.get("updates"), 0 if resumed is None else resumed]
-    if not isinstance(spent, dict) or not all(isinstance(each, str) for each in texts):
-        return None
-    if not all(_is_amount(each) for each in (*numbers, *spent.values())) or set(spent) - set(KINDS):
-        return None
-    return _Row(
-        attempt=given["attempt"],
-        event=given["event"],
-        time=float(given["time"]),
-        updates=int(given["updates"]),
-        resumed=None if resumed is None else int(resumed),
-        is_fresh=given.get("fresh") is True,
-        spent={kind: float(seconds) for kind, seconds in spent.items()},
-        ended=ended if isinstance(ended, str) else None,
-    )
-
-
-def _is_amount(value: Any) -> bool:
-    """Whether a value can be seconds, or a count."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e11
+    amounts = (row.time, row.updates, row.resumed or 0, *row.spent.values())
+    is_ours = given.get("v") == VERSION and isinstance(row.attempt, str) and row.spent.keys() <= set(KINDS)
+    return row if is_ours and all(0 <= each < 1e11 for each in amounts) else None
 
 
 def _attempts(found: Sequence[Sequence[_Row]]) -> list[Attempt]:

@@ -379,7 +379,6 @@ def test_any_text_is_shown_without_harm_to_the_terminal(capsys, tmp_path):
     assert r"\x1b[2Jgone\nnew \ud800" in printed.out
     for text in (name, "日本", "größe", "naïve", "not stored"):
         assert text in printed.out
-    assert max(len(line) for line in printed.out.splitlines() if "long" not in line) <= 80
     _, found = as_json(capsys, "show", tmp_path / "a")
     assert found["hparams"]["title"] == hparams["values"]["title"]
     assert found["unstored"] == ["loss"]

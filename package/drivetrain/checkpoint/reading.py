@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -83,8 +83,12 @@ class Reader:
             tensors, objects, manifest.progress, manifest.metrics, manifest.saved_by.get("task", "")
         )
 
-    def verify(self) -> None:
-        """Check every byte, in constant memory; see `drivetrain.checkpoint.verify`."""
+    def verify(self, advance: Callable[[int], object] = lambda count: None) -> None:
+        """Check every byte, in constant memory; see `drivetrain.checkpoint.verify`.
+
+        Args:
+            advance: Called after each tensor with its number of bytes.
+        """
         for name in self.manifest.objects():
             self.object(name)
         for group, records in self.manifest.tensors.items():
@@ -100,6 +104,7 @@ class Reader:
                         reader.begin_piece(reader.position)
                         reader.skip(span.stop - span.start)
                         reader.check_hash(hashes.tensors[span.name], f"the tensor {span.name!r}")
+                        advance(span.stop - span.start)
                 seen += len(spans)
             if seen != sum(record.count for record in records.values()):
                 for record in records.values():

@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from drivetrain.checkpoint.compare import compare
 from drivetrain.checkpoint.description import describe, open_checkpoint
@@ -30,8 +31,7 @@ from drivetrain.cli.checkpoint_answers import (
     tensors_json,
     verdict_text,
 )
-from drivetrain.cli.printing import line, print_json
-from drivetrain.cli.watching import Meter, WatchedFileSystem
+from drivetrain.cli.printing import line, plain, print_json
 from drivetrain.errors import CheckpointError, ConfigError
 from drivetrain.foreign import ImportedCheckpoint, ImportedWeights, import_deepspeed, import_weights
 
@@ -65,18 +65,13 @@ def _show(parsed: argparse.Namespace) -> int:
 
 def _verify(parsed: argparse.Namespace) -> int:
     targets, trouble = _targets(parsed.paths)
-    meter = Meter(sum(each.bytes or 0 for each, _ in targets))
     verdicts: list[Verdict] = []
     for text in trouble if not parsed.json else ():
         line(text)
     for each, is_checked in targets:
-        meter.title = each.path
         verdicts.append(
-            _check(each, meter)
-            if is_checked
-            else Verdict(each.path, each.condition, each.bytes, each.trouble)
+            _check(each) if is_checked else Verdict(each.path, each.condition, each.bytes, each.trouble)
         )
-        meter.clear()
         if not parsed.json:
             line(verdict_text(verdicts[-1]))
     is_good = not trouble and all(each.condition in ("good", "set aside", "unfinished") for each in verdicts)
@@ -102,16 +97,27 @@ def _targets(paths: Sequence[str]) -> tuple[list[tuple[Listed, bool]], list[str]
     return list(found.values()), trouble
 
 
-def _check(listed: Listed, meter: Meter) -> Verdict:
-    files = file_system(listed.path)
+def _check(listed: Listed) -> Verdict:
     try:
-        reader = Reader(WatchedFileSystem(files, meter.advance), files.absolute(listed.path))
-        reader.verify()
+        reader = open_checkpoint(listed.path)
+        with _bar(reader) as bar:
+            reader.verify(bar.update)
     except DamagedCheckpointError as error:
         return Verdict(listed.path, "damaged", listed.bytes, str(error))
     except CheckpointError as error:  # too new, or no permission: the others are checked all the same
         return Verdict(listed.path, "unreadable", listed.bytes, str(error))
     return Verdict(listed.path, "good", sum(each.bytes for each in reader.manifest.files.values()))
+
+
+def _bar(reader: Reader) -> Any:
+    """Return a progress bar, which is gone at the end, on a terminal; elsewhere it draws nothing."""
+    from tqdm import tqdm
+
+    class Bar(tqdm):  # type: ignore[misc]
+        monitor_interval = 0  # the thread that this starts would outlive the bar
+
+    total = sum(each.bytes for each in reader.manifest.files.values())
+    return Bar(total=total, desc=plain(reader.path), unit="B", unit_scale=True, leave=False, disable=None)
 
 
 def _export(parsed: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from drivetrain.checkpoint.description import Description, Totals, totals
 from drivetrain.checkpoint.inspection import Listed, Listing
 from drivetrain.checkpoint.reading import Reader
 from drivetrain.checkpoint.records import TensorRecord, file_name
-from drivetrain.cli.printing import aged, line, section, shortened, sized, table
+from drivetrain.cli.printing import line, section, shortened, sized, span, table
 from drivetrain.types import Json
 
 _NO_ENTRY: Mapping[str, Json] = dict.fromkeys(("order", "update", "epoch", "metrics", "resume", "keeper"))
@@ -76,7 +76,7 @@ def print_listing(listing: Listing, now: float) -> None:
 
 def _row(each: Listed, now: float, is_one_metric: bool) -> tuple[str, ...]:
     size = "" if each.bytes is None else sized(each.bytes)
-    age = "" if each.saved_at is None else aged(now - each.saved_at)
+    age = "" if each.saved_at is None else span(now - each.saved_at)
     entry = each.entry
     if entry is None:
         return each.name, "", "", "", f"[{each.condition}]", "", size, age

@@ -8,13 +8,9 @@ import math
 import shutil
 import sys
 import textwrap
-import unicodedata
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-
-GAP = "  "
-"""What stands between two columns."""
 
 _SHORT = 60
 """Characters after which `shortened` ends a text."""
@@ -37,11 +33,6 @@ def shortened(value: Any) -> str:
     return text if len(text) <= _SHORT else f"{text[: _SHORT - 3]}..."
 
 
-def columns() -> int:
-    """The width of the terminal, or 80 where there is none."""
-    return shutil.get_terminal_size((80, 24)).columns
-
-
 def line(text: str = "") -> None:
     """Print a line."""
     print(plain(text))
@@ -49,8 +40,6 @@ def line(text: str = "") -> None:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> None:
     """Print columns; nothing when there are no rows.
-
-    A row whose first cell leaves no room for the others takes two lines.
 
     Args:
         head: The columns' names, or none.
@@ -60,18 +49,13 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collectio
     if not rows:
         return
     every = [[plain(cell) for cell in row] for row in ([head, *rows] if head else rows)]
-    widths = [max(map(_width, column)) for column in zip(*every, strict=True)]
-    room = max(columns() - sum(len(GAP) + width for width in widths[1:]), _width(every[0][0]))
-    widths[0] = max((_width(row[0]) for row in every if _width(row[0]) <= room), default=4)
+    widths = [max(map(len, column)) for column in zip(*every, strict=True)]
     for row in every:
-        if _width(row[0]) > room:
-            print(row[0])
-            row = ["", *row[1:]]
         cells = (
-            " " * (width - _width(cell)) + cell if column in numbers else cell + " " * (width - _width(cell))
+            cell.rjust(width) if column in numbers else cell.ljust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
-        print(GAP.join(cells).rstrip())
+        print("  ".join(cells).rstrip())
 
 
 def section(title: str, rows: Sequence[tuple[str, str]]) -> None:
@@ -79,32 +63,20 @@ def section(title: str, rows: Sequence[tuple[str, str]]) -> None:
     if not rows:
         return
     print(f"\n{plain(title)}")
+    columns = shutil.get_terminal_size((80, 24)).columns
     names = [plain(name) for name, _ in rows]
-    widest = max((_width(name) for name in names if _width(name) <= columns() // 2), default=0)
+    widest = min(max(map(len, names)), columns // 2)
     for name, (_, value) in zip(names, rows, strict=True):
-        begin = f"  {name}{' ' * (widest - _width(name))}{GAP}"
-        if _width(name) > widest:
-            print(f"  {name}")
-            begin = " " * (2 + widest + len(GAP))
+        begin = f"  {name.ljust(widest)}  "
         wrapped = textwrap.wrap(
             plain(value),
-            max(columns(), len(begin) + 20),
+            max(columns, widest + 24),
             initial_indent=begin,
-            subsequent_indent=" " * (2 + widest + len(GAP)),
+            subsequent_indent=" " * (widest + 4),
             break_on_hyphens=False,
             break_long_words=False,  # a path or an address can be copied then
         )
         print("\n".join(wrapped or [begin.rstrip()]))
-
-
-def _width(text: str) -> int:
-    """How many columns of a terminal a text takes (https://www.unicode.org/reports/tr11/)."""
-    if text.isascii():
-        return len(text)
-    return sum(
-        0 if unicodedata.combining(each) else 2 if unicodedata.east_asian_width(each) in "WF" else 1
-        for each in text
-    )
 
 
 def sized(count: int) -> str:
@@ -118,13 +90,16 @@ def sized(count: int) -> str:
     return f"{size:.0f} {unit}" if size >= 100 else f"{size:.1f} {unit}"
 
 
-def aged(seconds: float) -> str:
-    """A span of time in its largest unit: "3 h"."""
-    seconds = max(seconds, 0.0)
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+def span(seconds: float) -> str:
+    """A span of time in its two largest units: "2 h 05 min"."""
+    for unit, length, lower, part in (
+        ("d", 86400, "h", 3600),
+        ("h", 3600, "min", 60),
+        ("min", 60, "s", 1),
+    ):
         if seconds >= length:
-            return f"{seconds // length:.0f} {unit}"
-    return f"{seconds:.0f} s"
+            return f"{seconds // length:.0f} {unit} {seconds % length // part:02.0f} {lower}"
+    return f"{max(seconds, 0.0):.1f} s"
 
 
 def print_json(value: Any) -> None:
