@@ -84,7 +84,7 @@ LAYERS: list[set[str]] = [
         "engine_state",
         "engine",
     },
-    {"imported_state", "run_state", "save_errors", "soundness", "ledger", "runs", "run"},
+    {"imported_state", "run_state", "save_errors", "nonfinite", "ledger", "runs", "run"},
     {"arguments", "loop", "preemption", "token_weight"},
     {"callbacks", "loggers"},
     {

@@ -28,12 +28,12 @@ from drivetrain import (
     TaskModule,
     Trainer,
 )
+from drivetrain.nonfinite import IN_A_ROW, check_on_nonfinite
 from drivetrain.optimizer_config import OPTIMIZERS
-from drivetrain.soundness import check_on_nonfinite
 from drivetrain.strategies import STRATEGIES, Strategy
 from drivetrain.strategies.base import Support
 from drivetrain.testing.distributed import run_distributed
-from drivetrain.update_gate import IN_A_ROW, all_finite
+from drivetrain.update_gate import all_finite
 
 BAD = (NAN, INFINITE, GRADIENT, ONLY_LOSS, INPUT)
 MARKS = [mark for bad in BAD for mark in (GOOD, GOOD, bad)] + [GOOD, GOOD]

@@ -262,7 +262,7 @@ def _fit_run(
         else None,
         on_save_error=trainer.on_save_error,
     )
-    run.soundness.use(trainer.on_nonfinite)
+    run.nonfinite.begin(trainer.on_nonfinite)
     if run.hooks.on_before_optimizer_step:
         engine.before_optimizer_step = lambda: run.call(run.hooks.on_before_optimizer_step)
     return run, saver
@@ -341,7 +341,7 @@ def start_from(trainer: Trainer, run: Run, saver: CheckpointSaver | None, resume
         if asks:
             later.tell_start(trainer, run, resume)
     # What cannot be stored is found now, not at a save.
-    run.soundness.note(None if saver is None else later.snapshot_run(run))
+    run.nonfinite.note_weights(None if saver is None else later.snapshot_run(run))
     run.engine.set_rates()
     run.triggers.log.start(run.progress)
     run.triggers.validate.start(run.progress)

@@ -91,7 +91,7 @@ def train_steps(run: Run) -> Generator[StepResult, None, None]:
     if not left:
         run.end_if_asked()
     run.log_training()
-    run.soundness.check_end()
+    run.nonfinite.check_end()
     run.call(hooks.on_fit_end)
     if run.failure is not None:
         raise run.failure
@@ -148,7 +148,7 @@ def _end_update(run: Run, epoch_ended: bool) -> None:
         if triggers.log.every is not None and triggers.log.due(progress, epoch_ended):
             run.log_training()
         due = triggers.validate.every is not None and triggers.validate.due(progress, epoch_ended)
-        if due and run.soundness.spoiled is None:
+        if due and run.nonfinite.spoiled is None:
             validate(run)
     if epoch_ended:
         with shielded():
@@ -171,7 +171,7 @@ def _end_update(run: Run, epoch_ended: bool) -> None:
 def _validate_at_end(run: Run) -> None:
     """Validate a fit that ends without ever having validated; not one that a signal or its caller ends."""
     ends = run.stop_reason not in (None, _LEFT, *run.stopping.signals) and run.failure is None
-    if ends and not run.validated and run.triggers.validate.every is not None and not run.soundness.spoiled:
+    if ends and not run.validated and run.triggers.validate.every is not None and not run.nonfinite.spoiled:
         validate(run)
 
 
@@ -194,7 +194,7 @@ def validate(run: Run) -> None:
     for updater in run.engine.updaters.values():
         updater.observe(values, run.progress.updates)
     run.log_point(values)
-    run.soundness.judge_values(
+    run.nonfinite.judge_values(
         {name: each for name, each in values.items() if is_loss(name.rpartition("/")[2])}
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -317,16 +317,32 @@ def refuse_nonfinite(rows: Iterable[Row], update: int, rank: int = 0) -> None:
     Raises:
         NonFiniteError: One is NaN or infinite, so that no loss scale would have helped.
     """
-    bad = {}
-    for names, values, weight in rows:
-        if not isinstance(weight, Tensor) and not weight:  # a placeholder's loss may be 0 / 0
-            continue
-        listed = values.reshape(-1).tolist()
-        bad.update(
-            {name: update for name, value in zip(names, listed, strict=True) if not math.isfinite(value)}
-        )
+    flags = [each for names, bad in _bad_values(rows) for each in zip(names, bad.tolist(), strict=True)]
+    bad = {name: update for name, flag in flags if flag}
     if any(is_loss(name) for name in bad):
         raise _nonfinite(bad, rank)
+
+
+def bad_losses(rows: Iterable[Row]) -> list[tuple[str, Tensor]]:
+    """Return each loss's name with whether it is NaN or infinite, on its device."""
+    return [
+        (name, flag)
+        for names, bad in _bad_values(rows)
+        for name, flag in zip(names, bad.unbind(0), strict=True)
+        if is_loss(name)
+    ]
+
+
+def _bad_values(rows: Iterable[Row]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """Yield the names of each row and, for each value, whether it is NaN or infinite. A value of weight zero
+    never counts: it is a mean over nothing.
+    """
+    for names, values, weight in rows:
+        if isinstance(weight, Tensor):
+            bad = ~torch.isfinite(values.reshape(-1))
+            yield names, bad & (weight.to(bad.device) != 0)
+        elif weight:
+            yield names, ~torch.isfinite(values.reshape(-1))
 
 
 def is_loss(name: str) -> bool:

@@ -23,8 +23,8 @@ from drivetrain.errors import CheckpointError, NonFiniteError
 from drivetrain.hooks import Hooks
 from drivetrain.ledger import Ledger
 from drivetrain.module_state import clean_names
+from drivetrain.nonfinite import NonFinitePolicy
 from drivetrain.save_errors import LEFT_OUT, SaveErrors, words_of
-from drivetrain.soundness import Soundness
 from drivetrain.streams import load_host_state, shielded
 from drivetrain.task import TaskModule
 from drivetrain.types import Logger, Trigger
@@ -93,7 +93,7 @@ class Run:
         latest: What was logged after the update `latest_at`, by one log point or several.
         latest_at: The last update, in this program, after which anything was logged; -1 before that.
         run_dir: Where files go, or None.
-        soundness: What is done about numbers that are not finite, and about weights not worth keeping.
+        nonfinite: The policy for losses, weights and validations that are NaN or infinite.
         is_main: Whether this is rank 0.
         step: The last update's result, or None before the first.
         window: The window being trained on, or None.
@@ -153,7 +153,7 @@ class Run:
         self.logged: dict[str, float] = {}
         self.latest: dict[str, float] = {}
         self.latest_at = -1
-        self.soundness = Soundness(self)
+        self.nonfinite = NonFinitePolicy(self)
         self.is_main = engine.strategy.rank == 0
         self.save_errors = SaveErrors(on_save_error, tells=self.is_main)
         self.step: StepResult | None = None
@@ -221,7 +221,7 @@ class Run:
         reason = self.stop_reason
         if reason is not None and reason in self.stopping.signals:
             failure = None if self.failure is None else str(self.failure)
-            self.stop_reason = self.stopping.end(reason, self.soundness.reason or failure)
+            self.stop_reason = self.stopping.end(reason, self.nonfinite.reason or failure)
 
     def log(self, name: str, value: float | Tensor) -> None:
         """Add a number, or a tensor with one, to the next log point; inside `on_log`, to the current one.
@@ -301,14 +301,14 @@ class Run:
             ConfigError: The task has got a parameter that is not trained.
         """
         self.check_parameters()
-        if self.soundness.judge() or self.soundness.spoiled:
+        if self.nonfinite.rolls_back() or self.nonfinite.spoiled:
             return
         try:
             means = self.engine.buffer.means(beside=self._values)
         except NonFiniteError as error:
-            self.soundness.end(error)
+            self.nonfinite.end(error)
             return
-        if self.soundness.skip is not None:
+        if self.nonfinite.choice == "skip":
             means["skipped_updates"] = float(self.progress.skipped)
         self.engine.buffer.reset()
         if self.train_metrics:
@@ -426,7 +426,7 @@ class Run:
         self.check_parameters()
         self.engine.buffer.check()
         snapshot = later.snapshot_run(self)
-        self.soundness.check(snapshot)
+        self.nonfinite.check_weights(snapshot)
         return snapshot
 
     def restore(self, snapshot: Snapshot, address: str) -> None:

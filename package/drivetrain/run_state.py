@@ -50,8 +50,6 @@ def snapshot_run(run: Run) -> Snapshot:
     }
     if engine.splitter is not None:
         tree["micro_batch"] = engine.splitter.state_dict()
-    if run.soundness.skip is not None:
-        tree["skipped_in_a_row"] = run.soundness.skip.state_dict()
     state, tensors = pack(tree)
     return Snapshot(
         tensors={"model": weights, "optimizer": optimizers, "state": tensors},
@@ -160,8 +158,6 @@ def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> None:
     engine.strategy.load_state_dict(tree["strategy"])
     if engine.splitter is not None:
         engine.splitter.load_state_dict(tree.get("micro_batch"))
-    if run.soundness.skip is not None:
-        run.soundness.skip.load_state_dict(tree.get("skipped_in_a_row"))
     run.progress.load_json(snapshot.progress)
     # What each process had of its own: with fewer of them now, one goes on from several; with more, some
     # begin with nothing.

@@ -32,13 +32,13 @@ from drivetrain.loggers.base import check_loggers
 from drivetrain.loop import evaluate, predict, train_steps
 from drivetrain.memory import MemoryConfig, check_trainer_memory
 from drivetrain.micro_batch import check_micro_batch
+from drivetrain.nonfinite import check_on_nonfinite
 from drivetrain.observing import observed_evaluation, observed_fit, observed_loop
 from drivetrain.options import by_name, count, duration, flag, number, one_of
 from drivetrain.paths import as_given
 from drivetrain.precision import Precision, as_precision
 from drivetrain.preemption import Preemption, PreemptionConfig, as_preemption
 from drivetrain.progress import Progress
-from drivetrain.soundness import check_on_nonfinite
 from drivetrain.strategies import Strategy, StrategyConfig, select_precision, select_strategy
 from drivetrain.task import TaskModule
 from drivetrain.types import Every, Logger
@@ -251,7 +251,7 @@ class Trainer:
                     pass
         best = saver.manager.best() if saver else None
         directory = run.run_dir if run.run_dir is not None and run.run_dir.exists() else None
-        weights = saver.weights if saver and run.soundness.spoiled is None else None
+        weights = saver.weights if saver and run.nonfinite.spoiled is None else None
         assert run.stop_reason is not None
         last, best, weights = (as_given(trainer, path) for path in (run.last_checkpoint, best, weights))
         return FitResult(

@@ -102,9 +102,9 @@ class CheckpointSaver(Callback):
         due = (applied or epoch_ended) and self._trigger.due(progress, epoch_ended)
         keeper = run.latest_at == progress.updates and self._is_among_best(run)
         resume = due or self._owes or run.stop_reason is not None
-        if not (resume or keeper) or run.soundness.spoiled:
+        if not (resume or keeper) or run.nonfinite.spoiled:
             return
-        if run.soundness.judge():  # the metrics were those of other weights
+        if run.nonfinite.rolls_back():  # the metrics were those of other weights
             resume, keeper = True, False
         self._owes = False
         self._save(run, resume, keeper)
@@ -131,13 +131,16 @@ class CheckpointSaver(Callback):
             )
             return None if self.manager.is_writing else saved.path
 
+        bad: NonFiniteError | None = None
         with run.timed("save"):
             self.settle(run)
             self._begun = progress.updates
             try:
                 self._attempt(run, save)
             except NonFiniteError as error:
-                run.soundness.end(error)
+                bad = error
+        if bad is not None:
+            run.nonfinite.end(bad)
         if held and run.is_main and self._unsaved_tensors is not None:
             self._unsaved_tensors.warn(run.task, held)
 
@@ -173,12 +176,12 @@ class CheckpointSaver(Callback):
             StorageError: The end of the run is not saved, whatever may have been left out before: there is
                 nothing left to go on with, and nobody who would save it later.
         """
-        if run.soundness.spoiled is None and self._is_among_best(run):
+        if run.nonfinite.spoiled is None and self._is_among_best(run):
             self._save(run, resume=False, keeper=True)  # by the last log point, which comes after the saves
         with run.timed("save"):
             self.settle(run)
         self._watched.end(run)
-        if run.soundness.spoiled is not None:
+        if run.nonfinite.spoiled is not None:
             return
         with run.engine.exchanged():
             weights, _ = module_state(run.task)

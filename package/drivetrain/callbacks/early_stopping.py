@@ -93,7 +93,7 @@ class EarlyStopping(Callback):
             self._judge(run, run.metrics[self.metric])
 
     def _judge(self, run: Run, value: float) -> None:
-        run.soundness.judge_values({self.metric: value})
+        run.nonfinite.judge_values({self.metric: value})
         if self._improves(value):
             self.best = value
             self.without_improvement = 0

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.rollback import roll_back
-from drivetrain.errors import ConfigError, DivergenceError, nearest
+from drivetrain.callbacks.checkpoint import CheckpointSaver
+from drivetrain.engine_state import like_module
+from drivetrain.errors import ConfigError, DivergenceError, NonFiniteError, nearest
 from drivetrain.metrics import Row
+from drivetrain.nonfinite import check_skipping
 from drivetrain.options import count, flag, number
-from drivetrain.soundness import check_skipping
+from drivetrain.run_state import take_back
 from drivetrain.step_output import wide_dtype
 
 if TYPE_CHECKING:
@@ -115,7 +117,6 @@ class LossSpike(Callback):
         self._in_a_row = 0
         self._losses: deque[float] = deque(maxlen=self.window)
         self._pending: list[tuple[int, Sequence[Row]]] = []
-        self._unjudged: list[tuple[int, float]] = []
 
     def check_trainer(self, trainer: Trainer, strategy: Strategy) -> None:
         """See that the run can do what is asked for; see the class."""
@@ -142,10 +143,9 @@ class LossSpike(Callback):
             self._reset()
         self._run = run
         if self.action == "skip":
-            run.soundness.gate.add(self._refuses)
+            run.nonfinite.gate.refusals.append(self._refuses)
         else:
-            run.soundness.judges.append(self._judge)
-            run.soundness.rescues.append(lambda error: self._take_back(error.what))
+            run.nonfinite.rollbacks.append(self._rolls_back)
 
     def on_step_end(self, run: Run) -> None:
         """Keep the update's loss, on the device."""
@@ -154,7 +154,7 @@ class LossSpike(Callback):
             self._pending.append((step.update, step.rows))
             # At the limit it must be known whether this was the last update.
             if len(self._pending) >= _UNREAD or run.progress.updates == limit:
-                self._judge()
+                self._rolls_back()
 
     def on_log(self, run: Run) -> None:
         """Log how many spikes there were."""
@@ -170,11 +170,9 @@ class LossSpike(Callback):
         self._run, self._loaded = None, False
 
     def state_dict(self) -> dict[str, Any]:
-        """The losses that new ones are compared with, those not judged yet, and the counts."""
-        self._read()
+        """The losses that new ones are compared with, and the counts."""
         return {
             "losses": list(self._losses),
-            "unjudged": [list(each) for each in self._unjudged],
             "rollbacks": self.rollbacks,
             "skipped": self.skipped,
             "in_a_row": self._in_a_row,
@@ -184,7 +182,6 @@ class LossSpike(Callback):
         """Take over what `state_dict` gave; the next fit goes on from there."""
         self._reset()
         self._losses.extend(float(each) for each in state["losses"])
-        self._unjudged = [(int(update), float(loss)) for update, loss in state["unjudged"]]
         self.rollbacks, self.skipped = int(state["rollbacks"]), int(state["skipped"])
         self._in_a_row = int(state["in_a_row"])
         self._loaded = True
@@ -202,7 +199,7 @@ class LossSpike(Callback):
         return (loss - middle) / max(spread, LEAST * abs(middle), 1e-300)
 
     def _of_updates(self, updates: Sequence[tuple[int, Sequence[Row]]]) -> list[tuple[int, float]]:
-        """The losses of updates, over all ranks; waits for the device, once for all."""
+        """Return the losses of updates, over all ranks; waits for the device, once for all."""
         run = self._run
         assert run is not None
         numbers: list[Tensor] = []
@@ -223,17 +220,8 @@ class LossSpike(Callback):
             if weight
         ]
 
-    def _read(self) -> None:
-        pending, self._pending = self._pending, []
-        if not pending:
-            return
-        found = {name for _, rows in pending for names, _, _ in rows for name in names}
-        if self.metric not in found and found:
-            raise ConfigError(f"LossSpike(metric={self.metric!r}). {nearest(self.metric, found)}")
-        self._unjudged += self._of_updates(pending)
-
     def _refuses(self, updater: Updater, rows: Sequence[Row]) -> bool:
-        """Whether the update that comes next is left out; see `drivetrain.update_gate.Refusal`."""
+        """Return whether the update is skipped; see `drivetrain.update_gate.Refusal`."""
         run = self._run
         assert run is not None
         update = run.progress.updates
@@ -255,37 +243,60 @@ class LossSpike(Callback):
             return True
         return False
 
-    def _judge(self) -> bool:
-        """Whether a spike was found for which the run was taken back."""
-        self._read()
-        unjudged, self._unjudged = self._unjudged, []
-        for update, loss in unjudged:
+    def _rolls_back(self, error: NonFiniteError | None = None) -> bool:
+        """Roll the run back for an error, or for a spike; see `NonFinitePolicy.rollbacks`."""
+        if error is not None:
+            return self._roll_back(error.what)
+        pending, self._pending = self._pending, []
+        names = {name for _, rows in pending for names, _, _ in rows for name in names}
+        if names and self.metric not in names:
+            raise ConfigError(f"LossSpike(metric={self.metric!r}). {nearest(self.metric, names)}")
+        for update, loss in self._of_updates(pending) if pending else ():
             far = self._deviations(loss)
             if far <= self.threshold:
                 self._losses.append(loss)
-            elif self._take_back(f"a spike at update {update}: {self._described(loss, far)}"):
+            elif self._roll_back(f"a spike at update {update}: {self._described(loss, far)}"):
                 return True
         return False
 
-    def _take_back(self, what: str) -> bool:
+    def _roll_back(self, why: str) -> bool:
+        """Roll the run back to its newest good checkpoint, if there is one.
+
+        A saver calls `NonFinitePolicy.rolls_back` before it saves, so that a spike is in no checkpoint. The
+        data go on where they are; all else is as it was saved. The state is saved at the end of the current
+        update, so that a resumed run goes on from there.
+
+        Raises:
+            DivergenceError: The run was rolled back too often.
+        """
         run = self._run
         assert run is not None
         before, rollbacks = run.progress.updates, self.rollbacks
         if rollbacks >= self.max_rollbacks:
             raise DivergenceError(
-                f"{what}; this run was taken back {rollbacks} time(s) before, as"
+                f"{why}; this run was rolled back {rollbacks} time(s) before, as"
                 f" often as max_rollbacks={self.max_rollbacks} allows. Lower the learning rate, or clip"
                 " gradients (max_grad_norm)"
             )
-        path = roll_back(run)
-        if path is None:
-            self._tell(f"{what}; there is no checkpoint from before it")
+        saver = next(each for each in run.callbacks if isinstance(each, CheckpointSaver))
+        saver.settle(run)
+        with run.timed("restore"):
+            with run.engine.exchanged():
+                like = like_module(run.task)
+            found = saver.manager.load_latest(like)
+            if found is not None:
+                take_back(run, found[1], found[0])
+        if found is None:
+            self._tell(f"{why}; there is no checkpoint from before it")
             return False
+        run.ledger.note("back")
+        saver.went_back(run)
         # The rest of this callback's state is that of the checkpoint, from before the spike.
         self.rollbacks, self._pending = rollbacks + 1, []
         run.log("spikes", self.rollbacks)  # also where this was the last log point
         self._tell(
-            f"{what}; back to {path}. The data of {before - run.progress.updates} update(s) are passed over"
+            f"{why}; back to {found[0]}. The data of {before - run.progress.updates} update(s) are passed"
+            " over"
         )
         return True
 

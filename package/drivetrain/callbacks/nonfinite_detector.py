@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.compiling import as_compile
-from drivetrain.errors import ConfigError, NonFiniteError
+from drivetrain.errors import ConfigError
 from drivetrain.module_state import clean_name, parameter_names
 from drivetrain.update_gate import all_finite
 
@@ -22,10 +22,9 @@ if TYPE_CHECKING:
     from drivetrain.strategies import Strategy
     from drivetrain.trainer import Trainer
 
-_NEVER = 2**62
-_PLACES = 2**20
-"""What a code is a multiple of: update, number of the sequence, and then the place in it."""
-_SEQUENCES = 2**10
+_KEPT = 1000
+"""Updates that are kept between two log points; with more, the host reads whether one was bad."""
+
 _PARAMETER = "the gradient of the parameter"
 
 
@@ -70,10 +69,7 @@ class NonFiniteDetector(Callback):
         self._handles: list[Any] = []
         self._places: list[str] = []
         self._flags: list[Tensor] = []
-        self._sequences: dict[tuple[str, ...], int] = {}
-        self._numbers: dict[int, Tensor] = {}
-        self._first: Tensor | None = None
-        self._latest: Tensor | None = None
+        self._seen: list[tuple[int, list[str], Tensor]] = []  # updates, their places, and which are bad
 
     def check_trainer(self, trainer: Trainer, strategy: Strategy) -> None:
         """See that modules can be looked at.
@@ -109,7 +105,7 @@ class NonFiniteDetector(Callback):
             if not any(True for _ in module.children()):
                 self._handles.append(module.register_forward_pre_hook(partial(self._look_before, title)))
         self._parameters: dict[Any, str] = parameter_names(run.task)
-        run.soundness.finders.append(self.find)
+        run.nonfinite.find = self.find
 
     def on_step_start(self, run: Run) -> None:
         """Begin an update, with its batches."""
@@ -134,19 +130,14 @@ class NonFiniteDetector(Callback):
         its gradient may not have been.
         """
         if run.stage == "train":
-            self._first = self._latest
+            del self._seen[:-1]
 
     def on_fit_end(self, run: Run) -> None:
         """Take the hooks away."""
         self._remove()
 
     def on_exception(self, run: Run) -> None:
-        """Say what was found, if the error does not, and take the hooks away."""
-        error = run.exception
-        if isinstance(error, NonFiniteError) and error.update is not None:
-            found = self.find(error.update)
-            if found is not None and found[1] not in str(error):
-                error.add_note(f"drivetrain: {found[1]}, on rank {run.engine.strategy.rank}")
+        """Take the hooks away."""
         self._remove()
 
     def _remove(self) -> None:
@@ -189,39 +180,33 @@ class NonFiniteDetector(Callback):
     # What is known.
 
     def _fold(self) -> None:
-        """Keep the first of this update's places that is not finite, unless there is one of before."""
-        places, flags = tuple(self._places), self._flags
-        self._places, self._flags = [], []
-        if not flags:
+        """Keep which of this update's places are bad."""
+        if not self._flags:
             return
-        number = self._sequences.setdefault(places, len(self._sequences)) % _SEQUENCES
-        device = flags[0].device
-        if len(places) not in self._numbers:
-            self._numbers[len(places)] = torch.arange(len(places), device=device)
-        bad = torch.stack([each.to(device) for each in flags])
-        base = (self._update * _SEQUENCES + number) * _PLACES
-        code = torch.where(bad, self._numbers[len(places)] + base, _NEVER).min()
-        self._first = code if self._first is None else torch.minimum(self._first, code)
-        self._latest = code
+        if len(self._seen) >= _KEPT and not bool(torch.cat([bad for *_, bad in self._seen]).any()):
+            self._seen.clear()
+        if len(self._seen) < _KEPT:  # the first bad places are those to find
+            device = self._flags[0].device
+            bad = torch.stack([each.to(device) for each in self._flags])
+            self._seen.append((self._update, self._places, bad))
+        self._places, self._flags = [], []
 
     def find(self, update: int) -> tuple[int, str] | None:
-        """Where a number was first not finite, up to an update, since the last log point; then it is
-        forgotten. Reading it waits for the device.
+        """Return where a number was first not finite since the last log point, up to an update, and forget
+        what was seen. Waits for the device.
 
         Returns:
             How close to the cause the place is, from 0, and the place; None for nowhere on this rank.
         """
         self._fold()
-        first, self._first, self._latest = self._first, None, None
-        if first is None or (code := int(first)) >= _NEVER or code // _PLACES // _SEQUENCES > update:
-            return None
-        rest, index = divmod(code, _PLACES)
-        found, number = divmod(rest, _SEQUENCES)
-        # Of those of one number the last.
-        place = {mine % _SEQUENCES: each for each, mine in self._sequences.items()}[number][index]
-        when = "" if found == update else f", at update {found}"
-        # What the others are told of in the exchange of gradients is no cause of theirs.
-        return int(place.startswith(_PARAMETER)), f"first in {place}{when}"
+        seen, self._seen = self._seen, []
+        for found, places, bad in seen:
+            if found <= update and bool(bad.any()):
+                place = places[int(bad.int().argmax())]
+                when = "" if found == update else f", at update {found}"
+                # A bad gradient of a parameter may come from another rank, by the exchange of gradients.
+                return int(place.startswith(_PARAMETER)), f"first in {place}{when}"
+        return None
 
 
 def _tensors(tree: Any) -> list[Tensor]:
