@@ -220,7 +220,7 @@ def test_data_that_cannot_be_read_again_just_go_on(tmp_path: Path) -> None:
 
 
 def test_too_many_rollbacks_end_the_run(tmp_path: Path) -> None:
-    with pytest.raises(DivergenceError, match=r"taken back 2 time\(s\) before, as often as max_rollbacks=2"):
+    with pytest.raises(DivergenceError, match=r"rolled back 2 time\(s\) before, as often as max_rollbacks=2"):
         rolling(tmp_path, spike={"max_rollbacks": 2}).fit(task(), data(14, 19, 23, 27))
 
 

@@ -134,6 +134,20 @@ def test_so_it_is_where_an_update_is_skipped_or_a_run_stopped(caplog: pytest.Log
     assert "'loss' (from update 3); first in the forward of 'net.0' (Linear); " in found[1]
 
 
+def test_a_long_log_interval_keeps_the_first_bad_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drivetrain.callbacks.nonfinite_detector._KEPT", 2)
+    text = message(Deep(BreaksForward), log_every="8 steps")
+    assert "at update 3 on rank 0" in text
+    assert "first in the forward of 'middle.1.1' (BreaksForward)." in text
+
+
+def test_so_it_is_where_a_loss_scale_has_skipped_the_update() -> None:
+    marks = [GOOD] * 16
+    marks[6] = INPUT
+    text = message(Fragile(), marked(marks, 2), precision="16-mixed")  # which skips some updates before
+    assert "; first in the forward of 'net.0' (Linear)." in text
+
+
 def test_looking_changes_no_number() -> None:
     tasks = []
     for callbacks in ([], [NonFiniteDetector()]):

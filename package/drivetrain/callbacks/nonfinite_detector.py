@@ -122,7 +122,9 @@ class NonFiniteDetector(Callback):
                 self._note(f"{_PARAMETER} {name!r}", each.grad)
 
     def on_step_end(self, run: Run) -> None:
-        """End an update."""
+        """End an update; one that was skipped, as for an overflow of the loss scale, has come to nothing."""
+        if run.step is not None and not run.step.applied:
+            self._places, self._flags = [], []
         self._fold()
 
     def on_log(self, run: Run) -> None:
