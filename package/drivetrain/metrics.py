@@ -114,7 +114,7 @@ class MetricBuffer:
             if means is not None:
                 return means
         self._fold()
-        totals = self._joined(_read_totals(self._folded), beside)
+        totals = self._joined(_read_totals([*self._folded.items()]), beside)
         if refuse_nonfinite:
             _refuse_bad(totals)
         return {name: each.mean for name, each in totals.items()}
@@ -169,10 +169,8 @@ class MetricBuffer:
             NonFiniteError: A loss since the last reset was NaN or infinite.
         """
         groups = self._by_names().items()
-        pending = _read_totals({names: _sums(names, rows, updates) for names, (rows, updates) in groups})
-        folded = _read_totals(self._folded)
-        _refuse_bad(self._joined(pending))
-        _refuse_bad(self._joined(folded))
+        pending = [(names, _sums(names, rows, updates)) for names, (rows, updates) in groups]
+        _refuse_bad(self._joined(_read_totals([*pending, *self._folded.items()])))
 
     def reset(self) -> None:
         """Forget everything added."""
@@ -274,14 +272,14 @@ class Total(NamedTuple):
         return Total(self.value + other.value, self.weight + other.weight, bad, rank)
 
 
-def _read_totals(folded: Mapping[tuple[str, ...], Tensor]) -> dict[str, Total]:
+def _read_totals(summed: Sequence[tuple[tuple[str, ...], Tensor]]) -> dict[str, Total]:
     """What was summed, by name, in one copy to the host."""
-    if not folded:
+    if not summed:
         return {}
-    packed = torch.cat(list(folded.values())).tolist()
+    packed = torch.cat([sums for _, sums in summed]).tolist()
     totals: dict[str, Total] = {}
     at = 0
-    for names in folded:
+    for names, _ in summed:
         n = len(names)
         for index, name in enumerate(names):
             first = packed[at + n + 1 + index]
@@ -325,12 +323,12 @@ def refuse_nonfinite(rows: Iterable[Row], update: int, rank: int = 0) -> None:
 
 def bad_losses(rows: Iterable[Row]) -> list[tuple[str, Tensor]]:
     """Return each loss's name with whether it is NaN or infinite, on its device."""
-    return [
-        (name, flag)
-        for names, bad in _bad_values(rows)
-        for name, flag in zip(names, bad.unbind(0), strict=True)
-        if is_loss(name)
-    ]
+    found: list[tuple[str, Tensor]] = []
+    for names, bad in _bad_values(rows):
+        for name, flag in zip(names, bad.unbind(0), strict=True):
+            if is_loss(name):
+                found.append((name, flag))
+    return found
 
 
 def _bad_values(rows: Iterable[Row]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
