@@ -16,7 +16,6 @@ import torch
 
 from drivetrain.checkpoint.filesystem import StorageError
 from drivetrain.data.worker_ends import note_on
-from drivetrain.data.worker_signals import Telling
 from drivetrain.distributed.doing import Phase, doing_when, hook_name, phase_now
 from drivetrain.distributed.failure import FailureChannel
 from drivetrain.distributed.failure_wire import Cause
@@ -64,7 +63,7 @@ def boundary(trainer: Trainer, run: Run) -> Iterator[None]:
     # The last to be registered is the first to be called: before the process group is ended.
     atexit.unregister(_leave_loops)
     atexit.register(_leave_loops)
-    with Telling() as telling, ExitStack() as stack:
+    with ExitStack() as stack:
         stack.callback(_let_go, run)
         stack.enter_context(run.ledger)
         stack.callback(run.engine.teardown)
@@ -91,7 +90,6 @@ def boundary(trainer: Trainer, run: Run) -> Iterator[None]:
                 raise
             raise
         except BaseException as error:
-            telling.begin()
             _tell(trainer, run, error, channel, closing)
             raise
 

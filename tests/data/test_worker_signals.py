@@ -50,10 +50,18 @@ class Dies(Dataset[tuple[Tensor, Tensor]]):
 
 
 def wait_for_a_death() -> None:
-    """Until torch has heard of a worker's end, which it would raise here."""
+    """Until the only worker has died, which torch would raise here."""
     deadline = time.monotonic() + 30
-    while not worker_signals.KEPT and time.monotonic() < deadline:
+    while multiprocessing.active_children() and time.monotonic() < deadline:
         time.sleep(0.01)
+    assert not multiprocessing.active_children()
+
+
+@pytest.fixture(autouse=True)
+def torch_looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For workers that are gone, which it does every five seconds of a wait."""
+    looks = dataloader._MultiProcessingDataLoaderIter._try_get_data
+    monkeypatch.setattr(looks, "__defaults__", (0.2,))
 
 
 class Waiting(Regression):
@@ -78,7 +86,6 @@ class Waiting(Regression):
 def test_a_worker_that_dies_is_a_fault_of_the_data_wherever_the_run_stands(where: str) -> None:
     with pytest.raises(DataError, match=r"the training data .*worker"):
         quiet(max_epochs=1, num_workers=1, limit_train_batches=4).fit(Waiting(where), Dies(7))
-    assert not worker_signals.KEPT
     assert not multiprocessing.active_children()
 
 
@@ -88,10 +95,8 @@ def test_a_worker_that_dies_unread_is_forgotten_with_the_rest() -> None:
     for _ in range(2):
         read.begin(0, 0, None, Following())
         wait_for_a_death()
-        assert worker_signals.KEPT
         assert signal.getsignal(signal.SIGCHLD) is not before
         read.close()
-        assert not worker_signals.KEPT
         assert signal.getsignal(signal.SIGCHLD) is before
 
 
@@ -105,33 +110,24 @@ def test_other_loaders_workers_are_heard_of_as_ever() -> None:
     read.close()
 
 
-def test_an_iterator_that_is_dropped_is_listened_for_no_longer() -> None:
+def test_torchs_handler_is_back_once_an_iterator_is_dropped() -> None:
     before = signal.getsignal(signal.SIGCHLD)
     iterator = iter(torch.utils.data.DataLoader(Augmented(), num_workers=1))
-    worker_signals.listen(iterator)
+    worker_signals.begun(iterator)
     assert signal.getsignal(signal.SIGCHLD) is not before
     del iterator
     assert not multiprocessing.active_children()
     assert signal.getsignal(signal.SIGCHLD) is before
 
 
-def test_no_end_of_a_worker_breaks_in_upon_an_error_that_is_told() -> None:
-    """Neither one that is listened for nor one of another loader's."""
-    loader = DataLoader(Dies(0), num_workers=1)
-    for listens in (False, True):
-        iterator = iter(loader)
-        before = signal.getsignal(signal.SIGCHLD)
-        if listens:
-            worker_signals.listen(iterator)
-        with worker_signals.Telling() as telling:
-            telling.begin()
-            pid = iterator._workers[0].pid  # type: ignore[attr-defined]
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-            time.sleep(0.05)
-        assert bool(worker_signals.KEPT) is listens
-        worker_signals.unlisten(iterator)
-        assert not worker_signals.KEPT
-        assert signal.getsignal(signal.SIGCHLD) is before
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_of_a_loader_over_an_iterable_end_with_the_run(persistent: bool) -> None:
+    """Also those that stay for all epochs; another run starts others."""
+    loader = DataLoader(Stream(), batch_size=4, num_workers=1, persistent_workers=persistent)
+    for _ in range(2):
+        result = quiet(max_epochs=2).fit(Regression(), loader)
+        assert result.progress.updates == 10
+        assert multiprocessing.active_children() == []
 
 
 class Slow(Augmented):
@@ -148,7 +144,7 @@ def test_an_interrupt_ends_the_workers_also_where_its_traceback_is_kept() -> Non
 
     def interrupt() -> None:
         waiting.wait()
-        while worker_signals.Waits.iterator is None:
+        while not worker_signals._only_waits(sys._current_frames()[threading.main_thread().ident or 0]):
             time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -276,18 +272,12 @@ def test_a_handler_of_ones_own_counts_in_a_worker(data: Any) -> None:
 
 
 class Starts(Rows):
-    """Has a program of its own that only SIGTERM ends, and a copy of itself."""
+    """Has a program of its own that only SIGTERM ends."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
         program.terminate()
-        pid = os.fork()
-        if pid == 0:
-            time.sleep(60)
-            os._exit(0)
-        os.kill(pid, signal.SIGTERM)
-        codes = program.wait(), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        return torch.tensor([*codes, 0.0, 0.0]), torch.ones(1)
+        return torch.tensor([program.wait(), 0.0, 0.0, 0.0]), torch.ones(1)
 
 
 def test_what_a_worker_starts_has_signals_as_ever() -> None:
@@ -296,7 +286,7 @@ def test_what_a_worker_starts_has_signals_as_ever() -> None:
     quiet(max_steps=1, callbacks=[noting]).fit(
         Regression(), DataLoader(Starts(), batch_size=1, num_workers=1, prefetch_factor=1)
     )
-    assert seen[0][0].tolist() == [[-signal.SIGTERM, -signal.SIGTERM, 0, 0]]
+    assert seen[0][0].tolist() == [[-signal.SIGTERM, 0, 0, 0]]
 
 
 ROOT = str(Path(__file__).parents[2])
@@ -394,7 +384,10 @@ def test_an_end_amid_a_collection_is_told_and_not_lost(workers: int) -> None:
     killed: list[int] = []
 
     def kill(phase: str, _: Any) -> None:
-        found = workers_of(worker_signals.Waits.iterator)
+        frame = sys._getframe().f_back
+        while frame is not None and frame.f_code.co_filename != dataloader.__file__:
+            frame = frame.f_back
+        found = [] if frame is None else workers_of(frame.f_locals.get("self"))
         if (
             phase == "start"
             and found

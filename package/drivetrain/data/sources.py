@@ -22,7 +22,7 @@ from drivetrain.data.outline import outline
 from drivetrain.data.rounds import Evidence, SharedBatch, rounds
 from drivetrain.data.share import WHOLE, Share
 from drivetrain.data.worker_ends import WorkerEnded, how_ended, note_on, raised_in_worker, workers_of
-from drivetrain.data.worker_signals import KEPT, Waits, end_by_kill, listen, raise_kept, sparing, unlisten
+from drivetrain.data.worker_signals import begun, end, sparing
 from drivetrain.data.workers import Following
 from drivetrain.errors import DataError
 from drivetrain.streams import batch_stream, mix_next, seed_after, seed_batch, seed_host
@@ -200,7 +200,7 @@ class IterableSource(Source):
         self.stateful = isinstance(data, Stateful)
         self._restored = False
         self._used_up = False
-        self._heard: weakref.ref[Any] | None = None
+        self._begun: weakref.ref[Any] | None = None
         self._one_shot = iter(data) is data if isinstance(data, Iterator) else False
 
     def batches(self, epoch: int, position: int) -> Iterator[Fetched]:
@@ -236,23 +236,15 @@ class IterableSource(Source):
             seed = mix_next(stream, number)
             seed_host(seed)
             try:
-                if KEPT:
-                    raise_kept(iterator)
-                Waits.iterator = iterator
                 batch = next(iterator)
             except StopIteration:
-                Waits.iterator = None
                 if once_more:
                     once_more, iterator = False, self._begin(epoch, number)
                     continue
                 self._used_up = True
                 return
-            except BaseException as error:
-                Waits.iterator = None
-                if not isinstance(error, Exception):
-                    raise
+            except Exception as error:
                 raise self._failed(error, iterator, number, epoch) from error
-            Waits.iterator = None
             once_more = False
             seed_after(seed)
             number += 1
@@ -285,9 +277,8 @@ class IterableSource(Source):
             stays = getattr(self._data, "_iterator", None)
             raise self._failed(error, stays, number, epoch) from error
         if workers_of(iterator):
-            end_by_kill(iterator)
-            listen(iterator)
-            self._heard = weakref.ref(iterator)
+            begun(iterator)
+            self._begun = weakref.ref(iterator)
         return iterator
 
     def _failed(self, error: Exception, iterator: Any, number: int, epoch: int) -> DataError:
@@ -300,11 +291,12 @@ class IterableSource(Source):
         return self.failure(WorkerEnded(ended) if ended else error, number, epoch)
 
     def close(self) -> None:
-        """Hear of the workers' ends no longer."""
-        iterator = None if self._heard is None else self._heard()
-        if iterator is not None:
-            unlisten(iterator)
-        self._heard = None
+        """End the workers of a loader."""
+        iterator = None if self._begun is None else self._begun()
+        self._begun = None
+        if iterator is not None and getattr(self._data, "_iterator", None) is iterator:
+            self._data._iterator = None  # type: ignore[attr-defined]  # as its workers would stay
+        end(iterator)
 
     def leave_out_bad(self) -> None:
         """Refused: an iterator that has raised is at its end."""

@@ -6,16 +6,11 @@ import re
 import shutil
 import signal
 import time
-from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-_KILLED = re.compile(r"DataLoader worker \(pid (\d+)\) is killed by signal: (.*?)\. ?", re.DOTALL)
-_EXITED = re.compile(r"DataLoader worker \(pid (\d+)\) exited unexpectedly with exit code (\d+)")
-"""What torch raises in the main thread, wherever that is, once the system tells it of a worker's end."""
-
-_GONE = re.compile(r"DataLoader worker \(pid\(s\) ([\d, ]+)\) exited unexpectedly")
-"""What it raises where it looks for itself, and cannot tell how."""
+_TORCHS = re.compile(r"DataLoader worker \((pid(?:\(s\))? [\d, ]+)\) (is killed|exited)")
+"""How torch's error begins where a worker is gone."""
 
 _CAUGHT = re.compile(r"Caught \w+ in DataLoader worker process (\d+)\.\nOriginal Traceback ", re.ASCII)
 """How the text begins with which it raises here what was raised in a worker; the traceback follows."""
@@ -55,8 +50,7 @@ def how_ended(iterator: Any, error: Exception) -> str | None:
         return None
     deadline = time.monotonic() + (_DYING if isinstance(error, (OSError, EOFError)) else 0.0)
     while (ended := _ended(iterator)) is None and time.monotonic() < deadline:
-        with suppress(RuntimeError):  # torch's, once the system tells of the end, here too
-            time.sleep(0.01)
+        time.sleep(0.01)
     return ended
 
 
@@ -73,30 +67,28 @@ def _ended(iterator: Any) -> str | None:
         if code is None or code == 0:
             continue
         if code > 0:
-            return f"worker {number} (pid {process.pid}) {_exited(code)}"
+            return (
+                f"worker {number} (pid {process.pid}) ended by itself with exit code {code}: a library has"
+                " called os._exit or sys.exit, or a batch could not be sent; what was said of it stands on"
+                " standard error"
+            )
         return f"worker {number} (pid {process.pid}) was killed by signal {_told(-code)}"
     return None
 
 
 def note_on(error: BaseException | None) -> str | None:
-    """What is to be said of an error that torch raises amid other work as a worker ends; None for others."""
-    if not isinstance(error, RuntimeError):
+    """Return what helps where torch says that a worker of a loader is gone; None for other errors."""
+    found = _TORCHS.search(str(error)) if isinstance(error, RuntimeError) else None
+    if error is None or found is None:
         return None
-    text = str(error)
-    if found := _EXITED.search(text):
-        return f"a worker of a loader (pid {found[1]}) {_exited(int(found[2]))}"
-    if found := _KILLED.search(text):
-        names = {signal.strsignal(each): each for each in signal.valid_signals()}
-        number = names.get(found[2].strip())
-        told = found[2] if number is None else _told(number)
-        return f"a worker of a loader (pid {found[1]}) was killed by signal {told}"
-    if found := _GONE.search(text):
-        # It may have looked because the system had told it.
-        return note_on(error.__cause__) or (
-            f"a worker of a loader (pid {found[1]}) was killed, or has ended by itself. If it was killed by"
-            f" SIGKILL, {_ADVICE['SIGKILL']}"
-        )
-    return None
+    text = f"{error} {error.__cause__}"  # it may have looked because the system had told it
+    for each in signal.valid_signals():
+        if f"killed by signal: {signal.strsignal(each)}" in text:
+            return f"a worker of a loader ({found[1]}) was killed by signal {_told(each)}"
+    return (
+        f"a worker of a loader ({found[1]}) has ended by itself, or was killed. If it was killed by SIGKILL,"
+        f" {_ADVICE['SIGKILL']}"
+    )
 
 
 def raised_in_worker(iterator: Any, error: Exception) -> tuple[str, str] | None:
@@ -113,13 +105,6 @@ def raised_in_worker(iterator: Any, error: Exception) -> tuple[str, str] | None:
     lines = (frame + after).splitlines()[2:] or text.splitlines()[-1:]
     what = next((each for each in lines if each and not each.startswith(" ")), lines[-1])
     return f", in worker {number}{pid}", what
-
-
-def _exited(code: int) -> str:
-    return (
-        f"ended by itself with exit code {code}: a library has called os._exit or sys.exit, or a batch could"
-        " not be sent; what was said of it stands on standard error"
-    )
 
 
 def _told(number: int) -> str:

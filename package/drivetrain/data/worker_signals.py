@@ -1,12 +1,12 @@
-"""What signals do to workers, and their ends to us.
+"""What signals do to workers, and when we hear of a worker's end.
 
-Those that end a run in order do nothing to its workers, whose batches it still needs, however many processes
-they are sent to. A worker that dies is heard of where its batches are read, and nowhere else.
+Signals that end a run in order do nothing to its workers, whose batches the run still needs, however many
+processes they are sent to.
 
-The system tells of the end of a child by a signal, at which torch raises a RuntimeError in the main thread,
-wherever that is: in the optimizer's constructor, in a forward pass, in a `try` of the user's that means
-something else, in what tells the other ranks of an error. Here it is kept until the reading of that worker's
-batches goes on, or raised at once where somebody waits for them.
+The system reports the end of a child by SIGCHLD, at which torch raises a RuntimeError in the main thread,
+wherever that is: in the optimizer's constructor, in a `try` of the user's that means something else, in the
+report of another error. While our workers run, that error is raised only where torch waits for a batch.
+Elsewhere it is dropped: torch looks for itself every five seconds of the next wait.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ import gc
 import multiprocessing
 import os
 import queue
-import re
 import selectors
 import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing import connection, forkserver, queues
-from multiprocessing.util import Finalize
 from types import FrameType
 from typing import Any
 
@@ -33,23 +31,11 @@ from torch.utils.data import DataLoader, dataloader
 from drivetrain.data.worker_ends import workers_of
 from drivetrain.distributed.signals import handled, held_back, unmoved
 
-_ONE = re.compile(r"DataLoader worker \(pid (\d+)\)")
+_running: dict[int, weakref.ref[Any]] = {}
+"""The iterators whose workers run, by id."""
 
-KEPT: dict[int, RuntimeError] = {}
-"""What torch said of workers that nobody waited for, by process."""
-
-_ours: dict[int, tuple[weakref.ref[Any], list[int]]] = {}
-"""The iterators over workers that are listened for, and the workers' processes, by id."""
-
-_telling = 0
-"""How many errors are told just now, none of which another one may break in upon."""
-
-_then: Any = None
+_torchs: Any = None
 """The handler in whose place ours stands."""
-
-
-_exits: Finalize | None = None
-"""What ends workers with the program that signals no longer do."""
 
 
 class Spared:
@@ -71,22 +57,17 @@ class Spared:
             self.then(worker)
 
 
-def start_server(loader: Any) -> None:
-    """Start the process that a loader's workers are forked from, if there is to be one: started where signals
-    are held back, it would hold them back from all that it ever forks.
-    """
-    context = loader.multiprocessing_context or multiprocessing
-    if context.get_start_method() == "forkserver":
-        forkserver.ensure_running()
-
-
 @contextmanager
-def starting() -> Iterator[None]:
-    """Start workers: hold signals back, and keep the garbage of this process from being collected in theirs.
+def starting(loader: Any) -> Iterator[None]:
+    """Start a loader's workers: hold signals back, and keep the garbage of this process from being collected
+    in the workers.
 
     A forked worker has a copy of the garbage, but of no thread other than the one that forked. The destructor
     of a process group in that garbage waits for threads, so that a worker that collected it would hang.
     """
+    context = loader.multiprocessing_context or multiprocessing
+    if context.get_start_method() == "forkserver":
+        forkserver.ensure_running()  # before signals are held back, or all that it ever forks would hold them
     gc.freeze()  # which a forked process keeps
     try:
         with held_back():
@@ -101,94 +82,31 @@ def sparing(data: Any) -> Iterator[None]:
     if not isinstance(data, DataLoader) or not data.num_workers:
         yield
         return
-    start_server(data)
     own = data.worker_init_fn
     if handled():
         data.worker_init_fn = Spared(own)
     try:
-        with starting():
+        with starting(data):
             yield
     finally:
         data.worker_init_fn = own
 
 
-def end_by_kill(iterator: Any) -> None:
-    """Have torch kill those of an iterator's workers that do not end by themselves: it asks by SIGTERM."""
-    global _exits
-    if not handled():
-        return
-    for each in workers_of(iterator):
-        if each.pid is not None:
-            each.terminate = partial(os.kill, each.pid, signal.SIGKILL)  # type: ignore[method-assign]
-    if _exits is None or not _exits.still_active():
-        _exits = Finalize(None, _end_with_program, exitpriority=0)
-
-
-def _end_with_program() -> None:
-    """Before multiprocessing sends SIGTERM to what is left at the end of a program, and waits for it."""
-    for each in multiprocessing.active_children():
-        if "terminate" in vars(each):
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise at this end
-            each.terminate()
-
-
-class Waits:
-    """For whose batch somebody waits; set for every batch, by an assignment that costs next to nothing."""
-
-    iterator: Any = None
-
-
-def listen(iterator: Any) -> None:
-    """Keep what is raised when one of an iterator's workers ends, from now on."""
-    if not _hears():
+def begun(iterator: Any) -> None:
+    """Take care of an iterator's workers, until they end or nothing refers to the iterator any more."""
+    global _torchs
+    if handled():
+        for each in workers_of(iterator):
+            if each.pid is not None:  # torch asks those that do not end by SIGTERM, which they are spared
+                each.terminate = partial(os.kill, each.pid, signal.SIGKILL)  # type: ignore[method-assign]
+    if not _is_told():
         return
     which = id(iterator)
-    _ours[which] = weakref.ref(iterator, lambda _: _leave(which)), _pids(iterator)
-    _take_over()
-
-
-class Telling:
-    """From `begin` on until it is left, what is raised when any worker ends breaks in upon nothing: an error
-    is told already.
-    """
-
-    def __init__(self) -> None:
-        self._has_begun = False
-
-    def __enter__(self) -> Telling:
-        return self
-
-    def begin(self) -> None:
-        """An error is told from here on."""
-        global _telling
-        if not _hears() or self._has_begun:
-            return
-        self._has_begun = True
-        _telling += 1
-        with suppress(RuntimeError):  # what has come meanwhile
-            _take_over()
-        _take_over()
-
-    def __exit__(self, *_: object) -> None:
-        global _telling
-        if self._has_begun:
-            self._has_begun = False
-            _telling -= 1
-            _put_back()
-
-
-def _hears() -> bool:
-    """Whether torch would raise here."""
-    return threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGCHLD")
-
-
-def _take_over() -> None:
-    global _then
+    _running[which] = weakref.ref(iterator, lambda _: _leave(which))
     handler = signal.getsignal(signal.SIGCHLD)
-    if handler is not _heard and callable(handler):
-        _then = handler
-        signal.signal(signal.SIGCHLD, _heard)
+    if handler is not _child_ended and callable(handler):
+        _torchs = handler
+        signal.signal(signal.SIGCHLD, _child_ended)
 
 
 def end(iterator: Any) -> None:
@@ -200,55 +118,27 @@ def end(iterator: Any) -> None:
         if shut_down is not None:
             shut_down()
     finally:
-        unlisten(iterator)
-
-
-def unlisten(iterator: Any) -> None:
-    """Undo `listen`, and forget what was kept."""
-    _leave(id(iterator))
+        _leave(id(iterator))
 
 
 def _leave(which: int) -> None:
-    """Listen no longer, and put back the handler that was there if nothing else is listened for."""
-    _, pids = _ours.pop(which, (None, ()))
-    for pid in pids:
-        KEPT.pop(pid, None)
-    _put_back()
+    """Put back torch's handler, if no other workers run."""
+    _running.pop(which, None)
+    if not _running and _is_told() and signal.getsignal(signal.SIGCHLD) is _child_ended:
+        signal.signal(signal.SIGCHLD, _torchs)
 
 
-def _put_back() -> None:
-    is_needed = _ours or _telling or _then is None
-    if not is_needed and _hears() and signal.getsignal(signal.SIGCHLD) is _heard:
-        signal.signal(signal.SIGCHLD, _then)
+def _is_told() -> bool:
+    """Whether torch would raise here."""
+    return threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGCHLD")
 
 
-def raise_kept(iterator: Any) -> None:
-    """Raise what was kept of one of an iterator's workers.
-
-    Raises:
-        RuntimeError: torch's.
-    """
-    for pid in _pids(iterator):
-        if pid in KEPT:
-            raise KEPT.pop(pid)
-
-
-def _pids(iterator: Any) -> list[int]:
-    return [process.pid for process in workers_of(iterator) if process.pid is not None]
-
-
-def _heard(number: int, frame: FrameType | None) -> None:
+def _child_ended(number: int, frame: FrameType | None) -> None:
     try:
-        _then(number, frame)
+        _torchs(number, frame)
     except RuntimeError as error:
-        found = _ONE.search(str(error))
-        pid = int(found[1]) if found else -1
-        is_ours = any(pid in pids for _, pids in list(_ours.values()))
-        waited_for = pid in _pids(Waits.iterator) and _only_waits(frame)
-        if not (_telling and found) and (waited_for or not is_ours):
+        if "DataLoader worker" not in str(error) or _only_waits(frame):
             raise
-        if is_ours:
-            KEPT[pid] = error
 
 
 _WAITING = frozenset(each.__file__ for each in (selectors, threading, queue, queues, connection))
@@ -258,7 +148,6 @@ def _only_waits(frame: FrameType | None) -> bool:
     """Whether torch's iterator does nothing but wait for a batch.
 
     Amid other work, as in a callback of the garbage collector, an error would be lost or leave a file open.
-    What is kept there costs little: torch looks for itself every five seconds of a wait.
     """
     while frame is not None and frame.f_code.co_filename in _WAITING:
         frame = frame.f_back

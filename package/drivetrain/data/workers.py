@@ -11,17 +11,8 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader
 
 from drivetrain.data.keyed import IndexBatch
-from drivetrain.data.worker_ends import WorkerEnded, how_ended, makers
-from drivetrain.data.worker_signals import (
-    KEPT,
-    Waits,
-    end,
-    end_by_kill,
-    listen,
-    raise_kept,
-    start_server,
-    starting,
-)
+from drivetrain.data.worker_ends import WorkerEnded, how_ended, makers, note_on
+from drivetrain.data.worker_signals import begun, end, starting
 from drivetrain.errors import DataError
 
 
@@ -109,11 +100,9 @@ class Workers:
         try:
             if self._loader is None:
                 self._loader = self._make(self._asked, epoch)
-            start_server(self._loader)
-            with starting():
+            with starting(self._loader):
                 self._iterator = iter(self._loader)
-            end_by_kill(self._iterator)
-            listen(self._iterator)
+            begun(self._iterator)
         except Exception as error:
             raise self._failed(error) from error
         except BaseException as error:  # an interrupt
@@ -138,7 +127,7 @@ class Workers:
         # The traceback would keep what torch has made so far.
         traceback.clear_frames(error.__traceback__)
         indices = next(iter(self._asked.under_way), None)
-        ended = how_ended(self._iterator, error)
+        ended = how_ended(self._iterator, error) or note_on(error)
         self.close()
         return self._failure(WorkerEnded(ended) if ended else error, indices)
 
@@ -162,13 +151,8 @@ class Workers:
                 return
             try:
                 assert self._iterator is not None
-                if KEPT:
-                    raise_kept(self._iterator)
-                Waits.iterator = self._iterator
                 made = next(self._iterator)
-                Waits.iterator = None
             except BaseException as error:
-                Waits.iterator = None
                 if isinstance(error, StopIteration) and not under_way:
                     self._leave_iterator()
                     return

@@ -31,10 +31,6 @@ _PYTHONS = (signal.SIG_DFL, signal.default_int_handler)
 
 _current: Signals | None = None
 _told: set[int] = set()
-_before: dict[int, Any] = {}
-"""The handlers of a process that is `unmoved`, as they were."""
-_mask: set[int | signal.Signals] | None = None
-"""Which signals were held back before such a process was copied, meanwhile."""
 
 
 class Signals:
@@ -301,7 +297,8 @@ def unmoved(numbers: Sequence[int]) -> None:
 
     A batch system may send them to every process of a job, and the one that has started this needs it until
     it has ended in order. They have a handler, and are not ignored, so that programs that are started from
-    here have them as ever; and the process leaves its group, so that those are spared what is sent to that.
+    here have them as ever; a copy of the process, by `os.fork`, has that handler too. The process leaves its
+    group, so that it is spared what is sent to that.
 
     Args:
         numbers: What `handled` gave when the process was started.
@@ -312,7 +309,7 @@ def unmoved(numbers: Sequence[int]) -> None:
     for number in numbers:
         # Of torch's own for SIGTERM, by which all but the parent end a worker, Python knows nothing.
         if signal.getsignal(number) in _PYTHONS:
-            _before[number] = signal.signal(number, _do_nothing)
+            signal.signal(number, _do_nothing)
             signal.siginterrupt(number, False)  # a call of a library need not be begun again
     signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # one that has come before does nothing either
 
@@ -321,32 +318,10 @@ def _do_nothing(number: int, frame: FrameType | None) -> None:
     """Whoever has started this process decides."""
 
 
-def _before_fork() -> None:
-    """Hold back what a copy of a process that is `unmoved` would not be ended by at its very beginning."""
-    global _mask
-    if _before:
-        _mask = signal.pthread_sigmask(signal.SIG_BLOCK, _before)
-
-
-def _after_fork_here() -> None:
-    global _mask
-    if _mask is not None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, _mask)
-        _mask = None
-
-
-def _after_fork_there() -> None:
-    """A copy's signals are its own, as whoever has made it may end it by them."""
+def _after_fork() -> None:
     if _current is not None:
         _current.leave_to_parent()
-    for number, before in _before.items():
-        if signal.getsignal(number) is _do_nothing:
-            signal.signal(number, before)
-    _before.clear()
-    _after_fork_here()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_before_fork, after_in_parent=_after_fork_here, after_in_child=_after_fork_there
-    )
+    os.register_at_fork(after_in_child=_after_fork)
