@@ -14,7 +14,7 @@ import torch
 from tests.support.failing import JOB
 from tests.support.launched import DEEP, FSDP_YAML
 
-from drivetrain.testing.distributed import free_port
+from drivetrain.distributed.sockets import release_port, reserve_port
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 
@@ -70,9 +70,10 @@ def start(*words: str, **variables: str) -> subprocess.Popen[str]:
 @pytest.mark.usefixtures("alone")
 def test_deepspeeds_launcher() -> None:
     Path("train.py").write_text(PROGRAM, encoding="utf-8")
-    port = str(free_port())
-    words = ("-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port, "train.py")
+    port = reserve_port()
+    words = ("-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(port), "train.py")
     assert outcomes(start(*words, DS_ACCELERATOR="cpu")) == [DDP, DDP]
+    release_port(port)
 
 
 @pytest.mark.full

@@ -156,19 +156,36 @@ def _fork(
     with warnings.catch_warnings():
         # Python warns of copies of a process with threads. The copy uses none of what they may hold.
         warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
-        is_collecting = gc.isenabled()
-        gc.disable()
-        pid = os.fork()
-    if pid == 0:
-        # What an earlier run has left, such as a process group in a traceback, is never collected here: its
-        # end would wait for threads that a copy does not have.
-        gc.freeze()
-    if is_collecting:
-        gc.enable()
+        with uncollected():
+            pid = os.fork()
+            if pid == 0:
+                gc.freeze()
     if pid == 0:
         _run_copy(function, environment, sender, (*others, receiver), mark)
     os.close(sender)
     return Child(int(environment["RANK"]), pid, _poll(pid)), receiver
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Copy this process to one that collects no garbage before `gc.freeze` or `collect_own` there.
+
+    The end of what an earlier run has left, such as a process group in a traceback, would wait for threads
+    that a copy does not have.
+    """
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
+
+
+def collect_own() -> None:
+    """Collect garbage in a copy that was made under `uncollected`, but none that was there before."""
+    gc.freeze()
+    gc.enable()
 
 
 def _run_copy(

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import math
 import multiprocessing
 import os
-import random
-import socket
 import sys
 import time
 import traceback
@@ -20,6 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed
+
+from drivetrain.distributed.children import environment_of
+from drivetrain.distributed.forking import collect_own, uncollected
+from drivetrain.distributed.sockets import release_port, reserve_port
 
 _START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 """A forked process has torch at once, which takes a spawned one seconds; only Linux forks safely enough."""
@@ -51,14 +51,15 @@ def run_distributed(
         TimeoutError: It took too long; all processes are ended.
     """
     context: Any = multiprocessing.get_context(_START_METHOD)
-    port = free_port()
+    port = reserve_port()
     processes: list[BaseProcess] = []
     pipes: dict[Connection, int] = {}
     for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)
-        environment = _environment(rank, world_size, port)
+        environment = environment_of(rank, world_size, port, threads=None)
         process = context.Process(target=_child, args=(sender, environment, function, arguments, timeout))
-        process.start()
+        with uncollected():
+            process.start()
         sender.close()
         processes.append(process)
         pipes[receiver] = rank
@@ -71,6 +72,7 @@ def run_distributed(
             process.close()
         for pipe in pipes:
             pipe.close()
+        release_port(port)
 
 
 def _collect(
@@ -107,32 +109,6 @@ def _collect(
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-
-
-def free_port() -> int:
-    """Return a port of this machine at which nobody listens now.
-
-    It lies below the range from which systems take the ports of outgoing connections, one of which could be
-    given the port before it is used. The choice moves none of the program's random streams.
-    """
-    draws = random.Random(os.urandom(8))
-    for _ in range(100):
-        port = draws.randrange(20_000, 32_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return port
-    raise OSError("no free port was found between 20000 and 32000 in 100 tries")
-
-
 def _child(
     sender: Connection,
     environment: dict[str, str],
@@ -140,10 +116,9 @@ def _child(
     arguments: tuple[Any, ...],
     timeout: float,
 ) -> None:
+    collect_own()
     os.environ.update(environment)
     torch.set_num_threads(1)
-    # The collector has no business with what is the parent's: to look at it is to copy its pages.
-    gc.freeze()
     try:
         torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout))
         value = function(*arguments)

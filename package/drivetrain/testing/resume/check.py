@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from drivetrain.distributed.forking import collect_own, uncollected
 from drivetrain.errors import ConfigError, DrivetrainError
 from drivetrain.observing import observing
 from drivetrain.options import count
@@ -172,7 +173,8 @@ def _alone(make: Callable[[], Sequence[Any]], recording: Recording, timeout: flo
     context: Any = multiprocessing.get_context(method)
     log = recording.directory / f"output-{recording.kind}"
     process = context.Process(target=_child, args=(make, recording, log))
-    process.start()
+    with uncollected():
+        process.start()
     process.join(timeout)
     if process.is_alive():
         process.kill()
@@ -184,6 +186,7 @@ def _alone(make: Callable[[], Sequence[Any]], recording: Recording, timeout: flo
 
 
 def _child(make: Callable[[], Sequence[Any]], recording: Recording, log: Path) -> None:
+    collect_own()
     torch.set_num_threads(1)
     code = 0
     try:
