@@ -12,7 +12,7 @@ from drivetrain.errors import ConfigError
 from drivetrain.options import by_name
 from drivetrain.precision import Precision
 from drivetrain.strategies.base import Settings, check_options
-from drivetrain.strategies.deepspeed_file import AUTO, STAGES, read
+from drivetrain.strategies.deepspeed_file import AUTO, read
 from drivetrain.strategies.deepspeed_names import REFUSED, REFUSED_ZERO
 
 PRECISIONS = {"32": None, "bf16-mixed": "bf16", "16-mixed": "fp16"}
@@ -52,8 +52,6 @@ class DeepSpeedConfig:
             ConfigError: One is of no use, or differs from the configuration; says what is allowed.
         """
         check_options(self, ("timeout",), ("gather_at_end",))
-        if self.stage is not None and (self.stage not in STAGES or isinstance(self.stage, bool)):
-            raise ConfigError(f"DeepSpeedConfig(stage=...) is 0, 1, 2 or 3, not {self.stage!r}")
         for name in ("offload_optimizer", "offload_parameters"):
             if getattr(self, name) not in (None, "cpu"):
                 raise ConfigError(
@@ -76,6 +74,8 @@ class DeepSpeedConfig:
                 object.__setattr__(self, name, there)
         if self.stage is None:
             object.__setattr__(self, "stage", 2)
+        if type(self.stage) is not int or self.stage not in (0, 1, 2, 3):
+            raise ConfigError(f"DeepSpeed's stage is 0, 1, 2 or 3, not {self.stage!r}")
         self._check_offload()
         self._check_scaling()
 
@@ -203,7 +203,7 @@ def check_contradictions(config: DeepSpeedConfig, precision: Precision, asked: S
         if section is None:
             continue
         there = given.get(section, {}).get("enabled", AUTO)
-        if there != AUTO and bool(there) != (name == precision.name):
+        if there not in (AUTO, name == precision.name):
             raise ConfigError(
                 f"DeepSpeed's configuration has {section}.enabled={there}, which contradicts"
                 f' precision={precision.name!r}. Write "enabled": "auto" there, or give'
@@ -222,4 +222,5 @@ def _fill(given: dict[str, Any]) -> None:
 
 def _device(zero: Mapping[str, Any], name: str) -> Any:
     """Where a section of "zero_optimization" offloads to; None where it does not say."""
-    return (zero.get(name) or {}).get("device")
+    section = zero.get(name)
+    return section.get("device") if isinstance(section, Mapping) else None
