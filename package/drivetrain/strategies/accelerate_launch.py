@@ -21,8 +21,6 @@ _SHARDINGS = {
     "NO_SHARD": "no_shard",
     "HYBRID_SHARD": "hybrid",
 }
-_NUMBERED = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-"""What a number as the sharding strategy stands for, from 1."""
 
 _OTHERS = {
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
@@ -92,7 +90,7 @@ def _deepspeed_options(environment: Mapping[str, str]) -> dict[str, Any]:
     """Only what differs from the defaults of `DeepSpeedConfig`; a file of DeepSpeed's own says it all.
 
     Accumulation and clipping stand in DeepSpeed's own configuration, where what differs from the Trainer is
-    refused.
+    refused. `accelerate launch` itself has seen to it that numbers are numbers.
     """
     moe = "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"
     if environment.get(moe, "").lower() not in _FALSE:
@@ -100,35 +98,17 @@ def _deepspeed_options(environment: Mapping[str, str]) -> dict[str, Any]:
     path = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if path.lower() not in _FALSE:
         return {"config": path}
-    options: dict[str, Any] = {"stage": int(_chosen(environment, "ZERO_STAGE", "2", ("0", "1", "2", "3")))}
+    options: dict[str, Any] = {"stage": int(environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))}
     for name, option in (("OPTIMIZER", "offload_optimizer"), ("PARAM", "offload_parameters")):
-        place = _chosen(environment, f"OFFLOAD_{name}_DEVICE", "none", ("none", "cpu"))
-        if place == "cpu":
+        place = environment.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{name}_DEVICE", "none").lower()
+        if place != "none":
             options[option] = place
     config: dict[str, Any] = {}
-    for name, key, kind in (
-        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "gradient_accumulation_steps", int),
-        ("ACCELERATE_GRADIENT_CLIPPING", "gradient_clipping", float),
-    ):
-        given = environment.get(name, "auto").lower()
+    for key, kind in (("gradient_accumulation_steps", int), ("gradient_clipping", float)):
+        given = environment.get(f"ACCELERATE_{key.upper()}", "auto").lower()
         if given not in ("auto", "none"):
-            config[key] = _number(name, given, kind)
+            config[key] = kind(given)
     return {**options, "config": config} if config else options
-
-
-def _chosen(environment: Mapping[str, str], what: str, default: str, allowed: tuple[str, ...]) -> str:
-    name = f"ACCELERATE_DEEPSPEED_{what}"
-    given = environment.get(name, default).strip().lower()
-    if given not in allowed:
-        raise _refused(name, given, f"allowed are {', '.join(allowed)}")
-    return given
-
-
-def _number(name: str, given: str, kind: type[int] | type[float]) -> int | float:
-    try:
-        return kind(given)
-    except ValueError:
-        raise _refused(name, given, f"it must be {'a whole' if kind is int else 'a'} number") from None
 
 
 def _fsdp_options(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -159,8 +139,6 @@ def _sharding(environment: Mapping[str, str]) -> str:
     if name != old and given.lower() in (*_TRUE, *_FALSE):
         return "full_shard" if given.lower() in _TRUE else "shard_grad_op"
     word = given.upper()
-    if word.isdigit() and 0 < int(word) <= len(_NUMBERED):
-        word = _NUMBERED[int(word) - 1]
     if word not in _SHARDINGS:
         raise _refused(name, given, f"allowed are {', '.join(_SHARDINGS)}")
     return _SHARDINGS[word]
@@ -175,10 +153,7 @@ def _wrapping(environment: Mapping[str, str]) -> str | int | tuple[str, ...]:
         classes = environment.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "").split(",")
         return tuple(each.strip() for each in classes if each.strip()) or "auto"
     if policy == "SIZE_BASED_WRAP":
-        size = environment.get("FSDP_MIN_NUM_PARAMS", "0").strip()
-        if not size.isdigit():
-            raise _refused("FSDP_MIN_NUM_PARAMS", size, "it must be a whole number")
-        return max(int(size), 1)
+        return max(int(float(environment.get("FSDP_MIN_NUM_PARAMS", "0"))), 1)  # YAML has 1e8 as a text
     raise _refused(name, policy, "allowed are TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP and NO_WRAP")
 
 
