@@ -67,7 +67,6 @@ class FailureChannel:
             more, since they show none. None disables it.
         directory: Where the stacks of all ranks go when one fails, into "failures"; None for nowhere.
         stopping: Agrees with the other ranks on when to stop, over these lines.
-        on_failure: Is told of another rank's failure before this process ends; called in a thread.
 
     Raises:
         StrategyError: Rank 0 cannot be reached.
@@ -87,7 +86,6 @@ class FailureChannel:
         hang_timeout: float | None = None,
         directory: Path | None = None,
         stopping: Stopping | None = None,
-        on_failure: Callable[[RankFailure], None] | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -101,7 +99,6 @@ class FailureChannel:
         self._still_since = time.monotonic()
         self._is_outside = is_outside
         self._stopping = stopping if stopping is not None else Stopping()
-        self._on_failure = on_failure
         self._stacks = StackFiles(rank, world_size, directory)
         self._main = threading.get_ident()
         self._interrupts = Interrupts()
@@ -359,9 +356,6 @@ class FailureChannel:
                 self._stacks.begin(where, self._reported, self._hub)
         if cause.kind != "hang" and cause.rank == self.rank and not self._interrupted:
             return
-        if self._on_failure is not None:
-            with contextlib.suppress(Exception):  # the process has to end all the same
-                self._on_failure(cause.failure())
         if cause.kind == "hang" and self.rank in cause.stuck:
             with contextlib.suppress(Exception):
                 sys.stderr.write(f"drivetrain: the stacks of rank {self.rank}:\n")

@@ -4,7 +4,6 @@ and the modules of the program.
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
 import sys
@@ -79,7 +78,7 @@ class Held:
         anew.
         """
         name = "" if _is_ours(type(callback)) else f" {type(callback).__name__}"
-        kept = {each for kind in type(callback).__mro__ if _is_ours(kind) for each in _set_by(kind)}
+        kept = {each for kind in type(callback).__mro__ if _is_ours(kind) for each in _named_by(kind)}
         self._seen[id(callback)] = callback
         for place, each in self._inside_object(callback):
             if place.removeprefix(".") not in kept:
@@ -186,11 +185,10 @@ def _is_ours(kind: type) -> bool:
 
 
 @functools.cache
-def _set_by(kind: type) -> frozenset[str]:
-    """The attributes that a class's own methods set."""
-    methods = [each for each in vars(kind).values() if isinstance(each, types.FunctionType)]
-    steps = (step for each in methods for step in dis.get_instructions(each))
-    return frozenset(str(step.argval) for step in steps if step.opname == "STORE_ATTR")
+def _named_by(kind: type) -> frozenset[str]:
+    """The attributes that a class's own methods name, which are those that they set and a few more."""
+    methods = (each for each in vars(kind).values() if isinstance(each, types.FunctionType))
+    return frozenset(name for each in methods for name in each.__code__.co_names)
 
 
 def _is_kept_by_class(value: Any) -> bool:
