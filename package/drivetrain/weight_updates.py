@@ -17,7 +17,8 @@ here the draws are a function of seed and update, and float16 is served.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +42,9 @@ PIECE_ON_CPU = 2**20
 
 _DROPPED = {torch.bfloat16: 16, torch.float16: 13}
 """The bits of a float32 that a dtype has no room for."""
+
+_ALIGNED = 16
+"""Tensors in one memory begin at multiples of so many numbers, where vectorised kernels can read them."""
 
 
 class WeightUpdates:
@@ -75,7 +79,7 @@ class WeightUpdates:
         """
         found = [] if self._kind == "nearest" else list(_places(module))
         places = [each for each in found if not is_lazy(each[2])]  # those have no values to copy yet
-        copies = {own: _copy(own) for own in dict.fromkeys(own for _, _, own in places)}
+        copies = {own: _like(own, own.detach().float()) for own in dict.fromkeys(own for _, _, own in places)}
         try:
             for owner, name, own in places:
                 owner._parameters[name] = copies[own]
@@ -112,12 +116,6 @@ def _places(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
                 yield owner, name, parameter
 
 
-def _copy(parameter: nn.Parameter) -> nn.Parameter:
-    copy = nn.Parameter(parameter.detach().float())
-    copy.__dict__.update(parameter.__dict__)  # what a user has noted there, to choose groups by
-    return copy
-
-
 class _Steps:
     """The steps of one optimizer, in float32.
 
@@ -138,8 +136,8 @@ class _Steps:
         self._keys = keys
         self._progress = progress
         self._size = size
-        self._copies: dict[nn.Parameter, nn.Parameter] = {}
-        self._last_kept: dict[nn.Parameter, tuple[Tensor, int]] = {}
+        self._trained: list[list[int]] = []
+        self._pieces: list[tuple[list[_Copies], list[list[nn.Parameter]]]] = []
         self._last = (-1, 0)
         for group in optimizer.param_groups:
             group[WEIGHT_UPDATES] = kind
@@ -153,98 +151,58 @@ class _Steps:
         """
         if closure is not None:
             raise ConfigError("an optimizer of 16-bit weights takes no closure: call step() without one")
-        groups = self._optimizer.param_groups
+        groups, state = self._optimizer.param_groups, self._optimizer.state
         own = [group["params"] for group in groups]
+        trained = [[id(each) for each in group] for group in own]
+        if trained != self._trained:
+            self._lay_out(own)
+            self._trained = trained
         update = self._progress.updates
         self._last = (update, self._last[1] + 1 if self._last[0] == update else 0)
         try:
-            for number, piece in enumerate(self._pieces(own)):
-                self._step_piece(number, piece)
+            for number, (places, members) in enumerate(self._pieces):
+                try:
+                    for copies in places:
+                        copies.take(state)
+                    for group, given in zip(groups, members, strict=True):
+                        group["params"] = given
+                    self._inner()
+                finally:
+                    for copies in places:
+                        copies.hand_back(state)
+                for place, copies in enumerate(places):
+                    copies.round((*self._keys, *self._last, number, place))
         finally:
             for group, given in zip(groups, own, strict=True):
                 group["params"] = given
 
-    def _step_piece(self, number: int, piece: Sequence[Sequence[nn.Parameter]]) -> None:
-        state = self._optimizer.state
-        copies: dict[nn.Parameter, nn.Parameter] = {}
-        try:
-            for group, members in zip(self._optimizer.param_groups, piece, strict=True):
-                for own in members:
-                    if own.dtype in _DROPPED:
-                        copies[own] = self._taken(own)
-                group["params"] = [copies.get(each, each) for each in members]
-            self._inner()
-        finally:
-            for own, copy in copies.items():
-                copy.grad = None
-                if copy in state:
-                    state[own] = state.pop(copy)
-                if self._keeps:
-                    state[own][MASTER] = copy.detach()
-        for place, members in enumerate(_by_place(copies)):
-            sources = [_local(copies[own].detach()) for own in members]
-            if not self._keeps:
-                generator = self._generator(members[0], number, place)
-                sources = _rounded_at_random(sources, members[0].dtype, generator)
-            torch._foreach_copy_([_local(own) for own in members], sources)
-        for own, copy in copies.items():
-            if self._keeps:
-                self._last_kept[own] = state[own][MASTER], _local(own)._version
-            elif hasattr(own, "to_local"):
-                del self._copies[own]
-            else:
-                copy.data = copy.new_empty(0)  # the memory of one piece serves the next
-
-    def _taken(self, own: nn.Parameter) -> nn.Parameter:
-        """Return the float32 copy of a weight, with its gradient and the optimizer's state."""
-        state = self._optimizer.state
-        slots = state.pop(own, None)
-        kept = None if slots is None else slots.pop(MASTER, None)
-        last, version = self._last_kept.get(own, (None, -1))
-        value = own.detach().float() if kept is None else kept
-        # A weight that was written to since counts where it differs from its rounded copy.
-        if kept is not None and (kept is not last or _local(own)._version != version):
-            value = torch.where(own == kept.to(own.dtype), kept, own.float())
-        copy = self._copies.get(own)
-        if copy is None or hasattr(own, "to_local"):  # a DTensor keeps its values when `data` is set
-            copy = self._copies[own] = nn.Parameter(value)
-            copy.__dict__.update(own.__dict__)
-        else:
-            copy.data = value
-        if own.grad is not None:
-            copy.grad = own.grad.float()
-        if slots is not None:
-            state[copy] = slots
-        return copy
-
-    def _generator(self, weight: Tensor, number: int, place: int) -> torch.Generator:
-        """Return a piece's generator, the same on ranks with the same share of the weights."""
-        update, times = self._last
-        seed = mix(
-            ROUNDING, *self._keys, update, times, number, place, *(each + 1 for each in _share(weight))
-        )
-        return torch.Generator(_local(weight).device).manual_seed(seed)
-
-    def _pieces(self, groups: Sequence[Sequence[nn.Parameter]]) -> list[list[list[nn.Parameter]]]:
-        """Divide the weights of the groups into pieces; other parameters are updated with the first.
+    def _lay_out(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Divide the parameters of the groups into pieces, in which float32 copies stand for 16-bit weights.
 
         An optimizer that may count something for all of its parameters is given all of them at once.
         """
-        divides = _by_parameter(self._optimizer)
+        divides, total = _by_parameter(self._optimizer), 0
         pieces: list[list[list[nn.Parameter]]] = [[[] for _ in groups]]
-        total = 0
         for index, group in enumerate(groups):
             for parameter in group:
-                if parameter.dtype not in _DROPPED:
-                    pieces[0][index].append(parameter)
-                    continue
-                size = self._size or (PIECE_ON_CPU if parameter.device.type == "cpu" else PIECE)
-                if divides and total and total + parameter.numel() > size:
-                    pieces.append([[] for _ in groups])
-                    total = 0
-                total += parameter.numel()
+                if parameter.dtype in _DROPPED:
+                    size = self._size or (PIECE_ON_CPU if parameter.device.type == "cpu" else PIECE)
+                    if divides and total and total + parameter.numel() > size:
+                        pieces.append([[] for _ in groups])
+                        total = 0
+                    total += parameter.numel()
                 pieces[-1][index].append(parameter)
-        return pieces
+        self._pieces = []
+        for piece in pieces:
+            places: dict[Any, list[nn.Parameter]] = {}
+            for each in itertools.chain.from_iterable(piece):
+                if each.dtype in _DROPPED:
+                    places.setdefault((each.device, each.dtype, _share(each)), []).append(each)
+            copies = [_Copies(each, self._keeps) for each in places.values()]
+            copy_of = {
+                own: copy for each in copies for own, copy in zip(each.weights, each.copies, strict=True)
+            }
+            self._pieces.append((copies, [[copy_of.get(each, each) for each in group] for group in piece]))
 
 
 def _by_parameter(optimizer: Optimizer) -> bool:
@@ -254,23 +212,128 @@ def _by_parameter(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, Muon) or type(optimizer).__module__.startswith("torch.optim.")
 
 
-def _by_place(weights: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group weights that can be rounded together: of one device, one dtype, and one share of the shards."""
-    found: dict[Any, list[nn.Parameter]] = {}
-    for each in weights:
-        found.setdefault((each.device, each.dtype, _share(each)), []).append(each)
-    return list(found.values())
+class _Copies:
+    """Float32 copies of 16-bit weights, and of their gradients while an update lasts.
+
+    Args:
+        weights: The weights: of one device, one dtype and one share of the shards.
+        keeps: Whether the copies are kept from update to update, as `MASTER` in the optimizer's state.
+
+    Attributes:
+        weights: The same.
+        copies: A copy of each.
+    """
+
+    def __init__(self, weights: Sequence[nn.Parameter], keeps: bool) -> None:
+        self.weights = weights
+        self._keeps = keeps
+        self._share = _share(weights[0])
+        self._values, self._gradients = _Flat(weights), _Flat(weights)
+        self.copies = [_like(own, value) for own, value in zip(weights, self._values.tensors, strict=True)]
+        self._kept = [each.detach() for each in self.copies]
+        self._versions = [-1] * len(weights)
+
+    def take(self, state: dict[Any, Any]) -> None:
+        """Give the copies the values, the gradients and the optimizer's state of the weights."""
+        self._values.allocate()
+        self._gradients.allocate()
+        if self._keeps:
+            for index, own in enumerate(self.weights):
+                self._take_kept(index, _local(own), state.get(own, {}).pop(MASTER, None))
+        else:
+            torch._foreach_copy_(self._values.views, [_local(each) for each in self.weights])
+        targets, sources = [], []
+        for index, (own, copy) in enumerate(zip(self.weights, self.copies, strict=True)):
+            if own in state:
+                state[copy] = state.pop(own)
+            gradient: Any = own.grad
+            if gradient is None:
+                continue
+            if gradient.layout is not torch.strided or (
+                self._share and gradient.placements != own.placements
+            ):
+                copy.grad = gradient.float()
+                continue
+            copy.grad = self._gradients.tensors[index]
+            targets.append(self._gradients.views[index])
+            sources.append(_local(gradient))
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def _take_kept(self, index: int, own: Tensor, kept: Tensor | None) -> None:
+        value = self._values.views[index]
+        if kept is not self._kept[index]:  # the first update, or the first of a resumed run
+            value.copy_(own if kept is None else _local(kept))
+        # A weight that was written to since counts where it differs from its rounded copy.
+        if kept is not self._kept[index] or own._version != self._versions[index]:
+            torch.where(own == value.to(own.dtype), value, own.float(), out=value)
+
+    def hand_back(self, state: dict[Any, Any]) -> None:
+        """Give the weights the optimizer's state again, and free the gradients."""
+        for own, copy, kept in zip(self.weights, self.copies, self._kept, strict=True):
+            copy.grad = None
+            if copy in state:
+                state[own] = state.pop(copy)
+            if self._keeps:
+                state[own][MASTER] = kept
+        self._gradients.free()
+
+    def round(self, keys: Sequence[int]) -> None:
+        """Give the weights the values of the copies, rounded with random numbers of these keys."""
+        own = [_local(each) for each in self.weights]
+        if not self._keeps:
+            # Ranks that have the same share of the weights draw the same.
+            seed = mix(ROUNDING, *keys, *(each + 1 for each in self._share))
+            generator = torch.Generator(self._values.whole.device).manual_seed(seed)
+            round_at_random_(self._values.whole, own[0].dtype, generator)
+        torch._foreach_copy_(own, self._values.views)
+        if self._keeps:
+            self._versions = [each._version for each in own]
+        else:
+            self._values.free()
 
 
-def _share(parameter: Tensor) -> tuple[int, ...]:
-    """Return which share of a sharded parameter is here: the same on ranks that have the same numbers."""
-    if not hasattr(parameter, "placements"):
-        return ()
-    mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
-    return tuple(
-        -1 if placement.is_replicate() else index
-        for index, placement in zip(mesh.get_coordinate(), parameter.placements, strict=True)
-    )
+class _Flat:
+    """Float32 tensors as large as some weights, in one memory, which they have from `allocate` to `free`.
+
+    Args:
+        weights: The weights.
+
+    Attributes:
+        whole: All numbers.
+        views: The numbers of each weight, or of the part of it that is here.
+        tensors: The same, sharded as the weights are.
+    """
+
+    def __init__(self, weights: Sequence[nn.Parameter]) -> None:
+        like = [torch.empty_like(_local(each), device="meta") for each in weights]
+        starts = [0, *itertools.accumulate(-(-each.numel() // _ALIGNED) * _ALIGNED for each in like)]
+        self._bytes = 4 * starts.pop()
+        self.whole = torch.empty(self._bytes // 4, dtype=torch.float32, device=weights[0].device)
+        self.views = [
+            self.whole.as_strided(each.shape, each.stride(), start)
+            for each, start in zip(like, starts, strict=True)
+        ]
+        self.tensors = [_sharded_as(own, view) for own, view in zip(weights, self.views, strict=True)]
+        self.free()
+
+    def allocate(self) -> None:
+        """Give the tensors memory, with no values yet; those that have memory keep it."""
+        self._resize(self._bytes)
+
+    def free(self) -> None:
+        """Free the memory."""
+        self._resize(0)
+
+    def _resize(self, size: int) -> None:
+        if self.whole.device.type != "mps":  # where torch cannot, and the memory stays
+            self.whole.untyped_storage().resize_(size)
+
+
+def _like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
+    copy = nn.Parameter(values)
+    copy.__dict__.update(parameter.__dict__)  # what a user has noted there, to choose groups by
+    return copy
 
 
 def _local(tensor: Any) -> Tensor:
@@ -278,14 +341,29 @@ def _local(tensor: Any) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
 
 
-def _rounded_at_random(
-    sources: Sequence[Tensor], dtype: torch.dtype, generator: torch.Generator
-) -> list[Tensor]:
-    """Return tensors whose numbers are rounded by `round_at_random_`, in one pass over all of them."""
-    flat = torch.cat([each.reshape(-1) for each in sources])
-    round_at_random_(flat, dtype, generator)
-    parts = torch.split(flat, [each.numel() for each in sources])
-    return [part.view(each.shape) for part, each in zip(parts, sources, strict=True)]
+def _share(parameter: Any) -> tuple[int, ...]:
+    """Return which share of a sharded parameter is here: the same on ranks that have the same numbers."""
+    if not hasattr(parameter, "placements"):
+        return ()
+    return tuple(
+        -1 if placement.is_replicate() else index
+        for index, placement in zip(parameter.device_mesh.get_coordinate(), parameter.placements, strict=True)
+    )
+
+
+def _sharded_as(parameter: Any, local: Tensor) -> Tensor:
+    if not hasattr(parameter, "placements"):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def round_at_random_(values: Tensor, dtype: torch.dtype, generator: torch.Generator) -> None:
