@@ -20,7 +20,7 @@ from torch import Tensor
 from drivetrain.data import Everywhere, MicroBatch, batch_size, to_host
 from drivetrain.data.feed import Count
 from drivetrain.data.parts import join_outputs, split_batch
-from drivetrain.data.weighted_parts import warn_of_ignored, weighted_parts
+from drivetrain.data.weighted_parts import weighted_parts
 from drivetrain.errors import CheckpointError, ConfigError, DataError, StrategyError
 from drivetrain.kept_buffers import KeptBuffers
 from drivetrain.metrics import Row
@@ -99,7 +99,6 @@ class MicroBatches:
         self._show = show and engine.ranks.rank == 0
         self._told: int | None = None
         self._unlearned: list[MicroBatch] = []
-        self._looked = False  # whether the first batch that was split has been looked at
         self._attempted: list[Any] = []
         self._largest = 0
         self._whole = 0
@@ -222,9 +221,6 @@ class MicroBatches:
         parts = self._parts(micro_batch, self.size, self._weigh)
         if len(parts) == 1:
             return [(micro_batch, share)]
-        if self._weigh is None and not self._looked and self._ranks.rank == 0:
-            self._looked = True
-            warn_of_ignored(micro_batch.batch, type(self._engine.task).__name__)
         kept = [each for each in parts if each.weight]
         if self._engine.train_metrics is not None:
             self._unlearned += [each for each in parts if not each.weight]

@@ -81,7 +81,7 @@ def _compare(task: TaskModule, targets: list[int], micro_batches: Sequence[Micro
 
 
 def _warn_without_weight(task: TaskModule, micro_batches: Sequence[MicroBatch]) -> None:
-    """Warn where a loss is weighted by samples although its mean is over tokens, as far as labels show."""
+    """Warn where a loss is weighted by samples although its mean is over fewer of them, or over tokens."""
     for each in micro_batches:
         found = _ignored(each.batch)
         if found is None:
@@ -99,7 +99,7 @@ def _warn_without_weight(task: TaskModule, micro_batches: Sequence[MicroBatch]) 
 
 
 def _ignored(batch: Any) -> str | None:
-    """The expression for the labels of a batch, one for each token, if some are to be left out."""
+    """The expression for the labels of a batch, if some are to be left out."""
     if isinstance(batch, Mapping):
         given = [(f"batch[{name!r}]", batch[name]) for name in _LABELS if name in batch]
     elif isinstance(batch, (list, tuple)) and len(batch) > 1:
@@ -107,7 +107,7 @@ def _ignored(batch: Any) -> str | None:
     else:
         given = []
     for text, labels in given:
-        if not isinstance(labels, Tensor) or labels.ndim < 2 or labels.is_floating_point():
+        if not isinstance(labels, Tensor) or labels.is_floating_point():
             continue
         if bool((labels == IGNORED).any()):
             return text

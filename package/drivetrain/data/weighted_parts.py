@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from drivetrain.data.batch import batch_size, map_tensors
+from drivetrain.data.batch import batch_size
 from drivetrain.data.feed import Count
 from drivetrain.data.transfer import MicroBatch
 from drivetrain.errors import DataError
 from drivetrain.types import Batch
-
-_IGNORED = -100
-"""The label that `torch.nn.functional.cross_entropy` leaves out of its mean."""
-
-_SIGNED = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
 
 _APART = 0.01
 """Of the whole's weight, what its parts' may differ by: sums of 16-bit numbers are that coarse."""
@@ -49,24 +43,6 @@ def weighted_parts(
         micro_batch._replace(batch=batch, weight=weight, samples=number, tokens=0, host=kept)
         for batch, weight, number, kept in zip(batches, weights, samples, hosts, strict=True)
     ]
-
-
-def warn_of_ignored(batch: Batch, task: str) -> None:
-    """Warn that a loss is hardly a mean over samples; waits for the device.
-
-    Args:
-        batch: One that is split.
-        task: What has no `loss_weight`.
-    """
-    found: list[Tensor] = []
-    map_tensors(found.append, batch)
-    if any(each.dtype in _SIGNED and bool((each == _IGNORED).any()) for each in found):
-        warnings.warn(
-            f"batches have the label {_IGNORED}, which cross_entropy leaves out of its mean, and {task} has"
-            " no loss_weight: parts count by their samples, so that the gradient depends on how batches"
-            f" are split. Define loss_weight(batch), such as (label != {_IGNORED}).sum()",
-            stacklevel=2,
-        )
 
 
 def _numbers(weights: Sequence[Any]) -> list[float]:
