@@ -55,10 +55,18 @@ def test_few_of_our_frames_stand_between_fit_and_the_users_step() -> None:
     assert seen[-1] == ["accumulate", "train_step", "train_steps", "fit", "checked"]
 
 
+def is_ours(frame: FrameType | None) -> bool:
+    return frame is not None and frame.f_code.co_filename.startswith(PACKAGE)
+
+
 def is_our_call(frame: FrameType, event: str) -> bool:
-    """Whether a function of ours is called; a task's submodules are looked up in place of torch, as fast."""
-    ours = event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
-    return ours and frame.f_code.co_name != "__getattr__"
+    """Whether a function of ours is called.
+
+    `TaskModule.__getattr__` counts where our code calls it. A user's code that names a submodule calls it in
+    place of torch's, at the same cost.
+    """
+    ours = event == "call" and is_ours(frame)
+    return ours and (frame.f_code.co_name != "__getattr__" or is_ours(frame.f_back))
 
 
 class CountCalls:

@@ -278,16 +278,18 @@ def predict(run: Run, feed: Feed) -> Generator[Any, None, None]:
     ranks, sharded, alone = engine.data_ranks, engine.strategy.sharded, engine.data_ranks.alone
     run.stage = "predict"
     with engine.evaluating("predict"):
-        run.evaluation = Evaluation(None, 0, feed.batches_per_epoch)
+        seed, step = engine.streams.seed_evaluation, engine.evaluate_step
+        run.evaluation = evaluation = Evaluation(None, 0, feed.batches_per_epoch)
         run.call(run.hooks.on_evaluation_start)
         for number, micro_batch in enumerate(feed.micro_batches()):
-            mine, run.evaluation.batch = None, number
+            mine, evaluation.batch = None, number
             if sharded or not micro_batch.stand_in:
                 if splitter is None:
-                    outputs = engine.predict_step(micro_batch.batch, number)
+                    seed(number)
+                    outputs = to_host(step(micro_batch.batch))
                 else:
                     outputs = splitter.predict_step(micro_batch, number)
-                mine = None if micro_batch.stand_in else (to_host(outputs),)
+                mine = None if micro_batch.stand_in else (outputs,)
             if after_step:
                 run.call(after_step)
             # In one round the ranks hold consecutive samples: their order is the data's.

@@ -66,9 +66,9 @@ class TaskModule(nn.Module):
     load_from_checkpoint = Elsewhere()
 
     def __getattr__(self, name: str) -> Any:
-        """Look where `nn.Module` looks, at the same cost, and answer another library's name with ours."""
+        """Look where `nn.Module` looks, and answer another library's name with ours."""
         own = self.__dict__
-        for kind in ("_parameters", "_buffers", "_modules"):
+        for kind in ("_modules", "_parameters", "_buffers"):  # what a forward names most often first
             if kind in own and name in own[kind]:
                 return own[kind][name]
         raise AttributeError(missing(type(self), name))
@@ -343,7 +343,7 @@ class StepModule(nn.Module):
     def evaluating(self, step: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
         """Run this step in evaluation mode and without gradients; all is as before afterwards.
 
-        Yields what runs it: the module's forward.
+        Yields what runs it: the module's forward, or, without a context, the step itself.
         """
         modes = [(module, module.training) for module in self.task.modules()]
         before = self.step
@@ -351,7 +351,7 @@ class StepModule(nn.Module):
         self.task.eval()
         try:
             with torch.no_grad():
-                yield self.forward
+                yield step if self.context is None else self.forward
         finally:
             self.use(before)
             for module, training in modes:
