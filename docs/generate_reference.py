@@ -79,7 +79,7 @@ PAGES = {
         {"runs": "read_ledger find_runs RunLedger Attempt KINDS"},
     ),
     "engine": Page(
-        "The Engine", "how-to/your-own-loop.md", {"engine": "Engine", "engine_data": "EngineData"}
+        "The Engine", "how-to/your-own-loop.md", {"engine": "Engine", "native": "EngineData"}
     ),
     "optim": Page(
         "Optimizers",

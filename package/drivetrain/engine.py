@@ -6,6 +6,7 @@ parts for a loop of your own over any `nn.Module`.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -22,16 +23,14 @@ from drivetrain.declared_metrics import DeclaredMetrics
 from drivetrain.distributed.launch import join_job
 from drivetrain.distributed.lifetime import ProgramChannel
 from drivetrain.distributed.tensors import broadcast_buffers
-from drivetrain.engine_data import EngineData, engine_data
 from drivetrain.generator_step import advance, generator_step
 from drivetrain.memory import MemoryConfig, MemoryInUse
 from drivetrain.metrics import MetricBuffer, Row, refuse_nonfinite
 from drivetrain.micro_batch import MicroBatches
-from drivetrain.native import prepare_module
+from drivetrain.native import EngineData, engine_data, prepare_module
 from drivetrain.options import by_name
 from drivetrain.placeholder import Placeholders
 from drivetrain.precision import Precision
-from drivetrain.precision_in_use import PrecisionInUse
 from drivetrain.progress import Progress
 from drivetrain.step_output import StepValues, read_output, without_other_graphs
 from drivetrain.strategies import Strategy, StrategyConfig, select_precision, select_strategy
@@ -40,6 +39,7 @@ from drivetrain.task import StepModule, TaskModule
 from drivetrain.types import Batch
 from drivetrain.update_gate import UpdateGate
 from drivetrain.updates import DEFAULT, Updater, build_updaters, configured_specs, is_interleaved
+from drivetrain.weight_updates import WeightUpdates
 from drivetrain.window import OpenWindow, StepResult, Weighted, no_loss, weigh
 
 
@@ -82,7 +82,8 @@ class Engine:
         compile: bool | Mapping[str, Any] | CompileConfig = False,
         memory: Mapping[str, Any] | MemoryConfig | None = None,
     ) -> None:
-        self.precision = select_precision(precision, strategy=strategy)
+        # An object of this engine's own: a module says by it which engine has converted it.
+        self.precision = copy.copy(select_precision(precision, strategy=strategy))
         self.strategy = select_strategy(strategy, self.precision, devices, num_nodes)
         self.compilation = Compilation(compile, self.strategy)
         self.memory = MemoryInUse(memory, self.strategy, self.precision, compile)
@@ -109,8 +110,9 @@ class Engine:
         self.begins_again = False  # whether an update may be begun again, which must move no metric twice
         self._window = OpenWindow(self.data_ranks)
         self._channel = ProgramChannel(self.ranks, self.progress)
-        self._in_use = PrecisionInUse(self.precision, seed, self.progress)
-        self.closing = ExitStack()  # of what has processes of its own
+        self.weight_updates = WeightUpdates(self.precision.updates_of_weights, seed, self.progress)
+        self.closing = ExitStack()  # what is undone however the engine ends
+        self.closing.enter_context(self.precision.running())
 
     # The task's side: what the Trainer uses.
 
@@ -137,21 +139,21 @@ class Engine:
         """
         self.task = task
         self.step_module = StepModule(task)
-        self._in_use.note(task)
+        self.closing.callback(self.precision.restore_module, task)
         self.compilation.add(task)
         if training:
             self.memory.add(task)
         self.train_metrics, self.interleaved = metrics or None, is_interleaved(task)
         if not training:
-            self.model = self.strategy.prepare(self.step_module, None, self._in_use.precision).model
+            self.model = self.strategy.prepare(self.step_module, None, self.precision).model
             return
         specs = configured_specs(task, self.strategy, total_updates)
 
         def make_optimizers(_: nn.Module) -> dict[str, Optimizer]:
-            self.updaters = build_updaters(task, specs, total_updates, max_grad_norm, self._in_use.updates)
+            self.updaters = build_updaters(task, specs, total_updates, max_grad_norm, self.weight_updates)
             return {name: updater.optimizer for name, updater in self.updaters.items()}
 
-        self.model = self.strategy.prepare(self.step_module, make_optimizers, self._in_use.precision).model
+        self.model = self.strategy.prepare(self.step_module, make_optimizers, self.precision).model
         self.memory.attach_task(self.step_module, self.updaters, self.interleaved, self.progress)
         self.parameters = [p for p in task.parameters() if p.requires_grad]
         for parameter in self.parameters:  # what was left there would count into the first update
@@ -208,33 +210,26 @@ class Engine:
         Returns:
             The scalars of each, and what the declared metrics are to be shown once the update is made.
         """
-        strategy, run_step = self.strategy, self.run_step
+        strategy, run_step, placeholders = self.strategy, self.run_step, self.placeholders
         rows: list[Row] = []
         seen: list[Any] = []
         for micro_batch, share in pairs:
             self.passes += 1
             if self._tells:
                 strategy.microbatch(self.model, micro_batch is pairs[-1][0])
-            if micro_batch.stand_in:
-                rows.append(self._run_placeholder(micro_batch, share))
-                continue
-            loss, names, values, outputs = read_output(run_step(micro_batch.batch))
+            batch, stands_in = micro_batch.batch, micro_batch.stand_in
+            output = placeholders.forward(self.task, run_step, batch) if stands_in else run_step(batch)
+            loss, names, values, outputs = read_output(output)
             if loss is None or values is None or not loss.requires_grad:
                 raise no_loss(self.task, loss)
-            strategy.backward(loss, share)
             rows.append((names, values, micro_batch.weight))
+            if stands_in:
+                placeholders.backward(self.task, strategy, loss, share)
+                continue
+            strategy.backward(loss, share)
             if self.train_metrics is not None and outputs is not None:
-                self.show_metrics(outputs, micro_batch.batch, seen)
+                self.show_metrics(outputs, batch, seen)
         return rows, seen
-
-    def _run_placeholder(self, micro_batch: MicroBatch, share: float | Tensor | None) -> Row:
-        placeholders, task = self.placeholders, self.task
-        output = placeholders.forward(task, self.run_step, micro_batch.batch)
-        loss, names, values, _ = read_output(output)
-        if loss is None or values is None or not loss.requires_grad:
-            raise no_loss(task, loss)
-        placeholders.backward(task, self.strategy, loss, share)
-        return names, values, micro_batch.weight
 
     def outputs_of(self, batch: Batch) -> Any:
         """Run the training step on a batch for its outputs alone."""
@@ -346,11 +341,6 @@ class Engine:
         self.streams.seed_evaluation(number)
         return read_output(self.evaluate_step(micro_batch.batch))
 
-    def predict_step(self, batch: Batch, number: int) -> Any:
-        """One batch's predictions, on the device; inside `evaluating("predict")`."""
-        self.streams.seed_evaluation(number)
-        return self.evaluate_step(batch)
-
     def __enter__(self) -> Self:
         """The engine, which `with` tears down."""
         return self
@@ -361,7 +351,7 @@ class Engine:
 
     def teardown(self) -> None:
         """Release what the strategy took, and leave the task as an ordinary module."""
-        with self._in_use, self.closing:
+        with self.closing:
             self._channel.leave(self._release)
 
     def _release(self) -> None:
@@ -391,7 +381,8 @@ class Engine:
         self._channel.open()
         self.compilation.add(model)
         self.memory.add(model)
-        prepared = prepare_module(self.strategy, model, make_optimizer, self._in_use)
+        self.closing.callback(self.precision.restore_module, model)
+        prepared = prepare_module(self.strategy, model, make_optimizer, self.precision, self.weight_updates)
         self.memory.attach(prepared)
         return (prepared.model, prepared.optimizer) if make_optimizer else prepared.model
 

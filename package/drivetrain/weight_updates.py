@@ -250,7 +250,7 @@ class _Copies:
             if gradient is None:
                 continue
             if gradient.layout is not torch.strided or (
-                self._share and gradient.placements != own.placements
+                self._share and gradient.placements != copy.placements  # type: ignore[attr-defined]
             ):
                 copy.grad = gradient.float()
                 continue
