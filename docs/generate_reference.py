@@ -78,9 +78,7 @@ PAGES = {
         "how-to/goodput.md",
         {"runs": "read_ledger find_runs RunLedger Attempt KINDS"},
     ),
-    "engine": Page(
-        "The Engine", "how-to/your-own-loop.md", {"engine": "Engine", "native": "EngineData"}
-    ),
+    "engine": Page("The Engine", "how-to/your-own-loop.md", {"engine": "Engine", "native": "EngineData"}),
     "optim": Page(
         "Optimizers",
         "how-to/optimizers-and-schedules.md",
