@@ -13,7 +13,9 @@ from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor
 
 from drivetrain import CheckpointConfig, ConfigError, LambdaCallback
+from drivetrain.checkpoint import strict_json
 from drivetrain.checkpoint.index import read_index
+from drivetrain.errors import CheckpointError
 from drivetrain.testing.distributed import run_distributed
 
 NAN, INF = math.nan, math.inf
@@ -388,3 +390,17 @@ def test_saving_at_an_interval_goes_on_when_a_finished_run_is_made_longer(tmp_pa
     run(tmp_path, policy, max_epochs=1)
     run(tmp_path, policy, max_epochs=3, resume="auto")
     assert saved(tmp_path) == [4, 5, 8, 12, 15]
+
+
+def test_more_parameters_than_a_checkpoint_can_describe_end_the_run_after_the_first_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    callback = LambdaCallback(on_step_end=lambda run: seen.append(run.progress.updates))
+    policy = CheckpointConfig(every=1000, best=0)
+    monkeypatch.setattr(strict_json, "MAX_CONTAINERS", 5)
+    with pytest.raises(CheckpointError, match=r"2 trained parameters with 0 entries.*at most 1\."):
+        quiet(max_epochs=2, checkpoint=policy, run_dir=tmp_path, callbacks=[callback]).fit(
+            Regression(), pairs()
+        )
+    assert seen == [1]

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.unsaved_tensors import UnsavedTensors
 from drivetrain.callbacks.watched import Watched
-from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, export_weights
+from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, export_weights, strict_json
 from drivetrain.checkpoint.filesystem import StorageError
 from drivetrain.checkpoint.places import file_system
 from drivetrain.checkpoint.weight_files import MODEL
-from drivetrain.errors import NonFiniteError
+from drivetrain.errors import CheckpointError, NonFiniteError
 from drivetrain.module_state import module_state
 from drivetrain.save_errors import AGAIN, OVER, newest
 from drivetrain.types import Trigger
@@ -94,6 +94,7 @@ class CheckpointSaver(Callback):
         """Save if the interval ends here, the metrics are among the best, or the run is about to end."""
         if self._unsaved_tensors is None and run.step is not None:  # the first update of this program
             self._unsaved_tensors = UnsavedTensors(run.task)
+            _check_extent(run)
         if self.manager.is_writing:
             self._attempt(run, self.manager.poll)
         progress = run.progress
@@ -204,3 +205,22 @@ class CheckpointSaver(Callback):
         """Let a save that has begun end: it was good when it began."""
         if self.manager.is_writing:
             self.settle(run)
+
+
+def _check_extent(run: Run) -> None:
+    """Refuse more parameters than a checkpoint can describe, once their state in the optimizers is there.
+
+    Raises:
+        CheckpointError: The first save would fail, perhaps hours later.
+    """
+    optimizers = [each.optimizer for each in run.engine.updaters.values()]
+    parameters = sum(len(group["params"]) for each in optimizers for group in each.param_groups)
+    states = [slots for each in optimizers for slots in each.state.values() if isinstance(slots, dict)]
+    slots = sum(map(len, states))
+    # Each of them is three keys in state.json: its name, dtype and shape.
+    if 3 * (parameters + slots) > strict_json.MAX_CONTAINERS:
+        raise CheckpointError(
+            f"{parameters} trained parameters with {slots} entries of optimizer state are more than a"
+            f" checkpoint can describe: together at most {strict_json.MAX_CONTAINERS // 3}. Join parameters"
+            " of one shape, such as those of a layer's experts, or use checkpoint=False"
+        )
