@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a fit would do; its text is a table. None stands for what cannot be known beforehand.
+    """The forecast of a fit; its text is a table. None stands for what cannot be known beforehand.
 
     Attributes:
         task: The task's class.
@@ -50,8 +50,8 @@ class Plan:
         processes: How many processes train together.
         parameters: The number of parameters.
         trainable: The number of those that are trained.
-        memory: Bytes of "parameters", "gradients" and "optimizer" (its state) of the whole model, of which
-            each process has a share under "fsdp".
+        memory: Bytes of "parameters", "gradients" and "optimizer" (its state), of the whole model also where
+            "fsdp" gives each process a share.
         warnings: Conflicts, each with what to do about it.
     """
 
