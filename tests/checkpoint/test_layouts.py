@@ -13,9 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from drivetrain.checkpoint import DirectoryCheckpointIO, Snapshot, read_manifest, verify
 from drivetrain.checkpoint.filesystem import LOCAL
+from drivetrain.checkpoint.io import Place
 from drivetrain.checkpoint.records import Cells, Layout
 from drivetrain.checkpoint.sharding import plan_save
-from drivetrain.checkpoint.writing import Place
 from drivetrain.distributed.ranks import Ranks
 from drivetrain.errors import CheckpointError
 

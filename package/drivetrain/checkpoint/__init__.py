@@ -6,7 +6,7 @@ From the ground up:
   `retries` (object stores), `strict_json`, `files` (durable writing, hashed reading)
 - the format: `tensors` (safetensors), `tree` (Python values to JSON and tensors), `records` and `format`
   (the manifest), `migrations` (older versions)
-- checkpoints: `sharding` (who writes and reads which part), `writing`, `reading`, `io` (storage as the
+- checkpoints: `sharding` (who writes and reads which part), `reading`, `io` (writing, and storage as the
   manager sees it)
 - those of a run: `index`, `recovery` (after a kill), `background` (saving behind the loop), `manager` (what
   is kept), `locate` (what a path means), `inspection`, `description` and `compare` (for people)
