@@ -33,7 +33,7 @@ def write_predictions(outputs: Iterable[Any], directory: Path, ranks: Ranks = AL
     Args:
         outputs: Trees of tensors, numbers and texts.
         directory: Made if it is not there.
-        ranks: All of which are given the same outputs; the first one writes.
+        ranks: The processes. All are given the same outputs, and the first one writes.
 
     Returns:
         The safetensors files, in order; `read_predictions` reads one back.

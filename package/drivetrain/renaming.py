@@ -82,7 +82,7 @@ def _by_patterns(replacements: Mapping[str, str | None]) -> Callable[[str], str 
 
 
 def prefix_hint(given: Collection[str], own: Collection[str]) -> str:
-    """What to rename so that most names fit, if another beginning is all that they need.
+    """Suggest a `rename` of the beginnings of names, if most names fit with it.
 
     Args:
         given: Names there.

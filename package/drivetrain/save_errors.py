@@ -1,4 +1,4 @@
-"""What a run could not write, and whether it goes on without it: `Trainer(on_save_error=...)`."""
+"""The policy of a run for files that cannot be written: `Trainer(on_save_error=...)`."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def is_gone(checkpoint: str) -> bool:
 
 
 def words_of(error: Exception) -> str:
-    """What an error says; of the system's own, with the file and what may help."""
+    """Return the text of an error; for one of the system with the file and advice."""
     if isinstance(error, OSError) and isinstance(error.filename, str):
         return in_words("write", error.filename, error)[0]
     return str(error)

@@ -45,7 +45,7 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What became of weights that were loaded; its text is a table.
+    """The report on weights that were loaded; its text is a table.
 
     Attributes:
         loaded: The module's tensors that have a new value, in model order; tied ones under each name.
@@ -95,8 +95,8 @@ def load_weights_into(
 ) -> LoadReport:
     """Copy weights from elsewhere into a module, all or none.
 
-    Floating-point numbers are converted to the module's dtype. One name of a tied parameter is enough. What
-    wrapping adds to names, such as torch.compile, does not count on either side.
+    Floating-point numbers are converted to the module's dtype. One name of a tied parameter is enough. Names
+    are compared without the parts that wrappers such as torch.compile add.
 
     Args:
         module: Where to; its parameters stay the objects that they are.
@@ -167,7 +167,7 @@ def _read(source: Source) -> tuple[str, Mapping[str, Tensor], str]:
 
 @dataclass
 class _Comparison:
-    """What a module has beside what it is given; the lists are those of the report."""
+    """The comparison of a module with the weights that it is given; the lists are those of the report."""
 
     fitting: dict[str, Tensor] = field(default_factory=dict)
     loaded: list[str] = field(default_factory=list)
@@ -182,7 +182,7 @@ class _Comparison:
         return bool(self.missing or self.unexpected or self.mismatched)
 
     def problems(self, meant: Collection[str]) -> list[str]:
-        """What does not fit, a text for each kind.
+        """Return a text for each kind of thing that does not fit.
 
         Args:
             meant: The names that an unexpected one may be a misspelling of.

@@ -1,4 +1,4 @@
-"""What other programs have saved, brought into checkpoints of ours without running anything of it."""
+"""Checkpoints and weights of other programs, imported as checkpoints of ours; none of their code is run."""
 
 from drivetrain.foreign.deepspeed import ImportedCheckpoint, import_deepspeed
 from drivetrain.foreign.weights import ImportedWeights, import_weights

@@ -25,7 +25,7 @@ from drivetrain.types import Json
 
 @dataclass(frozen=True)
 class ImportedCheckpoint:
-    """What `import_deepspeed` has written; its text is a line.
+    """The result of `import_deepspeed`; its text is a line.
 
     Attributes:
         path: The new checkpoint.
@@ -48,7 +48,7 @@ class ImportedCheckpoint:
     dropped: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """What it was, and what of it was taken."""
+        """The line: what was imported, and from which DeepSpeed."""
         state = f"Adam's state of {self.moments} of them" if self.moments else "no optimizer's state"
         return (
             f"{self.path}: {self.tensors} tensors and {state}, after {self.updates} updates of DeepSpeed"
@@ -120,7 +120,7 @@ def import_deepspeed(
 
 
 class _Model:
-    """What the files hold that are not the optimizer's.
+    """The content of the files that are not the optimizer's.
 
     Attributes:
         shapes: Of the trained parameters.
@@ -199,7 +199,7 @@ class _Model:
         return value
 
     def _frozen(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-        """Parameters that were not trained, of which stage 3 has left each process a part."""
+        """Join the parameters that were not trained: in stage 3 each process has a part of them."""
         parts: dict[str, list[Tensor]] = {name: [] for name in shapes}
         for rank in range(len(self._files.model) if shapes else 0):
             with TorchArchive(self._path(rank)) as archive:
@@ -219,7 +219,7 @@ class _Model:
 
 
 def _in_float32(tensor: Tensor) -> Tensor:
-    """What DeepSpeed has cast to 16 bits for the forward pass, as the task has it."""
+    """Widen what DeepSpeed has cast to 16 bits for the forward pass."""
     return tensor.float() if tensor.is_floating_point() and tensor.itemsize < 4 else tensor
 
 

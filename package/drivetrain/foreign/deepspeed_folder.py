@@ -83,7 +83,7 @@ def _inner(folder: Path, tag: str | None) -> Path:
             raise CheckpointError(f"cannot read {str(folder / _LATEST)!r}: {error}") from error
     if not tag or Path(tag).name != tag or not (folder / tag).is_dir():
         raise CheckpointError(
-            f"{str(folder)!r} has no folder {tag[:80]!r} inside. Those that hold {_FILES} are:"
+            f"{str(folder)!r} has no folder {tag[:80]!r} inside. The folders with {_FILES} are:"
             f" {', '.join(_tags(folder)) or 'none'}"
         )
     return folder / tag

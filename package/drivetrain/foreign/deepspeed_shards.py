@@ -1,4 +1,4 @@
-"""What ZeRO has divided, read from the files of all processes: float32 weights and Adam's moments by name.
+"""The float32 weights and Adam's moments that ZeRO has divided, read from the files of all processes.
 
 Stages 1 and 2 lay the parameters of a group end to end and cut the whole into one piece for each process.
 Stage 3 cuts each parameter by itself, and a process's piece has its parts end to end. The optimizer's slots
@@ -37,7 +37,7 @@ Shapes = list[dict[str, tuple[int, ...]]]
 
 @dataclass(slots=True)
 class Joined:
-    """What the optimizer's files of all processes hold together.
+    """The content of the optimizer's files of all processes.
 
     Attributes:
         stage: Of ZeRO.
@@ -143,7 +143,7 @@ def _join(
 
 
 class _Share:
-    """What one process has saved.
+    """The file of one process.
 
     Attributes:
         stage: Of ZeRO.
