@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import os
 import pickle
+import re
 import subprocess
 import sys
 import warnings
@@ -104,6 +105,31 @@ def test_what_the_table_calls_the_same_is_the_same_here() -> None:
     assert same <= {*taken, *HOOKS, *drivetrain.__all__}
     arguments = {name for name, ours in rows("argument") if ours[:4] != "same"}
     assert not arguments & inspect.signature(Trainer).parameters.keys()
+
+
+def test_the_page_and_the_table_give_the_same_answers() -> None:
+    page = Path(__file__).parent.parent / "docs" / "how-to" / "from-other-libraries.md"
+    rows = {name: ours for names, ours in SYNONYMS["argument"].items() for name in names.split()}
+    checked = 0
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("| `"):
+            continue
+        there, here = line.strip("| ").split(" | ", 1)
+        for name in re.findall(r"`([a-z_0-9]+)(?:=[^`]*)?`", there):
+            ours = rows.get(name, "same")
+            if not ours.startswith("same"):
+                words = set(re.findall(r"\w{2,}", ours)) - {
+                    "Trainer",
+                    "none",
+                    "the",
+                    "and",
+                    "for",
+                    "in",
+                    "is",
+                }
+                assert any(each in here for each in words), (name, ours, here)
+                checked += 1
+    assert checked > 50
 
 
 def test_values_and_hooks_of_the_table_exist() -> None:

@@ -59,29 +59,20 @@ def construct(cls: type[T], arguments: Mapping[str, Any], where: str) -> T:
     Raises:
         ConfigError: An argument that the constructor does not take, or one that it needs and has not got.
     """
-    parameters = parameters_of(cls)  # type: ignore[arg-type]
-    keywords = dict(arguments)
-    star = next((each.name for each in parameters if each.kind is each.VAR_POSITIONAL), None)
-    if star is not None and not keywords.get(star):
-        keywords.pop(star, None)
-        star = None
-    positional: list[Any] = []
-    for each in parameters:
-        if each.kind is each.VAR_POSITIONAL:
-            positional += keywords.pop(each.name, ())
-        # With values for *args, what stands before them can only be passed by position.
-        elif each.name in keywords and (
-            each.kind is each.POSITIONAL_ONLY
-            or (star is not None and each.kind is each.POSITIONAL_OR_KEYWORD)
-        ):
-            positional.append(keywords.pop(each.name))
-    signature = inspect.Signature(parameters)
+    signature = inspect.Signature(parameters_of(cls))  # type: ignore[arg-type]
+    named = {name: arguments[name] for name in signature.parameters if name in arguments}
+    others = {name: value for name, value in arguments.items() if name not in named}
+    for each in signature.parameters.values():
+        if each.kind is each.VAR_KEYWORD:
+            named[each.name], others = others, {}
+    bound = inspect.BoundArguments(signature, named)
+    bound.apply_defaults()
     try:
-        signature.bind(*positional, **keywords)
+        signature.bind(*bound.args, **bound.kwargs, **others)
     except TypeError as error:
         raise ConfigError(
             f"{cls.__name__}{signature} does not take the arguments of {where}: {error}. It was"
             " saved by another task, or by an earlier version of this one; its arguments are"
             f" {', '.join(map(repr, arguments)) or 'none'}"
         ) from None
-    return cls(*positional, **keywords)
+    return cls(*bound.args, **bound.kwargs)

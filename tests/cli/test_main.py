@@ -204,6 +204,20 @@ def test_usage_errors_return_2_and_help_returns_0(capsys):
     assert "--trainer.max_epochs" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("line", "nearest"),
+    [
+        ("launch --devces 2 train.py", "--devices"),
+        ("check-resume --update 3 train.py", "--updates"),
+        ("checkpoint show run --tensor", "--tensors"),
+        ("strategies --jsn", "--json"),
+    ],
+)
+def test_an_unknown_option_of_any_command_is_answered_with_the_nearest(capsys, line, nearest):
+    assert main(line.split()) == 2
+    assert f"Did you mean '{nearest}'?" in capsys.readouterr().err
+
+
 def test_the_search_path_is_left_as_it_was(drive):
     before = list(sys.path)
     drive("plan", f"{FIT}")

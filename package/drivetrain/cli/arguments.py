@@ -25,6 +25,7 @@ from jsonargparse import ArgumentParser, set_loader
 
 from drivetrain.callbacks import HOOKS
 from drivetrain.cli.config import NAMED, OBJECTS, TEXTS, Tree, dotted, lay_over, read_file, read_value
+from drivetrain.cli.parser import Parser
 from drivetrain.cli.references import load
 from drivetrain.errors import ConfigError, DrivetrainError, nearest
 from drivetrain.precision import as_precision
@@ -227,17 +228,13 @@ def _candidates(completer: Any, metavar: Any, prefix: str, **rest: Any) -> list[
 def _read(command: str, words: Sequence[str]) -> tuple[dict[str, Any], Tree]:
     """The options without a dot, and the tree of all others, over that of the file."""
     pairs, others = dotted(words)
-    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
+    parser = Parser(prog=f"drivetrain {command}", add_help=False, exit_on_error=False)
     parser.add_argument("-h", "--help", action="store_true", default=SUPPRESS)
     _add_options(parser, command)
     try:
-        found, unknown = parser.parse_known_args(others)
+        options = dict(vars(parser.parse_args(others)))
     except ArgumentError as error:
         raise ConfigError(f"drivetrain {command}: {error}") from error
-    if unknown:
-        hint = nearest(unknown[0], [each for each, option in _OPTIONS.items() if command in option.commands])
-        raise ConfigError(f"drivetrain {command}: unknown argument {unknown[0]}. {hint}")
-    options = dict(vars(found))
     files = [word for word in others if word.partition("=")[0] == "--config"]
     if len(files) > 1:
         raise ConfigError(f"--config is given {len(files)} times; give one file")

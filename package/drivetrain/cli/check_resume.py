@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from drivetrain.cli.parser import Parser
 from drivetrain.testing.resume.check import Check, check_program
 
 _EPILOG = """\
@@ -38,14 +39,13 @@ def run(words: Sequence[str]) -> int:
     return 0 if report.is_good else 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="drivetrain check-resume",
         description="Run a program three times: through, killed, and resumed; compare, and name what was not"
         " saved.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--updates", type=int, default=10, metavar="N", help="how many to compare; default: 10")

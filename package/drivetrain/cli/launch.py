@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from drivetrain.cli.parser import Parser
 from drivetrain.distributed.children import LAUNCHER, children_of, ending, parent_mark, threads_per_rank
 from drivetrain.distributed.environment import AGAIN
 from drivetrain.distributed.last_words import TRAINING
@@ -90,13 +91,12 @@ def run(words: Sequence[str]) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="drivetrain launch",
         description="Start a program as several processes that train together.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--devices", default="auto", metavar="N", help="processes on this machine; default: one for each GPU")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import importlib
 import os
 import re
 import shlex
@@ -11,8 +11,9 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from drivetrain.cli.parser import Parser
 from drivetrain.cli.references import importable_here
-from drivetrain.errors import ConfigError, DrivetrainError, nearest
+from drivetrain.errors import ConfigError, DrivetrainError
 from drivetrain.mps_fallback import enable_mps_fallback
 from drivetrain.version import __version__
 
@@ -36,6 +37,8 @@ _OTHERS = {
     "checkpoint": "list, show, verify, export, compare and import checkpoints",
     "runs": "list runs, and show what the time of one went to",
 }
+"""Commands that read their own words: each has a module with a function `run`."""
+
 _LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
 """What the launcher `deepspeed` puts before a module's words; it is in the environment too."""
 
@@ -78,26 +81,10 @@ def _run(words: Sequence[str]) -> int:
     command = words[0] if words else ""
     if command in _RUNS:
         return _run_task(command, words[1:])
-    if command == "checkpoint":
-        from drivetrain.cli.checkpoint_words import run
-
-        return run(words[1:])
-    if command == "runs":
-        from drivetrain.cli.runs import run as run_runs
-
-        return run_runs(words[1:])
-    if command == "launch":
-        from drivetrain.cli.launch import run as run_launch
-
-        return run_launch(words[1:])
-    if command == "check-resume":
-        from drivetrain.cli.check_resume import run as run_check
-
-        return run_check(words[1:])
-    parsed, unknown = _parser().parse_known_args(words)
-    if unknown:
-        hint = nearest(unknown[0], ("--json", "--debug"))
-        raise ConfigError(f"drivetrain {command}: unknown argument {unknown[0]}. {hint}")
+    if command in _OTHERS:
+        module = importlib.import_module(f"drivetrain.cli.{command.replace('-', '_')}")
+        return int(module.run(words[1:]))
+    parsed = _parser().parse_args(words)
     from drivetrain.cli.environment import print_environment
     from drivetrain.cli.strategies import print_strategies
 
@@ -139,17 +126,12 @@ def _complete() -> None:
     argcomplete.autocomplete(_parser())
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="drivetrain", description="Train PyTorch tasks.", allow_abbrev=False
-    )
+def _parser() -> Parser:
+    parser = Parser(prog="drivetrain", description="Train PyTorch tasks.")
     parser.add_argument("--version", action="version", version=f"drivetrain {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, purpose in (_RUNS | _LISTS | _OTHERS).items():
-        command = commands.add_parser(
-            name, help=purpose, description=f"{purpose.capitalize()}.", allow_abbrev=False
-        )
+        command = commands.add_parser(name, help=purpose, description=f"{purpose.capitalize()}.")
         if name in _LISTS:
-            command.add_argument("--json", action="store_true", help="print JSON")
-            command.add_argument("--debug", action="store_true", help="show the traceback of every error")
+            command.add_common()
     return parser

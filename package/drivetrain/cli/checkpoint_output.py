@@ -1,9 +1,10 @@
-"""How `drivetrain checkpoint` writes what it has found: for people, and as JSON."""
+"""What `drivetrain checkpoint` prints: tables for people, and JSON."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -188,34 +189,17 @@ def verdict_text(verdict: Verdict) -> str:
 
 def comparison_json(found: Comparison) -> dict[str, Any]:
     """A comparison as JSON."""
-    return {
-        "first": found.first,
-        "second": found.second,
-        "is_same": found.is_same,
-        "same_tensors": found.same,
-        "tensors": [
-            {
-                "group": each.group,
-                "name": each.name,
-                "kind": each.kind,
-                "first": None if each.first is None else _record_json(each.first),
-                "second": None if each.second is None else _record_json(each.second),
-                "max_abs": each.max_abs,
-                "relative": each.relative,
-            }
-            for each in found.tensors
-        ],
-        "values": [
-            {
-                "section": each.section,
-                "name": each.name,
-                "kind": each.kind,
-                "first": each.first,
-                "second": each.second,
-            }
-            for each in found.values
-        ],
-    }
+    tensors = [
+        {
+            **{name: getattr(each, name) for name in ("group", "name", "kind", "max_abs", "relative")},
+            "first": None if each.first is None else _record_json(each.first),
+            "second": None if each.second is None else _record_json(each.second),
+        }
+        for each in found.tensors
+    ]
+    values = [asdict(each) for each in found.values]
+    same = {"is_same": found.is_same, "same_tensors": found.same}
+    return {"first": found.first, "second": found.second, **same, "tensors": tensors, "values": values}
 
 
 def print_comparison(found: Comparison, limit: int | None) -> None:

@@ -1,0 +1,41 @@
+"""The parser of every command."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from drivetrain.errors import ConfigError, nearest
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that takes options by their whole names, and answers an unknown one with the nearest.
+
+    Args:
+        settings: As for `argparse.ArgumentParser`.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Read the words.
+
+        Raises:
+            ConfigError: An unknown one.
+        """
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options = [
+                each for each in self._option_string_actions if each.startswith("--") and each != "--help"
+            ]
+            raise ConfigError(f"{self.prog}: unknown argument {unknown[0]}. {nearest(unknown[0], options)}")
+        return found, []
+
+    def add_common(self) -> None:
+        """Add the options that every command has which prints what it finds."""
+        self.add_argument("--json", action="store_true", help="print JSON")
+        self.add_argument("--debug", action="store_true", help="show the traceback of every error")
