@@ -227,7 +227,8 @@ def test_a_wrong_argument_of_the_trainer_is_one_message(here, line, message):
 def test_what_is_printed_is_what_was_given_and_reads_back_as_the_same(drive, here):
     line = (
         f"{FIT} --task.hidden 16 --task.rate 1 --data.count 4 --trainer.checkpoint.every 10"
-        " --trainer.callbacks drivetrain.EarlyStopping --trainer.validate_every none"
+        " --trainer.callbacks drivetrain.EarlyStopping --trainer.callbacks.patience 3"
+        " --trainer.validate_every none"
         " --resume auto --print-config"
     )
     code, out, _ = drive("fit", line)
@@ -242,7 +243,7 @@ def test_what_is_printed_is_what_was_given_and_reads_back_as_the_same(drive, her
             "strategy": "cpu",
             "loggers": [],
             "checkpoint": {"every": 10},
-            "callbacks": [{"class_path": "drivetrain.EarlyStopping"}],
+            "callbacks": [{"class_path": "drivetrain.EarlyStopping", "init_args": {"patience": 3}}],
         },
         "resume": "auto",
     }

@@ -117,7 +117,7 @@ def read_value(text: str) -> Any:
         return None
     if text.lower() in ("true", "yes", "on", "false", "no", "off"):
         return text.lower() in ("true", "yes", "on")
-    if text[:1] in ("[", "{"):
+    if text[:1] in ("[", "{") or "\n" in text:  # jsonargparse reads back what it has written as YAML
         return yaml.safe_load(text)
     if text in ("", "()"):
         return []
