@@ -222,6 +222,7 @@ def test_a_wrong_argument_of_the_trainer_is_one_message(here, line, message):
     with pytest.raises(ConfigError) as caught:
         settings(f"{line} --trainer.progress_bar false").trainer()
     assert message in str(caught.value)
+    assert ".help" not in str(caught.value)
 
 
 def test_what_is_printed_is_what_was_given_and_reads_back_as_the_same(drive, here):

@@ -211,9 +211,11 @@ def test_usage_errors_return_2_and_help_returns_0(capsys):
         ("check-resume --update 3 train.py", "--updates"),
         ("checkpoint show run --tensor", "--tensors"),
         ("strategies --jsn", "--json"),
+        ("fti --task a.B", "fit"),
+        ("checkpoint lst run", "list"),
     ],
 )
-def test_an_unknown_option_of_any_command_is_answered_with_the_nearest(capsys, line, nearest):
+def test_an_unknown_word_of_any_command_is_answered_with_the_nearest(capsys, line, nearest):
     assert main(line.split()) == 2
     assert f"Did you mean '{nearest}'?" in capsys.readouterr().err
 

@@ -175,7 +175,7 @@ class Settings:
         unknown = re.search(r"(?:Group '([\w.]+)' does not accept o|O)ption '([\w.]+)'", message)
         if unknown:
             section, _, name = ".".join(filter(None, unknown.groups())).rpartition(".")
-            names = [each.dest for each in self._parser._actions]
+            names = [each.dest for each in self._parser._actions if not each.dest.endswith(".help")]
             while section and not any(each.startswith(f"{section}.") for each in names):
                 section, _, name = section.rpartition(".")  # the part of an argument that does not exist
             allowed = {each[len(section) + 1 :] for each in names if each.startswith(f"{section}.")}

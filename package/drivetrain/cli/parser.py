@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from drivetrain.errors import ConfigError, nearest
 
@@ -34,6 +35,19 @@ class Parser(argparse.ArgumentParser):
             ]
             raise ConfigError(f"{self.prog}: unknown argument {unknown[0]}. {nearest(unknown[0], options)}")
         return found, []
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse a command line; a wrong choice is answered with the nearest.
+
+        Raises:
+            ConfigError: A wrong choice.
+            SystemExit: Anything else: a usage message was printed.
+        """
+        choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        if choice:
+            hint = nearest(choice[1], re.findall(r"[\w-]+", choice[2]))
+            raise ConfigError(f"{self.prog}: there is no {choice[1]!r}. {hint}")
+        super().error(message)
 
     def add_common(self) -> None:
         """Add the options that every command has which prints what it finds."""
