@@ -29,6 +29,7 @@ from drivetrain.strategies.base import (
     Strategy,
     Support,
     check_values,
+    gradients_of,
     installed,
 )
 from drivetrain.strategies.ddp import check_used, settle_buckets
@@ -275,17 +276,10 @@ class Accelerate(Strategy):
             check_used(self._names, self._parameters, _UNUSED)
 
     def _backward_to_shards(self, loss: Tensor, root: Tensor | None, inputs: Sequence[Tensor] | None) -> None:
-        # Shards are no leaves of the graph, so that torch cannot be told of `inputs`.
-        mine = None if inputs is None else {id(each) for each in inputs}
-        others = [] if mine is None else [each for each in self._parameters if id(each) not in mine]
-        before = [each.grad for each in others]
-        for each in others:
-            each.grad = None
-        loss.backward(root)  # type: ignore[no-untyped-call]
+        with gradients_of(inputs, self._parameters):
+            loss.backward(root)  # type: ignore[no-untyped-call]
         if inputs is None and self._synchronized and self._whole:
             average_gradients(self._whole, self.world_size)
-        for each, gradient in zip(others, before, strict=True):
-            each.grad = gradient
 
     def synchronize(self, parameters: Sequence[Tensor]) -> None:
         """Average a generator step's gradients; torch reduces those of shards."""

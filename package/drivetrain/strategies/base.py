@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -343,3 +343,23 @@ class Strategy(ABC):
         """Take over what `state_dict` gave; a loss scale saved under another precision is left alone."""
         if self._scale is not None and "scaler" in state:
             self._scale.load_state_dict(state["scaler"])
+
+
+@contextmanager
+def gradients_of(inputs: Sequence[Tensor] | None, parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Run a backward to shards, which are no leaves of the graph, so that torch cannot be told of `inputs`.
+
+    The gradients of all other parameters are put back to what they were.
+
+    Args:
+        inputs: What gets gradients; None for all parameters.
+        parameters: All of them.
+    """
+    mine = {id(each) for each in inputs or ()}
+    others = [] if inputs is None else [each for each in parameters if id(each) not in mine]
+    before = [each.grad for each in others]
+    for each in others:
+        each.grad = None
+    yield
+    for each, gradient in zip(others, before, strict=True):
+        each.grad = gradient

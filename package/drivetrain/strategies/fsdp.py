@@ -29,6 +29,7 @@ from drivetrain.strategies.base import (
     Support,
     check_dimensions,
     check_values,
+    gradients_of,
 )
 from drivetrain.strategies.fsdp_config import FSDPConfig
 from drivetrain.strategies.fsdp_ignored import ignored_names, named
@@ -291,27 +292,14 @@ class FSDP(Strategy):
     def backward(
         self, loss: Tensor, share: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
     ) -> None:
-        """Backward from the share as the loss's own gradient.
-
-        The shards are no leaves of the graph, so that torch cannot be told of `inputs`: the gradients of all
-        others are put back to what they were.
-        """
+        """Backward from the share as the loss's own gradient."""
         if self._scale is not None:
             loss = self._scale.scale(loss)
         root = None if share is None else torch.as_tensor(share, dtype=loss.dtype, device=loss.device)
-        others = self._others(inputs) if inputs is not None else []
-        before = [each.grad for each in others]
-        for each in others:
-            each.grad = None
-        loss.backward(root)  # type: ignore[no-untyped-call]
+        with gradients_of(inputs, self._parameters):
+            loss.backward(root)  # type: ignore[no-untyped-call]
         if inputs is None and self._synchronized and self._ignored:
             average_gradients(self._ignored, self.world_size)
-        for each, gradient in zip(others, before, strict=True):
-            each.grad = gradient
-
-    def _others(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        mine = {id(each) for each in inputs}
-        return [each for each in self._parameters if id(each) not in mine]
 
     def synchronize(self, parameters: Sequence[Tensor]) -> None:
         """Average the gradients of a generator step's ignored parameters; torch reduces those of shards."""

@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
-from torch.optim import Optimizer
 
 from drivetrain.options import by_name
 from drivetrain.precision import Precision
-from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Support, check_values
-from drivetrain.strategies.xla_device import (
-    COMPILES,
-    NO_SKIPPING,
-    Trace,
-    available,
-    check_alone,
-    check_run_after,
-    move,
-    open_device,
-    restore_after_error,
-    supports,
-)
+from drivetrain.strategies.base import MakeOptimizers, Prepared, check_values
+from drivetrain.strategies.xla_device import OnXLA, check_run_after, move, open_device
 from drivetrain.strategies.xla_norms import correct_variances, forget_corrections
 from drivetrain.task import StepModule
 
@@ -50,39 +33,13 @@ class XLAConfig:
         check_run_after(type(self).__name__, self.run_after)
 
 
-class XLA(Strategy):
-    """Runs the step module as it is on one device of XLA.
-
-    Args:
-        config: The options.
-        device: The kind of device, "xla".
-        world_size: How many processes: 1.
-
-    Raises:
-        StrategyError: More than one process.
-    """
+class XLA(OnXLA):
+    """Runs the step module as it is on one device of XLA; see `OnXLA` for its arguments."""
 
     name = "xla"
+    config: XLAConfig
     config_type = XLAConfig
     needs = "torch_xla, and a TPU or a CPU; one process, of which it uses one device"
-    no_compile = COMPILES
-    no_skipping = NO_SKIPPING
-
-    def __init__(self, config: XLAConfig | None = None, *, device: str = "xla", world_size: int = 1) -> None:
-        check_alone(self.name, world_size)
-        self.config = config or XLAConfig()
-        self.device = torch.device(device)
-        self._trace = Trace(self.config.run_after)
-        self._prepared: list[StepModule] = []
-
-    @classmethod
-    def available(cls, hardware: Any) -> Support:
-        """Whether it can run on a machine."""
-        return available(hardware)
-
-    def supports(self, precision: Precision) -> Support:
-        """float32 and bfloat16; float64 on a CPU."""
-        return supports(precision)
 
     def setup(self) -> None:
         """Open the device."""
@@ -106,22 +63,3 @@ class XLA(Strategy):
             forget_corrections(module.task)
             move(module, "cpu")
         self._prepared = []
-
-    def teardown(self) -> None:
-        """Leave no task on the device, whatever has happened."""
-        restore_after_error(self.restore)
-
-    def backward(
-        self, loss: Tensor, share: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
-    ) -> None:
-        """Backward from the share as the loss's own gradient."""
-        self._trace.backward(loss, share, inputs)
-
-    def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-        """Clip by the global norm."""
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-
-    def optimizer_step(self, optimizer: Optimizer) -> bool:
-        """Step, and run what was traced."""
-        self._trace.update(optimizer)
-        return True

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigError, MissingDependencyError, StrategyError, nearest
 from drivetrain.precision import Precision
-from drivetrain.strategies.base import Support, installed
+from drivetrain.strategies.base import Strategy, Support, installed
 from drivetrain.strategies.hardware import Hardware
 from drivetrain.strategies.stepping import step
 
@@ -28,28 +28,8 @@ Context = Callable[[], AbstractContextManager[object]]
 RUN_AFTER = ("micro_batch", "update")
 """When what was traced may run; see `Trace`."""
 
-COMPILES = "XLA compiles every update as it is, and torch.compile loses what is sharded or freed there"
-"""Why XLA's strategies take no `compile`."""
-
-NO_SKIPPING = "XLA runs what it traced of an update as a whole, before which no gradient is looked at"
-"""Why XLA's strategies leave no update out."""
-
 _CLIENT = "PJRT_DEVICE"
 """The variable that tells torch_xla what to compute on."""
-
-
-def available(hardware: Hardware) -> Support:
-    """Whether XLA's strategies can run on a machine, without loading torch_xla."""
-    found = installed("torch_xla", "xla")
-    if not found:
-        return found
-    if hardware.cuda and not hardware.tpu and _CLIENT not in os.environ:
-        return Support(
-            False,
-            f"torch_xla computes on TPUs and CPUs, and this machine has {hardware}. Set {_CLIENT}=CPU to"
-            " leave the GPU idle",
-        )
-    return Support(True)
 
 
 def check_alone(name: str, world_size: int) -> None:
@@ -69,26 +49,6 @@ def on_tpu() -> bool:
     """Whether torch_xla would compute on a TPU."""
     client = os.environ.get(_CLIENT)
     return client == "TPU" if client is not None else Hardware.here().tpu > 0
-
-
-def supports(precision: Precision) -> Support:
-    """float32 and bfloat16, whose updates are rounded to the nearest; float64 on a CPU."""
-    dtypes = (precision.param_dtype, precision.compute_dtype)
-    if torch.float16 in dtypes:
-        return Support(
-            False,
-            "XLA's devices compute in bfloat16, which needs no loss scale, that the host would have to read"
-            " at every update; use 'bf16-mixed' or 'bf16-true-nearest'",
-        )
-    if torch.float64 in dtypes and on_tpu():
-        return Support(False, "a TPU has no float64; use '32' or 'bf16-mixed'")
-    if precision.updates_of_weights != "nearest":
-        return Support(
-            False,
-            f"XLA makes the updates of bfloat16 weights as the optimizer does, and not {precision.updates!r};"
-            " use 'bf16-mixed', or 'bf16-true-nearest', which loses small updates",
-        )
-    return Support(True)
 
 
 def open_device(name: str, spmd: bool = False) -> torch.device:
@@ -152,21 +112,6 @@ def move(module: nn.Module, device: torch.device | str) -> None:
     for (owner, name), *others in places.values():
         for other, alias in others:
             setattr(other, alias, getattr(owner, name))
-
-
-def restore_after_error(restore: Callable[[], None]) -> None:
-    """Make the task an ordinary one also after a run that failed: in one process nobody is waited for.
-
-    Args:
-        restore: The strategy's; does nothing the second time.
-    """
-    error = sys.exc_info()[1]
-    if error is None:
-        return
-    try:
-        restore()
-    except Exception as second:  # which must not hide the first
-        error.add_note(f"drivetrain: the task could not be brought back from XLA's device either: {second}")
 
 
 def check_run_after(kind: str, value: str) -> None:
@@ -248,3 +193,88 @@ class Trace:
             for parameter in group["params"]:
                 parameter.grad = None
         self.run()
+
+
+class OnXLA(Strategy):
+    """What XLA's strategies share, each in one process.
+
+    Args:
+        config: The options.
+        device: The kind of device, "xla".
+        world_size: How many processes: 1.
+
+    Raises:
+        StrategyError: More than one process.
+    """
+
+    config_type: type[Any]
+    no_compile = "XLA compiles every update as it is, and torch.compile loses what is sharded or freed there"
+    no_skipping = "XLA runs what it traced of an update as a whole, before which no gradient is looked at"
+
+    def __init__(self, config: Any = None, *, device: str = "xla", world_size: int = 1) -> None:
+        check_alone(self.name, world_size)
+        self.config = config or self.config_type()
+        self.device = torch.device(device)
+        self._trace = Trace(self.config.run_after)
+        self._prepared: list[Any] = []
+
+    @classmethod
+    def available(cls, hardware: Hardware) -> Support:
+        """Whether it can run on a machine, without loading torch_xla."""
+        found = installed("torch_xla", "xla")
+        if not found:
+            return found
+        if hardware.cuda and not hardware.tpu and _CLIENT not in os.environ:
+            return Support(
+                False,
+                f"torch_xla computes on TPUs and CPUs, and this machine has {hardware}. Set {_CLIENT}=CPU to"
+                " leave the GPU idle",
+            )
+        return Support(True)
+
+    def supports(self, precision: Precision) -> Support:
+        """float32 and bfloat16, whose updates are rounded to the nearest; float64 on a CPU."""
+        dtypes = (precision.param_dtype, precision.compute_dtype)
+        if torch.float16 in dtypes:
+            return Support(
+                False,
+                "XLA's devices compute in bfloat16, which needs no loss scale, that the host would have to"
+                " read at every update; use 'bf16-mixed' or 'bf16-true-nearest'",
+            )
+        if torch.float64 in dtypes and on_tpu():
+            return Support(False, "a TPU has no float64; use '32' or 'bf16-mixed'")
+        if precision.updates_of_weights != "nearest":
+            return Support(
+                False,
+                "XLA makes the updates of bfloat16 weights as the optimizer does, and not"
+                f" {precision.updates!r}; use 'bf16-mixed', or 'bf16-true-nearest', which loses small"
+                " updates",
+            )
+        return Support(True)
+
+    def teardown(self) -> None:
+        """Leave no task on the device also after a run that failed: in one process nobody is waited for."""
+        error = sys.exc_info()[1]
+        if error is None:
+            return
+        try:
+            self.restore()
+        except Exception as second:  # which must not hide the first
+            error.add_note(
+                f"drivetrain: the task could not be brought back from XLA's device either: {second}"
+            )
+
+    def backward(
+        self, loss: Tensor, share: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
+    ) -> None:
+        """Backward from the share as the loss's own gradient."""
+        self._trace.backward(loss, share, inputs)
+
+    def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
+        """Clip by the global norm: in one process all of it is here."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    def optimizer_step(self, optimizer: Optimizer) -> bool:
+        """Step, and run what was traced."""
+        self._trace.update(optimizer)
+        return True

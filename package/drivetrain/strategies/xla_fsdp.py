@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigError, StrategyError
 from drivetrain.options import by_name
@@ -20,25 +19,14 @@ from drivetrain.precision import Precision
 from drivetrain.strategies.base import (
     MakeOptimizers,
     Prepared,
-    Strategy,
     Support,
     check_dimensions,
     check_values,
+    gradients_of,
 )
 from drivetrain.strategies.fsdp_wrapping import Wrap, units
 from drivetrain.strategies.xla_blocks import Again, check_blocks, checkpoint_blocks, forget_checkpointing
-from drivetrain.strategies.xla_device import (
-    COMPILES,
-    NO_SKIPPING,
-    Trace,
-    available,
-    check_alone,
-    check_run_after,
-    move,
-    open_device,
-    restore_after_error,
-    supports,
-)
+from drivetrain.strategies.xla_device import OnXLA, check_run_after, move, open_device
 from drivetrain.strategies.xla_norms import correct_variances, forget_corrections
 from drivetrain.task import StepModule
 from drivetrain.types import StepOutput
@@ -103,38 +91,14 @@ class XLAFSDPConfig:
                 )
 
 
-class XLAFSDP(Strategy):
-    """torch_xla's FSDP on the device of one process.
-
-    Args:
-        config: The options.
-        device: The kind of device, "xla".
-        world_size: How many processes: 1.
-
-    Raises:
-        StrategyError: More than one process.
-    """
+class XLAFSDP(OnXLA):
+    """torch_xla's FSDP on the device of one process; see `OnXLA` for its arguments."""
 
     name = "xla_fsdp"
+    config: XLAFSDPConfig
     config_type = XLAFSDPConfig
     needs = "torch_xla, and a TPU or a CPU; one process that has one device"
     sharded = True
-    no_compile = COMPILES
-    no_skipping = NO_SKIPPING
-
-    def __init__(
-        self, config: XLAFSDPConfig | None = None, *, device: str = "xla", world_size: int = 1
-    ) -> None:
-        check_alone(self.name, world_size)
-        self.config = config or XLAFSDPConfig()
-        self.device = torch.device(device)
-        self._trace = Trace(self.config.run_after)
-        self._prepared: list[_Sharded] = []
-
-    @classmethod
-    def available(cls, hardware: Any) -> Support:
-        """Whether it can run on a machine."""
-        return available(hardware)
 
     def supports(self, precision: Precision) -> Support:
         """Parameters in float32, products in float32 or bfloat16."""
@@ -142,7 +106,7 @@ class XLAFSDP(Strategy):
             return Support(
                 False, "torch_xla's FSDP takes parameters in float32 only; use '32' or 'bf16-mixed'"
             )
-        return supports(precision)
+        return super().supports(precision)
 
     def setup(self) -> None:
         """Open the device.
@@ -194,40 +158,17 @@ class XLAFSDP(Strategy):
             sharded.restore()
         self._prepared = []
 
-    def teardown(self) -> None:
-        """Leave no task on the device, whatever has happened."""
-        restore_after_error(self.restore)
-
     def backward(
         self, loss: Tensor, share: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
     ) -> None:
-        """Backward from the share as the loss's own gradient.
-
-        The shards are no leaves of the graph, so that torch cannot be told of `inputs`: the gradients of all
-        others are put back to what they were.
-        """
-        mine = {id(each) for each in inputs or ()}
-        others = [each for each in self._parameters() if id(each) not in mine] if inputs is not None else []
-        before = [each.grad for each in others]
-        for each in others:
-            each.grad = None
-        for sharded in self._prepared:
-            sharded.before_backward()
-        self._trace.backward(loss, share)
-        for each, gradient in zip(others, before, strict=True):
-            each.grad = gradient
+        """Backward from the share as the loss's own gradient."""
+        with gradients_of(inputs, self._parameters()):
+            for sharded in self._prepared:
+                sharded.before_backward()
+            self._trace.backward(loss, share)
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for each in self._prepared for parameter in each.parameters()]
-
-    def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-        """Clip by the global norm: of one process the shards are whole."""
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-
-    def optimizer_step(self, optimizer: Optimizer) -> bool:
-        """Step, and run what was traced."""
-        self._trace.update(optimizer)
-        return True
 
 
 class _Taken(nn.Module):

@@ -7,7 +7,7 @@ that modules and names stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,21 +21,10 @@ from drivetrain.data.batch import map_tensors
 from drivetrain.errors import ConfigError, StrategyError
 from drivetrain.options import by_name
 from drivetrain.precision import Precision
-from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Support, check_values
+from drivetrain.strategies.base import MakeOptimizers, Prepared, check_values
 from drivetrain.strategies.fsdp_wrapping import Wrap, units
 from drivetrain.strategies.xla_blocks import Again, check_blocks, checkpoint_blocks, forget_checkpointing
-from drivetrain.strategies.xla_device import (
-    COMPILES,
-    NO_SKIPPING,
-    Trace,
-    available,
-    check_alone,
-    check_run_after,
-    move,
-    open_device,
-    restore_after_error,
-    supports,
-)
+from drivetrain.strategies.xla_device import OnXLA, check_run_after, move, open_device
 from drivetrain.strategies.xla_norms import correct_variances, forget_corrections
 from drivetrain.task import StepModule
 
@@ -76,48 +65,27 @@ class XLAFSDPv2Config:
             raise ConfigError(f"replicas is a number of groups of devices, not {self.replicas!r}")
 
 
-class XLAFSDPv2(Strategy):
+class XLAFSDPv2(OnXLA):
     """One shard of every parameter, gradient and optimizer state, and a part of every batch, per device of
     this process.
 
-    A batch is this process's, whatever its devices: all numbers are those of one device.
-
-    Args:
-        config: The options.
-        device: The kind of device, "xla".
-        world_size: How many processes: 1.
-
-    Raises:
-        StrategyError: More than one process.
+    A batch is this process's, whatever its devices: all numbers are those of one device. See `OnXLA` for the
+    arguments.
     """
 
     name = "xla_fsdp_v2"
+    config: XLAFSDPv2Config
     config_type = XLAFSDPv2Config
     needs = "torch_xla, and a TPU or a CPU; one process, of which it uses all devices"
-    no_compile = COMPILES
-    no_skipping = NO_SKIPPING
 
     def __init__(
         self, config: XLAFSDPv2Config | None = None, *, device: str = "xla", world_size: int = 1
     ) -> None:
-        check_alone(self.name, world_size)
-        self.config = config or XLAFSDPv2Config()
-        self.device = torch.device(device)
+        super().__init__(config, device=device, world_size=world_size)
         self.place = self._shard_samples
-        self._trace = Trace(self.config.run_after)
         self._mesh: Any = None
         self._shards = self._parts = 1
-        self._prepared: list[tuple[nn.Module, list[nn.Module], list[RemovableHandle]]] = []
         self._states: dict[Optimizer, int] = {}
-
-    @classmethod
-    def available(cls, hardware: Any) -> Support:
-        """Whether it can run on a machine."""
-        return available(hardware)
-
-    def supports(self, precision: Precision) -> Support:
-        """float32 and bfloat16; float64 on a CPU."""
-        return supports(precision)
 
     def setup(self) -> None:
         """Open the devices and lay them out.
@@ -168,10 +136,6 @@ class XLAFSDPv2(Strategy):
             move(module, "cpu")
         self._prepared, self._states = [], {}
 
-    def teardown(self) -> None:
-        """Leave no task on the device, whatever has happened."""
-        restore_after_error(self.restore)
-
     def _shard(self, tensors: Iterable[Tensor]) -> None:
         """Divide tensors along their longest dimension, unless it has fewer entries than there are shards."""
         from torch_xla.distributed.spmd import mark_sharding
@@ -200,16 +164,6 @@ class XLAFSDPv2(Strategy):
             for parameter, state in optimizer.state.items():
                 slots = (each for each in state.values() if isinstance(each, Tensor))
                 self._shard(each for each in slots if each.shape == parameter.shape and each.ndim)
-
-    def backward(
-        self, loss: Tensor, share: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
-    ) -> None:
-        """Backward from the share as the loss's own gradient."""
-        self._trace.backward(loss, share, inputs)
-
-    def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-        """Clip by the global norm."""
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def optimizer_step(self, optimizer: Optimizer) -> bool:
         """Step, and run what was traced."""
