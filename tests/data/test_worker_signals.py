@@ -178,6 +178,28 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
         return torch.ones(4), torch.ones(1)
 
 
+@pytest.mark.parametrize("data", [Rows, Stream])
+def test_a_death_is_told_before_the_next_batch_is_waited_for(
+    data: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loader's timeout is also how long torch waits before it looks for dead workers."""
+    asked: list[bool] = []
+
+    def kill(run: Any) -> None:
+        [worker] = multiprocessing.active_children()
+        os.kill(worker.pid or 0, signal.SIGKILL)
+        os.waitid(os.P_PID, worker.pid or 0, os.WEXITED | os.WNOWAIT)
+        time.sleep(0.05)
+        looks = dataloader._MultiProcessingDataLoaderIter
+        monkeypatch.setattr(looks, "_try_get_data", lambda *_: (bool(asked.append(True)), None))
+
+    loader = DataLoader(data(), batch_size=2, num_workers=1, timeout=3600)
+    with pytest.raises(DataError, match=r"worker 0 \(pid \d+\) was killed by signal SIGKILL"):
+        quiet(max_epochs=1, callbacks=[LambdaCallback(on_step_end=kill)]).fit(Regression(), loader)
+    assert not asked
+    assert not worker_signals.aside
+
+
 _forked: list[int] = []
 """What a copy of this process is to send itself as it begins."""
 

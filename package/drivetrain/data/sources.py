@@ -22,7 +22,7 @@ from drivetrain.data.outline import outline
 from drivetrain.data.rounds import Evidence, SharedBatch, rounds
 from drivetrain.data.share import WHOLE, Share
 from drivetrain.data.worker_ends import WorkerEnded, how_ended, note_on, raised_in_worker, workers_of
-from drivetrain.data.worker_signals import begun, end, sparing
+from drivetrain.data.worker_signals import aside, begun, end, sparing
 from drivetrain.data.workers import Following
 from drivetrain.errors import DataError
 from drivetrain.streams import batch_stream, mix_next, seed_after, seed_batch, seed_host
@@ -236,6 +236,8 @@ class IterableSource(Source):
             seed = mix_next(stream, number)
             seed_host(seed)
             try:
+                if aside:
+                    raise aside.pop()
                 batch = next(iterator)
             except StopIteration:
                 if once_more:

@@ -1,12 +1,12 @@
-"""What signals do to workers, and when we hear of a worker's end.
+"""Workers that signals spare, and the reports of their ends.
 
 Signals that end a run in order do nothing to its workers, whose batches the run still needs, however many
 processes they are sent to.
 
-The system reports the end of a child by SIGCHLD, at which torch raises a RuntimeError in the main thread,
-wherever that is: in the optimizer's constructor, in a `try` of the user's that means something else, in the
-report of another error. While our workers run, that error is raised only where torch waits for a batch.
-Elsewhere it is dropped: torch looks for itself every five seconds of the next wait.
+The system reports the end of a child by SIGCHLD. torch then raises a RuntimeError in the main thread,
+wherever that is: in the optimizer's constructor, in a `try` of the user's for something else, in the report
+of another error. While our workers run, that error is raised only where torch waits for a batch. Elsewhere it
+is put aside until the next batch is asked for.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ from drivetrain.distributed.signals import handled, held_back, unmoved
 
 _running: dict[int, weakref.ref[Any]] = {}
 """The iterators whose workers run, by id."""
+
+aside: list[RuntimeError] = []
+"""Errors of dead workers that came while nobody waited for a batch."""
 
 _torchs: Any = None
 """The handler in whose place ours stands."""
@@ -124,6 +127,8 @@ def end(iterator: Any) -> None:
 def _leave(which: int) -> None:
     """Put back torch's handler, if no other workers run."""
     _running.pop(which, None)
+    if not _running:
+        aside.clear()
     if not _running and _is_told() and signal.getsignal(signal.SIGCHLD) is _child_ended:
         signal.signal(signal.SIGCHLD, _torchs)
 
@@ -139,6 +144,7 @@ def _child_ended(number: int, frame: FrameType | None) -> None:
     except RuntimeError as error:
         if "DataLoader worker" not in str(error) or _only_waits(frame):
             raise
+        aside.append(error)
 
 
 _WAITING = frozenset(each.__file__ for each in (selectors, threading, queue, queues, connection))

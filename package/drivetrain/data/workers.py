@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from drivetrain.data.keyed import IndexBatch
 from drivetrain.data.worker_ends import WorkerEnded, how_ended, makers, note_on
-from drivetrain.data.worker_signals import begun, end, starting
+from drivetrain.data.worker_signals import aside, begun, end, starting
 from drivetrain.errors import DataError
 
 
@@ -150,6 +150,8 @@ class Workers:
             if under_way and under_way[0].epoch != epoch:
                 return
             try:
+                if aside:
+                    raise aside.pop()
                 assert self._iterator is not None
                 made = next(self._iterator)
             except BaseException as error:
