@@ -32,7 +32,7 @@ REFUSED = {
     "gradient_allreduce_op": "would add the gradients of all processes up, where the engine's weights ask for"
     " their mean; take it out",
 }
-"""What DeepSpeed takes and the engine cannot honour, each with the reason and what to do instead."""
+"""Settings that DeepSpeed takes and the engine cannot honour, each with the reason and what to do instead."""
 
 REFUSED_ZERO = {
     "round_robin_gradients": "DeepSpeed 0.19 then loses track of where in its pieces a parameter lies, so"

@@ -196,7 +196,7 @@ class Trace:
 
 
 class OnXLA(Strategy):
-    """What XLA's strategies share, each in one process.
+    """The base of XLA's strategies, each in one process.
 
     Args:
         config: The options.
