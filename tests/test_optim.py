@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import pickle
 
 import pytest
@@ -225,16 +223,6 @@ def test_a_configuration_cannot_be_changed_and_survives_a_process_boundary():
     with pytest.raises(AttributeError):
         config.lr = 2
     assert pickle.loads(pickle.dumps(config)) == config
-
-
-def test_a_configuration_can_be_logged_as_json():
-    config = OptimizerConfig(
-        torch.optim.SGD, lr=0.1, groups=[ParameterGroup("a.*", lr=1)], schedule=math.cos, momentum=0.9
-    )
-    logged = json.loads(json.dumps(config.to_json(), allow_nan=False))
-    assert logged["name"] == "torch.optim.sgd.SGD"
-    assert (logged["lr"], logged["schedule"], logged["options"]) == (0.1, "math.cos", {"momentum": 0.9})
-    assert logged["groups"][0]["pattern"] == "a.*"
 
 
 def test_the_schedule_covers_the_run_or_the_steps_asked_for():

@@ -16,7 +16,6 @@ from drivetrain.parameter_groups import ParameterGroup
 from drivetrain.quantized_optimizers import QUANTIZED
 from drivetrain.registry import Registry
 from drivetrain.schedules import PlateauSchedule, Schedule, make_schedule
-from drivetrain.types import Json
 
 OptimizerFactory: TypeAlias = Callable[..., Optimizer]
 """``factory(param_groups, lr=..., **options)``. One that names an argument `module` is given the module."""
@@ -133,24 +132,6 @@ class OptimizerConfig:
     def factory(self) -> OptimizerFactory:
         """What builds the optimizer: the class or function that `name` stands for."""
         return OPTIMIZERS[self.name] if isinstance(self.name, str) else self.name
-
-    def to_json(self) -> dict[str, Json]:
-        """The configuration for a log; a class or function stands by its name, and nothing reads it back."""
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {name: _loggable(value) for name, value in values.items()}
-
-
-def _loggable(value: Any) -> Json:
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _loggable(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_loggable(each) for each in value]
-    if isinstance(value, ParameterGroup):
-        return _loggable(vars(value))
-    name = getattr(value, "__qualname__", None)
-    return f"{value.__module__}.{name}" if name else repr(value)
 
 
 def optimizer_title(config: OptimizerConfig) -> str:
