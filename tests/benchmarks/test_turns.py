@@ -21,20 +21,31 @@ HERE = [name for name in installed() if not ROSTER[name].apart]
 
 @pytest.fixture(scope="module")
 def place() -> Iterator[OtherPlace]:
-    """A process of their own, for what contestants leave behind is for all of a process."""
-    made = OtherPlace(HERE)
+    """A process of its own: contestants change settings of the whole process."""
+    made = OtherPlace([HAND, OURS])
     yield made
     made.close()
 
 
-def test_every_installed_contestant_does_the_same_work_in_every_row(place: OtherPlace) -> None:
-    lacks = {name: place.lacks(name) for name in HERE}
+def same_work(place: OtherPlace) -> None:
+    lacks = {name: place.lacks(name) for name in place.names}
     for row in SMALL:
-        turns = {n: place.turn(n, row, UPDATES) for n in HERE if not set(row.needs) & set(lacks[n])}
+        turns = {n: place.turn(n, row, UPDATES) for n in place.names if not set(row.needs) & set(lacks[n])}
         assert {HAND, OURS} <= set(turns), row.name
         for name, one in turns.items():
             assert one.same_work(turns[HAND]), (row.name, name, one, turns[HAND])
             assert one.seconds > 0
+
+
+def test_ours_does_the_work_of_the_hand_written_loop_in_every_row(place: OtherPlace) -> None:
+    same_work(place)
+
+
+@pytest.mark.full
+def test_every_installed_contestant_does_the_same_work_in_every_row() -> None:
+    every = OtherPlace(HERE)
+    same_work(every)
+    every.close()
 
 
 def test_two_runs_of_a_contestant_make_the_same_calls(place: OtherPlace) -> None:

@@ -72,10 +72,19 @@ def sharded(world_size: int) -> Accelerate:
 MAKERS: dict[str, Callable[[int], Strategy]] = {"replicated": replicated, "sharded": sharded}
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.full), 2])
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize(
+    ("kind", "world_size"),
+    [
+        ("replicated", 2),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in [("sharded", 2), ("sharded", 1)]),
+    ],
+)
 def test_accelerate_conforms(kind: str, world_size: int) -> None:
     check_strategy(MAKERS[kind], world_size)
+
+
+def test_shards_of_the_weights_give_the_same_updates_and_resume_to_the_bit() -> None:
+    check_strategy(sharded, checks=["same_as_the_big_batch", "resume_is_bitwise"])
 
 
 @pytest.mark.full

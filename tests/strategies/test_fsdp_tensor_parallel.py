@@ -20,7 +20,7 @@ from drivetrain.strategies import SingleDevice, Strategy
 from drivetrain.strategies.fsdp import FSDP
 from drivetrain.strategies.fsdp_tensor import planned
 from drivetrain.testing.distributed import run_distributed
-from drivetrain.testing.strategies import check_strategy
+from drivetrain.testing.strategies import CHECKS, check_strategy
 from drivetrain.testing.strategy_tasks import Counted, Tokens
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
@@ -32,9 +32,21 @@ def split(world_size: int, **options: Any) -> FSDP:
     return FSDP(FSDPConfig(tensor_parallel=2, **options), world_size=world_size)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_it_conforms(world_size: int) -> None:
-    check_strategy(split, world_size)
+MAIN = ["same_as_the_big_batch", "frozen_and_tied", "checkpoints_have_plain_names", "resume_is_bitwise"]
+
+
+def test_it_gives_the_same_updates_and_resumes_to_the_bit() -> None:
+    check_strategy(split, checks=MAIN)
+
+
+@pytest.mark.full
+def test_it_conforms_in_all_else() -> None:
+    check_strategy(split, checks=[name for name in CHECKS if name not in MAIN])
+
+
+@pytest.mark.full
+def test_it_conforms_on_four_processes() -> None:
+    check_strategy(split, 4)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
