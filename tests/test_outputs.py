@@ -88,11 +88,14 @@ class Giving(Regression):
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two outputs have the same types and values."""
+    """Whether two outputs have the same types and values.
+
+    Values are compared to float32's rounding: some processors add in another order for another size of batch.
+    """
     if type(left) is not type(right):
         return False
     if isinstance(left, Tensor):
-        return torch.equal(left, right) and not left.requires_grad
+        return torch.allclose(left, right, rtol=1e-6, atol=1e-6) and not left.requires_grad
     if isinstance(left, tuple):
         return len(left) == len(right) and all(map(same, left, right))
     if isinstance(left, dict):

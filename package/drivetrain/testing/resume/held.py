@@ -45,7 +45,12 @@ def is_own(module: str | None) -> bool:
     if not module or module.split(".")[0] in _OURS:
         return False
     file = getattr(sys.modules.get(module), "__file__", None)
-    return file is not None and not str(Path(file).absolute()).startswith(_INSTALLED)
+    return file is not None and not _is_installed(file)
+
+
+@functools.cache  # every module that is loaded is asked about after every update
+def _is_installed(file: str) -> bool:
+    return str(Path(file).absolute()).startswith(_INSTALLED)
 
 
 class Held:
