@@ -61,7 +61,9 @@ def launch(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
-@pytest.mark.parametrize("program", [["program.py"], ["-m", "program"]])
+@pytest.mark.parametrize(
+    "program", [["program.py"], pytest.param(["-m", "program"], marks=pytest.mark.full)], ids=str
+)
 def test_a_program_runs_as_several_processes_with_its_arguments(program: list[str]) -> None:
     Path("program.py").write_text(PROGRAM, encoding="utf-8")
     done = launch("--devices", "2", *program, "fine", "--devices", "7")
@@ -72,7 +74,7 @@ def test_a_program_runs_as_several_processes_with_its_arguments(program: list[st
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
-@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("rank", [pytest.param("0", marks=pytest.mark.full), "1"])
 def test_the_last_line_names_the_first_cause(rank: str) -> None:
     Path("program.py").write_text(PROGRAM, encoding="utf-8")
     done = launch("--devices", "2", "program.py", "raise", rank)
@@ -133,6 +135,7 @@ def test_the_last_line_names_the_cause_of_one_process_alone() -> None:
     assert alone("program.py", "raise") == (1, 1, f"drivetrain: {what}")
 
 
+@pytest.mark.full
 def test_what_no_start_heals_is_not_started_again() -> None:
     code, starts, last = alone("--max-restarts", "2", "program.py", "refused")
     assert (code, starts) == (1, 1)
@@ -142,6 +145,7 @@ def test_what_no_start_heals_is_not_started_again() -> None:
     assert alone("--max-restarts", "1", "program.py", "raise")[:2] == (1, 2)
 
 
+@pytest.mark.full
 def test_a_run_that_asks_for_a_requeue_is_not_started_again() -> None:
     assert alone("--max-restarts", "1", "program.py", "hang")[:2] == (75, 1)
     assert alone("--max-restarts", "1", "program.py", "signal")[:2] == (75, 1)
@@ -203,9 +207,7 @@ def has_ended(pid: int) -> bool:
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(
-            words, id=name, marks=() if name in ("drivetrain launch", "torchrun") else pytest.mark.full
-        )
+        pytest.param(words, id=name, marks=() if name == "drivetrain launch" else pytest.mark.full)
         for name, words in LAUNCHERS.items()
     ],
 )
