@@ -218,7 +218,7 @@ def complete(command: str, words: Sequence[str]) -> None:
 
 
 def _candidates(completer: Any, metavar: Any, prefix: str, **rest: Any) -> list[str]:
-    """The values that a type allows; jsonargparse has none for a `Literal`."""
+    """The values that a type allows; those of a `Literal` are in its metavar."""
     return completer(prefix, **rest) or re.findall(r"[^{},]+", metavar if "{" in str(metavar) else "")
 
 
@@ -306,7 +306,7 @@ def _options_of(argument: str, given: Mapping[str, Any]) -> Any:
     return config_type(chosen) if argument == "strategy" else type(as_precision(chosen))
 
 
-# What jsonargparse is given.
+# The parsers of jsonargparse.
 
 
 def _full_parser(command: str, purpose: str, tree: Tree, found: Mapping[str, Any]) -> ArgumentParser:
