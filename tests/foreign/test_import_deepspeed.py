@@ -355,7 +355,7 @@ def refused(folder, match, **options):
 def test_folders_of_other_kinds_are_told(folder):
     inner = folder / f"global_step{SAVED}"
     refused(folder / "none", "no folder")
-    refused(folder, f"no folder 'step9' inside. Those .* are: global_step{SAVED}", tag="step9")
+    refused(folder, f"no folder 'step9' inside. The folders with .* are: global_step{SAVED}", tag="step9")
     refused(folder, "no folder '../x' inside", tag="../x")
     (folder / "latest").unlink()
     refused(folder, f"Give one of 'global_step{SAVED}' as the tag")
