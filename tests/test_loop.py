@@ -283,8 +283,9 @@ def test_a_fit_that_has_validated_does_not_do_so_again_at_its_end(tmp_path: Path
     assert recorded(tmp_path, "auto", max_steps=7, **options).count("on_evaluation_end") == 0
 
 
-def test_a_fit_that_somebody_stops_validates_too_but_not_a_loop_that_is_left(tmp_path: Path) -> None:
-    stop = LambdaCallback(on_step_end=lambda run: run.stop("enough"))
+@pytest.mark.parametrize("hook", ["on_step_end", "on_save"])
+def test_a_fit_that_somebody_stops_validates_too_but_not_a_loop_that_is_left(hook: str) -> None:
+    stop = LambdaCallback(**{hook: lambda run: run.stop("enough")})
     options: Any = {"max_epochs": 1, "loggers": ()}
     assert "validation/loss" in quiet(callbacks=[stop], **options).fit(Regression(), pairs(), pairs()).metrics
     called: list[str] = []

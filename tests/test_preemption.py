@@ -84,6 +84,14 @@ def test_a_signal_ends_a_fit_once_its_update_is_saved(
     assert weights(task) == weights(straight)
 
 
+def test_a_fit_that_a_signal_ends_has_no_time_for_a_first_validation() -> None:
+    stages: list[str] = []
+    note = LambdaCallback(on_evaluation_start=lambda run: stages.append(run.stage))
+    with pytest.raises(Preempted):
+        quiet(max_epochs=1, callbacks=[sends(signal.SIGTERM), note]).fit(Regression(), pairs(), pairs())
+    assert stages == []
+
+
 def test_what_was_there_before_is_there_afterwards() -> None:
     before = {each: signal.getsignal(each) for each in signal.valid_signals()}
     with pytest.raises(Preempted):

@@ -128,10 +128,12 @@ def test_validating_outside_a_fit_changes_nothing(drive):
 
 
 def test_a_metric_that_is_not_logged_is_told_the_nearest(drive):
+    run = drive(EarlyStopping("validation/los"), epochs=2, updates_per_epoch=1, results=losses(0.5, 0.4))
     with pytest.raises(
         ConfigError, match=r"'validation/los', which is not logged. Did you mean 'validation/loss'"
     ):
-        fit(drive, EarlyStopping("validation/los"), 0.5)
+        run.fit()
+    assert run.progress.epoch == 1  # at the first validation, not at the end
 
 
 def test_a_fit_that_never_validates_is_refused_before_it_trains(drive):

@@ -20,6 +20,7 @@ from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain import CheckpointConfig, CheckpointError, ConfigError, LambdaCallback, TaskModule
 from drivetrain.checkpoint import CheckpointManager
+from drivetrain.checkpoint import lock as locking
 from drivetrain.checkpoint.filesystem import LOCAL
 from drivetrain.checkpoint.lock import EXPIRES, RENEWS, DirectoryLock, Owner
 from drivetrain.checkpoint.places import file_system
@@ -324,6 +325,24 @@ def test_a_job_whose_lock_was_taken_ends_at_its_next_save(tmp_path: Path) -> Non
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["index.json", "lock.json", "update-00000001"]
 
 
+def test_what_another_job_holds_by_now_is_not_released(tmp_path: Path) -> None:
+    lock = DirectoryLock(str(tmp_path), LOCAL)
+    lock.take()
+    write(tmp_path / "lock.json", owner())
+    lock.release()
+    assert json.loads((tmp_path / "lock.json").read_text(encoding="utf-8"))["pid"] == 4321
+
+
+def test_a_copy_of_the_process_does_not_release_the_lock(tmp_path: Path) -> None:
+    lock = DirectoryLock(str(tmp_path), LOCAL)
+    lock.take()
+    with job(lambda meet: lock.release()) as copy:
+        assert copy.end() == 0
+    assert (tmp_path / "lock.json").exists()
+    lock.release()
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_lock_file_that_somebody_removed_is_made_again(tmp_path: Path) -> None:
     seen = []
 
@@ -422,3 +441,18 @@ def test_an_object_store(tmp_path: Path) -> None:
     third.take()
     third.release()
     assert files.entries(place) == {}
+
+
+def test_in_an_object_store_a_job_that_was_overtaken_as_it_wrote_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("fsspec")
+    place = f"memory://{tmp_path.name}/checkpoints"
+    files, write_file = file_system(place), locking.write_file
+
+    def overtaken(path: str, *_: Any) -> int:
+        return write_file(path, [json.dumps(asdict(owner())).encode()], files)
+
+    monkeypatch.setattr(locking, "write_file", overtaken)
+    with pytest.raises(ConfigError, match="on node7"):
+        DirectoryLock(place, files).take()

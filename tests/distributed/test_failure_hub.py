@@ -118,6 +118,7 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 DEEP = b"[" * 200_000 + b"\n"
+HELLO = b'{"kind": "hello", "rank": 1, "machine": null, "pid": 1, "stacks": [0, -1], "where": ""}\n'
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,8 @@ def test_a_stranger_is_dropped_and_changes_nothing(hub: Hub, ranks: list[Rank], 
 
 
 @pytest.mark.parametrize(
-    "content", [DEEP, b"7\n", b"{}\n", b'{"rank": 1}\n', b"\xff\n", b"x" * (2 << 20), b'{"rank": 9}\n', b""]
+    "content",
+    [DEEP, b"7\n", b"{}\n", b'{"rank": 1}\n', b"\xff\n", b"x" * (2 << 20), b'{"rank": 9}\n', b"", HELLO],
 )
 def test_a_connection_that_knows_the_token_can_end_only_itself(
     hub: Hub, ranks: list[Rank], content: bytes
@@ -146,6 +148,15 @@ def test_a_connection_that_knows_the_token_can_end_only_itself(
     with stranger(hub, f"{hub.token}\n".encode() + content) as connection:
         assert is_closed(connection)
     names_the_right_cause(hub, ranks)
+
+
+def test_a_whole_greeting_with_a_guessed_token_takes_no_ranks_place(hub: Hub) -> None:
+    with stranger(hub, b"0" * 32 + b"\n" + HELLO) as connection:
+        assert is_closed(connection)
+    ranks = [Rank(hub, rank) for rank in range(2)]
+    names_the_right_cause(hub, ranks)
+    for each in ranks:
+        each.line.close()
 
 
 def test_a_rank_that_sends_no_message_is_lost_and_not_called_killed(hub: Hub, ranks: list[Rank]) -> None:
@@ -187,6 +198,17 @@ def test_many_silent_strangers_keep_no_rank_out(hub: Hub) -> None:
         names_the_right_cause(hub, ranks)
         for each in ranks:
             each.line.close()
+
+
+def test_of_too_many_silent_strangers_the_oldest_is_dropped_before_its_time() -> None:
+    hub = Hub(2, True, replace(QUICK, stranger=60.0), None)
+    try:
+        with contextlib.ExitStack() as stack:
+            connections = [stack.enter_context(stranger(hub)) for _ in range(200)]
+            assert is_closed(connections[0])
+            assert happens(lambda: len(hub._unknown) < 100)
+    finally:
+        hub.leave()
 
 
 def test_without_file_descriptors_living_ranks_are_not_taken_for_gone(hub: Hub, ranks: list[Rank]) -> None:
@@ -246,6 +268,23 @@ def test_a_line_on_which_a_message_was_sent_in_part_sends_nothing_more() -> None
     first, rest = received.split(b"\n")
     assert first == b'{"text": "first"}'
     assert b"second" not in rest
+
+
+def test_a_line_without_an_end_is_refused_and_not_kept() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        line = Line(socket.create_connection(server.getsockname()), timeout=5.0)
+        there, _ = server.accept()
+
+    def talk() -> None:
+        for _ in range(256):
+            there.sendall(b"x" * (1 << 15))
+            line.receive()
+
+    with there:
+        there.settimeout(5.0)
+        with pytest.raises(ValueError, match="a line without an end"):
+            talk()
+    line.close()
 
 
 def fuzz(hub: Hub, ranks: list[Rank], seconds: float, seed: int) -> int:

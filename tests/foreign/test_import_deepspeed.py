@@ -392,23 +392,19 @@ def test_a_missing_file_of_frozen_parameters_is_told(saved, tmp_path):
 
 
 def test_files_of_different_checkpoints_are_not_mixed(saved, folder):
-    for other, message in {
-        "in turn": "not as ZeRO 2 divides|names of",
-        "zero1": "of another checkpoint",
-    }.items():
-        shutil.copy(
-            saved[0] / other / f"global_step{SAVED}" / OPTIMIZER.format(1),
-            folder / f"global_step{SAVED}" / OPTIMIZER.format(1),
-        )
-        if other == "zero1":
-            refused(folder, message)
+    name = OPTIMIZER.format(1)
+    own = folder / f"global_step{SAVED}" / name
+    kept = own.read_bytes()
+    shutil.copy(saved[0] / "zero1" / f"global_step{SAVED}" / name, own)
+    refused(folder, f"{name}' is of another checkpoint than the first process's file")
+    own.write_bytes(kept)
 
     def later(content):
         for each in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
             each["step"] += 1
 
     changed(folder, OPTIMIZER.format(0), later)
-    refused(folder, "of another checkpoint")
+    refused(folder, f"{name}' is of another checkpoint than the first process's file")
 
 
 def _set(key, value):
@@ -451,6 +447,10 @@ def _groups(change):
         ),
         (_slots(lambda each: each.pop("exp_avg_sq")), "Adam's states are imported"),
         (_slots(lambda each: each.__setitem__("exp_inf", each["exp_avg"])), "Adam's states are imported"),
+        (
+            _slots(lambda each: each.__setitem__("max_exp_avg_sq", each["exp_avg"])),
+            "do not both have 'max_exp_avg_sq' of group 0",
+        ),
         (_slots(lambda each: each.pop("step")), "how many updates the moments have had"),
         (_groups(lambda each: each.pop("amsgrad")), "settings of another optimizer"),
         (_groups(lambda each: each.__setitem__("max_coeff", 10.0)), "settings of another optimizer"),
@@ -482,6 +482,28 @@ def test_files_of_another_optimizer_or_version_are_told(folder, change, message)
 def test_a_file_of_the_model_that_makes_no_sense_is_told(folder, change, message):
     changed(folder, MODEL, change)
     refused(folder, message)
+
+
+def test_pieces_of_stage_3_that_are_too_short_are_told(saved, tmp_path):
+    folder = Path(shutil.copytree(saved[0] / "zero3", tmp_path / "folder"))
+
+    def shorten(content):
+        pieces = content["optimizer_state_dict"]["fp32_flat_groups"]
+        pieces[0] = pieces[0][:-1].clone()
+
+    changed(folder, OPTIMIZER.format(1), shorten)
+    refused(folder, r"not as ZeRO 3 divides them among 2 processes: each must have \d+ numbers")
+
+
+def test_pieces_in_16_bits_come_as_float32(folder):
+    def halve(content):
+        pieces = content["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+        pieces[:] = [each.bfloat16() for each in pieces]
+
+    for rank in (0, 1):
+        changed(folder, OPTIMIZER.format(rank), halve)
+    import_deepspeed(folder, folder.parent / "out", weights_only=True)
+    assert load_weights(folder.parent / "out")["last.weight"].dtype == torch.float32
 
 
 def test_a_damaged_file_is_told(folder):
