@@ -180,6 +180,20 @@ def test_fits_in_one_process_and_one_directory_are_attempts_of_one_run(tmp_path:
     assert adds_up(ledger)
 
 
+def test_the_times_of_earlier_attempts_are_not_counted_again(tmp_path: Path) -> None:
+    def age(run: Any) -> None:
+        for kind in ("data", "evaluation", "save"):
+            run.timing[kind] += 1e6
+
+    for epochs, hooks in ((1, [LambdaCallback(on_epoch_end=age)]), (2, [])):
+        trainer = quiet(max_epochs=epochs, checkpoint=True, run_dir=tmp_path, callbacks=hooks)
+        trainer.fit(Regression(), pairs(), pairs(2), resume="auto")
+    first, second = read_ledger(tmp_path).attempts
+    for kind in ("data", "evaluation", "save"):
+        assert first.seconds[kind] >= 1e6, kind
+        assert second.seconds[kind] < 1e6, kind
+
+
 def test_going_on_from_an_earlier_checkpoint_loses_what_was_made_after_it(tmp_path: Path) -> None:
     slow = LambdaCallback(on_step_end=slept(0.05))
     config = CheckpointConfig(every="1 step", by=None, keep_last=9)
