@@ -25,6 +25,18 @@ def test_a_misspelt_hook_is_refused_with_the_nearest_name() -> None:
         Trainer(max_epochs=1, callbacks=[Misspelt()])
 
 
+class Ported(Callback):
+    def on_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # type: ignore[override]
+        """As Lightning calls it."""
+
+
+def test_a_hook_that_asks_for_more_than_the_run_is_refused_before_the_fit() -> None:
+    with pytest.raises(ConfigError, match=r"Ported\.on_epoch_end\(trainer, pl_module\) cannot be called"):
+        Trainer(max_epochs=1, callbacks=[Ported()])
+    with pytest.raises(ConfigError, match=r"Write it as `def on_log\(self, run\)`"):
+        Trainer(max_epochs=1, callbacks=[LambdaCallback(on_log=lambda: None)])  # type: ignore[misc, arg-type]
+
+
 @pytest.mark.parametrize("wrong", [object(), "early_stopping", 3])
 def test_what_has_no_hook_is_no_callback(wrong: Any) -> None:
     with pytest.raises(ConfigError, match="callback"):
@@ -71,6 +83,12 @@ def test_what_a_callback_logs_joins_the_next_log_point() -> None:
 def test_what_is_logged_at_a_log_point_joins_that_one() -> None:
     log = LambdaCallback(on_log=lambda run: run.log("here", 1))
     assert all(point["here"] == 1.0 for point in log_points(log, log_every="2 steps"))
+
+
+def test_a_logged_tensor_with_several_numbers_is_refused_by_its_name() -> None:
+    log = LambdaCallback(on_step_end=lambda run: run.log("several", torch.ones(2)))
+    with pytest.raises(ConfigError, match=r"run\.log\('several', \.\.\.\) takes one number, .* shape \(2,\)"):
+        log_points(log)
 
 
 def test_what_is_logged_after_the_last_log_point_is_not_lost() -> None:

@@ -102,6 +102,13 @@ def test_positional_arguments_come_back_in_their_places(tmp_path: Path) -> None:
     assert weights(again) == weights(task)
 
 
+def test_no_path_is_answered_with_the_checkpoint_that_there_is() -> None:
+    with pytest.raises(
+        ConfigError, match=r"takes a path, not None.*best_checkpoint is None where.*last_checkpoint"
+    ):
+        Layered.from_checkpoint(None)  # type: ignore[arg-type]
+
+
 def test_an_argument_that_no_file_can_hold_is_asked_for(tmp_path: Path) -> None:
     task = Layered(activation=torch.tanh, options=torch.ones(2))
     run_dir = str(trained(task, tmp_path / "run"))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from drivetrain.errors import ConfigError
@@ -35,7 +36,8 @@ class Hooks:
         callbacks: Objects with any subset of the hooks.
 
     Raises:
-        ConfigError: A method whose name begins with `on_` but is no hook; names the nearest.
+        ConfigError: A method whose name begins with `on_` but is no hook, which is answered with the nearest;
+            or a hook that asks for more than the run.
     """
 
     def __init__(self, callbacks: Sequence[Any]) -> None:
@@ -52,6 +54,8 @@ class Hooks:
                     raise ConfigError(
                         f"{type(callback).__name__}.{name} is no hook. {help_with(name, HOOKS, 'hook')}"
                     )
+            for name in HOOKS:
+                _check_takes_the_run(getattr(callback, name, None), f"{type(callback).__name__}.{name}")
             warn_of_common_hooks(callback)
         for name in HOOKS:
             found = [getattr(callback, name, None) for callback in callbacks]
@@ -63,3 +67,19 @@ class Hooks:
 
     def __getattr__(self, name: str) -> tuple[Any, ...]:  # for type checkers: every hook is set above
         raise AttributeError(name)
+
+
+def _check_takes_the_run(hook: Callable[..., Any] | None, name: str) -> None:
+    if hook is None or getattr(hook, "__unused_hook__", False):
+        return
+    try:
+        signature = inspect.signature(hook, follow_wrapped=False)
+    except ValueError:  # as of some functions written in C
+        return
+    try:
+        signature.bind(None)
+    except TypeError:
+        raise ConfigError(
+            f"{name}({', '.join(signature.parameters)}) cannot be called: a hook is given the run"
+            f" alone. Write it as `def {name.partition('.')[2]}(self, run)`"
+        ) from None

@@ -19,7 +19,7 @@ from drivetrain.data import Feed
 from drivetrain.declared_metrics import DeclaredMetrics, joined
 from drivetrain.distributed.stopping import Stopping
 from drivetrain.engine import Engine
-from drivetrain.errors import CheckpointError, NonFiniteError
+from drivetrain.errors import CheckpointError, ConfigError, NonFiniteError
 from drivetrain.hooks import Hooks
 from drivetrain.ledger import Ledger
 from drivetrain.module_state import clean_names
@@ -227,9 +227,17 @@ class Run:
         """Add a number, or a tensor with one, to the next log point; inside `on_log`, to the current one.
 
         What was computed from sharded tensors is put together first: such a value all ranks log together.
+
+        Raises:
+            ConfigError: A tensor with more than one number.
         """
         if isinstance(value, Tensor):
             value = self.engine.strategy.full_tensor(value).detach()
+            if value.numel() != 1:
+                raise ConfigError(
+                    f"run.log({name!r}, ...) takes one number, not a tensor of shape {tuple(value.shape)}."
+                    " Log its mean, or each of its numbers under a name of its own"
+                )
         (self.logged if self._logging else self._values)[name] = float(value)
 
     def full_tensor(self, tensor: Tensor) -> Tensor:

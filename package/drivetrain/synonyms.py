@@ -438,6 +438,16 @@ SYNONYMS: dict[str, dict[str, str]] = {
         "tpu": "xla",
         "xla_spmd": "xla_fsdp_v2",
     },
+    # Options of torchrun, of `accelerate launch` and of LightningCLI, without dashes.
+    "option": {
+        "gpus nproc nproc_per_node num_processes": "--devices",
+        "machine_rank": "--node-rank",
+        "model": "--task",
+        "main_process_ip master_addr main_process_port master_port": "--address",
+        "nnodes num_machines": "--nodes",
+        "rdzv_endpoint": "--rendezvous",
+        "rdzv_id": "--job",
+    },
     "logger": {"clearml comet comet_ml mlflow neptune swanlab trackio wandb": _TRACKED},
 }
 

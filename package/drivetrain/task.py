@@ -260,9 +260,15 @@ class TaskModule(nn.Module):
 
         Raises:
             CheckpointError: Nothing readable there, or weights that do not fit the task.
-            ConfigError: A constructor argument that could not be stored and is not given, or that the task
-                does not take.
+            ConfigError: None in place of a path, or a constructor argument that could not be stored and is
+                not given, or that the task does not take.
         """
+        if path is None:
+            raise ConfigError(
+                f"{cls.__name__}.from_checkpoint takes a path, not None. A result's best_checkpoint is None"
+                " where no evaluation gave the value that CheckpointConfig(by=...) names; its"
+                " last_checkpoint is the newest one"
+            )
         parameters = parameters_of(cls)
         if not any(each.kind is each.VAR_KEYWORD for each in parameters):
             check_names(cls.__name__, overrides, [each.name for each in parameters])

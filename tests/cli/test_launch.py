@@ -171,6 +171,8 @@ def test_an_option_behind_the_program_is_the_programs_and_that_is_said() -> None
         (["--rendezvous", "a:1", "--nodes", "1:4"], "when a machine comes or goes, all processes start anew"),
         (["--max-restarts", "-1"], "--max-restarts takes a number from 0 on, not -1"),
         ([], "there is no program 'program.py' here; for a module, write -m"),
+        (["--nproc-per-node=2"], r"--nproc-per-node=2\. Here it is called '--devices'"),
+        (["--nnodes", "2"], r"--nnodes\. Here it is called '--nodes'"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(words: list[str], message: str) -> None:

@@ -121,6 +121,7 @@ def test_data_may_be_named_in_every_way(drive, data, updates):
         ("--task nowhere.py:Shapes --data shapes.data", "no file nowhere.py"),
         ("--task shapes.ready --data shapes.data", "not a TaskModule"),
         ("--data shapes.data", "which task?"),
+        ("--model shapes.Shapes", "Here it is called '--task'"),
         ("--task shapes.Shapes", "no data to train on"),
         (f"{SHAPES} --train-data shapes.ready", "give one of them"),
         (f"{SHAPES} --trainer.max_epoch 3", "Did you mean 'max_epochs'?"),

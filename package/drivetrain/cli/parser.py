@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from drivetrain.errors import ConfigError, nearest
+from drivetrain.synonyms import help_with, row
 
 
 class Parser(argparse.ArgumentParser):
@@ -33,7 +34,13 @@ class Parser(argparse.ArgumentParser):
             options = [
                 each for each in self._option_string_actions if each.startswith("--") and each != "--help"
             ]
-            raise ConfigError(f"{self.prog}: unknown argument {unknown[0]}. {nearest(unknown[0], options)}")
+            name = unknown[0].partition("=")[0].lstrip("-").replace("-", "_")
+            hint = (
+                nearest(unknown[0], options)
+                if row(name, "option") is None
+                else help_with(name, options, "option")
+            )
+            raise ConfigError(f"{self.prog}: unknown argument {unknown[0]}. {hint}")
         return found, []
 
     def error(self, message: str) -> NoReturn:
