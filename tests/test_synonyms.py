@@ -519,11 +519,17 @@ class Ported(Regression):
     def on_step_end(self, run: Any) -> None:
         """Ours, but a callback's."""
 
+    def on_checkpoint_saved(self, run: Any) -> None:
+        """Ours alone, and a callback's too."""
+
     def train_dataloader(self) -> Any:
         """Never called."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:  # type: ignore[override]
         return super().training_step(batch)
+
+    def predict_step(self, batch: Any, stage: str) -> Any:  # type: ignore[override]
+        return super().predict_step(batch)
 
     def validation_step(self, batch: Any, batch_idx: int = 0, *, scale: float = 1.0) -> Any:
         return super().validation_step(batch)
@@ -543,14 +549,17 @@ def test_a_ported_task_is_refused_with_all_that_nobody_would_call(tmp_path: Path
     assert [line.split()[1] for line in lines[1:]] == [
         "Ported.automatic_optimization",
         "Ported.configure_gradient_clipping",
+        "Ported.on_checkpoint_saved",
         "Ported.on_step_end",
         "Ported.on_train_epoch_end",
+        "Ported.predict_step",
         "Ported.train_dataloader",
         "Ported.training_step",
         "Ported.validation_step",
     ]
-    assert "is never called. Here it is a callback's on_epoch_end." in lines[4]
-    assert "takes 'batch_idx', but is given the batch alone" in lines[6]
+    assert "is never called. Here it is a callback's on_epoch_end." in lines[5]
+    assert "takes 'stage', but is given the batch alone" in lines[6]
+    assert "takes 'batch_idx', but is given the batch alone" in lines[8]
 
 
 def test_an_attribute_of_the_object_counts_too() -> None:
