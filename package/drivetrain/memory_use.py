@@ -128,7 +128,7 @@ class MemoryWatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        self._count(tree_leaves((args, kwargs)), "other")
+        self._count(tree_leaves((args, kwargs)), "step" if self._in_step else "other", older=True)
         self._look_again()
         result = func(*args, **(kwargs or {}))
         self._count(tree_leaves(result), "step" if self._in_step else "activations")
@@ -157,19 +157,19 @@ class MemoryWatch(TorchDispatchMode):
         measured = torch.cuda.max_memory_allocated(self._device) if cuda else self._peak
         return MemoryUse(**sizes, measured=measured, device=str(self._device))
 
-    def _count(self, values: Iterable[object], kind: str) -> None:
-        """Count the memory of tensors that are not yet counted."""
+    def _count(self, values: Iterable[object], kind: str, older: bool = False) -> None:
+        """Count the memory of tensors that are not yet counted, which may be older than this update."""
         for storage in _storages(values):
             key, size = storage._cdata, storage.nbytes()
             if key not in self._held and size and storage.device.type == self._device.type:
                 freed = functools.partial(self._freed, key)
                 self._held[key] = _Memory(kind, size, weakref.ref(storage, freed))
                 self._total += size
-                if kind == "other":
+                if older:
                     self._older.add(key)
 
     def _look_again(self) -> None:
-        """Read the sizes of older memory: FSDP resizes its buffers without an operation."""
+        """Read the sizes of older memory: FSDP and 16-bit updates resize theirs without an operation."""
         for key in list(self._older):
             memory = self._held[key]
             storage = memory.storage()
