@@ -1,6 +1,6 @@
-# `make demo`, `make test`, `make test-full`, `make test-extended` and `make bench` set up what they need first: in .venv, for
-# XLA's strategies in .venv-xla, and for the libraries that ours is measured beside in .venv-bench. `make gpu` installs
-# nothing: it runs with the torch of a machine with an NVIDIA GPU.
+# `make demo`, `make docs`, `make test`, `make test-full`, `make test-extended` and `make bench` set up what they need first:
+# in .venv, for XLA's strategies in .venv-xla, for Hugging Face's libraries in .venv-hf, and for the libraries that ours is
+# measured beside in .venv-bench. `make gpu` installs nothing: it runs with the torch of a machine with an NVIDIA GPU.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -11,11 +11,17 @@ READY := $(VENV)/.ready
 VENV_XLA := .venv-xla
 BIN_XLA := $(VENV_XLA)/bin
 READY_XLA := $(VENV_XLA)/.ready
+VENV_HF := .venv-hf
+BIN_HF := $(VENV_HF)/bin
+READY_HF := $(VENV_HF)/.ready
 VENV_BENCH := .venv-bench
 BIN_BENCH := $(VENV_BENCH)/bin
 READY_BENCH := $(VENV_BENCH)/.ready
 # Arguments of benchmarks/run.py, such as BENCH="--quick".
 BENCH ?=
+
+# Without it, Material for MkDocs prints news of other projects.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 
 # How many tests run at a time. More than there are cores, because many tests wait for a clock or for a process to start.
 WORKERS ?= 3
@@ -29,7 +35,7 @@ TIMES ?= 1
 # Two processes share two cores in many places; one thread each is faster than two that wait for one another.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-full test-extended lint types unit full xla gpu bench docs clean
+.PHONY: demo test test-full test-extended lint types unit full xla hf gpu bench docs docs-serve docs-version clean
 
 demo: $(READY)
 	OMP_NUM_THREADS=2 $(BIN)/python examples/digits.py
@@ -43,19 +49,25 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-# The tests of a selection of markers.
+# The tests of a selection of markers; a second argument names another environment's programs.
 pytest = for each in $$(seq $(TIMES)); do \
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 25 \
+	$(or $(2),$(BIN))/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 25 \
 	$(if $(filter reverse,$(ORDER)),--reverse) $(TESTS) -m "$(1)" || exit 1; done
 
 unit: $(READY)
 	$(call pytest,not full and not extended)
 
 # What `make test` leaves out, and only that. torch_xla's CPU client is there for Linux on x86-64 only.
-test-full: full $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),xla)
+test-full: full hf $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),xla)
 
+full: TESTS += --ignore tests/integrations
 full: $(READY)
 	$(call pytest,full)
+
+# The integrations of Hugging Face's libraries, of whose tests `make test` runs one each.
+hf: TESTS := tests/integrations $(TESTS)
+hf: $(READY_HF)
+	$(call pytest,full,$(BIN_HF))
 
 # Campaigns at their full length, for an hour or so.
 test-extended: $(READY)
@@ -72,14 +84,25 @@ gpu:
 bench: $(READY_BENCH)
 	$(BIN_BENCH)/python benchmarks/run.py $(BENCH)
 
+# The documentation site, in build/docs; a dead link, a dead anchor or a public object without a docstring is an error.
 docs: $(READY)
-	$(BIN)/python docs/generate_reference.py
+	$(MKDOCS) build --config-file docs/mkdocs.yml
+
+docs-serve: $(READY)
+	$(MKDOCS) serve --config-file docs/mkdocs.yml
+
+# The site of a release, committed to the branch gh-pages as one more version: make docs-version VERSION=0.2
+docs-version: $(READY)
+	$(if $(VERSION),,$(error VERSION is missing, such as make docs-version VERSION=0.2))
+	PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --config-file docs/mkdocs.yml \
+		--update-aliases $(VERSION) latest
+	PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mike set-default --config-file docs/mkdocs.yml latest
 
 # torch first and pinned, so that the package's own requirement finds it and brings in no other build.
 $(READY): setup.cfg setup.py Makefile tests/constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c tests/constraints.txt -e '.[test,examples]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c tests/constraints.txt -e '.[test,examples,docs]'
 	touch $(READY)
 
 # torch_xla goes with one version of torch only, of which PyPI has the build for CUDA: no dependencies, for those are
@@ -95,6 +118,14 @@ $(READY_XLA): setup.cfg setup.py Makefile tests/constraints.txt tests/xla/cuda_s
 	$(BIN_XLA)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $(READY_XLA)
 
+$(READY_HF): setup.cfg setup.py Makefile tests/constraints.txt tests/integrations/transformers/constraints.txt
+	test -x $(BIN_HF)/python || $(PYTHON) -m venv $(VENV_HF)
+	$(BIN_HF)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN_HF)/python -m pip install --quiet --disable-pip-version-check -c tests/constraints.txt \
+		-c tests/integrations/transformers/constraints.txt -e '.[deepspeed,hub,transformers]' \
+		datasets evaluate peft pillow pytest pytest-xdist scikit-learn
+	touch $(READY_HF)
+
 # Composer goes without its dependencies into a folder of its own, for the reasons in composer.txt; where it cannot be
 # had, the others are measured.
 $(READY_BENCH): setup.cfg setup.py Makefile benchmarks/constraints.txt benchmarks/composer.txt
@@ -107,4 +138,4 @@ $(READY_BENCH): setup.cfg setup.py Makefile benchmarks/constraints.txt benchmark
 	touch $(READY_BENCH)
 
 clean:
-	rm -rf $(VENV) $(VENV_XLA) $(VENV_BENCH) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(VENV_XLA) $(VENV_HF) $(VENV_BENCH) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from drivetrain.checkpoint import DirectoryCheckpointIO, Snapshot
-from drivetrain.checkpoint.tensors import bytes_of
+from drivetrain.checkpoint.format.tensors import bytes_of
 
 Groups: TypeAlias = dict[str, dict[str, Tensor]]
 """Group ("model", "optimizer") to name to tensor."""

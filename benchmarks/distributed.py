@@ -34,9 +34,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain import DeepSpeedConfig, TaskModule, Trainer
 from drivetrain.strategies.ddp import DDP
-from drivetrain.strategies.deepspeed import DeepSpeed
-from drivetrain.strategies.deepspeed_library import connect, library, quiet
-from drivetrain.strategies.fsdp import FSDP
+from drivetrain.strategies.deepspeed.library import connect, library, quiet
+from drivetrain.strategies.deepspeed.strategy import DeepSpeed
+from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.testing.distributed import run_distributed
 from peers import HAND, OURS, installed
 from workloads import GPT_10M, TINY, Batch, Work

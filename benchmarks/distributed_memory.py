@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from distributed import Task
 from drivetrain import DeepSpeedConfig, FSDPConfig, LambdaCallback, Trainer
 from drivetrain.strategies.ddp import DDP
-from drivetrain.strategies.deepspeed import DeepSpeed
-from drivetrain.strategies.fsdp import FSDP
+from drivetrain.strategies.deepspeed.strategy import DeepSpeed
+from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.testing.distributed import run_distributed
 from workloads import GPT, GPT_10M
 

@@ -25,9 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from drivetrain.checkpoint import Manifest
-from drivetrain.checkpoint.format import Plan
-from drivetrain.checkpoint.records import FileRecord, file_name
-from drivetrain.checkpoint.sharding import box_to_read, is_sharded, plan_save
+from drivetrain.checkpoint.format.manifest import Plan
+from drivetrain.checkpoint.format.records import FileRecord, file_name
+from drivetrain.checkpoint.saving.sharding import box_to_read, is_sharded, plan_save
 from drivetrain.distributed.ranks import Ranks
 
 T = TypeVar("T")

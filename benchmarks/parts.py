@@ -19,12 +19,12 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from drivetrain import engine
+from drivetrain.core.random_streams import Streams
 from drivetrain.data.feed import Feed
-from drivetrain.engine import Engine
+from drivetrain.engine import engine
+from drivetrain.engine.engine import Engine
 from drivetrain.strategies.single import SingleDevice
-from drivetrain.streams import Streams
-from drivetrain.task import TaskModule
+from drivetrain.task.task import TaskModule
 from peers import HAND, OURS, Peer, load
 from peers.hand import Hand
 from report import Cell, Table

@@ -53,7 +53,7 @@ class Digits(TaskModule):
 class DigitImages(Dataset):
     """A part of the data set: images of shape (8, 8) between 0 and 1, labels from 0 to 9.
 
-    With `jitter` an image is moved by up to a pixel each time it is asked for.
+    With `jitter` each access moves the image by up to a pixel.
     """
 
     def __init__(self, indices: torch.Tensor, jitter: bool = False):
@@ -99,7 +99,7 @@ data = DigitsData
 
 
 def new_directory(wanted: Path) -> Path:
-    """The directory, or the first free one with a number behind it; earlier files stay as they are."""
+    """Return the directory, or the first free one with a number appended; earlier files stay unchanged."""
     number, path = 1, wanted
     while path.exists():
         number += 1
@@ -125,13 +125,13 @@ def main() -> None:
         if run.progress.epoch == 40:
             run.stop("half way")
 
-    print("== what is planned")
+    print("== the plan")
     interrupted = Trainer(callbacks=[*callbacks, LambdaCallback(on_epoch_end=stop_half_way)], **arguments)
     interrupted.plan(Digits(hidden=1024, learning_rate=3e-3), digits)
     print("== train, and stop half way")
     interrupted.fit(Digits(hidden=1024, learning_rate=3e-3), digits)
 
-    print("== go on from the newest checkpoint, as if nothing had happened")
+    print("== resume from the newest checkpoint, as if nothing had happened")
     trainer = Trainer(callbacks=callbacks, **arguments)
     task = Digits(hidden=1024, learning_rate=3e-3)
     result = trainer.fit(task, digits, resume="auto")

@@ -3,8 +3,8 @@
     python examples/gan.py
 
 The generator turns noise into points of the plane. The losses are those of R3GAN (Huang et al., arXiv
-2501.05441): a real point is compared with a fake one, and the discriminator's slope is kept small at both,
-which keeps the generator from settling on a few of the modes. In about ten seconds of one core the share of
+2501.05441): each real point is compared with a fake one. A penalty keeps the discriminator's slope small at
+both, so that the generator does not collapse to a few modes. In about ten seconds of one core the share of
 samples near a mode goes from 0 to 77 %, with all eight modes present.
 """
 
@@ -46,7 +46,7 @@ class RingGAN(TaskModule):
         scores = [self.discriminator(each) for each in points]
         slopes = torch.autograd.grad(scores[0].sum() + scores[1].sum(), points, create_graph=True)
         steepness = sum(slope.square().sum(dim=1).mean() for slope in slopes)
-        # Each yield is one optimizer's update; the body goes on with the discriminator as it then is.
+        # Each yield is one optimizer's update; the body then continues with the updated discriminator.
         yield "discriminator", F.softplus(scores[1] - scores[0]).mean() + self.penalty * steepness
         yield "generator", F.softplus(self.discriminator(real) - self.discriminator(fake)).mean()
 
@@ -67,17 +67,17 @@ def centres() -> torch.Tensor:
 
 
 def ring(count: int) -> torch.Tensor:
-    """Real points, of shape (count, 2); always the same."""
+    """Return real points, of shape (count, 2); always the same."""
     generator = torch.Generator().manual_seed(0)
     mode = torch.randint(0, MODES, (count,), generator=generator)
     return centres()[mode] + SPREAD * torch.randn(count, 2, generator=generator)
 
 
 def quality(points: torch.Tensor) -> tuple[float, int]:
-    """The share of points within four standard deviations of a mode, and how many modes have a fair part.
+    """Return the share of points within four standard deviations of a mode, and the number of modes covered.
 
-    A part is fair from half of what an even spread would give. Real points score (1.0, 8), points spread
-    evenly over the circle (0.51, 8).
+    A mode is covered if it has at least half of its share of an even spread. Real points score (1.0, 8),
+    points spread evenly over the circle (0.51, 8).
     """
     distance, mode = torch.cdist(points, centres()).min(dim=1)
     near = distance < 4 * SPREAD
@@ -104,7 +104,7 @@ def main() -> None:
 
     def report(when: str) -> tuple[float, int]:
         share, modes = quality(torch.cat(trainer.predict(task, noise)))
-        print(f"{when}: {share:.1%} of the samples near a mode, {modes} of {MODES} modes with a fair part")
+        print(f"{when}: {share:.1%} of the samples near a mode, {modes} of {MODES} modes covered")
         return share, modes
 
     report("before training")

@@ -2,8 +2,7 @@
 
     python examples/gpt.py --minutes 2
 
-The text is 10 MB of the .py files that came with the interpreter; 250 kB of other files are kept for
-validation.
+The text is 10 MB of the interpreter's .py files; 250 kB of other files are kept for validation.
 
 Two minutes on 2 cores (OMP_NUM_THREADS=2) reach 1.96 bits per byte on the validation text, after 1.6 MB read
 in 1,593 updates at 17,000 bytes per second.
@@ -73,7 +72,7 @@ class GPT(TaskModule):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width, bias=False)
         for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:  # what writes to the residual stream starts smaller, as in GPT-2
+            if parameter.ndim == 2:  # layers that write to the residual stream start smaller, as in GPT-2
                 writes = name.endswith(("out.weight", "mlp.2.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if writes else 0.02)
 
@@ -107,7 +106,7 @@ class GPT(TaskModule):
 
     @torch.no_grad()
     def sample(self, prompt: bytes, length: int, temperature: float = 0.7) -> bytes:
-        """`prompt` and `length` bytes that the model continues it with."""
+        """Return `prompt` and the model's continuation of `length` bytes."""
         self.eval()
         text = torch.tensor([list(prompt)], device=self.embedding.weight.device)
         for _ in range(length):
@@ -133,11 +132,11 @@ class Windows(Dataset):
 
 
 def standard_library(training: int = 10_000_000, validation: int = 250_000) -> tuple[bytes, bytes]:
-    """Training and validation text, of no file in common; the same wherever this Python is installed."""
+    """Return training and validation text from disjoint files; equal wherever this Python is installed."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
     names = [name for name in files if not {"site-packages", "test", "tests"} & set(name.split("/"))]
-    names.sort(key=lambda name: zlib.crc32(name.encode()))  # shuffled, and always alike
+    names.sort(key=lambda name: zlib.crc32(name.encode()))  # shuffled, and always in the same way
     texts = {"validation": bytearray(), "training": bytearray()}
     for name in names:
         part = "validation" if len(texts["validation"]) < validation else "training"
@@ -148,7 +147,7 @@ def standard_library(training: int = 10_000_000, validation: int = 250_000) -> t
 
 
 def updates_in(minutes: float, task: TaskModule, data: DataLoader, **arguments) -> int:
-    """How many updates fit, timed here and now: the schedule should end just before the time does."""
+    """Measure how many updates fit into the time, so that the schedule ends just before it does."""
     trial = Trainer(max_steps=40, checkpoint=False, loggers=(), progress_bar=False, **arguments)
     for number, _ in enumerate(trial.steps(copy.deepcopy(task), data)):
         if number == 9:
@@ -158,7 +157,7 @@ def updates_in(minutes: float, task: TaskModule, data: DataLoader, **arguments) 
 
 
 class PerByte(Callback):
-    """Says a validation's loss in the units of language models."""
+    """Logs a validation's loss as perplexity and bits per byte."""
 
     def on_evaluation_end(self, run):
         loss = run.metrics["validation/loss"]
@@ -170,10 +169,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=2.0, help="time to train")
     parser.add_argument(
-        "--steps", type=int, help="updates; default: what fits into the minutes, as timed here"
+        "--steps", type=int, help="updates; default: as many as fit into the minutes, measured first"
     )
-    parser.add_argument("--megabytes", type=float, default=10.0, help="of training text")
-    parser.add_argument("--width", type=int, default=128, help="of the model; a multiple of 8")
+    parser.add_argument("--megabytes", type=float, default=10.0, help="size of the training text")
+    parser.add_argument("--width", type=int, default=128, help="the model's width; a multiple of 8")
     parser.add_argument("--sample", type=int, default=400, help="bytes to sample at the end")
     parser.add_argument("--precision", default="32")
     parser.add_argument("--run-dir", default=None, help="where files go; default: a new directory in runs/")

@@ -1,10 +1,10 @@
-"""A loop of one's own: the engine trains a plain module on the digits, saves it, and goes on from the file.
+"""A hand-written loop: the engine trains a plain module on the digits, saves it, and resumes from the file.
 
     python examples/native_loop.py
 
 `Engine` gives device, precision, clipping, resumable data and checkpoints; the loop, the schedule and the
-evaluation are written out here. The second half of the training starts from nothing but the checkpoint, and
-ends with the weights that it would have had without the interruption.
+evaluation are written out here. The second half of the training starts only from the checkpoint, and ends
+with the same weights as without the interruption.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from drivetrain import Engine
 
 
 def build(engine: Engine):
-    """The model of the digits task, its optimizer, and a schedule that halves the rate every 15 epochs."""
+    """Return the digits model, its optimizer, and a schedule that halves the rate every 15 epochs."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 10))
     model, optimizer = engine.prepare(net, lambda parameters: torch.optim.AdamW(parameters, lr=3e-3))
@@ -39,7 +39,7 @@ def train(directory: Path, until: int, resume: Path | None = None) -> Path:
     digits = DigitsData()
     batches = engine.prepare_data(digits.train_data())
     while engine.progress.epoch < until:
-        for batch in batches:  # one epoch; the one after a load begins where the checkpoint stood
+        for batch in batches:  # one epoch; after a load it begins at the checkpoint's position
             loss = F.cross_entropy(model(batch["image"]), batch["label"])
             engine.backward(loss, weight=len(batch["label"]))  # what the loss is a mean over
             engine.step(optimizer, max_grad_norm=1.0)
@@ -53,7 +53,7 @@ def train(directory: Path, until: int, resume: Path | None = None) -> Path:
 
 @torch.no_grad()
 def evaluate(engine: Engine, model: nn.Module, data) -> float:
-    """The share of the data's digits that the model tells right."""
+    """Return the share of digits that the model classifies correctly."""
     model.eval()
     right = count = 0
     for batch in engine.prepare_data(data, training=False):

@@ -15,7 +15,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
+from tests.support.messages import UNEXPECTED
 from torch.utils.data._utils.signal_handling import _set_SIGCHLD_handler
+
+from drivetrain.core.messages import handled_by
+from drivetrain.core.registry import Registry
+from drivetrain.loggers.base import LOGGERS
+from drivetrain.strategies.precision.registry import PRECISIONS
+from drivetrain.strategies.registry import STRATEGIES
+from drivetrain.task.optim.config import OPTIMIZERS
+from drivetrain.task.optim.schedules import SCHEDULES
+
+REGISTRIES: tuple[Registry[Any], ...] = (LOGGERS, OPTIMIZERS, PRECISIONS, SCHEDULES, STRATEGIES)
 
 torch.set_num_threads(1)
 # torch names its compiler's cache in the environment when the first optimizer of a process is made.
@@ -81,6 +92,7 @@ def _state() -> dict[str, Any]:
         "working directory": os.getcwd(),
         "open files": _open_files(),
         "fault handler": faulthandler.is_enabled(),
+        "registered names": [sorted(registry) for registry in REGISTRIES],
     }
 
 
@@ -117,6 +129,24 @@ def leaks_nothing() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def warns_as_expected(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test with a warning of ours that it does not expect; one that takes `caplog` looks itself."""
+    UNEXPECTED.texts = []
+    with handled_by(UNEXPECTED):
+        yield
+    if "caplog" not in request.fixturenames:
+        assert not UNEXPECTED.texts, f"warnings that this test does not expect: {UNEXPECTED.texts}"
+
+
+@pytest.fixture(autouse=True)
 def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaks_nothing: None) -> None:
     """Run in a directory of the test's own, so that a default run directory lands there."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def own_registries(monkeypatch: pytest.MonkeyPatch, leaks_nothing: None) -> None:
+    """Forget after the test what it registers."""
+    for registry in REGISTRIES:
+        list(registry)  # finds other packages' rows, which stay
+        monkeypatch.setattr(registry, "_rows", dict(registry._rows))

@@ -71,7 +71,7 @@ def test_digits_reaches_97_percent_and_predicts_what_it_says(digits: tuple[Path,
 
 
 def test_digits_goes_on_from_its_checkpoint(digits: tuple[Path, str]) -> None:
-    first, second = found(r"(?s)== train, and stop half way(.*)== go on(.*)== test", digits[1]).groups()
+    first, second = found(r"(?s)== train, and stop half way(.*)== resume(.*)== test", digits[1]).groups()
     updates = [[int(u) for u in re.findall(r"update (\d+)/", part)] for part in (first, second)]
     assert updates[0][-1] < updates[1][0] <= updates[0][-1] + 50, (
         "the second fit begins where the first ended"
@@ -99,7 +99,7 @@ def test_digits_names_the_files_that_it_made_and_leaves_earlier_ones_alone(digit
 
 @pytest.mark.full
 def test_digits_can_be_fitted_from_the_command_line(tmp_path: Path) -> None:
-    words = "-m drivetrain.cli fit --task digits.Digits --data digits.data --trainer.max_epochs 2"
+    words = "-m drivetrain fit --task digits.Digits --data digits.data --trainer.max_epochs 2"
     run(*words.split(), "--trainer.run_dir", tmp_path / "run", cwd=EXAMPLES)
     assert (tmp_path / "run" / "model.safetensors").exists()
 

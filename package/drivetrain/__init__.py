@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from drivetrain.lazy import exports
-from drivetrain.version import __version__
+from drivetrain.core.lazy import exports
+from drivetrain.core.version import __version__
 
 if TYPE_CHECKING:
     from drivetrain.callbacks import (
         Callback,
         CompileTime,
         EarlyStopping,
+        EmptyCache,
         LambdaCallback,
         LearningRateMonitor,
         LossSpike,
@@ -24,13 +25,10 @@ if TYPE_CHECKING:
         NonFiniteDetector,
         ProgressBar,
         Throughput,
+        XLAReport,
     )
     from drivetrain.checkpoint import CheckpointConfig
-    from drivetrain.compiling import CompileConfig
-    from drivetrain.data.split import already_split
-    from drivetrain.distributed.processes import one_at_a_time, rank, world_size
-    from drivetrain.engine import Engine
-    from drivetrain.errors import (
+    from drivetrain.core.errors import (
         CheckpointError,
         ConfigError,
         DataError,
@@ -42,34 +40,42 @@ if TYPE_CHECKING:
         RankFailure,
         StrategyError,
     )
-    from drivetrain.float8 import Float8
+    from drivetrain.core.intervals import Every
+    from drivetrain.core.mps_fallback import enable_mps_fallback
+    from drivetrain.core.progress import Progress
+    from drivetrain.core.totals import Totals
+    from drivetrain.core.types import StepOutput
+    from drivetrain.data.split_source import already_split
+    from drivetrain.distributed.processes import local_rank, one_at_a_time, rank, world_size
+    from drivetrain.engine.engine import Engine
+    from drivetrain.engine.memory import MemoryConfig
+    from drivetrain.engine.memory_profile import MemoryUse
+    from drivetrain.engine.weighting import StepResult
     from drivetrain.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
-    from drivetrain.memory import MemoryConfig
-    from drivetrain.memory_use import MemoryUse
-    from drivetrain.mps_fallback import enable_mps_fallback
-    from drivetrain.optim import OptimizerConfig, ParameterGroup
-    from drivetrain.plan import Plan
-    from drivetrain.precision import Precision
-    from drivetrain.preemption import PreemptionConfig
-    from drivetrain.progress import Progress
-    from drivetrain.run import Run
-    from drivetrain.strategies.accelerate_config import AccelerateConfig
+    from drivetrain.run.preemption import PreemptionConfig
+    from drivetrain.run.run import Run
+    from drivetrain.strategies.accelerate.config import AccelerateConfig
     from drivetrain.strategies.ddp import DDPConfig
-    from drivetrain.strategies.deepspeed_config import DeepSpeedConfig
-    from drivetrain.strategies.fsdp_config import FSDPConfig
-    from drivetrain.strategies.xla import XLAConfig
-    from drivetrain.strategies.xla_fsdp import XLAFSDPConfig
-    from drivetrain.strategies.xla_fsdp_v2 import XLAFSDPv2Config
-    from drivetrain.task import TaskModule
-    from drivetrain.trainer import FitResult, Trainer
-    from drivetrain.types import Every, StepOutput
-    from drivetrain.window import StepResult
+    from drivetrain.strategies.deepspeed.config import DeepSpeedConfig
+    from drivetrain.strategies.fsdp.config import FSDPConfig
+    from drivetrain.strategies.precision.base import Precision
+    from drivetrain.strategies.precision.float8 import Float8
+    from drivetrain.strategies.transforms.compile import CompileConfig
+    from drivetrain.strategies.xla.fsdp_v1 import XLAFSDPConfig
+    from drivetrain.strategies.xla.fsdp_v2 import XLAFSDPv2Config
+    from drivetrain.strategies.xla.single import XLAConfig
+    from drivetrain.task.optim.config import OptimizerConfig
+    from drivetrain.task.optim.groups import ParameterGroup
+    from drivetrain.task.task import TaskModule
+    from drivetrain.trainer.plan.plan import Plan
+    from drivetrain.trainer.trainer import FitResult, Trainer
 
 _HOMES = {
     "drivetrain.callbacks": (
         "Callback",
         "CompileTime",
         "EarlyStopping",
+        "EmptyCache",
         "LambdaCallback",
         "LearningRateMonitor",
         "LossSpike",
@@ -78,13 +84,14 @@ _HOMES = {
         "NonFiniteDetector",
         "ProgressBar",
         "Throughput",
+        "XLAReport",
     ),
     "drivetrain.checkpoint": ("CheckpointConfig",),
-    "drivetrain.compiling": ("CompileConfig",),
-    "drivetrain.data.split": ("already_split",),
-    "drivetrain.distributed.processes": ("one_at_a_time", "rank", "world_size"),
-    "drivetrain.engine": ("Engine",),
-    "drivetrain.errors": (
+    "drivetrain.strategies.transforms.compile": ("CompileConfig",),
+    "drivetrain.data.split_source": ("already_split",),
+    "drivetrain.distributed.processes": ("local_rank", "one_at_a_time", "rank", "world_size"),
+    "drivetrain.engine.engine": ("Engine",),
+    "drivetrain.core.errors": (
         "CheckpointError",
         "ConfigError",
         "DataError",
@@ -96,28 +103,31 @@ _HOMES = {
         "RankFailure",
         "StrategyError",
     ),
-    "drivetrain.float8": ("Float8",),
+    "drivetrain.strategies.precision.float8": ("Float8",),
     "drivetrain.loggers": ("CSVLogger", "JSONLinesLogger", "TensorBoardLogger"),
-    "drivetrain.memory": ("MemoryConfig",),
-    "drivetrain.memory_use": ("MemoryUse",),
-    "drivetrain.mps_fallback": ("enable_mps_fallback",),
-    "drivetrain.optim": ("OptimizerConfig", "ParameterGroup"),
-    "drivetrain.plan": ("Plan",),
-    "drivetrain.precision": ("Precision",),
-    "drivetrain.preemption": ("PreemptionConfig",),
-    "drivetrain.progress": ("Progress",),
-    "drivetrain.run": ("Run",),
-    "drivetrain.strategies.accelerate_config": ("AccelerateConfig",),
+    "drivetrain.engine.memory": ("MemoryConfig",),
+    "drivetrain.engine.memory_profile": ("MemoryUse",),
+    "drivetrain.core.mps_fallback": ("enable_mps_fallback",),
+    "drivetrain.task.optim.config": ("OptimizerConfig",),
+    "drivetrain.task.optim.groups": ("ParameterGroup",),
+    "drivetrain.trainer.plan.plan": ("Plan",),
+    "drivetrain.strategies.precision.base": ("Precision",),
+    "drivetrain.run.preemption": ("PreemptionConfig",),
+    "drivetrain.core.progress": ("Progress",),
+    "drivetrain.run.run": ("Run",),
+    "drivetrain.strategies.accelerate.config": ("AccelerateConfig",),
     "drivetrain.strategies.ddp": ("DDPConfig",),
-    "drivetrain.strategies.deepspeed_config": ("DeepSpeedConfig",),
-    "drivetrain.strategies.fsdp_config": ("FSDPConfig",),
-    "drivetrain.strategies.xla": ("XLAConfig",),
-    "drivetrain.strategies.xla_fsdp": ("XLAFSDPConfig",),
-    "drivetrain.strategies.xla_fsdp_v2": ("XLAFSDPv2Config",),
-    "drivetrain.task": ("TaskModule",),
-    "drivetrain.trainer": ("FitResult", "Trainer"),
-    "drivetrain.types": ("Every", "StepOutput"),
-    "drivetrain.window": ("StepResult",),
+    "drivetrain.strategies.deepspeed.config": ("DeepSpeedConfig",),
+    "drivetrain.strategies.fsdp.config": ("FSDPConfig",),
+    "drivetrain.strategies.xla.single": ("XLAConfig",),
+    "drivetrain.strategies.xla.fsdp_v1": ("XLAFSDPConfig",),
+    "drivetrain.strategies.xla.fsdp_v2": ("XLAFSDPv2Config",),
+    "drivetrain.task.task": ("TaskModule",),
+    "drivetrain.trainer.trainer": ("FitResult", "Trainer"),
+    "drivetrain.core.intervals": ("Every",),
+    "drivetrain.core.totals": ("Totals",),
+    "drivetrain.core.types": ("StepOutput",),
+    "drivetrain.engine.weighting": ("StepResult",),
 }
 if not TYPE_CHECKING:
     __getattr__, __dir__ = exports(__name__, _HOMES)
@@ -137,6 +147,7 @@ __all__ = [
     "DivergenceError",
     "DrivetrainError",
     "EarlyStopping",
+    "EmptyCache",
     "Engine",
     "Every",
     "FSDPConfig",
@@ -169,13 +180,16 @@ __all__ = [
     "TaskModule",
     "TensorBoardLogger",
     "Throughput",
+    "Totals",
     "Trainer",
     "XLAConfig",
     "XLAFSDPConfig",
     "XLAFSDPv2Config",
+    "XLAReport",
     "__version__",
     "already_split",
     "enable_mps_fallback",
+    "local_rank",
     "one_at_a_time",
     "rank",
     "world_size",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drivetrain import engine
+from drivetrain.engine import engine
 from parts import BACKWARD, LOOP, MODEL, OPTIMIZER, PARTS, WINDOW, ZERO, Parts, measure, table
 from peers import HAND, OURS, load
 from rows import BY_NAME

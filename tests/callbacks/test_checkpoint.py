@@ -12,10 +12,10 @@ import torch
 from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor
 
-from drivetrain import CheckpointConfig, ConfigError, LambdaCallback
-from drivetrain.checkpoint import strict_json
-from drivetrain.checkpoint.index import read_index
-from drivetrain.errors import CheckpointError
+from drivetrain import CheckpointConfig, ConfigError, LambdaCallback, LossSpike, OptimizerConfig
+from drivetrain.checkpoint.format import strict_json
+from drivetrain.checkpoint.saving.index import read_index
+from drivetrain.core.errors import CheckpointError
 from drivetrain.testing.distributed import run_distributed
 
 NAN, INF = math.nan, math.inf
@@ -404,3 +404,39 @@ def test_more_parameters_than_a_checkpoint_can_describe_end_the_run_after_the_fi
             Regression(), pairs()
         )
     assert seen == [1]
+
+
+@pytest.mark.parametrize("extras", [False, True])
+def test_checkpoints_that_are_not_resumable_hold_the_task_alone(tmp_path: Path, extras: bool) -> None:
+    class Noted(Regression):
+        def get_extra_state(self) -> Any:
+            return {"note": 3}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.note = state["note"]
+
+    kind = Noted if extras else Regression
+    adam = OptimizerConfig("adamw", lr=0.1)
+    options: Any = {"max_steps": 2}
+    sizes = {}
+    for resumable in (True, False):
+        config = CheckpointConfig(resumable=resumable, asynchronous=not resumable)
+        trainer = quiet(run_dir=tmp_path / str(resumable), checkpoint=config, **options)
+        task = kind(adam)
+        saved = trainer.fit(task, pairs(), pairs(4)).last_checkpoint
+        assert saved is not None
+        sizes[resumable] = sum(each.stat().st_size for each in Path(saved).rglob("*.safetensors"))
+        loaded = kind.from_checkpoint(saved, optimizer=None)
+        assert torch.equal(loaded.line.weight, task.line.weight)
+        assert not extras or loaded.note == 3  # type: ignore[attr-defined]
+    assert sizes[False] < sizes[True] / 2
+    with pytest.raises(
+        CheckpointError, match=r"holds weights only, as with CheckpointConfig\(resumable=False"
+    ):
+        quiet(run_dir=tmp_path / "False", **options).fit(kind(adam), pairs(), resume=saved)
+
+
+def test_a_roll_back_needs_resumable_checkpoints() -> None:
+    policy = CheckpointConfig(resumable=False)
+    with pytest.raises(ConfigError, match=r"LossSpike\(action='rollback'\) resumes from a checkpoint"):
+        quiet(max_steps=1, checkpoint=policy, callbacks=[LossSpike(action="rollback")])

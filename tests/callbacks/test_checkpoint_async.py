@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.messages import warned
 from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain import Callback, CheckpointConfig
 from drivetrain.checkpoint import DirectoryCheckpointIO, verify
-from drivetrain.errors import CheckpointError
+from drivetrain.core.errors import CheckpointError
 
 
 def writer():
@@ -104,7 +105,7 @@ def test_a_failed_write_ends_the_run_at_the_next_update(tmp_path):
         max_epochs=9, run_dir=tmp_path, checkpoint=config, callbacks=[Sabotage(), WaitForWriter()]
     )
     with (
-        pytest.warns(UserWarning, match=r"not in .* any more.*: update-00000002\."),
+        warned(r"are missing from .*: update-00000002\."),
         pytest.raises(CheckpointError, match=r"checkpoints.*update-00000004") as caught,
     ):
         trainer.fit(task, pairs())

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from drivetrain.callbacks import EarlyStopping
-from drivetrain.errors import ConfigError, NonFiniteError
+from drivetrain.core.errors import ConfigError, NonFiniteError
 
 
 def losses(*values):

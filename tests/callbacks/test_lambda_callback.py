@@ -3,7 +3,7 @@
 import pytest
 
 from drivetrain.callbacks import HOOKS, LambdaCallback
-from drivetrain.errors import ConfigError
+from drivetrain.core.errors import ConfigError
 
 
 def test_functions_are_called_at_their_hooks_with_the_run(drive):

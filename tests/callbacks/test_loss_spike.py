@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.fragile import GOOD, GRADIENT, LARGE, NAN, Fragile, LeftBehind, marked
+from tests.support.messages import warned
 from tests.support.outcome import outcome, weights
 from tests.support.tasks import quiet
 from torch.utils.data import DataLoader, IterableDataset, Subset
@@ -139,7 +140,7 @@ class Unreadable(Subset[Any]):
 def test_a_bad_batch_that_was_read_stays_counted(tmp_path: Path) -> None:
     whole = data(18)
     bad = DataLoader(Unreadable(whole.dataset, range(COUNT * SIZE)), batch_size=SIZE)
-    with pytest.warns(UserWarning, match="sample 68; the batch is left out"):
+    with warned("sample 68; the batch is left out"):
         progress = rolling(tmp_path, on_bad_batch="skip").fit(task(), bad).progress
     assert (progress.skipped > 0, progress.bad_batches, progress.samples) == (True, 1, (COUNT - 1) * SIZE)
 

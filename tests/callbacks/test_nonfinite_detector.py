@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -132,6 +134,30 @@ def test_so_it_is_where_an_update_is_skipped_or_a_run_stopped(caplog: pytest.Log
         "update 3 was not made: NaN or infinite on rank 0: 'loss'; first in the forward of 'net.0' (Linear)"
     ]
     assert "'loss' (from update 3); first in the forward of 'net.0' (Linear); " in found[1]
+
+
+@pytest.mark.parametrize("choice", ["raise", "skip"])
+def test_the_last_calls_before_it_have_their_magnitudes(
+    choice: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    marks = [GOOD] * 16
+    marks[6] = INPUT
+    detector = NonFiniteDetector(history=2)
+    task = Fragile()
+    trainer = quiet(max_epochs=1, log_every="4 steps", callbacks=[detector], on_nonfinite=choice)
+    with caplog.at_level(logging.WARNING), suppress(NonFiniteError):
+        trainer.fit(task, marked(marks, 2))
+    assert [each.module for each in detector.frames] == ["'net.0' (Linear)"]
+    (frame,) = detector.frames
+    assert frame.magnitudes.keys() == {"weight", "bias", "input 0", "output 0"}
+    assert not math.isfinite(frame.magnitudes["output 0"][1])
+    assert 0 < frame.magnitudes["weight"][0] < frame.magnitudes["weight"][1] < 1
+    assert sum("abs min   abs max" in text for text in caplog.messages) == 1
+
+    detector = NonFiniteDetector(history=2)
+    with pytest.raises(NonFiniteError):
+        quiet(max_epochs=1, log_every="4 steps", callbacks=[detector]).fit(Deep(BreaksForward), BATCHES)
+    assert [each.module.split("'")[1] for each in detector.frames] == ["middle.1.0", "middle.1.1"]
 
 
 def test_a_long_log_interval_keeps_the_first_bad_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ def test_a_rank_that_is_slow_twice_in_a_row_is_named_once() -> None:
     first, second, *rest = after(Stragglers(0.2), slow, slow, slow, even, slow, slow)
     assert first is None
     assert second is not None
-    assert second.startswith("drivetrain: rank 2 is slow")
+    assert second.startswith("rank 2 is slow")
     assert "1.40 times as long as the median of all ranks (1.4 s an update, not 1 s)" in second
     assert rest == [None] * 4
 
@@ -47,6 +47,4 @@ def test_less_than_ten_seconds_are_not_compared_but_counted() -> None:
 
 
 def test_a_rank_stands_for_its_copies() -> None:
-    assert str(after(Stragglers(0.2, copies=2), [10.0, 20.0], [10.0, 20.0])[1]).startswith(
-        "drivetrain: rank 2 is slow"
-    )
+    assert str(after(Stragglers(0.2, copies=2), [10.0, 20.0], [10.0, 20.0])[1]).startswith("rank 2 is slow")

@@ -2,14 +2,15 @@
 
 import pytest
 import torch
+from tests.support.messages import heard, warned
 from tests.support.tasks import FEATURES, Regression, pairs, quiet
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain.callbacks import LambdaCallback, Throughput
+from drivetrain.core.errors import ConfigError
 from drivetrain.data import Feed, Transfer, as_source
-from drivetrain.errors import ConfigError
 
 # Of Linear(16, 8) and Linear(8, 1) on one sample, a multiplication and an addition each: forward, the
 # gradient of the weights, and that of the inputs, which the first layer does not need.
@@ -72,6 +73,7 @@ def test_the_operations_are_counted_in_the_first_update(drive):
     run = drive(Throughput(peak_flops=1e6), updates_per_epoch=6).fit()
     point = values(run.history[-1])
     assert point["model_flops_per_second"] == pytest.approx(FLOPS_PER_SAMPLE * point["samples_per_second"])
+    assert point["model_flops"] == FLOPS_PER_SAMPLE * run.progress.samples
     assert point["model_flops_utilisation"] == pytest.approx(point["model_flops_per_second"] / 1e6)
 
 
@@ -218,24 +220,25 @@ def test_a_hint_that_would_never_come_is_refused(hint):
         Throughput(data_hint=hint)
 
 
-def test_long_waits_for_data_are_hinted_at_once(drive, capsys):
+def test_long_waits_for_data_are_hinted_at_once(drive):
     def wait(run):  # as if it had taken that long
         run.timing["data"] += 1000.0
 
-    drive(Throughput(), LambdaCallback(on_step_end=wait), updates_per_epoch=8, log_every=2).fit()
-    lines = [line for line in capsys.readouterr().err.splitlines() if "waiting for the training data" in line]
+    with warned("waiting for the training data") as lines:
+        drive(Throughput(), LambdaCallback(on_step_end=wait), updates_per_epoch=8, log_every=2).fit()
     assert len(lines) == 1
     assert "num_workers" in lines[0]
 
 
 @pytest.mark.parametrize("hint", [None, 0.2])
-def test_no_hint_where_none_is_asked_for_or_nobody_waits(drive, capsys, hint):
+def test_no_hint_where_none_is_asked_for_or_nobody_waits(drive, hint):
     def wait(run):
         run.timing["data"] += 1000.0 if hint is None else 0.0
 
     watch = LambdaCallback(on_step_end=wait)
-    drive(Throughput(data_hint=hint), watch, updates_per_epoch=8, log_every=2).fit()
-    assert "waiting" not in capsys.readouterr().err
+    with heard() as warnings:
+        drive(Throughput(data_hint=hint), watch, updates_per_epoch=8, log_every=2).fit()
+    assert warnings == []
 
 
 def test_what_is_advised_for_a_dataset_alone_can_be_done():

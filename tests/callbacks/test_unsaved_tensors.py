@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import re
 import sys
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.messages import heard, warned
 from tests.support.tasks import FEATURES, Regression, pairs, quiet
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
@@ -27,12 +27,11 @@ from drivetrain.testing.distributed import run_distributed
 def told(task: Regression, run_dir: Path, every: str = "1 epoch", **options: Any) -> list[str]:
     """The warnings of a fit of two epochs, of five updates each."""
     policy = CheckpointConfig(every=every, by=None)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with heard() as caught:
         quiet(**{"max_epochs": 2, "checkpoint": policy, "run_dir": run_dir, **options}).fit(
             task, pairs(10), pairs(4)
         )
-    return [str(each.message) for each in caught if "that no checkpoint holds" in str(each.message)]
+    return [each for each in caught if "that no checkpoint holds" in each]
 
 
 class Encoder(nn.Module):
@@ -207,6 +206,7 @@ class Normed(Regression):
         return super().forward(self.second(features))
 
 
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric:UserWarning")
 @pytest.mark.parametrize("make", [Regression, Measured, WithExtra, Normed])
 def test_metrics_extra_states_and_what_torch_computes_are_not_named(make: Any, tmp_path: Path) -> None:
     assert told(make(), tmp_path) == []
@@ -219,7 +219,7 @@ def test_without_checkpoints_there_is_nothing_to_warn_of(tmp_path: Path) -> None
 def test_a_second_fit_warns_again_and_a_resumed_one_does(tmp_path: Path) -> None:
     for epochs in (1, 2):
         policy = CheckpointConfig(by=None)
-        with pytest.warns(UserWarning, match=r"encoder\.hidden"):
+        with warned(r"encoder\.hidden"):
             quiet(max_epochs=epochs, checkpoint=policy, run_dir=tmp_path).fit(
                 Recurrent(), pairs(10), resume="auto"
             )

@@ -30,8 +30,8 @@ from tests.campaigns.trials import (
 )
 from tests.support.fault_kinds import Operation
 
-from drivetrain.checkpoint.filesystem import FileSystem
-from drivetrain.checkpoint.places import file_system
+from drivetrain.checkpoint.storage.filesystem import FileSystem
+from drivetrain.checkpoint.storage.schemes import file_system
 
 FAULTS = 1200
 """How many faults are planned if nobody says otherwise."""

@@ -29,9 +29,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain.callbacks import Callback, EarlyStopping, Throughput
 from drivetrain.checkpoint import CheckpointConfig
-from drivetrain.optimizer_config import OptimizerConfig
-from drivetrain.task import TaskModule
-from drivetrain.trainer import Trainer
+from drivetrain.task.optim.config import OptimizerConfig
+from drivetrain.task.task import TaskModule
+from drivetrain.trainer.trainer import Trainer
 
 UPDATES, FITS = 5000, 20
 

@@ -7,24 +7,23 @@ what was saved.
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from tests.support.fault_kinds import FaultKind, Killed, Step
 from tests.support.faults import FaultyFileSystem
+from tests.support.messages import heard
 
-from drivetrain.checkpoint.config import CheckpointConfig
-from drivetrain.checkpoint.filesystem import FileSystem
-from drivetrain.checkpoint.format import MANIFEST, Snapshot
-from drivetrain.checkpoint.index import INDEX
-from drivetrain.checkpoint.io import UNFINISHED, DirectoryCheckpointIO
-from drivetrain.checkpoint.manager import CheckpointManager
+from drivetrain.checkpoint.format.manifest import MANIFEST, Snapshot
+from drivetrain.checkpoint.saving.config import CheckpointConfig
+from drivetrain.checkpoint.saving.index import INDEX
+from drivetrain.checkpoint.saving.io import UNFINISHED, DirectoryCheckpointIO
+from drivetrain.checkpoint.saving.manager import CheckpointManager
+from drivetrain.checkpoint.storage.filesystem import FileSystem
+from drivetrain.core.errors import CheckpointError
 from drivetrain.distributed.ranks import ALONE, Ranks
-from drivetrain.errors import CheckpointError
 
 STOPS = (3, 5)
 """The updates at which a process of the run ends, and the next one begins."""
@@ -272,18 +271,13 @@ class Life:
 
     def _is_explained(self, text: str) -> bool:
         damaged = self.damaged(self.steps)
-        if "an old checkpoint is still there" in text:
+        if "an old checkpoint could not be removed" in text:
             return bool(self.steps)
         return any((f"update-{update:08d}" if update else INDEX) in text for update in damaged)
 
     @contextmanager
     def _heard(self) -> Iterator[None]:
-        def hear(message: Warning | str, *_: Any, **__: Any) -> None:
-            self.warnings.append(str(message))
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("always")
-            warnings.showwarning = hear
+        with heard(texts=self.warnings):
             yield
 
 

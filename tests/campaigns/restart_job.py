@@ -21,11 +21,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain.callbacks import Callback
 from drivetrain.checkpoint import CheckpointConfig
-from drivetrain.distributed.environment import detect
+from drivetrain.distributed.launch.environment import detect
 from drivetrain.distributed.processes import rank
-from drivetrain.optim import OptimizerConfig
-from drivetrain.task import TaskModule
-from drivetrain.trainer import Trainer
+from drivetrain.task.optim.config import OptimizerConfig
+from drivetrain.task.task import TaskModule
+from drivetrain.trainer.trainer import Trainer
 
 SAMPLES, BATCH, EPOCHS = 160, 4, 3
 """Of the data, of an update over all processes, and of the run."""

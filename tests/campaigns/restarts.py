@@ -25,7 +25,7 @@ from typing import Any
 
 from tests.campaigns.restart_job import BATCH, EPOCHS, SAMPLES
 
-from drivetrain.errors import EXIT_REQUEUE
+from drivetrain.core.errors import EXIT_REQUEUE
 
 STRATEGIES = ("single", "ddp", "fsdp")
 

@@ -17,7 +17,7 @@ from tests.campaigns.trials import Outcome, outcome_of
 from tests.support.fault_kinds import OPERATIONS, Fault, FaultKind
 from tests.support.faults import FaultyFileSystem
 
-from drivetrain.checkpoint.filesystem import LOCAL
+from drivetrain.checkpoint.storage.filesystem import LOCAL
 from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.testing.distributed import run_distributed
 
@@ -69,7 +69,7 @@ def _killed(directory: str, fault: Fault, victim: int) -> Life:
     try:
         run_distributed(_die, directory, fault, victim, str(note))
     except RuntimeError as error:
-        if f"rank {victim} failed:\nit died with exit code {-signal.SIGKILL}," not in str(error):
+        if f"rank {victim} failed:\nit died with exit code {-signal.SIGKILL} and" not in str(error):
             life.complaints.append(f"not the end that was planned: {error}")
     told = json.loads(note.read_text(encoding="utf-8"))
     life.acknowledged, life.attempted = told["acknowledged"], told["attempted"]

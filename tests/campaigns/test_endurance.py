@@ -22,6 +22,7 @@ from tests.campaigns.endurance import (
     many_fits,
     measure,
 )
+from tests.support.messages import unconfigured
 
 from drivetrain import Callback, Trainer
 
@@ -41,7 +42,8 @@ def test_five_thousand_updates_with_all_that_a_run_does_are_flat(tmp_path: Path)
 @pytest.mark.full
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_twenty_fits_in_one_process_leave_nothing(asynchronous: bool, tmp_path: Path) -> None:
-    course = many_fits(tmp_path, FITS, asynchronous=asynchronous)
+    with unconfigured():  # pytest keeps each message until the test has ended
+        course = many_fits(tmp_path, FITS, asynchronous=asynchronous)
     assert course.grown == [], f"\n{course}"
     first, last = course.measures[0], course.measures[-1]
     assert last.tensors == 0
@@ -50,7 +52,8 @@ def test_twenty_fits_in_one_process_leave_nothing(asynchronous: bool, tmp_path: 
 
 @pytest.mark.full
 def test_worker_processes_and_what_they_bring_are_gone_after_each_fit(tmp_path: Path) -> None:
-    course = many_fits(tmp_path, 5, workers=2)
+    with unconfigured():
+        course = many_fits(tmp_path, 5, workers=2)
     assert [name for name in course.grown if name != "memory"] == [], f"\n{course}"
 
 

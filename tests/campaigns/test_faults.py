@@ -9,8 +9,8 @@ from tests.support.faults import FaultyFileSystem, read_bytes, write_bytes
 from tests.support.memory import MemoryObjects
 
 from drivetrain.checkpoint import DirectoryCheckpointIO
-from drivetrain.checkpoint.files import write_file
-from drivetrain.checkpoint.filesystem import LOCAL
+from drivetrain.checkpoint.storage.files import write_file
+from drivetrain.checkpoint.storage.filesystem import LOCAL
 from drivetrain.testing.storage import check_checkpoint_io, check_file_system
 
 

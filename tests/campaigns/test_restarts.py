@@ -12,7 +12,7 @@ import torch
 from tests.campaigns.restart_job import EPOCHS, SAMPLES
 from tests.campaigns.restarts import Job, Score, main, run_kills
 
-from drivetrain.runs import read_ledger
+from drivetrain.run.ledger_report import read_ledger
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs signals, and finds processes by /proc")
 

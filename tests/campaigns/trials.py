@@ -14,8 +14,8 @@ from tests.support.fault_kinds import OPERATIONS, Fault, FaultKind, Operation, s
 from tests.support.faults import FaultyFileSystem
 from tests.support.memory import MemoryObjects
 
-from drivetrain.checkpoint.files import delete_if_there
-from drivetrain.checkpoint.filesystem import LOCAL, FileSystem
+from drivetrain.checkpoint.storage.files import delete_if_there
+from drivetrain.checkpoint.storage.filesystem import LOCAL, FileSystem
 
 Storage: TypeAlias = Literal["disk", "objects"]
 """A disk, or an object store (in memory), whose protocol is another."""

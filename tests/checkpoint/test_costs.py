@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, DirectoryCheckpointIO, Snapshot, places
-from drivetrain.checkpoint.background import HostBuffers
-from drivetrain.checkpoint.filesystem import LocalFileSystem
-from drivetrain.checkpoint.index import Entry, write_index
+from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, DirectoryCheckpointIO, Snapshot
 from drivetrain.checkpoint.locate import newest_first
-from drivetrain.checkpoint.sharding import plan_save
+from drivetrain.checkpoint.saving.background import HostBuffers
+from drivetrain.checkpoint.saving.index import Entry, write_index
+from drivetrain.checkpoint.saving.sharding import plan_save
+from drivetrain.checkpoint.storage import schemes
+from drivetrain.checkpoint.storage.filesystem import LocalFileSystem
 from drivetrain.distributed.ranks import ALONE
 
 MIB = 1 << 20
@@ -239,7 +240,7 @@ def test_the_work_grows_no_faster_than_the_number_of_tensors(tmp_path):
 def crowd(tmp_path, monkeypatch):
     """Makes a directory of so many checkpoints and their index, on a disk that counts."""
     files = Counting()
-    monkeypatch.setattr(places, "LOCAL", files)
+    monkeypatch.setattr(schemes, "LOCAL", files)
     DirectoryCheckpointIO().save(str(tmp_path / "one"), snapshot_of(1))
 
     def make(count):

@@ -15,6 +15,7 @@ from tests.campaigns.shards import run_shards
 from tests.support.fault_kinds import OPERATIONS, Fault, Killed
 from tests.support.faults import FaultyFileSystem, read_bytes
 from tests.support.memory import MemoryDisk, MemoryObjects
+from tests.support.messages import warned
 
 from drivetrain.checkpoint import (
     CheckpointConfig,
@@ -22,8 +23,8 @@ from drivetrain.checkpoint import (
     DamagedCheckpointError,
     DirectoryCheckpointIO,
 )
-from drivetrain.checkpoint.files import write_atomically
-from drivetrain.errors import CheckpointError
+from drivetrain.checkpoint.storage.files import write_atomically
+from drivetrain.core.errors import CheckpointError
 
 
 @pytest.mark.parametrize(
@@ -193,13 +194,11 @@ def test_what_may_not_be_read_is_no_reason_to_take_an_older_one(two, operation, 
 @pytest.mark.parametrize("file", ["manifest.json", "model.safetensors", "state.json"])
 @pytest.mark.parametrize(
     ("kind", "why"),
-    [("EIO", r"Input/output error \(EIO\)"), ("flip", r"not what was written|not valid JSON|no safe")],
+    [("EIO", r"Input/output error \(EIO\)"), ("flip", r"not what was written|not valid JSON|not a safe")],
 )
 def test_what_the_medium_has_lost_is_set_aside_with_the_reason(two, file, kind, why):
     manager, _ = opened(two, Fault(reads(two, "read", f"update-00000002/{file}")[0], kind))
-    with pytest.warns(
-        UserWarning, match=rf"update-00000002' is damaged and was set aside as .*\.bad': .*({why})"
-    ):
+    with warned(rf"update-00000002' is damaged and was set aside as .*\.bad': .*({why})"):
         path, snapshot = manager.load_latest()
     assert path == "/run/update-00000001"
     assert differences(snapshot) is None

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from drivetrain import Callback, CheckpointConfig, OptimizerConfig, TaskModule, Trainer
 from drivetrain.checkpoint import CheckpointManager, verify
-from drivetrain.errors import CheckpointError
+from drivetrain.core.errors import CheckpointError
 
 SIZE = 4 << 20
 

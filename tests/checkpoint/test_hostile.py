@@ -36,7 +36,7 @@ def good(tmp_path_factory):
     return directory
 
 
-@pytest.mark.filterwarnings("ignore")  # of what was set aside; here the errors count
+@pytest.mark.usefixtures("caplog")  # warns of what was set aside; here the errors count
 @pytest.mark.parametrize("name", CASES)
 def test_a_hostile_file_ends_in_an_error_of_ours(name, good):
     outcome, _, _ = attempt(name, good)

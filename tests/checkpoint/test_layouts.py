@@ -12,12 +12,12 @@ from torch.distributed.tensor.placement_types import Partial, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from drivetrain.checkpoint import DirectoryCheckpointIO, Snapshot, read_manifest, verify
-from drivetrain.checkpoint.filesystem import LOCAL
-from drivetrain.checkpoint.io import Place
-from drivetrain.checkpoint.records import Cells, Layout
-from drivetrain.checkpoint.sharding import plan_save
+from drivetrain.checkpoint.format.records import Cells, Layout
+from drivetrain.checkpoint.saving.io import Place
+from drivetrain.checkpoint.saving.sharding import plan_save
+from drivetrain.checkpoint.storage.filesystem import LOCAL
+from drivetrain.core.errors import CheckpointError
 from drivetrain.distributed.ranks import Ranks
-from drivetrain.errors import CheckpointError
 
 WORLD = 8
 
@@ -151,7 +151,7 @@ def test_small_tensors_that_all_have_are_in_few_files():
 def test_summands_are_refused():
     def act():
         pending = sharded(torch.ones(4, 4), LINE, [Partial()])
-        with pytest.raises(CheckpointError, match=r"model/w: .*summands.*redistribute"):
+        with pytest.raises(CheckpointError, match=r"model/w: .*Partial.*redistribute"):
             plan_save({"model": {"w": pending}}, (), Simulated(0, WORLD))
 
     as_rank(0, act)

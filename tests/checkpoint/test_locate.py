@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from tests.support.messages import warned
 
 from drivetrain.checkpoint import (
     CheckpointConfig,
@@ -11,7 +12,7 @@ from drivetrain.checkpoint import (
     DirectoryCheckpointIO,
     resolve,
 )
-from drivetrain.errors import CheckpointError
+from drivetrain.core.errors import CheckpointError
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def test_a_damaged_one_is_passed_over_and_nothing_is_touched(run):
     (run / "checkpoints" / "update-00000010" / "manifest.json").write_text("{}", encoding="utf-8")
     (run / "checkpoints" / ".saving-update-00000012-ab").mkdir()
     before = everything(run)
-    with pytest.warns(UserWarning, match="is damaged and passed over") as caught:
+    with warned("is damaged and skipped") as caught:
         assert resolve(run).endswith("update-00000009")
     assert len(caught) == 2
     assert everything(run) == before
@@ -60,7 +61,7 @@ def test_only_damaged_ones_is_said_so(run):
     for name in ("09", "10", "11"):
         (run / "checkpoints" / f"update-000000{name}" / "model.safetensors").write_bytes(b"")
     with (
-        pytest.warns(UserWarning, match="passed over"),
+        warned("skipped"),
         pytest.raises(
             DamagedCheckpointError, match=r"no good checkpoint, only damaged ones.*model\.safetensors"
         ),

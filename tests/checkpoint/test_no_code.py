@@ -47,16 +47,24 @@ PLANNERS = {"default_planner", "metadata", "planner"}
 
 # Each with the reason why no file says what is run or imported there.
 ALLOWED = {
-    "lazy.py": ["importlib"],  # the packages' own tables of names; see the test of them below
-    "registry.py": ["importlib", "importlib.metadata", "importlib.util"],  # rows, ours and other packages'
-    "stored_task.py": ["typing.get_type_hints"],  # of annotations in the code
-    "checkpoint/torch_file.py": ["torch.save"],  # written on request, for programs that read nothing else
+    "core/lazy.py": ["importlib"],  # the packages' own tables of names; see the test of them below
+    "core/registry.py": [
+        "importlib",
+        "importlib.metadata",
+        "importlib.util",
+    ],  # rows, ours and others'
+    "task/stored.py": ["typing.get_type_hints"],  # of annotations in the code
+    "checkpoint/formats.py": ["importlib"],  # the modules of a fixed table of formats
+    "checkpoint/weights/export_torch.py": ["torch.save"],  # on request, for programs that read no other
+    "cli/checkpoint/actions.py": ["importlib"],  # one integration of ours, for the command `push`
     "cli/environment.py": ["importlib.metadata"],  # versions of a fixed list of packages
     "cli/references.py": ["importlib"],  # what the user names on the command line
     # annotations in the code; YAML that the user names, by its safe loader
-    "cli/arguments.py": ["get_type_hints", "typing.get_type_hints", "yaml"],
-    "cli/config.py": ["yaml"],
+    "cli/settings.py": ["get_type_hints", "typing.get_type_hints", "yaml"],
+    "cli/settings_tree.py": ["yaml"],
     "cli/main.py": ["importlib"],  # the modules of a fixed list of commands
+    "integrations/transformers/arguments.py": ["importlib"],  # one integration of ours, by a fixed name
+    "integrations/transformers/script/trainer.py": ["importlib"],  # likewise
     "testing/resume/program.py": ["runpy"],  # the program that the user names on the command line
 }
 
@@ -131,22 +139,21 @@ def reached(*names):
 
 def test_what_may_import_by_name_is_on_no_load_path():
     path = reached(
-        "engine.py",
-        "engine_state.py",
-        "prediction_files.py",
-        "run_state.py",
-        "stored_task.py",
-        "task.py",
-        "trainer.py",
-        "warm_start.py",
+        "engine/engine.py",
+        "engine/own_loop_checkpoint.py",
+        "run/checkpoint.py",
+        "task/stored.py",
+        "task/task.py",
+        "trainer/trainer.py",
         *(name for name in SOURCES if name.startswith("checkpoint/")),
     )
     assert len(path) > 80
     assert {name for name in ALLOWED if name in path} == {
-        "lazy.py",
-        "registry.py",
-        "stored_task.py",
-        "checkpoint/torch_file.py",
+        "core/lazy.py",
+        "core/registry.py",
+        "task/stored.py",
+        "checkpoint/formats.py",
+        "checkpoint/weights/export_torch.py",
     }
     assert not [name for name in path if name.startswith(("cli/", "testing/"))]
 
@@ -174,7 +181,8 @@ def test_what_is_loaded_lazily_is_ours_and_stands_in_the_source():
         "__init__.py",
         "callbacks/__init__.py",
         "checkpoint/__init__.py",
-        "later.py",
+        "integrations/hub/__init__.py",
+        "integrations/transformers/__init__.py",
         "loggers/__init__.py",
         "testing/__init__.py",
     }
@@ -185,19 +193,19 @@ def test_what_is_loaded_lazily_is_ours_and_stands_in_the_source():
             assert module.startswith("drivetrain.")
             assert {f"{path}.py", f"{path}/__init__.py"} & SOURCES.keys()
     users = {name for name, path in SOURCES.items() if "exports(" in path.read_text(encoding="utf-8")}
-    assert users == {name for name, _, _ in found} | {"lazy.py"}
+    assert users == {name for name, _, _ in found} | {"core/lazy.py"}
 
 
 def test_what_reads_a_checkpoint_knows_no_registry():
     """By a registry's rows a name becomes a module; no name out of a file gets there on the way in."""
-    reading = reached("stored_task.py", *(name for name in SOURCES if name.startswith("checkpoint/")))
-    assert "registry.py" not in reading
+    reading = reached("task/stored.py", *(name for name in SOURCES if name.startswith("checkpoint/")))
+    assert "core/registry.py" not in reading
 
 
 def test_what_writes_a_pickle_is_not_on_a_load_path():
     """Only the package itself, and the command that is told to write one, name the module."""
-    using = {name for name in SOURCES if "checkpoint/torch_file.py" in imported(name)}
-    assert using <= {"checkpoint/__init__.py", "cli/checkpoint_actions.py"}
+    using = {name for name in SOURCES if "checkpoint/weights/export_torch.py" in imported(name)}
+    assert using <= {"checkpoint/__init__.py", "cli/checkpoint/actions.py"}
     assert "checkpoint/__init__.py" in using
 
 

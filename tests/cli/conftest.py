@@ -6,6 +6,7 @@ import sys
 import textwrap
 
 import pytest
+from tests.support.messages import unconfigured
 
 from drivetrain.cli.main import main
 
@@ -83,6 +84,13 @@ def here(tmp_path, monkeypatch):
     for name in set(sys.modules) - known:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
             del sys.modules[name]
+
+
+@pytest.fixture(autouse=True)
+def as_a_program(warns_as_expected):
+    """Messages go to stderr, as of a command that configures no logging."""
+    with unconfigured():
+        yield
 
 
 @pytest.fixture

@@ -67,7 +67,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
 )
 def test_an_error_in_a_fit_or_in_the_body_of_a_loop_is_told(check: Check, lines: str, told: str) -> None:
     code, text = check(lines)
-    assert (code, "drivetrain: the straight run " in text) == (1, True), text
+    assert (code, "drivetrain: the uninterrupted run " in text) == (1, True), text
     assert told in text
 
 
@@ -81,7 +81,7 @@ for step in loop(Net(), loader()):
 sys.exit()
 """)
     assert code == 0, text
-    assert "5 updates, killed, resumed at update 1: all that was compared is the same" in text
+    assert "5 updates, killed, resumed at update 1: the runs are identical" in text
 
 
 @pytest.mark.full
@@ -94,7 +94,7 @@ for steps in (4, 20):
         *("--fit", "2", "--save-after", "5"),
     )
     assert code == 0, text
-    assert "6 updates, killed, resumed at update 9: all that was compared is the same" in text
+    assert "6 updates, killed, resumed at update 9: the runs are identical" in text
 
 
 def test_a_program_that_catches_everything_and_tries_again_is_ended(check: Check) -> None:
@@ -109,4 +109,4 @@ while True:
         *("--timeout", "40"),
     )
     assert code == 0, text
-    assert "6 updates, killed, resumed at update 3: all that was compared is the same" in text
+    assert "6 updates, killed, resumed at update 3: the runs are identical" in text

@@ -16,8 +16,8 @@ from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain import CheckpointConfig
 from drivetrain.checkpoint import CheckpointManager, DirectoryCheckpointIO, Snapshot
-from drivetrain.checkpoint.format import MANIFEST
-from drivetrain.checkpoint.places import file_system
+from drivetrain.checkpoint.format.manifest import MANIFEST
+from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.cli.main import main
 
 
@@ -105,7 +105,7 @@ def test_list_shows_what_is_wrong_and_changes_nothing(capsys, run_dir):
     before = content(run_dir)
     code, printed = run(capsys, "list", run_dir)
     assert code == 0
-    for text in ("[set aside]", "[unfinished]", "[damaged]", "has lost its manifest.json", "cut short"):
+    for text in ("[set aside]", "[unfinished]", "[damaged]", "has lost its manifest.json", "interrupted"):
         assert text in printed.out
     assert content(run_dir) == before
     (checkpoints / "index.json").write_text("{}", encoding="ascii")
@@ -249,7 +249,7 @@ def test_export_overwrites_only_when_told_to(capsys, run_dir, tmp_path):
     target.write_text("precious", encoding="ascii")
     code, printed = run(capsys, "export", run_dir, target)
     assert code == 2
-    assert "is there already; --force" in printed.err
+    assert "exists; --force" in printed.err
     assert target.read_text(encoding="ascii") == "precious"
     assert run(capsys, "export", run_dir, target, "--force")[0] == 0
     assert set(load_file(target)) == {"line.weight", "line.bias"}
@@ -271,7 +271,7 @@ def test_no_file_of_an_export_in_parts_is_replaced_unasked(capsys, run_dir, tmp_
     for size in ([], ["--max-shard-size", "16"]):
         code, printed = run(capsys, "export", run_dir, target, *size)
         assert code == 2
-        assert re.search(rf"{re.escape(place)}/w.*' is there already; --force", printed.err)
+        assert re.search(rf"{re.escape(place)}/w.*' exists; --force", printed.err)
     assert before == {name: read_bytes(files, f"{place}/{name}") for name in files.entries(place)}
     assert len(before) == 3 - len(lost)
     assert run(capsys, "export", run_dir, target, "--force")[0] == 0
@@ -282,8 +282,8 @@ def test_no_file_of_an_export_in_parts_is_replaced_unasked(capsys, run_dir, tmp_
     ("words", "says"),
     [
         (("w.pt",), "add --format torch"),
-        (("w.safetensors", "--format", "torch"), "a name like model.pt"),
-        (("w.pt", "--format", "torch", "--max-shard-size", "5 GB"), "is for safetensors"),
+        (("w.safetensors", "--format", "torch"), "a name such as model.pt"),
+        (("w.pt", "--format", "torch", "--max-shard-size", "5 GB"), "needs --format safetensors"),
         (("w.safetensors", "--dtype", "bf61"), "Did you mean 'bf16'?"),
         (("w.safetensors", "--max-shard-size", "5 XB"), "5 XB"),
     ],
@@ -443,7 +443,7 @@ def test_addresses_do_as_paths_do(capsys, tmp_path):
 def process(*words, **environment):
     """The command as a shell calls it."""
     everything = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
-    return [sys.executable, "-m", "drivetrain.cli", "checkpoint", *map(str, words)], everything
+    return [sys.executable, "-m", "drivetrain", "checkpoint", *map(str, words)], everything
 
 
 def test_the_command_as_a_process_prints_what_its_encoding_lacks(tmp_path):

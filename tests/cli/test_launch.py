@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from drivetrain.cli.launch import run
-from drivetrain.distributed.silence import activity
-from drivetrain.errors import ConfigError
+from drivetrain.core.errors import ConfigError
+from drivetrain.distributed.failure.silence import activity
 
 JOB = (
     "RANK",
@@ -30,8 +30,8 @@ JOB = (
 PROGRAM = """
 import os, sys, time
 import torch
-from drivetrain.distributed.failure import FailureChannel
-from drivetrain.distributed.launch import ensure_ranks
+from drivetrain.distributed.failure.channel import FailureChannel
+from drivetrain.distributed.launch.programs import ensure_ranks
 
 environment = ensure_ranks(2)
 torch.distributed.init_process_group("gloo")
@@ -152,7 +152,7 @@ def test_a_run_that_asks_for_a_requeue_is_not_started_again() -> None:
 
 
 def test_an_option_behind_the_program_is_the_programs_and_that_is_said() -> None:
-    told = "drivetrain: --max-restarts stands behind program.py, and was given to it"
+    told = "drivetrain: --max-restarts comes after program.py, so the program got it"
     code, _, last = alone("program.py", "usage", "--max-restarts", "2")
     assert code == 2
     assert last.startswith(told)
@@ -163,14 +163,14 @@ def test_an_option_behind_the_program_is_the_programs_and_that_is_said() -> None
     [
         (["--devices", "two"], "--devices takes a number of processes or 'auto', not 'two'"),
         (["--devices", "0"], "not '0'"),
-        (["--nodes", "2"], "--nodes 2 needs --address HOST, the first machine, and --node-rank"),
+        (["--nodes", "2"], "--nodes 2 needs --address HOST of the first machine and --node-rank"),
         (["--nodes", "2", "--address", "a"], "--node-rank"),
-        (["--nodes", "2", "--address", "a", "--node-rank", "2"], "--node-rank 2 is none of 0 to 1"),
+        (["--nodes", "2", "--address", "a", "--node-rank", "2"], "--node-rank must be from 0 to 1, not 2"),
         (["--nodes", "1:2", "--address", "a", "--node-rank", "0"], "--nodes 1:2 needs --rendezvous"),
         (["--rendezvous", "a:1", "--node-rank", "0"], "leave out --address and --node-rank"),
-        (["--rendezvous", "a:1", "--nodes", "1:4"], "when a machine comes or goes, all processes start anew"),
-        (["--max-restarts", "-1"], "--max-restarts takes a number from 0 on, not -1"),
-        ([], "there is no program 'program.py' here; for a module, write -m"),
+        (["--rendezvous", "a:1", "--nodes", "1:4"], "all processes restart when a machine joins or leaves"),
+        (["--max-restarts", "-1"], "--max-restarts takes a number, at least 0, not -1"),
+        ([], "no file 'program.py'; for a module, write -m"),
         (["--nproc-per-node=2"], r"--nproc-per-node=2\. Here it is called '--devices'"),
         (["--nnodes", "2"], r"--nnodes\. Here it is called '--nodes'"),
     ],
@@ -183,7 +183,7 @@ def test_options_that_do_not_fit_are_refused(words: list[str], message: str) -> 
 TRAINING = """
 import os, time
 from pathlib import Path
-from drivetrain.distributed.launch import join_job
+from drivetrain.distributed.launch.programs import join_job
 
 join_job(int(os.environ["WORLD_SIZE"]), 1)
 name = f"rank-{os.environ['RANK']}"

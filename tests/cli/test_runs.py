@@ -9,7 +9,7 @@ import pytest
 from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain.cli.main import main
-from drivetrain.runs import KINDS, NAME, read_ledger
+from drivetrain.run.ledger_report import KINDS, NAME, read_ledger
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_a_torn_line_is_counted(run_dir: Path, capsys: pytest.CaptureFixture[str
     with (run_dir / NAME).open("a", encoding="ascii") as out:
         out.write("{\n")
     assert main(["runs", "show", str(run_dir)]) == 0
-    assert "lines that cannot be read: 1" in capsys.readouterr().out
+    assert "unreadable lines: 1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

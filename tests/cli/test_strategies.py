@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from drivetrain.cli.arguments import Settings
+from drivetrain.cli.settings import Settings
 from drivetrain.cli.strategies import Listed, list_strategies
-from drivetrain.errors import MissingDependencyError
+from drivetrain.core.errors import MissingDependencyError
 from drivetrain.strategies import STRATEGIES, Hardware, Support
 from drivetrain.strategies.ddp import DDPConfig
-from drivetrain.strategies.fsdp_config import FSDPConfig
+from drivetrain.strategies.fsdp.config import FSDPConfig
 
 
 def listed(hardware: Hardware) -> dict[str, Listed]:
@@ -102,7 +102,7 @@ def test_the_command_prints_them_all(drive: Any) -> None:
     code, out, _ = drive("strategies", "--json", quiet=False)
     found = json.loads(out)
     assert code == 0
-    assert found["hardware"].keys() == {"cuda", "mps", "tpu"}
+    assert found["hardware"].keys() == {"cuda", "mps", "tpu", "xpu"}
     assert [each["name"] for each in found["strategies"]] == list(STRATEGIES)
     code, _, err = drive("strategies", "--trainer.seed 3", quiet=False)
     assert (code, err) == (

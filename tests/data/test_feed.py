@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from drivetrain.core.errors import DataError
+from drivetrain.core.random_streams import preserved
 from drivetrain.data import Feed, Measure, Transfer, Window, as_source, evaluation_sources
-from drivetrain.errors import DataError
-from drivetrain.streams import preserved
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -288,12 +288,41 @@ def test_wrong_evaluation_loaders_are_refused(data: Any, message: str) -> None:
         evaluation_sources(data, "validation", seed=0)
 
 
-def test_a_bare_iterable_dataset_with_a_batch_size_is_refused() -> None:
-    class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
-        def __iter__(self) -> Iterator[torch.Tensor]:
-            yield torch.zeros(3)
+class Counter(torch.utils.data.IterableDataset[torch.Tensor]):
+    """Samples with a state."""
 
-    with pytest.raises(DataError, match=r"IterableDataset \(Stream\).*DataLoader\(dataset, batch_size=4\)"):
-        as_source(Stream(), "training", seed=0, batch_size=4)
-    ((batch, _, _),) = as_source(Stream(), "training", seed=0).batches(0, 0)
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.at < 7:
+            self.at += 1
+            yield torch.full((3,), float(self.at))
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def test_a_bare_iterable_dataset_gives_samples_with_a_batch_size_and_batches_without() -> None:
+    batches = [batch for batch, _, _ in as_source(Counter(), "training", seed=0, batch_size=4).batches(0, 0)]
+    assert [each[:, 0].tolist() for each in batches] == [[1, 2, 3, 4], [5, 6, 7]]
+    (batch, *_) = (batch for batch, _, _ in as_source(Counter(), "training", seed=0).batches(0, 0))
     assert batch.shape == (3,)
+    with pytest.raises(DataError, match=r"IterableDataset \(Counter\), and num_workers=2 was given"):
+        as_source(Counter(), "training", seed=0, batch_size=4, num_workers=2)
+
+
+def test_samples_of_a_resumed_stream_are_not_drawn_again() -> None:
+    source = as_source(Counter(), "training", seed=0, batch_size=2, collate=lambda rows: [len(rows), *rows])
+    batches = source.batches(0, 0)
+    next(batches)
+    state = source.snapshot()
+    data = Counter()
+    again = as_source(data, "training", seed=0, batch_size=2)
+    again.restore(state)
+    assert data.at == 2
+    assert [batch[:, 0].tolist() for batch, _, _ in again.batches(0, 1)] == [[3, 4], [5, 6], [7]]

@@ -36,8 +36,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from drivetrain.core.random_streams import preserved
 from drivetrain.data import Source, as_source
-from drivetrain.streams import preserved
 
 
 @pytest.fixture(autouse=True)

@@ -19,8 +19,8 @@ from tests.support.indexed import (
 )
 from torch import Tensor
 
-from drivetrain.errors import DataError
-from drivetrain.streams import preserved
+from drivetrain.core.errors import DataError
+from drivetrain.core.random_streams import preserved
 
 
 @pytest.fixture(autouse=True)
@@ -105,5 +105,5 @@ def test_a_killed_worker_is_an_error() -> None:
     with pytest.raises(DataError) as caught:
         batches(read)
     text = str(caught.value)
-    assert re.search(r"training data cannot be read on, with batch [01] of epoch 0 \(samples", text)
+    assert re.search(r"training data cannot be read on; batch [01] of epoch 0 \(samples", text)
     assert re.search(r"worker 0 \(pid \d+\) was killed by signal SIGKILL: .*memory.*num_workers", text)

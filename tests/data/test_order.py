@@ -21,9 +21,9 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from drivetrain.core.random_streams import preserved
 from drivetrain.data import as_source
 from drivetrain.data.order import Order
-from drivetrain.streams import preserved
 
 SIZE = 7
 

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.messages import warned
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from drivetrain.core.errors import DataError
+from drivetrain.core.random_streams import preserved
 from drivetrain.data import Source, as_source
-from drivetrain.errors import DataError
-from drivetrain.streams import preserved
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +103,7 @@ def test_what_is_drawn_between_batches_does_not_move_an_iterable() -> None:
 def test_an_iterable_without_state_is_drawn_again_and_says_so() -> None:
     expected = values(as_source(Noise(), "training", seed=3), epoch=1)
     source = as_source(Noise(), "training", seed=3)
-    with pytest.warns(UserWarning, match="first 2 batches are drawn again.*state_dict"):
+    with warned("first 2 batches are drawn again.*state_dict"):
         assert values(source, epoch=1, position=2) == expected[2:]
 
 

@@ -15,13 +15,13 @@ from drivetrain.testing.distributed import run_distributed
 
 
 def test_a_program_of_one_process_is_rank_0_of_1() -> None:
-    assert (drivetrain.rank(), drivetrain.world_size()) == (0, 1)
+    assert (drivetrain.rank(), drivetrain.local_rank(), drivetrain.world_size()) == (0, 0, 1)
 
 
 def test_what_a_launcher_says_counts_before_there_is_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    assert (drivetrain.rank(), drivetrain.world_size()) == (3, 4)
+    assert (drivetrain.rank(), drivetrain.local_rank(), drivetrain.world_size()) == (3, 1, 4)
 
 
 def asked() -> Any:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from drivetrain.core.errors import CheckpointError
 from drivetrain.distributed.ranks import ALONE, Ranks
-from drivetrain.errors import CheckpointError
 from drivetrain.testing.distributed import run_distributed
 
 needs_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")

@@ -11,8 +11,8 @@ import torch
 from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain import Callback, CheckpointConfig, LambdaCallback, RankFailure
-from drivetrain.checkpoint.index import read_index
 from drivetrain.checkpoint.locate import CHECKPOINTS
+from drivetrain.checkpoint.saving.index import read_index
 from drivetrain.distributed.stopping import Poll, Stopping
 from drivetrain.strategies.ddp import DDP
 from drivetrain.testing.distributed import run_distributed
@@ -75,7 +75,7 @@ def test_a_rank_that_waits_for_its_own_answer_can_still_stop_where_it_waits() ->
     stopping.ask("enough")
     stopping.passed = 5  # it has come to the boundary, and waits there
     assert stopping.hold() == {"passed": 4, "asked": "enough"}
-    stopping.tell(6, "enough")
+    stopping.set_answer(6, "enough")
     assert stopping.answer() is None
     stopping.passed = 6
     assert stopping.answer() == "enough"

@@ -10,8 +10,8 @@ from tests.gpu.test_training import STRATEGIES, Classifier, loader, needs_gpu, t
 from torch import Tensor
 
 from drivetrain import Trainer
-from drivetrain.errors import StrategyError
-from drivetrain.precision import as_precision
+from drivetrain.core.errors import StrategyError
+from drivetrain.strategies.precision.registry import as_precision
 
 PRECISIONS = ["32", "tf32", "bf16-mixed", "16-mixed", "bf16-true", "fp8"]
 

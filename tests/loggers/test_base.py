@@ -2,7 +2,7 @@
 
 import pytest
 
-from drivetrain.errors import ConfigError
+from drivetrain.core.errors import ConfigError
 from drivetrain.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger, build_loggers
 
 

@@ -149,3 +149,53 @@ def test_close_leaves_no_thread_and_logging_goes_on_in_the_same_file(tmp_path):
     logger.close()
     assert scalars(tmp_path) == {"loss": [(1, 1.0), (2, 0.5)]}
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def hparams_tab(directory: Path) -> list[dict[str, dict[str, object]]]:
+    """The rows that TensorBoard's own plugin shows, in the order of the runs' names."""
+    from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+    from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+    from tensorboard.context import RequestContext
+    from tensorboard.plugins.base_plugin import TBContext
+    from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
+
+    multiplexer = EventMultiplexer()
+    multiplexer.AddRunsFromDirectory(str(directory))
+    multiplexer.Reload()
+    context = TBContext(data_provider=MultiplexerDataProvider(multiplexer, str(directory)))
+    answer = list_session_groups.Handler(
+        RequestContext(),
+        backend_context.Context(context),
+        "",
+        api_pb2.ListSessionGroupsRequest(
+            start_index=0, slice_size=10, allowed_statuses=api_pb2.Status.values()
+        ),
+    ).run()
+    groups = sorted(answer.session_groups, key=lambda group: group.sessions[0].name)
+
+    def plain(value):
+        return getattr(value, value.WhichOneof("kind"))
+
+    return [
+        {
+            "hparams": {name: plain(each) for name, each in group.hparams.items()},
+            "metrics": {each.name.tag: each.value for each in group.metric_values},
+        }
+        for group in groups
+    ]
+
+
+def test_the_tab_hparams_compares_runs_by_their_configuration_and_last_values(tmp_path):
+    for name, rate in (("a", 0.1), ("b", 0.2)):
+        logger = TensorBoardLogger(tmp_path / name)
+        logger.log_config({"trainer": {"seed": 3, "run_dir": None, "compile": False}, "task": {"lr": rate}})
+        logger.log_metrics({"validation/loss": 1.0}, 1)
+        logger.log_metrics({"validation/loss": rate}, 2)
+        logger.close()
+    shown = hparams_tab(tmp_path)
+    assert [sorted(row["hparams"].items()) for row in shown] == [
+        [("task.lr", rate), ("trainer.compile", False), ("trainer.seed", 3)] for rate in (0.1, 0.2)
+    ]
+    assert [row["metrics"] for row in shown] == [
+        {"validation/loss": pytest.approx(rate)} for rate in (0.1, 0.2)
+    ]

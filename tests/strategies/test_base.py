@@ -14,12 +14,13 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from drivetrain import Engine, OptimizerConfig, StrategyError
-from drivetrain.precision import Precision, as_precision
 from drivetrain.strategies import Prepared, Strategy, Support
 from drivetrain.strategies.base import MakeOptimizers
 from drivetrain.strategies.ddp import DDP
-from drivetrain.strategies.fsdp import FSDP
-from drivetrain.task import StepModule
+from drivetrain.strategies.fsdp.strategy import FSDP
+from drivetrain.strategies.precision.base import Precision
+from drivetrain.strategies.precision.registry import as_precision
+from drivetrain.task.task import StepModule
 
 
 class Minimal(Strategy):

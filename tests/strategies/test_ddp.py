@@ -11,8 +11,8 @@ from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor, nn
 
 from drivetrain import ConfigError, StrategyError, TaskModule
-from drivetrain.precision import as_precision
 from drivetrain.strategies.ddp import DDP, DDPConfig
+from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.testing.distributed import run_distributed
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
@@ -127,9 +127,9 @@ def test_a_hook_of_ones_own_is_used_whatever_its_parameters_are_called() -> None
     ("options", "told"),
     [
         ({"communication": "fp8"}, "unknown communication 'fp8'.*fp16"),
-        ({"communication": 3}, "is a name or a hook, not 3"),
-        ({"communication": len}, r"cannot be called with \(state, bucket\)"),
-        ({"communication": lambda bucket: None}, r"cannot be called with \(state, bucket\)"),
+        ({"communication": 3}, "must be a name or a hook, not 3"),
+        ({"communication": len}, r"must take \(state, bucket\)"),
+        ({"communication": lambda bucket: None}, r"must take \(state, bucket\)"),
         ({"bucket_mb": 0}, r"bucket_mb=...\) must be a positive number, not 0"),
         ({"timeout": -1}, r"timeout=...\) must be a positive number, not -1"),
     ],

@@ -14,7 +14,7 @@ from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain import Callback, ConfigError, Precision, StrategyError, Trainer, enable_mps_fallback
 from drivetrain.cli.main import main
-from drivetrain.mps_fallback import FALLBACK
+from drivetrain.core.mps_fallback import FALLBACK
 
 
 @pytest.fixture
@@ -123,10 +123,10 @@ def test_the_fallback_is_refused_once_torch_is_imported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv(FALLBACK, raising=False)
-    with pytest.raises(ConfigError, match=f"too late: torch is imported.*{FALLBACK}=1"):
+    with pytest.raises(ConfigError, match=f"too late: torch reads the setting.*{FALLBACK}=1"):
         enable_mps_fallback()
     assert main(["fit", "--mps-fallback", "--task", "nowhere.Task"]) == 2
-    assert "comes too late" in capsys.readouterr().err
+    assert "was called too late" in capsys.readouterr().err
     assert FALLBACK not in os.environ
     monkeypatch.setenv(FALLBACK, "1")
     enable_mps_fallback()  # it is set, so there is nothing to do

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
@@ -14,11 +15,11 @@ import pytest
 import torch
 
 from drivetrain import ConfigError, DeepSpeedConfig, Engine, StrategyError, Trainer, XLAFSDPConfig
-from drivetrain.distributed.children import PARENT
-from drivetrain.distributed.environment import ProcessEnvironment, detect
-from drivetrain.errors import MissingDependencyError
-from drivetrain.precision import as_precision
-from drivetrain.registry import Registry
+from drivetrain.core.errors import MissingDependencyError
+from drivetrain.core.registry import Registry
+from drivetrain.distributed.group import own_device
+from drivetrain.distributed.launch.children import PARENT
+from drivetrain.distributed.launch.environment import ProcessEnvironment, detect
 from drivetrain.strategies import (
     STRATEGIES,
     Choice,
@@ -28,10 +29,11 @@ from drivetrain.strategies import (
     select_precision,
     select_strategy,
 )
-from drivetrain.strategies.accelerate_launch import Request
+from drivetrain.strategies.accelerate.launcher import Request
 from drivetrain.strategies.ddp import DDP, DDPConfig
+from drivetrain.strategies.precision.registry import as_precision
+from drivetrain.strategies.registry import configure, strategy_class
 from drivetrain.strategies.select import OURS
-from drivetrain.strategies.table import configure, strategy_class
 
 LAPTOP = Hardware()
 MAC = Hardware(mps=True)
@@ -216,7 +218,7 @@ def test_a_launcher_decides_how_many_processes_there_are(
             ProcessEnvironment(OURS, 0, 2, 0, 2),
             1,
             1,
-            "already runs as 2 processes, which its first run has started, .*ask for 1. Ask for as many",
+            "already runs as 2 processes, started by its first run, .*ask for 1. Use the same number",
         ),
     ],
 )
@@ -230,8 +232,8 @@ def test_a_launcher_that_says_otherwise_is_not_overruled(
 @pytest.mark.parametrize(
     ("spec", "hardware", "devices", "message"),
     [
-        ("auto", FOUR_GPUS, 8, "8 processes were asked for.* sees 4 GPUs. Give at most devices=4, or str"),
-        ("ddp", ONE_GPU, 2, "2 processes were asked for.* sees 1 GPU. Give at most devices=1"),
+        ("auto", FOUR_GPUS, 8, "8 processes were asked for.* sees 4 GPUs. Use at most devices=4, or str"),
+        ("ddp", ONE_GPU, 2, "2 processes were asked for.* sees 1 GPU. Use at most devices=1"),
         ("auto", MAC, 2, "'auto' runs 1 process on mps, but devices=2.*Use devices=1, or strategy='cpu'"),
         ("mps", MAC, 2, "'mps' runs 1 process on mps, but devices=2 on 1 node.s. asks for 2"),
         ("single", TPU, 1, "TPU idle .no CUDA GPUs, no Metal and 4 TPU chips.*'auto' or 'xla', .*'cpu'"),
@@ -395,7 +397,7 @@ def test_an_unknown_name_is_refused_with_the_allowed_ones(wrong: str, hint: str)
     ],
 )
 def test_what_is_no_name_and_no_strategy_is_refused(wrong: Any, hint: str) -> None:
-    with pytest.raises(ConfigError, match=f"a strategy is given by its name, a configuration.*{hint}"):
+    with pytest.raises(ConfigError, match=f"strategy must be a name, a configuration.*{hint}"):
         Engine(strategy=wrong)
 
 
@@ -424,10 +426,71 @@ def test_an_unknown_option_is_told_the_nearest(kind: Any, argument: str, hint: s
     assert copy.deepcopy(made) == pickle.loads(pickle.dumps(made)) == made
 
 
+# Which GPUs.
+
+
+@pytest.mark.parametrize(
+    ("spec", "devices", "environment", "choice"),
+    [
+        ("auto", [2], None, Choice("single", "cuda", 1, 1, None, (2,))),
+        ("cuda", (3,), None, Choice("single", "cuda", 1, 1, None, (3,))),
+        ("auto", [3, 1], None, Choice("ddp", "cuda", 2, 2, None, (3, 1))),
+        ("fsdp", [0, 2], "torchrun", Choice("fsdp", "cuda", 2, 4, None, (0, 2))),
+    ],
+)
+def test_a_list_chooses_gpus_by_their_indices(
+    spec: str, devices: Any, environment: str | None, choice: Choice
+) -> None:
+    found = torchrun(2, nodes=2) if environment else None
+    assert choose(spec, FOUR_GPUS, found, devices, 2 if environment else 1) == choice
+
+
+def test_an_intel_gpu_is_chosen_by_its_index_too() -> None:
+    assert choose("auto", Hardware(xpu=2), devices=[1]) == Choice("single", "xpu", 1, 1, None, (1,))
+
+
+@pytest.mark.parametrize(
+    ("spec", "hardware", "devices", "told"),
+    [
+        ("auto", LAPTOP, [0, 2], "this run is on cpu. Give the number of processes: devices=2"),
+        ("cpu", FOUR_GPUS, [0], "this run is on cpu"),
+        ("mps", MAC, [0], "this run is on mps"),
+        ("ddp", FOUR_GPUS, [0, 4], "there is no GPU 4; this process sees 4, from 0 to 3"),
+        ("auto", FOUR_GPUS, [1, 1], "different indices of GPUs"),
+        ("auto", FOUR_GPUS, [], "different indices of GPUs"),
+        ("auto", FOUR_GPUS, [-1], "different indices of GPUs"),
+        ("auto", FOUR_GPUS, ["0"], "different indices of GPUs"),
+        ("auto", FOUR_GPUS, "0,1", "a list of indices of GPUs"),
+        ("single", FOUR_GPUS, [0, 1], "runs 1 process on cuda"),
+    ],
+)
+def test_a_choice_that_cannot_be_is_refused(spec: str, hardware: Hardware, devices: Any, told: str) -> None:
+    with pytest.raises(StrategyError, match=re.escape(told)):
+        choose(spec, hardware, devices=devices)
+
+
+def test_each_process_takes_the_gpu_of_its_place_in_the_list() -> None:
+    strategy = select_strategy("ddp", FULL, [3, 1], hardware=FOUR_GPUS, environment=NO_LAUNCHER)
+    assert (strategy.world_size, strategy.gpus) == (2, (3, 1))
+    assert [own_device("cuda", local, strategy.gpus) for local in (0, 1)] == [
+        torch.device("cuda:3"),
+        torch.device("cuda:1"),
+    ]
+    assert own_device("cuda", 1, None) == torch.device("cuda:1")
+
+
+def test_what_cannot_take_another_gpu_than_its_own_says_so() -> None:
+    with pytest.raises(StrategyError, match=r"chooses GPUs, and the strategy 'single' is an object"):
+        select_strategy(SingleDevice("cpu"), FULL, [0])
+    pytest.importorskip("accelerate")
+    with pytest.raises(StrategyError, match=r"Accelerate takes the GPU .* CUDA_VISIBLE_DEVICES=2,3 before"):
+        select_strategy("accelerate", FULL, [2, 3], hardware=FOUR_GPUS, environment=NO_LAUNCHER)
+
+
 @pytest.mark.parametrize("devices", [0, -1, 1.0, True, "all", None])
 def test_a_wrong_number_of_devices_is_refused(devices: Any) -> None:
     for spec in ("cpu", SingleDevice("cpu")):
-        with pytest.raises(StrategyError, match="devices must be a positive number of processes or 'auto'"):
+        with pytest.raises(StrategyError, match="devices must be a positive number of processes, a list"):
             Engine(spec, devices=devices)
 
 
@@ -540,7 +603,7 @@ def test_a_configuration_of_no_strategy_is_refused_with_what_could_not_be_loaded
 def test_a_row_whose_package_is_missing_names_the_extra(installed: Install) -> None:
     installed("needy = ring_plugin:Ring\n")
     path = Path(sys.path[0]) / "ring_plugin.py"
-    text = "from drivetrain.errors import MissingDependencyError\n"
+    text = "from drivetrain.core.errors import MissingDependencyError\n"
     path.write_text(text + "raise MissingDependencyError('rings', 'ring', 'a ring')\n", encoding="utf-8")
     with pytest.raises(MissingDependencyError, match=r"drivetrain.ring."):
         strategy_class("needy")

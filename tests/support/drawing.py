@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from drivetrain.callbacks import Callback
-from drivetrain.hooks import HOOKS
+from drivetrain.run.hooks import HOOKS
 
 
 class Line:
@@ -55,6 +55,7 @@ class Play:
         logs: Those after which logging is due.
         saves: Those after which a saver saves.
         batches: Of a validation.
+        micro_batches: Of each update of an epoch.
         resumed_after: The updates made before a resume; None for a fresh run.
     """
 
@@ -65,11 +66,12 @@ class Play:
         logs: set[int],
         saves: set[int],
         batches: int,
+        micro_batches: tuple[int, ...] = (2, 2, 1),
         resumed_after: int | None = None,
     ) -> None:
         self._ends = [sum(epochs[: number + 1]) for number in range(len(epochs))]
         self._validates, self._logs, self._saves = validates, logs, saves
-        self._batches = batches
+        self._batches, self._micro_batches = batches, micro_batches
         self._resumed = resumed_after is not None
         self._update = resumed_after or 0
         self._validating = False
@@ -96,6 +98,9 @@ class Play:
                 while self._update < end:
                     self._update += 1
                     played += self._play(line.inner)
+            case "for each micro-batch:":
+                begun = max([0, *(end for end in self._ends if end < self._update)])
+                played += self._play(line.inner) * self._micro_batches[self._update - begun - 1]
             case "when validation is due:":
                 self._validating = True
                 played += self._play(line.inner) if self._update in self._validates else []

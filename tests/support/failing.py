@@ -29,9 +29,9 @@ from pathlib import Path
 import torch
 from torch import distributed
 from dataclasses import replace
-from drivetrain.distributed.failure import FailureChannel
-from drivetrain.distributed.failure_wire import TIMING
-from drivetrain.distributed.launch import ensure_ranks
+from drivetrain.distributed.failure.channel import FailureChannel
+from drivetrain.distributed.failure.messages import TIMING
+from drivetrain.distributed.launch.programs import ensure_ranks
 
 environment = ensure_ranks(2)
 rank, done = environment.rank, 0

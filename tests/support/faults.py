@@ -14,7 +14,7 @@ from typing import TypeVar
 from tests.support.fault_kinds import OPERATIONS, Fault, Killed, Operation, Step, failure, suits
 from tests.support.memory import MemoryDisk
 
-from drivetrain.checkpoint.filesystem import FileSystem, Kind, Sink, Source
+from drivetrain.checkpoint.storage.filesystem import FileSystem, Kind, Sink, Source
 
 T = TypeVar("T")
 

@@ -190,8 +190,8 @@ def _run(arguments: Sequence[str], cwd: str, environment: Mapping[str, str]) -> 
     """Be a program, from its first line to the interpreter's end."""
     from torch import distributed
 
-    from drivetrain.distributed import launch
-    from drivetrain.distributed.children import started
+    from drivetrain.distributed.launch import programs as launch
+    from drivetrain.distributed.launch.children import started
 
     os.chdir(cwd)
     os.environ.clear()

@@ -129,7 +129,7 @@ class Oracle:
             if each.damage == "manifest":
                 self._set_aside(each.name)
             elif each.damage == "gone":
-                self.warnings.append(f"{each.name}' is in the index, but no longer on the disk")
+                self.warnings.append(f"{each.name}' is in the index, but not on the disk")
             if each.damage in ("manifest", "gone"):
                 self._forget(each)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from drivetrain.checkpoint.filesystem import BytesSource, Kind, Sink, Source
+from drivetrain.checkpoint.storage.filesystem import BytesSource, Kind, Sink, Source
 
 
 @dataclass(eq=False, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.messages import heard
 from tests.support.tasks import quiet
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -78,10 +78,9 @@ def names(run: Path) -> list[str]:
 def told(expected: str, besides: str | None = None) -> Iterator[list[str]]:
     """One warning of that kind, however often it happens, and one of another."""
     found: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with heard() as caught:
         yield found
-    found += [str(each.message) for each in caught]
+    found += caught
     if besides is not None:
         found.remove(next(each for each in found if besides in each))
     assert len(found) == 1, found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from drivetrain import OptimizerConfig, TaskModule, Trainer
 
 FEATURES = 4
+BLOCKS = 3
 
 
 def quiet(**options: Any) -> Trainer:
@@ -149,3 +150,26 @@ def duels(count: int = 11) -> list[dict[str, Tensor]]:
         {"real": torch.randn(FEATURES, generator=generator), "noise": torch.randn(2, generator=generator)}
         for _ in range(count)
     ]
+
+
+class Blocks(TaskModule):
+    """Three blocks and a linear head; the batch is a tensor of shape (samples, size)."""
+
+    def __init__(self, block: Callable[[], nn.Module], size: int, optimizer: Any) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(2)
+            self.blocks = nn.ModuleList(block() for _ in range(BLOCKS))
+            self.head = nn.Linear(size, 1)
+        self.optimizer = optimizer
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return outputs.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer

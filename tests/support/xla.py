@@ -9,7 +9,7 @@ from typing import Any
 from drivetrain.callbacks import Callback
 from drivetrain.strategies import STRATEGIES, Strategy
 from drivetrain.testing import run_distributed
-from drivetrain.trainer import Trainer
+from drivetrain.trainer.trainer import Trainer
 
 QUIET: dict[str, Any] = {"progress_bar": False, "checkpoint": False, "loggers": (), "max_epochs": 2}
 

@@ -5,8 +5,8 @@ import os
 import pytest
 
 from drivetrain.checkpoint import DirectoryCheckpointIO, Snapshot
-from drivetrain.checkpoint.filesystem import LOCAL, LocalFileSystem
-from drivetrain.errors import CheckpointError
+from drivetrain.checkpoint.storage.filesystem import LOCAL, LocalFileSystem
+from drivetrain.core.errors import CheckpointError
 from drivetrain.testing.storage import check_checkpoint_io, check_file_system
 
 
@@ -51,7 +51,7 @@ class Clinging(LocalFileSystem):
         (Careless(), "entries is empty|No such file"),
         (Short(), "the size of a file"),
         (Unseekable(), "read from a position"),
-        (Clinging(), "replaced|renamed|nothing is left|File exists"),
+        (Clinging(), "replaced|renamed|leaves no other file|File exists"),
     ],
 )
 def test_a_bad_disk_is_found_out(tmp_path, files, message):
@@ -88,10 +88,10 @@ class Deaf(DirectoryCheckpointIO):
 @pytest.mark.parametrize(
     ("io", "message"),
     [
-        (Overwriting(), "nothing is overwritten"),
-        (Lossy(), "what is loaded is what was saved: model/nan"),
-        (Greedy(), "only the groups"),
-        (Deaf(), "what was removed is gone"),
+        (Overwriting(), "save refuses to overwrite"),
+        (Lossy(), "load returns the saved snapshot: model/nan"),
+        (Greedy(), "only the requested groups"),
+        (Deaf(), "a removed checkpoint is gone"),
     ],
 )
 def test_a_bad_storage_is_found_out(tmp_path, io, message):

@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader
 from drivetrain import Engine, StrategyError, Trainer, XLAConfig, XLAFSDPConfig, XLAFSDPv2Config
 from drivetrain.callbacks import LambdaCallback
 from drivetrain.checkpoint import export_torch, load_weights
+from drivetrain.core.random_streams import device_generators
 from drivetrain.strategies import STRATEGIES, Hardware
-from drivetrain.streams import device_generators
 from drivetrain.testing import check_strategy
-from drivetrain.testing.strategy_tasks import Sequences, Tokens
+from drivetrain.testing.strategies.tasks import Sequences, Tokens
 
 NAMES = [("xla", 1), ("xla_fsdp", 1), ("xla_fsdp_v2", 2)]
 """With how many devices each is held to what all must do."""
@@ -246,7 +246,7 @@ def test_only_the_strategy_that_was_asked_for_loads_xla_and_sets_its_variable() 
 LAUNCHED = """
 import torch_xla
 
-from drivetrain.strategies.xla import XLA
+from drivetrain.strategies.xla.single import XLA
 
 
 def train(index):
@@ -286,7 +286,7 @@ def test_gradients_before_xla_are_refused_with_the_way_out() -> None:
 def test_one_device_and_all_devices_do_not_go_together_in_a_process(first: str, second: str) -> None:
     def run() -> None:
         make(first, devices=2)(1)
-        with pytest.raises(StrategyError, match="in a program of its own"):
+        with pytest.raises(StrategyError, match="in a separate program"):
             make(second, devices=2)(1)
 
     apart(run)

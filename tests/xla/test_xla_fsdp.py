@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 
 from drivetrain import ConfigError, StrategyError, XLAFSDPConfig, XLAFSDPv2Config
 from drivetrain.callbacks import LambdaCallback
-from drivetrain.module_state import module_state
+from drivetrain.checkpoint.weights.module_state import module_state
 from drivetrain.testing import check_strategy
-from drivetrain.testing.strategy_tasks import Sequences, Tokens
+from drivetrain.testing.strategies.tasks import Sequences, Tokens
 
 STEPS = ["frozen_and_tied", "generator_steps"]
 
@@ -109,7 +109,7 @@ def test_in_a_run_the_blocks_are_sharded_under_plain_names_and_settings_are_pass
 
 def test_several_devices_are_refused_with_the_reason() -> None:
     def run() -> None:
-        with pytest.raises(StrategyError, match=r"are 2 XLA devices.*wait for one another.*'xla_fsdp_v2'"):
+        with pytest.raises(StrategyError, match=r"are 2 XLA devices.*deadlock.*'xla_fsdp_v2'"):
             make("xla_fsdp", devices=2)(1)
 
     apart(run)

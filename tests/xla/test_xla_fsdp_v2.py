@@ -15,8 +15,8 @@ from drivetrain.callbacks import LambdaCallback
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.strategies import SingleDevice
 from drivetrain.testing import check_strategy
-from drivetrain.testing.strategy_resume import check_resume
-from drivetrain.testing.strategy_tasks import Sequences, Tokens
+from drivetrain.testing.strategies.resume import check_resume
+from drivetrain.testing.strategies.tasks import Sequences, Tokens
 
 
 def test_numbers_are_those_of_the_cpu_on_two_devices() -> None:

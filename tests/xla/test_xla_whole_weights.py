@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.strategies.test_whole_weights import EXAMPLES, Found, assert_alike, by_one_process, fitted
 from tests.support.xla import apart, make
-from tests.test_whole_weights import EXAMPLES, Found, assert_alike, by_one_process, fitted
 
 
 def _sent(found: dict[str, Found]) -> dict[str, Any]:

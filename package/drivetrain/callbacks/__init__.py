@@ -1,13 +1,14 @@
-"""What watches a run or steers it; `Callback` draws where each hook is called."""
+"""Objects that watch or steer a run; `Callback` draws where each hook is called."""
 
 from typing import TYPE_CHECKING
 
-from drivetrain.lazy import exports
+from drivetrain.core.lazy import exports
 
 if TYPE_CHECKING:
     from drivetrain.callbacks.base import HOOKS, Callback
     from drivetrain.callbacks.compile_time import CompileTime
     from drivetrain.callbacks.early_stopping import EarlyStopping
+    from drivetrain.callbacks.empty_cache import EmptyCache
     from drivetrain.callbacks.lambda_callback import LambdaCallback
     from drivetrain.callbacks.learning_rate import LearningRateMonitor
     from drivetrain.callbacks.loss_spike import LossSpike
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.progress_bar import ProgressBar
     from drivetrain.callbacks.summary import ModelSummary, summarize
     from drivetrain.callbacks.throughput import Throughput
+    from drivetrain.callbacks.xla_report import XLAReport
 else:
     __getattr__, __dir__ = exports(
         __name__,
@@ -23,6 +25,7 @@ else:
             "drivetrain.callbacks.base": ("HOOKS", "Callback"),
             "drivetrain.callbacks.compile_time": ("CompileTime",),
             "drivetrain.callbacks.early_stopping": ("EarlyStopping",),
+            "drivetrain.callbacks.empty_cache": ("EmptyCache",),
             "drivetrain.callbacks.lambda_callback": ("LambdaCallback",),
             "drivetrain.callbacks.learning_rate": ("LearningRateMonitor",),
             "drivetrain.callbacks.loss_spike": ("LossSpike",),
@@ -31,6 +34,7 @@ else:
             "drivetrain.callbacks.progress_bar": ("ProgressBar",),
             "drivetrain.callbacks.summary": ("ModelSummary", "summarize"),
             "drivetrain.callbacks.throughput": ("Throughput",),
+            "drivetrain.callbacks.xla_report": ("XLAReport",),
         },
     )
 
@@ -39,6 +43,7 @@ __all__ = [
     "Callback",
     "CompileTime",
     "EarlyStopping",
+    "EmptyCache",
     "LambdaCallback",
     "LearningRateMonitor",
     "LossSpike",
@@ -47,5 +52,6 @@ __all__ = [
     "NonFiniteDetector",
     "ProgressBar",
     "Throughput",
+    "XLAReport",
     "summarize",
 ]

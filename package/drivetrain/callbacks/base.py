@@ -1,12 +1,12 @@
-"""The hooks that a run calls, and the picture of where it calls them."""
+"""The hooks that a run calls, with a drawing of where it calls them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import ClassVar, TypeVar
 
-from drivetrain.hooks import HOOKS
-from drivetrain.run import Run
+from drivetrain.run.hooks import HOOKS
+from drivetrain.run.run import Run
 
 __all__ = ["HOOKS", "Callback", "unused"]
 
@@ -17,30 +17,32 @@ def unused(hook: Hook) -> Hook:
     """Mark a hook that does nothing, so that a run leaves it out of its tables and never calls it.
 
     A run asks ``getattr(hook, "__unused_hook__", False)`` once, when it starts. An override is a new function
-    without the mark, so whoever overrides a hook is called, and whoever does not costs nothing.
+    without the mark, so it is called; a hook without an override costs nothing.
     """
     hook.__unused_hook__ = True  # type: ignore[attr-defined]
     return hook
 
 
 def without_gradients(hook: Hook) -> Hook:
-    """Mark an `on_before_optimizer_step` that looks at no gradient, so that these may be gone by then."""
+    """Mark an `on_before_optimizer_step` that reads no gradient, so that gradients may be freed before it."""
     hook.__no_gradients__ = True  # type: ignore[attr-defined]
     return hook
 
 
 class Callback:
-    """Something that watches a run, or steers it. Override any of the hooks; each is given the run.
+    """An object that watches or steers a run. Override any of the hooks; each is called with the run.
 
     ::
 
-        on_checkpoint_loaded                      only when the run resumes, or is taken back
+        on_checkpoint_loaded                      only when the run resumes, or is rolled back
         on_fit_start
         for each epoch:
             on_epoch_start
             for each window of micro-batches:
                 on_step_start
-                    forward and backward of each micro-batch
+                for each micro-batch:
+                    forward and backward
+                    on_micro_batch_end            its gradient is added to those before it
                 on_before_optimizer_step          gradients complete, unscaled and averaged; before clipping
                     clip, optimizer step, zero grad, schedule
                 on_step_end
@@ -57,17 +59,22 @@ class Callback:
         on_fit_end
         on_exception                              when anything above raises
 
-    What is not logged yet when training ends has a last `on_log` before `on_fit_end`. A fit with validation
-    data that has never validated does so after its last update, before `on_save`.
+    Values that are not logged yet when training ends get a last `on_log` before `on_fit_end`. A fit with
+    validation data that has never validated does so after its last update, before `on_save`.
     `validate`, `test` and `predict` outside a fit call the evaluation's hooks alone. Callbacks are called in
-    the order in which the Trainer was given them. Every rank calls them, with the same `run.metrics`, so that
-    all decide alike; what writes to a screen or a file first asks `run.is_main`.
+    the order of the Trainer's argument. Every rank calls them, with the same `run.metrics`, so that all
+    decide the same. A callback that writes to a screen or a file first asks `run.is_main`.
 
     A callback whose state belongs in a checkpoint also has `state_dict` and `load_state_dict` (see
-    `drivetrain.types.Stateful`).
+    `drivetrain.core.types.Stateful`).
 
-    One that does not fit every Trainer also has `check_trainer(trainer, strategy)`, which raises when the
-    Trainer is made.
+    A callback that does not fit every Trainer also has `check_trainer(trainer, strategy)`, which raises when
+    the Trainer is made.
+
+    A callback with `after_saver = True` is called after the saver, and so finds the update's checkpoint and
+    the finished weights on the disk. One that keeps checkpoints elsewhere has a `resume_name` and
+    `fetch_checkpoint(directory)`: `fit(..., resume=<that name>)` has rank 0 call it with the directory of
+    checkpoints, and then resumes from the newest there.
 
     A hook must neither draw from torch's global random stream nor change `run.progress`.
 
@@ -84,11 +91,19 @@ class Callback:
 
     @unused
     def on_epoch_start(self, run: Run) -> None:
-        """An epoch begins, or goes on after a resume in its middle."""
+        """An epoch begins, or continues after a resume in its middle."""
 
     @unused
     def on_step_start(self, run: Run) -> None:
-        """The window's micro-batches are there; the first forward comes next."""
+        """The window's micro-batches are ready; the first forward comes next."""
+
+    @unused
+    def on_micro_batch_end(self, run: Run) -> None:
+        """A micro-batch's forward and backward are over; its gradient is not averaged over the ranks yet.
+
+        Called for each part of a micro-batch with `Trainer(micro_batch=...)`, for each loss of a step with
+        several optimizers, and not for a micro-batch of weight zero.
+        """
 
     @unused
     def on_before_optimizer_step(self, run: Run) -> None:
@@ -96,7 +111,7 @@ class Callback:
 
     @unused
     def on_step_end(self, run: Run) -> None:
-        """The update is made (or skipped: `run.step.applied` tells) and `run.progress` counts it."""
+        """The update is made (or skipped: see `run.step.applied`) and `run.progress` counts it."""
 
     @unused
     def on_epoch_end(self, run: Run) -> None:
@@ -104,7 +119,7 @@ class Callback:
 
     @unused
     def on_evaluation_start(self, run: Run) -> None:
-        """Validation, testing or prediction begins; `run.stage` tells which."""
+        """Validation, testing or prediction begins; `run.stage` says which."""
 
     @unused
     def on_evaluation_step_end(self, run: Run) -> None:
@@ -112,17 +127,21 @@ class Callback:
 
     @unused
     def on_evaluation_end(self, run: Run) -> None:
-        """The evaluation's values stand in `run.metrics`."""
+        """The evaluation's values are in `run.metrics`.
+
+        Values logged here by `run.log` belong to the evaluation. They are in `run.metrics` after this hook of
+        all callbacks.
+        """
 
     @unused
     def on_log(self, run: Run) -> None:
-        """This log point's values stand in `run.logged`; `run.log` adds to them, then loggers get them."""
+        """This log point's values are in `run.logged`; `run.log` adds to them, then loggers get them."""
 
     @unused
     def on_save(self, run: Run) -> None:
-        """Everything of this update is over. Savers belong here: what other hooks changed is then saved.
+        """The update is complete. Savers belong here, so that they save the changes of other hooks.
 
-        Called once more when it was here that the run was asked to stop, so that its end is saved.
+        Called once more if the run was asked to stop in this hook, so that its end is saved.
         """
 
     @unused
@@ -131,12 +150,12 @@ class Callback:
 
     @unused
     def on_checkpoint_loaded(self, run: Run) -> None:
-        """The run took over the state of a checkpoint; `run.last_checkpoint` is its address."""
+        """The run has restored a checkpoint; `run.last_checkpoint` is its address."""
 
     @unused
     def on_exception(self, run: Run) -> None:
-        """Something raised `run.exception`, an interrupt included; it is raised again after this hook."""
+        """An error or an interrupt, `run.exception`, ends the run; it is raised again after this hook."""
 
     @unused
     def on_fit_end(self, run: Run) -> None:
-        """Training is over without an exception; `run.stop_reason` tells why if it stopped early."""
+        """Training is over without an exception; `run.stop_reason` says why if it stopped early."""

@@ -8,33 +8,47 @@ from typing import TYPE_CHECKING
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.unsaved_tensors import UnsavedTensors
 from drivetrain.callbacks.watched import Watched
-from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, export_weights, strict_json
-from drivetrain.checkpoint.filesystem import StorageError
-from drivetrain.checkpoint.places import file_system
-from drivetrain.checkpoint.weight_files import MODEL
-from drivetrain.errors import CheckpointError, NonFiniteError
-from drivetrain.module_state import module_state
-from drivetrain.save_errors import AGAIN, OVER, newest
-from drivetrain.types import Trigger
+from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, export_weights
+from drivetrain.checkpoint.assets import write_assets
+from drivetrain.checkpoint.format import strict_json
+from drivetrain.checkpoint.format.assets import ASSETS
+from drivetrain.checkpoint.saving.assets import Assets, checked_assets, make_assets
+from drivetrain.checkpoint.storage.filesystem import StorageError
+from drivetrain.checkpoint.storage.schemes import file_system
+from drivetrain.checkpoint.weights.files import MODEL
+from drivetrain.checkpoint.weights.module_state import module_state
+from drivetrain.core.errors import CheckpointError, NonFiniteError
+from drivetrain.core.intervals import Trigger
+from drivetrain.core.random_streams import preserved
+from drivetrain.distributed.failure.named_places import named_place, register_opaque
+from drivetrain.run.checkpoint import snapshot_to_save
+from drivetrain.run.save_errors import AGAIN, OVER, newest
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from drivetrain.checkpoint import Snapshot
-    from drivetrain.run import Run
+    from drivetrain.run.run import Run
+
+register_opaque(__file__)
 
 
 class CheckpointSaver(Callback):
-    """Saves resume points at an interval, and keepers when the metric that ranks them has come; the Trainer
-    makes one from `checkpoint=`.
+    """Saves resume points at an interval, and the best checkpoints by a metric (keepers).
 
-    It acts in `on_save`, after all other hooks of an update, so that what they changed is in the file. A run
-    that stops, for whatever reason of its own, is saved once more, unless it just was.
+    The Trainer makes one from `checkpoint=`. It acts in `on_save`, after all other hooks of an update, so
+    that their changes are in the file. A run that stops itself is saved once more, unless it was just saved.
 
     Args:
         config: The policy.
         manager: The checkpoints of the run directory.
-        root: Where the finished weights go: a directory or an address.
-        metric_required: Whether a run without the metric that ranks keepers is an error; not so for a policy
-            that nobody asked for.
+        root: The directory or address for the finished weights.
+        metric_required: Whether a run without the metric that ranks keepers is an error. It is not for the
+            default policy.
+        assets: `Trainer(assets=...)`; rank 0 writes them, with those of the task and of the callbacks.
+
+    Attributes:
+        weights: The path or address of the finished weights; None before they are written.
     """
 
     def __init__(
@@ -44,8 +58,12 @@ class CheckpointSaver(Callback):
         root: str,
         *,
         metric_required: bool = True,
+        assets: Assets = (),
     ) -> None:
         self.config = config
+        self._given = assets
+        self._assets: dict[str, bytes] = {}
+        self.weights: str | None = None
         self.manager = manager
         self.root = root
         self._watched = Watched(
@@ -55,41 +73,49 @@ class CheckpointSaver(Callback):
             required=metric_required and config.keepers > 0,
         )
         self._trigger = Trigger(None)
-        self._begun = -1
+        self._saving_update = -1
         self._unsaved: StorageError | None = None
         self._unsaved_tensors: UnsavedTensors | None = None
-        self._owes = False
-
-    @property
-    def weights(self) -> str:
-        """Where the finished weights go."""
-        return file_system(self.root).join(self.root, MODEL)
+        self._must_save = False
 
     def on_fit_start(self, run: Run) -> None:
-        """Begin the interval where the run stands.
+        """Start the save interval at the run's progress, and make the assets.
 
         Raises:
-            ConfigError: The metric that ranks keepers cannot come in this run.
+            ConfigError: This run cannot produce the metric that ranks keepers, or the assets are malformed.
         """
         self._watched.begin(run)
+        if run.frozen is not None:
+            run.frozen.watch(run.task)
         self._unsaved_tensors = None
         self._trigger = Trigger(self.config.interval, run.totals.updates_per_epoch)
         self._trigger.start(run.progress)
-        run.by_time = run.by_time or (
-            self._trigger.every is not None and self._trigger.every.seconds is not None
+        run.by_time = run.by_time or self._trigger.by_time
+
+        with preserved():  # code that draws random numbers must not change the run
+            self._assets = {}
+            run.engine.ranks.first(lambda: self._assets.update(self._made_assets(run)))
+
+    def _made_assets(self, run: Run) -> dict[str, bytes]:
+        of_task = f"{type(run.task).__name__}.assets()"
+        return make_assets(
+            (of_task, checked_assets(run.task.assets(), of_task)),
+            *(("run.add_assets()", each) for each in run.take_assets()),
+            ("Trainer(assets=)", self._given),
         )
 
     def settle(self, run: Run) -> None:
-        """Wait for what is still being written."""
+        """Wait for a save in progress."""
         self._attempt(run, self.manager.wait)
 
-    def went_back(self, run: Run) -> None:
-        """Save at the end of this update, since the run was taken back to an earlier state."""
-        self.manager.disown()
+    def after_rollback(self, run: Run) -> None:
+        """Save at the end of this update, because the run was rolled back."""
+        self.manager.forget_matching()
         self._trigger.start(run.progress)
         self._watched.forget()
-        self._owes = True
+        self._must_save = True
 
+    @named_place("in a save")
     def on_save(self, run: Run) -> None:
         """Save if the interval ends here, the metrics are among the best, or the run is about to end."""
         if self._unsaved_tensors is None and run.step is not None:  # the first update of this program
@@ -102,19 +128,19 @@ class CheckpointSaver(Callback):
         applied = run.step is None or run.step.applied
         due = (applied or epoch_ended) and self._trigger.due(progress, epoch_ended)
         keeper = run.latest_at == progress.updates and self._is_among_best(run)
-        resume = due or self._owes or run.stop_reason is not None
+        resume = due or self._must_save or run.saves_now or run.stop_reason is not None
         if not (resume or keeper) or run.nonfinite.spoiled:
             return
-        if run.nonfinite.rolls_back():  # the metrics were those of other weights
+        if run.nonfinite.rolls_back():  # the metrics belong to the weights before the roll back
             resume, keeper = True, False
-        self._owes = False
+        self._must_save = False
         self._save(run, resume, keeper)
-        if self._owes:  # the run was taken back
+        if self._must_save:  # the run was rolled back
             self.on_save(run)
 
     def _is_among_best(self, run: Run) -> bool:
-        """Whether the metric that ranks keepers has come, and is among the best."""
-        return self._watched.came(run) and self.manager.should_keep(run.metrics)
+        """Return whether the metric that ranks keepers has a new value among the best."""
+        return self._watched.has_new_value(run) and self.manager.should_keep(run.metrics)
 
     def _save(self, run: Run, resume: bool, keeper: bool) -> None:
         progress = run.progress
@@ -122,8 +148,9 @@ class CheckpointSaver(Callback):
         held: set[str] = set()
 
         def snapshot() -> Snapshot:
-            taken = run.snapshot()
+            taken = snapshot_to_save(run, self.config.resumable)
             held.update(taken.tensors["model"])
+            taken.assets = self._assets
             return taken
 
         def save() -> str | None:
@@ -135,7 +162,7 @@ class CheckpointSaver(Callback):
         bad: NonFiniteError | None = None
         with run.timed("save"):
             self.settle(run)
-            self._begun = progress.updates
+            self._saving_update = progress.updates
             try:
                 self._attempt(run, save)
             except NonFiniteError as error:
@@ -146,10 +173,10 @@ class CheckpointSaver(Callback):
             self._unsaved_tensors.warn(run.task, held)
 
     def _attempt(self, run: Run, act: Callable[[], str | None]) -> None:
-        """Have the manager do something, tell of what it committed, or of what it could not write.
+        """Run a manager's operation, and report what it committed or could not write.
 
         Raises:
-            StorageError: It could not, on any rank, and the run does not go on without it.
+            StorageError: A rank could not write, and the run must stop.
         """
         try:
             committed = act()
@@ -157,25 +184,25 @@ class CheckpointSaver(Callback):
             self._unsaved = error
             if not run.save_errors.tolerates:
                 raise
-            lost = f"the checkpoint after update {self._begun}"
-            is_last = run.stop_reason is not None and self._begun == run.progress.updates
+            lost = f"the checkpoint after update {self._saving_update}"
+            is_last = run.stop_reason is not None and self._saving_update == run.progress.updates
             then = OVER if is_last or run.exception is not None else AGAIN
-            run.save_errors.tell("checkpoint", lost, error, run.last_checkpoint, then)
+            run.save_errors.report("checkpoint", lost, error, run.last_checkpoint, then)
             return
         if committed is not None:
             self._unsaved = None
-        self._tell(run, committed)
+        self._note_committed(run, committed)
 
-    def _tell(self, run: Run, committed: str | None) -> None:
+    def _note_committed(self, run: Run, committed: str | None) -> None:
         if committed is not None and committed != run.last_checkpoint:
             run.checkpoint_saved(committed)
 
     def on_fit_end(self, run: Run) -> None:
-        """Wait for what is still being written, and leave the weights as a plain safetensors file.
+        """Wait for a save in progress, and write the weights: a plain safetensors file, unless the task does.
 
         Raises:
-            StorageError: The end of the run is not saved, whatever may have been left out before: there is
-                nothing left to go on with, and nobody who would save it later.
+            StorageError: The end of the run is not saved. It is raised even if save errors are tolerated,
+                because no later save can follow.
         """
         if run.nonfinite.spoiled is None and self._is_among_best(run):
             self._save(run, resume=False, keeper=True)  # by the last log point, which comes after the saves
@@ -188,27 +215,38 @@ class CheckpointSaver(Callback):
             weights, _ = module_state(run.task)
         ended = f"the run ended after update {run.progress.updates} ({run.stop_reason})"
         besides = ""
-        with run.timed("save"):  # all ranks hear of it, and none goes on before the file is there
+        with run.timed("save"):  # all ranks learn of an error, and none goes on before the file exists
             try:
-                run.engine.ranks.together(lambda: export_weights(weights, self.weights, write=run.is_main))
+                run.engine.ranks.together(lambda: self._write_finished(run, weights))
             except StorageError as error:
                 if self._unsaved is None:
                     raise
-                besides = f". Nor are the finished weights: {error}"
+                besides = f". The finished weights are not saved either: {error}"
         if self._unsaved is not None:
             there = newest(run.last_checkpoint)
             lost = StorageError(f"{ended}, which is not saved: {self._unsaved}{besides}. {there}")
             lost.code = self._unsaved.code
             raise lost from self._unsaved
 
+    def _write_finished(self, run: Run, weights: dict[str, Tensor]) -> None:
+        files = file_system(self.root)
+        path = run.task.save_finished(self.root, weights, self._assets, run.is_main)
+        if path is None:
+            path = files.join(self.root, MODEL)
+            kept = weights if run.frozen is None else run.frozen.without(weights)
+            export_weights(kept, path, write=run.is_main)
+        if run.is_main:
+            write_assets(files.join(self.root, ASSETS), self._assets)
+        self.weights = path
+
     def on_exception(self, run: Run) -> None:
-        """Let a save that has begun end: it was good when it began."""
+        """Let a save in progress finish: its state was good when it began."""
         if self.manager.is_writing:
             self.settle(run)
 
 
 def _check_extent(run: Run) -> None:
-    """Refuse more parameters than a checkpoint can describe, once their state in the optimizers is there.
+    """Check, once the optimizers have state, that a checkpoint can describe that many parameters.
 
     Raises:
         CheckpointError: The first save would fail, perhaps hours later.
@@ -217,7 +255,7 @@ def _check_extent(run: Run) -> None:
     parameters = sum(len(group["params"]) for each in optimizers for group in each.param_groups)
     states = [slots for each in optimizers for slots in each.state.values() if isinstance(slots, dict)]
     slots = sum(map(len, states))
-    # Each of them is three keys in state.json: its name, dtype and shape.
+    # Each of them takes three keys in state.json: its name, dtype and shape.
     if 3 * (parameters + slots) > strict_json.MAX_CONTAINERS:
         raise CheckpointError(
             f"{parameters} trained parameters with {slots} entries of optimizer state are more than a"

@@ -1,27 +1,29 @@
-"""How long a run compiled."""
+"""The time that a run spends on compiling."""
 
 from __future__ import annotations
 
-import sys
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 from drivetrain.callbacks.base import Callback
+from drivetrain.core.messages import logger
 
 if TYPE_CHECKING:
-    from drivetrain.run import Run
+    from drivetrain.run.run import Run
+
+_LOG = logger(__name__)
 
 
 class CompileTime(Callback):
-    """Tells once how long compiling took, and takes it out of the time that training did.
+    """Prints once how long compiling took, and subtracts it from the time of training.
 
-    A run with `Trainer(compile=True)` has it by itself. `run.timing["compile"]` has the seconds that
-    torch.compile took in all, of training and of evaluations, and `run.timing["compute"]` and
-    `run.timing["evaluation"]` do not. No log has them: they are no property of what is trained.
+    A run with `Trainer(compile=True)` has one automatically. `run.timing["compile"]` counts the seconds of
+    torch.compile in training and evaluation; `run.timing["compute"]` and `run.timing["evaluation"]` exclude
+    them. They are not logged, because they are no property of the training.
 
     Args:
-        show: Whether the main rank prints them after the first update that compiled anything, with what was
-            compiled, to stderr.
+        show: Whether the main rank prints them to stderr after the first update that compiled anything,
+            together with what was compiled.
     """
 
     def __init__(self, show: bool = True) -> None:
@@ -29,28 +31,28 @@ class CompileTime(Callback):
         self._run: Run | None = None
         self._begun = 0.0
         self._before = 0.0
-        self._told = False
+        self._is_shown = False
 
     def on_fit_start(self, run: Run) -> None:
-        """Begin to listen to the compiler."""
+        """Start listening to the compiler."""
         from torch._dynamo.callback import callback_handler
 
-        self._told = not self.show or not run.is_main
-        self._before = run.timing.setdefault("compile", 0.0)  # of the run that is resumed
+        self._is_shown = not self.show or not run.is_main
+        self._before = run.timing.setdefault("compile", 0.0)  # a resumed run has a count
         self._run = run
         callback_handler.register_start_callback(self._start)
         callback_handler.register_end_callback(self._end)
 
     def on_step_end(self, run: Run) -> None:
-        """Tell it after the first update that compiled anything."""
-        if self._told:
+        """Report after the first update that compiled anything."""
+        if self._is_shown:
             return
         seconds = run.timing["compile"] - self._before
         if seconds > 0:
-            self._told = True
+            self._is_shown = True
             parts = run.engine.compilation.parts
             what = ", ".join(f"{number} x {kind}" for kind, number in parts.items())
-            print(f"compiled {what} in {seconds:.1f} s", file=sys.stderr, flush=True)
+            _LOG.info(f"compiled {what} in {seconds:.1f} s")
 
     def on_fit_end(self, run: Run) -> None:
         """Listen no more."""
@@ -69,7 +71,7 @@ class CompileTime(Callback):
             return
         seconds = perf_counter() - self._begun
         run.timing["compile"] += seconds
-        # What is around it adds all of its own time later.
+        # The enclosing timer adds its whole time later.
         run.timing["compute" if run.stage == "train" else "evaluation"] -= seconds
 
     def _leave(self) -> None:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.watched import Watched
-from drivetrain.errors import ConfigError, nearest
-from drivetrain.options import by_name
+from drivetrain.core.errors import ConfigError, nearest
+from drivetrain.core.validation import by_name
 
 if TYPE_CHECKING:
-    from drivetrain.run import Run
+    from drivetrain.run.run import Run
 
 
 @by_name
@@ -23,23 +23,24 @@ class EarlyStopping(Callback):
     each log point that gives it: `Trainer(log_every="1 epoch")` judges the mean of each epoch. A log interval
     that is longer than an epoch becomes one epoch.
 
-    A value improves when it is better than the best so far by more than the threshold; in "rel" mode the
-    threshold is a fraction of the best value's size. A NaN or an infinity is
-    treated as `Trainer(on_nonfinite=...)` says; with "skip" it counts as no improvement. The count and the
-    best value are part of a checkpoint, and a new fit begins without them.
+    A value improves when it beats the best so far by more than the threshold; in "rel" mode the threshold is
+    a fraction of the best value's magnitude. `Trainer(on_nonfinite=...)` decides about a NaN or an infinity;
+    with "skip" it counts as no improvement. The count and the best value are saved in checkpoints; a new fit
+    starts without them.
 
     Args:
         metric: The name of a logged value.
         mode: "min" if less is better, "max" if more is.
-        patience: How many values without improvement stop the fit; at least 1.
-        threshold: What an improvement has to exceed; not negative.
+        patience: The number of values without improvement that stops the fit; at least 1.
+        threshold: The difference that an improvement must exceed; not negative.
         threshold_mode: "abs" or "rel".
-        min_epochs: No stop before so many epochs are complete.
-        stop_at: A value that is good enough: reaching it stops the fit at once.
+        min_epochs: The number of complete epochs before the first possible stop, as by
+            `Trainer(min_epochs=...)` for all callbacks.
+        stop_at: A target value: reaching it stops the fit at once.
 
     Raises:
-        ConfigError: An argument out of its range; when a fit starts, a metric that it cannot give; or, once
-            the run is saved, a metric that is not logged.
+        ConfigError: An argument is out of its range; at the start of a fit, the fit cannot give the metric;
+            or, after the run is saved, the metric is not logged.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class EarlyStopping(Callback):
         self._loaded = False
 
     def on_fit_start(self, run: Run) -> None:
-        """Forget an earlier fit, unless this one resumes from a checkpoint.
+        """Reset after an earlier fit, unless this one resumes from a checkpoint.
 
         Raises:
             ConfigError: The fit cannot give the metric.
@@ -85,11 +86,11 @@ class EarlyStopping(Callback):
             self.best = None
             self.without_improvement = 0
         if self._loaded and self.metric in run.metrics:
-            self._decide(run, run.metrics[self.metric])  # a run that had stopped for this does not go on
+            self._decide(run, run.metrics[self.metric])  # a run that this callback stopped stays stopped
 
     def on_log(self, run: Run) -> None:
-        """Judge the metric, if this log point has it."""
-        if self._watched.came(run):
+        """Judge the metric if this log point has it."""
+        if self._watched.has_new_value(run):
             self._judge(run, run.metrics[self.metric])
 
     def _judge(self, run: Run, value: float) -> None:
@@ -102,28 +103,29 @@ class EarlyStopping(Callback):
         self._decide(run, value)
 
     def _decide(self, run: Run, value: float) -> None:
-        if run.progress.epoch < self.min_epochs:
+        if run.progress.epoch < self.min_epochs or run.totals.is_early(run.progress):
             return
         if self._reached(value):
             run.stop(f"early stopping: {self.metric} is {value:.6g} and reached {self.stop_at:.6g}")
         elif self.without_improvement >= self.patience:
-            run.stop(f"early stopping: {self._reason(value)}")
+            of = "evaluation" if run.names.stage_of(self.metric) == "validation" else "log point"
+            run.stop(f"early stopping: {self._reason(value, of)}")
 
     def on_fit_end(self, run: Run) -> None:
-        """Check that the metric came."""
+        """Check that the metric was logged."""
         self._watched.end(run)
         self._finish()
 
     def on_exception(self, run: Run) -> None:
-        """The fit is over."""
+        """Mark the fit as finished."""
         self._finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value so far and the count of values since."""
+        """Return the best value so far and the count of values since."""
         return {"best": self.best, "without_improvement": self.without_improvement}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave; the next fit goes on from there."""
+        """Restore what `state_dict` returned; the next fit continues from there."""
         self.best = None if state["best"] is None else float(state["best"])
         self.without_improvement = int(state["without_improvement"])
         self._loaded = True
@@ -144,9 +146,8 @@ class EarlyStopping(Callback):
             return False
         return value <= self.stop_at if self.mode == "min" else value >= self.stop_at
 
-    def _reason(self, value: float) -> str:
-        what = "evaluation" if self._watched.of_validation else "log point"
-        count = f"{self.without_improvement} {what}{'s' if self.without_improvement > 1 else ''}"
+    def _reason(self, value: float, of: str) -> str:
+        count = f"{self.without_improvement} {of}{'s' if self.without_improvement > 1 else ''}"
         if self.best is None:
             return f"{self.metric} was not finite for {count}; it is {value}"
         now = "" if math.isfinite(value) else f"; it is {value} now"

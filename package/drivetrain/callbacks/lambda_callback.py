@@ -6,22 +6,21 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from drivetrain.callbacks.base import HOOKS, Callback
-from drivetrain.errors import ConfigError
-from drivetrain.synonyms import help_with
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.synonyms import help_with
 
 if TYPE_CHECKING:
-    from drivetrain.run import Run
+    from drivetrain.run.run import Run
 
 
 class LambdaCallback(Callback):
-    """Calls a function at each hook that is named: ``LambdaCallback(on_step_end=lambda run: ...)``.
+    """Calls a function at each named hook: ``LambdaCallback(on_step_end=lambda run: ...)``.
 
     Args:
-        **hooks: Functions by the names of the hooks; each is given the run. A hook that is not named costs
-            nothing.
+        **hooks: Functions by hook name; each is called with the run. Other hooks cost nothing.
 
     Raises:
-        ConfigError: No hook has that name, or what is given for one cannot be called.
+        ConfigError: No hook has that name, or its value is not callable.
     """
 
     def __init__(self, **hooks: Callable[[Run], object]) -> None:
@@ -30,6 +29,6 @@ class LambdaCallback(Callback):
                 raise ConfigError(f"there is no hook {name!r}. {help_with(name, HOOKS, 'hook')}")
             if not callable(function):
                 raise ConfigError(f"{name} must be a function that is given the run, not {function!r}")
-            # On the instance, where a run looks first: the unnamed hooks stay those of the base class, marked
+            # On the instance, where a run looks first: the other hooks stay those of the base class, marked
             # unused.
             setattr(self, name, function)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from drivetrain.callbacks.base import Callback
 
 if TYPE_CHECKING:
-    from drivetrain.run import Run
+    from drivetrain.run.run import Run
 
 
 class LearningRateMonitor(Callback):
@@ -17,6 +17,6 @@ class LearningRateMonitor(Callback):
     """
 
     def on_log(self, run: Run) -> None:
-        """Log the rates of the update that comes next."""
+        """Log the rates of the next update."""
         for name, rate in run.learning_rates().items():
             run.log(name, rate)

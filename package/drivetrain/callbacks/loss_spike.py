@@ -1,8 +1,7 @@
-"""Spikes of the loss: updates that are left out, or a run that is taken back to before them."""
+"""Spikes of the loss: skip the update, or roll the run back to before the spike."""
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -14,21 +13,23 @@ from torch import Tensor
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.checkpoint import CheckpointSaver
-from drivetrain.engine_state import like_module
-from drivetrain.errors import ConfigError, DivergenceError, NonFiniteError, nearest
-from drivetrain.metrics import Row
-from drivetrain.nonfinite import check_skipping
-from drivetrain.options import count, flag, number
-from drivetrain.run_state import take_back
-from drivetrain.step_output import wide_dtype
+from drivetrain.checkpoint import CheckpointConfig
+from drivetrain.core.errors import ConfigError, DivergenceError, NonFiniteError, nearest
+from drivetrain.core.messages import logger
+from drivetrain.core.validation import count, flag, number
+from drivetrain.engine.metrics.means import Row
+from drivetrain.engine.own_loop_checkpoint import like_module
+from drivetrain.run.checkpoint import roll_back
+from drivetrain.run.nonfinite import check_skipping
+from drivetrain.task.output import wide_dtype
 
 if TYPE_CHECKING:
-    from drivetrain.run import Run
+    from drivetrain.engine.updater import Updater
+    from drivetrain.run.run import Run
+    from drivetrain.run.settings import RunSettings
     from drivetrain.strategies import Strategy
-    from drivetrain.trainer import Trainer
-    from drivetrain.updates import Updater
 
-_LOG = logging.getLogger(__name__)
+_LOG = logger(__name__)
 
 ACTIONS = ("skip", "rollback")
 
@@ -36,49 +37,48 @@ DEVIATION = 1.4826
 """The standard deviation of a normal distribution over its median absolute deviation."""
 
 LEAST = 1e-3
-"""The least deviation that is assumed, as a part of the median: equal losses would have none."""
+"""The smallest deviation to assume, as a fraction of the median: equal losses would have none."""
 
 _UNREAD = 1000
-"""Updates after which losses are read at the latest, where neither a log point nor a save comes."""
+"""The most updates between two reads of the losses, if no log point or save comes first."""
 
 
 class LossSpike(Callback):
-    """Finds updates whose loss is far above those before, and leaves them out or takes the run back.
+    """Detects updates whose loss is far above the recent ones, and skips them or rolls the run back.
 
-    A loss is a spike when ``(loss - median) / max(1.4826 MAD, 0.001 |median|)`` is above the threshold, where
-    the median and the median absolute deviation are of the last `window` losses that were none (the modified
-    z-score of Iglewicz and Hoaglin, "How to Detect and Handle Outliers", 1993; spikes do not move it, as they
-    would move a mean and a variance). A loss that is NaN or infinite is one, too. Losses are those of whole
-    updates, over all micro-batches and ranks, and nothing is judged before there are `window` of them.
+    A loss is a spike when ``(loss - median) / max(1.4826 MAD, 0.001 |median|)`` is above the threshold. The
+    median and the median absolute deviation are taken over the last `window` losses that were not spikes.
+    This is the modified z-score of Iglewicz and Hoaglin, "How to Detect and Handle Outliers", 1993; unlike a
+    mean and a variance, it is not moved by spikes. A NaN or infinite loss is a spike, too. Losses are those
+    of whole updates, over all micro-batches and ranks. The first `window` losses are not judged.
 
-    With "skip" an update is left out before the optimizer's step, as by `on_nonfinite="skip"`. This needs the
-    loss on the host in every update.
+    "skip" skips the update before the optimizer's step, as `on_nonfinite="skip"` does. This needs the loss on
+    the host in every update.
 
-    With "rollback" losses are looked at at log points and before saves, where the run waits for the device
-    anyway. The run is taken back to the newest checkpoint from before the spike, and goes on with the data
-    that come next: those of the spike, and between it and the checkpoint, are passed over (Chowdhery et al.,
-    "PaLM", 2022, section 5.1, who did so by hand). The state is saved at once, so that a resumed run goes on
-    from there.
+    "rollback" checks losses at log points and before saves, where the run waits for the device anyway. It
+    restores the newest checkpoint from before the spike and goes on with the data that come next. The data
+    between the checkpoint and the end of the spike are skipped (Chowdhery et al., "PaLM", 2022, section 5.1,
+    who did so by hand). The state is saved at once, so that a resumed run goes on from there.
 
-    A run with "rollback" is also taken back where `on_nonfinite` would end it, as for weights that a gradient
-    has made NaN.
+    "rollback" also rolls back where `on_nonfinite` would end the run, for example when a gradient has made
+    the weights NaN.
 
     Args:
         action: "skip" or "rollback".
-        metric: Which value that the step returns.
-        threshold: From how many deviations on; above 0.
-        window: How many losses to compare with; at least 10.
-        max_rollbacks: With "rollback", how often a run is taken back, over all its restarts, before it ends
-            with an error; 3 if None.
-        max_in_a_row: With "skip", how many updates are left out in a row before the run ends with an error;
-            10 if None.
+        metric: The name of the returned value to watch.
+        threshold: The number of deviations that makes a spike; above 0.
+        window: The number of losses to compare with; at least 10.
+        max_rollbacks: With "rollback", the number of roll backs, over all restarts, after which the next one
+            ends the run with an error; None allows 3.
+        max_in_a_row: With "skip", the number of updates in a row that may be skipped; one more ends the run
+            with an error. None allows 10.
         sync: Whether "skip" may wait for an accelerator in every update.
 
     Raises:
         ConfigError: An argument that is not allowed; or, when a Trainer is made, "rollback" without
             checkpoints, or "skip" on an accelerator without `sync`.
-        StrategyError: When a Trainer is made: "skip" with a strategy that leaves no update out.
-        DivergenceError: In a run: more spikes than were allowed for.
+        StrategyError: When a Trainer is made: "skip" with a strategy that cannot skip updates.
+        DivergenceError: During a run: more spikes than allowed.
     """
 
     def __init__(
@@ -118,13 +118,18 @@ class LossSpike(Callback):
         self._losses: deque[float] = deque(maxlen=self.window)
         self._pending: list[tuple[int, Sequence[Row]]] = []
 
-    def check_trainer(self, trainer: Trainer, strategy: Strategy) -> None:
-        """See that the run can do what is asked for; see the class."""
+    def check_trainer(self, trainer: RunSettings, strategy: Strategy) -> None:
+        """Check that the run supports the action; see the class."""
         if self.action == "rollback":
             if trainer.checkpoint is False:
                 raise ConfigError(
-                    "LossSpike(action='rollback') takes a run back to a checkpoint, and checkpoint=False."
+                    "LossSpike(action='rollback') rolls a run back to a checkpoint, but checkpoint=False."
                     " Give a CheckpointConfig, or action='skip'"
+                )
+            if isinstance(trainer.checkpoint, CheckpointConfig) and not trainer.checkpoint.resumable:
+                raise ConfigError(
+                    "LossSpike(action='rollback') resumes from a checkpoint, which"
+                    " CheckpointConfig(resumable=False) does not allow. Leave one of them out"
                 )
             return
         check_skipping("LossSpike(action='skip')", strategy)
@@ -135,10 +140,10 @@ class LossSpike(Callback):
                 " action='rollback', which looks at log points only"
             )
 
-    # The run.
+    # The hooks.
 
     def on_fit_start(self, run: Run) -> None:
-        """Forget an earlier fit, unless this one resumes from a checkpoint."""
+        """Reset after an earlier fit, unless this one resumes from a checkpoint."""
         if not self._loaded:
             self._reset()
         self._run = run
@@ -152,25 +157,25 @@ class LossSpike(Callback):
         step, limit = run.step, run.totals.max_updates
         if self.action == "rollback" and step is not None and step.applied:
             self._pending.append((step.update, step.rows))
-            # At the limit it must be known whether this was the last update.
+            # At the limit, the run must know whether this was the last update.
             if len(self._pending) >= _UNREAD or run.progress.updates == limit:
                 self._rolls_back()
 
     def on_log(self, run: Run) -> None:
-        """Log how many spikes there were."""
+        """Log the number of spikes."""
         if run.stage == "train":
             run.log("spikes", self.rollbacks + self.skipped)
 
     def on_fit_end(self, run: Run) -> None:
-        """The fit is over."""
+        """Mark the fit as finished."""
         self._run, self._loaded = None, False
 
     def on_exception(self, run: Run) -> None:
-        """The fit is over."""
+        """Mark the fit as finished."""
         self._run, self._loaded = None, False
 
     def state_dict(self) -> dict[str, Any]:
-        """The losses that new ones are compared with, and the counts."""
+        """Return the losses of the window and the counts."""
         return {
             "losses": list(self._losses),
             "rollbacks": self.rollbacks,
@@ -179,7 +184,7 @@ class LossSpike(Callback):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave; the next fit goes on from there."""
+        """Restore what `state_dict` returned; the next fit continues from there."""
         self._reset()
         self._losses.extend(float(each) for each in state["losses"])
         self.rollbacks, self.skipped = int(state["rollbacks"]), int(state["skipped"])
@@ -189,7 +194,7 @@ class LossSpike(Callback):
     # Losses.
 
     def _deviations(self, loss: float) -> float:
-        """By how many deviations a loss is above the median; infinite for one that is not finite."""
+        """Return how many deviations a loss is above the median; infinite for a non-finite loss."""
         if not math.isfinite(loss):
             return math.inf
         if len(self._losses) < self.window:
@@ -199,7 +204,7 @@ class LossSpike(Callback):
         return (loss - middle) / max(spread, LEAST * abs(middle), 1e-300)
 
     def _of_updates(self, updates: Sequence[tuple[int, Sequence[Row]]]) -> list[tuple[int, float]]:
-        """Return the losses of updates, over all ranks; waits for the device, once for all."""
+        """Return the losses of updates, over all ranks; waits for the device once for all of them."""
         run = self._run
         assert run is not None
         numbers: list[Tensor] = []
@@ -221,7 +226,7 @@ class LossSpike(Callback):
         ]
 
     def _refuses(self, updater: Updater, rows: Sequence[Row]) -> bool:
-        """Return whether the update is skipped; see `drivetrain.update_gate.Refusal`."""
+        """Return whether the update is skipped; see `drivetrain.engine.skip.Refusal`."""
         run = self._run
         assert run is not None
         update = run.progress.updates
@@ -236,15 +241,15 @@ class LossSpike(Callback):
             if self._in_a_row > self.max_in_a_row:
                 raise DivergenceError(
                     f"{self._in_a_row} updates in a row, number {update} each time, had a spike:"
-                    f" {self._described(loss, far)}. The loss has left its level, or the data have changed;"
+                    f" {self._describe(loss, far)}. The loss has left its level, or the data have changed;"
                     f" allowed are max_in_a_row={self.max_in_a_row}"
                 )
-            self._tell(f"update {update} was not made: {self._described(loss, far)}")
+            self._warn(f"update {update} was not made: {self._describe(loss, far)}")
             return True
         return False
 
     def _rolls_back(self, error: NonFiniteError | None = None) -> bool:
-        """Roll the run back for an error, or for a spike; see `NonFinitePolicy.rollbacks`."""
+        """Roll the run back for an error or a spike; see `NonFinitePolicy.rollbacks`."""
         if error is not None:
             return self._roll_back(error.what)
         pending, self._pending = self._pending, []
@@ -255,16 +260,16 @@ class LossSpike(Callback):
             far = self._deviations(loss)
             if far <= self.threshold:
                 self._losses.append(loss)
-            elif self._roll_back(f"a spike at update {update}: {self._described(loss, far)}"):
+            elif self._roll_back(f"a spike at update {update}: {self._describe(loss, far)}"):
                 return True
         return False
 
     def _roll_back(self, why: str) -> bool:
         """Roll the run back to its newest good checkpoint, if there is one.
 
-        A saver calls `NonFinitePolicy.rolls_back` before it saves, so that a spike is in no checkpoint. The
-        data go on where they are; all else is as it was saved. The state is saved at the end of the current
-        update, so that a resumed run goes on from there.
+        A saver calls `NonFinitePolicy.rolls_back` before it saves, so that no checkpoint contains a spike.
+        The position in the data stays; everything else is restored. The state is saved at the end of the
+        current update, so that a resumed run goes on from there.
 
         Raises:
             DivergenceError: The run was rolled back too often.
@@ -285,28 +290,28 @@ class LossSpike(Callback):
                 like = like_module(run.task)
             found = saver.manager.load_latest(like)
             if found is not None:
-                take_back(run, found[1], found[0])
+                roll_back(run, found[1], found[0])
         if found is None:
-            self._tell(f"{why}; there is no checkpoint from before it")
+            self._warn(f"{why}; there is no checkpoint from before it")
             return False
         run.ledger.note("back")
-        saver.went_back(run)
-        # The rest of this callback's state is that of the checkpoint, from before the spike.
+        saver.after_rollback(run)
+        # The rest of this callback's state comes from the checkpoint, from before the spike.
         self.rollbacks, self._pending = rollbacks + 1, []
-        run.log("spikes", self.rollbacks)  # also where this was the last log point
-        self._tell(
+        run.log("spikes", self.rollbacks)  # in case this was the last log point
+        self._warn(
             f"{why}; back to {found[0]}. The data of {before - run.progress.updates} update(s) are passed"
             " over"
         )
         return True
 
-    def _described(self, loss: float, far: float) -> str:
+    def _describe(self, loss: float, far: float) -> str:
         if not math.isfinite(loss):
             return f"{self.metric} is {loss}"
         middle = median(self._losses)
         return f"{self.metric} is {loss:.6g}, {far:.3g} deviations above the median {middle:.6g}"
 
-    def _tell(self, text: str) -> None:
+    def _warn(self, text: str) -> None:
         assert self._run is not None
         if self._run.is_main:
             _LOG.warning(text)

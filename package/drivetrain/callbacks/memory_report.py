@@ -1,32 +1,33 @@
-"""What the memory of a run is used for."""
+"""A report of what a run's memory is used for."""
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.errors import ConfigError
-from drivetrain.memory_use import MemoryUse, MemoryWatch
-from drivetrain.options import by_name
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.messages import logger
+from drivetrain.core.validation import by_name
+from drivetrain.engine.memory_profile import MemoryUse, MemoryWatch
 
 if TYPE_CHECKING:
-    from drivetrain.run import Run
+    from drivetrain.run.run import Run
+
+_LOG = logger(__name__)
 
 
 @by_name
 class MemoryReport(Callback):
-    """Watches the second update of a fit, of this process, and reports what its memory was used for.
+    """Watches the second update of a fit in this process, and reports what its memory was used for.
 
-    The first update is no measure of those that follow: it makes the optimizers' states. The second takes
-    some 0.05 ms longer for each of its operations; all others take no longer. Updates that a loss scale skips
-    do not count.
+    The first update is not typical: it makes the optimizers' states. The second takes some 0.05 ms longer for
+    each of its operations; all others take no longer. Updates that a loss scale skips do not count.
 
     Args:
-        show: Whether the main rank prints a table, to stderr.
+        show: Whether the main rank prints a table to stderr.
 
     Attributes:
-        use: The result; None until the second update, and after a fit of one.
+        use: The result; None until the second update, and after a fit of one update.
     """
 
     def __init__(self, show: bool = True) -> None:
@@ -36,11 +37,11 @@ class MemoryReport(Callback):
         self._watch: MemoryWatch | None = None
 
     def on_fit_start(self, run: Run) -> None:
-        """Begin to count updates.
+        """Start counting updates.
 
         Raises:
-            ConfigError: The task's operations cannot be seen, since it is compiled or runs on XLA; or
-                DeepSpeed trains it.
+            ConfigError: The task's operations cannot be observed, because it is compiled, runs on XLA or is
+                trained by DeepSpeed.
         """
         if run.engine.strategy.name == "deepspeed":
             raise ConfigError(
@@ -48,9 +49,11 @@ class MemoryReport(Callback):
                 " of gigabytes by default (reduce_bucket_size), from activations. Use it with 'ddp' or 'fsdp'"
             )
         if run.engine.compilation.parts:
-            raise ConfigError("MemoryReport sees no operation of a compiled task: use compile=False for it")
+            raise ConfigError("MemoryReport cannot see the operations of a compiled task. Use compile=False")
         if run.engine.device.type == "xla":
-            raise ConfigError("MemoryReport sees no operation of XLA, which compiles each update as a whole")
+            raise ConfigError(
+                "MemoryReport cannot see the operations on XLA, which compiles each update as a whole"
+            )
         self.use = self._watch = None
         self._first = run.progress.updates
 
@@ -64,7 +67,7 @@ class MemoryReport(Callback):
             self._watch.__enter__()
 
     def on_step_end(self, run: Run) -> None:
-        """Report what was found."""
+        """Report the result."""
         watch = self._watch
         self._leave()
         if watch is not None and run.progress.updates - self._first == 2:
@@ -72,13 +75,13 @@ class MemoryReport(Callback):
             self._show(run, str(self.use))
 
     def on_fit_end(self, run: Run) -> None:
-        """Say so if there was no second update."""
+        """Report if there was no second update."""
         if self.use is None:
             self._show(run, "MemoryReport: this fit has no second update, the one that is watched")
 
     def _show(self, run: Run, text: str) -> None:
         if self.show and run.is_main:
-            print(text, file=sys.stderr, flush=True)
+            _LOG.info(text)
 
     def on_exception(self, run: Run) -> None:
         """Stop watching."""

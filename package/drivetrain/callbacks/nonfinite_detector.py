@@ -1,89 +1,124 @@
-"""Finds the module in which a number was first NaN or infinite."""
+"""Finds the first module whose output is NaN or infinite."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.compiling import as_compile
-from drivetrain.errors import ConfigError
-from drivetrain.module_state import clean_name, parameter_names
-from drivetrain.update_gate import all_finite
+from drivetrain.checkpoint.weights.module_state import clean_name, parameter_names
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.messages import logger
+from drivetrain.core.validation import count
+from drivetrain.engine.skip import all_finite
+from drivetrain.strategies.transforms.compile import as_compile
 
 if TYPE_CHECKING:
-    from drivetrain.run import Run
+    from drivetrain.run.run import Run
+    from drivetrain.run.settings import RunSettings
     from drivetrain.strategies import Strategy
-    from drivetrain.trainer import Trainer
+
+_LOG = logger(__name__)
 
 _KEPT = 1000
-"""Updates that are kept between two log points; with more, the host reads whether one was bad."""
+"""The number of updates kept between two log points; after more, the host reads whether one was bad."""
+
+_HEADER = f"{'abs min':>9} {'abs max':>9}"
 
 _PARAMETER = "the gradient of the parameter"
 
 
-class _Came(NamedTuple):
-    """From where a gradient comes back: a module's output, and the modules that were given it."""
+class _GradientOrigin(NamedTuple):
+    """The origin of a gradient: a module's output, and the modules that took it as input."""
 
     place: str
     users: list[str]
 
 
-_CAME = "_nonfinite_detector_came"
-"""The attribute of a tensor at which its gradient is looked for."""
+class Frame(NamedTuple):
+    """The magnitudes of one call of a module.
+
+    Attributes:
+        module: The module, as messages name it.
+        magnitudes: The smallest and the largest absolute value of each tensor, by what it is ("weight",
+            "input 0", "output 0").
+    """
+
+    module: str
+    magnitudes: dict[str, tuple[float, float]]
+
+
+_Measured: TypeAlias = tuple[str, list[str], list[Tensor]]
+"""A frame on the device: the module, what was measured, and each smallest and largest absolute value."""
+
+_ORIGIN = "_nonfinite_detector_origin"
+"""The attribute that marks a tensor whose gradient has a hook."""
 
 
 class NonFiniteDetector(Callback):
     """Names the first module whose output, or whose output's gradient, is NaN or infinite.
 
-    Hooks on all modules look at every output of a forward, and at every gradient that comes back to one, in
-    the order in which they are computed; at the batch before, and at the gradients of the parameters after.
-    All is found on the device: a run's log point, or an update that is skipped, reads one number. What was
-    found is said in the error of `on_nonfinite="raise"`, in the reason of "stop", in the log line of "skip";
-    of several ranks by the one in which it was. Modules are named as in the state dict.
+    Hooks on all modules check every output of a forward and every gradient of an output, in the order of
+    computation. The batch is checked before, and the gradients of the parameters are checked after. The
+    checks run on the device; a log point or a skipped update reads one number. The result appears in the
+    error of `on_nonfinite="raise"`, in the reason of "stop" and in the log line of "skip". With several
+    ranks, the rank that found it reports it. Modules are named as in the state dict.
 
-    It costs about two kernels for each output and each gradient, and is meant for a run that has failed
-    before, resumed from its last good checkpoint.
+    It costs about two kernels for each output and each gradient. Use it in a run that has failed before,
+    resumed from its last good checkpoint.
+
+    With `history`, the smallest and the largest absolute value of the inputs, the outputs and the weights of
+    the last calls of modules are logged as a table. It shows where values grew or vanished before they
+    overflowed. The run then waits for the device after each update, and keeps all calls of an update.
 
     Args:
         ignore: Globs on names of modules whose outputs are infinite on purpose, such as masks.
+        history: The number of calls of modules to show, up to that of the first bad output; 0 shows none.
+
+    Attributes:
+        frames: The calls of the latest finding, the earliest first; empty before.
 
     Raises:
-        ConfigError: `ignore` is no sequence of texts, or, when a fit starts, a pattern that matches nothing;
-            or, when a Trainer is made, the task is to be compiled.
+        ConfigError: `ignore` is not a sequence of strings; at the start of a fit, a pattern matches nothing;
+            or, when a Trainer is made, the task will be compiled.
     """
 
-    def __init__(self, ignore: Iterable[str] = ()) -> None:
+    def __init__(self, ignore: Iterable[str] = (), history: int = 0) -> None:
         self._ignored = () if isinstance(ignore, str) else tuple(ignore)
         if isinstance(ignore, str) or not all(isinstance(each, str) for each in self._ignored):
-            raise ConfigError(f"NonFiniteDetector(ignore={ignore!r}) is to be a sequence of modules' names")
+            raise ConfigError(f"NonFiniteDetector(ignore={ignore!r}): give a sequence of modules' names")
+        self.history = count("NonFiniteDetector: history", history)
+        self.frames: list[Frame] = []
         self._forget()
 
     def _forget(self) -> None:
+        self._calls: list[_Measured] = []  # of this update
+        self._ends: list[int] = []  # for each flag, the number of calls until then
+        self._remembered: dict[int, list[_Measured]] = {}  # the last calls of bad updates
         self._handles: list[Any] = []
         self._places: list[str] = []
         self._flags: list[Tensor] = []
         self._seen: list[tuple[int, list[str], Tensor]] = []  # updates, their places, and which are bad
 
-    def check_trainer(self, trainer: Trainer, strategy: Strategy) -> None:
-        """See that modules can be looked at.
+    def check_trainer(self, trainer: RunSettings, strategy: Strategy) -> None:
+        """Check that modules are not compiled.
 
         Raises:
             ConfigError: They are compiled.
         """
         if as_compile(trainer.compile):
             raise ConfigError(
-                "NonFiniteDetector looks at each module's outputs, which a compiled block no longer has one"
-                " by one: use compile=False to find it"
+                "NonFiniteDetector checks each module's outputs, and a compiled block hides them:"
+                " use compile=False to find the module"
             )
 
-    # The run.
+    # The hooks.
 
     def on_fit_start(self, run: Run) -> None:
         """Install the hooks.
@@ -101,45 +136,45 @@ class NonFiniteDetector(Callback):
             if any(fnmatchcase(name, each) for each in self._ignored):
                 continue
             title = f"{name!r} ({type(module).__name__})" if name else f"the task ({type(module).__name__})"
-            self._handles.append(module.register_forward_hook(partial(self._look, title)))
+            self._handles.append(module.register_forward_hook(partial(self._check_outputs, title)))
             if not any(True for _ in module.children()):
-                self._handles.append(module.register_forward_pre_hook(partial(self._look_before, title)))
+                self._handles.append(module.register_forward_pre_hook(partial(self._check_inputs, title)))
         self._parameters: dict[Any, str] = parameter_names(run.task)
         run.nonfinite.find = self.find
 
     def on_step_start(self, run: Run) -> None:
-        """Begin an update, with its batches."""
+        """Check the batches of an update."""
         self._update = run.progress.updates
-        self._places, self._flags = [], []
+        self._clear()
         for number, each in enumerate(run.window.micro_batches):
             for tensor in _tensors(each.batch):
                 self._note(f"batch {number} of the update's data", tensor)
 
     def on_before_optimizer_step(self, run: Run) -> None:
-        """Look at the gradients that the optimizer is given."""
+        """Check the gradients before the optimizer's step."""
         for each, name in self._parameters.items():
             if each.grad is not None:
                 self._note(f"{_PARAMETER} {name!r}", each.grad)
 
     def on_step_end(self, run: Run) -> None:
-        """End an update; one that was skipped, as for an overflow of the loss scale, has come to nothing."""
+        """End an update; discard the findings of a skipped one, such as an overflow of the loss scale."""
         if run.step is not None and not run.step.applied:
-            self._places, self._flags = [], []
+            self._clear()
         self._fold()
 
     def on_log(self, run: Run) -> None:
-        """Forget what was found, which has come to nothing, but for the last update: its loss was finite, and
-        its gradient may not have been.
-        """
+        """Discard the findings, except the last update's: its gradient may not be finite."""
         if run.stage == "train":
             del self._seen[:-1]
+            kept = {update for update, *_ in self._seen}
+            self._remembered = {each: calls for each, calls in self._remembered.items() if each in kept}
 
     def on_fit_end(self, run: Run) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         self._remove()
 
     def on_exception(self, run: Run) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         self._remove()
 
     def _remove(self) -> None:
@@ -147,68 +182,120 @@ class NonFiniteDetector(Callback):
             handle.remove()
         self._forget()
 
-    # What is looked at.
+    # The checks.
 
     def _note(self, place: str, tensor: Tensor) -> None:
         with torch.no_grad():
             for finite in all_finite([tensor]):
                 self._places.append(place)
                 self._flags.append(~finite.all())
+                self._ends.append(len(self._calls))
 
-    def _look(self, title: str, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _clear(self) -> None:
+        self._places, self._flags, self._calls, self._ends = [], [], [], []
+
+    def _check_outputs(self, title: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if torch.is_grad_enabled():
+            if self.history:
+                self._calls.append((title, *_magnitudes(module, inputs, output)))
             for each in _tensors(output):
                 self._note(f"the forward of {title}", each)
-                self._look_back(each, f"the gradient of the output of {title}")
+                self._watch_gradient(each, f"the gradient of the output of {title}")
 
-    def _look_before(self, title: str, module: nn.Module, inputs: Any) -> None:
+    def _check_inputs(self, title: str, module: nn.Module, inputs: Any) -> None:
         if torch.is_grad_enabled():
             for each in _tensors(inputs):
-                self._look_back(each, "").users.append(title)
+                self._watch_gradient(each, "").users.append(title)
 
-    def _look_back(self, tensor: Tensor, place: str) -> _Came:
-        """Look at the gradient that comes back to a tensor, if one does, and once."""
-        came: _Came | None = getattr(tensor, _CAME, None)
-        if came is None:
-            came = _Came(place, [])
+    def _watch_gradient(self, tensor: Tensor, place: str) -> _GradientOrigin:
+        """Check the gradient of a tensor, if it gets one, and only once."""
+        origin: _GradientOrigin | None = getattr(tensor, _ORIGIN, None)
+        if origin is None:
+            origin = _GradientOrigin(place, [])
             if tensor.requires_grad and not tensor.is_leaf:  # a parameter would keep it
-                setattr(tensor, _CAME, came)
-                tensor.register_hook(partial(self._look_at_gradient, came))  # type: ignore[no-untyped-call]
-        return came
+                setattr(tensor, _ORIGIN, origin)
+                tensor.register_hook(partial(self._check_gradient, origin))  # type: ignore[no-untyped-call]
+        return origin
 
-    def _look_at_gradient(self, came: _Came, gradient: Tensor) -> None:
-        self._note(f"the backward of {' or '.join(came.users)}" if came.users else came.place, gradient)
+    def _check_gradient(self, origin: _GradientOrigin, gradient: Tensor) -> None:
+        self._note(f"the backward of {' or '.join(origin.users)}" if origin.users else origin.place, gradient)
 
-    # What is known.
+    # The findings.
 
     def _fold(self) -> None:
-        """Keep which of this update's places are bad."""
+        """Store which of this update's places are bad."""
         if not self._flags:
             return
         if len(self._seen) >= _KEPT and not bool(torch.cat([bad for *_, bad in self._seen]).any()):
             self._seen.clear()
-        if len(self._seen) < _KEPT:  # the first bad places are those to find
+        if len(self._seen) < _KEPT:  # the first bad places are the ones to report
             device = self._flags[0].device
             bad = torch.stack([each.to(device) for each in self._flags])
             self._seen.append((self._update, self._places, bad))
-        self._places, self._flags = [], []
+            if self.history and bool(bad.any()):
+                end = self._ends[int(bad.int().argmax())]
+                calls = self._calls[max(0, end - self.history) : end]
+                self._remembered.setdefault(self._update, calls)
+        self._clear()
 
     def find(self, update: int) -> tuple[int, str] | None:
-        """Return where a number was first not finite since the last log point, up to an update, and forget
-        what was seen. Waits for the device.
+        """Return the first place that was not finite since the last log point, up to an update, and reset.
+
+        Waits for the device.
 
         Returns:
-            How close to the cause the place is, from 0, and the place; None for nowhere on this rank.
+            A rank of how close the place is to the cause, from 0, and the place; None if this rank found
+            none.
         """
         self._fold()
         seen, self._seen = self._seen, []
+        self.frames = []
         for found, places, bad in seen:
             if found <= update and bool(bad.any()):
                 place = places[int(bad.int().argmax())]
+                self._show(found, place)
                 when = "" if found == update else f", at update {found}"
-                # A bad gradient of a parameter may come from another rank, by the exchange of gradients.
+                # A bad gradient of a parameter may come from another rank, by the reduction of gradients.
                 return int(place.startswith(_PARAMETER)), f"first in {place}{when}"
         return None
+
+    def _show(self, update: int, place: str) -> None:
+        """Log the last calls before a bad place."""
+        calls = self._remembered.pop(update, [])
+        self._remembered = {}
+        if not calls:
+            return
+        self.frames = [
+            Frame(module, {name: _numbers(each) for name, each in zip(names, measured, strict=True)})
+            for module, names, measured in calls
+        ]
+        lines = [f"update {update}, {place}: the last {len(calls)} calls of modules until then", _HEADER]
+        for frame in self.frames:
+            lines.append(f"{'':20}{frame.module}")
+            lines += [
+                f"{least:9.2e} {largest:9.2e} {name}" for name, (least, largest) in frame.magnitudes.items()
+            ]
+        _LOG.warning("\n".join(lines))
+
+
+def _magnitudes(module: nn.Module, inputs: Any, output: Any) -> tuple[list[str], list[Tensor]]:
+    """Return the names of a module's own parameters, inputs and outputs, and their extreme magnitudes."""
+    tensors: dict[str, Tensor] = dict(module.named_parameters(recurse=False))
+    for what, tree in (("input", inputs), ("output", output)):
+        tensors |= {f"{what} {number}": each for number, each in enumerate(_tensors(tree))}
+    names, measured = [], []
+    with torch.no_grad():
+        for name, each in tensors.items():
+            local = each.to_local() if hasattr(each, "to_local") else each
+            if local.is_floating_point() and local.numel():
+                names.append(name)
+                measured.append(torch.stack(torch.aminmax(local.abs())))
+    return names, measured
+
+
+def _numbers(measured: Tensor) -> tuple[float, float]:
+    least, largest = measured.tolist()
+    return least, largest
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""How many floating-point operations per second a GPU can do at best."""
+"""Peak floating-point operations per second of GPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Peak:
-    """The dense peaks of matrix products, in TFLOP/s; None for a dtype that the GPU is not made for.
+    """The dense peaks of matrix products, in TFLOP/s; None for a dtype that the GPU does not support.
 
     Attributes:
         float16: With accumulation in float32, on tensor cores.
@@ -26,8 +26,8 @@ class Peak:
 
 
 # From NVIDIA's data sheet of each product. Those of Ada, Hopper and Blackwell state tensor figures with
-# structured sparsity, which training does not use, so that they are halved here. Names are those that CUDA
-# reports; a longer name stands before the shorter one that it contains.
+# structured sparsity, which training does not use, so they are halved here. Names are those that CUDA
+# reports; a longer name comes before the shorter one that it contains.
 PEAKS: dict[str, Peak] = {
     "B200": Peak(2250, 2250, 1125, 75),
     "GH200": Peak(989.5, 989.5, 494.5, 67),
@@ -47,11 +47,11 @@ PEAKS: dict[str, Peak] = {
 
 
 def peak_flops(device_name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
-    """The dense peak in FLOP/s of matrix products in `dtype`; None when it is not known.
+    """Return the dense peak in FLOP/s of matrix products in `dtype`; None if unknown.
 
     Args:
-        device_name: What `torch.cuda.get_device_name` returns.
-        dtype: What products are computed in.
+        device_name: The value of `torch.cuda.get_device_name`.
+        dtype: The dtype of the products.
         tf32: Whether float32 products may use tensor cores (`torch.backends.cuda.matmul.fp32_precision`).
     """
     # A slice of a GPU (MIG) is reported under the GPU's name, but has only a part of its peak.

@@ -1,4 +1,4 @@
-"""How far the run is: a bar where there is a screen, plain lines where there is a file."""
+"""The progress of a run: a bar on a screen, plain lines in a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.callbacks.base import Callback
 
 if TYPE_CHECKING:
-    from drivetrain.run import Run
+    from drivetrain.run.run import Run
 
 _SECONDS_BETWEEN_DRAWINGS = 0.1
 _SHOWN_PER_STAGE = 4
@@ -25,13 +25,12 @@ class ProgressBar(Callback):
 
     On a terminal and in a notebook it is a tqdm bar, with a second, transient one during evaluation and
     prediction. Anywhere else, such as a batch system's log file, it is one plain line per `log_every` without
-    control characters. What a validation gives between two lines stands in the next::
+    control characters. The values of a validation between two lines appear in the next::
 
         epoch 2/3 | update 50/135 | train/loss 0.512 | validation/accuracy 0.93
 
     Args:
-        metrics: The names to show. By default the first four of each stage, in the order in which they were
-            logged.
+        metrics: The names to show. By default the first four of each stage, in the order of logging.
     """
 
     def __init__(self, metrics: Sequence[str] | None = None) -> None:
@@ -43,11 +42,11 @@ class ProgressBar(Callback):
         self._evaluation_bar: Any = None
         self._loader: str | None = None
         self._due = self._unsaid = False
-        # When to draw next. Infinity where nothing is drawn: an update then costs one reading of the clock.
+        # The time of the next drawing. Infinity if nothing is drawn: an update then only reads the clock.
         self._next = math.inf
 
     def on_fit_start(self, run: Run) -> None:
-        """Open the bar, at the update where a resumed run goes on."""
+        """Open the bar at the run's current update."""
         if not run.is_main:
             return
         self._fitting = True
@@ -59,18 +58,18 @@ class ProgressBar(Callback):
                 total=run.totals.updates,
                 desc=self._epoch_text(run),
                 unit="update",
-                **_DRAW_WHEN_TOLD,
+                **_DRAW_EXPLICITLY,
             )
 
     def on_epoch_start(self, run: Run) -> None:
         """Show the epoch's number."""
-        # Kept, because at an epoch's last log point the progress may count that epoch as complete already.
+        # Stored, because at an epoch's last log point the progress may already count that epoch as complete.
         self._epoch = run.progress.epoch + 1
         if self._bar is not None:
             self._bar.set_description(self._epoch_text(run), refresh=False)
 
     def on_step_end(self, run: Run) -> None:
-        """Draw the bar if it is time to."""
+        """Draw the bar if it is due."""
         if time.monotonic() >= self._next:
             self._draw(run)
 
@@ -78,37 +77,37 @@ class ProgressBar(Callback):
         """Show the latest metrics."""
         if not self._fitting:
             return
-        # What other callbacks add to this log point does not stand among the metrics yet.
+        # The values that other callbacks add to this log point are not among the metrics yet.
         if self._bar is not None:
             metrics = {**run.metrics, **run.logged}
-            values = [f"{name} {metrics[name]:.4g}" for name in self._shown(metrics)]
+            values = [f"{name} {metrics[name]:.4g}" for name in self._shown(run, metrics)]
             self._bar.set_postfix_str(", ".join(values), refresh=False)
             return
         self._unsaid = True
-        of_training = any(name.startswith("train/") for name in run.logged)
+        of_training = any(run.names.stage_of(name) == "train" for name in run.logged)
         self._due = self._due or of_training or run.triggers.log.every is None
 
     def on_save(self, run: Run) -> None:
-        """Write the line of this update, if it is due, with all that the update brought."""
+        """Write the line of this update if it is due, with all values of the update."""
         if self._due and run.stop_reason is None:
             self._print(run)
 
     def on_evaluation_start(self, run: Run) -> None:
-        """Look where to draw when the evaluation is not part of a fit."""
+        """Find where to draw, if the evaluation is not part of a fit."""
         if run.is_main and not self._fitting:
             self._look_for_screen()
 
     def on_evaluation_step_end(self, run: Run) -> None:
-        """Draw the evaluation's bar if it is time to."""
+        """Draw the evaluation's bar if it is due."""
         if time.monotonic() >= self._next:
             self._draw_evaluation(run)
 
     def on_evaluation_end(self, run: Run) -> None:
-        """Take the evaluation's bar away."""
+        """Remove the evaluation's bar."""
         self._close_evaluation()
 
     def on_fit_end(self, run: Run) -> None:
-        """Draw the bar a last time and leave it standing."""
+        """Draw the bar a last time and leave it on the screen."""
         if self._bar is not None:
             self._draw(run)
         elif self._unsaid:
@@ -116,7 +115,7 @@ class ProgressBar(Callback):
         self._close()
 
     def on_exception(self, run: Run) -> None:
-        """Leave the bars as they are and the terminal at the start of a line."""
+        """Leave the bars on the screen, and the terminal at the start of a line."""
         if self._due:
             self._print(run)
         self._close()
@@ -124,7 +123,7 @@ class ProgressBar(Callback):
     def _print(self, run: Run) -> None:
         self._due = self._unsaid = False
         updates = _of("update", run.progress.updates, run.totals.updates)
-        values = [f"{name} {run.metrics[name]:.4g}" for name in self._shown(run.metrics)]
+        values = [f"{name} {run.metrics[name]:.4g}" for name in self._shown(run, run.metrics)]
         print(" | ".join([self._epoch_text(run), updates, *values]), file=sys.stderr, flush=True)
 
     def _look_for_screen(self) -> None:
@@ -140,7 +139,7 @@ class ProgressBar(Callback):
         name = run.stage if evaluation.loader is None else f"{run.stage} {evaluation.loader}"
         if self._evaluation_bar is None:
             self._evaluation_bar = self._bar_class(
-                total=evaluation.batches, desc=name, unit="batch", leave=False, **_DRAW_WHEN_TOLD
+                total=evaluation.batches, desc=name, unit="batch", leave=False, **_DRAW_EXPLICITLY
             )
         elif evaluation.loader != self._loader:
             self._evaluation_bar.reset(total=evaluation.batches)
@@ -167,20 +166,20 @@ class ProgressBar(Callback):
         epoch = self._epoch if epochs is None else min(self._epoch, epochs)  # a finished run begins no other
         return _of("epoch", epoch, epochs)
 
-    def _shown(self, names: Iterable[str]) -> list[str]:
+    def _shown(self, run: Run, names: Iterable[str]) -> list[str]:
         if self.metrics is not None:
             known = set(names)
             return [name for name in self.metrics if name in known]
         by_stage: dict[str, list[str]] = {stage: [] for stage in _STAGES}
         for name in names:
-            shown = by_stage.get(name.partition("/")[0])
+            shown = by_stage.get(run.names.stage_of(name) or "")
             if shown is not None and len(shown) < _SHOWN_PER_STAGE:
                 shown.append(name)
         return [name for shown in by_stage.values() for name in shown]
 
 
-# tqdm would decide by itself in which calls of update() it draws; the callback has decided already.
-_DRAW_WHEN_TOLD = {"mininterval": 0.0, "miniters": 0, "dynamic_ncols": True}
+# tqdm decides in which calls of update() it draws; here the callback has decided already.
+_DRAW_EXPLICITLY = {"mininterval": 0.0, "miniters": 0, "dynamic_ncols": True}
 
 
 def _of(what: str, number: int, total: int | None) -> str:
@@ -188,7 +187,7 @@ def _of(what: str, number: int, total: int | None) -> str:
 
 
 def _bar_class() -> Any:
-    """The kind of tqdm bar that fits where stderr goes; None where no bar can be drawn."""
+    """Return the tqdm bar class for stderr; None where no bar can be drawn."""
     notebook = "ipykernel.zmqshell" in sys.modules
     if not (notebook or _has_screen()):
         return None
@@ -200,13 +199,13 @@ def _bar_class() -> Any:
 
         # Without ipywidgets tqdm's notebook bar raises; the text bar works in a notebook as well.
         base = tqdm if widgets.IProgress is None else widgets.tqdm
-    # tqdm starts a thread that outlives the bar, to redraw bars that were not updated for long, and makes a
-    # lock for several processes, which on some systems starts one. This bar needs neither.
+    # tqdm starts a thread that outlives the bar, to redraw stale bars, and makes a lock for several
+    # processes, which on some systems starts one. This bar needs neither.
     return type("Bar", (base,), {"monitor_interval": 0, "_lock": threading.RLock()})
 
 
 def _has_screen() -> bool:
-    """Whether stderr is a terminal that can hold a bar: one that moves its cursor and knows its width."""
+    """Return whether stderr is a terminal that can move its cursor and knows its width."""
     if sys.stderr is None or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         return False
     return all(os.get_terminal_size(sys.stderr.fileno()))  # tqdm draws nothing on a screen without rows

@@ -1,4 +1,4 @@
-"""Which rank the others wait for."""
+"""Finds the rank that the others wait for."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LEAST = 10.0
-"""Seconds of training over which ranks are compared: at 20 looks a second, to within some 5 %."""
+"""Seconds of training per comparison: at 20 samples a second, precise to some 5 %."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The ranks over a while.
+    """The ranks over an interval.
 
     Attributes:
-        slowest: The rank that has worked longest between the collectives.
+        slowest: The rank with the longest work between the collectives.
         ratio: Its seconds of work over the median of all ranks.
-        seconds: How long it has worked.
+        seconds: Its seconds of work.
         median: The median; of two ranks in the middle, the faster one.
-        waiting: The share of its time that a rank has waited, over all ranks.
+        waiting: The share of time that ranks have waited, over all ranks.
     """
 
     slowest: int
@@ -30,16 +30,16 @@ class Comparison:
 
 
 class Stragglers:
-    """Compares the ranks' own work, which is what they do between collectives.
+    """Compares the work of the ranks, which is the time between collectives.
 
-    As in MegaScale (Jiang et al., arXiv 2402.15627, section 5), which finds machines that are slow all the
-    time by the time of each rank's own computation, and the training of Llama 3 (Dubey et al., arXiv
-    2407.21783, section 3.3), where one straggler slows thousands of others. A rank is named when it was the
-    slowest twice in a row, by more than a margin: once may be chance.
+    The method follows MegaScale (Jiang et al., arXiv 2402.15627, section 5), which finds permanently slow
+    machines by the time of each rank's computation, and the training of Llama 3 (Dubey et al., arXiv
+    2407.21783, section 3.3), where one straggler slows thousands of others. A rank is reported when it was
+    the slowest twice in a row, by more than a margin: once may be chance.
 
     Args:
-        margin: By how much of the median a rank must be slower.
-        copies: Of how many neighbouring ranks one stands for all.
+        margin: How much slower than the median a rank must be, as a fraction of the median.
+        copies: The number of neighbouring ranks that one rank represents.
     """
 
     def __init__(self, margin: float, copies: int = 1) -> None:
@@ -53,10 +53,11 @@ class Stragglers:
     def compare(
         self, shares: Sequence[tuple[float, float]], updates: int
     ) -> tuple[Comparison | None, str | None]:
-        """The ranks since the last comparison, None before enough time has passed; and a line, if one is due.
+        """Return the comparison since the last one, or None before enough time has passed; and a line to
+        print, if one is due.
 
         Args:
-            shares: Of each rank, the seconds of its own work and of its waiting so far.
+            shares: For each rank, its seconds of work and of waiting so far.
             updates: The updates so far.
         """
         now = list(shares)
@@ -82,7 +83,7 @@ class Stragglers:
         self._named.add(self._suspect)
         took, others = found.seconds / updates, found.median / updates
         return (
-            f"drivetrain: rank {found.slowest} is slow, and the others wait for it: between collectives it"
+            f"rank {found.slowest} is slow, and the others wait for it: between collectives it"
             f" takes {found.ratio:.2f} times as long as the median of all ranks ({took:.3g} s an update, not"
             f" {others:.3g} s). Look at what else runs there, at its clock and temperature, and whether its"
             " batches or its storage are others"

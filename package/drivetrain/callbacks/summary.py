@@ -1,8 +1,7 @@
-"""What a task is made of, as a table."""
+"""A table of a task's modules and parameters."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -10,12 +9,15 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.errors import ConfigError
-from drivetrain.module_state import elements
-from drivetrain.precision import Precision
+from drivetrain.checkpoint.weights.module_state import elements
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.messages import logger
+from drivetrain.strategies.precision.base import Precision
 
 if TYPE_CHECKING:
-    from drivetrain.run import Run
+    from drivetrain.run.run import Run
+
+_LOG = logger(__name__)
 
 _HEADER = ("module", "type", "parameters", "trainable", "dtype")
 _NUMBERS = (2, 3)
@@ -26,17 +28,17 @@ _DTYPES = {
     "reduce": "sums over processes",
     "optimizer": "optimizer state",
 }
-"""What stands before each of a precision's dtypes."""
+"""The label of each of a precision's dtypes."""
 
 
 class ModelSummary(Callback):
     """Prints a table of the task's parameters by module when a fit starts, on the main rank, to stderr.
 
-    Below it stand the totals, their memory, what is kept and computed in which dtype, the device, the
-    strategy and the precision.
+    Below it are the totals, their memory, the dtypes of storage and computation, the device, the strategy and
+    the precision.
 
     Args:
-        depth: How many levels of modules to show; 0 shows the totals alone.
+        depth: The levels of modules to show; 0 shows the totals alone.
 
     Raises:
         ConfigError: A negative depth.
@@ -57,26 +59,26 @@ class ModelSummary(Callback):
         if engine.splitter is not None:
             where += f" | micro-batch {engine.splitter}"
         parts = (summarize(run.task, self.depth), _dtype_table(engine.precision), where)
-        print("\n\n".join(parts), file=sys.stderr, flush=True)
+        _LOG.info("\n\n".join(parts))
 
 
 def _dtype_table(precision: Precision) -> str:
-    """What a run keeps and computes in: `Precision.dtypes` as a table."""
+    """Return `Precision.dtypes`, the dtypes of storage and computation, as a table."""
     rows = [(_DTYPES[name], value) for name, value in precision.dtypes._asdict().items()]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
 
 
 def summarize(task: nn.Module, depth: int = 1) -> str:
-    """A table of `task`'s parameters by module, and their totals.
+    """Return a table of `task`'s parameters by module, and their totals.
 
     A row counts everything below its module. A parameter that several modules share counts where it appears
-    first; the others show it as shared. A lazy parameter that has no shape yet counts as nothing and is shown
-    as such.
+    first; the others show it as shared. A lazy parameter without a shape counts as nothing and is shown as
+    lazy.
 
     Args:
         task: Any module.
-        depth: How many levels of modules to show; 0 shows the totals alone.
+        depth: The levels of modules to show; 0 shows the totals alone.
 
     Raises:
         ConfigError: A negative depth.
@@ -131,7 +133,7 @@ def _check_depth(depth: int) -> None:
 
 
 def _owned(task: nn.Module) -> dict[int, str]:
-    """The module in which each parameter appears first, by the parameter's identity."""
+    """Return the name of the first module that holds each parameter, by the parameter's id."""
     return {
         id(parameter): name.rpartition(".")[0]
         for name, parameter in task.named_parameters(remove_duplicate=True)

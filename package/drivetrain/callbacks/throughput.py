@@ -1,4 +1,4 @@
-"""How fast a run trains, and what it spends its time on."""
+"""A run's speed, and the shares of its time."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ import torch
 from drivetrain.callbacks.base import Callback, without_gradients
 from drivetrain.callbacks.peaks import peak_flops
 from drivetrain.callbacks.stragglers import Stragglers
-from drivetrain.distributed.shares import Shares
-from drivetrain.errors import ConfigError
-from drivetrain.options import by_name, number
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.messages import logger
+from drivetrain.core.validation import by_name, number
+from drivetrain.distributed.time_shares import TimeShares
+from drivetrain.run.loop import train_steps
 
 if TYPE_CHECKING:
-    from drivetrain.run import Run
+    from drivetrain.run.run import Run
+    from drivetrain.run.settings import RunSettings
     from drivetrain.strategies import Strategy
-    from drivetrain.trainer import Trainer
+
+_LOG = logger(__name__)
 
 _LEAST_WAIT = 1.0
-"""Seconds of waiting between two log points below which no hint is worth a line."""
+"""The shortest wait for data between two log points, in seconds, that is worth a hint."""
 
 _PARTS = ("data", "compute", "evaluation", "save", "compile")
 
@@ -36,41 +40,41 @@ class Throughput(Callback):
     All names begin with ``throughput/``:
 
     - ``samples_per_second``, ``tokens_per_second`` (if tokens are counted) and ``updates_per_second``: over
-      the time spent on training, which is the wall time without evaluation, saving and compiling;
-    - ``data_seconds``, ``compute_seconds``, ``evaluation_seconds``, ``save_seconds``, with
-      ``Trainer(compile=True)`` also ``compile_seconds``, and the same with ``_share``: what the wall time
-      went to. Waiting for the data is "data"; where its share is larger than ``data_hint``, a line on
-      standard error says once in a fit what would help;
-    - with several processes, over ten seconds of training or more: ``slowest_rank``, the rank that works
-      longest between collectives, ``slowest_rank_ratio``, its time over the median of all ranks, and
-      ``waiting_share``, what of the ranks' time goes to waiting for one another. A rank that is slower by
-      ``straggler_margin`` twice in a row is named in a line on standard error, once in a fit. On Linux,
-      where collectives are gloo's;
+      the training time, which is the wall time without evaluation, saving and compiling;
+    - ``data_seconds``, ``compute_seconds``, ``evaluation_seconds`` and ``save_seconds``: the parts of the
+      wall time. ``Trainer(compile=True)`` adds ``compile_seconds``. Each also has a value with ``_share`` for
+      ``_seconds``. "data" is the wait for the data; if its share exceeds ``data_hint``, one line per fit on
+      standard error names a remedy;
+    - ``slowest_rank``, ``slowest_rank_ratio`` and ``waiting_share``: the rank that works longest between
+      collectives, its time over the median of all ranks, and the share of the ranks' time spent on waiting
+      for one another. They need several processes, Linux, collectives on gloo, and ten seconds of training.
+      A rank that is slower by ``straggler_margin`` twice in a row is reported on standard error, once per
+      fit;
     - ``model_flops_per_second``: operations of the forward and backward passes, on all devices;
-    - ``model_flops_utilisation``: that per device over the device's peak (Chowdhery et al., "PaLM", arXiv
-      2204.02311, appendix B), when the peak is known.
+    - ``model_flops``: all of them since the run began, before a resume too;
+    - ``model_flops_utilisation``: the operations per second of one device over its peak, if the peak is known
+      (Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B).
 
-    The first update of a fit, also of one that is resumed, is left out, because it warms up caches and
-    allocators. A log point without an update
-    since the one before, such as the one of an evaluation, gets no values. Nothing here waits for the device.
+    The first update of a fit is left out, because it warms up caches and allocators. A log point gets no
+    values if no update was made since the one before, as at an evaluation. Nothing here waits for the device.
 
     The operations per sample are counted once, in the fit's first update, as torch runs it
-    (`torch.utils.flop_counter`): they hold for batches like that one, and include what activation
-    checkpointing computes again. A compiled task runs that one update uncompiled. A checkpoint keeps the
-    count, so that a resumed run does not count again.
+    (`torch.utils.flop_counter`). They hold for batches like that one, and include recomputation by activation
+    checkpointing. A compiled task runs that one update uncompiled. A checkpoint stores the count, so that a
+    resumed run does not count again.
 
     Args:
         peak_flops: The peak of one device in FLOP/s. By default that of the GPU in the precision's compute
             dtype, from a table (`drivetrain.callbacks.peaks`).
         flops_per_sample: Floating-point operations per sample of a forward and backward pass.
         measure_flops: Whether to count them when they are not given.
-        data_hint: The share of the time above which waiting for data is worth a hint; None for no hint.
-        straggler_margin: By how much of the median of all ranks one must be slower to be named; None for
-            comparing none.
+        data_hint: The share of time spent on waiting for data that triggers a hint; None disables it.
+        straggler_margin: How much slower than the median a rank must be to be reported, as a fraction of the
+            median. None disables the comparison.
 
     Raises:
-        ConfigError: A peak or a number of operations that is not positive, a share that is not between 0
-            and 1. By the Trainer: it has two of these, which would log under the same names.
+        ConfigError: A peak or a number of operations is not positive, or a share is not between 0 and 1. The
+            Trainer raises it for two Throughputs, which would log under the same names.
     """
 
     timed_names: ClassVar[Sequence[str]] = ("throughput/*",)
@@ -95,7 +99,7 @@ class Throughput(Callback):
         self.measure_flops = measure_flops
         self.data_hint = data_hint
         self.straggler_margin = straggler_margin
-        self._shares: Shares | None = None
+        self._shares: TimeShares | None = None
         self._stragglers: Stragglers | None = None
         self._hints = False
         self._flops_per_sample = flops_per_sample
@@ -106,8 +110,8 @@ class Throughput(Callback):
         self._counting: _Counting | None = None
         self._mark: _Mark | None = None
 
-    def check_trainer(self, trainer: Trainer, strategy: Strategy) -> None:
-        """See that there is one: two would log under the same names, and count each other's counting.
+    def check_trainer(self, trainer: RunSettings, strategy: Strategy) -> None:
+        """Check that there is only one: two would log under the same names and disturb each other's count.
 
         Raises:
             ConfigError: There are more.
@@ -120,7 +124,7 @@ class Throughput(Callback):
             )
 
     def on_fit_start(self, run: Run) -> None:
-        """Look up the device's peak and begin without a measurement."""
+        """Look up the device's peak and reset the measurement."""
         if not self._loaded:
             self._flops_per_sample = self.flops_per_sample
         self._loaded = False
@@ -130,9 +134,9 @@ class Throughput(Callback):
         self._mark = None
         self._hints = self.data_hint is not None and run.is_main
         margin, ranks = self.straggler_margin, run.engine.data_ranks
-        if margin is not None and not ranks.alone and Shares.can_tell():
+        if margin is not None and not ranks.alone and TimeShares.is_supported():
             self._stragglers = Stragglers(margin, ranks.copies)
-            shares = self._shares = Shares()
+            shares = self._shares = TimeShares(train_steps.__code__)
             run.engine.buffer.own = lambda: (shares.own, shares.waited)
             shares.start()
 
@@ -140,24 +144,24 @@ class Throughput(Callback):
         """Count the operations of the fit's first update."""
         if self._measure:
             self._counting = _Counting(run.progress.samples)
-            if run.engine.splitter is not None:  # an attempt that ran out of memory is no part of the update
+            if run.engine.splitter is not None:  # an attempt that ran out of memory does not count
                 run.engine.splitter.begun_again.append(self._counting.forget)
 
     @without_gradients
     def on_before_optimizer_step(self, run: Run) -> None:
-        """Forward and backward are over; a task with several optimizers comes here once for each."""
+        """Finish the count after forward and backward; with several optimizers, at each one's step."""
         if self._counting is not None:
             self._counting.read()
 
     def on_step_end(self, run: Run) -> None:
-        """Start the first measurement when the first update is over."""
+        """Start the first measurement after the first update."""
         if self._counting is not None:
             self._finish_counting(run)
         elif self._mark is None:
             self._mark = _Mark.now(run)
 
     def on_log(self, run: Run) -> None:
-        """Log what was measured since the log point before."""
+        """Log the measurements since the previous log point."""
         self._compare(run)
         before = self._mark
         if before is None or run.progress.updates == before.updates:
@@ -180,10 +184,11 @@ class Throughput(Callback):
             run.log(f"throughput/{part}_share", seconds / wall)
         if self._hints and spent["data"] >= _LEAST_WAIT and spent["data"] > wall * (self.data_hint or 0.0):
             self._hints = False
-            print(_hint(run, spent["data"] / wall), file=sys.stderr, flush=True)
+            _LOG.warning(_hint(run, spent["data"] / wall))
         if self._flops_per_sample is not None:
             flops = samples * self._flops_per_sample
             run.log("throughput/model_flops_per_second", flops)
+            run.log("throughput/model_flops", run.progress.samples * self._flops_per_sample)
             if self._peak is not None:
                 run.log("throughput/model_flops_utilisation", flops / self._devices / self._peak)
 
@@ -196,22 +201,22 @@ class Throughput(Callback):
             run.log("throughput/slowest_rank_ratio", found.ratio)
             run.log("throughput/waiting_share", found.waiting)
         if line is not None and run.is_main:
-            print(line, file=sys.stderr, flush=True)
+            _LOG.warning(line)
 
     def on_fit_end(self, run: Run) -> None:
-        """Stop counting, should the fit end within its first update, and comparing."""
+        """Stop counting, if the fit ends within its first update, and comparing."""
         self._end(run)
 
     def on_exception(self, run: Run) -> None:
-        """Stop counting, should the first update have raised, and comparing."""
+        """Stop counting, if the first update raised, and comparing."""
         self._end(run)
 
     def state_dict(self) -> dict[str, Any]:
-        """The operations per sample, if they are known."""
+        """Return the operations per sample, if known."""
         return {"flops_per_sample": self._flops_per_sample}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave; a number given to the constructor comes first."""
+        """Restore what `state_dict` returned; a number given to the constructor takes precedence."""
         self._flops_per_sample = self.flops_per_sample or state["flops_per_sample"]
         self._loaded = True
 
@@ -223,7 +228,8 @@ class Throughput(Callback):
         # An update without an optimizer's step (a window of weight zero) has no complete backward to count.
         if flops is not None and samples > 0:
             self._measure = False
-            # Matrices that are split over processes are counted whole; attention over some heads is not.
+            # Matrices that are sharded over ranks are counted whole; attention over a part of the heads is
+            # not.
             shares = run.engine.strategy.data_size
             self._flops_per_sample = shares * flops / samples if flops else None
 
@@ -245,14 +251,12 @@ class Throughput(Callback):
 
 def _hint(run: Run, share: float) -> str:
     assert run.train_feed is not None
-    return (
-        f"drivetrain: {share:.0%} of the time goes to waiting for the training data. {run.train_feed.advice}"
-    )
+    return f"{share:.0%} of the time goes to waiting for the training data. {run.train_feed.advice}"
 
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """Where the run was at a moment."""
+    """A point in the run."""
 
     seconds: float
     updates: int
@@ -270,7 +274,7 @@ class _Counting:
     """Counts the floating-point operations that torch dispatches until it is closed.
 
     Args:
-        samples: The samples seen when counting began.
+        samples: The number of samples before counting began.
     """
 
     def __init__(self, samples: int) -> None:
@@ -288,11 +292,11 @@ class _Counting:
         self._counter = self._stack.enter_context(FlopCounterMode(display=False))
 
     def read(self) -> None:
-        """Take the count so far."""
+        """Store the count so far."""
         self.flops = self._counter.get_total_flops() - self._forgotten
 
     def forget(self) -> None:
-        """Count from here on: what was counted before was for nothing."""
+        """Restart the count: the operations so far were of an attempt that is repeated."""
         self._forgotten = self._counter.get_total_flops()
 
     def close(self) -> None:
@@ -307,7 +311,7 @@ def _device_peak(run: Run) -> float | None:
     precision = run.engine.precision
     stored = next((each.dtype for each in run.task.parameters() if each.is_floating_point()), torch.float32)
     dtype = precision.compute_dtype or precision.param_dtype or stored
-    # torch's other question, by get_float32_matmul_precision, is an error once this was set.
+    # torch's other query, get_float32_matmul_precision, is an error once this was set.
     matmul: Any = torch.backends.cuda.matmul
     tf32 = matmul.fp32_precision == "tf32"
     return peak_flops(torch.cuda.get_device_name(device), dtype, tf32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -11,21 +10,24 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from drivetrain.module_state import clean_name
+from drivetrain.checkpoint.weights.module_state import clean_name
+from drivetrain.core.messages import logger
+
+_LOG = logger(__name__)
 
 WARNING = "training changes tensors that no checkpoint holds"
-"""How the warning begins."""
+"""The beginning of the warning."""
 
 _MANY = 1000
-"""Elements of a container that are looked at."""
+"""The number of elements of a container to check."""
 
 _LIBRARIES = frozenset(
     {"abc", "builtins", "collections", "deepspeed", "drivetrain", "torch", "torch_xla", "torchao", "typing"}
 )
-"""Where the classes are defined whose own attributes are made anew, or saved, without the user's help."""
+"""Packages whose classes rebuild or save their attributes without the user's help."""
 
 _OF_MODULES = frozenset({*vars(nn.Module()), "_flat_weights", "_hparams"})
-"""Attributes that torch and this package keep in modules of any class."""
+"""Attributes that torch and this package store in modules of any class."""
 
 _Mark = tuple[weakref.ref[Tensor], int, tuple[int, ...]]
 
@@ -33,9 +35,9 @@ _Mark = tuple[weakref.ref[Tensor], int, tuple[int, ...]]
 class UnsavedTensors:
     """Finds tensors that change between the first update and a save, and that the checkpoint does not hold.
 
-    A plain attribute of a module is looked at, and the elements of one that is a list, deque, tuple or
-    dict. A tensor that is made or moved in the first update and stays the same is a cache. Only weak
-    references and version counters are kept: no value is read, so that no device is waited for.
+    It checks a module's plain attributes, and the elements of a list, deque, tuple or dict. A tensor that the
+    first update makes or moves, and that then stays the same, is a cache. Only weak references and version
+    counters are kept. No value is read, so there is no wait for the device.
 
     Args:
         task: The task, after the first update of this program.
@@ -46,7 +48,7 @@ class UnsavedTensors:
         self._known: set[str] = set()
 
     def warn(self, task: nn.Module, saved: Collection[str]) -> None:
-        """Warn of tensors that have changed since the last look, once for each name.
+        """Warn of tensors that have changed since the last call, once for each name.
 
         Args:
             task: The task.
@@ -67,18 +69,17 @@ class UnsavedTensors:
         if not changed:
             return
         self._known.update(changed)
-        warnings.warn(
+        _LOG.warning(
             f"{WARNING}: {', '.join(map(repr, changed))} of {type(task).__name__}, neither parameters nor"
             " buffers. A resumed run is not exact if a step reads what an earlier step has left there."
             " Register the tensor as a buffer (register_buffer), return it from get_extra_state of its"
             " module, or keep it in a callback that has state_dict. 'drivetrain check-resume' finds out"
-            " whether a step depends on it",
-            stacklevel=2,
+            " whether a step depends on it"
         )
 
 
 def _attributes(task: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The plain attributes with tensors, by full name."""
+    """Yield the plain attributes with tensors, by full name."""
     for prefix, module in _modules(task, "", set()):
         if {kind.__module__.partition(".")[0] for kind in type(module).__mro__} <= _LIBRARIES:
             continue
@@ -90,7 +91,7 @@ def _attributes(task: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _modules(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules with what stands before their attributes' names; without those that save what is in them."""
+    """Yield modules with the prefix of their attributes' names, except those that save their contents."""
     is_metric = all(callable(getattr(module, name, None)) for name in ("update", "compute", "reset"))
     saves_itself = type(module).get_extra_state is not nn.Module.get_extra_state
     if module in seen or is_metric or saves_itself:
@@ -102,7 +103,7 @@ def _modules(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[t
 
 
 def _tensors(value: Any) -> dict[Any, Tensor]:
-    """The tensors in the value of an attribute that are no parameters, by key or position."""
+    """Return the tensors in an attribute's value that are not parameters, by key or position."""
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Tensor):
         items = ((None, value),)
@@ -123,7 +124,7 @@ def _marks(value: Any) -> dict[Any, _Mark]:
 
 
 def _differs(before: Mapping[Any, _Mark], now: Mapping[Any, _Mark], value: Any) -> bool:
-    """Whether a tensor was changed or replaced, or a list that had tensors has got more."""
+    """Return whether a tensor was changed or replaced, or a list of tensors has grown."""
     grows = isinstance(value, (list, deque)) and len(now) > len(before) > 0
     return grows or any(
         key in before and (before[key][0]() is not mark[0]() or before[key][1:] != mark[1:])
@@ -132,7 +133,7 @@ def _differs(before: Mapping[Any, _Mark], now: Mapping[Any, _Mark], value: Any) 
 
 
 def _storages(tensors: Iterable[Tensor]) -> set[int]:
-    """The addresses of tensors' memory, as far as they have some of their own."""
+    """Return the memory addresses of tensors that have memory."""
     found = set()
     for each in tensors:
         try:

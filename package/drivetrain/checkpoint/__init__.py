@@ -1,47 +1,49 @@
-"""Checkpoints: a directory of safetensors and JSON files that is whole or does not exist.
+"""Checkpoints: a directory of safetensors and JSON files that is complete or does not exist.
 
-From the ground up:
-
-- files: `filesystem` (the operations, on a disk), `places` (which file system a path is in), `remote` with
-  `retries` (object stores), `strict_json`, `files` (durable writing, hashed reading)
-- the format: `tensors` (safetensors), `tree` (Python values to JSON and tensors), `records` and `format`
-  (the manifest), `migrations` (older versions)
-- checkpoints: `sharding` (who writes and reads which part), `reading`, `io` (writing, and storage as the
-  manager sees it)
-- those of a run: `index`, `recovery` (after a kill), `background` (saving behind the loop), `manager` (what
-  is kept), `locate` (what a path means), `inspection`, `description` and `compare` (for people)
-- weights by themselves: `export`, `outgoing`, `weight_files`, `torch_file`, `dtypes`, `weights`
+From the ground up: `storage/` (disks and object stores), `format/` (files, manifest, older versions),
+`saving/` (one checkpoint, and the checkpoints of a run), `weights/` (weights by name), `foreign/` (other
+programs' files) and `inspection/` (listings, descriptions and comparisons for people).
 """
 
 from typing import TYPE_CHECKING
 
-from drivetrain.lazy import exports
+from drivetrain.core.lazy import exports
+from drivetrain.distributed.failure.named_places import register_opaque
+
+register_opaque(__file__)
 
 if TYPE_CHECKING:
-    from drivetrain.checkpoint.config import CheckpointConfig
-    from drivetrain.checkpoint.export import export_weights
-    from drivetrain.checkpoint.filesystem import DamagedCheckpointError
-    from drivetrain.checkpoint.format import FORMAT_VERSION, Manifest, Snapshot
-    from drivetrain.checkpoint.io import CheckpointIO, DirectoryCheckpointIO, read_manifest, verify
+    from drivetrain.checkpoint.assets import copy_assets
+    from drivetrain.checkpoint.format.manifest import FORMAT_VERSION, Manifest, Snapshot
+    from drivetrain.checkpoint.format.tree import pack, unpack
     from drivetrain.checkpoint.locate import resolve
-    from drivetrain.checkpoint.manager import CheckpointManager, SavedCheckpoint
-    from drivetrain.checkpoint.torch_file import export_torch
-    from drivetrain.checkpoint.tree import pack, unpack
-    from drivetrain.checkpoint.weights import load_weights
+    from drivetrain.checkpoint.saving.config import CheckpointConfig
+    from drivetrain.checkpoint.saving.io import CheckpointIO, DirectoryCheckpointIO, read_manifest, verify
+    from drivetrain.checkpoint.saving.manager import CheckpointManager, SavedCheckpoint
+    from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError
+    from drivetrain.checkpoint.weights.export import export_weights
+    from drivetrain.checkpoint.weights.export_torch import export_torch
+    from drivetrain.checkpoint.weights.load import load_weights
 else:
     __getattr__, __dir__ = exports(
         __name__,
         {
-            "drivetrain.checkpoint.config": ("CheckpointConfig",),
-            "drivetrain.checkpoint.export": ("export_weights",),
-            "drivetrain.checkpoint.filesystem": ("DamagedCheckpointError",),
-            "drivetrain.checkpoint.format": ("FORMAT_VERSION", "Manifest", "Snapshot"),
-            "drivetrain.checkpoint.io": ("CheckpointIO", "DirectoryCheckpointIO", "read_manifest", "verify"),
+            "drivetrain.checkpoint.assets": ("copy_assets",),
+            "drivetrain.checkpoint.saving.config": ("CheckpointConfig",),
+            "drivetrain.checkpoint.weights.export": ("export_weights",),
+            "drivetrain.checkpoint.storage.filesystem": ("DamagedCheckpointError",),
+            "drivetrain.checkpoint.format.manifest": ("FORMAT_VERSION", "Manifest", "Snapshot"),
+            "drivetrain.checkpoint.saving.io": (
+                "CheckpointIO",
+                "DirectoryCheckpointIO",
+                "read_manifest",
+                "verify",
+            ),
             "drivetrain.checkpoint.locate": ("resolve",),
-            "drivetrain.checkpoint.manager": ("CheckpointManager", "SavedCheckpoint"),
-            "drivetrain.checkpoint.torch_file": ("export_torch",),
-            "drivetrain.checkpoint.tree": ("pack", "unpack"),
-            "drivetrain.checkpoint.weights": ("load_weights",),
+            "drivetrain.checkpoint.saving.manager": ("CheckpointManager", "SavedCheckpoint"),
+            "drivetrain.checkpoint.weights.export_torch": ("export_torch",),
+            "drivetrain.checkpoint.format.tree": ("pack", "unpack"),
+            "drivetrain.checkpoint.weights.load": ("load_weights",),
         },
     )
 
@@ -55,6 +57,7 @@ __all__ = [
     "Manifest",
     "SavedCheckpoint",
     "Snapshot",
+    "copy_assets",
     "export_torch",
     "export_weights",
     "load_weights",

@@ -1,19 +1,21 @@
-"""From the path that a user gives to the checkpoint that is meant."""
+"""Find the checkpoint that a user's path refers to."""
 
 from __future__ import annotations
 
 import difflib
 import os
-import warnings
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
-from drivetrain.checkpoint.filesystem import DamagedCheckpointError, FileSystem, os_errors
-from drivetrain.checkpoint.format import MANIFEST, Snapshot
-from drivetrain.checkpoint.index import entry_from_snapshot, read_index
-from drivetrain.checkpoint.io import DirectoryCheckpointIO, verify
-from drivetrain.checkpoint.places import file_system
-from drivetrain.errors import CheckpointError
+from drivetrain.checkpoint.format.manifest import MANIFEST, Snapshot
+from drivetrain.checkpoint.saving.index import entry_from_snapshot, read_index
+from drivetrain.checkpoint.saving.io import DirectoryCheckpointIO, verify
+from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, FileSystem, os_errors
+from drivetrain.checkpoint.storage.schemes import file_system
+from drivetrain.core.errors import CheckpointError
+from drivetrain.core.messages import logger
+
+_LOG = logger(__name__)
 
 T = TypeVar("T")
 
@@ -22,18 +24,18 @@ CHECKPOINTS = "checkpoints"
 
 
 def resolve(path: str | os.PathLike[str]) -> str:
-    """The checkpoint to load.
+    """Return the path of the checkpoint to load.
 
-    Nothing on the disk is changed: another process may be training there.
+    Nothing on the disk changes: another process may be training there.
 
     Args:
         path: A checkpoint, a run directory, or a directory of checkpoints; also an address such as
-            "s3://bucket/run". Of a directory the newest good checkpoint is taken. Damaged ones are skipped
+            "s3://bucket/run". A directory stands for its newest good checkpoint; damaged ones are skipped
             with a warning.
 
     Raises:
-        DamagedCheckpointError: There are checkpoints, and all are damaged.
-        CheckpointError: There is none; says where it was looked for, and what is near.
+        DamagedCheckpointError: All checkpoints are damaged.
+        CheckpointError: There is no checkpoint; names the places searched, and similar paths.
     """
     path = _given(path)
     if DirectoryCheckpointIO().exists(path):
@@ -42,10 +44,10 @@ def resolve(path: str | os.PathLike[str]) -> str:
 
 
 def load_newest(path: str | os.PathLike[str], groups: Collection[str]) -> tuple[str, Snapshot]:
-    """Some groups of the checkpoint that `resolve` would name, each byte read and verified once.
+    """Load some groups of the checkpoint that `resolve` would return; each byte is read and verified once.
 
     Returns:
-        The checkpoint's path, and what was read.
+        The checkpoint's path and content.
 
     Raises:
         CheckpointError: As `resolve` and `CheckpointIO.load`.
@@ -67,7 +69,7 @@ def _given(path: str | os.PathLike[str]) -> str:
 
 
 def _newest_good(path: str, read: Callable[[str], T]) -> tuple[str, T]:
-    """The newest checkpoint in a directory that can be read, and what came of reading it."""
+    """Return the newest readable checkpoint in a directory, and the result of `read`."""
     files = file_system(path)
     damaged: list[str] = []
     for directory in (files.join(path, CHECKPOINTS), path):
@@ -80,9 +82,7 @@ def _newest_good(path: str, read: Callable[[str], T]) -> tuple[str, T]:
                 return candidate, found
             except DamagedCheckpointError as error:
                 damaged.append(str(error))
-                warnings.warn(
-                    f"the checkpoint {candidate!r} is damaged and passed over: {error}", stacklevel=4
-                )
+                _LOG.warning(f"the checkpoint {candidate!r} is damaged and skipped: {error}")
     if damaged:
         raise DamagedCheckpointError(
             f"{path!r} has no good checkpoint, only damaged ones: {'; '.join(damaged)}"
@@ -94,9 +94,9 @@ def _newest_good(path: str, read: Callable[[str], T]) -> tuple[str, T]:
 
 
 def _warn_of_lost(directory: str, files: FileSystem, chosen: str, present: list[str]) -> None:
-    """Warn of checkpoints that the index has after the chosen one, and that are not there."""
+    """Warn of missing checkpoints that are newer than the chosen one by the index."""
     try:
-        # Anew: another process may have pruned some since.
+        # Read again: another process may have pruned some since.
         entries = {entry.name: entry for entry in read_index(directory, files) or []}
     except DamagedCheckpointError:
         return
@@ -110,17 +110,14 @@ def _warn_of_lost(directory: str, files: FileSystem, chosen: str, present: list[
         and not DirectoryCheckpointIO().exists(files.join(directory, name))
     ]
     if lost:
-        warnings.warn(
+        _LOG.warning(
             f"{directory!r} lacks {', '.join(sorted(lost))}, newer than {chosen} by its index: removed, or"
-            f" without {MANIFEST}. {chosen} is used",
-            stacklevel=5,
+            f" without {MANIFEST}. {chosen} is used"
         )
 
 
 def newest_first(directory: str) -> list[str]:
-    """The names of a directory's checkpoints, ordered by the index where it knows them, else by their own
-    words.
-    """
+    """Return the names of a directory's checkpoints, ordered by the index, or else by their own entries."""
     files = file_system(directory)
     io = DirectoryCheckpointIO()
     present = set(io.list(directory))
@@ -129,7 +126,7 @@ def newest_first(directory: str) -> list[str]:
     try:
         entries = {entry.name: entry for entry in read_index(directory, files) or []}
     except DamagedCheckpointError:
-        entries = {}  # the manager repairs it when the run goes on
+        entries = {}  # the manager repairs the index when the run resumes
     keys: dict[str, tuple[int, int]] = {}
     for name in sorted(present):
         try:
@@ -138,12 +135,12 @@ def newest_first(directory: str) -> list[str]:
             )
             keys[name] = (entry.order, entry.update)
         except DamagedCheckpointError:
-            keys[name] = (0, 0)  # met again, and reported, only if no good one comes before it
+            keys[name] = (0, 0)  # last; reported only if no good one comes before it
     return sorted(keys, key=lambda name: keys[name], reverse=True)
 
 
 def foreign_hint(names: Collection[str]) -> str:
-    """What to do with a folder that has these names in it, if another program has saved it; else nothing."""
+    """Return advice for a folder that another program has saved, recognised by its files' names; else ""."""
     if any(name.endswith(".distcp") for name in names):
         return (
             " torch.distributed.checkpoint has saved this folder: make one file of it with python -m"

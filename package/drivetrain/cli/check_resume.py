@@ -1,4 +1,4 @@
-"""`drivetrain check-resume`: a program run through, killed and resumed, and what was not saved."""
+"""`drivetrain check-resume`: run a program through, kill and resume it, and report what was not saved."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from drivetrain.cli.parser import Parser
 from drivetrain.testing.resume.check import Check, check_program
 
 _EPILOG = """\
-The first 10 updates of a script, saved after 5, killed after 7 and resumed:
+Run the first 10 updates of a script, save after 5, kill after 7 and resume:
   drivetrain check-resume train.py --batch-size 32
-Earlier, and with an epoch that ends within them:
+Save earlier, with an epoch that ends within the updates:
   drivetrain check-resume --updates 8 --save-after 3 --epoch 4 train.py
-As two processes, or this package's own command line:
+Run two processes, or this package's command line:
   drivetrain check-resume --nproc 2 train.py
   drivetrain check-resume -m drivetrain fit --task digits.Digits --data digits.data
-The exit code is 0 if nothing differs, 1 if something does or the program fails.
+The exit code is 0 if nothing differs, and 1 if something differs or the program fails.
 """
 
 
 def run(words: Sequence[str]) -> int:
-    """Check a program, print what was found and return the exit code.
+    """Check a program, print the report and return the exit code.
 
     Args:
-        words: What stands after `drivetrain check-resume`.
+        words: The words after `drivetrain check-resume`.
 
     Raises:
-        ConfigError: Numbers that do not fit together, or a program that is not there.
-        ProgramError: It fails, or trains nothing.
+        ConfigError: Inconsistent numbers, or a program that does not exist.
+        ProgramError: The program fails, or trains nothing.
     """
     parsed = _parser().parse_args(words)
     ignore = tuple(parsed.ignore)
@@ -42,26 +42,31 @@ def run(words: Sequence[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="drivetrain check-resume",
-        description="Run a program three times: through, killed, and resumed; compare, and name what was not"
-        " saved.",
+        description="Run a program three times: through, killed, and resumed. Compare, and report what was"
+        " not saved.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--updates", type=int, default=10, metavar="N", help="how many to compare; default: 10")
-    add("--save-after", type=int, metavar="N", help="the kill comes up to two later; default: in the middle")
-    add("--epoch", type=int, metavar="N", help="end each epoch after so many updates; default: as it is")
-    add("--fit", type=int, default=1, metavar="N", help="which fit of the program; default: its first")
-    add("--nproc", type=int, metavar="N", help="start it as so many processes; default: as it does itself")
+    add("--updates", type=int, default=10, metavar="N", help="updates to compare; default: 10")
+    add(
+        "--save-after",
+        type=int,
+        metavar="N",
+        help="save after this update, kill at most two later; default: in the middle",
+    )
+    add("--epoch", type=int, metavar="N", help="updates in each epoch; default: the program's")
+    add("--fit", type=int, default=1, metavar="N", help="the fit to check; default: the program's first")
+    add("--nproc", type=int, metavar="N", help="processes to start; default: the program starts its own")
     add(
         "--ignore",
         action="append",
         default=[],
         metavar="PATTERN",
-        help="names that may differ, such as 'callback History.*'; can be given again",
+        help="names that may differ, such as 'callback History.*'; may be repeated",
     )
     add("--timeout", type=float, default=600.0, metavar="S", help="seconds for each run; default: 600")
     add("-m", "--module", action="store_true", help="the program is a module, as for python -m")
     add("program", help="a file")
-    add("arguments", nargs=argparse.REMAINDER, help="what the program is given")
+    add("arguments", nargs=argparse.REMAINDER, help="the program's arguments")
     return parser

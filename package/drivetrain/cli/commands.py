@@ -1,20 +1,20 @@
-"""What each command does once its settings are known."""
+"""The commands `fit`, `validate`, `test`, `predict` and `plan`, given their settings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from drivetrain.cli.arguments import Settings
 from drivetrain.cli.printing import print_json
-from drivetrain.errors import ConfigError
-from drivetrain.plan import make_plan
-from drivetrain.streams import seed_host
-from drivetrain.trainer import FitResult, Trainer
+from drivetrain.cli.settings import Settings
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.random_streams import seed_host
+from drivetrain.trainer.plan.plan import make_plan
+from drivetrain.trainer.trainer import FitResult, Trainer
 
 
 def fit(settings: Settings, as_json: bool) -> None:
-    """Train, then say how it ended and which files it left."""
+    """Train, then print how the fit ended and which files it left."""
     trainer, task = _trainer_and_task(settings)
     result = trainer.fit(task, *_fit_data(settings), resume=settings.option("resume"))
     if as_json:
@@ -29,7 +29,7 @@ def fit(settings: Settings, as_json: bool) -> None:
 
 
 def evaluate(stage: str) -> Callable[[Settings, bool], None]:
-    """The command that validates or tests, and prints the metrics."""
+    """Return the command that validates or tests, and prints the metrics."""
 
     def command(settings: Settings, as_json: bool) -> None:
         trainer, task = _trainer_and_task(settings)
@@ -44,7 +44,7 @@ def evaluate(stage: str) -> Callable[[Settings, bool], None]:
 
 
 def predict(settings: Settings, as_json: bool) -> None:
-    """Predict, and print the outputs, or the files that they went to."""
+    """Predict, and print the outputs, or the number of files written."""
     trainer, task = _trainer_and_task(settings)
     data, save_to = _evaluation_data(settings, "predict"), settings.option("save_to")
     outputs = trainer.predict(task, data, checkpoint=settings.option("checkpoint"), save_to=save_to)
@@ -58,7 +58,7 @@ def predict(settings: Settings, as_json: bool) -> None:
 
 
 def plan(settings: Settings, as_json: bool) -> None:
-    """Print what a fit would do."""
+    """Print the plan of a fit."""
     trainer, task = _trainer_and_task(settings)
     found = make_plan(trainer, task, *_fit_data(settings))
     if as_json:
@@ -74,11 +74,11 @@ COMMANDS: Mapping[str, Callable[[Settings, bool], None]] = {
     "predict": predict,
     "plan": plan,
 }
-"""What runs for each command, given the settings and whether to print JSON."""
+"""The function for each command. It takes the settings, and whether to print JSON."""
 
 
 def _trainer_and_task(settings: Settings) -> tuple[Trainer, Any]:
-    """The task is made under the trainer's seed, so that the same command begins with the same weights."""
+    """Make both, the task under the trainer's seed: the same command begins with the same weights."""
     trainer = settings.trainer()
     if settings.option("task") is None:
         raise ConfigError("which task? Give --task module.Class or --task path/to/file.py:Class")
@@ -87,7 +87,7 @@ def _trainer_and_task(settings: Settings) -> tuple[Trainer, Any]:
 
 
 def _fit_data(settings: Settings) -> tuple[Any, Any]:
-    """Training and validation data."""
+    """Return the training data and the validation data."""
     data, train = settings.make("data"), settings.make("train_data")
     if data is not None and train is not None:
         raise ConfigError("--data and --train-data both give training data; give one of them")

@@ -1,4 +1,4 @@
-"""What is installed here and what it can run on; what a bug report should begin with."""
+"""`drivetrain env`: installed packages and available devices, the first lines of a bug report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from drivetrain.version import __version__
+from drivetrain.core.version import __version__
 
 _NEEDED = ("torch", "safetensors", "torchmetrics", "tensorboard", "tqdm", "numpy", "xxhash")
 _EXTRAS = {
@@ -23,8 +23,8 @@ _EXTRAS = {
 
 
 def environment() -> dict[str, Any]:
-    """Versions, devices and extras, as JSON would hold them; None stands for what is not installed."""
-    import torch  # late, as the rest of the command line does without it
+    """Return versions, devices and extras as JSON values; None marks a package that is not installed."""
+    import torch  # late: other commands do not need it
 
     devices = [
         {
@@ -36,6 +36,9 @@ def environment() -> dict[str, Any]:
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         found = torch.cuda.get_device_properties(index)
         devices.append({"type": f"cuda:{index}", "name": found.name, "memory": found.total_memory})
+    for index in range(torch.xpu.device_count() if torch.xpu.is_available() else 0):
+        intel = torch.xpu.get_device_properties(index)
+        devices.append({"type": f"xpu:{index}", "name": intel.name, "memory": intel.total_memory})
     if torch.backends.mps.is_available():
         devices.append({"type": "mps", "name": platform.processor()})
     return {
@@ -50,7 +53,7 @@ def environment() -> dict[str, Any]:
 
 
 def print_environment(as_json: bool) -> None:
-    """Print it, as a table or as JSON."""
+    """Print the environment as a table or as JSON."""
     found = environment()
     if as_json:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""The command `drivetrain`: reads the command line, and says in one message what is wrong with it."""
+"""The command `drivetrain`: reads the command line, and reports an error in one message."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from collections.abc import Sequence
 
 from drivetrain.cli.parser import Parser
 from drivetrain.cli.references import importable_here
-from drivetrain.errors import ConfigError, DrivetrainError
-from drivetrain.mps_fallback import enable_mps_fallback
-from drivetrain.version import __version__
+from drivetrain.core.errors import ConfigError, DrivetrainError
+from drivetrain.core.mps_fallback import enable_mps_fallback
+from drivetrain.core.version import __version__
 
 USAGE, FAILURE, INTERRUPTED = 2, 1, 130
-"""Exit codes: a wrong command line or configuration, any other error, and Ctrl-C as shells count it."""
+"""Exit codes: a wrong command line or configuration, any other error, and Ctrl-C (as in shells)."""
 
 _RUNS = {
     "fit": "train a task",
@@ -34,23 +34,29 @@ _LISTS = {
 _OTHERS = {
     "launch": "start a program as several processes, on one machine or many",
     "check-resume": "kill and resume a program, and name what was not saved",
-    "checkpoint": "list, show, verify, export, compare and import checkpoints",
+    "checkpoint": "list, show, verify, export, push, compare and import checkpoints",
     "runs": "list runs, and show what the time of one went to",
 }
-"""Commands that read their own words: each has a module with a function `run`."""
+_MODULES = {
+    "launch": "drivetrain.cli.launch",
+    "check-resume": "drivetrain.cli.check_resume",
+    "checkpoint": "drivetrain.cli.checkpoint.arguments",
+    "runs": "drivetrain.cli.runs",
+}
+"""Modules of the other commands. Each has a function `run` that takes the words after the command."""
 
 _LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")
-"""What the launcher `deepspeed` puts before a module's words; it is in the environment too."""
+"""An option that the launcher `deepspeed` puts before a module's arguments; the environment has it too."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    Args:
-        argv: The words after `drivetrain`; None takes the process's.
+    An error of drivetrain is printed to stderr as one message, with `--debug` as a traceback. An exception of
+    the user's code propagates, so that its traceback is shown.
 
-    An error of drivetrain's is one message on stderr, and with `--debug` a traceback; an exception of the
-    user's code is passed on, so that it shows where it came from.
+    Args:
+        argv: The words after `drivetrain`; None takes those of the process.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words and _LOCAL_RANK.fullmatch(words[0]) and "LOCAL_RANK" in os.environ:
@@ -68,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print("\n".join([f"drivetrain: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return USAGE if isinstance(error, ConfigError) else FAILURE
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
     except KeyboardInterrupt:
@@ -77,13 +83,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    # Imported where they are used: help must not wait for torch.
+    # Imports are late: help must not wait for torch.
     command = words[0] if words else ""
     if command in _RUNS:
         return _run_task(command, words[1:])
-    if command in _OTHERS:
-        module = importlib.import_module(f"drivetrain.cli.{command.replace('-', '_')}")
-        return int(module.run(words[1:]))
+    if command in _MODULES:
+        return int(importlib.import_module(_MODULES[command]).run(words[1:]))
     parsed = _parser().parse_args(words)
     from drivetrain.cli.environment import print_environment
     from drivetrain.cli.strategies import print_strategies
@@ -95,14 +100,14 @@ def _run(words: Sequence[str]) -> int:
 def _run_task(command: str, words: Sequence[str]) -> int:
     if "--mps-fallback" in words:  # before torch is imported
         enable_mps_fallback()
-    from drivetrain.cli.arguments import Settings
     from drivetrain.cli.commands import COMMANDS
-    from drivetrain.distributed.environment import detect
+    from drivetrain.cli.settings import Settings
+    from drivetrain.distributed.launch.environment import detect
 
     settings = Settings(command, _RUNS[command], words)
     job = detect(os.environ)
     with contextlib.ExitStack() as stack:
-        if job is not None and job.rank > 0:  # rank 0 tells what all of them found
+        if job is not None and job.rank > 0:  # rank 0 prints for all ranks
             nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
             stack.enter_context(contextlib.redirect_stdout(nowhere))
         if settings.option("print_config"):
@@ -113,15 +118,15 @@ def _run_task(command: str, words: Sequence[str]) -> int:
 
 
 def _complete() -> None:
-    """Answer a shell that asks for completions by argcomplete's protocol, and exit."""
+    """Answer a shell's request for completions by argcomplete's protocol, and exit."""
     import argcomplete
 
     line = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])]
     words = shlex.split(line)[1:] if line.count('"') % 2 == line.count("'") % 2 == 0 else []
     if len(words) + line.endswith(" ") > 1 and words[0] in _RUNS:
-        from drivetrain.cli.arguments import complete
+        from drivetrain.cli.settings import complete
 
-        os.environ["_ARGCOMPLETE"] = "2"  # the parser's own words begin behind the command
+        os.environ["_ARGCOMPLETE"] = "2"  # the parser's words begin after the command
         complete(words[0], words[1:])
     argcomplete.autocomplete(_parser())
 

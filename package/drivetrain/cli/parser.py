@@ -1,4 +1,4 @@
-"""The parser of every command."""
+"""The argument parser that all commands share."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from drivetrain.errors import ConfigError, nearest
-from drivetrain.synonyms import help_with, row
+from drivetrain.core.errors import ConfigError, nearest
+from drivetrain.core.synonyms import help_with, row
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that takes options by their whole names, and answers an unknown one with the nearest.
+    """A parser that takes only full option names, and suggests the nearest for an unknown one.
 
     Args:
         settings: As for `argparse.ArgumentParser`.
@@ -24,10 +24,10 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Read the words.
+        """Parse the words.
 
         Raises:
-            ConfigError: An unknown one.
+            ConfigError: An unknown argument; names the nearest.
         """
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
@@ -44,11 +44,11 @@ class Parser(argparse.ArgumentParser):
         return found, []
 
     def error(self, message: str) -> NoReturn:
-        """Refuse a command line; a wrong choice is answered with the nearest.
+        """Raise for a wrong command line.
 
         Raises:
-            ConfigError: A wrong choice.
-            SystemExit: Anything else: a usage message was printed.
+            ConfigError: A wrong choice; names the nearest.
+            SystemExit: Any other mistake; a usage message was printed.
         """
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         if choice:
@@ -57,6 +57,6 @@ class Parser(argparse.ArgumentParser):
         super().error(message)
 
     def add_common(self) -> None:
-        """Add the options that every command has which prints what it finds."""
+        """Add the options of all commands that print results."""
         self.add_argument("--json", action="store_true", help="print JSON")
         self.add_argument("--debug", action="store_true", help="show the traceback of every error")

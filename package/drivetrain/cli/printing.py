@@ -1,4 +1,4 @@
-"""How commands print: tables, sizes and JSON; safely, whatever the texts come from."""
+"""Printing for commands: tables, sizes and JSON. Text from files cannot control the terminal."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from typing import Any
 
 _SHORT = 60
-"""Characters after which `shortened` ends a text."""
+"""The most characters that `shortened` returns."""
 
 
 def plain(text: str) -> str:
-    """The text in one line, without what a terminal would take for a command: those characters as escapes."""
+    """Return a text on one line, with escapes for characters that could control a terminal."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else _escaped(each) for each in text)
@@ -28,7 +28,7 @@ def _escaped(character: str) -> str:
 
 
 def shortened(value: Any) -> str:
-    """A value as a text of bearable length."""
+    """Return a value as a text, truncated to 60 characters."""
     text = plain(value if isinstance(value, str) else json.dumps(_strict(value), ensure_ascii=False))
     return text if len(text) <= _SHORT else f"{text[: _SHORT - 3]}..."
 
@@ -42,9 +42,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collectio
     """Print columns; nothing when there are no rows.
 
     Args:
-        head: The columns' names, or none.
-        rows: The cells, as many in each.
-        numbers: The columns that are aligned to the right.
+        head: The columns' names; may be empty.
+        rows: The cells, the same number in each row.
+        numbers: The columns to align to the right.
     """
     if not rows:
         return
@@ -59,7 +59,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collectio
 
 
 def section(title: str, rows: Sequence[tuple[str, str]]) -> None:
-    """Print a title and under it names with their values, which are wrapped; nothing when there are none."""
+    """Print a title, and below it names with their values, wrapped; nothing when there are no rows."""
     if not rows:
         return
     print(f"\n{plain(title)}")
@@ -74,13 +74,13 @@ def section(title: str, rows: Sequence[tuple[str, str]]) -> None:
             initial_indent=begin,
             subsequent_indent=" " * (widest + 4),
             break_on_hyphens=False,
-            break_long_words=False,  # a path or an address can be copied then
+            break_long_words=False,  # so that a path or an address can be copied
         )
         print("\n".join(wrapped or [begin.rstrip()]))
 
 
 def sized(count: int) -> str:
-    """A number of bytes with its unit: "1.2 GB"."""
+    """Return a number of bytes with its unit: "1.2 GB"."""
     size, units = float(count), iter(("bytes", "kB", "MB", "GB", "TB"))
     unit = next(units)
     while round(size, 1) >= 1000 and (bigger := next(units, None)):
@@ -91,7 +91,7 @@ def sized(count: int) -> str:
 
 
 def span(seconds: float) -> str:
-    """A span of time in its two largest units: "2 h 05 min"."""
+    """Return a span of time in its two largest units: "2 h 05 min"."""
     for unit, length, lower, part in (
         ("d", 86400, "h", 3600),
         ("h", 3600, "min", 60),
@@ -108,7 +108,7 @@ def print_json(value: Any) -> None:
 
 
 def _strict(value: Any) -> Any:
-    """Numbers that JSON has no word for as texts that Python's ``float`` takes back."""
+    """Replace numbers that strict JSON lacks by texts that Python's ``float`` can parse."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
@@ -118,14 +118,14 @@ def _strict(value: Any) -> Any:
 
 @contextmanager
 def any_text() -> Iterator[None]:
-    """Print also what the encoding of standard output lacks, as escapes; and everything before this ends."""
+    """Run the block with escapes for characters that stdout cannot encode, and flush stdout at its end."""
     stream = sys.stdout
     before = stream.errors if isinstance(stream, io.TextIOWrapper) else None
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="backslashreplace")
     try:
         yield
-        # Here a closed pipe is still an error like any other; when Python ends, it is a message on stderr.
+        # A closed pipe raises here, where it can be handled. At Python's exit it would print to stderr.
         stream.flush()
     finally:
         if isinstance(stream, io.TextIOWrapper) and before is not None:

@@ -1,4 +1,4 @@
-"""Python objects that a command line or a configuration file names."""
+"""Load the Python objects that a command line or a configuration file names."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from drivetrain.errors import ConfigError, nearest
+from drivetrain.core.errors import ConfigError, nearest
 
 
 @contextmanager
 def importable_here() -> Iterator[None]:
-    """Make modules of the current directory importable, as `python` does and a console script does not."""
+    """Run the block with the current directory importable, as under `python` but not in a console script."""
     before = list(sys.path)
     here = os.getcwd()
     if here not in sys.path:
@@ -31,12 +31,12 @@ def load(reference: str, option: str) -> Any:
     """Return the object that `module.attribute`, `module:attribute` or `path/to/file.py:attribute` names.
 
     Args:
-        reference: What the user wrote.
-        option: The option that it is the value of, for messages: "--task".
+        reference: The user's text.
+        option: The option that it was given to, for messages: "--task".
 
     Raises:
-        ConfigError: No such file, module or attribute; names the nearest. An exception that the module itself
-            raises while it is imported is passed on as it is.
+        ConfigError: No such file, module or attribute; names the nearest. An exception that the module raises
+            while it is imported propagates unchanged.
     """
     found: Any
     names: Sequence[str]
@@ -57,17 +57,17 @@ def load(reference: str, option: str) -> Any:
 
 
 def _module(parts: Sequence[str], reference: str, option: str) -> tuple[Any, Sequence[str]]:
-    """The module with the longest name of the reference's first parts, and the parts behind it."""
+    """Import the longest prefix of a reference that is a module; return it and the parts after it."""
     if len(parts) < 2 or not all(parts):
         raise ConfigError(
-            f"{option} {reference} is no name of an object. Write module.Name, or path/to/file.py:Name"
+            f"{option} {reference} does not name an object. Write module.Name, or path/to/file.py:Name"
         )
     for cut in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:cut])
         try:
             return importlib.import_module(name), parts[cut:]
         except ModuleNotFoundError as error:
-            # Only a module of this very name may be missing. Another one that it imports is the user's fault.
+            # Only this module may be missing. A missing module that it imports is the user's error.
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
     raise ConfigError(
@@ -77,7 +77,7 @@ def _module(parts: Sequence[str], reference: str, option: str) -> tuple[Any, Seq
 
 
 def _file(path: Path, option: str) -> ModuleType:
-    """The module of a file. It has the file's name, so that worker processes can import what it defines."""
+    """Import a file as a module of the file's name, so that worker processes can import it too."""
     if not path.is_file():
         raise ConfigError(f"{option}: there is no file {path} (looked in {os.getcwd()})")
     path = path.resolve()
@@ -86,7 +86,7 @@ def _file(path: Path, option: str) -> ModuleType:
     module = importlib.import_module(path.stem)
     if Path(getattr(module, "__file__", None) or "").resolve() != path:
         raise ConfigError(
-            f"{option}: {path} cannot be imported as {path.stem!r}, which is the name of"
+            f"{option}: {path} cannot be imported: {path.stem!r} is already the name of"
             f" {getattr(module, '__file__', None) or 'a built-in module'}; rename the file"
         )
     return module

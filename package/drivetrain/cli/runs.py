@@ -1,4 +1,4 @@
-"""`drivetrain runs`: which runs there are, and what the time of one went to."""
+"""`drivetrain runs`: list runs, and show how one spent its time."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import time
 from collections.abc import Sequence
 
 from drivetrain.cli.printing import any_text, line, print_json, section, span, table
-from drivetrain.errors import ConfigError, DataError, nearest
-from drivetrain.runs import KINDS, Attempt, RunLedger, find_runs, read_ledger
+from drivetrain.core.errors import ConfigError, DataError, nearest
+from drivetrain.run.ledger_report import KINDS, Attempt, RunLedger, find_runs, read_ledger
 
 _ABOUT = {
-    "list": "List the runs in a directory, with how often each was started, how far it came, how long it"
-    " took, and its goodput. Exit code 1 if there is none that can be read.",
-    "show": "Show what the time of a run went to, over all its restarts. Goodput is the share of the time"
-    " that went into updates that count: the wall time without set-up, waiting for data, evaluation, saving,"
-    " restoring, updates that were made again, and waiting to be started again.",
+    "list": "List the runs in a directory, with the starts, updates, wall time and goodput of each. Exit code"
+    " 1 if none can be read.",
+    "show": "Show how a run spent its time, over all its restarts. Goodput is the share of the wall time"
+    " spent on updates that count. Set-up, waiting for data, evaluation, saving, restoring, repeated updates"
+    " and waiting for a restart do not count.",
 }
 _PATHS = {"list": "a directory of runs, such as runs", "show": "a run directory, or its ledger.jsonl"}
 
 
 def run(words: Sequence[str]) -> int:
-    """Run `drivetrain runs` with the words behind it, and return the exit code.
+    """Run `drivetrain runs` with the words after it, and return the exit code.
 
     Raises:
         ConfigError: An unknown option.
-        DataError: There is no such run.
+        DataError: There is no run at the path.
         SystemExit: A usage message, or help, was printed.
     """
     parsed, unknown = _parser().parse_known_args(words)
@@ -41,7 +41,7 @@ def run(words: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="drivetrain runs",
-        description="List runs, and show what the time of one went to.",
+        description="List runs, and show how one spent its time.",
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -63,7 +63,7 @@ def _list(parsed: argparse.Namespace) -> int:
         except DataError as error:
             trouble.append(str(error))
     if not found and not trouble:
-        raise DataError(f"there is no run with a ledger.jsonl in {parsed.path!r}, nor in what is below it")
+        raise DataError(f"there is no run with a ledger.jsonl in {parsed.path!r} or below it")
     if parsed.json:
         print_json({"runs": [each.to_json() for each in found], "trouble": trouble})
         return 0 if found else 1
@@ -131,7 +131,7 @@ def _show(parsed: argparse.Namespace) -> int:
         )
     if ledger.unreadable:
         line()
-        line(f"lines that cannot be read: {ledger.unreadable}, such as one in which a process was killed")
+        line(f"unreadable lines: {ledger.unreadable}; a process that is killed may leave half a line")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`drivetrain strategies`: every strategy by name, what it needs, and whether it can run here."""
+"""`drivetrain strategies`: every strategy with its requirements, and whether it can run here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from drivetrain.cli.printing import line, print_json, section
 from drivetrain.strategies import STRATEGIES, Hardware, SingleDevice, choose
-from drivetrain.strategies.table import DEVICES, PRESETS, strategy_class
+from drivetrain.strategies.registry import DEVICES, PRESETS, strategy_class
 
 _ONE_PROCESS = {
     "auto": "any device: the fastest, in one process, or 'ddp' in several and on several GPUs",
@@ -15,18 +15,19 @@ _ONE_PROCESS = {
     "cpu": "a CPU; several processes are 'ddp'",
     "cuda": "a CUDA GPU; several processes are 'ddp', on one each",
     "mps": "a Mac with Metal, which serves one process",
+    "xpu": "an Intel GPU, in one process",
 }
 
 
 class Listed(NamedTuple):
-    """A strategy as it is listed.
+    """A listed strategy.
 
     Attributes:
-        name: What a user writes.
-        needs: What it needs; empty when that cannot be told.
+        name: The name that a user writes.
+        needs: Its requirements; empty if they are not known.
         available: Whether it can run here.
-        reason: Why not; empty when it can.
-        options: The names of its configuration's options with their defaults, as texts.
+        reason: The reason why it cannot; empty if it can.
+        options: The defaults of its configuration's options by name, as texts.
     """
 
     name: str
@@ -37,16 +38,16 @@ class Listed(NamedTuple):
 
 
 def list_strategies(hardware: Hardware) -> list[Listed]:
-    """Every registered strategy, those of other packages included.
+    """Return every registered strategy, those of other packages included.
 
     Args:
-        hardware: The machine in question.
+        hardware: The machine that would run it.
     """
     return [_listed(name, hardware) for name in STRATEGIES]
 
 
 def print_strategies(as_json: bool) -> None:
-    """Print them with what this machine has."""
+    """Print this machine's hardware, and all strategies."""
     hardware = Hardware.here()
     found = list_strategies(hardware)
     if as_json:
@@ -82,17 +83,17 @@ def _listed(name: str, hardware: Hardware) -> Listed:
             if not support:
                 return Listed(name, needs, False, str(support.reason), options)
         chosen = choose(name, hardware).name
-        if chosen not in (name, "single"):  # what "auto" would take
+        if chosen not in (name, "single"):  # the choice of "auto"
             support = strategy_class(chosen).available(hardware)
             if not support:
                 return Listed(name, needs, False, str(support.reason), options)
-    except Exception as error:  # code of another package: whatever it raises, the others are listed
+    except Exception as error:  # code of another package may raise anything; list the others all the same
         return Listed(name, needs, False, str(error) or type(error).__name__, options)
     return Listed(name, needs, True, "", options)
 
 
 def _options(config_type: Any) -> dict[str, str]:
-    """Names and defaults; empty for a configuration that is no dataclass."""
+    """Return the defaults by name; empty if the configuration is not a dataclass."""
     if not dataclasses.is_dataclass(config_type):
         return {}
     return {each.name: _default(each) for each in dataclasses.fields(config_type)}

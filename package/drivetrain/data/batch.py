@@ -1,4 +1,4 @@
-"""What a batch may be: counting its samples, and mapping a function over its tensors."""
+"""Count a batch's samples, map a function over its tensors, and move it between devices."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from drivetrain.containers import opened
-from drivetrain.types import Batch
+from drivetrain.core.containers import opened
+from drivetrain.core.types import Batch
 
 
 def batch_size(batch: Batch) -> int | None:
-    """The length of the first dimension of a batch's first tensor, which is its number of samples.
+    """Return a batch's number of samples: the length of its first tensor's first dimension.
 
-    An object of another kind is counted by its `num_graphs` (torch_geometric's batches) or, when it can be
-    moved by `to(device)`, by its length. None when there is nothing to count: such a batch is of an unknown
-    kind.
+    An object of another kind is counted by its `num_graphs` (torch_geometric's batches) or, if it has a `to`
+    method, by its length. None if there is nothing to count: the kind of batch is unknown.
     """
     kind = type(batch)
     if kind is Tensor:
         return int(batch.shape[0]) if batch.ndim else None
     if kind is dict:
-        for value in batch.values():  # the usual batch, answered without a second call
+        for value in batch.values():  # the usual batch, without a recursive call
             if type(value) is Tensor and (shape := value.shape):
                 return int(shape[0])
         values: Any = batch.values()
@@ -39,7 +38,7 @@ def batch_size(batch: Batch) -> int | None:
     elif (container := opened(batch)) is not None:
         values = container.entries
     else:
-        length = getattr(batch, "num_graphs", None)  # graph batches (torch_geometric) count graphs
+        length = getattr(batch, "num_graphs", None)  # torch_geometric's batches count graphs
         if length is None and _moves_itself(batch) and hasattr(batch, "__len__"):
             length = len(batch)
         return length if isinstance(length, int) else None
@@ -53,14 +52,14 @@ def batch_size(batch: Batch) -> int | None:
 def map_tensors(
     function: Callable[[Tensor], Any], batch: Batch, other: Callable[[Any], Any] | None = None
 ) -> Batch:
-    """The same structure with `function` applied to every tensor.
+    """Return the same structure with `function` applied to every tensor.
 
     Args:
-        function: What to do with a tensor.
-        batch: Tensors in containers, nested as deep as one likes; each container keeps its type, see
+        function: Called with each tensor.
+        batch: Tensors in containers, nested to any depth; each container keeps its type, see
             `containers.opened`.
-        other: What to do with an object that has a `to` method of its own; None leaves it as it is, as it
-            leaves everything else that is no tensor.
+        other: Called with each other object that has a `to` method; None leaves it unchanged. All else that
+            is not a tensor stays unchanged.
     """
     if isinstance(batch, Tensor):
         return function(batch)
@@ -77,10 +76,10 @@ def map_tensors(
 
 
 def host_tensors_only(batch: Batch) -> bool:
-    """Whether all that `move` would bring to an accelerator are tensors on the host, which it copies itself.
+    """Return whether `move` to an accelerator would only copy host tensors by itself.
 
-    Not so where a tensor is on a device already, or an object is moved by its own `to`, which allocates what
-    nobody sees.
+    False if a tensor is already on a device, or if an object has its own `to` method, whose allocations are
+    unknown.
     """
     if isinstance(batch, Tensor):
         return batch.device.type == "cpu"
@@ -97,17 +96,17 @@ def _moves_itself(batch: Any) -> bool:
 def move(
     batch: Batch, device: torch.device, dtype: torch.dtype | None = None, non_blocking: bool = False
 ) -> Batch:
-    """A batch on a device, its floating-point tensors in `dtype` when one is given.
+    """Return a batch on a device, with its floating-point tensors in `dtype` if one is given.
 
-    Objects with a `to` method of their own, a packed sequence or a tokeniser's output, are moved by it,
-    wherever in the batch they stand; what can be seen inside of them is cast.
+    Objects anywhere in the batch with their own `to` method, such as a packed sequence or a tokeniser's
+    output, are moved by it; the tensors found inside them are cast.
     """
 
     def move_tensor(tensor: Tensor) -> Tensor:
         wanted = dtype if dtype is not None and tensor.is_floating_point() else None
         return tensor.to(device, wanted, non_blocking=non_blocking)
 
-    def cast(tensor: Tensor) -> Tensor:  # and leave it where its owner put it
+    def cast(tensor: Tensor) -> Tensor:  # on whichever device its owner put it
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     def move_other(value: Any) -> Any:
@@ -118,7 +117,7 @@ def move(
 
 
 def to_host(outputs: Any) -> Any:
-    """Outputs detached and on the CPU; bfloat16 and others keep their dtype."""
-    if type(outputs) is Tensor:  # the usual prediction, without a walk
+    """Return outputs detached and on the CPU; dtypes such as bfloat16 are kept."""
+    if type(outputs) is Tensor:  # the usual prediction, without a recursive call
         return (outputs.detach() if outputs.requires_grad else outputs).cpu()
     return map_tensors(lambda tensor: tensor.detach().cpu(), outputs, lambda value: value.to("cpu"))

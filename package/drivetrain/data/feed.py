@@ -1,4 +1,4 @@
-"""From a user's data to windows of micro-batches: what the training and evaluation loops read."""
+"""Windows of micro-batches from a user's data, as the training and evaluation loops read them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from drivetrain.data.bad import BAD
+from drivetrain.core.errors import ConfigError, DataError
+from drivetrain.core.intervals import exact
+from drivetrain.core.types import Batch
 from drivetrain.data.batch import batch_size
-from drivetrain.data.rounds import Evidence, SharedBatch
-from drivetrain.data.share import Everywhere
+from drivetrain.data.rank_rounds import Evidence, SharedBatch
+from drivetrain.data.shard import Everywhere
+from drivetrain.data.skipped_batches import BAD
 from drivetrain.data.sources import Source
-from drivetrain.data.split import check_division
+from drivetrain.data.split_source import check_division
 from drivetrain.data.transfer import MicroBatch, Transfer
-from drivetrain.data.workers import Following
-from drivetrain.errors import ConfigError, DataError
-from drivetrain.types import Batch
+from drivetrain.data.workers.pool import LookAhead
 
 Count = Callable[[Batch], Any]
 Compare = Callable[[Evidence | None], None]
@@ -27,11 +28,11 @@ Compare = Callable[[Evidence | None], None]
 
 @dataclass(frozen=True)
 class Measure:
-    """How a batch is counted; None stands for the default.
+    """Functions that count a batch; None uses the default.
 
     Attributes:
-        weight: What the loss is a mean over; default is the number of samples.
-        tokens: The number of tokens; default is not to count them.
+        weight: Returns the batch's weight in the loss; the default is the number of samples.
+        tokens: Returns the number of tokens; the default does not count them.
     """
 
     weight: Count | None = None
@@ -51,14 +52,17 @@ class Window(NamedTuple):
 
 
 class Feed:
-    """A source, counted, grouped into windows and brought to the device.
+    """A source's batches, counted, grouped into windows and moved to the device.
 
     Args:
-        source: Where batches come from.
-        transfer: Brings them to the device.
-        measure: How they are counted.
+        source: The batches.
+        transfer: Moves them to the device.
+        measure: Counts them.
         accumulation: Micro-batches per window.
-        limit: At most this many micro-batches an epoch; None for all.
+        limit: The maximum number of micro-batches in an epoch, or the fraction of them; None for all.
+
+    Raises:
+        ConfigError: A fraction of data whose length is not known.
     """
 
     def __init__(
@@ -67,46 +71,46 @@ class Feed:
         transfer: Transfer,
         measure: Measure | None = None,
         accumulation: int = 1,
-        limit: int | None = None,
+        limit: float | None = None,
     ) -> None:
         self.source = source
         self.accumulation = accumulation
         self._transfer = transfer
         self._measure = measure or Measure()
-        self._limit = limit
+        self._limit = None if limit is None else _whole(limit, source)
         self._state: dict[str, Any] | None = None
         self._compare: Compare | None = None
         self._begun_at = (0, 0)
-        self._waits_for: int | None = None  # a batch, counted from there on
-        self.leaves_out_bad = False
+        self._waits_for: int | None = None  # a batch's number, counted from `_begun_at`
+        self.skips_bad_batches = False
 
-    def leave_out_bad(self) -> None:
-        """Give a batch that cannot be made as one without weight, of which all processes are told.
+    def skip_bad_batches(self) -> None:
+        """Give a micro-batch of weight zero for one that cannot be made; all processes take part in it.
 
         Raises:
-            DataError: What comes after such a batch cannot be read.
+            DataError: The data cannot be read on after such a batch.
         """
-        self.source.leave_out_bad()
-        self.leaves_out_bad = True
+        self.source.skip_bad_batches()
+        self.skips_bad_batches = True
 
     def waiting(self) -> str | None:
-        """Which batch is waited for, and who makes it; None while none is. Called in any thread."""
+        """Return which batch is waited for, and who makes it; None if none is. Any thread may call it."""
         (epoch, position), number = self._begun_at, self._waits_for
         return None if number is None else self.source.waiting(epoch, self._number(position, number, False))
 
     def compare_first(self, compare: Compare) -> None:
-        """Have the first round that is read shown to `compare`: its evidence, or None without one."""
-        self._compare, self.source.shows = compare, True
+        """Call `compare` with the evidence of the first round, or with None if there is no batch."""
+        self._compare, self.source.needs_evidence = compare, True
 
     @property
     def samples_per_update(self) -> int | None:
-        """Samples of a whole window of all processes, as far as the data says; else None."""
+        """The number of samples of a whole window over all processes; None if unknown."""
         size, share = self.source.batch_size, self.source.share.size
         return None if size is None else size * share * self.accumulation
 
     @property
     def batches_per_epoch(self) -> int | None:
-        """Micro-batches in an epoch; None when that is not known."""
+        """The number of micro-batches in an epoch; None if unknown."""
         count = self.source.count()
         if self._limit is None or count is None:
             return count
@@ -114,12 +118,12 @@ class Feed:
 
     @property
     def updates_per_epoch(self) -> int | None:
-        """Windows in an epoch; None when that is not known."""
+        """The number of windows in an epoch; None if unknown."""
         count = self.batches_per_epoch
         return None if count is None else -(-count // self.accumulation)
 
     def begin(self, epoch: int = 0, position: int = 0, done: int = 0, until: int | None = 0) -> None:
-        """Have workers make the batches that `windows` gives with the same arguments.
+        """Let workers begin with the batches that `windows` yields with the same arguments.
 
         Raises:
             DataError: The sampler raised, or the workers cannot be started.
@@ -128,24 +132,24 @@ class Feed:
 
     def _begin(self, epoch: int, position: int, limit: int | None, until: int | None) -> None:
         if limit is None or limit > 0:
-            self.source.begin(epoch, position, limit, Following(until, self._limit))
+            self.source.begin(epoch, position, limit, LookAhead(until, self._limit))
 
     def _left(self, done: int) -> int | None:
         return None if self._limit is None else self._limit - done
 
     @property
     def advice(self) -> str:
-        """What to do where batches come too slowly."""
+        """A hint for when batches come too slowly."""
         return self.source.advice
 
     def close(self) -> None:
-        """End the workers, if there are any; reading again starts others."""
+        """End the workers, if there are any; reading again starts new ones."""
         self.source.close()
 
     def micro_batches(
         self, epoch: int = 0, position: int = 0, limit: int | None = None, until: int | None = 0
     ) -> Iterator[MicroBatch]:
-        """The counted micro-batches of an epoch from a position on, on the device."""
+        """Return the counted micro-batches of an epoch from a position on, on the device."""
         limit = self._limit if limit is None else limit
         self._begin(epoch, position, limit, until)
         read = self._counted if self.source.share.size == 1 else self._counted_of_all
@@ -155,17 +159,17 @@ class Feed:
     def windows(
         self, epoch: int, position: int = 0, done: int = 0, until: int | None = 0
     ) -> Generator[Window, None, None]:
-        """The windows of an epoch from a position on; the last one may be short and is marked.
+        """Yield the windows of an epoch from a position on; the last one may be short and is marked.
 
         Args:
-            epoch: Which epoch.
+            epoch: The epoch.
             position: Where to begin; see `Source`.
             done: Micro-batches already used in this epoch, for the limit.
-            until: The first epoch that is not read after it, so that workers can go on until then; None where
-                nobody knows.
+            until: The end of the range of epochs that are read next, so that workers can prepare them; None
+                if it is unknown.
 
         Raises:
-            DataError: No batch at all, a batch of an unknown kind, or data that raised.
+            DataError: There is no batch at all, a batch is of an unknown kind, or the data raised.
         """
         limit = self._left(done)
         left = self.source.count(position) if self.source.exact else None
@@ -185,8 +189,8 @@ class Feed:
                 window = []
 
     def _looking_ahead(self, micro_batches: Iterator[MicroBatch], size: int) -> Generator[Window, None, None]:
-        # Without a length, whether a window is the last shows only when the next batch is asked for. The
-        # data's own state is taken before that, as it must not count a batch that no update has used.
+        # Without a length, only asking for the next batch shows whether a window is the last. The data's
+        # state is taken before that, because it must not count a batch that no update has used.
         window: list[MicroBatch] = []
         self._state = self.source.snapshot()
         for micro_batch in micro_batches:
@@ -202,18 +206,18 @@ class Feed:
         self._state = None
 
     def snapshot(self) -> dict[str, Any] | None:
-        """The data's own state as of the last window handed out; to be called by all processes."""
+        """Return the data's state as of the last window yielded; all processes must call it."""
         return self.source.gathered(self._state if self._state is not None else self.source.snapshot())
 
     def restore(self, state: dict[str, Any] | None, position: int) -> None:
-        """Take over what `snapshot` gave.
+        """Restore the result of `snapshot`.
 
         Args:
-            state: The data's own state.
-            position: Where in its epoch the run stands.
+            state: The data's state.
+            position: The run's position in its epoch.
 
         Raises:
-            CheckpointError: It is of data that is divided in another way.
+            CheckpointError: The state is of data that was divided differently.
         """
         check_division(self.source, state, position)
         self.source.restore(state)
@@ -251,7 +255,7 @@ class Feed:
             raise self._empty(epoch)
 
     def _counted_of_all(self, epoch: int, position: int, limit: int | None) -> Iterator[MicroBatch]:
-        """As `_counted`, where several processes read the data together."""
+        """Yield counted micro-batches as `_counted` does, for several processes that read together."""
         number = 0
         if limit is not None and limit <= 0:
             return
@@ -273,24 +277,24 @@ class Feed:
 
     def _of_round(self, fetched: SharedBatch, epoch: int, position: int, number: int) -> MicroBatch:
         weigh, count_tokens = self._measure.weight, self._measure.tokens
-        batch, advance, samples, stand_in, known, _ = fetched
+        batch, advance, samples, is_placeholder, known, _ = fetched
         if batch is BAD:
-            return MicroBatch(None, 0.0, 0, 0, advance, True, None, not stand_in)
+            return MicroBatch(None, 0.0, 0, 0, advance, True, None, not is_placeholder)
         samples = batch_size(batch) if samples is None else samples
         if samples is None:
-            raise self._unknown_kind(batch, epoch, self._number(position, number, stand_in))
+            raise self._unknown_kind(batch, epoch, self._number(position, number, is_placeholder))
         weight: float | Tensor = samples if weigh is None else _on_host(weigh(batch))
         if not isinstance(weight, Tensor) and not 0 <= weight < math.inf:
-            raise self._bad_weight(weight, epoch, self._number(position, number, stand_in))
+            raise self._bad_weight(weight, epoch, self._number(position, number, is_placeholder))
         tokens = 0 if count_tokens is None else int(count_tokens(batch))
         everywhere = None
-        if self.leaves_out_bad:
-            weight = float(weight)  # also one on a device: the process whose batch is bad has none there
+        if self.skips_bad_batches:
+            weight = float(weight)  # even on a device: a process with a bad batch has no tensor there
         elif known is not None and weigh is None and count_tokens is None:
             everywhere = Everywhere(known, known, 0)
-        if stand_in:  # of the same kind, as a weight may be on the device
+        if is_placeholder:  # multiplied, because a weight may be a tensor on the device
             weight, samples, tokens = weight * 0, 0, 0
-        return MicroBatch(batch, weight, samples, tokens, advance, stand_in, everywhere)
+        return MicroBatch(batch, weight, samples, tokens, advance, is_placeholder, everywhere)
 
     def _compared(self, rounds: Iterator[SharedBatch], compare: Compare) -> Iterator[SharedBatch]:
         self._compare = None
@@ -298,23 +302,23 @@ class Feed:
         compare(None if first is None else first.evidence)
         return rounds if first is None else chain((first,), rounds)
 
-    def _number(self, position: int, round_: int, stand_in: bool) -> int:
-        """Which batch of its epoch this process has in a round counted from a position on."""
-        if self.source.apart:
+    def _number(self, position: int, round_: int, is_placeholder: bool) -> int:
+        """Return the number in its epoch of this process's batch in a round after a position."""
+        if self.source.is_split:
             return position + round_
         share = self.source.share
-        return self.source.number(position) + round_ * share.size + (0 if stand_in else share.rank)
+        return self.source.number(position) + round_ * share.size + (0 if is_placeholder else share.rank)
 
     def _bad_weight(self, weight: float, epoch: int, number: int) -> DataError:
         return DataError(
             f"loss_weight gave {weight} for batch {number} of epoch {epoch} of the {self.source.name} data;"
-            " a weight is a number of samples or tokens, 0 or more"
+            " a weight is a number of samples or tokens, at least 0"
         )
 
     def _empty(self, epoch: int) -> DataError:
         return DataError(
-            f"the {self.source.name} data is empty: it gave no batch in epoch {epoch}. A dataset smaller"
-            " than its batch size with drop_last=True does that; so does an iterator that was used up"
+            f"the {self.source.name} data is empty: it gave no batch in epoch {epoch}. Possible reasons are a"
+            " dataset smaller than its batch size with drop_last=True, and an iterator that was used up"
             " before"
         )
 
@@ -326,14 +330,27 @@ class Feed:
         )
         return DataError(
             f"batch {number} of epoch {epoch} of the {self.source.name} data is a"
-            f" {type(batch).__name__}{inside} with no tensor in it whose first dimension could count samples."
+            f" {type(batch).__name__}{inside} with no tensor whose first dimension could count samples."
             " A batch is a tensor, a mapping, a sequence or a dataclass of tensors; use a collate_fn that"
             " makes one"
         )
 
 
+def _whole(limit: float, source: Source) -> int:
+    """Return a limit as a number of batches."""
+    if not isinstance(limit, float):
+        return limit
+    count = None if source.is_split else source.count()
+    if count is None:
+        raise ConfigError(
+            f"a limit of {limit} of the {source.name} batches needs data of known length, not divided by"
+            " rank before. Give a number of batches"
+        )
+    return max(1, int(exact(limit) * count))
+
+
 def _on_host(weight: Any) -> float | Tensor:
-    # A weight on an accelerator stays there: reading it would wait for the device in every step.
+    # A weight on an accelerator stays there: reading it would be a host sync in every step.
     if isinstance(weight, Tensor) and weight.device.type != "cpu":
         return weight
     try:
@@ -341,5 +358,5 @@ def _on_host(weight: Any) -> float | Tensor:
     except (TypeError, ValueError, RuntimeError):
         given = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
         raise ConfigError(
-            f"loss_weight gave {given[:80]}; it gives one number, what the batch's loss is a mean over"
+            f"loss_weight gave {given[:80]}; it must return one number, the weight of the batch's loss"
         ) from None

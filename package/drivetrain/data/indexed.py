@@ -1,8 +1,8 @@
 """Datasets with a length: an order that is a function of (seed, epoch), read from any position.
 
-The user's DataLoader is taken as a description (dataset, batch size, sampler, collation, workers). Its
-sampler is replaced by index batches that carry their own key (seed, epoch, position), so that a batch is the
-same whether it is made here or in a worker, and whatever was made before it.
+The user's DataLoader is only a description (dataset, batch size, sampler, collation, workers). Its sampler is
+replaced by index batches with their own key (seed, epoch, position). So a batch is the same whether it is
+made here or in a worker, and whatever was made before it.
 """
 
 from __future__ import annotations
@@ -15,46 +15,47 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from drivetrain.data.bad import BAD, LeavesOut, Raised
-from drivetrain.data.keyed import (
+from drivetrain.core.errors import DataError
+from drivetrain.core.random_streams import ORDER, batch_stream, mix, mix_next, seed_host
+from drivetrain.data.fingerprint import Fingerprint
+from drivetrain.data.keyed_batches import (
     IndexBatch,
     KeyedDataset,
-    OnlyItem,
+    SingleItem,
     WithDraws,
     WorkerStart,
     may_draw,
 )
 from drivetrain.data.order import Order, refuse_divided, undivided, unshuffled
-from drivetrain.data.outline import Outline
-from drivetrain.data.rounds import Evidence, SharedBatch, Slice, drawn, grouped, rounds, sliced
-from drivetrain.data.share import WHOLE, Share
+from drivetrain.data.rank_rounds import Evidence, SharedBatch, Slice, drawn, grouped, rounds, sliced
+from drivetrain.data.shard import WHOLE, Share
+from drivetrain.data.skipped_batches import BAD, BadBatchSkipper, Raised
 from drivetrain.data.sources import Fetched, Source
-from drivetrain.data.worker_ends import lacks_shared_memory
-from drivetrain.data.workers import Asked, Following, Workers
-from drivetrain.errors import DataError
-from drivetrain.streams import ORDER, batch_stream, mix, mix_next, seed_host
+from drivetrain.data.workers.ends import lacks_shared_memory
+from drivetrain.data.workers.pool import LookAhead, RequestedBatches, Workers
 
 _SHOWN = 32
-"""So many indices of a batch are named in an error."""
+"""The number of a batch's indices that an error names."""
 
 
 class IndexedSource(Source):
     """A dataset with a length; the position counts samples.
 
     Args:
-        name: Whose data it is, for messages.
+        name: The data's name, for messages.
         loader: The user's DataLoader, read as a description.
         seed: The run's seed.
-        every_sample: Read the last, short batch too when the loader would drop it: an evaluation counts every
+        every_sample: Read the last, short batch even if the loader drops it: an evaluation counts every
             sample.
-        in_order: Read the dataset in its own order even if the loader shuffles; a batch sampler of the user's
-            is not used then, as nothing is known of its order.
-        pin_memory: Have workers' batches put into page-locked memory, for copies to an accelerator. The
-            loader's own flag is not looked at: without an accelerator torch warns of it.
-        share: Which part of every round is read here.
-        reader: Which of several processes this is that read data of their own, each in random streams of its
-            own; their orders are drawn alike, so that what is shuffled before it is divided stays divided.
-        bare: Whether the user gave the dataset alone, of which the loader was made here.
+        in_order: Read the dataset in its own order even if the loader shuffles. The user's own batch sampler
+            is then ignored, because its order is unknown.
+        pin_memory: Pin the workers' batches, for copies to an accelerator. The loader's own flag is ignored:
+            without an accelerator torch warns of it.
+        share: The shard of every round that is read here.
+        reader: This process's number among several that read data of their own, each under its own random
+            streams. Their orders are the same, so that data that is shuffled before it is divided stays
+            divided.
+        bare: Whether the user gave only the dataset, and the loader was made here.
     """
 
     def __init__(
@@ -77,11 +78,12 @@ class IndexedSource(Source):
         self._loader = loader
         self._bare = bare
         ready = loader.batch_sampler is None
+        self.dataset = loader.dataset
         self._draws = may_draw(loader.dataset, loader.collate_fn)
         self._dataset = KeyedDataset(loader.dataset, self._draws, not ready)
         size = len(self._dataset)
-        # A BatchSampler that the user gave, unlike one that the loader made, leaves the loader's batch_size
-        # None and its sampler sequential; the batch sampler itself is right in both cases.
+        # A user's BatchSampler, unlike the loader's own, leaves the loader's batch_size None and its sampler
+        # sequential; the batch sampler itself is right in both cases.
         plain = type(loader.batch_sampler) is BatchSampler
         described: Any = loader.batch_sampler if plain else loader
         sampler = described.sampler if share.size == 1 else undivided(described.sampler, name)
@@ -93,15 +95,15 @@ class IndexedSource(Source):
         batch_size = described.batch_size or getattr(loader.batch_sampler, "batch_size", None)
         self.batch_size = batch_size if isinstance(batch_size, int) and not ready else None
         self._batch_size: int = self.batch_size or 1
-        self._numbers: dict[int, int] = {}  # of a user's batch sampler: each batch's number by its start
+        self._numbers: dict[int, int] = {}  # for a user's batch sampler: each batch's number by its start
         self._drop_last = bool(described.drop_last) and not ready and not every_sample
         self._knows_samples = not ready
         self._noted: tuple[str, int] | None = None
-        # The length of a user's own sampler may be a guess; of torch's two it is not.
+        # The length of a user's own sampler may be a guess; that of torch's two is exact.
         self.exact = self._batch_sampler is None and self._order.known
-        self._collate: Callable[[Any], Any] = OnlyItem(loader.collate_fn) if ready else loader.collate_fn
+        self._collate: Callable[[Any], Any] = SingleItem(loader.collate_fn) if ready else loader.collate_fn
         self._pin_memory = pin_memory
-        # A sampler of the user's is run when its epoch begins, as it may look at what was done until then.
+        # A user's sampler runs when its epoch begins, because it may depend on what was done until then.
         goes_on = loader.persistent_workers and self.exact
         self._workers = None
         if loader.num_workers:
@@ -112,10 +114,10 @@ class IndexedSource(Source):
                 self._failure_of,
             )
 
-    def _with_workers(self, asked: Asked, epoch: int) -> DataLoader[Any]:
+    def _with_workers(self, asked: RequestedBatches, epoch: int) -> DataLoader[Any]:
         loader = self._loader
-        # Workers begin with seeds drawn from this: starting them shall not move the global stream, and what
-        # ran before shall not move the seeds. Those that stay have the same wherever the run began.
+        # Workers draw their seeds from this generator. Starting them must not move the global stream, and
+        # what ran before must not move the seeds. Persistent ones have the same wherever the run began.
         seed = mix(ORDER, self._seed) if loader.persistent_workers else mix(ORDER, self._seed, epoch)
         return DataLoader(
             self._dataset,  # type: ignore[arg-type]
@@ -132,7 +134,7 @@ class IndexedSource(Source):
         )
 
     def index_batches(self, epoch: int, position: int) -> Iterator[IndexBatch]:
-        """The index batches of an epoch from a position on, each with its key; the order is drawn at once.
+        """Return an epoch's index batches from a position on, each with its key; draws the order at once.
 
         Raises:
             DataError: The sampler raised.
@@ -147,15 +149,15 @@ class IndexedSource(Source):
             indices = each.items
             batch = IndexBatch(indices.tolist() if isinstance(indices, torch.Tensor) else indices)
             batch.epoch, batch.start, batch.seed = epoch, each.start, mix_next(stream, each.start)
-            # Without its indices: a view of the epoch's order would travel to workers by shared memory.
+            # Without its indices: a view of the epoch's order would go to workers through shared memory.
             batch.slice = each._replace(items=None, whole=None)
-            if self.shows:
-                self.shows = False
+            if self.needs_evidence:
+                self.needs_evidence = False
                 self._note_order(batch, each.whole)
             yield batch
 
     def _note_order(self, batch: IndexBatch, whole: Any) -> None:
-        """Remember a round's indices, and have some of its samples outlined with one of its batches."""
+        """Note a round's indices, and have some of its samples fingerprinted with one of its batches."""
         grouped_ = self._batch_sampler is not None
         listed = whole.tolist() if isinstance(whole, torch.Tensor) else list(whole)
         listed = [index for each in listed for index in each] if grouped_ else listed
@@ -192,7 +194,7 @@ class IndexedSource(Source):
         order, size = self._order.indices(epoch), self._batch_size
         end = len(order) - size + 1 if self._drop_last else len(order)
         starts = range(position, end, size)
-        # Iterators of Python's own: a generator here would be one more call in every step.
+        # Python's own iterators: a generator here would be one more call in every step.
         ends = range(position + size, end + size, size)
         return zip(starts, map(order.__getitem__, map(slice, starts, ends)), strict=True)
 
@@ -209,26 +211,26 @@ class IndexedSource(Source):
         for number, indices in enumerate(batches):
             end = start + len(indices)
             if end > position:
-                # Made of other batches before, a position may lie inside of one of these.
+                # A position from other batch boundaries may lie inside one of these batches.
                 used = max(0, position - start)
                 self._numbers[start + used] = number
                 yield start + used, indices[used:] if used else indices
             start = end
 
-    def begin(self, epoch: int, position: int, limit: int | None, following: Following) -> None:
-        """Have workers, where there are any, make the batches that are read next."""
+    def begin(self, epoch: int, position: int, limit: int | None, following: LookAhead) -> None:
+        """Let the workers, if any, make the batches that are read next."""
         if self._workers is not None:
             self._workers.begin(epoch, position, limit, following)
 
     def batches(self, epoch: int, position: int) -> Iterator[Fetched]:
-        """The batches of an epoch from a position on."""
+        """Yield the batches of an epoch from a position on."""
         if self._workers is not None:
             return self._made_by_workers(self._workers.read(epoch, position))
         return self._made_here(epoch, position)
 
     @property
     def advice(self) -> str:
-        """As far as the loader's settings say."""
+        """A hint from the loader's settings."""
         loader = self._loader
         if not loader.num_workers:
             return (
@@ -254,12 +256,12 @@ class IndexedSource(Source):
         if self._workers is not None:
             self._workers.close()
 
-    def leave_out_bad(self) -> None:
-        """A batch is a function of its indices: one that raises does not keep the next from being made."""
-        self.leaves_out = LeavesOut()
+    def skip_bad_batches(self) -> None:
+        """Leave out batches that raise: each is a function of its indices, so the next can be made."""
+        self.skipper = BadBatchSkipper()
 
     def waiting(self, epoch: int, number: int) -> str:
-        """Also which worker makes it, if one does."""
+        """Describe a batch that is waited for, and which worker makes it, if one does."""
         text = super().waiting(epoch, number)
         if self._workers is not None:
             return f"{text}, which {self._workers.waiting()}"
@@ -267,51 +269,51 @@ class IndexedSource(Source):
 
     def _made_here(self, epoch: int, position: int) -> Iterator[Fetched]:
         fetch, collate, knows = self._dataset.__getitems__, self._collate, self._knows_samples
-        leaves_out = self.leaves_out
+        skipper = self.skipper
         for indices in self.index_batches(epoch, position):
             try:
                 batch = collate(fetch(indices))
             except Exception as error:
                 failure = self._failure_of(error, indices)
-                if leaves_out is None:
+                if skipper is None:
                     raise failure from error
-                batch = leaves_out.leave_out(failure, error)
+                batch = skipper.skip(failure, error)
             else:
-                if leaves_out is not None:
-                    leaves_out.read, leaves_out.in_a_row = leaves_out.read + 1, 0
+                if skipper is not None:
+                    skipper.read, skipper.in_a_row = skipper.read + 1, 0
             if indices.slice is not None:
-                yield self._shared_batch(batch, indices, self._dataset.outlined)
+                yield self._shared_batch(batch, indices, self._dataset.fingerprint)
                 continue
             size = len(indices)
             yield batch, size, size if knows else None
 
     def _made_by_workers(self, made: Iterator[tuple[Any, IndexBatch]]) -> Iterator[Fetched]:
         for each, indices in made:
-            batch, draws, outlined = each if type(each) is not Raised else self._bad(each, indices)
-            if self.leaves_out is not None and batch is not BAD:
-                self.leaves_out.read, self.leaves_out.in_a_row = self.leaves_out.read + 1, 0
-            # As after a batch made here, so that a step that draws from the host's generators does not
-            # depend on the number of workers.
+            batch, draws, contents = each if type(each) is not Raised else self._bad(each, indices)
+            if self.skipper is not None and batch is not BAD:
+                self.skipper.read, self.skipper.in_a_row = self.skipper.read + 1, 0
+            # The same state as after a batch made here, so that a step that draws from the host's generators
+            # does not depend on the number of workers.
             if self._draws:
                 seed_host(indices.seed)
                 if draws is not None:
                     draws.restore()
             if indices.slice is not None:
-                yield self._shared_batch(batch, indices, outlined)
+                yield self._shared_batch(batch, indices, contents)
             else:
                 yield batch, len(indices), len(indices) if self._knows_samples else None
 
     def _bad(self, raised: Raised, indices: IndexBatch) -> tuple[Any, None, None]:
-        """What stands for a batch that a worker could not make, unless that ends the reading."""
+        """Return the placeholder for a batch that a worker could not make, or raise."""
         error = raised.error()
         failure = self._failure_of(error, indices, f", in worker {raised.worker} (pid {raised.pid})")
         advice = lacks_shared_memory(error)
         try:
-            if advice is not None:  # for which the batch is not to blame
+            if advice is not None:  # the batch is not to blame
                 raise DataError(f"{failure}; {advice}") from error
-            if self.leaves_out is None:
+            if self.skipper is None:
                 raise failure from error
-            return self.leaves_out.leave_out(failure, error), None, None
+            return self.skipper.skip(failure, error), None, None
         except DataError:
             self.close()
             raise
@@ -327,11 +329,11 @@ class IndexedSource(Source):
         return self.failure(error, self.number(start), indices.epoch, f" ({place}){where}")
 
     def number(self, position: int) -> int:
-        """Counted in this loader's batches; of a user's batch sampler, once it has been drawn as far."""
+        """Return a batch's number. A user's batch sampler must have been drawn that far."""
         return self._numbers.get(position, position // self._batch_size)
 
     def count(self, position: int = 0) -> int | None:
-        """The batches from a position on; for a user's batch sampler its length, at position 0 only."""
+        """Return the number of batches from a position on; for a user's batch sampler, only at position 0."""
         if self._batch_sampler is not None:
             try:
                 return rounds(len(self._batch_sampler), self.share) if position == 0 else None  # type: ignore[arg-type]
@@ -345,13 +347,13 @@ class IndexedSource(Source):
         return rounds(batches, self.share)
 
     def start(self, epoch: int, number: int) -> int:
-        """The position at which a batch of an epoch begins; draws a user's batch sampler as far."""
+        """Return the position at which a batch begins; draws a user's batch sampler that far."""
         if self._batch_sampler is None:
             return number * self._batch_size
         return sum(len(each) for each in islice(self._order.replayed(self._batch_sampler, epoch), number))
 
     def description(self) -> dict[str, Any]:
-        """The dataset's and the loader's numbers."""
+        """Return the dataset's and the loader's numbers."""
         loader = self._loader
         described: Any = loader if loader.batch_sampler is None else loader.batch_sampler
         return {
@@ -364,9 +366,9 @@ class IndexedSource(Source):
             "its number of batches": self.count() if loader.batch_sampler is not None else None,
         }
 
-    def _shared_batch(self, batch: Any, indices: IndexBatch, outlined: Outline | None) -> SharedBatch:
+    def _shared_batch(self, batch: Any, indices: IndexBatch, contents: Fingerprint | None) -> SharedBatch:
         part = indices.slice
         assert part is not None
         samples, everywhere = (len(indices), part.samples) if self._knows_samples else (None, None)
-        evidence = None if indices.probe is None else Evidence(self._noted, outlined)
-        return SharedBatch(batch, part.advance, samples, part.stand_in, everywhere, evidence)
+        evidence = None if indices.probe is None else Evidence(self._noted, contents)
+        return SharedBatch(batch, part.advance, samples, part.is_placeholder, everywhere, evidence)

@@ -1,4 +1,4 @@
-"""In which order a dataset's indices come: a function of (seed, epoch), whatever ran before."""
+"""The order of a dataset's indices: a function of (seed, epoch), whatever ran before."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
 
-from drivetrain.errors import DataError
-from drivetrain.streams import ORDER, host_state, load_host_state, mix, preserved, seed_host
+from drivetrain.core.errors import DataError
+from drivetrain.core.random_streams import ORDER, host_state, load_host_state, mix, preserved, seed_host
+from drivetrain.data.length_grouped import LengthGroupedSampler
 
 _PIECE = 10_000
 """Indices drawn from a sampler at a time: entering and leaving its random stream takes 0.2 ms."""
@@ -20,16 +21,16 @@ class Order:
     """The order of a dataset's indices in each epoch.
 
     Args:
-        name: Whose data it is, for messages.
-        sampler: The user's. torch's sequential and shuffling samplers are replaced by functions of (seed,
-            epoch); any other is run once an epoch under a random stream of (seed, epoch), its own generator
-            included.
+        name: The data's name, for messages.
+        sampler: The user's sampler. torch's sequential and shuffling samplers are replaced by functions of
+            (seed, epoch). Any other is run once an epoch under a random stream of (seed, epoch), which also
+            seeds its generator.
         size: The number of samples in the dataset.
         seed: The run's seed.
 
     Attributes:
-        sampler: The user's.
-        known: Whether it is one of torch's two, whose length can be relied on.
+        sampler: The user's sampler.
+        known: Whether it is one of torch's two or ours, whose length is exact.
     """
 
     def __init__(self, name: str, sampler: Iterable[Any], size: int, seed: int) -> None:
@@ -41,12 +42,13 @@ class Order:
         self._shuffled = (
             type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == size
         )
-        self.known = self._sequential or self._shuffled
+        grouped = type(sampler) is LengthGroupedSampler and len(sampler) == size
+        self.known = self._sequential or self._shuffled or grouped
         self._epoch = -1
         self._indices: Any = range(size)
 
     def indices(self, epoch: int) -> Any:
-        """All indices of an epoch: a range, a tensor or a list; for a sampler that has a length."""
+        """Return all indices of an epoch as a range, tensor or list; for a sampler with a length."""
         if not self._sequential and epoch != self._epoch:
             self._indices = self._permutation(epoch) if self._shuffled else self.replayed(self.sampler, epoch)
             self._epoch = epoch
@@ -57,10 +59,10 @@ class Order:
         return torch.randperm(self._size, generator=generator)
 
     def replayed(self, sampler: Iterable[Any], epoch: int) -> Iterable[Any]:
-        """Everything a user's sampler gives in an epoch; the same whenever it is asked.
+        """Run a user's sampler for an epoch; every call gives the same.
 
         Returns:
-            A list; of a sampler without a length, which may be endless, an iterator that draws as it goes.
+            A list. For a sampler without a length, which may be endless, an iterator that draws as it goes.
 
         Raises:
             DataError: The sampler raised.
@@ -69,7 +71,7 @@ class Order:
         return drawn if _length(sampler) is None else list(drawn)
 
     def drawn(self, sampler: Iterable[Any], epoch: int) -> Iterator[Any]:
-        """What a user's sampler gives in an epoch, drawn a piece at a time in a random stream of its own.
+        """Yield the indices of a user's sampler for an epoch, drawn in pieces from a separate random stream.
 
         Raises:
             DataError: The sampler raised.
@@ -77,7 +79,7 @@ class Order:
         iterator: Iterator[Any] | None = None
         stream: tuple[torch.Tensor, dict[str, Any]] | None = None
         while True:
-            # A resumed run asks again in the middle of an epoch; the step's streams must not notice.
+            # A resumed run asks again in the middle of an epoch, which must not move the step's streams.
             with preserved():
                 if stream is not None:
                     torch.default_generator.set_state(stream[0])
@@ -108,26 +110,29 @@ class Order:
         return iter(sampler)
 
     def length(self) -> int | None:
-        """How many indices an epoch has, without drawing it; None when the sampler does not say."""
+        """Return the number of indices in an epoch, without drawing it; None if the sampler does not say."""
         return self._size if self.known else _length(self.sampler)
 
 
 def unshuffled(sampler: Iterable[Any]) -> Iterable[Any]:
-    """The same choice of samples in the dataset's order, as far as that can be told of a sampler; one of the
-    user's own is left as it is.
+    """Return a sampler of the same samples in the dataset's order, where the sampler's kind allows it.
+
+    A sampler of the user's own class is returned unchanged.
     """
     if isinstance(sampler, RandomSampler):
         return SequentialSampler(sampler.data_source)
+    if isinstance(sampler, LengthGroupedSampler):
+        return range(len(sampler))
     if isinstance(sampler, SubsetRandomSampler):
         return sorted(int(index) for index in sampler.indices)
     return sampler
 
 
 def undivided(sampler: Iterable[Any], name: str) -> Iterable[Any]:
-    """A sampler of the whole dataset in the place of torch's that divides it over processes, as we do that.
+    """Replace torch's DistributedSampler by a sampler of the whole dataset, which is divided here.
 
     Raises:
-        DataError: It divides the dataset in a way of its own.
+        DataError: A sampler of another kind divides the dataset.
     """
     if isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__:
         whole: Any = sampler.dataset
@@ -137,18 +142,18 @@ def undivided(sampler: Iterable[Any], name: str) -> Iterable[Any]:
 
 
 def refuse_divided(sampler: Any, name: str) -> None:
-    """Stand against samples that nobody would see: what has been divided must not be divided once more.
+    """Refuse a sampler that divides the dataset: dividing its part again would leave out samples.
 
     Raises:
-        DataError: It, or the sampler that it draws from, gives one of several processes its part.
+        DataError: The sampler, or the one that it draws from, gives each of several processes a part.
     """
     for owner in (sampler, getattr(sampler, "sampler", None)):
         parts = getattr(owner, "num_replicas", None)
         if isinstance(parts, int) and parts > 1:
             raise DataError(
-                f"the {name} data's sampler ({type(owner).__name__}) divides the dataset into {parts} parts"
-                " itself, and several processes would divide its part again. Make it with num_replicas=1 and"
-                " rank=0, so that it gives all samples, give a sampler of the whole dataset, or pass"
+                f"the {name} data's sampler ({type(owner).__name__}) divides the dataset into {parts} parts,"
+                " and each process would divide its part again. Make it with num_replicas=1 and rank=0, so"
+                " that it gives all samples, give a sampler of the whole dataset, or pass"
                 " drivetrain.already_split(loader)"
             )
 

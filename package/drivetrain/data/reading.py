@@ -1,21 +1,23 @@
-"""Which source reads a user's data."""
+"""Choose the source that reads a user's data."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from drivetrain.core.errors import ConfigError, DataError
+from drivetrain.core.types import Batch
 from drivetrain.data.indexed import IndexedSource
-from drivetrain.data.share import WHOLE, Share
+from drivetrain.data.length_grouped import LengthGroupedSampler, lengths_of
+from drivetrain.data.sample_stream import SampleStream
+from drivetrain.data.shard import WHOLE, Share
 from drivetrain.data.sources import BatchSource, IterableSource, Source
-from drivetrain.data.split import AlreadySplit, SplitSource
+from drivetrain.data.split_source import AlreadySplit, SplitSource
 from drivetrain.distributed.ranks import ALONE, Ranks
-from drivetrain.errors import ConfigError, DataError
-from drivetrain.types import Batch
 
 
 def as_source(
@@ -32,26 +34,34 @@ def as_source(
     share: Share = WHOLE,
     ranks: Ranks = ALONE,
     changes: bool = False,
+    collate: Callable[[list[Any]], Any] | None = None,
+    group_by_length: str | Callable[[Any], int] | None = None,
+    accumulation: int = 1,
 ) -> Source:
-    """The source that reads a user's data.
+    """Return the source that reads a user's data.
 
     Args:
         data: A DataLoader, a dataset (see `is_dataset`), a list or tuple of batches, or any other iterable of
             batches.
-        name: Whose data it is ("training", "validation", ...), for messages.
+        name: The data's name ("training", "validation", ...), for messages.
         seed: The run's seed.
-        batch_size: For a bare Dataset that has no `batch_size` of its own.
+        batch_size: For a bare Dataset without its own `batch_size`. An IterableDataset without it gives
+            ready batches.
         num_workers: Worker processes for a bare Dataset, each with a copy of it.
         shuffle: Whether a bare Dataset is shuffled.
-        in_order: Read in the dataset's own order even when the loader shuffles.
-        every_sample: Read the last, short batch too when the loader would drop it.
-        pin_memory: For copies to an accelerator.
-        share: Which part of it this process reads.
-        ranks: The processes that read it, for data that they have divided themselves.
-        changes: Whether a bare Dataset may be changed between two epochs, so that each needs new workers.
+        in_order: Read in the dataset's own order even if the loader shuffles.
+        every_sample: Read the last, short batch even if the loader drops it.
+        pin_memory: Pin batches for copies to an accelerator.
+        share: The shard that this process reads.
+        ranks: The processes that read it, for data that is already split.
+        changes: Whether a bare Dataset may change between epochs, so that each needs new workers.
+        collate: Makes a batch from the samples of a bare Dataset; None uses torch's default.
+        group_by_length: The length of a bare Dataset's sample; see `lengths_of`. None does not group.
+        accumulation: Micro-batches of an update in one process, for the groups.
 
     Raises:
-        DataError: Data of a kind that cannot be read, empty data, or a Dataset without a batch size.
+        ConfigError: `group_by_length` for data that is no bare Dataset with a length.
+        DataError: The data is of a kind that cannot be read, is empty, or is a Dataset without a batch size.
     """
     options: dict[str, Any] = {
         "batch_size": batch_size,
@@ -61,6 +71,9 @@ def as_source(
         "every_sample": every_sample,
         "pin_memory": pin_memory,
         "changes": changes,
+        "collate": collate,
+        "group_by_length": group_by_length,
+        "accumulation": accumulation,
     }
     if not isinstance(data, AlreadySplit):
         return _source(data, name, seed, share=share, **options)
@@ -80,6 +93,9 @@ def _source(
     every_sample: bool,
     pin_memory: bool,
     changes: bool,
+    collate: Callable[[list[Any]], Any] | None,
+    group_by_length: str | Callable[[Any], int] | None,
+    accumulation: int,
     share: Share = WHOLE,
     reader: int = 0,
 ) -> Source:
@@ -87,14 +103,29 @@ def _source(
     bare = is_dataset(data)
     if bare:
         size = _batch_size_of(data, name, batch_size)
-        if size is not None:
+        if size is not None and isinstance(data, IterableDataset):
+            _check_no_workers(data, name, num_workers)
+            loader = SampleStream(data, size, collate)
+        elif size is not None:
+            sampler = None
+            if group_by_length is not None:
+                lengths = lengths_of(data, group_by_length, name)
+                sampler = LengthGroupedSampler(lengths, size * share.size * accumulation)
             loader = DataLoader(
                 data,
                 batch_size=size,
-                shuffle=shuffle,
+                shuffle=shuffle and sampler is None,
+                sampler=sampler,
+                collate_fn=collate,
                 num_workers=num_workers,
                 persistent_workers=num_workers > 0 and not changes,
             )
+    if group_by_length is not None and (loader is data or isinstance(loader, SampleStream)):
+        raise ConfigError(
+            f"group_by_length is for data that is given as a dataset with a length, but the {name} data is a"
+            f" {type(data).__name__}. Pass the dataset itself with batch_size=..., or"
+            " DataLoader(..., sampler=drivetrain.data.LengthGroupedSampler(lengths, group_size))"
+        )
     if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
         if not isinstance(loader.dataset, IterableDataset) and hasattr(loader.dataset, "__len__"):
             _check_samples(loader.dataset, name)
@@ -120,7 +151,7 @@ def _source(
 
 
 def is_dataset(data: object) -> bool:
-    """Whether data are samples to be batched: a torch Dataset, or any object with a length that is indexed.
+    """Return whether data holds single samples: a torch Dataset, or any object with a length and an index.
 
     A list or a tuple has ready batches.
     """
@@ -136,15 +167,10 @@ def _gives_batches(data: object) -> bool:
 
 
 def _batch_size_of(dataset: Any, name: str, batch_size: int | None) -> int | None:
-    """The batch size of a bare Dataset; None for one that is iterated and gives ready batches."""
+    """Return the batch size of a bare Dataset; None for an iterable one that gives ready batches."""
     kind = type(dataset).__name__
     if isinstance(dataset, IterableDataset):
-        if batch_size is None:
-            return None
-        raise DataError(
-            f"the {name} data is an IterableDataset ({kind}), which is read as ready batches, but"
-            f" batch_size={batch_size} was given. Pass DataLoader(dataset, batch_size={batch_size})"
-        )
+        return batch_size
     size = getattr(dataset, "batch_size", None) or batch_size
     if not isinstance(size, int) or size < 1:
         raise DataError(
@@ -159,6 +185,15 @@ def _batch_size_of(dataset: Any, name: str, batch_size: int | None) -> int | Non
         )
     _check_samples(dataset, name)
     return size
+
+
+def _check_no_workers(dataset: Any, name: str, num_workers: int) -> None:
+    if num_workers:
+        raise DataError(
+            f"the {name} data is an IterableDataset ({type(dataset).__name__}), and num_workers={num_workers}"
+            " was given, but only the dataset itself can divide its samples among workers. Leave num_workers"
+            f" out, or pass DataLoader(dataset, batch_size=..., num_workers={num_workers})"
+        )
 
 
 def _ready_batches(batches: list[Batch] | tuple[Batch, ...], name: str) -> list[Batch] | tuple[Batch, ...]:
@@ -179,10 +214,10 @@ def _check_samples(dataset: Any, name: str) -> None:
 
 
 def evaluation_sources(data: Any, name: str, seed: int, **options: Any) -> list[tuple[str | None, Source]]:
-    """The sources of evaluation data: one without a name, or one for each named loader.
+    """Return the sources of evaluation data: one without a name, or one for each named loader.
 
     Raises:
-        DataError: No loaders, or a loader that cannot be read.
+        DataError: There are no loaders, or one cannot be read.
     """
     if isinstance(data, AlreadySplit) and isinstance(data.data, Mapping):
         data = {key: AlreadySplit(each) for key, each in data.data.items()}
@@ -193,27 +228,49 @@ def evaluation_sources(data: Any, name: str, seed: int, **options: Any) -> list[
     sources: list[tuple[str | None, Source]] = []
     for key, loader in data.items():
         if not isinstance(key, str) or not key or "/" in key:
-            raise DataError(f"the name {key!r} of a {name} loader must be a non-empty text without '/'")
+            raise DataError(f"the name {key!r} of a {name} loader must be a non-empty string without '/'")
         sources.append((key, as_source(loader, f"{name} ({key})", seed, **options)))
     return sources
 
 
-def check_settings_used(train: Any, evaluation: Any, batch_size: int | None, num_workers: int) -> None:
-    """Refuse settings for a bare Dataset where there is none, and the loader says otherwise.
+def check_settings_used(
+    train: Any,
+    evaluation: Any,
+    batch_size: int | None,
+    num_workers: int,
+    evaluation_batch_size: int | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+) -> None:
+    """Refuse settings for a bare Dataset if no data is one and the loader has other settings.
 
     Args:
         train: The training data.
-        evaluation: The validation data, if there is any: for that the settings may be meant.
-        batch_size: The Trainer's.
-        num_workers: Likewise.
+        evaluation: The validation data, if any; the settings may be meant for it.
+        batch_size: The Trainer's setting.
+        num_workers: The Trainer's setting.
+        evaluation_batch_size: The Trainer's setting.
+        collate: The Trainer's setting.
 
     Raises:
-        ConfigError: They would not be used.
+        ConfigError: The settings would not be used.
     """
     given = [train, *(evaluation.values() if isinstance(evaluation, Mapping) else [evaluation])]
     loader, *others = [each.data if isinstance(each, AlreadySplit) else each for each in given]
+    sizes = {getattr(each, "batch_size", None) for each in others if isinstance(each, DataLoader)}
+    unused = sizes not in (set(), {evaluation_batch_size}) and not any(map(is_dataset, others))
+    if evaluation_batch_size is not None and unused:
+        raise ConfigError(
+            f"Trainer(evaluation_batch_size={evaluation_batch_size}) is for data that is given as a dataset,"
+            " but the validation data is a DataLoader. Pass"
+            f" DataLoader(..., batch_size={evaluation_batch_size}), or the dataset itself"
+        )
     if is_dataset(loader) or any(is_dataset(each) for each in others) or not _gives_batches(loader):
         return
+    if collate is not None and getattr(loader, "collate_fn", None) is not collate:
+        raise ConfigError(
+            "Trainer(collate=...) is for data that is given as a dataset, but the training data is a"
+            f" {type(loader).__name__}. Pass DataLoader(..., collate_fn=...), or the dataset itself"
+        )
     own: dict[str, int | None] = {"batch_size": None, "num_workers": None}
     if isinstance(loader, DataLoader):
         own = {"batch_size": loader.batch_size, "num_workers": loader.num_workers}
@@ -224,8 +281,8 @@ def check_settings_used(train: Any, evaluation: Any, batch_size: int | None, num
             if own[name] is not None:
                 raise ConfigError(
                     f"Trainer({name}={value}) is for data that is given as a dataset, but the training data"
-                    f" is a DataLoader, which has its own {name}={own[name]}. Pass DataLoader(...,"
-                    f" {name}={value}), or the dataset itself"
+                    f" is a DataLoader with {name}={own[name]}. Pass DataLoader(..., {name}={value}), or the"
+                    " dataset itself"
                 )
         else:
             raise ConfigError(
@@ -236,5 +293,5 @@ def check_settings_used(train: Any, evaluation: Any, batch_size: int | None, num
 
 
 def pin_memory_for(device: torch.device) -> bool:
-    """Whether batches for a device are worth putting into page-locked memory."""
+    """Return whether batches for a device should be in pinned memory."""
     return device.type == "cuda"

@@ -1,9 +1,9 @@
-"""Bringing batches to the device, one ahead of the step that uses them.
+"""Move batches to the device, one ahead of the step that uses them.
 
-On a CUDA device the copy of the next batch is started on a stream of its own before the current one is handed
-out, so that it runs beside the current step. One ahead is enough: while a step is computed there is time for
-one copy, and a data pipeline that is slower than that gains nothing by more of them on the device. What runs
-further ahead are the workers, on the host. On the CPU there is nothing to copy and nothing runs ahead.
+On a CUDA device the copy of the next batch starts on its own stream before the current one is yielded, so
+that it overlaps with the current step. One batch ahead is enough: a step leaves time for one copy, and a data
+pipeline that is slower than that gains nothing from more batches on the device. Workers run further ahead, on
+the host. On the CPU there is nothing to copy and nothing runs ahead.
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ from typing import NamedTuple
 
 import torch
 
+from drivetrain.core.types import Batch
 from drivetrain.data.batch import host_tensors_only, map_tensors, move
-from drivetrain.data.share import Everywhere
-from drivetrain.types import Batch
+from drivetrain.data.shard import Everywhere
 
 
 class MicroBatch(NamedTuple):
-    """A batch with what the engine needs to know of it.
+    """A batch with the numbers that the engine needs.
 
     Attributes:
         batch: The batch, on the device once it comes out of a feed.
-        weight: What its loss is a mean over; see `TaskModule.loss_weight`.
+        weight: Its loss's weight; see `TaskModule.loss_weight`.
         samples: Its number of samples.
-        tokens: Its number of tokens, 0 when the task counts none.
+        tokens: Its number of tokens, 0 if the task counts none.
         advance: How far it moves the data's position.
-        stand_in: Whether it is another process's, because this one has no samples in the round.
-        everywhere: What all processes have in the round, where that is known without asking them.
-        bad: Whether it could not be made, and weighs nothing; its batch is None.
-        host: The batch as the data gave it, neither moved nor cast, where `Transfer.keeps_host` asks for it.
+        is_placeholder: Whether it is a placeholder: another process's batch, run because this process has no
+            samples in the round.
+        everywhere: The totals over all processes in the round, if they are known without a collective.
+        bad: Whether it could not be made; its batch is None and its weight 0.
+        host: The batch as the data gave it, neither moved nor cast, if `Transfer.keeps_host` is set.
     """
 
     batch: Batch
@@ -38,7 +39,7 @@ class MicroBatch(NamedTuple):
     samples: int = 0
     tokens: int = 0
     advance: int = 1
-    stand_in: bool = False
+    is_placeholder: bool = False
     everywhere: Everywhere | None = None
     bad: bool = False
     host: Batch = None
@@ -48,13 +49,13 @@ class Transfer:
     """Moves batches to one device.
 
     Args:
-        device: Where to.
-        dtype: What floating-point tensors are cast to; None leaves them.
-        place: What is done with each tensor there; see `Strategy.place`.
+        device: The device.
+        dtype: The dtype that floating-point tensors are cast to; None leaves them.
+        place: Called with each tensor on the device; see `Strategy.place`.
 
     Attributes:
-        keeps_host: Whether a micro-batch that is moved or cast keeps the batch as it was: what is counted of
-            its parts must not be rounded, nor waited for.
+        keeps_host: Whether a micro-batch that is moved or cast keeps the original batch, so that its parts
+            can be counted without rounding and without waiting for the device.
     """
 
     def __init__(
@@ -72,19 +73,19 @@ class Transfer:
         self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
 
     def __call__(self, batch: Batch) -> Batch:
-        """The batch on the device, ready to use."""
+        """Return the batch on the device, ready to use."""
         if self.idle:
             return batch
         moved = move(batch, self.device, self.dtype)
         return moved if self._place is None else map_tensors(self._place, moved)
 
     def ahead(self, micro_batches: Iterator[MicroBatch], early: bool = True) -> Iterator[MicroBatch]:
-        """The micro-batches on the device.
+        """Return the micro-batches on the device.
 
         Args:
             micro_batches: On the host.
-            early: Whether the next one may be drawn, and its copy started, before this one is handed out.
-                Data that is resumed by its own state must not be drawn from early.
+            early: Whether the next one may be drawn, and its copy started, before this one is yielded. False
+                for data that is resumed by its own state, which must not be drawn from early.
         """
         if self.idle:
             return micro_batches
@@ -105,8 +106,8 @@ class Transfer:
                 with torch.cuda.stream(stream):
                     moved = move(micro_batch.batch, self.device, self.dtype, non_blocking=True)
             else:
-                # In the stream of the steps: what is on the device already may still be computed there, and
-                # what an object of the user's own allocates may be in use for nobody knows how long.
+                # On the stream of the steps: a tensor that is already on the device may still be computed
+                # there, and memory that the user's object allocates may be in use for an unknown time.
                 moved = move(micro_batch.batch, self.device, self.dtype)
             if ready is not None:
                 yield ready
@@ -121,7 +122,7 @@ class Transfer:
         current.wait_stream(stream)
 
         def record(tensor: torch.Tensor) -> torch.Tensor:
-            # Allocated on the copying stream but used on the current one: without this its memory could be
+            # Allocated on the copying stream but used on the current one: otherwise its memory could be
             # given to the next copy while a kernel still reads it.
             if tensor.is_cuda:
                 tensor.record_stream(current)

@@ -1,1 +1,1 @@
-"""Processes: what starts them, connects them, watches them, and ends them together."""
+"""Processes: start them, connect them, watch them, and end them together."""

@@ -1,10 +1,11 @@
-"""Joining the processes of a job into one process group, and leaving it again."""
+"""Join the processes of a job into one process group, and leave it again."""
 
 from __future__ import annotations
 
 import atexit
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -21,39 +22,41 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed.rendezvous import rendezvous
 
-from drivetrain.distributed.children import Child, ending, started, wait_for
-from drivetrain.distributed.environment import ProcessEnvironment, detect
-from drivetrain.distributed.gathering import gather, note_end
+from drivetrain.core.errors import RankFailure, StrategyError
+from drivetrain.distributed.launch.children import Child, ending, started, wait_for
+from drivetrain.distributed.launch.environment import ProcessEnvironment, detect
+from drivetrain.distributed.launch.rendezvous import gather, note_end
 from drivetrain.distributed.ranks import ALONE, Ranks
-from drivetrain.distributed.sockets import opened_here
-from drivetrain.errors import RankFailure, StrategyError
+from drivetrain.distributed.sockets import closing_sockets_in_forks
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-"""What connects the processes, by the kind of device that their tensors are on."""
+"""The back end by the kind of device that the tensors are on."""
 
 _HERE = "drivetrain/here/{}"
-"""In the store: the ranks that have found it."""
+"""A key in the store for each rank that has reached it."""
 
 _LOOKING = 0.05
-"""Seconds between two looks at whether the ranks that this process has started have come."""
+"""Seconds between two checks of whether the ranks started by this process have arrived."""
 
 _LETTING_GO = 0.02
-"""Seconds at the end in which other threads may have the interpreter's lock."""
+"""Seconds that other threads get at the end to take the interpreter's lock."""
 
 _formed = False
+_bound: torch.device | None = None
+"""The GPU that the process group was formed for."""
 _process = 0
-"""The process that is a member; a copy of it has the same memory."""
+"""The pid of the process that joined; a fork has the same memory and another pid."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """This process as one of a job's.
+    """This process as a member of a job.
 
     Attributes:
         rank: This process, from 0.
-        world_size: How many there are.
+        world_size: The number of processes.
         device: Where its model lives.
-        ranks: All of them, for what they exchange on the host.
+        ranks: All processes, for exchanges on the host.
     """
 
     rank: int
@@ -62,25 +65,28 @@ class Member:
     ranks: Ranks
 
 
-def join(world_size: int, device: str, timeout: timedelta | None = None) -> Member:
-    """Join the process group of the job that the environment tells of, or one that is there already.
+def join(
+    world_size: int, device: str, timeout: timedelta | None = None, gpus: Sequence[int] | None = None
+) -> Member:
+    """Join the process group of the job that the environment describes, or use the one that exists already.
 
-    A group that is formed here stays for the runs that follow, until the program ends or `disband` is called:
-    processes that form another in the same place would meet what is left of the first.
+    A group that is formed here stays for later runs, until the program ends or `disband` is called: another
+    group in the same place would find the first one's leftovers in the store.
 
     Args:
-        world_size: How many processes the run has.
-        device: The kind of device, "cpu" or "cuda"; each process takes the one of its local rank.
-        timeout: How long a collective may take; None for torch's own limit.
+        world_size: The number of processes of the run.
+        device: The kind of device, "cpu" or "cuda".
+        timeout: How long a collective may take; None uses torch's limit.
+        gpus: The GPU of each process on this machine, by index; None gives each that of its local rank.
 
     Raises:
-        StrategyError: No job, another number of processes, or a group that cannot be formed.
+        StrategyError: There is no job, it has another number of processes, or the group cannot be formed.
         RankFailure: A rank has ended instead of joining.
     """
     global _process
     environment = detect(os.environ)
     if not distributed.is_initialized():
-        _connect(environment, world_size, device, timeout)
+        _connect(environment, world_size, device, timeout, gpus)
     rank, size = distributed.get_rank(), distributed.get_world_size()
     if size != world_size:
         raise StrategyError(
@@ -94,44 +100,55 @@ def join(world_size: int, device: str, timeout: timedelta | None = None) -> Memb
         gather(rank, size)
     local = environment.local_rank if environment is not None else rank
     ranks = Ranks.of_job() if size > 1 else ALONE
-    return Member(rank, size, _own_device(device, local), ranks)
+    own = own_device(device, local, gpus)
+    if _bound is not None and own.type == "cuda" and own != _bound:
+        raise StrategyError(
+            f"this run takes {own} for rank {rank}, and the process group of an earlier run is bound to"
+            f" {_bound}. Give the same devices in every run of a program"
+        )
+    return Member(rank, size, own, ranks)
 
 
 def _connect(
-    environment: ProcessEnvironment | None, world_size: int, device: str, timeout: timedelta | None
+    environment: ProcessEnvironment | None,
+    world_size: int,
+    device: str,
+    timeout: timedelta | None,
+    gpus: Sequence[int] | None,
 ) -> None:
     if environment is None and world_size > 1:
         raise StrategyError(
-            f"a run of {world_size} processes needs them to be started: by the Trainer, `drivetrain launch`,"
-            " torchrun or a batch system"
+            f"this run of {world_size} processes has only this one. Start the others with the Trainer,"
+            " `drivetrain launch`, torchrun or a batch system"
         )
-    global _formed
-    own = _own_device(device, environment.local_rank if environment is not None else 0)
+    global _formed, _bound
+    own = own_device(device, environment.local_rank if environment is not None else 0, gpus)
     if own.type == "cuda":
         torch.cuda.set_device(own)
     try:
         if environment is None:
-            # One process: nobody else has to find the store.
+            # With one process, no other needs to find the store.
             distributed.init_process_group(BACKENDS[device], store=HashStore(), rank=0, world_size=1)
         else:
-            with opened_here():
+            with closing_sockets_in_forks():
                 _meet(environment, own, timeout)
     except (RuntimeError, ValueError) as error:
         raise StrategyError(f"the process group could not be formed: {error}") from error
     _formed = True
+    _bound = own if own.type == "cuda" else None
 
 
 def _meet(environment: ProcessEnvironment, own: torch.device, timeout: timedelta | None) -> None:
     if (environment.address is None or environment.port is None) and not _has_store():
         raise StrategyError(
-            f"{environment.launcher} does not tell where rank 0 can be reached. Set MASTER_ADDR to its"
-            " machine and MASTER_PORT to a free port there, for all ranks"
+            f"{environment.launcher} does not say how to reach rank 0. Set MASTER_ADDR to its machine and"
+            " MASTER_PORT to a free port there, on all ranks"
         )
     method = "env://" if _has_store() else f"tcp://{environment.address}:{environment.port}"
     limit = {} if timeout is None else {"timeout": timeout}
     hosted = _await_started(environment) if started else None
     store, rank, size = next(rendezvous(method, environment.rank, environment.world_size, **limit))
-    if environment.attempt:  # torch's agent keeps its store, with what the processes before these left in it
+    if environment.attempt:  # torch's agent keeps its store, with the keys of earlier attempts
         store = PrefixStore(f"attempt {environment.attempt}", store)
     store.set(_HERE.format(rank), "")
     distributed.init_process_group(
@@ -142,11 +159,11 @@ def _meet(environment: ProcessEnvironment, own: torch.device, timeout: timedelta
         timeout=timeout,
         device_id=own if own.type == "cuda" else None,
     )
-    del hosted  # torch's own store shares the server, and holds it from now on
+    del hosted  # torch's store shares the server, and keeps it from now on
 
 
 def _await_started(environment: ProcessEnvironment) -> Store:
-    """Wait for the ranks that this process has started: torch would wait for one that has died, too."""
+    """Wait for the ranks that this process has started; torch would wait even for one that has died."""
     assert environment.address is not None
     assert environment.port is not None
     store = TCPStore(
@@ -164,8 +181,8 @@ def _check_runs(child: Child) -> None:
     code = child.poll()
     if code == 0:
         raise RankFailure(
-            f"rank {child.rank} ended, with exit code 0, before the process group was formed: does the"
-            " program end early, or go another way, on some ranks?"
+            f"rank {child.rank} ended with exit code 0 before the process group was formed: does the program"
+            " end early, or take another branch, on some ranks?"
         )
     if code is not None:
         raise RankFailure(
@@ -174,53 +191,56 @@ def _check_runs(child: Child) -> None:
 
 
 def _has_store() -> bool:
-    # torchrun's agent may host the store itself, which only torch's own reading of the environment knows.
+    # torchrun's agent may host the store itself; only torch's env:// rendezvous handles that.
     return "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
 
 
 def uncompared() -> distributed.ProcessGroup | None:
-    """A group of all ranks whose collectives torch's debug mode does not compare; None, which is the group of
-    the job, outside of that mode.
+    """Return a group of all ranks whose collectives torch's debug mode does not compare.
 
-    For `DistributedDataParallel`, which crashes on a group that compares (torch 2.13, on CPUs). To be called
-    by every process.
+    Outside that mode it returns None, which means the job's group. `DistributedDataParallel` needs it: it
+    crashes on a group that compares (torch 2.13, on CPUs). Every process must call it.
     """
     level = get_debug_level()
     if level != DebugLevel.DETAIL:
         return None
     set_debug_level(DebugLevel.OFF)
     try:
-        with opened_here():
+        with closing_sockets_in_forks():
             group: distributed.ProcessGroup = distributed.new_group()
         return group
     finally:
         set_debug_level(level)
 
 
-def _own_device(kind: str, local_rank: int) -> torch.device:
-    return torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
+def own_device(kind: str, local_rank: int, gpus: Sequence[int] | None) -> torch.device:
+    """Return the device of a process, by its local rank."""
+    if kind != "cuda":
+        return torch.device(kind)
+    return torch.device(kind, local_rank if gpus is None else gpus[local_rank])
 
 
 def leave(member: Member) -> None:
-    """Give back what a member had for itself; the group of the job stays."""
+    """Close a member's own groups; the job's group stays."""
     member.ranks.close()
 
 
 def _end() -> None:
-    """End the process group with the program, and leave word of it for ranks that might wait for this one."""
+    """End the process group with the program, and note it for ranks that might wait for this one."""
     if os.getpid() != _process:
         return
     note_end()
     disband()
-    # A group that something still holds, such as a wrapped model, is not freed by that. Its threads may not
-    # have let go of the last tensors yet, for which they need the interpreter's lock: waiting for it when the
-    # interpreter ends aborts the process ("terminate called without an active exception", torch 2.13).
+    # A group that some object still holds, such as a wrapped model, is not freed by that. Its threads may
+    # still have to free their last tensors, for which they need the interpreter's lock. If they wait for it
+    # while the interpreter ends, the process aborts ("terminate called without an active exception", torch
+    # 2.13).
     time.sleep(_LETTING_GO)
 
 
 def disband() -> None:
     """End the process group that was formed here, if there is one."""
-    global _formed
+    global _formed, _bound
     if _formed and distributed.is_initialized():
         distributed.destroy_process_group()
-    _formed = False
+    _formed, _bound = False, None

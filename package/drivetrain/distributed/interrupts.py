@@ -1,4 +1,4 @@
-"""Ctrl-C for a process whose main thread is in a call that does not come back, such as a collective."""
+"""Ctrl-C for a process whose main thread is in a call that does not return, such as a collective."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _current: Interrupts | None = None
 
 
 class Interrupts:
-    """Tells another thread of a SIGINT that the main thread has not heard of.
+    """Tells another thread of a SIGINT that has not reached the main thread.
 
-    Python lets the main thread raise `KeyboardInterrupt` between two of its own steps, so never while it
-    waits inside of a collective. What the system calls at once writes the signal's number to a socket
-    (`signal.set_wakeup_fd`), which any thread can read.
+    Python raises `KeyboardInterrupt` in the main thread between two bytecodes, so never while that thread
+    waits in a collective. The signal handler in C writes the signal's number to a socket at once
+    (`signal.set_wakeup_fd`), and any thread can read that socket.
 
-    Where a run ends in order at a first SIGINT (see `Signals`), only a second one counts. Else
-    only where Ctrl-C does what it does by default, and nobody else reads the numbers of signals: a program
-    with a handler or an event loop of its own decides for itself. To be opened and closed by the thread that
-    it looks after; in another than the main one nothing happens.
+    Where the first SIGINT ends a run in order (see `Signals`), only a second one counts. Elsewhere SIGINT
+    counts only if Ctrl-C has its default action and nothing else reads the wakeup socket: a program with its
+    own handler or event loop decides for itself. Open and close it in the main thread; in any other thread
+    it does nothing.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Interrupts:
         self._taking = threading.RLock()  # one signal's handler may interrupt another's
 
     def open(self) -> None:
-        """Begin."""
+        """Begin to listen."""
         global _current
         signals = current()
         if signals is not None and signal.SIGINT in signals.handled:
@@ -57,7 +57,7 @@ class Interrupts:
         signal.signal(signal.SIGINT, self._hear)
 
     def close(self) -> None:
-        """End; the process is as it was."""
+        """Stop listening and restore the process's handlers."""
         global _current
         self._signals = None
         if self._ends is None:
@@ -70,7 +70,7 @@ class Interrupts:
         self._ends = _current = None
 
     def unheard(self) -> float:
-        """For how many seconds the main thread has not heard of an interrupt; 0 without one."""
+        """Return for how many seconds an interrupt has not reached the main thread; 0 without one."""
         signals = self._signals
         if signals is not None:
             return signals.unheard()
@@ -83,7 +83,7 @@ class Interrupts:
         ends = self._ends
         try:
             return ends is not None and signal.SIGINT in ends[0].recv(1 << 12)
-        except OSError:  # nothing, or the main thread has just closed it
+        except OSError:  # nothing has arrived, or the main thread has just closed the socket
             return False
 
     def _hear(self, number: int, frame: FrameType | None) -> Any:
@@ -94,7 +94,7 @@ class Interrupts:
 
 
 def _leave_to_parent() -> None:
-    """A copy of this process would tell the original of its own signals."""
+    """Close the socket in a forked process, which would report its own signals to its parent."""
     if _current is not None:
         _current.close()
 

@@ -1,4 +1,4 @@
-"""What a program may ask about its processes at any time, also before there is a process group."""
+"""Rank, world size and a lock between processes, also before there is a process group."""
 
 from __future__ import annotations
 
@@ -12,19 +12,25 @@ from typing import IO
 
 import torch
 
-from drivetrain.distributed.environment import detect
+from drivetrain.distributed.launch.environment import detect
 
 
 def rank() -> int:
-    """This process's number among those of its job; 0 where there is one."""
+    """Return this process's rank in its job; 0 if the job has one process."""
     if _is_grouped():
         return torch.distributed.get_rank()
     found = detect(os.environ)
     return 0 if found is None else found.rank
 
 
+def local_rank() -> int:
+    """Return this process's rank among those of its machine; 0 if the job has one process."""
+    found = detect(os.environ)
+    return rank() if found is None else found.local_rank
+
+
 def world_size() -> int:
-    """How many processes the job has.
+    """Return the number of processes of the job.
 
     A program without a launcher is one process until a Trainer or an Engine starts the others.
     """
@@ -40,15 +46,14 @@ def _is_grouped() -> bool:
 
 @contextmanager
 def one_at_a_time(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Let one process after the other through, on all machines that share a directory.
+    """Run the block in one process at a time, on all machines that share a directory.
 
-    For what is to be downloaded or prepared once: the first makes it, the others find it made. It needs no
-    process group, and serves programs started by any launcher, or by hand, at once or one after the other. A
-    process that dies lets the next one in.
+    Use it for a download or a preparation: the first process makes the file, the others find it. It needs no
+    process group, and works for programs started by any launcher or by hand. A process that dies releases
+    the lock.
 
     Args:
-        path: What is made; "path.lock" beside it is the lock, and stays.
-
+        path: The file to make. The lock is "path.lock" beside it, which is not deleted.
     Raises:
         OSError: The file system has no locks.
 
@@ -82,7 +87,7 @@ if sys.platform == "win32":
         while True:
             try:
                 return msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)
-            except OSError as error:  # it has tried ten times, for ten seconds
+            except OSError as error:  # it has tried ten times in ten seconds
                 if error.errno != errno.EDEADLK:
                     raise
 
@@ -96,5 +101,5 @@ else:
         fcntl.flock(file, fcntl.LOCK_EX)
 
     def _unlock(file: IO[bytes]) -> None:
-        # Closing it is not enough: a process that was forked meanwhile has it open too.
+        # Closing the file is not enough: a process forked meanwhile has it open too.
         fcntl.flock(file, fcntl.LOCK_UN)

@@ -1,4 +1,4 @@
-"""The processes of a job, and the few things that they do together on the host; alone, identities."""
+"""The processes of a job and their collectives on the host; with one process they do nothing."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from drivetrain.distributed.sockets import opened_here
-from drivetrain.errors import DrivetrainError
+from drivetrain.core.errors import DrivetrainError
+from drivetrain.distributed.sockets import closing_sockets_in_forks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -20,18 +20,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that act together, and which of them this one is.
+    """A group of processes that act together, as seen by one of them.
 
-    Every method must be called by all of them, in the same order. What they exchange is small (names, sizes,
-    errors) and goes through the host's memory.
+    All of them must call every method, in the same order. They exchange small things (names, sizes, errors)
+    through the host's memory.
 
     Attributes:
         rank: This process, from 0.
-        size: How many there are.
-        group: Their process group; None where there is one process.
-        siblings: What `sibling` and `grouped` made.
-        copies: Of how many neighbouring processes, that all have the same, the first one's counts.
-        copy: Which of these this process is.
+        size: The number of processes.
+        group: Their process group; None with one process.
+        siblings: What `sibling` and `grouped` returned.
+        copies: The number of neighbouring processes that hold the same values; only the first one's count.
+        copy: This process's number among these neighbours.
     """
 
     rank: int = 0
@@ -43,34 +43,34 @@ class Ranks:
 
     @classmethod
     def of_job(cls) -> Ranks:
-        """All processes of the job, with a group of their own, so that a background thread may use it too.
+        """Return all processes of the job, in a new group, so that a background thread may use it too.
 
-        To be called by every process. Without an initialised process group it is this process alone.
+        Every process must call it. Without an initialised process group it returns this process alone.
         """
         distributed = torch.distributed
         if not (distributed.is_available() and distributed.is_initialized()):
             return cls()
         if distributed.get_world_size() == 1:
             return cls()
-        # gloo, because what is exchanged is on the host, and the accelerator's stream is not to wait for it.
-        with opened_here():
+        # gloo, because the values are on the host and the accelerator's stream must not wait for them.
+        with closing_sockets_in_forks():
             group = distributed.new_group(backend="gloo")
         return cls(distributed.get_rank(), distributed.get_world_size(), group)
 
     def sibling(self) -> Ranks:
-        """The same processes in another group, for what happens beside what is done in this one."""
+        """Return the same processes in a second group, for collectives that run at the same time."""
         if self.alone:
             return self
         members = torch.distributed.get_process_group_ranks(self.group)
-        with opened_here():
+        with closing_sockets_in_forks():
             group = torch.distributed.new_group(members, backend="gloo")
         self.siblings.append(replace(self, group=group, siblings=[]))
         return self.siblings[-1]
 
     def grouped(self, copies: int) -> Ranks:
-        """The same processes, of which as many neighbours as `copies` says have the same and count as one.
+        """Return the same processes, where `copies` neighbours hold the same values and count as one.
 
-        All of them still take part, so that each gets the same to the last bit, whichever group it is in.
+        All of them still take part, so that every process gets the same result to the last bit.
         """
         if copies == 1:
             return self
@@ -80,14 +80,14 @@ class Ranks:
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other process to exchange anything with."""
+        """Whether there is no other process."""
         return self.size * self.copies == 1
 
     def close(self) -> None:
-        """End the group, and those of its siblings; whoever still has these ranks has no group to use.
+        """End the group and those of its siblings; these ranks cannot be used afterwards.
 
-        An object of a group that outlives it, in a reference that somebody keeps, would stop a copy of this
-        process (a fork) that drops it: the group's threads are not in the copy.
+        If some reference keeps a group alive, a fork of this process that drops that reference hangs: the
+        group's threads do not exist in the fork.
         """
         for each in (*self.siblings, self):
             shared = each is not self and each.group is self.group
@@ -96,11 +96,12 @@ class Ranks:
             object.__setattr__(each, "group", None)
 
     @property
-    def _is_first(self) -> bool:
+    def is_first(self) -> bool:
+        """Whether this process is the first of all."""
         return self.rank == 0 and self.copy == 0
 
     def all_gather(self, value: T) -> list[T]:
-        """The values of all, in the order of their ranks."""
+        """Return the values of all ranks, in rank order."""
         return self._of_each(value)[:: self.copies]
 
     def _of_each(self, value: T) -> list[T]:
@@ -110,8 +111,16 @@ class Ranks:
         torch.distributed.all_gather_object(values, value, group=self.group)
         return values
 
+    def gather_first(self, value: T) -> list[T] | None:
+        """Return the values of all ranks, in rank order, on rank 0; None on the others."""
+        if self.alone:
+            return [value]
+        values: list[Any] | None = [None] * (self.size * self.copies) if self.is_first else None
+        torch.distributed.gather_object(value, values, group=self.group, group_dst=0)
+        return None if values is None else values[:: self.copies]
+
     def total(self, numbers: Sequence[float]) -> list[float]:
-        """The sums over all ranks; the same on each, to the last bit."""
+        """Return the sums over all ranks, equal on each to the last bit."""
         if self.alone:
             return list(numbers)
         sums = torch.tensor(numbers, dtype=torch.float64)
@@ -122,28 +131,28 @@ class Ranks:
         return summed
 
     def add(self, tensor: Tensor) -> Tensor:
-        """The sum of a tensor over these ranks, in place: where it is, without a wait for the device."""
+        """Sum a tensor over these ranks, in place and on its device, without a host sync."""
         if self.copy:
             tensor.zero_()
         if not self.alone:
-            # An accelerator's tensor goes over the job's own group, whose back end needs no copy to the host.
+            # An accelerator's tensor uses the job's group, whose back end needs no copy to the host.
             is_job = torch.distributed.get_world_size() == self.size * self.copies
             on_host = tensor.device.type == "cpu"
             torch.distributed.all_reduce(tensor, group=None if is_job and not on_host else self.group)
         return tensor
 
     def first(self, act: Callable[[], T]) -> T:
-        """What rank 0 gets from `act`; the others only wait for it.
+        """Run `act` on rank 0 and return its result on all ranks; the others only wait.
 
         Raises:
-            Exception: `act` raised; every rank raises it.
+            Exception: `act` raised; every rank raises its error.
         """
         value: Any
-        value, error = _attempt(act) if self._is_first else (None, None)
+        value, error = _attempt(act) if self.is_first else (None, None)
         if not self.alone:
             outcome = [value, _sendable(error)]
             torch.distributed.broadcast_object_list(outcome, group=self.group, group_src=0)
-            if not self._is_first:
+            if not self.is_first:
                 value, error = outcome
         if error is not None:
             raise error
@@ -151,10 +160,10 @@ class Ranks:
         return result
 
     def together(self, act: Callable[[], T]) -> list[T]:
-        """What every rank gets from `act`, once all have ended it.
+        """Run `act` on every rank and return all results, once all ranks have finished.
 
         Raises:
-            Exception: One raised. Every rank raises: its own error, or that of the first that has one.
+            Exception: `act` raised on some rank. A rank raises its own error, or else the first rank's.
         """
         mine, error = _attempt(act)
         outcomes = self._of_each((mine, _sendable(error)))
@@ -167,19 +176,18 @@ class Ranks:
         return [each for each, _ in outcomes][:: self.copies]
 
     def distribute(self, value: T, divide: Callable[[list[T]], list[T]]) -> T:
-        """Rank 0 is given the values of all, and gives one back to each.
+        """Gather the values on rank 0, call `divide` there, and scatter its results to the ranks.
 
         Raises:
-            Exception: `divide` raised; every rank raises it.
+            Exception: `divide` raised; every rank raises its error.
         """
         if self.alone:
             return divide([value])[0]
         processes = self.size * self.copies
-        gathered: list[Any] | None = [None] * processes if self._is_first else None
-        torch.distributed.gather_object(value, gathered, group=self.group, group_dst=0)
+        gathered = self.gather_first(value)
         outcomes: list[Any] | None = None
         if gathered is not None:
-            values, error = _attempt(lambda: divide(gathered[:: self.copies]))
+            values, error = _attempt(lambda: divide(gathered))
             outcomes = [(None, _sendable(error))] * processes
             if error is None:
                 outcomes = [(each, None) for each in values for _ in range(self.copies)]
@@ -193,11 +201,11 @@ class Ranks:
 
 
 ALONE = Ranks()
-"""The only process."""
+"""One process without others."""
 
 
 def _attempt(act: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """What came of it: the value, or the error that the others are to hear of before it is raised."""
+    """Return the result of `act`, or its error, which the other ranks must get before it is raised."""
     try:
         return act(), None
     except Exception as error:
@@ -205,7 +213,7 @@ def _attempt(act: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 
 def _sendable(error: Exception | None) -> Exception | None:
-    """An error that surely reaches the other ranks: one that cannot be sent would leave them waiting."""
+    """Return an error that can be pickled: one that cannot be sent would leave the other ranks waiting."""
     if error is None or (
         isinstance(error, (DrivetrainError, OSError))
         and all(isinstance(each, (str, int)) for each in error.args)

@@ -1,4 +1,4 @@
-"""Signals that ask a process to end soon: heard in a thread of their own, whatever the main thread does."""
+"""Signals that ask a process to end soon, handled in a thread of their own whatever the main thread does."""
 
 from __future__ import annotations
 
@@ -10,53 +10,55 @@ import socket
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from drivetrain.distributed.last_words import end_now
-from drivetrain.errors import EXIT_REQUEUE
+from drivetrain.core.errors import EXIT_REQUEUE
+from drivetrain.core.messages import logger
+from drivetrain.distributed.failure.last_words import end_now
+
+_LOG = logger(__name__)
 
 _ECHO = 0.5
-"""Seconds in which the same signal may come again, sent to the process and to its group, and count as one."""
+"""Signals repeated within this many seconds count once: one may go to the process and to its group."""
 
 _MOMENT = 0.1
-"""Seconds for which the main thread waits until a signal is heard."""
+"""The longest wait of the main thread, in seconds, for the thread that handles a signal."""
 
 _PYTHONS = (signal.SIG_DFL, signal.default_int_handler)
-"""Handlers that nobody has set."""
+"""Python's default handlers: the program has set none."""
 
 _current: Signals | None = None
-_told: set[int] = set()
+_warned: set[int] = set()
 
 
 class Signals:
-    """Hears signals that ask for an end, and lets the process end by itself if that is soon enough.
+    """Handles signals that ask for an end, and gives the process time to end by itself.
 
-    The first one is passed on to whoever has asked for it with `attach`. A second one ends the process at
-    once: a signal of `stops` raises `KeyboardInterrupt` in the main thread, as Ctrl-C always does, another
-    ends it without unwinding. So does the deadline.
+    The first signal is passed to the callback given to `attach`. A second one ends the process at once: a
+    signal of `stops` raises `KeyboardInterrupt` in the main thread, as Ctrl-C always does; any other ends
+    the process without unwinding, and so does the deadline.
 
-    What the system calls at once only writes the signal's number to a socket (`signal.set_wakeup_fd`), which
-    a thread reads: a main thread that waits in a collective, or in a long call of a library, hears nothing.
-    That thread alone decides, and waits for no lock: what a signal interrupts in the main thread, such as a
-    write to a full pipe, may hold any.
+    The handler in C writes the signal's number to a socket (`signal.set_wakeup_fd`), which a thread reads: no
+    Python handler runs while the main thread is in a collective or a long library call. That thread alone
+    decides, and it waits for no lock: the code that a signal interrupts in the main thread, such as a write
+    to a full pipe, may hold any.
 
-    A signal that has a handler of the program's own, or is ignored, is left alone. Only the main thread can
-    have handlers: opened in another, or while another one is open, nothing happens. Copies of the process
-    have the handlers that were there before.
+    A signal that is ignored or has a handler of the program is left alone. Only the main thread can set
+    handlers: opened in another thread, or while another instance is open, this does nothing. Forked copies of
+    the process get the earlier handlers back.
 
     Args:
-        requeues: Signals after which the process is to be started again.
+        requeues: Signals after which the process is started again.
         stops: Signals after which it is not.
-        deadline: Gives the seconds that a signal leaves; None for no limit.
+        deadline: Returns the seconds that a signal leaves; None for no limit.
         say: Writes a line for the user.
 
     Attributes:
-        first: The first signal that has come, or None.
+        first: The first signal that has arrived, or None.
     """
 
     def __init__(
@@ -81,12 +83,12 @@ class Signals:
         self._closing = False
         self._thread: threading.Thread | None = None
         self._main = 0
-        self._raised: signal.Signals | None = None  # for the main thread, and to be heard no second time
+        self._raised: signal.Signals | None = None  # raised in the main thread; not to be handled again
         self._restoring = threading.Lock()
-        self._hears = False  # the thread has taken something, and does what it asks for
+        self._hears = False  # the thread is handling a signal that it has read
 
     def open(self) -> None:
-        """Begin."""
+        """Set the handlers and start the thread."""
         global _current
         if threading.current_thread() is not threading.main_thread() or _current is not None:
             return
@@ -99,7 +101,7 @@ class Signals:
         self._ends, self._main, _current = ends, threading.get_ident(), self
         before = signal.set_wakeup_fd(ends[1].fileno(), warn_on_full_buffer=False)
         self._wakes = before == -1
-        if not self._wakes:  # an event loop's: the handlers write the numbers
+        if not self._wakes:  # an event loop has the wakeup socket: our handlers write the numbers
             signal.set_wakeup_fd(before)
         for number in free:
             self._before[number] = signal.signal(number, self._handle)
@@ -107,16 +109,16 @@ class Signals:
         self._thread.start()
 
     def attach(self, ask: Callable[[signal.Signals], None], where: Callable[[], str]) -> None:
-        """From now on there is something to finish.
+        """Pass the first signal to `ask` from now on, so that the run can finish in order.
 
         Args:
-            ask: Is given the first signal, in a thread.
-            where: Says what is there if it cannot be finished, in a thread.
+            ask: Called in a thread with the first signal.
+            where: Called in a thread; says what is saved if the run cannot finish.
         """
         self._where, self._ask = where, ask
 
     def close(self) -> None:
-        """End; the process is as it was, but for handlers that were set meanwhile."""
+        """Stop the thread and restore the handlers, except those that were set meanwhile."""
         global _current
         if self._ends is None:
             return
@@ -126,7 +128,7 @@ class Signals:
         self._ends[1].send(b"\0")
         if self._thread is not None:
             self._thread.join()
-        self._take()  # what has come at the very end
+        self._take()  # signals of the last moment
         for each in self._ends:
             each.close()
         self._ends = _current = None
@@ -140,15 +142,15 @@ class Signals:
 
     @property
     def handled(self) -> tuple[signal.Signals, ...]:
-        """What is heard."""
+        """The signals that are handled."""
         return tuple(self._before)
 
     def unheard(self) -> float:
-        """For how many seconds the main thread has not heard that it is interrupted; 0 without that."""
+        """Return for how many seconds an interrupt has not reached the main thread; 0 without one."""
         return 0.0 if self._interrupted is None else time.monotonic() - self._interrupted
 
     def _handle(self, number: int, frame: FrameType | None) -> Any:
-        """What Python calls, in the main thread and some time later."""
+        """Handle a signal in the main thread; Python may call this late."""
         if not self._wakes and self._ends is not None:
             self._ends[1].send(bytes([number]))
         self._wait_for_thread()
@@ -158,12 +160,12 @@ class Signals:
         return None
 
     def _wait_for_thread(self) -> None:
-        """Let the thread hear what has come, so that the update that is made is the last; not for long."""
+        """Give the thread a moment to handle the signal, so that the current update is the last."""
         until = time.monotonic() + _MOMENT
         while self._ends is not None and time.monotonic() < until:
             try:
                 self._ends[0].recv(1, socket.MSG_PEEK)
-            except BlockingIOError:  # it is taken
+            except BlockingIOError:  # the thread has read it
                 if not self._hears:
                     return
             time.sleep(0.0005)
@@ -215,8 +217,8 @@ class Signals:
             self._end(f"{number.name}, the second signal: {self._where()}")
 
     def _interrupt(self, number: signal.Signals) -> None:
-        """Have the main thread call the handler, which now raises, also out of a call that waits."""
-        with self._restoring:  # after which the signal may have its default action
+        """Have the main thread call the handler, which now raises, even out of a blocking call."""
+        with self._restoring:  # once restored, the signal may have its default action
             if not self._closing:
                 self._raised = number
                 if hasattr(signal, "pthread_kill"):
@@ -231,7 +233,7 @@ class Signals:
             end_now(EXIT_REQUEUE)
 
     def leave_to_parent(self) -> None:
-        """In a copy of this process, which would tell the original of its own signals."""
+        """Close the sockets in a forked process, which would report its own signals to its parent."""
         global _current
         self._restore()
         if self._ends is not None:
@@ -241,24 +243,23 @@ class Signals:
 
 
 def _is_free(number: signal.Signals) -> bool:
-    """Whether nobody has decided what a signal does; says once if somebody has."""
+    """Return whether the program has set no handler for a signal; warns once if it has."""
     found = signal.getsignal(number)
     if found is signal.SIG_IGN:
         return False
     if found in _PYTHONS and (found is signal.default_int_handler or not _is_caught(number)):
         return True
-    if number not in _told:
-        _told.add(number)
-        warnings.warn(
-            f"{number.name} has a handler of the program's own, which stays: this signal ends no run in"
-            " order. Remove the handler, or leave the signal out of PreemptionConfig",
-            stacklevel=2,
+    if number not in _warned:
+        _warned.add(number)
+        _LOG.warning(
+            f"the program has its own handler for {number.name}, which stays: this signal will not end a run"
+            " in order. Remove the handler, or leave the signal out of PreemptionConfig"
         )
     return False
 
 
 def _is_caught(number: signal.Signals) -> bool:
-    """Whether code that is not Python's has set a handler, such as `faulthandler.register`."""
+    """Return whether code outside Python, such as `faulthandler.register`, has set a handler."""
     if sys.platform != "linux":
         return False
     status = Path("/proc/self/status").read_text(encoding="utf-8")
@@ -267,19 +268,21 @@ def _is_caught(number: signal.Signals) -> bool:
 
 
 def current() -> Signals | None:
-    """Those that are heard now, if any are."""
+    """Return the instance that is open, or None."""
     return _current
 
 
 def handled() -> tuple[signal.Signals, ...]:
-    """What is heard now, where it can be held back."""
+    """Return the signals that are handled now and can be blocked."""
     return () if _current is None or not hasattr(signal, "pthread_sigmask") else _current.handled
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
-    """Start processes that the signals of now are not to end, once they call `unmoved`, nor before. What
-    comes meanwhile is heard afterwards, here.
+def signals_blocked() -> Iterator[None]:
+    """Run the block, which starts processes, with the handled signals blocked.
+
+    A process started here must call `ignore_signals`, after which these signals do nothing in it. Signals
+    that arrive meanwhile are handled here afterwards.
     """
     numbers = handled()
     if not numbers:
@@ -292,30 +295,31 @@ def held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def unmoved(numbers: Sequence[int]) -> None:
-    """In a process that was started under `held_back`: such signals do nothing here any more.
+def ignore_signals(numbers: Sequence[int]) -> None:
+    """Make signals do nothing in a process that was started under `signals_blocked`.
 
-    A batch system may send them to every process of a job, and the one that has started this needs it until
-    it has ended in order. They have a handler, and are not ignored, so that programs that are started from
-    here have them as ever; a copy of the process, by `os.fork`, has that handler too. The process leaves its
-    group, so that it is spared what is sent to that.
+    A batch system may send them to every process of a job, and the parent needs this process until it has
+    ended in order. The signals get a handler and are not ignored, so that programs started from here have
+    them as usual; a copy of the process by `os.fork` has that handler too. The process leaves its process
+    group, so that signals to the group do not reach it.
 
     Args:
-        numbers: What `handled` gave when the process was started.
+        numbers: What `handled` returned when the process was started.
     """
     if not numbers:
         return
     os.setpgid(0, 0)
     for number in numbers:
-        # Of torch's own for SIGTERM, by which all but the parent end a worker, Python knows nothing.
+        # Python does not know torch's own SIGTERM handler, which lets any process except the parent end a
+        # worker.
         if signal.getsignal(number) in _PYTHONS:
             signal.signal(number, _do_nothing)
-            signal.siginterrupt(number, False)  # a call of a library need not be begun again
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # one that has come before does nothing either
+            signal.siginterrupt(number, False)  # library calls are resumed
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # a pending one does nothing either
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """Whoever has started this process decides."""
+    """Leave the decision to the process that started this one."""
 
 
 def _after_fork() -> None:

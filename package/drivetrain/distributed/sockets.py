@@ -1,6 +1,6 @@
-"""Connections of this process that processes forked from it, such as a loader's workers, shall not hold.
+"""Sockets of this process that forked processes, such as a loader's workers, must not keep open.
 
-A copy of a connection keeps it open when the process itself has died, and so hides that from the other end.
+A forked copy keeps a connection open after this process has died, which hides the death from the other end.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ import weakref
 from collections.abc import Iterator
 
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-_torchs: set[tuple[int, int]] = set()
+_torch_sockets: set[tuple[int, int]] = set()
 _changing = threading.Lock()
 _reserved: dict[int, socket.socket] = {}
 
 
-def kept_to_this_process(line: socket.socket) -> socket.socket:
-    """The socket, which forked processes will not hold."""
+def closed_in_forks(line: socket.socket) -> socket.socket:
+    """Return the socket, and close its copy in forked processes."""
     with _changing:
         _open.add(line)
     return line
 
 
 @contextlib.contextmanager
-def opened_here() -> Iterator[None]:
-    """What is opened meanwhile, by torch say, forked processes will not hold either."""
+def closing_sockets_in_forks() -> Iterator[None]:
+    """Run the block so that forked processes close the sockets it opens, such as those of torch."""
     before = _sockets()
     try:
         yield
     finally:
         now = _sockets()
         with _changing:
-            _torchs.intersection_update(now)  # the others are closed
-            _torchs.update(now - before)
+            _torch_sockets.intersection_update(now)  # the others are closed
+            _torch_sockets.update(now - before)
 
 
 def reserve_port() -> int:
-    """A port of this machine that nobody else is given until `release_port`.
+    """Reserve a port of this machine until `release_port`.
 
-    On Linux a socket that is bound there, and does not listen, keeps it: one that is told to share addresses,
-    as that of torch's store is, can be bound and listen there all the same. Other systems may refuse that, or
-    send it no connections; there another program may be quicker.
+    On Linux a bound socket that does not listen keeps the port. A socket that shares addresses, as torch's
+    store does, can still bind and listen there. Other systems may refuse that or deliver no connections, so
+    there the port is not held, and another program may take it first.
     """
-    line = kept_to_this_process(socket.socket())
+    line = closed_in_forks(socket.socket())
     line.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     line.bind(("127.0.0.1", 0))
     port = int(line.getsockname()[1])
@@ -59,18 +59,18 @@ def reserve_port() -> int:
 
 
 def release_port(port: int) -> None:
-    """Give up a port that was reserved."""
+    """Release a reserved port."""
     line = _reserved.pop(port, None)
     if line is not None:
         line.close()
 
 
 def _sockets() -> set[tuple[int, int]]:
-    """The descriptors of all sockets, each with a number that no other socket has."""
+    """Return the descriptors of all open sockets, each with its inode, which no other socket has."""
     found = set()
     directory = "/dev/fd"
     for name in os.listdir(directory) if os.path.isdir(directory) else ():
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # closed in the meantime
             status = os.fstat(int(name))
             if stat.S_ISSOCK(status.st_mode):
                 found.add((int(name), status.st_ino))
@@ -80,10 +80,10 @@ def _sockets() -> set[tuple[int, int]]:
 def _close_copies() -> None:
     for each in list(_open):
         each.close()
-    copies = _torchs & _sockets()
+    copies = _torch_sockets & _sockets()
     if not copies:
         return
-    # What torch still has of them in this process may close the same numbers, which must stay taken.
+    # torch's objects in this process may still close these descriptors, so the numbers must stay taken.
     nothing = os.open(os.devnull, os.O_RDWR)
     for number, _ in copies:
         os.dup2(nothing, number, inheritable=False)

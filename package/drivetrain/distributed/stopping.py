@@ -1,4 +1,4 @@
-"""How all ranks stop after the same update when one of them asks for it, without a collective."""
+"""Stop all ranks after the same update when one of them asks for it, without a collective."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from drivetrain.errors import EXIT_REQUEUE, Preempted, RankFailure
+from drivetrain.core.errors import EXIT_REQUEUE, Preempted, RankFailure
 
 
 class Stopping:
-    """One rank's part: what its main thread has passed, and what it is to wait for.
+    """One rank's part of the agreement: how far its main thread is, and where it must wait.
 
-    At the end of every update, before its savers and after them, the main thread passes a *boundary*: it
-    counts `passed` up, and if it then finds itself `held`, it takes `answer`. A rank that asks to stop is
-    held at once, the others when they hear of it. Whoever holds first sets `held` and then reads `passed`,
-    the main thread does the reverse, so that the boundary after the one that was read is not passed without
-    an answer. Rank 0 hears what all ranks have passed, and lets them stop at the first boundary that none
-    has. It takes the channel's threads alone: no rank waits for another's main thread.
+    Each update ends in two *boundaries*, one before its savers and one after them. At a boundary the main
+    thread increments `passed` and then calls `answer` if it is `held`. A rank that asks to stop is held at
+    once, the others when its request arrives. The thread that holds sets `held` and then reads `passed`; the
+    main thread does the reverse. So it cannot pass the boundary after the one that was read without an
+    answer. Rank 0 collects `passed` of all ranks and stops them at the first boundary that none has passed.
+    Only the channel's threads take part: no rank waits for another's main thread.
 
-    Where all ranks ask at the same point of an update each is held from its own request on, so that they stop
-    after this very update, as one process does. Neither side takes a lock: a signal's handler may ask, too.
+    If all ranks ask at the same point of an update, each is held from its own request on, so they stop after
+    this very update, as one process does. Neither side takes a lock, so a signal handler may ask too.
 
     Attributes:
-        passed: The last boundary that was passed, from 0, which stands before the first update.
-        held: Whether the main thread is to take `answer` at the next boundary.
+        passed: The last boundary that was passed, from 0, which is before the first update.
+        held: Whether the main thread must call `answer` at the next boundary.
         shared: Whether there are other ranks to agree with, over an open channel.
-        asked: Why this rank wants to stop, if it does.
-        reason: Why this rank is to stop, as far as it knows.
-        signals: Reasons that are a signal's, and the exit codes of the program after them.
-        ending: What is raised at the end of a run that such a reason has ended, on all ranks alike.
-        in_vain: Whether the program is not to be started again, whatever signal has come: it would meet what
-            has spoiled the run once more. On all ranks alike.
+        asked: Why this rank wants to stop; None if it does not.
+        reason: Why this rank must stop, as far as it knows.
+        signals: The reasons that come from signals, each with the program's exit code.
+        ending: The exception that ends a run stopped by a signal; all ranks raise the same.
+        restart_is_pointless: Whether the error that spoiled the run would recur after a restart, whatever
+            signal has arrived. The same on all ranks.
     """
 
     def __init__(self) -> None:
@@ -42,22 +42,22 @@ class Stopping:
         self.signals: Mapping[str, int] = {}
         self.reason: str | None = None
         self.ending: BaseException | None = None
-        self.in_vain = False
+        self.restart_is_pointless = False
         self._asked_after = -1
         self._at: int | None = None
         self._failure: RankFailure | None = None
-        self._told = threading.Event()
+        self._answered = threading.Event()
 
     @property
     def exit_code(self) -> int | None:
-        """What the program ends with if a signal has ended the run; None if none has."""
+        """The program's exit code after a signal has ended the run; None if none has."""
         return (
             None if self.reason is None or self.is_overruled(self.reason) else self.signals.get(self.reason)
         )
 
     def is_overruled(self, reason: str) -> bool:
-        """Whether it is a signal's after which the program would be started again in vain."""
-        return self.in_vain and self.signals.get(reason) == EXIT_REQUEUE
+        """Return whether a signal asks for a restart that would be pointless."""
+        return self.restart_is_pointless and self.signals.get(reason) == EXIT_REQUEUE
 
     def ask(self, reason: str) -> None:
         """Ask all ranks to stop; the channel's thread passes it on. Only the first reason counts."""
@@ -67,22 +67,22 @@ class Stopping:
             self.asked = self.reason = reason
 
     def end_of(self, reason: str) -> BaseException:
-        """What a run that such a signal has ended raises."""
+        """Return the exception that ends a run after a signal's `reason`."""
         return Preempted(reason) if self.signals[reason] == EXIT_REQUEUE else KeyboardInterrupt(reason)
 
     def end(self, reason: str, spoiled: str | None) -> str | None:
-        """End a run that such a signal has ended.
+        """End a run that a signal has stopped.
 
         Args:
-            reason: The signal's.
-            spoiled: What has spoiled the run meanwhile, if anything has.
+            reason: The signal's reason.
+            spoiled: What else has spoiled the run meanwhile; None if nothing has.
 
         Returns:
-            That, where it goes before the signal.
+            `spoiled`, if it overrules the signal.
 
         Raises:
-            Preempted: The program is to be started again.
-            KeyboardInterrupt: It is to stop.
+            Preempted: The program will be started again.
+            KeyboardInterrupt: The program stops.
         """
         if self.is_overruled(reason):
             return spoiled
@@ -92,32 +92,32 @@ class Stopping:
         raise self.ending
 
     def hold(self) -> dict[str, Any]:
-        """Hold the main thread at its next boundary, and say which it has passed without being held."""
+        """Hold the main thread at its next boundary, and return the last one that it passed before."""
         self.held = True
         passed = self.passed
-        # One that was held by its own request may have come to its boundary: it waits there.
+        # A rank held by its own request may already wait at its boundary.
         return {
             "passed": passed if self.asked is None else min(passed, self._asked_after),
             "asked": self.asked,
         }
 
-    def tell(self, at: int, reason: str) -> None:
-        """Rank 0's answer: at which boundary to stop, and why."""
+    def set_answer(self, at: int, reason: str) -> None:
+        """Set rank 0's answer: the boundary to stop at, and the reason."""
         self._at, self.reason = at, reason
-        self._told.set()
+        self._answered.set()
 
     def abandon(self, failure: RankFailure) -> None:
-        """There will be no answer."""
+        """Give up waiting for an answer: a rank has failed."""
         self._failure = failure
-        self._told.set()
+        self._answered.set()
 
     def answer(self) -> str | None:
-        """Why to stop at the boundary that was just passed, once that is known; None to go on.
+        """Wait for rank 0's answer and return the reason to stop at this boundary; None to go on.
 
         Raises:
             RankFailure: Another rank has failed meanwhile.
         """
-        while not self._told.wait(1.0):  # a wait without an end cannot be interrupted on every system
+        while not self._answered.wait(1.0):  # a wait without a timeout cannot be interrupted on every system
             pass
         if self._at is None and self._failure is not None:
             raise self._failure
@@ -125,13 +125,13 @@ class Stopping:
 
 
 class Poll:
-    """Rank 0's part: where all ranks are, and the first boundary that none has passed.
+    """Rank 0's part of the agreement: where all ranks are, and the first boundary that none has passed.
 
     Args:
-        world_size: How many ranks there are.
+        world_size: The number of ranks.
 
     Attributes:
-        is_open: Whether a rank has asked.
+        is_open: Whether a rank has asked to stop.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -142,19 +142,19 @@ class Poll:
         self.is_open = False
 
     def note(self, rank: int, passed: int, asked: str | None = None) -> None:
-        """What a rank has passed: it is held there, or has left."""
+        """Note the last boundary that a rank has passed; the rank is held there or has left."""
         self._passed[rank] = passed
         if asked is not None:
             self._asked[rank] = asked
 
     def open(self, rank: int, asked: str) -> bool:
-        """Take a rank's request; whether it is the first, so that all are to be held."""
+        """Take a rank's request; returns whether it is the first, so that all ranks must be held."""
         self._asked[rank] = asked
         is_first, self.is_open = not self.is_open, True
         return is_first
 
     def decision(self) -> dict[str, Any] | None:
-        """Where to stop, and why, once: when all ranks have told."""
+        """Return where to stop and why, once, when all ranks have reported; otherwise None."""
         if not self.is_open or self._is_decided or len(self._passed) < self._world_size:
             return None
         self._is_decided = True

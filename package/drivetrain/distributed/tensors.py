@@ -1,4 +1,4 @@
-"""What processes do together with tensors, where these are; identities for one process."""
+"""Collectives on tensors, each on its device; with one process they do nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 _BUCKET = 25 << 20
-"""Bytes that are sent together: enough for the line's full speed, and little memory."""
+"""Bytes that are sent together: enough to reach full bandwidth with little memory."""
 
 
 def broadcast_module(module: nn.Module, world_size: int) -> None:
@@ -38,7 +38,7 @@ def average_gradients(parameters: Sequence[Tensor], world_size: int) -> None:
         return
     for bucket in _buckets(parameters):
         gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in bucket]
-        # How many processes have it goes along; only one that lacks a gradient has to wait for that number.
+        # How many processes have each gradient is summed too; only one that lacks a gradient waits for it.
         complete = all(each.grad is not None for each in bucket)
         has = torch.ones(len(bucket), dtype=bucket[0].dtype, device=bucket[0].device)
         if not complete:
@@ -54,7 +54,7 @@ def average_gradients(parameters: Sequence[Tensor], world_size: int) -> None:
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Tensors of one dtype and device, as many as are sent together."""
+    """Group tensors of one dtype and device into buckets of `_BUCKET` bytes."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)

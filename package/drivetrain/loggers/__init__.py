@@ -1,8 +1,8 @@
-"""Where a run's scalars and configuration go: TensorBoard, CSV, JSON lines, or a logger of your own."""
+"""Loggers for a run's scalars and configuration: TensorBoard, CSV and JSON lines."""
 
 from typing import TYPE_CHECKING
 
-from drivetrain.lazy import exports
+from drivetrain.core.lazy import exports
 
 if TYPE_CHECKING:
     from drivetrain.loggers.base import LOGGERS, Logger, LoggerSpec, build_loggers

@@ -1,4 +1,4 @@
-"""From what the user names to the loggers of a run."""
+"""The names of loggers, and the loggers of a run."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from drivetrain.errors import ConfigError
-from drivetrain.registry import Registry
-from drivetrain.synonyms import foreign
-from drivetrain.types import Logger
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.registry import Registry
+from drivetrain.core.synonyms import foreign
+from drivetrain.core.types import Logger
 
 __all__ = ["LOGGERS", "Logger", "LoggerSpec", "build_loggers", "check_loggers"]
 
 LoggerSpec: TypeAlias = str | Logger | Sequence[str | Logger]
-"""What `Trainer(loggers=...)` takes: a name, a logger, or several of either."""
+"""The argument of `Trainer(loggers=...)`: a name, a logger, or several of either."""
 
 LOGGERS: Registry[Callable[[Path], Logger]] = Registry(
     "logger",
@@ -28,10 +28,10 @@ LOGGERS: Registry[Callable[[Path], Logger]] = Registry(
 
 
 def check_loggers(spec: LoggerSpec) -> list[str | Logger]:
-    """What `spec` asks for, one by one, without making anything.
+    """Return the names and loggers in `spec` as a list, without making anything.
 
     Raises:
-        ConfigError: An unknown name (the nearest is given), a name given twice, or something that is no
+        ConfigError: A name is unknown (the error gives the nearest) or given twice, or an object is not a
             logger.
     """
     specs = [spec] if isinstance(spec, (str, Logger)) or not isinstance(spec, Sequence) else list(spec)
@@ -39,12 +39,12 @@ def check_loggers(spec: LoggerSpec) -> list[str | Logger]:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigError(
-            f"the logger {twice[0]!r} is given twice; both would write the same file. Give it once"
+            f"the logger {twice[0]!r} is given twice, and both would write the same file. Give it once"
         )
     for each in specs:
         if isinstance(each, str):
             LOGGERS.check(each)
-        # A class has the three methods too, so that the protocol's check alone would let it pass.
+        # A class has the three methods too, so checking the protocol alone would accept it.
         elif not isinstance(each, Logger) or isinstance(each, type):
             given = foreign(each) or f"{each!r} is no logger."
             raise ConfigError(
@@ -55,14 +55,14 @@ def check_loggers(spec: LoggerSpec) -> list[str | Logger]:
 
 
 def build_loggers(spec: LoggerSpec, run_dir: Path | None) -> list[Logger]:
-    """The loggers that `spec` asks for, in its order. No file is made before something is logged.
+    """Return the loggers that `spec` asks for, in its order. No file is made before something is logged.
 
     Args:
-        spec: A name, a logger, or a sequence of either; empty for none.
-        run_dir: Where named loggers write. Only a spec without names may do without it.
+        spec: A name, a logger, or a sequence of either, which may be empty.
+        run_dir: Where named loggers write. None is enough if `spec` has no names.
 
     Raises:
-        ConfigError: As `check_loggers`, or a name without a `run_dir`.
+        ConfigError: As for `check_loggers`, or a name is given without a `run_dir`.
     """
     return [_build(each, run_dir) for each in check_loggers(spec)]
 

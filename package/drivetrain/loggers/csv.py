@@ -1,4 +1,4 @@
-"""Metrics as a table that every spreadsheet and data frame reads."""
+"""Metrics as a CSV table."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ from drivetrain.loggers.files import FileLogger, naming, replace_text
 class CSVLogger(FileLogger):
     """Writes one row per log point to a CSV file: the column "step", then a column per metric.
 
-    Numbers are written with all their digits, so that reading them back gives the same bits, and there is no
-    wall time among them, so that two equal runs write equal files. A metric that first appears later widens
-    the table: earlier rows are empty there. Every row is flushed when it is written; a kill loses at most the
-    row being written.
+    Numbers are written with all their digits, so that reading them back gives the same bits. There is no wall
+    time, so that equal runs write equal files. A metric that first appears later adds a column, which is
+    empty in earlier rows. Every row is flushed when it is written, so a kill loses at most that row.
 
-    The first row that a new logger writes begins a new file; one that stands there already, from an earlier
-    run, is set aside as ``metrics.1.csv``. After `load_state_dict` the logger goes on in the file instead,
-    without the rows that were written after the state was taken.
+    The first row of a new logger begins a new file; an earlier run's file is renamed to ``metrics.1.csv``.
+    After `load_state_dict` the logger appends to the file instead, without the rows that were written after
+    the state was taken.
 
     Args:
-        directory: Where the file and ``config.json`` go; made at the first write.
-        filename: The table's name in it.
+        directory: The directory of the file and of ``config.json``; made at the first write.
+        filename: The table's file name.
     """
 
     def __init__(self, directory: str | Path, filename: str = "metrics.csv") -> None:
         super().__init__(Path(directory) / filename)
-        # A dict for its ordered keys: asking whether all names are known is then one operation in C.
+        # A dict, for its ordered keys: checking that all names are known is then one operation in C.
         self._columns: dict[str, None] = {}
         self._rows = 0
 
@@ -51,16 +50,16 @@ class CSVLogger(FileLogger):
         self._rows += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the table goes: its columns and its number of rows."""
+        """Return the table's columns and its number of rows."""
         return {"columns": list(self._columns), "rows": self._rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`: cut what the table gained since. A missing or shorter file is taken as is.
+        """Continue from `state` without the rows that were added since; a missing or shorter file is kept.
 
-        Columns that it gained stay, empty, where there is no room to write the table without them.
+        Added columns stay, empty, if the disk has no room to write the table without them.
 
         Raises:
-            OSError: It could not be cut; the logger goes on at its end.
+            OSError: The file could not be truncated; the logger appends at its end.
         """
         self.close()
         self._columns = dict.fromkeys(state["columns"])
@@ -76,7 +75,7 @@ class CSVLogger(FileLogger):
         if header[: len(columns)] != columns:
             self._continues = False  # another run's table
             return
-        self._columns, self._rows = dict.fromkeys(header[1:]), len(rows)  # as long as it is not cut
+        self._columns, self._rows = dict.fromkeys(header[1:]), len(rows)  # in case truncating fails
         kept = rows[: int(state["rows"])]
         self._cut([header, *kept])
         self._rows = len(kept)
@@ -86,11 +85,11 @@ class CSVLogger(FileLogger):
                 self._columns = dict.fromkeys(columns[1:])
 
     def _cut(self, rows: Sequence[Sequence[object]]) -> None:
-        """Leave these rows, the first of the file, at their place, which needs no room on the disk."""
+        """Truncate the file to these first rows in place, which needs no room on the disk."""
         content = _table(rows).encode()
         with self.path.open("rb") as file:
             is_ours = file.read(len(content)) == content
-        if not is_ours:  # written by something else, in other words
+        if not is_ours:  # written by another program, with other quoting
             replace_text(self.path, content.decode())
             return
         with naming(self.path):
@@ -103,10 +102,10 @@ class CSVLogger(FileLogger):
             added = [""] * (len(columns) - len(self._columns))
             _, rows = self._read()
             replace_text(self.path, _table([["step", *columns], *(row + added for row in rows)]))
-        self._columns = columns  # not before they stand in the file
+        self._columns = columns  # only once they are in the file
 
     def _read(self) -> tuple[list[str], list[list[str]]]:
-        """The header and the complete rows; one that a kill cut short is left out."""
+        """Return the header and the complete rows, without one that a kill has cut short."""
         with self.path.open(encoding="utf-8", newline="") as file:
             text = file.read()
         rows = list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1])))

@@ -1,25 +1,28 @@
-"""What the loggers that write plain text files share."""
+"""Files for the loggers that write plain text."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from drivetrain.types import Json
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.messages import logger
+from drivetrain.core.types import Json
+
+_LOG = logger(__name__)
 
 
 def to_json(value: Any) -> Json:
-    """`value` as strict JSON; what JSON does not know becomes its text.
+    """Convert `value` to strict JSON; an object of another type becomes its text.
 
-    JSON has no word for the non-finite numbers, and Python's own ``NaN`` breaks every strict reader. They
-    become the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which Python's ``float`` takes back.
+    JSON has no non-finite numbers, and Python's own ``NaN`` breaks every strict reader. They become the
+    strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which Python's ``float`` accepts.
     """
     if value is None or isinstance(value, (bool, int, str)):
         return value
@@ -40,10 +43,10 @@ def _name(value: float) -> str:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Have the system's errors name the file that they are about; that of a write, on a full disk, does not.
+    """Run the block so that an OSError names the file. A write to a full disk raises one without a name.
 
     Raises:
-        OSError: As it was, with the file's name.
+        OSError: The block's, with the file's name.
     """
     try:
         yield
@@ -53,10 +56,10 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Put `text` into `path` so that a reader, or a kill, sees the old content or the new, never a part.
+    """Replace the content of `path` so that a reader, or a kill, leaves the old content or the new.
 
     Raises:
-        OSError: It could not be written; the old content stays, and nothing else.
+        OSError: The text could not be written; only the old content is there.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     with naming(path):
@@ -71,13 +74,33 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def write_config(directory: Path, config: Mapping[str, Any]) -> None:
-    """Write `config` to ``config.json`` in `directory`, which is made if need be."""
+    """Write `config` to ``config.json`` in `directory`, which is made if necessary."""
     directory.mkdir(parents=True, exist_ok=True)
     replace_text(directory / "config.json", json.dumps(to_json(config), indent=2, allow_nan=False) + "\n")
 
 
+def check_results_path(path: str | os.PathLike[str]) -> None:
+    """Check that results can be written to a path, before they are computed.
+
+    Raises:
+        ConfigError: It is a directory, or an address.
+    """
+    if "://" in str(path) or Path(path).is_dir():
+        raise ConfigError(
+            f"save_to={str(path)!r} must be a local file, such as 'results.json', not"
+            f" {'an address' if '://' in str(path) else 'a directory'}"
+        )
+
+
+def write_results(values: Mapping[str, float], path: str | os.PathLike[str]) -> None:
+    """Write an evaluation's values as JSON, in place of an earlier file of that name."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(target, json.dumps(to_json(values), indent=2, allow_nan=False) + "\n")
+
+
 def set_aside(path: Path) -> None:
-    """Rename a file of an earlier run: ``metrics.csv`` becomes ``metrics.1.csv``, or the next free number."""
+    """Rename an earlier run's file: ``metrics.csv`` becomes ``metrics.1.csv``, or the next free number."""
     if not path.exists():
         return
     number = 1
@@ -87,12 +110,12 @@ def set_aside(path: Path) -> None:
 
 
 class Appended:
-    """A file to whose end whole pieces are written: a piece for which there is no room is not there at all.
+    """A file to which whole pieces are appended: if the disk has no room for a piece, none of it is written.
 
-    Without that, half a row, or half an event, would spoil all that is written after it once there is room.
+    Otherwise half a row, or half an event, would spoil everything that is written after it.
 
     Args:
-        path: The file; made, with its directory, if it is not there.
+        path: The file; made, with its directory, if it does not exist.
     """
 
     def __init__(self, path: Path) -> None:
@@ -103,12 +126,12 @@ class Appended:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was written yet."""
+        """Whether the file is empty."""
         return os.fstat(self._file.fileno()).st_size == 0
 
     @property
     def is_gone(self) -> bool:
-        """Whether the file was deleted, so that what is written goes nowhere; Windows does not allow that."""
+        """Whether the file was deleted, so that writes are lost; Windows does not allow that."""
         return os.fstat(self._file.fileno()).st_nlink == 0
 
     def write(self, data: bytes) -> int:
@@ -117,10 +140,10 @@ class Appended:
         return len(data)
 
     def flush(self) -> None:
-        """Write the piece.
+        """Write the buffered piece.
 
         Raises:
-            OSError: It could not be written, and is dropped.
+            OSError: The piece could not be written, and is dropped.
         """
         piece, self._piece = memoryview(self._piece), bytearray()
         before = os.fstat(self._file.fileno()).st_size
@@ -128,21 +151,21 @@ class Appended:
             while piece:
                 piece = piece[self._file.write(piece) :]
         except OSError as error:
-            error.filename = str(self._path)  # as `naming`, which would be called with every piece
+            error.filename = str(self._path)  # as `naming` does, without a call for every piece
             os.ftruncate(self._file.fileno(), before)
             raise
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._file.close()
 
 
 class FileLogger(ABC):
     """A logger that appends to one text file.
 
-    The first line that a new logger writes begins a new file; one that stands there already, from an earlier
-    run, is set aside. After `load_state_dict` the logger goes on in the file instead, without what was
-    written after the state was taken.
+    The first line of a new logger begins a new file; an earlier run's file is renamed. After
+    `load_state_dict` the logger appends to the file instead, without the lines that were written after the
+    state was taken.
 
     Args:
         path: The file; made, with its directory, at the first write.
@@ -153,7 +176,7 @@ class FileLogger(ABC):
         self._continues = False
         self._file: Appended | None = None
         self._config: Mapping[str, Any] | None = None
-        self._owes_config = False
+        self._must_write_config = False
 
     @abstractmethod
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -161,14 +184,14 @@ class FileLogger(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """How far the file goes."""
+        """Return how far the file goes."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`: cut what the file gained since. A missing or shorter file is taken as it is.
+        """Continue from `state` without the lines added since; a missing or shorter file is kept.
 
         Raises:
-            OSError: It could not be cut; the logger goes on at its end.
+            OSError: The file could not be truncated; the logger appends at its end.
         """
 
     def log_config(self, config: Mapping[str, Any]) -> None:
@@ -183,17 +206,17 @@ class FileLogger(ABC):
             self._file = None
 
     def _open(self) -> Appended:
-        """The file; made anew if it was deleted meanwhile, with ``config.json`` if that was too."""
+        """Return the open file; make it again if it was deleted, with ``config.json`` if that is gone too."""
         if self._file is not None and not self._file.is_gone:
             return self._file
         if self._file is not None:
-            warnings.warn(f"{self.path} was deleted while it was written to; it begins anew", stacklevel=3)
-            self._owes_config = True
+            _LOG.warning(f"{self.path} was deleted during the run; it is begun again")
+            self._must_write_config = True
         self.close()
-        if self._owes_config and self._config is not None:
+        if self._must_write_config and self._config is not None:
             if not (self.path.parent / "config.json").exists():
                 write_config(self.path.parent, self._config)
-            self._owes_config = False
+            self._must_write_config = False
         if not self._continues:
             set_aside(self.path)
             self._continues = True

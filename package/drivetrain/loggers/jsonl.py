@@ -15,18 +15,18 @@ from drivetrain.loggers.files import FileLogger, naming, to_json
 class JSONLinesLogger(FileLogger):
     """Writes one JSON object per log point: ``{"step": 50, "train/loss": 0.512}``.
 
-    The JSON is strict. It has no word for the non-finite numbers: they stand as the strings ``"NaN"``,
-    ``"Infinity"`` and ``"-Infinity"``, which Python's ``float`` and most other parsers of numbers take.
-    Finite numbers have all their digits, and there is no wall time, so that two equal runs write equal files.
-    Every line is flushed when it is written; a kill loses at most the line being written.
+    The JSON is strict. Non-finite numbers become the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``,
+    which Python's ``float`` and most other parsers of numbers accept. Finite numbers have all their digits,
+    and there is no wall time, so that equal runs write equal files. Every line is flushed when it is written,
+    so a kill loses at most that line.
 
-    The first line that a new logger writes begins a new file; one that stands there already, from an earlier
-    run, is set aside as ``metrics.1.jsonl``. After `load_state_dict` the logger goes on in the file instead,
-    without the lines that were written after the state was taken.
+    The first line of a new logger begins a new file; an earlier run's file is renamed to ``metrics.1.jsonl``.
+    After `load_state_dict` the logger appends to the file instead, without the lines that were written after
+    the state was taken.
 
     Args:
-        directory: Where the file and ``config.json`` go; made at the first write.
-        filename: The file's name in it.
+        directory: The directory of the file and of ``config.json``; made at the first write.
+        filename: The file's name.
     """
 
     def __init__(self, directory: str | Path, filename: str = "metrics.jsonl") -> None:
@@ -44,14 +44,14 @@ class JSONLinesLogger(FileLogger):
         self._lines += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the file goes: its number of lines."""
+        """Return the number of lines."""
         return {"lines": self._lines}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`: cut what the file gained since. A missing or shorter file is taken as it is.
+        """Continue from `state` without the lines added since; a missing or shorter file is kept.
 
         Raises:
-            OSError: It could not be cut; the logger goes on at its end.
+            OSError: The file could not be truncated; the logger appends at its end.
         """
         self.close()
         self._continues = True

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
 import time
-import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.core.messages import logger
+from drivetrain.core.types import Json
 from drivetrain.loggers.files import Appended, to_json
 
 if TYPE_CHECKING:
     from tensorboard.summary.writer.record_writer import RecordWriter
 
+_LOG = logger(__name__)
+
 _PATTERN = "events.out.tfevents.*"
 
 
 class TensorBoardLogger:
-    """Writes scalars, and the configuration as a text, to an event file that TensorBoard reads.
+    """Writes scalars, and the configuration as a text and for the tab HParams, to an event file for
+    TensorBoard.
+
+    The tab shows a row for each run, with its configuration and the last value of each of its metrics.
 
     All values of a log point go into one event, which is flushed when it is written.
 
-    The first write of a new logger begins a new event file; files of an earlier run in the same directory are
-    set aside in ``earlier-1``, which TensorBoard shows as a run of its own. After `load_state_dict` the
-    earlier files stay instead, and TensorBoard is told to hide what they hold from after the state was taken.
+    The first write of a new logger begins a new event file. An earlier run's files in the directory are moved
+    to ``earlier-1``, which TensorBoard shows as a separate run. After `load_state_dict` they stay, and
+    TensorBoard hides the values from after the state was taken.
 
     Args:
-        directory: Where the event file goes; made at the first write.
+        directory: The event file's directory; made at the first write.
     """
 
     # Why neither torch's SummaryWriter nor tensorboard's EventFileWriter, measured per scalar with 10 in a
@@ -57,8 +64,8 @@ class TensorBoardLogger:
         self._step = max(self._step, step)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Show `config` on TensorBoard's text page; one equal to the resumed run's is not shown twice."""
-        # Held back until the first metrics: only then is it certain whether the run resumes.
+        """Show `config` on TensorBoard's text page, unless it equals the resumed run's."""
+        # Held back until the first metrics: only then is it known whether the run resumes.
         self._config = json.dumps(to_json(config), indent=2, allow_nan=False)
 
     def close(self) -> None:
@@ -67,14 +74,14 @@ class TensorBoardLogger:
         self._close_file()
 
     def state_dict(self) -> dict[str, Any]:
-        """The last step logged, -1 before the first, and the configuration shown."""
+        """Return the last step logged, -1 before the first, and the configuration shown."""
         return {"step": self._step, "config": self._written_config}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`: what stands in the directory from later steps is hidden.
+        """Continue from `state`, and hide the directory's values from later steps.
 
         Raises:
-            OSError: That could not be written; it is with what is logged next.
+            OSError: The hiding event could not be written; it is written before the next one.
         """
         self._close_file()
         self._step = int(state["step"])
@@ -84,12 +91,12 @@ class TensorBoardLogger:
         if any(self.directory.glob(_PATTERN)):
             self._hidden = self._step + 1
             self._hide()
-            self._close_file()  # the run that loads may fail before it starts, and then nobody closes
+            self._close_file()  # a run that fails before it starts would not close it
 
     def _hide(self) -> None:
         hidden, self._hidden = self._hidden, None
         try:
-            # TensorBoard drops what it has read so far from this step on when it meets a session's start.
+            # At a session's start TensorBoard drops what it has read so far from this step on.
             self._write(step=hidden, session_log={"status": "START"})
         except OSError:
             self._hidden = hidden
@@ -103,7 +110,7 @@ class TensorBoardLogger:
     def _write_config(self) -> None:
         if self._config in ("", self._written_config):
             return
-        # Markdown shows what is indented by four spaces as it stands.
+        # Markdown shows lines that are indented by four spaces verbatim.
         text = "".join(f"    {line}\n" for line in self._config.splitlines())
         value = {
             "tag": "config/text_summary",
@@ -114,12 +121,13 @@ class TensorBoardLogger:
                 "tensor_shape": {"dim": [{"size": 1}]},
             },
         }
-        self._write(step=max(self._step, 0), summary={"value": [value]})
+        hparams = _hparams_value(json.loads(self._config))
+        self._write(step=max(self._step, 0), summary={"value": [value, hparams]})
         self._written_config = self._config
 
     def _write(self, **event: Any) -> None:
         if self._file is not None and self._file.is_gone:
-            warnings.warn(f"{self._path} was deleted while it was written to; another begins", stacklevel=4)
+            _LOG.warning(f"{self._path} was deleted during the run; another is begun")
             self._close_file()
             self._path, self._written_config = None, ""
             self._write_config()
@@ -140,15 +148,15 @@ class TensorBoardLogger:
         self._event = Event
         path = self._path
         if path is None:
-            # TensorBoard reads a directory's files in the order of their names, so that the time comes first,
-            # and finely enough that a quick restart's file follows the one before.
+            # TensorBoard reads a directory's files in the order of their names. So the time comes first, fine
+            # enough that a quick restart's file follows the previous one.
             seconds, fraction = divmod(time.time_ns(), 1_000_000_000)
             name = f"events.out.tfevents.{seconds:010d}.{fraction:09d}.{socket.gethostname()}.{os.getpid()}"
             path = self.directory / name
         file = Appended(path)
         writer = RecordWriter(file)
         if self._path is None:
-            # Version 2 says that restarts are marked by session logs and not guessed from the order of steps.
+            # Version 2: restarts are marked by session logs and not guessed from the order of steps.
             first = Event(wall_time=time.time(), file_version="brain.Event:2")
             writer.write(first.SerializeToString())
             try:
@@ -159,6 +167,39 @@ class TensorBoardLogger:
                 raise
         self._path, self._file, self._writer = path, file, writer
         return writer
+
+
+def _flat(value: Json, name: str = "") -> Iterator[tuple[str, bool | float | str]]:
+    """Yield the values of a tree with dotted names, without None; lists as texts."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _flat(each, f"{name}.{key}" if name else key)
+    elif value is not None:
+        yield name, json.dumps(value) if isinstance(value, list) else value
+
+
+def _hparams_value(config: Json) -> dict[str, Any]:
+    """Return the value of an event that shows a configuration on the tab HParams."""
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    values = dict(_flat(config))
+    data = HParamsPluginData()
+    info = data.session_start_info
+    info.start_time_secs = time.time()
+    # Runs of one group are shown as one row.
+    info.group_name = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    for name, each in values.items():
+        if isinstance(each, bool):
+            info.hparams[name].bool_value = each
+        elif isinstance(each, str):
+            info.hparams[name].string_value = each
+        else:
+            info.hparams[name].number_value = each
+    return {
+        "tag": "_hparams_/session_start_info",
+        "metadata": {"plugin_data": {"plugin_name": "hparams", "content": data.SerializeToString()}},
+        "tensor": {"dtype": "DT_FLOAT", "tensor_shape": {"dim": [{"size": 0}]}},
+    }
 
 
 def _set_aside(directory: Path) -> None:

@@ -1,10 +1,10 @@
-"""Where a step runs: one file for each strategy, chosen by name."""
+"""Strategies: where a step runs. Each has a file or folder, and a name."""
 
 from drivetrain.strategies.base import Prepared, Settings, Strategy, StrategyConfig, Support
 from drivetrain.strategies.hardware import Hardware
+from drivetrain.strategies.registry import STRATEGIES
 from drivetrain.strategies.select import Choice, choose, select_precision, select_strategy
 from drivetrain.strategies.single import SingleDevice
-from drivetrain.strategies.table import STRATEGIES
 
 __all__ = [
     "STRATEGIES",

@@ -1,115 +1,46 @@
-"""The strategy's contract: where a step runs, and how its pieces are realised there."""
+"""The contract of a strategy: where a step runs, and how."""
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from drivetrain.core.registry import is_installed
+from drivetrain.distributed.failure.named_places import named_place
 from drivetrain.distributed.ranks import ALONE, Ranks
-from drivetrain.errors import ConfigError, StrategyError
-from drivetrain.precision import Precision
-from drivetrain.registry import is_installed
-from drivetrain.strategies.scaling import LossScale
-from drivetrain.strategies.stepping import step
-from drivetrain.task import StepModule
+from drivetrain.strategies.loss_scale import LossScale
+from drivetrain.strategies.optimizer_step import step
+from drivetrain.strategies.precision.base import Precision
+from drivetrain.strategies.sparse import clip_grad_value
+from drivetrain.task.task import StepModule
+
+_PLACES = {
+    "backward": "in the backward",
+    "clip_grad_norm": "as it clips the gradient",
+    "optimizer_step": "in the optimizer's step",
+}
+"""How a report describes a rank that is in one of these methods."""
 
 MakeOptimizers = Callable[[nn.Module], dict[str, Optimizer]]
-"""Given the module as the strategy has wrapped or sharded it, returns the optimizers by name."""
-
-
-def check_values(task: nn.Module, name: str, meta: bool = False) -> None:
-    """See that a task has all of its values before strategy `name` prepares it.
-
-    Args:
-        task: The task.
-        name: The strategy's name.
-        meta: Whether the strategy gives values to a task on the meta device.
-
-    Raises:
-        StrategyError: It has shards of an earlier run; is on the meta device; or has lazy modules that have
-            seen no batch, with which "single" alone can begin. Names the first such parameter.
-    """
-    tensors = (*task.named_parameters(), *task.named_buffers())
-    lazy = next((each for each, tensor in tensors if is_lazy(tensor)), None)
-    if lazy is not None and name != "single":
-        raise StrategyError(
-            f"{lazy!r} of {type(task).__name__} has no shape yet, because its module is lazy; strategy"
-            f" {name!r} needs all shapes before it begins. Give the module its sizes, or call the task with"
-            " one batch's inputs before the run"
-        )
-    if not meta:
-        empty = next((each for each, tensor in task.named_parameters() if tensor.is_meta), None)
-        if empty is not None:
-            raise StrategyError(
-                f"{type(task).__name__} was made on the meta device and has no values ({empty!r}). Strategy"
-                f" 'fsdp', or 'zero3', gives them, {name!r} does not: make it without torch.device('meta')"
-            )
-    shard = next((each for each, tensor in task.named_parameters() if _is_share(tensor)), None)
-    if shard is not None:
-        raise StrategyError(
-            f"this {type(task).__name__} has only a shard of {shard!r}, left by an earlier run that failed or"
-            f" had gather_at_end=False. Make it anew: {type(task).__name__}.from_checkpoint(path)"
-        )
-
-
-def check_dimensions(task: nn.Module, whole: Collection[str] = (), otherwise: str = "") -> None:
-    """See that every parameter that a strategy divides has a dimension for it.
-
-    Args:
-        task: The task.
-        whole: The names of those that it leaves whole.
-        otherwise: What else a user may do about the parameter `{name}`, as the end of a sentence.
-
-    Raises:
-        StrategyError: One is a scalar; names it.
-    """
-    for name, parameter in task.named_parameters():
-        if parameter.ndim == 0 and name not in whole:
-            raise StrategyError(
-                f"the parameter {name!r} is a scalar, which cannot be sharded; give it the shape (1,)"
-                f"{otherwise.format(name=name)}"
-            )
-
-
-def _is_share(parameter: Tensor) -> bool:
-    """Whether it is one process's part of a parameter: FSDP's, or that of a DeepSpeed engine."""
-    return hasattr(parameter, "full_tensor") or hasattr(parameter, "_z3_optimizer")
-
-
-def check_options(config: Any, positive: Sequence[str], flags: Sequence[str]) -> None:
-    """See that options of a configuration are positive numbers, or None, and true or false.
-
-    Raises:
-        ConfigError: One is not; names it.
-    """
-    kind = type(config).__name__
-    for name in positive:
-        value = getattr(config, name)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is not None and not (number and 0 < value < 1e9):
-            raise ConfigError(f"{kind}({name}=...) must be a positive number, not {value!r}")
-    for name in flags:
-        value = getattr(config, name)
-        if not isinstance(value, bool):
-            raise ConfigError(f"{kind}({name}=...) must be True or False, not {value!r}")
+"""Takes the wrapped or sharded module; returns the optimizers by name."""
 
 
 class StrategyConfig(Protocol):
-    """The options of a strategy: a data class, such as `DDPConfig`, that its strategy's `config_type` is."""
+    """The options of a strategy: a data class such as `DDPConfig`, named by the strategy's `config_type`."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
 
 class Support(NamedTuple):
-    """Whether something can be done; true or false, with the reason when false."""
+    """Whether something is supported: true, or false with a reason."""
 
     ok: bool
     reason: str = ""
@@ -119,25 +50,40 @@ class Support(NamedTuple):
 
 
 def installed(package: str, extra: str) -> Support:
-    """Whether a package is there, without loading it.
+    """Return whether a package is installed, without importing it.
 
     Args:
-        package: Its name.
-        extra: The extra of this package that brings it.
+        package: The package's name.
+        extra: The extra of drivetrain that installs it.
     """
     if is_installed(package):
         return Support(True)
     return Support(False, f"the package {package!r} is not installed: pip install 'drivetrain[{extra}]'")
 
 
+def has_collectives() -> Support:
+    """Return whether this build of torch can run several processes."""
+    if torch.distributed.is_available():
+        return Support(True)
+    return Support(False, "this build of torch has no torch.distributed")
+
+
+def has_bfloat16(device: torch.device, precision: Precision) -> Support:
+    """Return whether a device has bfloat16, if a precision needs it."""
+    dtypes = (precision.param_dtype, precision.compute_dtype)
+    if device.type == "cuda" and torch.bfloat16 in dtypes and not torch.cuda.is_bf16_supported():
+        return Support(False, "this GPU has no bfloat16; use '16-mixed' or '32'")
+    return Support(True)
+
+
 class Settings(NamedTuple):
-    """What a Trainer asks for that a strategy's own configuration may say too.
+    """Settings of a Trainer that a strategy's own configuration may contain too.
 
     Attributes:
-        batch_size: Samples of a micro-batch in each process; None where that is not known.
-        gradient_accumulation_steps: Micro-batches of an update in each process.
-        max_grad_norm: What the gradient's norm is clipped to; None for no clipping.
-        world_size: How many processes there are.
+        batch_size: Samples in a micro-batch on each rank; None if it is not known.
+        gradient_accumulation_steps: Micro-batches in an update on each rank.
+        max_grad_norm: The norm that gradients are clipped to; None disables clipping.
+        world_size: The number of processes.
     """
 
     batch_size: int | None
@@ -148,10 +94,10 @@ class Settings(NamedTuple):
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `Strategy.prepare` gives back.
+    """The result of `Strategy.prepare`.
 
     Attributes:
-        model: What to call with a micro-batch: the step module, wrapped as the strategy needs it.
+        model: The step module, wrapped as the strategy needs it; it is called with a micro-batch.
         optimizers: The optimizers by name; a single one is named "default".
     """
 
@@ -168,22 +114,29 @@ class Prepared:
 class Strategy(ABC):
     """Where and how a step runs. Strategies are final: none inherits from another concrete one.
 
+    Attributes that start with `no_` say why a feature is not supported, and are empty if it is.
+
     Attributes:
-        name: What a user writes.
-        device: Where this process's model lives.
-        rank: This process's number, from 0; right once `setup` was called.
-        world_size: How many processes train together.
-        ranks: All of them, for what they exchange on the host.
-        sharded: Whether every forward is done by all processes together, also in an evaluation.
-        always_told: Whether one process alone is told of each micro-batch, too.
-        no_generators: Why it cannot run steps of several optimizers; empty where it can.
-        no_compile: Why its models cannot be compiled; empty where they can.
-        no_recomputation: Why `MemoryConfig` cannot have blocks computed again, or activations offloaded;
-            empty where it can.
-        no_release: Why a gradient is not final once backward has added it; empty where it is.
-        no_micro_batch: Why an update cannot be run in parts and begun again; empty where it can.
-        no_skipping: Why an update cannot be left out once its gradients are there; empty where it can.
-        place: What is done with each tensor of a batch once it is on the device; None for nothing.
+        name: The name that a user writes.
+        device: The device of this process's model.
+        rank: This process's number, from 0; valid after `setup`.
+        world_size: The number of processes that train together.
+        ranks: All processes, for exchange on the host.
+        sharded: Whether all processes must run each forward together, including those of an evaluation.
+        calls_microbatch_always: Whether `microbatch` is also called in a run with one process.
+        no_generators: Why steps with several optimizers are not supported.
+        no_compile: Why compiled models are not supported.
+        no_recomputation: Why `MemoryConfig` cannot recompute blocks or offload activations.
+        no_release: Why a gradient is not final as soon as backward has added it.
+        no_micro_batch: Why an update cannot be split into parts and restarted.
+        no_skipping: Why an update cannot be skipped once its gradients exist.
+        no_evaluation_precision: Why the weights cannot be stored in another dtype for an evaluation.
+        no_value_clipping: Why gradients cannot be clipped by value.
+        no_choice_of_gpus: Why a process cannot take another GPU than that of its local rank.
+        gpus: The GPU of each process on a machine, by index; None gives each that of its local rank.
+        inexact: Why its numbers differ from those of one process on the whole batch; empty where they are
+            the same. The conformance suite prints the reason and leaves out these comparisons.
+        place: A function applied to each tensor of a batch on the device; None applies nothing.
     """
 
     name: str
@@ -192,58 +145,69 @@ class Strategy(ABC):
     world_size: int = 1
     ranks: Ranks = ALONE
     sharded: bool = False
-    always_told: bool = False
+    calls_microbatch_always: bool = False
     no_generators: str = ""
     no_compile: str = ""
     no_recomputation: str = "it manages activations itself, by options of its own if at all"
     no_release: str = "gradients are exchanged between processes, or kept, after backward"
-    no_micro_batch: str = "it does not say that an update may be run in parts and begun again"
-    no_skipping: str = "it does not say that an update may be left out once its gradients are there"
+    no_micro_batch: str = "it does not declare that an update can be split into parts and restarted"
+    no_skipping: str = "it does not declare that an update can be skipped once its gradients exist"
+    no_evaluation_precision: str = "it does not declare that weights can be replaced for an evaluation"
+    no_value_clipping: str = "it does not declare that the parameters' gradients are those of the update"
+    no_choice_of_gpus: str = "it does not declare that a process can take another GPU than its local rank's"
+    gpus: Sequence[int] | None = None
+    inexact: str = ""
     place: Callable[[Tensor], Tensor] | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name, words in _PLACES.items():
+            if name in vars(cls):
+                named_place(words)(inspect.unwrap(vars(cls)[name]))
 
     @property
     def title(self) -> str:
-        """What a plan calls it: its name, and what is chosen by options and is known by a name of its own."""
+        """The name in a plan, which may include a choice among the options, such as ZeRO's stage."""
         return self.name
 
-    # Of a strategy whose backward scales losses itself; `unscale` and the methods after it go by it.
+    # Set by a strategy whose backward scales losses; the default methods from `unscale` on use it.
     _scale: LossScale | None = None
 
     @property
     def data_rank(self) -> int:
-        """Which of the data's shares this process gets; those that share a model's tensors get the same."""
+        """The data shard of this process; processes that split a model's tensors get the same shard."""
         return self.rank
 
     @property
     def data_size(self) -> int:
-        """How many shares the data has."""
+        """The number of data shards."""
         return self.world_size
 
     @property
     def data_ranks(self) -> Ranks:
-        """The processes among which the data is divided: of those that get the same, one counts."""
+        """The processes that the data is divided among: one for each data shard."""
         return self.ranks
 
     @abstractmethod
     def supports(self, precision: Precision) -> Support:
-        """Whether this precision works here; asked when a Trainer or Engine is constructed."""
+        """Return whether this precision works here; called when a Trainer or Engine is constructed."""
 
     def setup(self) -> None:
-        """Take what the run needs: process groups, devices."""
+        """Acquire what the run needs: process groups, devices."""
 
     def teardown(self) -> None:
-        """Release what `setup` took."""
+        """Release what `setup` acquired."""
 
     def check_settings(self, asked: Settings, precision: Precision) -> None:
-        """Told what the Trainer asks for, before `prepare`, and when the Trainer is made.
+        """Check a Trainer's settings when the Trainer is constructed, and again before `prepare`.
 
         Raises:
-            ConfigError: The strategy's own configuration says otherwise.
+            ConfigError: The strategy's own configuration contradicts them.
         """
 
     def configured_optimizer(self, task: nn.Module, total_updates: int | None) -> Any:
-        """The optimizer that the strategy's own configuration chooses, as `configure_optimizers` would return
-        it; None to ask the task.
+        """Return the optimizer that the strategy's own configuration chooses, in the form of
+        `configure_optimizers`; None leaves the choice to the task.
         """
         return None
 
@@ -251,79 +215,86 @@ class Strategy(ABC):
     def prepare(
         self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision
     ) -> Prepared:
-        """Place, wrap or shard the module and have its optimizers made, in the order this strategy needs."""
+        """Place, wrap or shard the module and build its optimizers, in the order that this strategy needs."""
 
     @contextmanager
     def exchanged(
         self, optimizers: Mapping[str, Optimizer], write: bool = False
     ) -> Iterator[Mapping[str, Optimizer]]:
-        """Within it the prepared task's parameters, and the optimizers that it gives, are as checkpoints hold
-        them: whole tensors, or `DTensor`s. To be entered by all processes together.
+        """Run the block with the task's parameters and the yielded optimizers in the form of checkpoints:
+        whole tensors, or `DTensor`s. All processes must enter it together.
+
+        An override puts new tensors in place, because a checkpoint may be written after the block.
 
         Args:
-            optimizers: What `prepare` gave.
-            write: Take over at the end what was put there.
+            optimizers: The optimizers of `prepare`.
+            write: Load the values that the block has written.
         """
         yield optimizers
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
-        """All of a tensor of which each process may have a part, and any other tensor itself. To be called by
-        all processes together.
+        """Gather a sharded tensor; return any other tensor unchanged. All processes must call it together.
 
         Args:
-            tensor: A parameter of the prepared task, its gradient, or what was computed from them.
+            tensor: A parameter of the prepared task, its gradient, or a tensor computed from them.
         """
         whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         return whole
 
     def restore(self) -> None:
-        """Make what was prepared an ordinary module with all of its values again. Called by all processes,
-        after a run that ended well.
+        """Turn the prepared module back into an ordinary one with all of its values. Called on all processes
+        after a run that ended without an error.
         """
 
     def settle(self, model: nn.Module) -> None:
-        """Give the model the parameters that `prepare` left it with, where a forward puts others in their
-        place for a while. Called between updates, by all processes.
+        """Put the parameters that `prepare` left back into the model, if a forward has replaced them. Called
+        on all processes between updates.
         """
 
     def prepare_data(self, data: Any) -> Any:
-        """A user's loader for this rank; one process takes it as it is."""
+        """Return a user's loader adapted to this rank; the default is the loader unchanged."""
         return data
 
     def microbatch(self, model: nn.Module, last: bool) -> None:
-        """Told before each micro-batch: gradients need synchronising in the window's last only."""
+        """Prepare for a micro-batch; only the window's last one needs to synchronise gradients."""
 
     @abstractmethod
     def backward(
         self, loss: Tensor, share: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
     ) -> None:
-        """Add the gradients of `share` times a loss: to all parameters, or to `inputs` alone.
+        """Add the gradients of `share * loss` to all parameters, or only to `inputs`.
 
         Args:
             loss: A scalar.
-            share: The micro-batch's share of its window's weight; None for the whole.
-            inputs: The parameters to add to; None for all.
+            share: The micro-batch's share of its window's weight; None means 1.
+            inputs: The parameters that get gradients; None means all.
         """
 
     def synchronize(self, parameters: Sequence[Tensor]) -> None:
-        """Average over all processes the gradients that backward was told to add to these `inputs` alone."""
+        """Average the gradients of a backward with `inputs` over all processes."""
 
     def scale_gradients(self, parameters: Sequence[Tensor], factor: float | Tensor) -> None:
-        """Multiply the gradients that a loop of one's own has added up, before the update."""
+        """Multiply the accumulated gradients of a user's own loop before the update."""
         torch._foreach_mul_([each.grad for each in parameters if each.grad is not None], factor)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Bring gradients of a scaled loss back to their size; called once before they are looked at."""
+        """Divide the gradients by the loss scale; called once before anything reads them."""
         if self._scale is not None:
             self._scale.unscale(optimizer)
 
     @abstractmethod
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-        """Clip by the global norm of the unsharded, unscaled gradient and return that norm (0-d)."""
+        """Clip by the global norm of the unsharded, unscaled gradient, and return that norm (0-d)."""
 
+    def clip_grad_value(self, parameters: Sequence[Tensor], max_value: float) -> None:
+        """Clip each element of the unscaled gradients to between -max_value and max_value."""
+        clip_grad_value(parameters, max_value)
+
+    @named_place(_PLACES["optimizer_step"])
     def optimizer_step(self, optimizer: Optimizer) -> bool:
-        """Make the update; False when it was skipped because a scaled gradient overflowed, on all processes
-        alike. A loss scale is updated here too; under one, knowing of an overflow takes a host sync.
+        """Make the update. Return False if all processes skipped it because a scaled gradient overflowed.
+
+        The loss scale is updated too. With a loss scale, finding an overflow takes a host sync.
         """
         if self._scale is not None and self._scale.overflowed(optimizer):
             return False
@@ -331,29 +302,30 @@ class Strategy(ABC):
         return True
 
     def discard(self, optimizer: Optimizer) -> None:
-        """Told in place of `optimizer_step` that the update is not made; a loss scale stays what it is."""
+        """Skip the update; called instead of `optimizer_step`. The loss scale does not change."""
         if self._scale is not None:
             self._scale.discard(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the strategy itself must remember: the loss scale and its growth counter."""
+        """Return the strategy's own state: the loss scale and its growth counter."""
         return {} if self._scale is None else {"scaler": self._scale.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave; a loss scale saved under another precision is left alone."""
+        """Load the result of `state_dict`; without a loss scale here, a saved one is ignored."""
         if self._scale is not None and "scaler" in state:
             self._scale.load_state_dict(state["scaler"])
 
 
 @contextmanager
 def gradients_of(inputs: Sequence[Tensor] | None, parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Run a backward to shards, which are no leaves of the graph, so that torch cannot be told of `inputs`.
+    """Run a backward in the block, and keep only the gradients of `inputs`.
 
-    The gradients of all other parameters are put back to what they were.
+    Shards are not leaves of the graph, so torch's `backward` does not accept them as its `inputs`. The
+    gradients of all other parameters are restored afterwards.
 
     Args:
-        inputs: What gets gradients; None for all parameters.
-        parameters: All of them.
+        inputs: The parameters that get gradients; None means all.
+        parameters: All parameters.
     """
     mine = {id(each) for each in inputs or ()}
     others = [] if inputs is None else [each for each in parameters if id(each) not in mine]

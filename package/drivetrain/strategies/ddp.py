@@ -15,21 +15,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from drivetrain.core.errors import ConfigError, StrategyError, nearest
+from drivetrain.core.validation import by_name
 from drivetrain.distributed.group import Member, join, leave, uncompared
 from drivetrain.distributed.ranks import ALONE
 from drivetrain.distributed.tensors import average_gradients, broadcast_module
-from drivetrain.errors import ConfigError, StrategyError, nearest
-from drivetrain.options import by_name
-from drivetrain.precision import Precision
 from drivetrain.strategies.base import (
     MakeOptimizers,
     Prepared,
     Strategy,
     Support,
-    check_options,
-    check_values,
+    has_bfloat16,
+    has_collectives,
 )
-from drivetrain.strategies.scaling import LossScale
+from drivetrain.strategies.checks import check_options, check_values
+from drivetrain.strategies.loss_scale import LossScale
+from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.sparse import (
     average_sparse,
     clip_grad_norm,
@@ -37,14 +38,15 @@ from drivetrain.strategies.sparse import (
     refuse_sparse,
     trained_sparsely,
 )
-from drivetrain.task import StepModule
+from drivetrain.strategies.unused import check_used
+from drivetrain.task.task import StepModule
 
 _BUFFERS = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
-"""What torch calls it; the second name is deprecated where there is the first."""
+"""torch's name for the option; where the first name exists, the second is deprecated."""
 
 _HOOKS = ("fp16", "bf16", "powersgd")
 _FLAGS = (
@@ -62,15 +64,15 @@ class DDPConfig:
     """Options of strategy "ddp"; see `torch.nn.parallel.DistributedDataParallel`.
 
     Attributes:
-        find_unused_parameters: Whether a step may leave parameters out, which costs a walk of the graph.
+        find_unused_parameters: Allow steps that leave parameters out, at the cost of a walk of the graph.
         static_graph: Whether every step uses the same parameters in the same order.
         bucket_mb: Megabytes of gradients that are sent together.
-        gradient_as_bucket_view: Keep gradients in the buckets, which saves a copy of them.
-        broadcast_buffers: Give all ranks rank 0's buffers, such as running means, before each forward.
-        sync_batchnorm: Take batch statistics over all ranks; on GPUs.
-        communication: How gradients travel: None as they are, "fp16" or "bf16" compressed to those,
+        gradient_as_bucket_view: Store gradients in the buckets, which saves a copy.
+        broadcast_buffers: Copy rank 0's buffers, such as running means, to all ranks before each forward.
+        sync_batchnorm: Compute batch statistics over all ranks; GPUs only.
+        communication: How gradients are sent: None uncompressed, "fp16" or "bf16" cast to that dtype,
             "powersgd" by low rank, or a function `(state, bucket) -> Future`, whose state is None.
-        timeout: Seconds that a collective may take; None for torch's limit.
+        timeout: Seconds that a collective may take; None uses torch's limit.
     """
 
     find_unused_parameters: bool = False
@@ -86,41 +88,41 @@ class DDPConfig:
         """Check each option.
 
         Raises:
-            ConfigError: One is of no use; says what is allowed.
+            ConfigError: An option is invalid; the message says what is allowed.
         """
         check_options(self, ("bucket_mb", "timeout"), _FLAGS)
         hook = self.communication
         if isinstance(hook, str) and hook not in _HOOKS:
             raise ConfigError(f"unknown communication {hook!r}. {nearest(hook, _HOOKS)}")
         if hook is not None and not isinstance(hook, str) and not callable(hook):
-            raise ConfigError(f"DDPConfig(communication=...) is a name or a hook, not {hook!r}")
-        if callable(hook) and not _takes_two(hook):
+            raise ConfigError(f"DDPConfig(communication=...) must be a name or a hook, not {hook!r}")
+        if callable(hook) and not _takes_two_arguments(hook):
             raise ConfigError(
-                f"DDPConfig(communication={hook!r}) cannot be called with (state, bucket), as a hook is; see"
+                f"DDPConfig(communication={hook!r}) must take (state, bucket); see"
                 " torch's DistributedDataParallel.register_comm_hook"
             )
 
 
-def _takes_two(hook: Callable[..., Any]) -> bool:
+def _takes_two_arguments(hook: Callable[..., Any]) -> bool:
     try:
         inspect.signature(hook).bind(None, None)
     except TypeError:
         return False
-    except ValueError:  # a built-in function that does not tell
+    except ValueError:  # a built-in function without a signature
         return True
     return True
 
 
 class DDP(Strategy):
-    """One copy of the model per process, on a CPU or a GPU each.
+    """One copy of the model per process, each on a CPU or a GPU.
 
     Args:
         config: The options.
         device: The kind of device, "cpu" or "cuda".
-        world_size: How many processes.
+        world_size: The number of processes.
 
     Raises:
-        StrategyError: An option that cannot be had on this kind of device.
+        StrategyError: An option is not supported on this kind of device.
     """
 
     name = "ddp"
@@ -128,6 +130,9 @@ class DDP(Strategy):
     needs = "several processes, on CPUs (gloo) or CUDA GPUs (NCCL)"
     no_recomputation = ""
     no_skipping = ""
+    no_evaluation_precision = ""
+    no_value_clipping = ""
+    no_choice_of_gpus = ""
 
     def __init__(self, config: DDPConfig | None = None, *, device: str = "cpu", world_size: int = 1) -> None:
         self.config = config or DDPConfig()
@@ -148,25 +153,20 @@ class DDP(Strategy):
 
     @classmethod
     def available(cls, hardware: Any) -> Support:
-        """Whether it can run on a machine; every one can, by processes on its CPU."""
-        if not torch.distributed.is_available():
-            return Support(False, "this build of torch has no torch.distributed")
-        return Support(True)
+        """Return whether a machine can run it; each can, with processes on the CPU."""
+        return has_collectives()
 
     def supports(self, precision: Precision) -> Support:
-        """All built-in precisions; bfloat16 needs a GPU that has it."""
-        dtypes = (precision.param_dtype, precision.compute_dtype)
-        if self.device.type == "cuda" and torch.bfloat16 in dtypes and not torch.cuda.is_bf16_supported():
-            return Support(False, "this GPU has no bfloat16; use '16-mixed' or '32'")
-        return Support(True)
+        """Support all built-in precisions; bfloat16 needs a GPU with bfloat16."""
+        return has_bfloat16(self.device, precision)
 
     def setup(self) -> None:
         """Join the process group."""
-        # DDP's constructor imports it, which takes a second: better while the other processes still start.
+        # DDP's constructor imports it, which takes a second: do it now, while other processes still start.
         import torch._dynamo  # noqa: F401
 
         limit = None if self.config.timeout is None else timedelta(seconds=self.config.timeout)
-        self._member = member = join(self.world_size, self.device.type, limit)
+        self._member = member = join(self.world_size, self.device.type, limit, self.gpus)
         self.rank, self.device, self.ranks = member.rank, member.device, member.ranks
 
     def teardown(self) -> None:
@@ -196,9 +196,10 @@ class DDP(Strategy):
             return Prepared(module, make_optimizers(module) if make_optimizers else {})
         config = self.config
         if config.communication is not None:
-            refuse_sparse(module.task, self.name, f"communication={config.communication!r} is of dense ones")
+            reason = f"communication={config.communication!r} only takes dense ones"
+            refuse_sparse(module.task, self.name, reason)
         if self.device.type == "cuda" and self.world_size > 1:
-            refuse_sparse(module.task, self.name, "NCCL does not add them")
+            refuse_sparse(module.task, self.name, "NCCL cannot reduce them")
         buffers: dict[str, Any] = {_BUFFERS: config.broadcast_buffers}
         self._wrapped = wrapped = DistributedDataParallel(
             module,
@@ -213,7 +214,7 @@ class DDP(Strategy):
         self._synchronized = True
         if self.world_size > 1 and not (config.static_graph or config.find_unused_parameters):
             settle_buckets(wrapped, self._parameters)
-        self._register_hook(wrapped)  # after that: a hook that counts is given gradients of the training only
+        self._register_hook(wrapped)  # last, so that a hook with state only gets the training's gradients
         return Prepared(wrapped, make_optimizers(module))
 
     def _register_hook(self, wrapped: DistributedDataParallel) -> None:
@@ -234,12 +235,12 @@ class DDP(Strategy):
             wrapped.register_comm_hook(None, compress[hook])
 
     def microbatch(self, model: nn.Module, last: bool) -> None:
-        """Average gradients in the window's last micro-batch only."""
-        # A static graph is learned in the first backward of all, which must be synchronised; what it averages
-        # is averaged once more, and stays the same.
+        """Average gradients only in the window's last micro-batch."""
+        # torch learns a static graph in the very first backward, which must be synchronised. Its gradients
+        # are averaged a second time, which does not change them.
         last = last or self._unlearned
         self._unlearned = False
-        if last != self._synchronized:  # a module takes 3 us to have an attribute set
+        if last != self._synchronized:  # setting an attribute of a module takes 3 us
             self._synchronized = last
             if self._wrapped is not None:
                 self._wrapped.require_backward_grad_sync = last
@@ -247,7 +248,7 @@ class DDP(Strategy):
     def backward(
         self, loss: Tensor, share: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
     ) -> None:
-        """Backward from the share as the loss's own gradient."""
+        """Run backward with the share as the gradient of the loss."""
         if self._scale is not None:
             loss = self._scale.scale(loss)
         root = None if share is None else torch.as_tensor(share, dtype=loss.dtype, device=loss.device)
@@ -256,7 +257,7 @@ class DDP(Strategy):
             check_used(self._names, self._parameters, "DDPConfig(find_unused_parameters=True)")
 
     def synchronize(self, parameters: Sequence[Tensor]) -> None:
-        """Average the gradients that backward left alone: those of a generator step's optimizers."""
+        """Average gradients that backward did not: those of a generator step's optimizers."""
         if not self._sparse:
             average_gradients(parameters, self.world_size)
             return
@@ -265,32 +266,32 @@ class DDP(Strategy):
         average_sparse([each for each in parameters if id(each) in sparse], self.world_size)
 
     def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-        """Clip by the global norm, which is the same in every process."""
+        """Clip by the global norm, which is the same on every rank."""
         return clip_grad_norm(parameters, max_norm, self._sparse)
 
 
 def _why_whole(config: DDPConfig) -> str:
-    """Why a step cannot be run past the wrapper, as parts of a batch are."""
+    """Return why a step cannot bypass DDP's wrapper, as the parts of a batch do; empty if it can."""
     if config.sync_batchnorm:
-        return "sync_batchnorm has each forward wait for that of the others, one of which may fail"
+        return "with sync_batchnorm each forward waits for those of all other ranks, and one may fail"
     if config.communication is not None:
-        return f"communication={config.communication!r} is of the exchange that is made during backward"
+        return f"communication={config.communication!r} applies to the exchange during backward"
     if not config.broadcast_buffers:
-        return "with broadcast_buffers=False each rank has buffers of its own"
+        return "with broadcast_buffers=False each rank has different buffers"
     return ""
 
 
 def settle_buckets(wrapped: DistributedDataParallel, parameters: Sequence[nn.Parameter]) -> None:
-    """Have the buckets of gradients as they stay, from the first update on.
+    """Fix the buckets of gradients before the first update.
 
-    torch forms them anew after the first backward, in the order in which gradients became ready. With more
-    than two processes the sums in an all-reduce depend on where a gradient lies, so a resumed run's first
-    update would differ in its last bits from the uninterrupted run's. This is a backward of zeros in which
-    gradients become ready in the reverse order of the parameters.
+    torch rebuilds the buckets after the first backward, ordered by when gradients became ready. With more
+    than two processes the sums of an all-reduce depend on a gradient's position in its bucket, so the first
+    update after a resume would differ in its last bits from the uninterrupted run's. Here a backward of zeros
+    triggers the rebuild: its gradients become ready in the reverse order of the parameters.
 
     Args:
         wrapped: The model; every step uses all of its parameters.
-        parameters: Those that are trained.
+        parameters: The trained parameters.
     """
     sparse = {id(each) for each in trained_sparsely(wrapped)}
     total = torch.zeros((), device=parameters[0].device)
@@ -301,34 +302,3 @@ def settle_buckets(wrapped: DistributedDataParallel, parameters: Sequence[nn.Par
     total.backward()  # type: ignore[no-untyped-call]
     for parameter in parameters:
         parameter.grad = None
-
-
-def check_used(names: Sequence[str], parameters: Sequence[nn.Parameter], allow: str) -> None:
-    """See that every parameter has a gradient after a synchronised backward.
-
-    Without this the step would go wrong in silence: a bucket that lacks a gradient is never averaged, and
-    torch says so only at the next forward, if there is one.
-
-    Args:
-        names: Of the parameters.
-        parameters: Those that were trained when the run began.
-        allow: What a user gives to leave parameters out.
-
-    Raises:
-        ConfigError: One has none; names it.
-    """
-    without = [index for index, each in enumerate(parameters) if each.grad is None]
-    if not without:
-        return
-    frozen = [names[index] for index in without if not parameters[index].requires_grad]
-    if frozen:
-        raise ConfigError(
-            f"parameters were frozen after the run had begun: {', '.join(frozen[:8])}. Freeze them before"
-            f" it, or give {allow}"
-        )
-    listed = ", ".join(names[index] for index in without[:8])
-    more = f" and {len(without) - 8} more" if len(without) > 8 else ""
-    raise ConfigError(
-        f"the step used {len(names) - len(without)} of {len(names)} trainable parameters; these got no"
-        f" gradient: {listed}{more}. Freeze them, use them, or give {allow}"
-    )

@@ -1,4 +1,4 @@
-"""What a machine can compute on."""
+"""The devices of this machine."""
 
 from __future__ import annotations
 
@@ -15,55 +15,60 @@ _TPUS = frozenset({"0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"})
 
 @dataclass(frozen=True)
 class Hardware:
-    """What this machine has.
+    """The accelerators of a machine.
 
     Attributes:
         cuda: The number of CUDA GPUs.
-        mps: Whether Apple's Metal can be used.
+        mps: Whether Apple's Metal is available.
         tpu: The number of TPU chips.
+        xpu: The number of Intel GPUs.
     """
 
     cuda: int = 0
     mps: bool = False
     tpu: int = 0
+    xpu: int = 0
 
     @classmethod
     def here(cls) -> Hardware:
-        """This machine's."""
+        """Return the hardware of this machine."""
         return cls(
             torch.cuda.device_count() if torch.cuda.is_available() else 0,
             torch.backends.mps.is_available(),
             tpu_chips(_PCI),
+            torch.xpu.device_count() if torch.xpu.is_available() else 0,
         )
 
     @property
     def best_device(self) -> str:
         """The fastest kind of device that a strategy can use."""
-        return "cuda" if self.cuda else "mps" if self.mps else "xla" if self.tpu else "cpu"
+        found = (("cuda", self.cuda), ("mps", self.mps), ("xpu", self.xpu), ("xla", self.tpu))
+        return next((kind for kind, count in found if count), "cpu")
 
     def has(self, device: str) -> bool:
-        """Whether there is such a kind of device."""
-        return {"cuda": self.cuda > 0, "mps": self.mps, "xla": self.tpu > 0}.get(device, device == "cpu")
+        """Return whether the machine has a kind of device."""
+        found = {"cuda": self.cuda, "mps": self.mps, "xpu": self.xpu, "xla": self.tpu}
+        return bool(found.get(device, device == "cpu"))
 
     def __str__(self) -> str:
         gpus = f"{self.cuda or 'no'} CUDA GPU{'' if self.cuda == 1 else 's'}"
-        metal = "Metal" if self.mps else "no Metal"
-        if not self.tpu:
-            return f"{gpus} and {metal}"
-        return f"{gpus}, {metal} and {self.tpu} TPU chip{'' if self.tpu == 1 else 's'}"
+        found = [gpus, "Metal" if self.mps else "no Metal"]
+        found += [f"{self.xpu} Intel GPU{'' if self.xpu == 1 else 's'}"] if self.xpu else []
+        found += [f"{self.tpu} TPU chip{'' if self.tpu == 1 else 's'}"] if self.tpu else []
+        return f"{', '.join(found[:-1])} and {found[-1]}"
 
 
 def tpu_chips(directory: str) -> int:
-    """How many TPU chips there are among the devices of the PCI bus; none where a system has no such list.
+    """Return the number of TPU chips on the PCI bus; 0 on a system that does not list its PCI devices.
 
     Args:
-        directory: Has a directory for each device, with files "vendor" and "device".
+        directory: The folder with one folder for each device, which has the files "vendor" and "device".
     """
     found = 0
     for vendor in Path(directory).glob("*/vendor"):
         try:
             is_google = vendor.read_text(encoding="ascii").strip() == _GOOGLE
             found += is_google and vendor.with_name("device").read_text(encoding="ascii").strip() in _TPUS
-        except OSError:  # it was unplugged, or may not be read: nothing that this process could use
+        except OSError:  # the device was unplugged, or this process may not read it, so it cannot use it
             continue
     return found

@@ -1,4 +1,4 @@
-"""What a library has hooked onto modules, told apart from what was there before."""
+"""Removing the hooks that a library has added to a module, and no others."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _HOOKS = (
 _FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
-class OwnHooks:
-    """The hooks that a module has now.
+class HookSnapshot:
+    """The hooks that a module had at one moment.
 
     Args:
-        module: Whose.
+        module: The module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -31,7 +31,7 @@ class OwnHooks:
         self._own = {name: set(getattr(module, name)) for name in _HOOKS}
 
     def remove_others(self, package: str) -> None:
-        """Take away what a package has added since; what a user has added stays."""
+        """Remove the hooks that a package has added since; keep those that a user has added."""
         module = self._module
         for name, own in self._own.items():
             hooks = getattr(module, name)
@@ -42,7 +42,7 @@ class OwnHooks:
 
 
 def _is_of(package: str, hook: Any) -> bool:
-    """Whether a hook is of a package, also as a partial function, a method or in torch's wrapping."""
+    """Return whether a hook is defined in a package; looks through partials, methods and torch's wrapper."""
     for name in ("hook", "func", "__func__"):
         hook = getattr(hook, name, hook)
     return f"{getattr(hook, '__module__', '')}.".startswith(f"{package}.")

@@ -1,46 +1,52 @@
-"""Which strategy a run uses: a pure function of what was asked for, the hardware and the launcher."""
+"""Choosing the strategy of a run from the arguments, the hardware and the launcher."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
-from drivetrain.distributed.children import PARENT
-from drivetrain.distributed.environment import ProcessEnvironment, detect
-from drivetrain.distributed.launch import launched
-from drivetrain.errors import StrategyError
-from drivetrain.precision import Precision, as_precision
-from drivetrain.strategies.accelerate_config import AccelerateConfig, asked
-from drivetrain.strategies.accelerate_launch import Request, read_precision, read_request
+from drivetrain.core.errors import StrategyError
+from drivetrain.distributed.launch.children import PARENT
+from drivetrain.distributed.launch.environment import ProcessEnvironment, detect
+from drivetrain.distributed.launch.programs import launched
+from drivetrain.strategies.accelerate.config import AccelerateConfig, asked
+from drivetrain.strategies.accelerate.launcher import Request, read_precision, read_request
 from drivetrain.strategies.base import Strategy, Support
 from drivetrain.strategies.hardware import Hardware
+from drivetrain.strategies.precision.base import Precision
+from drivetrain.strategies.precision.registry import as_precision
+from drivetrain.strategies.registry import BUILT_IN, DEVICES, XLA, configure, named, strategy_class
 from drivetrain.strategies.single import SingleDevice
-from drivetrain.strategies.table import BUILT_IN, DEVICES, XLA, configure, named, strategy_class
 
 OURS = "drivetrain"
-"""The launcher of processes that this program itself has started."""
+"""The launcher's name in processes that this program itself has started."""
 
-ONE_PROCESS = ("single", "mps")
+ONE_PROCESS = ("single", "mps", "xpu")
 """Names of strategies that never run several processes."""
 
 _TO_EVALUATE = (
-    ". To evaluate, no process has to be alone: on several every sample counts once, and all get the same"
-    " numbers; strategy=drivetrain.strategies.SingleDevice('cpu') has each do the whole by itself"
+    ". An evaluation does not need a single process: on several each sample counts once, and all get the same"
+    " numbers. With strategy=drivetrain.strategies.SingleDevice('cpu') each process evaluates everything"
 )
-"""What those want who ask for one process in a program that runs as several."""
+"""Advice for a program that runs as several processes and asks for one, usually to evaluate."""
+
+
+Devices: TypeAlias = int | Sequence[int] | str
+"""The number of processes on each machine, the indices of the GPUs that each machine uses, or "auto"."""
 
 
 class Choice(NamedTuple):
-    """What a run will use.
+    """The strategy, device and number of processes of a run.
 
     Attributes:
         name: The strategy's name: "single", "ddp", "fsdp" or another package's.
-        device_kind: "cpu", "cuda", "mps" or "xla".
-        local_world_size: How many processes on this machine.
-        world_size: How many processes on all machines.
-        config: The strategy's configuration; None for its defaults.
+        device_kind: "cpu", "cuda", "mps", "xpu" or "xla".
+        local_world_size: The number of processes on this machine.
+        world_size: The number of processes on all machines.
+        config: The strategy's configuration; None uses its defaults.
+        gpus: The GPU of each process on this machine, by index; None gives each that of its local rank.
     """
 
     name: str
@@ -48,36 +54,41 @@ class Choice(NamedTuple):
     local_world_size: int = 1
     world_size: int = 1
     config: Any = None
+    gpus: tuple[int, ...] | None = None
 
 
 def choose(
     spec: Any,
     hardware: Hardware,
     environment: ProcessEnvironment | None = None,
-    devices: int | str = "auto",
+    devices: Devices = "auto",
     num_nodes: int = 1,
     request: Request | None = None,
 ) -> Choice:
-    """Decide on strategy, device and number of processes; asks nothing but its arguments.
+    """Choose strategy, device and number of processes; depends on nothing but the arguments.
 
-    "auto" and the names of devices are "single" for one process and "ddp" for several; on a TPU "auto" is
-    "xla" for one chip and "xla_fsdp_v2" for several, in one process that uses all. `devices="auto"` is
-    the number that a launcher has started; without one it is all GPUs for "auto", "ddp", "fsdp" and other
-    packages' strategies, and 1 on a CPU or a Mac, where "ddp" and "fsdp" run with a single process too.
+    "auto" and the names of devices mean "single" for one process and "ddp" for several. On a TPU "auto" means
+    "xla" for one chip and "xla_fsdp_v2" for several, in one process that uses all chips.
+
+    `devices="auto"` is the number of processes that a launcher has started. Without a launcher it is all GPUs
+    for "auto", "ddp", "fsdp" and other packages' strategies. On a CPU or a Mac it is 1: "ddp" and "fsdp" run
+    with a single process too.
 
     Args:
         spec: A name, or a strategy's configuration.
-        hardware: What this machine has.
-        environment: The processes that a launcher has started; None for none.
-        devices: How many processes on each machine, or "auto".
-        num_nodes: How many machines; 1 also for those of the launcher.
-        request: What `accelerate launch` was told; counts for "auto", and for the device of "accelerate".
+        hardware: The hardware of this machine.
+        environment: The processes that a launcher has started; None means no launcher.
+        devices: The number of processes on each machine, the indices of its GPUs, or "auto".
+        num_nodes: The number of machines; 1 also accepts the launcher's number.
+        request: The arguments of `accelerate launch`, for "auto" and for the device of "accelerate".
 
     Raises:
-        ConfigError: An unknown name or configuration.
-        StrategyError: The machine or the launcher does not have what was asked for.
+        ConfigError: The name or configuration is unknown.
+        StrategyError: The machine or the launcher cannot provide what was asked for.
     """
-    _check_counts(devices, num_nodes)
+    gpus = _checked_counts(devices, num_nodes)
+    count = len(gpus) if gpus is not None else devices
+    assert isinstance(count, (int, str))
     name, config = named(spec)
     if name not in ("auto", "accelerate") or request is None:
         request = Request()
@@ -85,43 +96,50 @@ def choose(
         name = request.strategy
         config = configure(name, request.options)
     kind = _device_kind(name, request.device, hardware)
-    local, total = _processes(name, kind, hardware, environment, devices, num_nodes)
-    if total > 1 and (name in ONE_PROCESS or kind in ("mps", "xla")):
-        raise _only_one(name, kind, environment, devices, num_nodes, total)
-    # Processes of a launcher that has started one for each GPU see all GPUs, too: see `join`.
+    if gpus is not None:
+        _check_gpus(gpus, kind, hardware)
+    local, total = _processes(name, kind, hardware, environment, count, num_nodes)
+    if total > 1 and (name in ONE_PROCESS or kind in ("mps", "xpu", "xla")):
+        raise _only_one(name, kind, environment, count, num_nodes, total)
+    # Each process of a launcher that has started one per GPU sees all GPUs: see `join`.
     if kind == "cuda" and local > hardware.cuda:
         raise _too_few_gpus(hardware, environment, local)
     if name == "auto" and kind == "xla":
         name = "xla_fsdp_v2" if hardware.tpu > 1 else "xla"
     if name in ("auto", "single", *DEVICES):
         name = "ddp" if total > 1 else "single"
-    return Choice(name, kind, local, total, config)
+    return Choice(name, kind, local, total, config, gpus)
 
 
 def select_strategy(
     spec: Any,
     precision: Precision,
-    devices: int | str = "auto",
+    devices: Devices = "auto",
     num_nodes: int = 1,
     hardware: Hardware | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Strategy:
-    """The strategy for a run.
+    """Return the strategy for a run.
 
     Args:
-        spec: A name, a configuration such as `DDPConfig(...)`, or an instance, which is taken as it is.
-        precision: What it must support.
-        devices: How many processes on each machine; see `choose`.
-        num_nodes: How many machines.
-        hardware: What there is; default is this machine's.
+        spec: A name, a configuration such as `DDPConfig(...)`, or an instance, which is returned unchanged.
+        precision: The precision that the strategy must support.
+        devices: The number of processes on each machine, or the indices of its GPUs; see `choose`.
+        num_nodes: The number of machines.
+        hardware: The hardware; default is this machine's.
         environment: The environment variables; default is this process's.
 
     Raises:
-        ConfigError: An unknown name; lists the nearest.
+        ConfigError: The name is unknown; the message gives the nearest.
         StrategyError: The strategy cannot run here, on that many devices, or in that precision.
     """
     if isinstance(spec, Strategy):
-        _check_counts(devices, num_nodes)
+        if _checked_counts(devices, num_nodes) is not None:
+            raise StrategyError(
+                f"devices={devices!r} chooses GPUs, and the strategy {spec.name!r} is an object that has its"
+                " own. Make it for that device, SingleDevice('cuda:1'), or give its name or configuration"
+            )
+        assert isinstance(devices, (int, str))
         _check_instance(spec, devices, num_nodes)
         strategy = spec
     else:
@@ -136,17 +154,18 @@ def select_strategy(
 def select_precision(
     spec: str | int | Precision, environment: Mapping[str, str] | None = None, strategy: Any = None
 ) -> Precision:
-    """The precision for a run: "auto" is that of an Accelerator, or what `accelerate launch` was told, and
-    else "32".
+    """Return the precision for a run.
+
+    "auto" takes the precision of an Accelerator, then that of `accelerate launch`, then "32".
 
     Args:
-        spec: A name, or a precision, which is taken as it is.
+        spec: A name, or a precision, which is returned unchanged.
         environment: The environment variables; default is this process's.
-        strategy: What the run's strategy is chosen by.
+        strategy: The run's `strategy` argument.
 
     Raises:
-        ConfigError: An unknown name; lists the allowed ones.
-        StrategyError: An Accelerator has, or `accelerate launch` was told, one that there is not.
+        ConfigError: The name is unknown; the message lists the allowed ones.
+        StrategyError: The precision of the Accelerator or of `accelerate launch` is not supported.
     """
     if spec == "auto":
         asked_by = None if isinstance(strategy, type) else getattr(strategy, "asked_precision", None)
@@ -157,7 +176,7 @@ def select_precision(
 def _make(
     spec: Any,
     precision: Precision,
-    devices: int | str,
+    devices: Devices,
     num_nodes: int,
     hardware: Hardware,
     environment: Mapping[str, str] | None,
@@ -167,18 +186,28 @@ def _make(
     if found is not None and (launched() is not None or PARENT in variables):
         found = dataclasses.replace(found, launcher=OURS)
     request = _request(spec, variables)
-    if isinstance(spec, str) and spec in XLA:  # whose package is missing has no use for other advice
+    if isinstance(spec, str) and spec in XLA:  # report a missing torch_xla before anything else
         _check_available(spec, hardware)
     choice = choose(spec, hardware, found, devices, num_nodes, request)
     if choice.name == "single":
-        return SingleDevice(choice.device_kind)
+        index = "" if choice.gpus is None else f":{choice.gpus[0]}"
+        return SingleDevice(f"{choice.device_kind}{index}")
     made = _check_available(choice.name, hardware)
     strategy: Strategy = made(choice.config, device=choice.device_kind, world_size=choice.world_size)
+    if choice.gpus is not None:
+        if strategy.no_choice_of_gpus:
+            shown = ",".join(map(str, choice.gpus))
+            raise StrategyError(
+                f"devices={list(choice.gpus)} with strategy {strategy.name!r}: {strategy.no_choice_of_gpus}."
+                f" Set CUDA_VISIBLE_DEVICES={shown} before the program starts, and give"
+                f" devices={len(choice.gpus)}"
+            )
+        strategy.gpus = choice.gpus
     return strategy
 
 
 def _request(spec: Any, variables: Mapping[str, str]) -> Request | None:
-    """What the environment has to say to this choice of a strategy."""
+    """Return the arguments of `accelerate launch` that apply to this strategy."""
     if isinstance(spec, AccelerateConfig):
         return Request(device=asked(spec, variables).device)
     if spec == "accelerate":
@@ -187,22 +216,50 @@ def _request(spec: Any, variables: Mapping[str, str]) -> Request | None:
 
 
 def _check_available(name: str, hardware: Hardware) -> Any:
-    """The class of a strategy that can run here."""
+    """Return the class of a strategy, or raise if it cannot run here."""
     made = strategy_class(name)
     support = made.available(hardware)
     if not support:
         raise StrategyError(
-            f"strategy {name!r} cannot run here: {support.reason}. Use strategy='auto', which takes"
-            " what there is; `drivetrain strategies` lists what each needs"
+            f"strategy {name!r} cannot run here: {support.reason}. Use strategy='auto', which runs on any"
+            " machine; `drivetrain strategies` lists what each strategy needs"
         )
     return made
 
 
-def _check_counts(devices: object, num_nodes: object) -> None:
-    if devices != "auto" and (not isinstance(devices, int) or isinstance(devices, bool) or devices < 1):
-        raise StrategyError(f"devices must be a positive number of processes or 'auto', not {devices!r}")
+def _checked_counts(devices: object, num_nodes: object) -> tuple[int, ...] | None:
+    """Return the indices of the GPUs if `devices` chooses them, after a check of both arguments."""
     if not isinstance(num_nodes, int) or isinstance(num_nodes, bool) or num_nodes < 1:
         raise StrategyError(f"num_nodes must be a positive number, not {num_nodes!r}")
+    if devices == "auto" or (isinstance(devices, int) and not isinstance(devices, bool) and devices >= 1):
+        return None
+    if isinstance(devices, Sequence) and not isinstance(devices, str):
+        gpus = tuple(devices)
+        whole = all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in gpus)
+        if gpus and whole and len(set(gpus)) == len(gpus):
+            return gpus
+        raise StrategyError(
+            f"devices={devices!r} must be different indices of GPUs, such as [0, 2], one for each process"
+        )
+    raise StrategyError(
+        f"devices must be a positive number of processes, a list of indices of GPUs, or 'auto', not"
+        f" {devices!r}"
+    )
+
+
+def _check_gpus(gpus: Sequence[int], kind: str, hardware: Hardware) -> None:
+    """Check that the machine has the GPUs that were chosen by their indices."""
+    there = {"cuda": hardware.cuda, "xpu": hardware.xpu}.get(kind)
+    if there is None:
+        raise StrategyError(
+            f"devices={list(gpus)} chooses GPUs by their indices, and this run is on {kind}. Give the number"
+            f" of processes: devices={len(gpus)}"
+        )
+    if max(gpus) >= there:
+        raise StrategyError(
+            f"devices={list(gpus)}: there is no GPU {max(gpus)}; this process sees {there}, from 0 to"
+            f" {there - 1}. CUDA_VISIBLE_DEVICES, if it is set, numbers them anew"
+        )
 
 
 def _check_instance(strategy: Strategy, devices: int | str, num_nodes: int) -> None:
@@ -218,7 +275,7 @@ def _check_instance(strategy: Strategy, devices: int | str, num_nodes: int) -> N
 
 
 def _device_kind(name: str, wanted: str | None, hardware: Hardware) -> str:
-    """The kind of device: the one that a strategy is named after, or the fastest that it can use."""
+    """Return the kind of device: the one in the strategy's name, or the fastest that it can use."""
     if wanted is not None:
         return wanted
     if name in DEVICES:
@@ -235,7 +292,7 @@ def _device_kind(name: str, wanted: str | None, hardware: Hardware) -> str:
     if hardware.tpu and not hardware.cuda and name in BUILT_IN:
         raise StrategyError(
             f"strategy {name!r} would leave this machine's TPU idle ({hardware}). Use strategy='auto' or"
-            " 'xla', which use it, or 'cpu' to train on the CPU all the same"
+            " 'xla', which use it, or 'cpu' to train on the CPU"
         )
     if name == "single":
         return hardware.best_device
@@ -250,7 +307,7 @@ def _processes(
     devices: int | str,
     num_nodes: int,
 ) -> tuple[int, int]:
-    """How many processes there are on this machine, and on all."""
+    """Return the number of processes on this machine, and on all machines."""
     if environment is not None:
         _check_launcher(environment, devices, num_nodes)
         return environment.local_world_size, environment.world_size
@@ -262,15 +319,17 @@ def _processes(
 
 
 def _check_launcher(environment: ProcessEnvironment, devices: int | str, num_nodes: int) -> None:
-    """Refuse other numbers than the launcher's; `num_nodes=1` by itself asks for nothing."""
+    """Check that the numbers match the launcher's; `num_nodes=1` alone always does."""
     launcher, total = environment.launcher, environment.world_size
     local, nodes = environment.local_world_size, environment.num_nodes
     if launcher == OURS:
-        has = f"this program already runs as {_counted(total)}, which its first run has started"
-        hint = "Ask for as many everywhere"
+        has = f"this program already runs as {_counted(total)}, started by its first run"
+        hint = "Use the same number in every run"
     else:
         has = f"{launcher} has started {_counted(total)}, {local} on this machine"
-        hint = "Leave out devices and num_nodes, to take what it says, or start as many as are asked for"
+        hint = (
+            "Leave out devices and num_nodes to use the launcher's numbers, or start as many as are asked for"
+        )
     if isinstance(devices, int) and devices * num_nodes != total:
         asked = f"devices={devices} and num_nodes={num_nodes} ask for {devices * num_nodes}"
         more = _TO_EVALUATE if devices * num_nodes == 1 else ""
@@ -295,11 +354,12 @@ def _only_one(
         else f"{environment.launcher} has started {total}"
     )
     one = "Use devices=1, or" if environment is None else "Start one, or use"
-    more = "" if environment is None or kind == "mps" else _TO_EVALUATE
+    more = "" if environment is None or kind in ("mps", "xpu") else _TO_EVALUATE
     if name == "xla_fsdp_v2":
-        one, more = "Leave devices out, for", "; CPU_NUM_DEVICES says how many a CPU stands for"
+        one, more = "Leave devices out, for", "; CPU_NUM_DEVICES sets the number of devices on a CPU"
     other = {
-        "mps": "strategy='cpu' for several processes on the CPU: Metal serves one",
+        "mps": "strategy='cpu' for several processes on the CPU: Metal supports one",
+        "xpu": "strategy='cpu' for several processes on the CPU",
         "xla": "'xla_fsdp_v2', which uses all devices of one process",
     }.get(kind, "a strategy for several processes: 'ddp', 'fsdp' or 'auto'")
     return StrategyError(f"strategy {name!r} runs 1 process on {kind}, but {who}. {one} {other}{more}")
@@ -309,13 +369,13 @@ def _too_few_gpus(hardware: Hardware, environment: ProcessEnvironment | None, lo
     gpus = f"this process sees {hardware.cuda} GPU{'' if hardware.cuda == 1 else 's'}"
     if environment is None:
         return StrategyError(
-            f"{local} processes were asked for on this machine, one for each GPU, and {gpus}. Give at most"
+            f"{local} processes were asked for on this machine, one per GPU, but {gpus}. Use at most"
             f" devices={hardware.cuda}, or strategy='cpu'"
         )
     return StrategyError(
-        f"{environment.launcher} has started {local} processes on this machine, one for each GPU, and {gpus}."
-        " Start as many as there are GPUs, and let each process see all GPUs of its machine (SLURM:"
-        " --gpus-per-node in place of --gpus-per-task)"
+        f"{environment.launcher} has started {local} processes on this machine, one per GPU, but {gpus}."
+        " Start one process per GPU, and let each process see all GPUs of its machine (SLURM:"
+        " --gpus-per-node instead of --gpus-per-task)"
     )
 
 

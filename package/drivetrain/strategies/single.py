@@ -1,4 +1,4 @@
-"""One process, one device: CPU, CUDA or MPS by the same code."""
+"""One process on one device: CPU, CUDA, MPS or XPU."""
 
 from __future__ import annotations
 
@@ -7,57 +7,64 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from drivetrain.errors import StrategyError
-from drivetrain.precision import Precision
-from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Support, check_values
-from drivetrain.strategies.scaling import LossScale
+from drivetrain.core.errors import StrategyError
+from drivetrain.strategies.base import MakeOptimizers, Prepared, Strategy, Support, has_bfloat16
+from drivetrain.strategies.checks import check_values
+from drivetrain.strategies.loss_scale import LossScale
+from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.sparse import clip_grad_norm, trained_sparsely
-from drivetrain.task import StepModule
+from drivetrain.task.task import StepModule
 
-_KINDS = ("cpu", "cuda", "mps")
+_KINDS = ("cpu", "cuda", "mps", "xpu")
 
 
 def _existing(spec: str | torch.device) -> torch.device:
-    """A device that a model can be moved to, its number included where there may be several."""
+    """Return the device, with its index if there may be several, or raise if it is not available."""
     try:
         device = torch.device(spec)
     except (RuntimeError, TypeError):
         device = None
     if device is None or device.type not in _KINDS:
-        raise StrategyError(f"a single device is 'cpu', 'cuda', 'cuda:1' or 'mps', not {spec!r}")
+        raise StrategyError(f"a single device must be 'cpu', 'cuda', 'cuda:1', 'mps' or 'xpu', not {spec!r}")
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise StrategyError(
             "device 'mps' is not available: it needs a Mac with Metal. Use strategy='cpu' or 'auto'"
         )
-    if device.type != "cuda":
+    if device.type not in ("cuda", "xpu"):
         return device
-    if not torch.cuda.is_available():
+    kind = device.type
+    backend = torch.cuda if kind == "cuda" else torch.xpu
+    if not backend.is_available():
+        maker = "CUDA" if kind == "cuda" else "Intel"
         raise StrategyError(
-            f"device {str(spec)!r} is not available: torch sees no CUDA GPU. Use strategy='cpu' or 'auto'"
+            f"device {str(spec)!r} is not available: torch sees no {maker} GPU. Use strategy='cpu' or 'auto'"
         )
-    index = torch.cuda.current_device() if device.index is None else device.index
-    count = torch.cuda.device_count()
+    index = backend.current_device() if device.index is None else device.index
+    count = backend.device_count()
     if index >= count:
         raise StrategyError(
-            f"device {str(spec)!r} is not there: torch sees {count} GPU(s), the last is 'cuda:{count - 1}'"
+            f"device {str(spec)!r} does not exist: torch sees {count} GPU(s), the last is"
+            f" '{kind}:{count - 1}'"
         )
-    return torch.device("cuda", index)
+    return torch.device(kind, index)
 
 
 class SingleDevice(Strategy):
-    """Runs the step module as it is on one device.
+    """One process that runs the step module unwrapped on one device.
 
     Args:
-        device: "cpu", "cuda", "cuda:1" or "mps".
+        device: "cpu", "cuda", "cuda:1", "mps" or "xpu".
 
     Raises:
-        StrategyError: It is no such device, or not there.
+        StrategyError: The device is unknown or not available.
     """
 
     no_recomputation = ""
     no_release = ""
     no_micro_batch = ""
     no_skipping = ""
+    no_evaluation_precision = ""
+    no_value_clipping = ""
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = _existing(device)
@@ -65,25 +72,23 @@ class SingleDevice(Strategy):
         self._sparse: list[nn.Parameter] = []
 
     def supports(self, precision: Precision) -> Support:
-        """All built-in precisions on the CPU; MPS has none of 64 or 8 bits; bfloat16 needs hardware that has
-        it.
+        """Support all built-in precisions on the CPU, all but 64 and 8 bits on MPS and XPU, and bfloat16 on
+        GPUs that have it.
         """
         dtypes = (precision.param_dtype, precision.compute_dtype)
         lacking = [each for each in dtypes if each is not None and each.itemsize in (1, 8)]
-        if self.device.type == "mps" and lacking:
+        if self.device.type in ("mps", "xpu") and lacking:
             return Support(
                 False,
-                f"MPS has no {str(lacking[0]).removeprefix('torch.')}; allowed are '32', 'bf16-mixed',"
-                " '16-mixed', 'bf16-true' and '16-true'",
+                f"{self.device.type.upper()} has no {str(lacking[0]).removeprefix('torch.')}; allowed are"
+                " '32', 'bf16-mixed', '16-mixed', 'bf16-true' and '16-true'",
             )
-        if self.device.type == "cuda" and torch.bfloat16 in dtypes and not torch.cuda.is_bf16_supported():
-            return Support(False, "this GPU has no bfloat16; use '16-mixed' or '32'")
-        return Support(True)
+        return has_bfloat16(self.device, precision)
 
     def prepare(
         self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision
     ) -> Prepared:
-        """Convert, move, then make the optimizers on the parameters where they now are."""
+        """Convert and move the module, then build the optimizers on the moved parameters."""
         check_values(module.task, self.name)
         precision.convert_module(module)
         module.to(self.device)
@@ -95,7 +100,7 @@ class SingleDevice(Strategy):
     def backward(
         self, loss: Tensor, share: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
     ) -> None:
-        """Backward from the share as the loss's own gradient: a product and its backward would take 6 us."""
+        """Run backward with the share as the gradient of the loss: multiplying the loss would take 6 us."""
         if self._scale is not None:
             loss = self._scale.scale(loss)
         root = None if share is None else torch.as_tensor(share, dtype=loss.dtype, device=loss.device)

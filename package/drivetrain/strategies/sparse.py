@@ -1,4 +1,4 @@
-"""Sparse gradients: those of embeddings made with `sparse=True`, with only the rows that a step used."""
+"""Sparse gradients: an embedding with `sparse=True` has gradients only for the rows that a step used."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, distributed, nn
 
-from drivetrain.errors import StrategyError
-from drivetrain.parameter_groups import sparse_parameters
+from drivetrain.core.errors import StrategyError
+from drivetrain.task.optim.groups import sparse_parameters
 
 
 def trained_sparsely(module: nn.Module) -> list[nn.Parameter]:
-    """The trained parameters that get sparse gradients."""
+    """Return the trained parameters that get sparse gradients."""
     return [each for each in sparse_parameters(module) if each.requires_grad]
 
 
 def refuse_sparse(task: nn.Module, strategy: str, reason: str) -> None:
-    """See that no parameter of a task gets a sparse gradient.
+    """Check that no parameter of a task gets a sparse gradient.
 
     Raises:
-        StrategyError: One does; names it.
+        StrategyError: One does; the message names it.
     """
     sparse = {id(each) for each in trained_sparsely(task)}
     name = next((name for name, each in task.named_parameters() if id(each) in sparse), None)
     if name is not None:
         raise StrategyError(
-            f"{name!r} of {type(task).__name__} gets sparse gradients, and strategy {strategy!r} cannot have"
-            f" them: {reason}. Make the embedding with sparse=False, or train in one process, or with 'ddp'"
-            " on CPUs"
+            f"{name!r} of {type(task).__name__} gets sparse gradients, which strategy {strategy!r} does not"
+            f" support: {reason}. Create the embedding with sparse=False, or train in one process, or with"
+            " 'ddp' on CPUs"
         )
 
 
 def no_rows(parameter: nn.Parameter) -> Tensor:
-    """A scalar, zero, whose backward gives an embedding's weights a sparse gradient without a row."""
+    """Return a zero scalar whose backward gives an embedding's weights a sparse gradient without rows."""
     nothing = torch.zeros(0, dtype=torch.int64, device=parameter.device)
     return nn.functional.embedding(nothing, parameter, sparse=True).sum().float()
 
 
 def average_sparse(parameters: Iterable[Tensor], world_size: int) -> None:
-    """Replace sparse gradients by their means over all processes; one that no process has stays None."""
+    """Average sparse gradients over all processes; a gradient that no process has stays None."""
     for each in parameters if world_size > 1 else ():
         gradient = each.grad
         if gradient is None:
@@ -53,9 +53,9 @@ def clip_grad_norm(parameters: Sequence[Tensor], max_norm: float, sparse: Sequen
     """Clip by the global norm.
 
     Args:
-        parameters: What the gradients are of.
-        max_norm: What to clip to.
-        sparse: Those parameters whose gradients may be sparse: torch has no norm of them.
+        parameters: The parameters with the gradients to clip.
+        max_norm: The largest norm allowed.
+        sparse: The parameters whose gradients may be sparse; torch cannot compute the norm of those.
 
     Returns:
         The norm before clipping (0-d).
@@ -65,13 +65,26 @@ def clip_grad_norm(parameters: Sequence[Tensor], max_norm: float, sparse: Sequen
     return torch.nn.utils.clip_grad_norm_([_rows(each) for each in parameters], max_norm)
 
 
+def clip_grad_value(parameters: Sequence[Tensor], max_value: float) -> None:
+    """Clip each element of the gradients, or of this process's shards of them."""
+    gradients = [_local(grad) for each in parameters if (grad := _rows(each).grad) is not None]
+    if gradients:
+        torch._foreach_clamp_min_(gradients, -max_value)
+        torch._foreach_clamp_max_(gradients, max_value)
+
+
+def _local(gradient: Tensor) -> Tensor:
+    local: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return local
+
+
 def _rows(parameter: Tensor) -> Tensor:
-    """What stands for a parameter: of a sparse gradient the rows, each there once, which share its memory."""
+    """Return a placeholder whose gradient is the rows of the sparse one, coalesced and sharing its memory."""
     gradient = parameter.grad
     if gradient is None or not gradient.is_sparse:
         return parameter
     parameter.grad = gradient = gradient.coalesce()
     rows = gradient._values()
-    standing = torch.empty_like(rows)
-    standing.grad = rows
-    return standing
+    placeholder = torch.empty_like(rows)
+    placeholder.grad = rows
+    return placeholder

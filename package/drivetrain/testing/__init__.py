@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from drivetrain.lazy import exports
+from drivetrain.core.lazy import exports
 
 if TYPE_CHECKING:
     from drivetrain.testing.distributed import run_distributed
     from drivetrain.testing.resume.check import assert_resumable
-    from drivetrain.testing.strategies import check_strategy
-    from drivetrain.testing.strategy_resume import check_resume
+    from drivetrain.testing.strategies.check import check_strategy
+    from drivetrain.testing.strategies.resume import check_resume
 else:
     __getattr__, __dir__ = exports(
         __name__,
         {
             "drivetrain.testing.resume.check": ("assert_resumable",),
-            "drivetrain.testing.strategy_resume": ("check_resume",),
-            "drivetrain.testing.strategies": ("check_strategy",),
+            "drivetrain.testing.strategies.resume": ("check_resume",),
+            "drivetrain.testing.strategies.check": ("check_strategy",),
             "drivetrain.testing.distributed": ("run_distributed",),
         },
     )

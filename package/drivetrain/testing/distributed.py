@@ -1,4 +1,4 @@
-"""Real process groups for tests: a function on several processes of this machine."""
+"""Run a function of a test in several processes of this machine, with a real process group."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from typing import Any
 import torch
 import torch.distributed
 
-from drivetrain.distributed.children import environment_of
-from drivetrain.distributed.forking import collect_own, uncollected
+from drivetrain.distributed.launch.children import environment_of
+from drivetrain.distributed.launch.forks import resume_garbage_collection, without_garbage_collection
 from drivetrain.distributed.sockets import release_port, reserve_port
 
 _START_METHOD = "fork" if sys.platform == "linux" else "spawn"
-"""A forked process has torch at once, which takes a spawned one seconds; only Linux forks safely enough."""
+"""Fork saves the seconds that a spawned process takes to import torch, but is safe only on Linux."""
 
 
 _GRACE = 0.5
-"""Seconds to wait, after a failure, for failures that came before it."""
+"""Seconds to wait after a failure for reports of earlier ones."""
 
 
 def run_distributed(
@@ -34,21 +34,21 @@ def run_distributed(
 ) -> list[Any]:
     """Call a function in several processes that form a gloo process group.
 
-    The environment has what torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT). Each
-    process uses one thread.
+    The environment has the variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT).
+    Each process uses one thread.
 
     Args:
-        function: Is called in each process with `arguments`. On systems that spawn processes it must be one
-            that can be imported.
-        world_size: How many processes.
-        timeout: In seconds, for all together, set-up included.
+        function: The function to call in each process with `arguments`. On systems that spawn processes it
+            must be importable.
+        world_size: The number of processes.
+        timeout: Time limit in seconds, including the start of the processes.
 
     Returns:
-        What each call returned, by rank.
+        The return values, by rank.
 
     Raises:
-        RuntimeError: A call raised, or a process died; has the first cause, with its rank.
-        TimeoutError: It took too long; all processes are ended.
+        RuntimeError: A call raised, or a process died. The message has the first failure and its rank.
+        TimeoutError: The time limit was exceeded. All processes are killed.
     """
     context: Any = multiprocessing.get_context(_START_METHOD)
     port = reserve_port()
@@ -58,7 +58,7 @@ def run_distributed(
         receiver, sender = context.Pipe(duplex=False)
         environment = environment_of(rank, world_size, port, threads=None)
         process = context.Process(target=_child, args=(sender, environment, function, arguments, timeout))
-        with uncollected():
+        with without_garbage_collection():
             process.start()
         sender.close()
         processes.append(process)
@@ -82,7 +82,7 @@ def _collect(
     failures: list[tuple[float, int, str]] = []
     waiting = dict(pipes)
     while waiting:
-        # One failure brings others about: those who wait for a rank that is gone. The first is the cause.
+        # A failed rank makes the ranks that wait for it fail too. The earliest failure is the cause.
         patience = _GRACE if failures else max(0.0, deadline - time.monotonic())
         ready = wait(list(waiting), patience)
         if not ready and not failures:
@@ -97,9 +97,9 @@ def _collect(
             except EOFError:
                 processes[rank].join()
                 code = processes[rank].exitcode
-                # A kill is a cause; an exit without a word follows from what another rank tells.
+                # A kill is a cause. An exit without an exception follows from another rank's failure.
                 moment = 0.0 if code is None or code < 0 else math.inf
-                failed, value = True, f"it died with exit code {code}, without a word"
+                failed, value = True, f"it died with exit code {code} and reported no exception"
             if failed:
                 failures.append((moment, rank, value))
             results[rank] = value
@@ -116,20 +116,20 @@ def _child(
     arguments: tuple[Any, ...],
     timeout: float,
 ) -> None:
-    collect_own()
+    resume_garbage_collection()
     os.environ.update(environment)
     torch.set_num_threads(1)
     try:
         torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=timeout))
         value = function(*arguments)
-        # Nobody leaves before all are done: whoever is still connected would see a broken connection.
+        # Wait for all ranks: leaving early would break the connections of the others.
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
         sender.send((time.monotonic(), False, value))
-    except BaseException:  # whatever it is, the parent is to hear of it, and before the others notice
+    except BaseException:  # reported at once, before other ranks fail because of it
         sender.send((time.monotonic(), True, traceback.format_exc()))
     sender.close()
-    # Not by way of the parent's exit handlers, which a forked process has inherited.
+    # os._exit skips the parent's exit handlers, which a forked process inherits.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""What every storage must prove: conformance suites for a `FileSystem` and for a `CheckpointIO`."""
+"""Conformance suites for a `FileSystem` and for a `CheckpointIO`."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from drivetrain.checkpoint.files import write_atomically, write_file
-from drivetrain.checkpoint.filesystem import DamagedCheckpointError, FileSystem
-from drivetrain.checkpoint.format import Snapshot
-from drivetrain.checkpoint.io import CheckpointIO
-from drivetrain.checkpoint.tensors import DTYPES
-from drivetrain.checkpoint.tree import pack
-from drivetrain.errors import CheckpointError
+from drivetrain.checkpoint.format.manifest import Snapshot
+from drivetrain.checkpoint.format.tensors import DTYPES
+from drivetrain.checkpoint.format.tree import pack
+from drivetrain.checkpoint.saving.io import CheckpointIO
+from drivetrain.checkpoint.storage.files import write_atomically, write_file
+from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, FileSystem
+from drivetrain.core.errors import CheckpointError
 
 
 def check_file_system(files: FileSystem, directory: str) -> None:
-    """Use every operation of a file system as checkpoints do, and compare what comes of it.
+    """Check every operation of a file system in the way that checkpoints use it.
 
     Args:
-        files: What is examined.
-        directory: An empty place that it may write to; need not exist. What is written stays there.
+        files: The file system to check.
+        directory: An empty or missing directory to write to. The files are left there.
 
     Raises:
-        AssertionError: Names the behaviour that is missing.
+        AssertionError: A behaviour differs. The message names it.
     """
     base = files.absolute(directory)
     for check in (_paths, _files, _directories, _replacing, _moving):
@@ -37,18 +37,20 @@ def check_file_system(files: FileSystem, directory: str) -> None:
 
 def _paths(files: FileSystem, place: str) -> None:
     path = files.join(place, "name")
-    _same(files.split(path), (place, "name"), "split takes apart what join put together")
-    _same(files.absolute(path), path, "a path that is absolute stays as it is")
-    _same(files.kind(path), None, "kind is None where nothing is")
-    _same(files.entries(path), {}, "entries is empty where nothing is")
-    with _raises(OSError, "open raises OSError where nothing is"):
+    _same(files.split(path), (place, "name"), "split undoes join")
+    _same(files.absolute(path), path, "absolute leaves an absolute path unchanged")
+    _same(files.kind(path), None, "kind of a missing path is None")
+    _same(files.entries(path), {}, "entries of a missing directory is empty")
+    with _raises(OSError, "open of a missing file raises OSError"):
         files.open(path).close()
 
 
 def _files(files: FileSystem, place: str) -> None:
     path = files.join(place, "file")
     content = bytes(range(256)) * 3000
-    _same(write_file(path, [content[:7], b"", content[7:]], files), len(content), "the size that was written")
+    _same(
+        write_file(path, [content[:7], b"", content[7:]], files), len(content), "write_file returns the size"
+    )
     _same(files.kind(path), "file", "the kind of a file")
     source = files.open(path)
     try:
@@ -65,7 +67,7 @@ def _files(files: FileSystem, place: str) -> None:
     sink.write(memoryview(b"half"))
     sink.abort()
     if not files.renames:
-        _same(files.kind(files.join(place, "aborted")), None, "an aborted object is never seen")
+        _same(files.kind(files.join(place, "aborted")), None, "an aborted object is never visible")
     files.delete(path)
     _same(files.kind(path), None, "a deleted file is gone")
 
@@ -73,15 +75,15 @@ def _files(files: FileSystem, place: str) -> None:
 def _directories(files: FileSystem, place: str) -> None:
     inner = files.join(files.join(place, "outer"), "inner")
     files.make_directory(inner)
-    files.make_directory(inner)  # a second time does no harm
+    files.make_directory(inner)  # a second call succeeds
     write_file(files.join(inner, "file"), [b"1"], files)
     files.sync(inner)
     _same(files.entries(place), {"outer": "directory"}, "the entries of a directory")
     _same(files.entries(inner), {"file": "file"}, "the entries of an inner directory")
     _same(files.kind(inner), "directory", "the kind of a directory")
     files.delete(files.join(place, "outer"))
-    _same(files.entries(place), {}, "a deleted directory is gone with all that is in it")
-    _same(files.kind(files.join(inner, "file")), None, "and its files too")
+    _same(files.entries(place), {}, "a deleted directory is gone")
+    _same(files.kind(files.join(inner, "file")), None, "the files of a deleted directory are gone")
 
 
 def _replacing(files: FileSystem, place: str) -> None:
@@ -93,7 +95,7 @@ def _replacing(files: FileSystem, place: str) -> None:
             _same(_rest(source.read_into), content, "a file that was replaced")
         finally:
             source.close()
-    _same(files.entries(place), {"index": "file"}, "nothing is left beside it")
+    _same(files.entries(place), {"index": "file"}, "an atomic write leaves no other file")
 
 
 def _moving(files: FileSystem, place: str) -> None:
@@ -101,7 +103,7 @@ def _moving(files: FileSystem, place: str) -> None:
     write_file(old, [b"content"], files)
     files.rename(old, new)
     _same(files.entries(place), {"new": "file"}, "a file that was renamed")
-    with _raises(OSError, "renaming what is not there raises OSError"):
+    with _raises(OSError, "renaming a missing file raises OSError"):
         files.rename(old, new)
     if files.renames:
         files.make_directory(old)
@@ -111,50 +113,52 @@ def _moving(files: FileSystem, place: str) -> None:
 
 
 def check_checkpoint_io(io: CheckpointIO, directory: str, join: Callable[[str, str], str]) -> None:
-    """Use every method of a storage as the manager does, and compare what comes of it.
+    """Check every method of a storage in the way that the checkpoint manager uses it.
 
     Args:
-        io: What is examined.
-        directory: An empty place that it may write to; need not exist. What is written stays there.
-        join: Puts a name behind a directory, as `FileSystem.join`.
+        io: The storage to check.
+        directory: An empty or missing directory to write to. The files are left there.
+        join: Joins a directory and a name, as `FileSystem.join` does.
 
     Raises:
-        AssertionError: Names the behaviour that is missing.
+        AssertionError: A behaviour differs. The message names it.
     """
     first, second = join(directory, "first"), join(directory, "second")
-    _same(io.list(directory), [], "list is empty where nothing is")
-    _same(io.exists(first), False, "nothing exists where nothing is")
-    with _raises(DamagedCheckpointError, "load says what is not there"):
+    _same(io.list(directory), [], "list of a missing directory is empty")
+    _same(io.exists(first), False, "exists is False for a missing checkpoint")
+    with _raises(DamagedCheckpointError, "load of a missing checkpoint raises"):
         io.load(first)
     io.save(first, everything(1.0))
     io.save(second, everything(2.0))
-    _same(sorted(io.list(directory)), ["first", "second"], "list has what was saved")
+    _same(sorted(io.list(directory)), ["first", "second"], "list returns the saved checkpoints")
     _same(
-        (io.exists(first), io.exists(join(directory, "third"))), (True, False), "exists tells the two apart"
+        (io.exists(first), io.exists(join(directory, "third"))),
+        (True, False),
+        "exists is True for a saved checkpoint alone",
     )
     for path, value in ((first, 1.0), (second, 2.0)):
-        _compare(io.load(path), everything(value), "what is loaded is what was saved")
-    with _raises(CheckpointError, "nothing is overwritten"):
+        _compare(io.load(path), everything(value), "load returns the saved snapshot")
+    with _raises(CheckpointError, "save refuses to overwrite a checkpoint"):
         io.save(first, everything(3.0))
-    _compare(io.load(first), everything(1.0), "what was to be overwritten is as it was")
+    _compare(io.load(first), everything(1.0), "a refused save leaves the checkpoint unchanged")
     some = io.load(first, groups=("model",))
-    _same(list(some.tensors), ["model"], "only the groups that were asked for are read")
-    _same(list(some.objects), ["hparams"], "and no object that has the name of another group")
-    with _raises(CheckpointError, "a group that is not there is refused"):
+    _same(list(some.tensors), ["model"], "load reads only the requested groups")
+    _same(list(some.objects), ["hparams"], "load leaves out the objects of other groups")
+    with _raises(CheckpointError, "load of a missing group raises"):
         io.load(first, groups=("models",))
     for name in (".hidden", "old.bad"):
-        with _raises(CheckpointError, "a name that list would not show is refused"):
+        with _raises(CheckpointError, "save refuses a name that list would not return"):
             io.save(join(directory, name), everything(1.0))
     io.remove(first)
-    _same(io.list(directory), ["second"], "what was removed is gone")
-    with _raises(CheckpointError, "what is not there cannot be removed"):
+    _same(io.list(directory), ["second"], "a removed checkpoint is gone")
+    with _raises(CheckpointError, "removing a missing checkpoint raises"):
         io.remove(first)
     io.save(first, everything(4.0))
-    _compare(io.load(first), everything(4.0), "a name can be used again")
+    _compare(io.load(first), everything(4.0), "the name of a removed checkpoint can be used again")
 
 
 def everything(value: float) -> Snapshot:
-    """A small snapshot with every dtype and shape that can be stored; its content tells `value`."""
+    """Return a small snapshot with every dtype and kind of shape that can be stored, filled with `value`."""
     tensors: dict[str, Tensor] = {
         f"of {code}": torch.full((3, 2), value, dtype=torch.float32).to(dtype)
         for code, dtype in DTYPES.items()
@@ -189,7 +193,7 @@ def _compare(found: Snapshot, expected: Snapshot, what: str) -> None:
 
 
 def _rest_of(snapshot: Snapshot) -> str:
-    # As text, because NaN differs from itself.
+    # Compared as text, because NaN differs from itself.
     return repr((snapshot.objects, snapshot.progress, snapshot.metrics, snapshot.task))
 
 
@@ -221,4 +225,4 @@ def _raises(kind: type[Exception], what: str) -> Iterator[None]:
         yield
     except kind:
         return
-    raise AssertionError(f"{what}: expected {kind.__name__}, and nothing was raised")
+    raise AssertionError(f"{what}: expected {kind.__name__}, but nothing was raised")

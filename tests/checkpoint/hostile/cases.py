@@ -25,8 +25,8 @@ from drivetrain.checkpoint import (
     load_weights,
     pack,
 )
-from drivetrain.checkpoint.strict_json import seal, unseal
-from drivetrain.errors import CheckpointError, DrivetrainError
+from drivetrain.checkpoint.format.strict_json import seal, unseal
+from drivetrain.core.errors import CheckpointError, DrivetrainError
 
 MEMORY = 640 << 20
 """What a case may take beyond what the process has: ten times the largest JSON that is read at all."""

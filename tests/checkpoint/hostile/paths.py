@@ -23,9 +23,9 @@ from tests.checkpoint.hostile.cases import (
 )
 
 from drivetrain.checkpoint import export_weights
-from drivetrain.checkpoint.index import read_index
-from drivetrain.checkpoint.strict_json import seal
-from drivetrain.prediction_files import read_predictions
+from drivetrain.checkpoint.format.strict_json import seal
+from drivetrain.checkpoint.prediction_files import read_predictions
+from drivetrain.checkpoint.saving.index import read_index
 
 # Pickles and archives in the place of files.
 

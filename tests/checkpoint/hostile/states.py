@@ -9,7 +9,7 @@ from torchmetrics import MeanMetric
 
 from drivetrain import CheckpointConfig, EarlyStopping, Engine, OptimizerConfig
 from drivetrain.checkpoint import DirectoryCheckpointIO, Snapshot, pack
-from drivetrain.optimizer_state import load_state_by_name, state_by_name
+from drivetrain.task.optim.state import load_state_by_name, state_by_name
 
 
 def with_state(value):

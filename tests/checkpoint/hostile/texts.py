@@ -15,9 +15,9 @@ from tests.checkpoint.hostile.cases import (
 from tests.support.tasks import Regression
 
 from drivetrain.checkpoint import export_weights, read_manifest, resolve, verify
-from drivetrain.checkpoint.inspection import list_checkpoints
-from drivetrain.checkpoint.strict_json import seal
-from drivetrain.prediction_files import read_predictions
+from drivetrain.checkpoint.format.strict_json import seal
+from drivetrain.checkpoint.inspection.listing import list_checkpoints
+from drivetrain.checkpoint.prediction_files import read_predictions
 
 
 def manifest(d, content):

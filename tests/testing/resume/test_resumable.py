@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from drivetrain import Callback, CheckpointConfig, OptimizerConfig, TaskModule, Trainer
-from drivetrain.errors import ConfigError
+from drivetrain.core.errors import ConfigError
 from drivetrain.testing import assert_resumable
 from drivetrain.testing.resume.check import ProgramError
 
@@ -237,21 +237,24 @@ class Scheduled(Net):
 @pytest.mark.parametrize(
     ("task", "named"),
     [
-        (Drawing, r"task\.own: as in a new program in place of random\.Random"),
-        (OfModule, r"test_resumable\.RNG: as in a new program in place of random\.Random"),
-        (Counting, r"Counting\.calls: 0 in place of 3"),
-        (Sequence, r"task\.encoder\.hidden\[0\]: nothing in place of norm"),
-        (Queue, r"task\.recent: list of 0: \[\] in place of list of 3"),
-        (Defaulted, r"Defaulted\.loss's default seen: list of 0: \[\] in place of list of 3"),
+        (Drawing, r"task\.own: as in a new process, expected random\.Random"),
+        (OfModule, r"test_resumable\.RNG: as in a new process, expected random\.Random"),
+        (Counting, r"Counting\.calls: 0, expected 3"),
+        (Sequence, r"task\.encoder\.hidden\[0\]: nothing, expected norm"),
+        (Queue, r"task\.recent: list of 0: \[\], expected list of 3"),
+        (Defaulted, r"Defaulted\.loss's default seen: list of 0: \[\], expected list of 3"),
         (
             Hooked,
-            r"net's forward hook 0 with fraction with calls: list of 1: \[0\] in place of list of 1: \[3\]",
+            r"net's forward hook 0 with fraction with calls: list of 1: \[0\], expected list of 1: \[3\]",
         ),
         (Scheduled, r"scheduler\[0\] with calls: list of 1"),
     ],
 )
 def test_what_a_step_depends_on_and_nobody_saves_is_named(task: type[Net], named: str) -> None:
-    with pytest.raises(AssertionError, match=rf"resumed at update 3: not the straight run(.|\n)*{named}"):
+    with pytest.raises(
+        AssertionError,
+        match=rf"resumed at update 3: the run differs from the uninterrupted one(.|\n)*{named}",
+    ):
         assert_resumable(lambda: (trainer(), task(), loader()), updates=6, save_after=3)
 
 
@@ -277,7 +280,7 @@ def test_a_callbacks_attribute_is_named_also_where_nothing_depends_on_it_yet() -
     def make() -> Fit:
         return trainer(callbacks=[Forgetful()]), Net(), loader()
 
-    with pytest.raises(AssertionError, match=r"not saved: callback Forgetful\.seen: 0 in place of 5"):
+    with pytest.raises(AssertionError, match=r"not saved: callback Forgetful\.seen: 0, expected 5"):
         assert_resumable(make)
     assert_resumable(make, ignore=["callback Forgetful.*"])
 
@@ -298,10 +301,30 @@ def test_what_is_lost_and_soon_made_again_by_chance_is_named() -> None:
     def make() -> Any:
         return trainer(callbacks=[Best()], validate_every="3 steps"), Net(), loader(), loader()
 
-    with pytest.raises(AssertionError, match="what it computed is the same so far") as caught:
+    with pytest.raises(AssertionError, match="the computed values agree so far") as caught:
         assert_resumable(make, save_after=5)  # the next evaluation comes in update 6
-    assert "not saved: callback Best.best: None in place of " in str(caught.value)
-    assert "not saved: callback Best.is_known: False in place of True" in str(caught.value)
+    assert "not saved: callback Best.best: None, expected " in str(caught.value)
+    assert "not saved: callback Best.is_known: False, expected True" in str(caught.value)
+
+
+class Evaluations(Callback):
+    """Logs the number of evaluations as a value of each."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_evaluation_end(self, run: Any) -> None:
+        self.count += 1
+        run.log("evaluations", self.count)
+
+
+def test_what_a_callback_logs_during_an_evaluation_is_compared() -> None:
+    def make() -> Any:
+        return trainer(callbacks=[Evaluations()], validate_every="2 steps"), Net(), loader(), loader()
+
+    with pytest.raises(AssertionError, match="evaluations at update") as caught:
+        assert_resumable(make)
+    assert "not saved: callback Evaluations.count" in str(caught.value)
 
 
 class Scratch(Callback):
@@ -339,7 +362,7 @@ def test_the_fit_that_is_returned_is_checked_and_not_one_before_it() -> None:
         trainer(max_steps=2).fit(Net(), loader())
         return trainer(callbacks=[Forgetful()]), Net(), loader()
 
-    with pytest.raises(AssertionError, match=r"not saved: callback Forgetful\.seen: 0 in place of 3"):
+    with pytest.raises(AssertionError, match=r"not saved: callback Forgetful\.seen: 0, expected 3"):
         assert_resumable(make, updates=6)
 
 
@@ -358,8 +381,10 @@ def test_a_datasets_own_counter_is_named_and_its_samples_are_the_first_differenc
     with pytest.raises(AssertionError) as caught:
         assert_resumable(lambda: (trainer(), Net(), loader(Numbered())))
     text = str(caught.value)
-    assert "after update 6: data samples of micro-batch 0: samples that the straight run has not read" in text
-    assert "not saved: train data.dataset.asked: 0 in place of 20" in text
+    assert (
+        "after update 6: data samples of micro-batch 0: samples that the uninterrupted run never read" in text
+    )
+    assert "not saved: train data.dataset.asked: 0, expected 20" in text
 
 
 class Chaotic(Net):
@@ -372,9 +397,9 @@ class Chaotic(Net):
 
 
 def test_a_run_that_is_never_the_same_is_told_from_one_that_forgets() -> None:
-    with pytest.raises(AssertionError, match="two runs from the start are not alike") as caught:
+    with pytest.raises(AssertionError, match="two runs from the start already differ") as caught:
         assert_resumable(lambda: (trainer(), Chaotic(), loader()))
-    assert "differed before: task.own: random.Random at" in str(caught.value)
+    assert "state that differed before: task.own: random.Random at" in str(caught.value)
     assert "after update 1: loss of micro-batch 0" in str(caught.value)
 
 
@@ -385,11 +410,11 @@ def test_what_cannot_be_checked_says_why() -> None:
     def broken() -> Fit:
         raise RuntimeError("no data today")
 
-    with pytest.raises(ConfigError, match=r"made 3 updates: too few to resume after update 5"):
+    with pytest.raises(ConfigError, match=r"made 3 updates, too few to continue after a resume at update 5"):
         assert_resumable(make, save_after=5)
     with pytest.raises(ConfigError, match=r"save_after=9 of 5 updates"):
         assert_resumable(make, updates=5, save_after=9)
-    with pytest.raises(ProgramError, match=r"the straight run failed(.|\n)*no data today"):
+    with pytest.raises(ProgramError, match=r"the uninterrupted run failed(.|\n)*no data today"):
         assert_resumable(broken)
 
 
@@ -423,8 +448,8 @@ def test_a_program_is_checked_as_it_is_by_the_command(tmp_path: Path) -> None:
     )
     assert done.returncode == 1, done.stderr
     # The second fit goes on from the first one's end, is saved three updates later and killed.
-    assert "6 updates, killed, resumed at update 6: not the straight run" in done.stdout
+    assert "6 updates, killed, resumed at update 6: the run differs from the uninterrupted one" in done.stdout
     assert "first difference, after update 7: loss of micro-batch 0" in done.stdout
     assert "not saved: task.own: " in done.stdout
-    assert "not saved: __main__.chance: as in a new program" in done.stdout
+    assert "not saved: __main__.chance: as in a new process" in done.stdout
     assert [each.name for each in tmp_path.iterdir()] == ["train.py"]

@@ -1,4 +1,4 @@
-"""Whether a program, or a test's own runs, can be killed and resumed without a difference."""
+"""Check that a program, or a Trainer made in a test, gives the same run after it is killed and resumed."""
 
 from __future__ import annotations
 
@@ -16,44 +16,45 @@ from typing import Any, Protocol
 
 import torch
 
-from drivetrain.distributed.forking import collect_own, uncollected
-from drivetrain.errors import ConfigError, DrivetrainError
-from drivetrain.observing import observing
-from drivetrain.options import count
+from drivetrain.core.errors import ConfigError, DrivetrainError
+from drivetrain.core.validation import count
+from drivetrain.distributed.launch.forks import resume_garbage_collection, without_garbage_collection
 from drivetrain.testing.distributed import run_distributed
 from drivetrain.testing.resume.fits import RunRecorder
-from drivetrain.testing.resume.recording import KILLED, RESUMED, STRAIGHT, Recording
+from drivetrain.testing.resume.recording import KILLED, RESUMED, UNINTERRUPTED, Recording
 from drivetrain.testing.resume.report import Report, compare
 from drivetrain.testing.resume.rows import read
+from drivetrain.trainer.observer import observing
 
 _LAST_LINES = 15
 
 
 class ProgramError(DrivetrainError):
-    """A program that is checked has failed, or does not train."""
+    """The checked program failed, or does not train."""
 
 
 class _Start(Protocol):
-    """Runs a program with its fits recorded; returns its exit code and what it wrote."""
+    """Run a program with its fits recorded; return its exit code and its output."""
 
     def __call__(self, recording: Recording) -> tuple[int, str]: ...
 
 
 @dataclass(frozen=True)
 class Check:
-    """How a program is checked.
+    """The settings of a check.
 
     Attributes:
-        updates: How many updates are compared.
-        save_after: After which update it is saved; it is killed up to two updates later. None for the middle.
-        epoch: Updates of an epoch, to see the end of one within so few updates; None for as many as there
-            are.
+        updates: Updates to compare.
+        save_after: The update to save after. The run is killed at most two updates later. The default is in
+            the middle.
+        epoch: Updates in each epoch, so that the comparison covers the end of one. By default epochs keep
+            their length.
         ignore: Patterns of names that may differ, such as "callback History.*".
-        timeout: Seconds that each of the three runs may take; None for no limit.
-        fit: Which fit of the program is checked, from 1; those before it are run as they are.
+        timeout: Time limit of each of the three runs, in seconds; None disables it.
+        fit: The fit of the program to check, counted from 1. Earlier fits run unchanged.
 
     Raises:
-        ConfigError: Numbers that do not fit together.
+        ConfigError: The numbers are inconsistent.
     """
 
     updates: int = 10
@@ -73,27 +74,27 @@ class Check:
             count("epoch", self.epoch, at_least=1)
         if self.save_after is not None and self.save_after >= self.updates:
             raise ConfigError(
-                f"save_after={self.save_after} of {self.updates} updates: none would come after the resume."
-                f" Give a smaller save_after, such as {self.updates // 2}, or more updates"
+                f"save_after={self.save_after} of {self.updates} updates leaves none to compare after the"
+                f" resume. Give a smaller save_after, such as {self.updates // 2}, or more updates"
             )
 
 
 def check_program(program: Sequence[str], check: Check, nproc: int | None = None) -> Report:
-    """Run a program three times: through, killed, and resumed; and compare.
+    """Run a program uninterrupted, killed and resumed, and compare the three runs.
 
     Args:
         program: A file and its arguments, or "-m", a module and its arguments.
-        check: What is compared.
-        nproc: How many processes to start it as; None for one, which may start others by itself.
+        check: The settings.
+        nproc: Processes to start with `drivetrain launch`. By default one is started, which may start others.
 
     Raises:
-        ConfigError: There is no such program, or it makes too few updates.
-        ProgramError: It fails, or trains nothing; has its last lines.
+        ConfigError: The program does not exist, or makes too few updates.
+        ProgramError: The program fails, or trains nothing. The message ends with its last lines of output.
     """
     if not program or (program[0] == "-m" and len(program) < 2):
-        raise ConfigError("which program? Give its file, or -m and a module")
+        raise ConfigError("no program given. Give its file, or -m and a module")
     if program[0] != "-m" and not os.path.isfile(program[0]):
-        raise ConfigError(f"there is no program {program[0]!r} here; for a module, write -m before its name")
+        raise ConfigError(f"no file {program[0]!r}; for a module, write -m before its name")
 
     def start(recording: Recording) -> tuple[int, str]:
         numbers = ["-" if each is None else str(each) for each in (recording.save_after, recording.epoch)]
@@ -130,33 +131,35 @@ def assert_resumable(
     world_size: int = 1,
     timeout: float = 300.0,
 ) -> None:
-    """See that a run that is killed and resumed is the run that was not, in processes of their own.
+    """Check that a run that is killed and resumed equals an uninterrupted one, to the last bit.
 
-    What the Trainer says of `run_dir`, `checkpoint`, `loggers` and `log_every` is replaced; nothing is
-    written where it points.
+    Each of the three runs has its own processes. The Trainer's `run_dir`, `checkpoint`, `loggers` and
+    `log_every` are replaced, so nothing is written to the directories they name.
 
     Args:
-        make: Returns a Trainer, a task, training data and, if there is some, validation data: new ones each
-            time. On systems that spawn processes it must be one that can be imported.
-        updates: How many updates are compared.
-        save_after: After which update it is saved; it is killed up to two updates later. None for the middle.
-        epoch: Updates of an epoch, to see the end of one within so few updates; None for as many as there
-            are.
+        make: Returns a new Trainer, task, training data and optionally validation data at each call. It must
+            be importable on systems that spawn processes.
+        updates: Updates to compare.
+        save_after: The update to save after. The run is killed at most two updates later. The default is in
+            the middle.
+        epoch: Updates in each epoch, so that the comparison covers the end of one. By default epochs keep
+            their length.
         ignore: Patterns of names that may differ, such as "callback History.*".
-        world_size: On how many processes.
-        timeout: In seconds, for each of the three runs.
+        world_size: The number of processes.
+        timeout: Time limit of each of the three runs, in seconds.
 
     Raises:
-        AssertionError: It is not; names the first difference, and what was not saved.
-        ConfigError: Numbers that do not fit together, or a fit with too few updates.
-        ProgramError: It fails by itself.
+        AssertionError: The runs differ. The message names the first difference and the state that was not
+            saved.
+        ConfigError: The numbers are inconsistent, or the fit makes too few updates.
+        ProgramError: `make` or the fit fails.
     """
     count("world_size", world_size, at_least=1)
     check = Check(updates, save_after, epoch, ignore, timeout)
 
     def start(recording: Recording) -> tuple[int, str]:
         if world_size == 1:
-            return _alone(make, recording, timeout)
+            return _run_one_process(make, recording, timeout)
         try:
             run_distributed(_fit, make, recording, world_size=world_size, timeout=timeout)
         except RuntimeError as error:
@@ -167,13 +170,15 @@ def assert_resumable(
     assert report.is_good, str(report)
 
 
-def _alone(make: Callable[[], Sequence[Any]], recording: Recording, timeout: float) -> tuple[int, str]:
-    # Forked where that is safe, because a new interpreter would take seconds to import torch.
+def _run_one_process(
+    make: Callable[[], Sequence[Any]], recording: Recording, timeout: float
+) -> tuple[int, str]:
+    # Fork where it is safe: a new interpreter takes seconds to import torch.
     method = "fork" if sys.platform == "linux" else "spawn"
     context: Any = multiprocessing.get_context(method)
     log = recording.directory / f"output-{recording.kind}"
     process = context.Process(target=_child, args=(make, recording, log))
-    with uncollected():
+    with without_garbage_collection():
         process.start()
     process.join(timeout)
     if process.is_alive():
@@ -186,46 +191,50 @@ def _alone(make: Callable[[], Sequence[Any]], recording: Recording, timeout: flo
 
 
 def _child(make: Callable[[], Sequence[Any]], recording: Recording, log: Path) -> None:
-    collect_own()
+    resume_garbage_collection()
     torch.set_num_threads(1)
     code = 0
     try:
         _fit(make, recording)
-    except BaseException:  # whatever it is, the parent is to hear of it
+    except BaseException:  # the parent reports it, whatever it is
         log.write_text(traceback.format_exc(), encoding="utf-8")
         code = 1
-    # Not by way of the parent's exit handlers, which a forked process has inherited.
+    # os._exit skips the parent's exit handlers, which a forked process inherits.
     os._exit(code)
 
 
 def _fit(make: Callable[[], Sequence[Any]], recording: Recording) -> None:
     recorder = RunRecorder(replace(recording, fit=sys.maxsize))
     with observing(recorder):
-        trainer, task, *data = make()  # which may train, too
+        trainer, task, *data = make()  # may run fits itself
         recorder.checks_next()
         trainer.fit(task, *data)
 
 
 def _check(start: _Start, check: Check) -> Report:
     with _scratch() as directory:
-        straight = Recording(directory, STRAIGHT, check.updates, check.save_after, check.epoch, check.fit)
-        _finished(start, straight)
-        made = min(len(each.updates) for each in read(directory, STRAIGHT))
+        uninterrupted = Recording(
+            directory, UNINTERRUPTED, check.updates, check.save_after, check.epoch, check.fit
+        )
+        _run_to_end(start, uninterrupted)
+        made = min(len(each.updates) for each in read(directory, UNINTERRUPTED))
         save_after = _middle(made) if check.save_after is None else check.save_after
         if made <= save_after:
             raise ConfigError(
-                f"the program made {made} updates: too few to resume after update {save_after} and go on. Let"
-                " it train longer, save earlier, or check another of its fits"
+                f"the program made {made} updates, too few to continue after a resume at update {save_after}."
+                " Let it train longer, save earlier, or check another of its fits"
             )
-        _die(start, replace(straight, kind=KILLED, save_after=save_after, updates=made))
-        _finished(start, replace(straight, kind=RESUMED, save_after=save_after))
-        if read(directory, RESUMED)[0].start == read(directory, STRAIGHT)[0].start:
-            raise ProgramError("the resumed run found no checkpoint of the killed one, and began anew")
+        _run_and_kill(start, replace(uninterrupted, kind=KILLED, save_after=save_after, updates=made))
+        _run_to_end(start, replace(uninterrupted, kind=RESUMED, save_after=save_after))
+        if read(directory, RESUMED)[0].start == read(directory, UNINTERRUPTED)[0].start:
+            raise ProgramError(
+                "the resumed run found no checkpoint of the killed run and started from the beginning"
+            )
         return compare(directory, check.ignore)
 
 
 def _middle(updates: int) -> int:
-    """An update in the middle, of an odd number, so that it is not one at which the recorded runs log."""
+    """Return an odd update near the middle: the recorded runs log at even ones, never at the save."""
     return max(updates // 2 - 1, 1) | 1
 
 
@@ -235,17 +244,17 @@ def _scratch() -> Iterator[Path]:
         yield Path(directory)
 
 
-def _finished(start: _Start, recording: Recording) -> None:
-    """A run to its end.
+def _run_to_end(start: _Start, recording: Recording) -> None:
+    """Run the program and check that its fit was recorded to the end.
 
     Raises:
-        ProgramError: It has none, or there was no fit.
+        ProgramError: The program failed, or ran no fit.
     """
     code, output = start(recording)
     recorded = read(recording.directory, recording.kind)
     failed = next((each.failed for each in recorded if each.failed is not None), None)
     if failed is None and recorded and all(each.end is not None for each in recorded):
-        return  # what the program makes of so short a training is of no interest
+        return  # an error after the fit may come from the short training
     what = "ended without a Trainer's fit or steps; a loop over Engine alone is not recorded"
     if failed is not None:
         what = f"failed {failed}"
@@ -254,13 +263,13 @@ def _finished(start: _Start, recording: Recording) -> None:
     raise ProgramError(f"the {recording.kind} run {what}{_last(output)}")
 
 
-def _die(start: _Start, recording: Recording) -> None:
+def _run_and_kill(start: _Start, recording: Recording) -> None:
     code, output = start(recording)
     recorded = read(recording.directory, recording.kind)
-    if not any(each.killed for each in recorded):  # the other ranks may have been ended for it at once
+    if not any(each.killed for each in recorded):  # the other ranks may have been killed because of it
         raise ProgramError(
-            f"the run that was to be killed after {recording.save_after} updates or soon ended before, with"
-            f" exit code {code}{_last(output)}"
+            f"the run ended with exit code {code} before it could be killed, soon after update"
+            f" {recording.save_after}{_last(output)}"
         )
 
 

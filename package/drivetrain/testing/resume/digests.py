@@ -1,4 +1,4 @@
-"""Short texts of values, alike for the same bits and for no others."""
+"""Short texts of values: equal for equal bits, different otherwise."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_WHOLE = 64 << 20
-"""Bytes up to which an array is looked at whole; of a larger one every so many bytes are."""
+_FULL_BYTES = 64 << 20
+"""Arrays of up to this many bytes are hashed completely, larger ones at evenly spaced bytes."""
 
-_MANY = 1000
-"""Elements up to which a container is looked at whole; of a longer one the two ends are."""
+_FULL_ELEMENTS = 1000
+"""Containers of up to this many elements are compared completely, longer ones at both ends."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def short(data: bytes) -> str:
-    """A hash of some bytes."""
+    """Return a hash of some bytes."""
     return hashlib.blake2b(data, digest_size=6).hexdigest()
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor that may be sharded."""
+    """Return this process's part of a tensor that may be sharded."""
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part.detach()
 
@@ -38,32 +38,32 @@ def _bytes(tensor: Tensor) -> bytes:
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor)
         flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
-        step = -(-flat.numel() // _WHOLE) if flat.numel() > _WHOLE else 1
+        step = -(-flat.numel() // _FULL_BYTES) if flat.numel() > _FULL_BYTES else 1
         return flat[::step].numpy().tobytes()
     if tensor.is_sparse:
         tensor = tensor.coalesce()
         return _bytes(tensor.indices()) + _bytes(tensor.values())
-    if hasattr(tensor, "__tensor_flatten__"):  # of a subclass, such as quantised states
+    if hasattr(tensor, "__tensor_flatten__"):  # a subclass, such as quantised states
         names, _ = tensor.__tensor_flatten__()
         return b"".join(_bytes(getattr(tensor, name)) for name in names)
     return repr(tensor).encode()
 
 
 def tensor_text(tensor: Tensor) -> str:
-    """A tensor: a single number as itself, others by their norm and a hash."""
+    """Return a tensor's text: the value of a single number, otherwise shape, norm and hash."""
     tensor = local(tensor)
     if tensor.device.type == "meta":
         return f"{tuple(tensor.shape)} without values"
     if tensor.numel() == 1 and not tensor.is_sparse:
         return f"{tensor.item()!r}"
     where = f"{tuple(tensor.shape)} {short(str(tensor.dtype).encode() + _bytes(tensor))}"
-    if tensor.is_floating_point() and tensor.numel() <= _WHOLE and not tensor.is_sparse:
+    if tensor.is_floating_point() and tensor.numel() <= _FULL_BYTES and not tensor.is_sparse:
         return f"norm {tensor.float().norm().item():.9g}, {where}"
     return where
 
 
 def generator_text(generator: Any) -> str | None:
-    """Where a generator of random numbers stands; None for what is none."""
+    """Return the state of a random generator as a text, or None for any other object."""
     if isinstance(generator, random.Random):
         state = () if isinstance(generator, random.SystemRandom) else generator.getstate()
         return f"random.Random at {short(repr(state).encode())}"
@@ -87,12 +87,16 @@ def _state(value: Any) -> bytes:
 
 
 def leaf_text(value: Any) -> str | None:
-    """What stands for a value that is looked at as a whole; None for what is to be walked through."""
+    """Return the text of a value that is compared as one piece, or None if its elements are compared."""
     if isinstance(value, Tensor):
         return tensor_text(value)
     if isinstance(value, np.ndarray):
-        kept = value if value.nbytes <= _WHOLE else value.reshape(-1)[:: -(-value.nbytes // _WHOLE)]
-        content = repr(kept).encode() if kept.dtype.hasobject else np.ascontiguousarray(kept).tobytes()
+        sampled = (
+            value if value.nbytes <= _FULL_BYTES else value.reshape(-1)[:: -(-value.nbytes // _FULL_BYTES)]
+        )
+        content = (
+            repr(sampled).encode() if sampled.dtype.hasobject else np.ascontiguousarray(sampled).tobytes()
+        )
         return f"array {value.shape} {short(str(value.dtype).encode() + content)}"
     found = generator_text(value)
     if found is not None:
@@ -106,7 +110,7 @@ def leaf_text(value: Any) -> str | None:
 
 
 def _plain_elements(value: Any) -> str | None:
-    """A container of numbers and texts, in one word; None where there is more in it."""
+    """Return the text of a container of plain values, or None if it holds others."""
     some = ends(sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value)
     if not all(isinstance(each, (*_PLAIN, np.generic)) for each in some):
         return None
@@ -116,16 +120,16 @@ def _plain_elements(value: Any) -> str | None:
 
 
 def ends(values: Any) -> list[Any]:
-    """The elements of a container; of a long one those at both ends."""
-    if len(values) <= _MANY:
+    """Return the elements of a container, or those at both ends of a long one."""
+    if len(values) <= _FULL_ELEMENTS:
         return list(values)
     if not isinstance(values, (list, tuple, range)):
         values = list(values)
-    return [*values[: _MANY // 2], *values[-(_MANY // 2) :]]
+    return [*values[: _FULL_ELEMENTS // 2], *values[-(_FULL_ELEMENTS // 2) :]]
 
 
 def batch_texts(batch: Any) -> list[str]:
-    """A text for each sample of a batch: of all tensors that have as many rows; else one for the batch."""
+    """Return a text for each sample of a batch, or one for the batch if its tensors differ in length."""
     tensors: list[Tensor] = []
 
     def collect(value: Any) -> None:

@@ -1,63 +1,65 @@
-"""Has one fit of a program recorded, stopped and saved, whatever else the program does."""
+"""Record, stop and save one fit of a program; the rest of the program runs unchanged."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import sys
-import warnings
 from collections.abc import Generator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from drivetrain.callbacks.unsaved_tensors import WARNING
+from drivetrain.callbacks import unsaved_tensors
 from drivetrain.checkpoint import CheckpointConfig
+from drivetrain.core.messages import logger
 from drivetrain.testing.resume.digests import short
 from drivetrain.testing.resume.recording import KILLED, RESUMED, Recorder, Recording, first_update
 
 if TYPE_CHECKING:
-    from drivetrain.trainer import Trainer
+    from drivetrain.run.settings import RunSettings
 
 Step = TypeVar("Step")
 
 
 class RunRecorder:
-    """Has one fit of this process recorded, stopped and saved, and all kept from the user's directories.
+    """Records, stops and saves one fit of this process, and redirects all runs to temporary directories.
 
-    The program ends where its next run would begin.
+    The program is ended where the run after the recorded fit would begin.
 
     Args:
-        recording: What is to be done.
+        recording: What to record, and when to save and kill.
     """
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
         self._fits = 0
         self._recorder: Recorder | None = None
-        self._body: int | None = None  # after which update the body of a loop runs
-        self._is_left = False
+        self._body: int | None = None  # the last update while a loop's body runs, else None
+        self._has_ended = False
 
     def checks_next(self) -> None:
-        """Record the next fit, however many there have been."""
+        """Record the next fit, however many there were before it."""
         self._recording = dataclasses.replace(self._recording, fit=self._fits + 1)
 
-    def begins(self, trainer: Trainer, task: Any, data: tuple[Any, ...]) -> Mapping[str, Any]:
-        """What a fit is run with in place of its own settings."""
+    def begins(self, trainer: RunSettings, task: Any, data: tuple[Any, ...]) -> Mapping[str, Any]:
+        """Return the settings to replace for a fit that begins."""
         recording = self._recording
         if self._fits >= recording.fit:
-            self._leave()
+            self._end_program()
         changes = dict(self.evaluates(trainer))
         self._fits += 1
         checked = self._fits == recording.fit
         changes["run_dir"] = self._place(trainer.run_dir, f"fit-{self._fits}")
-        changes["loggers"] = _own_loggers(trainer.loggers)
+        changes["loggers"] = _loggers_by_name(trainer.loggers)
         changes["progress_bar"] = False
         if not checked:
             return changes
-        warnings.filterwarnings("ignore", WARNING)  # what is compared tells whether anything depends on them
+        # Its warning is left out: the comparison shows whether anything depends on such tensors.
+        logger(unsaved_tensors.__name__).setLevel(logging.ERROR)
         every = None
-        if recording.kind == KILLED:  # an interval that passes once after the update that it begins at
+        if recording.kind == KILLED:  # the interval must pass once after the first update
             every = f"{first_update(recording.directory) + (recording.save_after or 0)} steps"
         policy = self._policy(trainer, f"fit-{self._fits}")
         changes["checkpoint"] = dataclasses.replace(policy, every=every, best=0, by=None)
@@ -72,7 +74,7 @@ class RunRecorder:
         return changes
 
     def loops(self, steps: Generator[Step, None, None]) -> Generator[Step, None, None]:
-        """The updates of a loop, to know when its body runs."""
+        """Yield the updates of a loop, and note when its body runs."""
         with closing(steps):
             for step in steps:
                 self._body = None if self._recorder is None else self._recorder.update
@@ -80,19 +82,19 @@ class RunRecorder:
                 self._body = None
 
     def ends(self, error: BaseException) -> None:
-        """The program has ended with an exception: a failure of its loop's, if it came from there.
+        """Record an exception that ended the program as a failure if the body of its loop raised it.
 
-        A loop that is left by an exception cannot tell it from a break, and ends in order. What a program
-        raises after its loop may come of so short a training, which is of no interest.
+        The generator of a loop cannot tell an exception in the body from a break. An exception after the
+        loop may come from the short training, so it is ignored.
         """
         in_order = isinstance(error, SystemExit) and error.code in (None, 0)
         if self._body is not None and self._recorder is not None and not in_order:
             self._recorder.failed(error, self._body)
 
-    def evaluates(self, trainer: Trainer) -> Mapping[str, Any]:
-        """Where an evaluation looks for a checkpoint: of an earlier fit, or of the one that it is within."""
+    def evaluates(self, trainer: RunSettings) -> Mapping[str, Any]:
+        """Return the directories in which an evaluation finds checkpoints of this or an earlier fit."""
         if self._recorder is not None and self._recorder.is_over:
-            self._leave()
+            self._end_program()
         changes: dict[str, Any] = {}
         if trainer.run_dir is not None:
             changes["run_dir"] = self._place(trainer.run_dir, "")
@@ -100,16 +102,16 @@ class RunRecorder:
             changes["checkpoint"] = self._policy(trainer, "")
         return changes
 
-    def _leave(self) -> NoReturn:
-        """All is recorded: end the program, and at once if it has caught that and goes on."""
-        if self._is_left:
+    def _end_program(self) -> NoReturn:
+        """End the program, and kill the process at once if the program caught the first SystemExit."""
+        if self._has_ended:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
-        self._is_left = True
+        self._has_ended = True
         raise SystemExit(0)
 
-    def _policy(self, trainer: Trainer, name: str) -> CheckpointConfig:
+    def _policy(self, trainer: RunSettings, name: str) -> CheckpointConfig:
         policy = trainer.checkpoint
         if not isinstance(policy, CheckpointConfig):
             return CheckpointConfig(asynchronous=policy == "async")
@@ -118,16 +120,16 @@ class RunRecorder:
         return dataclasses.replace(policy, directory=self._place(policy.directory, name))
 
     def _place(self, given: Any, name: str) -> Path:
-        """A directory in place of the user's, the same for the same."""
+        """Return a temporary directory for a user's directory; equal paths give equal ones."""
         kind = self._recording.kind
         if kind == RESUMED and self._fits == self._recording.fit:
-            kind = KILLED  # whose checkpoint it goes on from
-        known = name if given is None else f"dir-{short(os.path.abspath(os.fspath(given)).encode())}"
-        return self._recording.directory / f"files-{kind}" / known
+            kind = KILLED  # it resumes from the killed run's checkpoint
+        folder = name if given is None else f"dir-{short(os.path.abspath(os.fspath(given)).encode())}"
+        return self._recording.directory / f"files-{kind}" / folder
 
 
-def _own_loggers(given: Any) -> Any:
-    """Loggers that write to the run directory; others may write anywhere."""
+def _loggers_by_name(given: Any) -> Any:
+    """Return the loggers given by name, which write to the run directory; others may write anywhere."""
     if isinstance(given, str):
         return given
     return tuple(each for each in given if isinstance(each, str)) if isinstance(given, (list, tuple)) else ()

@@ -1,7 +1,7 @@
-"""Run a program, unchanged, with its fits recorded.
+"""Run an unchanged program with its fits recorded.
 
-`drivetrain check-resume` runs this module with the words DIRECTORY KIND UPDATES SAVE EPOCH FIT [-m]
-PROGRAM ..., where a number may be "-" for none.
+`drivetrain check-resume` runs this module with the arguments DIRECTORY KIND UPDATES SAVE EPOCH FIT [-m]
+PROGRAM .... SAVE and EPOCH may be "-".
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from drivetrain.observing import observing
-from drivetrain.streams import seed_host
+from drivetrain.core.random_streams import seed_host
 from drivetrain.testing.resume.fits import RunRecorder
 from drivetrain.testing.resume.recording import Recording
+from drivetrain.trainer.observer import observing
 
 _SEED = 0
-"""Of what a program draws before it has seeded anything, which else is another in every process."""
+"""Seeds the global generators, so that a program that seeds nothing draws the same in every run."""
 
 
 def main(words: Sequence[str]) -> None:
@@ -38,7 +38,7 @@ def main(words: Sequence[str]) -> None:
                 runpy.run_module(name, run_name="__main__", alter_sys=True)
             else:
                 sys.argv[:] = [name, *arguments]
-                sys.path[0] = str(Path(name).absolute().parent)  # as `python name` has it
+                sys.path[0] = str(Path(name).absolute().parent)  # as `python name` sets it
                 runpy.run_path(name, run_name="__main__")
         except BaseException as error:
             recorder.ends(error)

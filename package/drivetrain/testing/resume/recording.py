@@ -1,4 +1,4 @@
-"""What a run was made of, update by update, written down so that two runs can be compared."""
+"""Record the data, results and state of each update of a run, so that two runs can be compared."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ import torch
 
 from drivetrain.callbacks import Callback
 from drivetrain.callbacks.checkpoint import CheckpointSaver
-from drivetrain.engine_state import optimizer_state
-from drivetrain.module_state import clean_name, module_state
+from drivetrain.checkpoint.weights.module_state import clean_name, module_state
+from drivetrain.engine.own_loop_checkpoint import optimizer_state
 from drivetrain.testing.resume.digests import batch_texts, leaf_text, short, tensor_text
-from drivetrain.testing.resume.held import Held
+from drivetrain.testing.resume.program_state import ProgramState
 
-STRAIGHT, KILLED, RESUMED = "straight", "killed", "resumed"
+UNINTERRUPTED, KILLED, RESUMED = "uninterrupted", "killed", "resumed"
 
 Item = tuple[str, str, str]
-"""A part of a run, the name of a thing, and its value as a text."""
+"""A kind of value, its name, and the value as a text."""
 
 TIMED = "measured by the clock"
-"""The part that is left out: a value by whose pattern of names a callback says so."""
+"""The kind of logged values that are not compared: a callback's `timed_names` match them."""
 
 _TIMES = ("seconds",)
 
@@ -39,13 +39,12 @@ class Recording:
     """One of the runs that are compared.
 
     Attributes:
-        directory: Where it is written down, and where what the program's runs write is put.
-        kind: "straight", "killed" or "resumed".
-        updates: After how many updates each fit is stopped; of the run that is killed, after how many it is
-            at the latest.
-        save_after: After how many the run that is killed is saved; the others never are before their end.
-        epoch: Updates of an epoch, if it is to be that short; None for as many as there are.
-        fit: Which fit of the program is recorded, from 1; those before it are run as they are.
+        directory: The directory of the records and of the files that the program's runs write.
+        kind: "uninterrupted", "killed" or "resumed".
+        updates: Updates after which the fit is stopped, or killed at the latest.
+        save_after: Updates after which the killed run is saved; the other runs are saved at their end.
+        epoch: Updates in each epoch; None leaves the length of an epoch unchanged.
+        fit: The fit of the program to record, counted from 1. Earlier fits run unchanged.
     """
 
     directory: Path
@@ -56,38 +55,38 @@ class Recording:
     fit: int = 1
 
     def kill_after(self, base: int) -> int:
-        """After how many updates it is killed, if it is to be: what came after the save is lost.
+        """Return the number of updates after which the run is killed; those after the save are lost.
 
         Args:
-            base: The update that the straight run began at.
+            base: The update at which the uninterrupted run began.
         """
         saved = self.save_after or 0
-        # It is saved at an interval: again once that has passed twice.
+        # Saving happens at an interval, so a second save would follow after twice as many updates.
         return min(saved + 2, self.updates, base + 2 * saved)
 
     @property
     def log_every(self) -> int:
-        """An interval that does not end with the save: what was not logged yet is then in the checkpoint."""
+        """Log interval in updates. The save is no log point, so the checkpoint holds unlogged values."""
         return 2 if (self.save_after or 1) % 2 else 3
 
 
 def first_update(directory: Path) -> int:
-    """Where the straight run began: not at 0, if the program itself has resumed it."""
-    file = next((directory / STRAIGHT).glob("rank-*.jsonl"))
+    """Return the update at which the uninterrupted run began; it is not 0 if the program resumed a run."""
+    file = next((directory / UNINTERRUPTED).glob("rank-*.jsonl"))
     with file.open(encoding="utf-8") as rows:
         return int(json.loads(rows.readline())["update"])
 
 
 class Recorder(Callback):
-    """Writes down one fit on one rank.
+    """Records one fit on one rank.
 
     Args:
-        recording: Which run it is.
-        data: What the fit was given.
-        callbacks: Those of the program.
+        recording: The run to record.
+        data: The data given to the fit.
+        callbacks: The program's callbacks.
 
     Attributes:
-        update: The update that was made last.
+        update: The last update.
         is_over: Whether the fit has ended.
     """
 
@@ -107,7 +106,7 @@ class Recorder(Callback):
         self._logged: list[Item] = []
 
     def on_fit_start(self, run: Any) -> None:
-        """Where the fit begins: anew, or with what a checkpoint brought."""
+        """Record the state at the beginning of the fit, whether it was restored or not."""
         rank = run.engine.ranks.rank
         place = self._recording.directory / self._recording.kind
         place.mkdir(parents=True, exist_ok=True)
@@ -120,10 +119,10 @@ class Recorder(Callback):
         for callback in run.callbacks:
             patterns = getattr(callback, "timed_names", ())
             self._timed += [patterns] if isinstance(patterns, str) else patterns
-        self._write("start", run, list(self._state(run)), self._held(run))
+        self._write("start", run, list(self._state(run)), self._program_state(run))
 
     def on_step_start(self, run: Any) -> None:
-        """What the update is made of; and of the first one after the save, what is held as it begins."""
+        """Note the data and random streams. Record the program's state at the first update after the save."""
         progress, self._read = run.progress, []
         for name in ("epoch", "position"):
             self._read.append(("data", name, str(getattr(progress, name))))
@@ -133,11 +132,11 @@ class Recorder(Callback):
             self._read.append(("data", f"weight of micro-batch {number}", _number(micro_batch.weight)))
         self._read += _host_streams("before")
         after = progress.updates - self._base
-        if after == self._recording.save_after and self._recording.kind != STRAIGHT:
-            self._write("next", run, [], self._held(run))
+        if after == self._recording.save_after and self._recording.kind != UNINTERRUPTED:
+            self._write("next", run, [], self._program_state(run))
 
     def on_step_end(self, run: Any) -> None:
-        """What the step drew and gave; then the end, if it is here."""
+        """Note the step's random streams and results, and stop the run after the last update to compare."""
         step, self.update = run.step, run.progress.updates
         self._step = [
             *self._read,
@@ -149,7 +148,7 @@ class Recorder(Callback):
                 self._step.append((name, f"of micro-batch {number}", repr(value)))
         if step.grad_norm is not None:
             self._step.append(("gradient", "norm", _number(step.grad_norm)))
-        self._step.append(("update", "made", str(step.applied)))
+        self._step.append(("update", "applied", str(step.applied)))
         recording = self._recording
         if recording.kind != KILLED and run.progress.updates - self._base >= recording.updates:
             run.stop(f"{recording.updates} updates are recorded")
@@ -159,14 +158,14 @@ class Recorder(Callback):
             if isinstance(each, CheckpointSaver):
                 each.settle(run)
         if run.last_checkpoint == self._checkpoint:
-            return  # there is nothing to resume from
+            return  # no checkpoint to resume from
         self._write("killed", run, [], {})
         if hasattr(signal, "SIGKILL"):
             os.kill(os.getpid(), signal.SIGKILL)
         os._exit(1)
 
     def on_log(self, run: Any) -> None:
-        """What is logged."""
+        """Note the logged values."""
         at = run.progress.updates
         for name, value in run.logged.items():
             timed = next((each for each in self._timed if fnmatchcase(name, each)), None)
@@ -176,41 +175,43 @@ class Recorder(Callback):
                 self._logged.append((TIMED, timed, repr(value)))
 
     def on_save(self, run: Any) -> None:
-        """What everything is, once all of the update is over; then the kill, if it is here."""
-        self._write("update", run, [*self._step, *self._state(run), *self._logged], self._held(run))
+        """Record the update and the state after it, and kill the process at the chosen update."""
+        self._write("update", run, [*self._step, *self._state(run), *self._logged], self._program_state(run))
         if self._recording.kind == KILLED and run.progress.updates - self._base >= self._kill_after:
             self._kill(run)
 
     def on_fit_end(self, run: Any) -> None:
-        """The last log point comes after the last save."""
+        """Record the last logged values: the last log point comes after the last save."""
         self._write("end", run, self._logged, {})
         self.is_over = True
 
     def on_exception(self, run: Any) -> None:
-        """The fit has failed, or has been ended."""
+        """Record that the fit failed or was ended."""
         self.failed(run.exception, run.progress.updates)
 
     def failed(self, error: BaseException, update: int) -> None:
-        """Write down that an exception has ended the fit.
+        """Record that an exception ended the fit.
 
         Args:
-            error: From within it, or from the body of a program's own loop.
-            update: After which update.
+            error: The exception, of the fit or of the body of the user's loop.
+            update: The last update before it.
         """
         self.is_over = True
         text = f"{type(error).__name__}: {error}".partition("\n")[0]
         self._add({"kind": "failed", "update": update, "error": text})
 
-    def _write(self, kind: str, run: Any, items: list[Item], held: Mapping[str, str]) -> None:
-        self._add({"kind": kind, "update": run.progress.updates, "items": items, "held": dict(held)})
+    def _write(self, kind: str, run: Any, items: list[Item], state: Mapping[str, str]) -> None:
+        self._add(
+            {"kind": kind, "update": run.progress.updates, "items": items, "program state": dict(state)}
+        )
 
     def _add(self, row: Mapping[str, Any]) -> None:
-        if self._file is not None:  # else it has failed before it began
+        if self._file is not None:  # None if the fit failed before it began
             with self._file.open("w" if row["kind"] == "start" else "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
 
     def _state(self, run: Any) -> Iterator[Item]:
-        """In the order in which things depend on one another."""
+        """Yield the state of the run in the order of dependence, so that a cause comes before its effects."""
         engine = run.engine
         for name, value in run.progress.to_json().items():
             if name not in _TIMES:
@@ -218,7 +219,7 @@ class Recorder(Callback):
         for name, updater in engine.updaters.items():
             for key, rate in updater.rates().items():
                 yield "learning rate", key if len(engine.updaters) == 1 else f"{key} of {name}", repr(rate)
-            yield "schedule", name, _tree(updater.state_dict())
+            yield "schedule", name, _digest(updater.state_dict())
         with engine.exchanged() as taken:
             weights, extras = module_state(run.task)
             slots, _ = optimizer_state(run.task, taken)
@@ -228,29 +229,28 @@ class Recorder(Callback):
         for name, weight in weights.items():
             if name in saved:
                 yield "parameter", name, tensor_text(weight)
-        yield "extra state", "of the modules", _tree(extras)
+        yield "extra state", "of the modules", _digest(extras)
         for name, slot in slots.items():
             yield "optimizer state", name, tensor_text(slot)
-        yield "strategy", "state", _tree(engine.strategy.state_dict())
+        yield "strategy", "state", _digest(engine.strategy.state_dict())
         if run.train_metrics:
-            yield "declared metrics", "sums", _tree(run.train_metrics.state_dict())
-        yield "values to be logged", "sums", _tree(engine.buffer.state_dict())
+            yield "declared metrics", "sums", _digest(run.train_metrics.state_dict())
+        yield "values to be logged", "sums", _digest(engine.buffer.state_dict())
 
-    def _held(self, run: Any) -> dict[str, str]:
-        known = [*run.task.parameters(), *run.task.buffers(), self]
-        held = Held(known)
-        with warnings.catch_warnings():  # a property or a module of old names may warn that it is looked at
+    def _program_state(self, run: Any) -> dict[str, str]:
+        state = ProgramState([*run.task.parameters(), *run.task.buffers(), self])
+        with warnings.catch_warnings():  # reading a deprecated property may warn
             warnings.simplefilter("ignore")
-            held.add("task", run.task, whole=True)
+            state.add("task", run.task, whole=True)
             for name, data in zip(("train data", "validation data"), self._data, strict=False):
-                held.add(name, data)
+                state.add(name, data)
             for callback in self._callbacks:
-                held.add_callback(callback)
+                state.add_callback(callback)
             for each in run.engine.updaters.values():
-                held.add("schedule", each.schedule)
-                held.add("scheduler", getattr(each.scheduler, "lr_lambdas", None))
-            held.add_modules()
-        return held.texts
+                state.add("schedule", each.schedule)
+                state.add("scheduler", getattr(each.scheduler, "lr_lambdas", None))
+            state.add_modules()
+        return state.texts
 
 
 def _number(value: Any) -> str:
@@ -277,8 +277,8 @@ def _torch_state(run: Any) -> bytes:
     return b"".join(each.get_state().numpy().tobytes() for each in generators)
 
 
-def _tree(value: Any) -> str:
-    """A state of any shape, in one word."""
+def _digest(value: Any) -> str:
+    """Return a hash of a nested state."""
     parts: list[str] = []
 
     def walk(each: Any) -> None:

@@ -1,4 +1,4 @@
-"""What was written down of a run, read back."""
+"""Read the records of a run."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from drivetrain.testing.resume.recording import TIMED
 
 
 class Recorded:
-    """What one rank wrote down of one run.
+    """The record of one run on one rank.
 
     Args:
-        file: The file.
+        file: The file to read.
 
     Attributes:
-        start: The first row, from before any update; None where there is none.
-        next: What was held as the first update after the save began; None where that is not recorded.
-        updates: Those of the updates.
-        end: The last one, of a fit that has ended in order.
-        killed: Whether it was killed where it was to be.
-        failed: After which update an exception has ended it, and which one; None if none has.
-        timed: Patterns of names that were logged and are measurements of time.
+        start: The row written before the first update, or None.
+        next: The row written at the start of the first update after the save, or None.
+        updates: The row of each update.
+        end: The last row of a fit that ended without an exception, or None.
+        killed: Whether the run was killed at the chosen update.
+        failed: The exception that ended the run, and the update before it, or None.
+        timed: Name patterns of logged values that measure time.
     """
 
     def __init__(self, file: Path) -> None:
@@ -35,7 +35,7 @@ class Recorded:
         self.failed: str | None = None
         self.timed: set[str] = set()
         for line in file.read_text(encoding="utf-8").splitlines():
-            if not line.endswith("}"):  # of a rank that was killed while it wrote
+            if not line.endswith("}"):  # the rank was killed while it wrote this line
                 continue
             row = json.loads(line)
             if row["kind"] == "start":
@@ -53,17 +53,17 @@ class Recorded:
             self.timed.update(name for part, name, _ in row.get("items", ()) if part == TIMED)
 
     def items(self, update: int, after_end: bool = False) -> dict[str, str]:
-        """What was computed in an update, by name."""
+        """Return the values computed in an update, by name."""
         row = self.end if after_end else self.updates[update]
         items = (row or {"items": ()})["items"]
         return {f"{part} {name}": text for part, name, text in items if part != TIMED}
 
-    def held(self, update: int) -> dict[str, str]:
-        """What the program's objects held after an update, by place."""
-        return dict(self.updates[update]["held"])
+    def program_state(self, update: int) -> dict[str, str]:
+        """Return the state of the program's objects after an update, by place."""
+        return dict(self.updates[update]["program state"])
 
 
 def read(directory: Path, kind: str) -> list[Recorded]:
-    """All ranks' files of a run."""
+    """Read the records of all ranks of a run."""
     found = sorted((directory / kind).glob("rank-*.jsonl"), key=lambda each: int(each.stem.split("-")[-1]))
     return [Recorded(each) for each in found]

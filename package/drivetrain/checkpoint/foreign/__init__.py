@@ -1,0 +1,1 @@
+"""Checkpoints and weights of other programs, imported as checkpoints of ours; none of their code is run."""

@@ -1,0 +1,178 @@
+"""Read the weights in `torch.save` files of other programs: Lightning's, Composer's, or a plain state dict.
+
+Nothing else in the file is read, except Lightning's hyper-parameters that are plain values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from drivetrain.checkpoint.foreign.torch_archive import Foreign, StoredTensor, TorchArchive
+from drivetrain.checkpoint.storage.filesystem import LOCAL, FileSystem
+from drivetrain.checkpoint.weights.module_state import clean_names, is_extra
+from drivetrain.core.errors import CheckpointError
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+"""The suffixes of `torch.save` files."""
+
+_VERSION = "pytorch-lightning_version"
+_HPARAMS = "hyper_parameters"
+_AVERAGED_FROM = "current_model_state"
+"""The key of the model's own weights in Lightning's WeightAveraging; "state_dict" then has the averages."""
+
+# Lightning, PyTorch's tutorials, DeepSpeed without ZeRO, and the name in most scripts.
+_KEYS = ("state_dict", "model_state_dict", "module", "model")
+_MOST_VALUES = 100_000
+"""A hyper-parameter with more values is not plain: a small file can describe 2^60 by repeated references."""
+
+
+@dataclass(frozen=True)
+class TorchWeights:
+    """The weights in a `torch.save` file, and the names of its other content.
+
+    Attributes:
+        tensors: The tensors by name, without the prefixes of DDP and torch.compile.
+        origin: The kind of file, for messages.
+        hparams: Lightning's hyper-parameters that are plain values.
+        objects: The other hyper-parameters, each described in words.
+        argument: The one constructor argument that holds all `hparams`; "" if each is an argument.
+        left: The names of the file's other content.
+        averaged: Whether the weights are averages, and the file also has the model's own weights.
+    """
+
+    tensors: dict[str, Tensor]
+    origin: str
+    hparams: dict[str, Any] = field(default_factory=dict)
+    objects: dict[str, str] = field(default_factory=dict)
+    argument: str = ""
+    left: tuple[str, ...] = ()
+    averaged: bool = False
+
+    @property
+    def note(self) -> str:
+        """A line on what was read, and what was not."""
+        what = "the averages (state_dict)" if self.averaged else "the weights"
+        left = f"; not read: {', '.join(self.left)}" if self.left else ""
+        return f"{what} of {self.origin}{left}"
+
+
+def read_torch_weights(path: str, files: FileSystem = LOCAL) -> TorchWeights:
+    """Read the weights in a `torch.save` file, without running or importing anything that it names.
+
+    Args:
+        path: The file.
+        files: The file system.
+
+    Raises:
+        DamagedCheckpointError: The file is not a complete `torch.save` file.
+        CheckpointError: The file cannot be read, or has no weights by name.
+    """
+    with TorchArchive(path, files) as archive:
+        found = _find_state(archive.content, path)
+        state = {name: each for name, each in found.state.items() if not is_extra(name)}
+        strange = [name for name, each in state.items() if not isinstance(each, StoredTensor)]
+        if strange:
+            raise CheckpointError(
+                f"{path!r} has {_kind(state[strange[0]])} as {strange[0]!r} among its weights"
+                f" ({len(strange)} entries are not tensors). Save the tensors alone:"
+                " torch.save(module.state_dict(), path)"
+            )
+        names = clean_names(state, repr(path))
+        if not found.is_checkpoint and all(name.startswith("module.") for name in names):  # by DDP
+            names = {name.removeprefix("module."): old for name, old in names.items()}
+        tensors = {name: archive.read(state[old]) for name, old in names.items()}
+        content = archive.content
+    hparams = content.get(_HPARAMS, {})
+    is_lightning = isinstance(hparams, dict) and found.key == "state_dict"
+    taken = {found.key, _VERSION, *((_HPARAMS, "hparams_name") if is_lightning else ())}
+    argument = content.get("hparams_name", "kwargs") if is_lightning else "kwargs"
+    return TorchWeights(
+        tensors,
+        found.origin,
+        **_divided(hparams if is_lightning else {}),
+        argument="" if argument == "kwargs" else str(argument),
+        left=tuple(str(name) for name in found.beside if name not in taken) if found.key else (),
+        averaged=is_lightning and _AVERAGED_FROM in content,
+    )
+
+
+class _Found(NamedTuple):
+    """The weights in a file, their key, and the mapping that has this key."""
+
+    origin: str
+    key: str
+    state: dict[str, Any]
+    beside: Mapping[Any, Any]
+
+    @property
+    def is_checkpoint(self) -> bool:
+        return not self.origin.startswith("a state dict")
+
+
+def _find_state(content: Any, path: str) -> _Found:
+    if not isinstance(content, dict):
+        more = ""
+        if isinstance(content, Foreign):
+            more = ". Where its code is available, save its weights: torch.save(module.state_dict(), path)"
+        raise CheckpointError(f"{path!r} holds {_kind(content)}, not weights by name{more}")
+    if _is_state(content):
+        return _Found("a state dict", "", content, {})
+    inner = content.get("state")
+    if isinstance(inner, dict) and _is_state(inner.get("model")):
+        return _Found("a checkpoint of Composer", "model", inner["model"], inner)
+    for key in _KEYS:
+        if _is_state(content.get(key)):
+            version = content.get(_VERSION)
+            origin = f"a checkpoint of Lightning {version}" if version else f"a state dict under {key!r}"
+            return _Found(origin, key, content[key], content)
+    more = ""
+    for key in _KEYS:
+        if isinstance(content.get(key), Foreign):
+            more = f"; {key!r} is {_kind(content[key])}: where its code is available, save its state_dict()"
+    there = ", ".join(repr(str(key)) for key in list(content)[:10]) or "nothing"
+    raise CheckpointError(
+        f"{path!r} has no tensors by name, neither directly nor under {', '.join(map(repr, _KEYS))} or"
+        f" 'state' -> 'model'. It has {there}{more}"
+    )
+
+
+def _is_state(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and all(isinstance(key, str) for key in value)
+        and any(isinstance(each, StoredTensor) for each in value.values())
+    )
+
+
+def _divided(hparams: Mapping[Any, Any]) -> dict[str, Any]:
+    """Divide hyper-parameters into plain values and others."""
+    named = {name: value for name, value in hparams.items() if isinstance(name, str)}
+    plain = {name: value for name, value in named.items() if _is_plain(value)}
+    objects = {name: _kind(value) for name, value in named.items() if name not in plain}
+    return {"hparams": plain, "objects": objects}
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value consists only of numbers, texts, lists and mappings."""
+    rest, seen = [value], 0
+    while rest and seen < _MOST_VALUES:
+        each = rest.pop()
+        seen += 1
+        if isinstance(each, dict):
+            rest += each.values()
+        elif isinstance(each, (list, tuple)):
+            rest += each
+        elif each is not None and not isinstance(each, (bool, int, float, str)):
+            return False
+    return not rest
+
+
+def _kind(value: Any) -> str:
+    """Describe a value in words."""
+    if isinstance(value, Foreign):
+        return f"an object of {value.name}" if value.args is not None else value.name
+    return "a tensor" if isinstance(value, StoredTensor) else f"a {type(value).__name__}"

@@ -1,0 +1,1 @@
+"""The content of a checkpoint: safetensors files, strict JSON, and the manifest that describes them."""

@@ -1,0 +1,140 @@
+"""Strict JSON: written without NaN, read with limits, and sealed with its hash."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import xxhash
+
+from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError
+from drivetrain.core.errors import CheckpointError
+from drivetrain.core.types import Json
+
+MAX_JSON_BYTES = 64 << 20
+"""The largest JSON file; larger ones raise before they are read."""
+
+MAX_VALUES = 4_000_000
+"""The most values, counted by the commas."""
+
+MAX_CONTAINERS = 300_000
+"""The most lists, objects and keys, which take far longer to parse than numbers and texts. These limits are
+checked before parsing, so that a file of the allowed size cannot take minutes and gigabytes."""
+
+MAX_NOT_ASCII = 8 << 20
+"""The largest file with characters beyond ASCII: one of them can make every character take four bytes."""
+
+
+def _extent(data: bytes | bytearray) -> str:
+    """Return which limit the data exceeds, in words, or ""."""
+    if len(data) > MAX_JSON_BYTES:
+        return f"{len(data)} bytes; at most {MAX_JSON_BYTES} are allowed"
+    if len(data) > MAX_NOT_ASCII and not data.isascii():
+        return f"{len(data)} bytes; at most {MAX_NOT_ASCII} are allowed where not all are ASCII"
+    if data.count(b",") > MAX_VALUES:
+        return f"more than the {MAX_VALUES} values that are allowed"
+    if max(data.count(b":"), data.count(b"[") + data.count(b"{")) > MAX_CONTAINERS:
+        return f"more than the {MAX_CONTAINERS} keys, or lists and objects, that are allowed"
+    return ""
+
+
+def dump_json(value: Json, what: str) -> bytes:
+    """Return strict, compact JSON in ASCII, which keeps even a lone surrogate in a text.
+
+    Raises:
+        CheckpointError: NaN, infinity, a cycle, a value that JSON lacks, or more than `parse_json` accepts.
+    """
+    try:
+        data = json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{what} cannot be written as strict JSON: {error}. Give it through checkpoint.tree.pack, "
+            "which stores tensors, tuples, bytes, NaN and infinity exactly"
+        ) from error
+    excess = _extent(data)
+    if excess:
+        raise CheckpointError(f"{what} takes, as JSON, {excess}. Keep large data in tensors or arrays")
+    return data
+
+
+def parse_json(data: bytes | bytearray, what: str) -> Json:
+    """Parse strict JSON: no NaN, infinity or duplicate keys, and nothing that exhausts the interpreter.
+
+    Raises:
+        DamagedCheckpointError: The data is not strict JSON; the message begins with `what`.
+    """
+    excess = _extent(data)
+    if excess:
+        raise DamagedCheckpointError(f"{what} has {excess}")
+    try:
+        value: Json = json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=_without_duplicates,
+            parse_constant=_no_constant,
+            parse_float=_finite,
+        )
+    except RecursionError as error:
+        raise DamagedCheckpointError(f"{what} is nested too deeply") from error
+    except ValueError as error:  # bad UTF-8, bad JSON, and integers beyond the interpreter's 4300 digits
+        raise DamagedCheckpointError(f"{what} is not valid JSON: {error}") from error
+    return value
+
+
+def _without_duplicates(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("an object has the same key twice")
+    return result
+
+
+def _no_constant(name: str) -> Json:
+    raise ValueError(f"{name} is not allowed")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError(f"the number {digits[:40]} is infinite")
+    return value
+
+
+_SEAL = "xxh3_128"
+
+
+def seal(body: dict[str, Json], what: str) -> bytes:
+    """Return JSON that contains its own hash, for files that no other file has a hash of.
+
+    The hash is of the content with sorted keys, so a reformatted file can still be read. No later format may
+    change how it is computed: it is checked before the version is read.
+    """
+    try:
+        digest = _content_hash(body)
+    except (ValueError, TypeError, RecursionError):
+        digest = ""  # the next line raises, and says why
+    return dump_json({**body, _SEAL: digest}, what)
+
+
+def unseal(data: bytes | bytearray, what: str) -> dict[str, Json]:
+    """Parse the result of `seal`.
+
+    Raises:
+        DamagedCheckpointError: The data is not a JSON object, or its content does not match its hash.
+    """
+    value = parse_json(data, what)
+    if not isinstance(value, dict):
+        raise DamagedCheckpointError(f"{what} does not hold a JSON object")
+    expected = value.pop(_SEAL, None)
+    try:
+        found = _content_hash(value)
+    except (ValueError, TypeError, RecursionError) as error:  # 1e999, which Python reads as infinity
+        raise DamagedCheckpointError(f"{what} holds what strict JSON cannot: {error}") from error
+    if expected != found:
+        raise DamagedCheckpointError(
+            f"{what} is not what was written: its content does not match its own hash"
+        )
+    return value
+
+
+def _content_hash(body: dict[str, Json]) -> str:
+    text = json.dumps(body, allow_nan=False, sort_keys=True, separators=(",", ":"))
+    return str(xxhash.xxh3_128_hexdigest(text.encode("ascii")))

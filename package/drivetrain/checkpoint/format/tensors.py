@@ -1,0 +1,297 @@
+"""Read and write safetensors files, one tensor at a time.
+
+The format (https://github.com/huggingface/safetensors, "Format"): 8 bytes little-endian length of the header,
+the header in JSON (name -> dtype, shape, data_offsets), then the tensors' bytes in C order, without gaps. Any
+safetensors reader can read these files. The package's writer is not used, for two reasons. It needs all
+tensors contiguous, unshared and on the CPU at once, which doubles the memory of a tied or sharded model. And
+it cannot hash the bytes as it writes them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from drivetrain.checkpoint.format.strict_json import MAX_JSON_BYTES, dump_json, parse_json
+from drivetrain.checkpoint.storage.files import CHUNK, Bytes, HashedReader
+from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError
+from drivetrain.core.errors import CheckpointError
+from drivetrain.core.types import Json
+
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+"""The format's names of the dtypes."""
+
+CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
+
+_MAX_DIMENSIONS = 64
+_METADATA = "__metadata__"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpan:
+    """The place of one tensor in a file.
+
+    Attributes:
+        name: The tensor's name.
+        dtype: A key of `DTYPES`.
+        shape: The size of each dimension.
+        start: The first byte, counted from the end of the header.
+        stop: The byte after the last.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def check_tensor(tensor: Tensor, where: str) -> None:
+    """Check that a safetensors file can store a tensor.
+
+    Args:
+        tensor: The tensor, on any device.
+        where: Its name for the message.
+
+    Raises:
+        CheckpointError: A sparse or quantised tensor, one without data, or a dtype that the format lacks.
+    """
+    if tensor.layout != torch.strided:
+        raise CheckpointError(
+            f"{where}: a tensor of layout {tensor.layout} cannot be stored; call .to_dense() on it"
+        )
+    if tensor.device.type == "meta":
+        raise CheckpointError(f"{where}: the tensor is on the meta device and has no data to store")
+    if tensor.dtype not in CODES:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in CODES)
+        raise CheckpointError(f"{where}: dtype {tensor.dtype} cannot be stored; allowed: {allowed}")
+
+
+def plan_spans(tensors: Mapping[str, Tensor], what: str) -> list[TensorSpan]:
+    """Plan the layout of a file: widest dtype first, as in the reference writer, so that each is aligned.
+
+    Raises:
+        CheckpointError: A tensor that cannot be stored, or the one name that the format reserves.
+    """
+    spans = []
+    start = 0
+    for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
+        tensor = tensors[name]
+        check_tensor(tensor, f"{what}, {name!r}")
+        if name == _METADATA:
+            raise CheckpointError(
+                f"{what}: the safetensors format does not allow the name {name!r}; rename the tensor"
+            )
+        stop = start + tensor.numel() * tensor.element_size()
+        spans.append(TensorSpan(name, CODES[tensor.dtype], tuple(tensor.shape), start, stop))
+        start = stop
+    return spans
+
+
+@dataclass(slots=True)
+class Hashes:
+    """The XXH3-128 hashes of a tensor file; together they cover every byte.
+
+    Attributes:
+        header: The hash of the header and of its length.
+        tensors: The hash of each tensor's bytes, by name.
+    """
+
+    header: str = ""
+    tensors: dict[str, str] = field(default_factory=dict)
+
+
+def tensor_chunks(tensors: Mapping[str, Tensor], what: str, hashes: Hashes | None = None) -> Iterator[Bytes]:
+    """Yield the bytes of a safetensors file, for `files.write_file`.
+
+    Tensors that share memory are each written in full. At most one tensor at a time is copied, and only if it
+    is on another device or not contiguous.
+
+    Args:
+        tensors: The tensors by name; any device and strides.
+        what: The name for messages.
+        hashes: Filled with the hashes, if given.
+    """
+    spans = plan_spans(tensors, what)
+    header: dict[str, Json] = {
+        _METADATA: {"format": "pt"}
+    }  # transformers refuses a file that does not say so
+    for span in spans:
+        header[span.name] = {
+            "dtype": span.dtype,
+            "shape": list(span.shape),
+            "data_offsets": [span.start, span.stop],
+        }
+    text = dump_json(header, f"the header of {what}")
+    text += b" " * (-len(text) % 8)
+    text = len(text).to_bytes(8, "little") + text
+    if hashes is not None:
+        hashes.header = xxhash.xxh3_128_hexdigest(text)
+    yield text
+    for span in spans:
+        digest = xxhash.xxh3_128()
+        if span.stop > span.start:
+            # No variable for the copy: it would keep the copy alive while the next is made.
+            for chunk in _chunks_of(tensors[span.name]):
+                if hashes is not None:
+                    digest.update(chunk)
+                yield chunk
+                del chunk
+        if hashes is not None:
+            hashes.tensors[span.name] = digest.hexdigest()
+
+
+def _chunks_of(tensor: Tensor) -> Iterator[memoryview]:
+    # In chunks, so that each is still in the processor's cache when it is written.
+    view = bytes_of(tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous())
+    for start in range(0, len(view), CHUNK):
+        yield view[start : start + CHUNK]
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU."""
+    # as_strided, because a contiguous tensor of one element may have any stride.
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    array: Any = flat.view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def read_tensors(reader: HashedReader) -> dict[str, Tensor]:
+    """Read all tensors of a safetensors file into the CPU's memory, each into a separate block.
+
+    A view into one large buffer would keep the whole buffer alive. It might also be unaligned, and then the
+    results of math libraries can differ in the last bit.
+
+    Args:
+        reader: At the file's start; at its end afterwards. The caller checks the hash before it uses the
+            tensors.
+
+    Raises:
+        DamagedCheckpointError: The file is not well-formed safetensors.
+    """
+    result = {}
+    for span in read_header(reader):
+        tensor = result[span.name] = room_for(span.shape, span.dtype, f"{reader.path!r}: {span.name!r}")
+        if span.stop > span.start:
+            reader.read_into(bytes_of(tensor))
+    return result
+
+
+def room_for(shape: tuple[int, ...], dtype: str, what: str) -> Tensor:
+    """Return an uninitialised tensor on the CPU.
+
+    Args:
+        shape: From a file that is large enough to have it, or with a dimension of 0.
+        dtype: A key of `DTYPES`.
+        what: The name for the message.
+
+    Raises:
+        CheckpointError: There is not enough memory.
+        DamagedCheckpointError: An empty tensor of an impossible shape.
+    """
+    try:
+        return torch.empty(shape, dtype=DTYPES[dtype])
+    except (RuntimeError, OverflowError) as error:
+        # A file that is larger than the free memory is not damaged. An empty tensor takes no memory.
+        kind = CheckpointError if math.prod(shape) else DamagedCheckpointError
+        raise kind(f"{what}: no room for the shape {list(shape)}: {error}") from error
+
+
+def read_header(reader: HashedReader, digest: str | None = None) -> list[TensorSpan]:
+    """Read the header of a safetensors file; return its tensors in the order of their bytes.
+
+    The spans are adjacent and end with the file, so the file's size bounds the tensors' sizes.
+
+    Args:
+        reader: At the file's start; at the first tensor afterwards.
+        digest: The header's hash, checked before the header is parsed; None skips the check.
+
+    Raises:
+        DamagedCheckpointError: The file is not well-formed safetensors.
+    """
+    what = f"the header of {reader.path!r}"
+    room = reader.size - 8
+    length = int.from_bytes(reader.read(8), "little") if room >= 0 else -1
+    if not 0 < length <= min(room, MAX_JSON_BYTES):
+        raise DamagedCheckpointError(
+            f"{reader.path!r} is not a safetensors file: {reader.size} bytes cannot hold a header of {length}"
+        )
+    text = reader.read(length)
+    if digest is not None:
+        reader.check_hash(digest, "its header")
+    header = parse_json(text, what)
+    if not isinstance(header, dict):
+        raise DamagedCheckpointError(f"{what} is not a JSON object")
+    header.pop(_METADATA, None)
+    spans = sorted(
+        (_span(name, entry, what) for name, entry in header.items()), key=lambda span: (span.start, span.stop)
+    )
+    position = 0
+    for span in spans:
+        if span.start != position:
+            raise DamagedCheckpointError(
+                f"{what}: {span.name!r} begins at byte {span.start}, not at {position}"
+            )
+        position = span.stop
+    if position != room - length:
+        raise DamagedCheckpointError(
+            f"{what} describes {position} bytes of tensors; the file has {room - length}"
+        )
+    return spans
+
+
+def _span(name: str, entry: Json, what: str) -> TensorSpan:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise DamagedCheckpointError(f"{what}: {name!r} must have dtype, shape and data_offsets")
+    dtype = entry["dtype"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise DamagedCheckpointError(f"{what}: {name!r} has the unknown dtype {dtype!r}")
+    shape = read_sizes(entry["shape"], f"{what}: the shape of {name!r}")
+    offsets = read_sizes(entry["data_offsets"], f"{what}: the data_offsets of {name!r}")
+    if len(offsets) != 2 or offsets[1] - offsets[0] != math.prod(shape) * DTYPES[dtype].itemsize:
+        raise DamagedCheckpointError(
+            f"{what}: {name!r} has the bytes {list(offsets)}, which do not fit {dtype} of shape {list(shape)}"
+        )
+    return TensorSpan(name, dtype, shape, offsets[0], offsets[1])
+
+
+def read_sizes(value: Json, where: str) -> tuple[int, ...]:
+    """Parse a list of sizes or offsets.
+
+    Raises:
+        DamagedCheckpointError: The value is not a short list of whole numbers of at most 63 bits.
+    """
+    if not isinstance(value, list) or len(value) > _MAX_DIMENSIONS:
+        raise DamagedCheckpointError(f"{where} is not a list of at most {_MAX_DIMENSIONS} sizes")
+    sizes = []
+    for each in value:
+        if isinstance(each, bool) or not isinstance(each, int) or not 0 <= each < 1 << 63:
+            raise DamagedCheckpointError(f"{where} holds {str(each)[:40]!r}, which is not a size")
+        sizes.append(each)
+    return tuple(sizes)

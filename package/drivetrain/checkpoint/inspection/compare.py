@@ -1,0 +1,293 @@
+"""Compare two checkpoints: tensors by their hashes where possible, everything else by value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from drivetrain.checkpoint.format.records import TensorRecord, file_name
+from drivetrain.checkpoint.inspection.description import mapping, open_checkpoint, readable, totals
+from drivetrain.checkpoint.saving.index import PURPOSE
+from drivetrain.checkpoint.saving.reading import Reader
+from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError
+from drivetrain.core.types import Json
+
+Kind: TypeAlias = Literal["only in the first", "only in the second", "shape", "dtype", "content"]
+"""The kind of a difference; "shape" if both shape and dtype differ."""
+
+_AT_ONCE = 1 << 30
+"""The largest group of tensors, in bytes, that is read at once; larger ones are read tensor by tensor."""
+
+_CHUNK = 1 << 22
+"""Elements to compare at a time, in double precision."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDifference:
+    """One tensor that differs.
+
+    Attributes:
+        group: Its group.
+        name: Its name.
+        kind: The kind of the difference.
+        first: Its record in the first checkpoint, or None.
+        second: Its record in the second checkpoint, or None.
+        max_abs: The largest absolute difference of two elements; NaN if only one of the two is NaN. None if
+            it was not measured, because values were not requested or the shapes differ.
+        relative: The norm of the difference divided by the norm of the first, or None.
+    """
+
+    group: str
+    name: str
+    kind: Kind
+    first: TensorRecord | None
+    second: TensorRecord | None
+    max_abs: float | None = None
+    relative: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ValueDifference:
+    """One number, text or setting that differs.
+
+    Attributes:
+        section: "progress", "metrics", "saved_by", "hparams", "optimizers", or the name of an object.
+        name: Its place in the section, with dots between the levels.
+        kind: The kind of the difference.
+        first: Its value in the first checkpoint, or None; see `readable`.
+        second: Its value in the second checkpoint, or None.
+    """
+
+    section: str
+    name: str
+    kind: Kind
+    first: Json = None
+    second: Json = None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The comparison of two checkpoints.
+
+    Attributes:
+        first: The path of the first.
+        second: The path of the second.
+        same: The number of bitwise equal tensors.
+        tensors: The tensors that differ.
+        values: The other differences.
+    """
+
+    first: str
+    second: str
+    same: int
+    tensors: tuple[TensorDifference, ...]
+    values: tuple[ValueDifference, ...]
+
+    @property
+    def is_same(self) -> bool:
+        """Whether nothing differs."""
+        return not self.tensors and not self.values
+
+
+def compare(first: str, second: str, *, values: bool = False) -> Comparison:
+    """Compare two checkpoints.
+
+    Tensors that are stored in the same pieces are compared by their hashes; others are read. Times and
+    purposes of checkpoints are ignored, because they differ between two equal runs.
+
+    Args:
+        first: A checkpoint, not a run directory.
+        second: Another checkpoint.
+        values: Read the tensors that differ, and measure their distance.
+
+    Raises:
+        DamagedCheckpointError: A checkpoint is damaged.
+        CheckpointError: A checkpoint cannot be read.
+    """
+    left, right = _Side(open_checkpoint(first)), _Side(open_checkpoint(second))
+    same = 0
+    tensors: list[TensorDifference] = []
+    for group, name in dict.fromkeys([*left.names(), *right.names()]):
+        kind = _tensor_kind(left, right, group, name)
+        if kind is None:
+            same += 1
+            continue
+        mine, theirs = left.record(group, name), right.record(group, name)
+        apart: tuple[float | None, float | None] = (None, None)
+        if values and kind in ("content", "dtype"):
+            apart = _distance(left.tensor(group, name), right.tensor(group, name))
+        tensors.append(TensorDifference(group, name, kind, mine, theirs, *apart))
+    return Comparison(first, second, same, tuple(tensors), tuple(_compare_values(left, right)))
+
+
+class _Side:
+    """One of the two checkpoints.
+
+    Args:
+        reader: The checkpoint's reader.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._records = reader.manifest.tensors
+        self._small = {
+            group for group, each in self._records.items() if totals(each.values()).bytes <= _AT_ONCE
+        }
+        self._loaded: tuple[str, dict[str, Tensor]] = ("", {})
+        self._hashes: dict[str, dict[str, str]] = {}
+
+    def names(self) -> list[tuple[str, str]]:
+        """Return the group and name of every tensor."""
+        return [(group, name) for group, names in self._records.items() for name in names]
+
+    def record(self, group: str, name: str) -> TensorRecord | None:
+        """Return a tensor's record in the manifest, or None."""
+        return self._records.get(group, {}).get(name)
+
+    def hashes(self, group: str, name: str) -> dict[tuple[tuple[int, ...], tuple[int, ...]], str]:
+        """Return the hash of each piece of a tensor, by offset and shape."""
+        found = {}
+        for number, offset, shape in self._records[group][name].pieces:
+            file = file_name(group, number, self._reader.manifest.processes)
+            if file not in self._hashes:
+                self._hashes[file] = self._reader.hashes(file).tensors
+            if name not in self._hashes[file]:
+                raise DamagedCheckpointError(f"{self._reader.path!r}: {file} has no hash of {name!r}")
+            found[offset, shape] = self._hashes[file][name]
+        return found
+
+    def tensor(self, group: str, name: str) -> Tensor:
+        """Read and verify a tensor. A small group is read at once: each read opens its files again."""
+        if group not in self._small:
+            return self._reader.tensor(group, name)
+        if self._loaded[0] != group:
+            self._loaded = (group, self._reader.snapshot((group,), None).tensors[group])
+        return self._loaded[1][name]
+
+    def sections(self) -> dict[str, Json]:
+        """Return everything except the tensors."""
+        manifest = self._reader.manifest
+        objects = {name: self._reader.object(name) for name in manifest.objects() if name != PURPOSE}
+        progress = {name: count for name, count in manifest.progress.items() if name != "seconds"}
+        metrics: dict[str, Json] = dict(manifest.metrics)
+        saved_by: dict[str, Json] = dict(manifest.saved_by)
+        hparams = mapping(objects.pop("hparams", None))
+        state = objects.get("state")
+        optimizers: dict[str, Json] = {}
+        if isinstance(state, dict):
+            # "timing" is the run's duration, and "metrics" repeats those of the manifest.
+            state = {name: value for name, value in state.items() if name not in ("timing", "metrics")}
+            optimizers = {name: _settings(meta) for name, meta in mapping(state.get("optimizers")).items()}
+            state["optimizers"] = {
+                name: {
+                    key: value for key, value in mapping(meta).items() if key not in ("optimizer", "groups")
+                }
+                for name, meta in mapping(state.get("optimizers")).items()
+            }
+            objects["state"] = state
+        return {
+            "progress": progress,
+            "metrics": metrics,
+            "saved_by": saved_by,
+            "hparams": {**mapping(hparams.get("values")), **mapping(hparams.get("dataclasses"))},
+            "unstored": hparams.get("unstored", []),
+            "optimizers": optimizers,
+            **objects,
+        }
+
+
+def _settings(meta: Json) -> dict[str, Json]:
+    """Return an optimizer's settings; a group's parameter names become keys: their order has no meaning."""
+    groups = mapping(meta).get("groups")
+    named: list[Json] = []
+    for group in groups if isinstance(groups, list) else ():
+        parameters = mapping(group).get("parameters")
+        listed = parameters if isinstance(parameters, list) else []
+        named.append({**mapping(group), "parameters": {str(name): True for name in listed}})
+    return {"optimizer": mapping(meta).get("optimizer"), "groups": named}
+
+
+def _tensor_kind(left: _Side, right: _Side, group: str, name: str) -> Kind | None:
+    """Return the kind of difference between two tensors, or None."""
+    mine, theirs = left.record(group, name), right.record(group, name)
+    if theirs is None:
+        return "only in the first"
+    if mine is None:
+        return "only in the second"
+    if mine.shape != theirs.shape:
+        return "shape"
+    if mine.dtype != theirs.dtype:
+        return "dtype"
+    boxes, others = (each.hashes(group, name) for each in (left, right))
+    if boxes.keys() == others.keys():
+        return None if boxes == others else "content"
+    same = torch.equal(_bits(left.tensor(group, name)), _bits(right.tensor(group, name)))
+    return None if same else "content"
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _distance(first: Tensor, second: Tensor) -> tuple[float, float]:
+    """Return the largest absolute difference, and the difference's norm relative to `first`'s finite part."""
+    wide = torch.complex128 if first.is_complex() or second.is_complex() else torch.float64
+    largest, square, norm = 0.0, 0.0, 0.0
+    pairs = zip(*(torch.split(each.flatten(), _CHUNK) for each in (first, second)), strict=True)
+    for left, right in ((mine.to(wide), theirs.to(wide)) for mine, theirs in pairs):
+        if not left.numel():
+            continue
+        # Not the difference alone: two equal infinities, and two NaN, have the difference NaN.
+        same = (left == right) | (left.isnan() & right.isnan())
+        apart = torch.where(same, 0.0, left - right).abs()
+        most = apart.max().item()
+        largest = most if math.isnan(most) or math.isnan(largest) else max(largest, most)
+        square += apart.square().sum().item()
+        norm += torch.where(left.isfinite(), left, 0.0).abs().square().sum().item()
+    if norm == 0.0:
+        return largest, 0.0 if square == 0.0 else square if math.isnan(square) else math.inf
+    return largest, math.sqrt(square / norm)
+
+
+def _compare_values(left: _Side, right: _Side) -> Iterator[ValueDifference]:
+    ours, theirs = left.sections(), right.sections()
+    for section in dict.fromkeys([*ours, *theirs]):
+        if section not in theirs:
+            yield ValueDifference(section, "", "only in the first", readable(ours[section]))
+        elif section not in ours:
+            yield ValueDifference(section, "", "only in the second", None, readable(theirs[section]))
+        else:
+            yield from _differences(section, ours[section], theirs[section])
+
+
+def _differences(section: str, first: Json, second: Json) -> list[ValueDifference]:
+    """Return a section's differences in the form for people or, if there are none, in the stored form."""
+    forms: tuple[Callable[[Json], Json], ...] = (readable, lambda value: value)
+    for form in forms:
+        left, right = dict(_flat(form(first), "")), dict(_flat(form(second), ""))
+        found = []
+        for name in dict.fromkeys([*left, *right]):
+            if name not in right:
+                found.append(ValueDifference(section, name, "only in the first", left[name]))
+            elif name not in left:
+                found.append(ValueDifference(section, name, "only in the second", None, right[name]))
+            # As text: then NaN equals NaN, 1 is neither 1.0 nor true, and 0.0 is not -0.0.
+            elif repr(left[name]) != repr(right[name]):
+                found.append(ValueDifference(section, name, "content", left[name], right[name]))
+        if found:
+            return found
+    return []
+
+
+def _flat(value: Json, place: str) -> Iterator[tuple[str, Json]]:
+    """Yield every number, text and empty container with its place."""
+    if isinstance(value, (dict, list)) and value:
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _flat(each, f"{place}.{key}" if place else str(key))
+    elif place or not isinstance(value, (dict, list)):
+        yield place, value

@@ -1,0 +1,199 @@
+"""Describe one checkpoint from its manifest and JSON files; no tensor is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from drivetrain.checkpoint.format.records import TensorRecord
+from drivetrain.checkpoint.format.tensors import DTYPES
+from drivetrain.checkpoint.format.tree import unpack
+from drivetrain.checkpoint.saving.index import PURPOSE
+from drivetrain.checkpoint.saving.reading import Reader
+from drivetrain.checkpoint.storage.schemes import file_system
+from drivetrain.core.errors import CheckpointError
+from drivetrain.core.types import Json
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """The totals of a group of tensors.
+
+    Attributes:
+        tensors: The number of tensors.
+        elements: The number of elements.
+        bytes: The size.
+        dtypes: The number of elements by dtype, as safetensors names it ("F32", "BF16").
+    """
+
+    tensors: int
+    elements: int
+    bytes: int
+    dtypes: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSettings:
+    """An optimizer in a checkpoint.
+
+    Attributes:
+        optimizer: The name of its class.
+        groups: The settings of each parameter group; "parameters" is their number.
+    """
+
+    optimizer: str
+    groups: list[dict[str, Json]]
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """The description of a checkpoint. Values that JSON lacks are in a form for people; see `readable`.
+
+    Attributes:
+        path: Its directory.
+        format_version: The format version that it was written in.
+        saved_by: Versions, and the task's name.
+        progress: The counts of `Progress`.
+        metrics: The latest logged metrics.
+        purpose: Its purpose and its place in the order; empty if no manager saved it.
+        hparams: The constructor arguments of the task.
+        unstored: The names of arguments that a file cannot store.
+        optimizers: The optimizers' settings by name.
+        files: The size of each file in bytes, without the manifest.
+        assets: The size of each file stored beside the weights.
+        groups: The totals of each group of tensors.
+    """
+
+    path: str
+    format_version: int
+    saved_by: dict[str, str]
+    progress: dict[str, Json]
+    metrics: dict[str, float]
+    purpose: dict[str, Json]
+    hparams: dict[str, Json]
+    unstored: list[str]
+    optimizers: dict[str, OptimizerSettings]
+    files: dict[str, int]
+    assets: dict[str, int]
+    groups: dict[str, Totals] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all attributes by name."""
+        return asdict(self)
+
+
+def open_checkpoint(path: str) -> Reader:
+    """Open a checkpoint, and read and verify its manifest; `path` must not be a run directory.
+
+    Raises:
+        DamagedCheckpointError: There is no checkpoint, or a damaged one.
+        CheckpointError: The checkpoint cannot be read.
+    """
+    files = file_system(path)
+    return Reader(files, files.absolute(path))
+
+
+def describe(reader: Reader) -> Description:
+    """Describe a checkpoint.
+
+    Raises:
+        DamagedCheckpointError: A JSON file is damaged.
+        CheckpointError: A JSON file cannot be read.
+    """
+    manifest = reader.manifest
+    objects = {name: reader.object(name) for name in manifest.objects()}
+    hparams = mapping(objects.get("hparams"))
+    unstored = hparams.get("unstored")
+    return Description(
+        path=reader.path,
+        format_version=manifest.format_version,
+        saved_by=dict(manifest.saved_by),
+        progress=dict(manifest.progress),
+        metrics=dict(manifest.metrics),
+        purpose=mapping(readable(objects.get(PURPOSE))),
+        hparams=arguments(hparams),
+        unstored=[str(name) for name in unstored] if isinstance(unstored, list) else [],
+        optimizers=optimizer_settings(objects.get("state")),
+        files={name: record.bytes for name, record in manifest.files.items()},
+        assets={name: record.bytes for name, record in reader.assets.items()},
+        groups={group: totals(records.values()) for group, records in manifest.tensors.items()},
+    )
+
+
+def totals(records: Iterable[TensorRecord]) -> Totals:
+    """Return the totals of some tensors."""
+    every = list(records)
+    dtypes: dict[str, int] = {}
+    for record in every:
+        dtypes[record.dtype] = dtypes.get(record.dtype, 0) + math.prod(record.shape)
+    size = sum(elements * DTYPES[dtype].itemsize for dtype, elements in dtypes.items())
+    return Totals(len(every), sum(dtypes.values()), size, dict(sorted(dtypes.items())))
+
+
+def arguments(stored: Mapping[str, Json]) -> dict[str, Json]:
+    """Return stored arguments for people: a dataclass is an object of its fields and its name as "class"."""
+    values = {name: readable(value) for name, value in mapping(stored.get("values")).items()}
+    for name, value in mapping(stored.get("dataclasses")).items():
+        inner = mapping(value)
+        values[name] = {"class": str(inner.get("class")), **arguments(inner)}
+    return values
+
+
+def optimizer_settings(state: Json) -> dict[str, OptimizerSettings]:
+    """Return the optimizers' settings in the object "state" of a run; empty if it has another structure."""
+    found: dict[str, OptimizerSettings] = {}
+    for name, stored in mapping(mapping(state).get("optimizers")).items():
+        meta = mapping(stored)
+        groups = meta.get("groups")
+        listed = [mapping(group) for group in groups] if isinstance(groups, list) else []
+        found[name] = OptimizerSettings(str(meta.get("optimizer")), [_settings(group) for group in listed])
+    return found
+
+
+def _settings(group: Mapping[str, Json]) -> dict[str, Json]:
+    settings = {key: readable(value) for key, value in group.items() if key != "parameters"}
+    parameters = group.get("parameters")
+    return {**settings, "parameters": len(parameters) if isinstance(parameters, list) else 0}
+
+
+def mapping(value: Json) -> dict[str, Json]:
+    """Return the value if it is an object, else an empty one: values for display may have any structure."""
+    return value if isinstance(value, dict) else {}
+
+
+def readable(value: Json) -> Json:
+    """Convert the result of `checkpoint.pack` into plain JSON for people.
+
+    Tuples become lists, keys become texts, tagged numbers become numbers, and tensors and bytes become texts
+    in angle brackets. Unlike `unpack`, this loses information, and needs no tensors.
+    """
+    if isinstance(value, list):
+        return [readable(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value), "")
+    if len(value) != 1 or not tag.startswith("$"):
+        return {key: readable(each) for key, each in value.items()}
+    content = value[tag]
+    if tag == "$tuple":
+        return readable(content)
+    if tag in ("$tensor", "$array", "$scalar"):
+        return f"<tensor {content}>"
+    try:
+        plain = unpack(value, {})
+    except CheckpointError:  # from a later format, or with a tensor inside
+        return _pairs(content)
+    if isinstance(plain, bytes):
+        return f"<{len(plain)} bytes>"
+    return plain if isinstance(plain, (int, float)) else _pairs(content)
+
+
+def _pairs(content: Json) -> Json:
+    """Convert the pairs of a mapping whose keys are not plain texts."""
+    if not isinstance(content, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 for pair in content
+    ):
+        return readable(content)
+    return {str(readable(pair[0])): readable(pair[1]) for pair in content if isinstance(pair, list)}

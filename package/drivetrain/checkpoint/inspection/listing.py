@@ -1,0 +1,214 @@
+"""List checkpoints and their state without reading them; nothing on the disk changes.
+
+As for the run itself, the index has the order and purpose of each checkpoint, and the disk decides which
+exist. A directory of a thousand checkpoints is listed in a fraction of a second, because only the names,
+sizes and times of files are read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from drivetrain.checkpoint.format.assets import ASSETS
+from drivetrain.checkpoint.format.manifest import MANIFEST
+from drivetrain.checkpoint.locate import CHECKPOINTS
+from drivetrain.checkpoint.saving.index import Entry, entry_from_snapshot, read_index
+from drivetrain.checkpoint.saving.io import UNFINISHED, DirectoryCheckpointIO, is_set_aside
+from drivetrain.checkpoint.saving.reading import Reader
+from drivetrain.checkpoint.storage.files import REMOVING, SAVING
+from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, FileSystem, os_errors, plain_path
+from drivetrain.checkpoint.storage.schemes import file_system
+from drivetrain.core.errors import CheckpointError
+
+Condition: TypeAlias = Literal["committed", "damaged", "unreadable", "gone", "set aside", "unfinished"]
+"""The state of a checkpoint without reading its tensors; a "committed" one may be damaged."""
+
+_TRIES = 5
+"""The most attempts to list a directory that a run keeps changing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A listed checkpoint, or the remains of one.
+
+    Attributes:
+        name: The name of its directory.
+        path: Its path, relative if the listed path was.
+        condition: Its state.
+        entry: Its entry in the index, or else in the checkpoint itself; None if neither has one.
+        bytes: The size of its files without the manifest; None if unknown.
+        saved_at: The time when its manifest was written, in seconds since 1970; None if unknown.
+        trouble: What is wrong with it, or "".
+    """
+
+    name: str
+    path: str
+    condition: Condition
+    entry: Entry | None = None
+    bytes: int | None = None
+    saved_at: float | None = None
+    trouble: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """A directory of checkpoints.
+
+    Attributes:
+        directory: The listed directory; for a run directory, the one inside.
+        checkpoints: The checkpoints, newest last. Set-aside ones and others without an order come first.
+        trouble: What is wrong with the index, or "".
+    """
+
+    directory: str
+    checkpoints: tuple[Listed, ...]
+    trouble: str = ""
+
+    def __bool__(self) -> bool:
+        """Return whether there is anything to show."""
+        return bool(self.checkpoints or self.trouble)
+
+
+def list_checkpoints(path: str | os.PathLike[str]) -> Listing:
+    """List the checkpoints of a run directory or of a directory of checkpoints; or a single checkpoint.
+
+    Nothing is changed, and no tensor is read: `verify` finds damage inside the files. In an object store,
+    sizes come from the manifests, and times are unknown.
+
+    Args:
+        path: The directory, or one checkpoint; also an address such as "s3://bucket/run".
+
+    Raises:
+        CheckpointError: There is no such directory, or it cannot be read.
+    """
+    path = os.fspath(path)
+    files = file_system(path)
+    if DirectoryCheckpointIO(files).exists(path):
+        only = _look(files, path, files.split(files.absolute(path))[1], None)
+        return Listing(path, () if only is None else (only,))
+    with os_errors("list", path):
+        kind = files.kind(path)
+        if kind == "file" or (kind is None and not files.entries(path)):
+            what = "is a file, not a directory of checkpoints" if kind else "does not exist"
+            raise CheckpointError(f"{path!r} {what}. Give a run directory, or one of checkpoints")
+        inner = files.join(path, CHECKPOINTS)
+        directory = inner if files.entries(inner) else path
+    index = _read_index(files, directory)
+    for _ in range(_TRIES):
+        listing = _scan(files, directory, *index)
+        now = _read_index(files, directory)
+        if now == index:
+            return listing
+        index = now
+    return _scan(files, directory, *index)
+
+
+def _read_index(files: FileSystem, directory: str) -> tuple[dict[str, Entry], str]:
+    try:
+        return {entry.name: entry for entry in read_index(directory, files) or []}, ""
+    except DamagedCheckpointError as error:
+        return {}, str(error)
+
+
+def _scan(files: FileSystem, directory: str, entries: Mapping[str, Entry], trouble: str) -> Listing:
+    with os_errors("list", directory):
+        names = files.entries(directory)
+    found = [
+        _look(files, files.join(directory, name), name, entries.get(name))
+        for name, kind in names.items()
+        if kind == "directory"
+    ]
+    lost = [
+        Listed(name, files.join(directory, name), "gone", entry, trouble="is in the index, but is not there")
+        for name, entry in entries.items()
+        if names.get(name) != "directory"
+    ]
+    listed = sorted([*(each for each in found if each is not None), *lost], key=_age)
+    return Listing(directory, tuple(listed), trouble)
+
+
+def _age(listed: Listed) -> tuple[int, int, str]:
+    order = (listed.entry.order, listed.entry.update) if listed.entry else (-1, 0)
+    return *order, listed.name
+
+
+def _look(files: FileSystem, path: str, name: str, entry: Entry | None) -> Listed | None:
+    """Return the listing of one directory; None if it is not a checkpoint, or has been removed."""
+    listed = Listed(name, path, "committed", entry)
+    if name.startswith(SAVING):
+        return replace(listed, condition="unfinished", trouble="is being saved, or its save was interrupted")
+    if name.startswith(REMOVING):
+        return replace(
+            listed, condition="unfinished", trouble="is being removed, or its removal was interrupted"
+        )
+    if name.startswith("."):
+        return None
+    try:
+        with os_errors("read", path):
+            inside = _inside(files, path)
+    except CheckpointError as error:
+        return replace(listed, condition="unreadable", trouble=str(error))
+    if files.renames:
+        size = sum(each[0] for file, each in inside.items() if file != MANIFEST) + _bytes_of_assets(path)
+        saved_at = inside[MANIFEST][1] if MANIFEST in inside else None
+        listed = replace(listed, bytes=size, saved_at=saved_at)
+    # Where directories cannot be renamed, the manifest was renamed instead.
+    marks = [file for file in inside if file.startswith(MANIFEST) and is_set_aside(file)]
+    if is_set_aside(name) or (marks and MANIFEST not in inside):
+        return replace(listed, condition="set aside", trouble="was set aside as damaged")
+    if MANIFEST not in inside:
+        if UNFINISHED in inside:
+            return replace(
+                listed, condition="unfinished", trouble="is being saved, or its save was interrupted"
+            )
+        if entry is not None and inside:
+            return replace(listed, condition="damaged", trouble=f"has lost its {MANIFEST}")
+        return None if entry is None else replace(listed, condition="gone", trouble="is empty")
+    return _described_by_files(files, listed)
+
+
+def _inside(files: FileSystem, path: str) -> dict[str, tuple[int, float]]:
+    """Return a checkpoint's regular files with sizes and times; in an object store, only their names."""
+    if not files.renames:
+        return {name: (0, 0.0) for name, kind in files.entries(path).items() if kind == "file"}
+    # One system call per file. `FileSystem` has no times, and would have to open each file.
+    inside: dict[str, tuple[int, float]] = {}
+    try:
+        with os.scandir(plain_path(path)) as found:
+            for each in found:
+                if each.is_file(follow_symlinks=False):
+                    status = each.stat(follow_symlinks=False)
+                    inside[each.name] = (status.st_size, status.st_mtime)
+    except FileNotFoundError:  # removed just now
+        return {}
+    return inside
+
+
+def _bytes_of_assets(path: str) -> int:
+    """Return the size of the files stored beside the weights, which need not be complete."""
+    found = 0
+    for parent, _, names in os.walk(os.path.join(plain_path(path), ASSETS)):
+        for name in names:
+            with suppress(OSError):  # removed just now
+                found += os.lstat(os.path.join(parent, name)).st_size
+    return found
+
+
+def _described_by_files(files: FileSystem, listed: Listed) -> Listed | None:
+    """Add information from the checkpoint's files: its entry, and in an object store its size."""
+    io = DirectoryCheckpointIO(files)
+    try:
+        if not files.renames:
+            listed = replace(listed, bytes=Reader(files, files.absolute(listed.path)).size)
+        if listed.entry is None:
+            listed = replace(listed, entry=entry_from_snapshot(listed.name, io.load(listed.path, groups=())))
+    except CheckpointError as error:
+        if listed.entry is None and not io.exists(listed.path):  # removed just now
+            return None
+        is_damaged = isinstance(error, DamagedCheckpointError)
+        return replace(listed, condition="damaged" if is_damaged else "unreadable", trouble=str(error))
+    return listed

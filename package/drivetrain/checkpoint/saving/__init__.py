@@ -1,0 +1,1 @@
+"""Checkpoints on storage: written, verified, kept, locked, recovered."""

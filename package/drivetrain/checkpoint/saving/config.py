@@ -1,0 +1,114 @@
+"""The policy of a run's checkpoints: when to save, and what to keep."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from datetime import timedelta
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.intervals import Every
+from drivetrain.core.validation import by_name, count, flag, one_of
+
+_MODES = ("min", "max")
+
+# Two letters at least: one is a drive of Windows.
+_MANGLED = re.compile(r"[a-z][a-z0-9+.-]+:[/\\](?![/\\])", re.ASCII | re.IGNORECASE)
+"""The start of an address that `pathlib.Path` has stripped of a slash."""
+
+
+@by_name
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """The policy for saving and keeping checkpoints. It has two ideas, and one checkpoint may serve both.
+
+    *Resume points* are saved at an interval, and the newest few are kept, so that a run can resume. *Keepers*
+    are the best few by a metric, so that the best model still exists at the end.
+
+    Attributes:
+        every: The interval between resume points ("500 steps", "1 epoch", "10 minutes"...); None saves only
+            at the end.
+        keep_last: The number of resume points to keep; None keeps all. The newest checkpoint is always kept
+            until the next is committed.
+        best: The number of keepers; 0 disables them. None keeps one if the fit validates. A number, or
+            another `by`, is an error in a fit that cannot give the metric.
+        by: The full name of the metric that ranks keepers; None disables them.
+        mode: "min" if the smallest value is best, "max" if the largest. NaN is never best, and of equal
+            values the earlier is better.
+        asynchronous: Write in the background: training waits only for a copy of the state to the host's
+            memory, and for the previous save if that has not ended. A write error is raised after the next
+            update.
+        parameters: "all", or "trainable" to leave out the frozen parameters, such as a pretrained model under
+            adapters. None leaves out those that the task names in `left_out_of_checkpoints`, by default none.
+            All buffers stay, because training changes those of frozen modules too (running statistics). A
+            checkpoint then has a fingerprint of the frozen parameters; the program makes them again, and a
+            resume checks that they are the same.
+        directory: The directory for the checkpoints and the finished run's weights, instead of the run
+            directory: a path, or an address such as "s3://bucket/run".
+        resumable: Whether a run can resume from its checkpoints. Without it they hold the weights and the
+            task's arguments alone: no optimizer state, and nothing else that a run needs to go on.
+
+    Raises:
+        ConfigError: A value that is not allowed.
+    """
+
+    every: Every | str | int | float | timedelta | None = "1 epoch"
+    keep_last: int | None = 2
+    best: int | None = None
+    by: str | None = "validation/loss"
+    mode: str = "min"
+    asynchronous: bool = False
+    parameters: str | None = None
+    directory: str | os.PathLike[str] | None = None
+    resumable: bool = True
+
+    def __post_init__(self) -> None:
+        """Check each value, and parse the interval."""
+        for name in ("keep_last", "best"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, count(f"CheckpointConfig: {name}", getattr(self, name)))
+        one_of("CheckpointConfig mode", self.mode, _MODES)
+        if self.parameters is not None:
+            one_of("CheckpointConfig parameters", self.parameters, ("all", "trainable"))
+        flag("CheckpointConfig: asynchronous", self.asynchronous)
+        flag("CheckpointConfig: resumable", self.resumable)
+        by: object = self.by
+        if by is not None and (not isinstance(by, str) or not by):
+            raise ConfigError(
+                f"CheckpointConfig: by must be a metric's name such as 'validation/loss', or None; not {by!r}"
+            )
+        _check_directory(self.directory)
+        if self.every is not None:
+            object.__setattr__(self, "every", Every(self.every))
+
+    @property
+    def interval(self) -> Every | None:
+        """The parsed interval `every`; None saves only at the end."""
+        return None if self.every is None else Every(self.every)
+
+    @property
+    def keepers(self) -> int:
+        """The number of keepers; 0 if no metric ranks them."""
+        if self.by is None:
+            return 0
+        return 1 if self.best is None else self.best
+
+    def is_better(self, value: float, other: float) -> bool:
+        """Return whether `value` is strictly better than `other`; False if it is NaN."""
+        return value < other if self.mode == "min" else value > other
+
+
+def _check_directory(directory: object) -> None:
+    if directory is None:
+        return
+    path = os.fspath(directory) if isinstance(directory, (str, os.PathLike)) else None
+    if not isinstance(path, str) or not path:
+        raise ConfigError(
+            f"CheckpointConfig: directory must be a path, an address, or None; not {directory!r}"
+        )
+    if not isinstance(directory, str) and _MANGLED.match(path):
+        raise ConfigError(
+            f"CheckpointConfig: directory={directory!r} is not an address, because a Path keeps only one of"
+            " two slashes. Give an address as a text, such as 's3://bucket/run'"
+        )

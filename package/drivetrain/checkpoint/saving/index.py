@@ -1,0 +1,192 @@
+"""The index of a directory of checkpoints, `index.json`: their order and purposes."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from drivetrain.checkpoint.format.manifest import (
+    FORMAT_VERSION,
+    Snapshot,
+    check_version,
+    dump_metrics,
+    load_metrics,
+)
+from drivetrain.checkpoint.format.migrations import steps_from
+from drivetrain.checkpoint.format.strict_json import seal, unseal
+from drivetrain.checkpoint.saving.config import CheckpointConfig
+from drivetrain.checkpoint.storage.files import HashedReader, write_atomically
+from drivetrain.checkpoint.storage.filesystem import LOCAL, DamagedCheckpointError, FileSystem, os_errors
+from drivetrain.core.types import Json
+
+INDEX = "index.json"
+
+PURPOSE = "checkpoint"
+"""The object in a checkpoint with a copy of its entry, for rebuilding a lost index. The copy is from the
+time of writing: a purpose that was added later is only in the index."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One committed checkpoint.
+
+    Attributes:
+        name: The name of its directory beside the index, so that the run directory may be moved.
+        order: The number of the save; the newest has the highest. Updates cannot serve for this: they go back
+            when a run resumes from an earlier checkpoint.
+        update: The number of updates made before it.
+        epoch: The number of epochs made before it.
+        metrics: The metric that ranks keepers, if it was known.
+        resume: Whether it is one of the rolling resume points.
+        keeper: Whether it is one of the best.
+    """
+
+    name: str
+    order: int
+    update: int
+    epoch: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    resume: bool = True
+    keeper: bool = False
+
+    def to_json(self) -> dict[str, Json]:
+        """Return the entry as strict JSON."""
+        return {
+            "name": self.name,
+            "order": self.order,
+            "update": self.update,
+            "epoch": self.epoch,
+            "metrics": dump_metrics(self.metrics),
+            "resume": self.resume,
+            "keeper": self.keeper,
+        }
+
+
+def write_index(directory: str, entries: Sequence[Entry], files: FileSystem = LOCAL) -> None:
+    """Replace the index in one step.
+
+    Raises:
+        CheckpointError: The write failed; the old index is intact.
+    """
+    listed: list[Json] = [entry.to_json() for entry in entries]
+    body: dict[str, Json] = {"format_version": FORMAT_VERSION, "checkpoints": listed}
+    write_atomically(files.join(directory, INDEX), [seal(body, INDEX)], files)
+
+
+def read_index(directory: str, files: FileSystem = LOCAL) -> list[Entry] | None:
+    """Return the entries, oldest first, or None if there is no index.
+
+    Raises:
+        DamagedCheckpointError: The index is damaged.
+        CheckpointError: The index has a newer format, or cannot be read.
+    """
+    path = files.join(directory, INDEX)
+    with os_errors("read", path):
+        if files.kind(path) is None:
+            return None
+    with HashedReader(path, files) as reader:
+        body = unseal(reader.read_json(), repr(path))
+    version = check_version(body.pop("format_version", None), repr(path))
+    for step in steps_from(version, FORMAT_VERSION, repr(path)):
+        body = step.index(body)
+    listed = body.get("checkpoints")
+    if not isinstance(listed, list):
+        raise DamagedCheckpointError(f"{path!r} has no list of checkpoints")
+    entries = [_entry(value, path) for value in listed]
+    if len({entry.name for entry in entries}) != len(entries):
+        raise DamagedCheckpointError(f"{path!r} lists a checkpoint twice")
+    return sorted(entries, key=lambda entry: entry.order)
+
+
+def _entry(value: Json, path: str) -> Entry:
+    what = f"{path!r}: an entry"
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise DamagedCheckpointError(f"{what} is not an object with a name")
+    name = str(value["name"])
+    if os.path.basename(name) != name or name.startswith(".") or "\\" in name or ":" in name or not name:
+        raise DamagedCheckpointError(f"{what} has the name {name[:80]!r}, which leads out of the directory")
+    return _with_fields(Entry(name, 0, 0, 0), value, f"{path!r}: the entry {name!r}")
+
+
+def _with_fields(entry: Entry, fields: dict[str, Json], what: str) -> Entry:
+    resume, keeper = fields.get("resume"), fields.get("keeper")
+    if not isinstance(resume, bool) or not isinstance(keeper, bool):
+        raise DamagedCheckpointError(f"{what}: resume and keeper must be true or false")
+    return replace(
+        entry,
+        order=_count(fields, "order", what),
+        update=_count(fields, "update", what),
+        epoch=_count(fields, "epoch", what),
+        metrics=load_metrics(fields.get("metrics"), f"{what}: metrics"),
+        resume=resume,
+        keeper=keeper,
+    )
+
+
+def _count(fields: dict[str, Json], name: str, what: str) -> int:
+    value = fields.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise DamagedCheckpointError(f"{what}: {name} must be a whole number, at least 0")
+    return value
+
+
+def entry_from_snapshot(name: str, snapshot: Snapshot) -> Entry:
+    """Return the entry of a checkpoint that is not in the index, from the checkpoint itself.
+
+    A checkpoint that no manager saved counts as a resume point at the number of updates in its progress, and
+    as older than all others.
+
+    Raises:
+        DamagedCheckpointError: The entry in the checkpoint is malformed.
+    """
+    purpose = snapshot.objects.get(PURPOSE)
+    if isinstance(purpose, dict):
+        return _with_fields(Entry(name, 0, 0, 0), purpose, f"the checkpoint {name!r}")
+    update, epoch = snapshot.progress.get("updates"), snapshot.progress.get("epoch")
+    return Entry(name, 0, update if isinstance(update, int) else 0, epoch if isinstance(epoch, int) else 0)
+
+
+def retain(entries: Sequence[Entry], config: CheckpointConfig) -> tuple[list[Entry], list[Entry]]:
+    """Apply the policy: the newest `keep_last` resume points, the best keepers, and always the newest of all.
+
+    Args:
+        entries: The entries, oldest first.
+        config: The policy.
+
+    Returns:
+        The entries to keep, with flags for their remaining purposes, and those to remove; both oldest first.
+    """
+    points = [entry.name for entry in entries if entry.resume]
+    if config.keep_last is not None:
+        points = points[max(0, len(points) - config.keep_last) :]
+    best = {entry.name for entry in rank(entries, config)[: config.keepers]}
+    flagged = [replace(entry, resume=entry.name in points, keeper=entry.name in best) for entry in entries]
+    stays = [entry.resume or entry.keeper or entry is flagged[-1] for entry in flagged]
+    return (
+        [entry for entry, stay in zip(flagged, stays, strict=True) if stay],
+        [entry for entry, stay in zip(flagged, stays, strict=True) if not stay],
+    )
+
+
+def oldest_first(entries: Iterable[Entry]) -> list[Entry]:
+    """Return the entries, the first saved first."""
+    return sorted(entries, key=lambda entry: (entry.order, entry.update))
+
+
+def rank(entries: Sequence[Entry], config: CheckpointConfig) -> list[Entry]:
+    """Return the keepers by the configured metric, best first; of equal ones, the earlier first.
+
+    Args:
+        entries: The entries, oldest first. A keeper without the metric (it was chosen by another) comes last.
+        config: The policy, with the metric and its direction.
+    """
+    keepers = [entry for entry in entries if entry.keeper]
+    sign = 1.0 if config.mode == "min" else -1.0
+
+    def key(entry: Entry) -> tuple[bool, float]:
+        value = entry.metrics.get(config.by or "", math.nan)
+        return (True, 0.0) if math.isnan(value) else (False, sign * value)
+
+    return sorted(keepers, key=key)

@@ -1,0 +1,412 @@
+"""The checkpoints of one run: save, rank, prune and recover them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from drivetrain.checkpoint.format.manifest import Snapshot
+from drivetrain.checkpoint.saving.background import Background, HostBuffers
+from drivetrain.checkpoint.saving.config import CheckpointConfig
+from drivetrain.checkpoint.saving.index import PURPOSE, Entry, oldest_first, rank, retain, write_index
+from drivetrain.checkpoint.saving.io import CheckpointIO, DirectoryCheckpointIO
+from drivetrain.checkpoint.saving.lock import DirectoryLock
+from drivetrain.checkpoint.saving.recovery import load_together, recover, removed, set_aside
+from drivetrain.checkpoint.saving.sharding import Like, plan_save
+from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, FileSystem, os_errors
+from drivetrain.checkpoint.storage.schemes import file_system
+from drivetrain.core.errors import CheckpointError, ConfigError, nearest
+from drivetrain.core.messages import logger
+from drivetrain.distributed.ranks import ALONE, Ranks
+
+_LOG = logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedCheckpoint:
+    """The result of `CheckpointManager.save`: a checkpoint that is committed, or is being written.
+
+    Attributes:
+        path: The checkpoint's directory.
+        is_keeper: Whether it is now among the best.
+    """
+
+    path: str
+    is_keeper: bool
+
+
+@dataclass(slots=True)
+class _Job:
+    """One save: the entries before and after it, and its progress on the disk.
+
+    Attributes:
+        entry: The checkpoint that is saved, or that gets an additional purpose.
+        before: The entries without it.
+        every: The entries with it, before pruning.
+        stays: The entries to keep.
+        goes: The entries to remove.
+        is_written: Whether the checkpoint is committed.
+        is_indexed: Whether the index includes it.
+        trouble: Harmless problems to warn of.
+    """
+
+    entry: Entry
+    before: list[Entry]
+    every: list[Entry]
+    stays: list[Entry]
+    goes: list[Entry]
+    is_written: bool = False
+    is_indexed: bool = False
+    trouble: list[str] = field(default_factory=list)
+
+    def entries(self) -> list[Entry]:
+        """Return the entries that exist at this stage."""
+        if self.is_indexed:
+            return self.stays
+        return self.every if self.is_written else self.before
+
+
+class CheckpointManager:
+    """A manager of the checkpoints of one run directory: it saves, ranks, prunes and recovers them.
+
+    The index file decides order and purpose; the disk decides existence. The first use reconciles the two, so
+    that a kill at any moment loses at most the checkpoint that was being saved. One job at a time may write
+    to
+    a directory. Each of its processes has a manager, and all call the same methods in the same order. A
+    directory that another job has locked raises; `lock` keeps other jobs out until `release`.
+
+    Args:
+        directory: The directory of the checkpoints and their index; created by the first save.
+        config: The policy. With `asynchronous`, `save` returns once the state is copied to the host's memory,
+            and the next call of `save`, `poll` or `wait` raises any error of the write.
+        io: The storage; None uses directories.
+        files: The file system of the directory; None chooses it by the path.
+        ranks: The processes of the job.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        config: CheckpointConfig,
+        io: CheckpointIO | None = None,
+        *,
+        files: FileSystem | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self.directory = directory
+        self.config = config
+        self.files = file_system(directory) if files is None else files
+        self.ranks = ranks
+        # A background save must not share a process group with the training: their messages would mix.
+        self._behind = ranks.sibling() if config.asynchronous else ranks
+        self.io: CheckpointIO = DirectoryCheckpointIO(self.files, self._behind) if io is None else io
+        self._entries: list[Entry] = []
+        self._opened = False
+        self._lock: DirectoryLock | None = None
+        # Saved or loaded by this manager: only these are known to hold this run's state at their update.
+        self._matching: set[str] = set()
+        self._background = Background()
+        self._buffers = HostBuffers()
+        self._in_flight: _Job | None = None
+        self._committed: str | None = None
+
+    def lock(self) -> None:
+        """Keep other jobs out of the directory until `release`, or until this process ends; `fit` calls this.
+
+        Raises:
+            ConfigError: Another job, or another fit of this process, holds the lock.
+            CheckpointError: The lock cannot be written. Each save tries again.
+        """
+        lock = self._lock = self._lock or DirectoryLock(self.directory, self.files)
+        self.ranks.first(lock.take)
+
+    def release(self) -> None:
+        """Release the lock, so that other jobs can write to the directory. Save nothing afterwards."""
+        lock, self._lock = self._lock, None
+        if lock is not None and self.ranks.rank == 0:
+            lock.release()
+
+    def entries(self) -> tuple[Entry, ...]:
+        """Return all checkpoints, oldest first, including one that is being written."""
+        self._open()
+        return tuple(self._entries)
+
+    def best(self) -> str | None:
+        """Return the path of the best keeper, unverified, or None if there is none."""
+        self._open()
+        ranked = rank(self._entries, self.config)
+        return self._path(ranked[0].name) if ranked else None
+
+    def latest(self) -> str | None:
+        """Return the path of the newest good checkpoint, verified; `load_latest` also returns its content."""
+        found = self.load_latest()
+        return found[0] if found else None
+
+    def load_latest(self, like: Like | None = None) -> tuple[str, Snapshot] | None:
+        """Read the newest good checkpoint.
+
+        A damaged one is renamed to `<name>.bad` with a warning that names the fault, and the one before is
+        tried.
+
+        Args:
+            like: As in `CheckpointIO.load`.
+
+        Returns:
+            The path and the content, or None if there is no checkpoint.
+
+        Raises:
+            CheckpointError: The newest seems intact, but has a newer format, is not readable now, or is not
+                visible to every process. An older one is never loaded silently instead.
+        """
+        self.wait()
+        self._open()
+        for entry in reversed(self._entries):
+            path = self._path(entry.name)
+            loaded = load_together(path, like, self.io, self.files, self.ranks)
+            if isinstance(loaded, DamagedCheckpointError):
+                self._set_aside(entry.name, loaded)
+                continue
+            self._matching.add(entry.name)
+            return path, loaded
+        return None
+
+    def forget_matching(self) -> None:
+        """Forget which checkpoints match the run's state at their update: it has rolled back, and differs."""
+        self._matching.clear()
+
+    def should_keep(self, metrics: Mapping[str, float]) -> bool:
+        """Return whether a checkpoint with these metrics would be among the best.
+
+        Args:
+            metrics: The metrics of the last evaluation, by full name.
+
+        Raises:
+            ConfigError: The metric that ranks keepers is missing; lists the others.
+        """
+        self._open()
+        count = self.config.keepers
+        if not count:
+            return False
+        value = self._ranking_value(metrics)
+        self._forget_removed()
+        ranked = rank(self._entries, self.config)
+        if math.isnan(value):
+            return False
+        if len(ranked) < count:
+            return True
+        worst = ranked[count - 1].metrics.get(self.config.by or "", math.nan)
+        return math.isnan(worst) or self.config.is_better(value, worst)
+
+    def save(
+        self,
+        update: int,
+        epoch: int,
+        metrics: Mapping[str, float],
+        snapshot_factory: Callable[[], Snapshot],
+        *,
+        resume: bool = True,
+        keeper: bool = False,
+    ) -> SavedCheckpoint:
+        """Commit a checkpoint, then remove those that the policy no longer keeps.
+
+        A second save at an update that this manager has just saved, or resumed from, writes nothing: the
+        existing checkpoint gets the additional purpose.
+
+        Args:
+            update: The number of updates made.
+            epoch: The number of epochs made.
+            metrics: The latest metrics; the index stores the one that ranks keepers.
+            snapshot_factory: Returns the content; called only if something is written.
+            resume: Save as a resume point.
+            keeper: Save as one of the best, if `should_keep` would return True.
+
+        Raises:
+            CheckpointError: The write failed, or the background write before it did. Earlier checkpoints and
+                the index are unchanged.
+            ConfigError: Neither purpose is given, a keeper's metric is missing, or another job has locked the
+                directory.
+        """
+        if not (resume or keeper):
+            raise ConfigError("save() needs a purpose: resume=True, keeper=True, or both")
+        self.wait()  # never two at a time: they would need twice the memory, and could finish out of order
+        self._open()
+        if self._lock is not None:
+            self.ranks.first(self._lock.confirm)
+        self._forget_removed()
+        # The pruning, which ranks it with the others, decides whether it is good enough; NaN never is.
+        keeper = keeper and self.config.keepers > 0 and not math.isnan(self._ranking_value(metrics))
+        by = self.config.by
+        ranked = {by: float(metrics[by])} if by is not None and by in metrics else {}
+        same = next(
+            (each for each in self._entries if each.update == update and each.name in self._matching), None
+        )
+        snapshot = None
+        if same is None:
+            order = max((each.order for each in self._entries), default=0) + 1
+            name = self.ranks.first(lambda: self._free_name(update))
+            entry = Entry(name, order, update, epoch, ranked, resume, keeper)
+            snapshot = self._with_purpose(entry, snapshot_factory())
+        else:
+            known = ranked if keeper or not same.metrics else same.metrics
+            entry = replace(same, metrics=known, resume=same.resume or resume, keeper=same.keeper or keeper)
+        every = oldest_first([*(each for each in self._entries if each is not same), entry])
+        job = _Job(entry, self._entries, every, *retain(every, self.config), is_written=same is not None)
+        self._begin(job, snapshot)
+        is_keeper = any(each.name == entry.name and each.keeper for each in job.stays)
+        return SavedCheckpoint(self._path(entry.name), is_keeper)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a background save has begun, and neither `poll` nor `wait` has reported its end."""
+        return self._in_flight is not None
+
+    def poll(self) -> str | None:
+        """Report the end of a background save.
+
+        Returns:
+            The path of the committed checkpoint, or None if no save has ended.
+
+        Raises:
+            CheckpointError: The write failed. Earlier checkpoints and the index are unchanged.
+        """
+        if self._in_flight is None:
+            return None
+        # All ranks must report it at the same update.
+        ended = self.ranks.total([not self._background.is_busy])[0] == self.ranks.size
+        return self.wait() if ended else None
+
+    def wait(self) -> str | None:
+        """Wait for a background save to end, then return or raise as `poll`."""
+        job = self._in_flight
+        if job is None:
+            return None
+        error = self._background.wait()
+        self._in_flight = None
+        self._settle(job)
+        if error is not None:
+            raise error
+        return self._path(job.entry.name)
+
+    def _begin(self, job: _Job, snapshot: Snapshot | None) -> None:
+        if not self.config.asynchronous:
+            try:
+                self._perform(job, snapshot)
+            finally:
+                self._settle(job)
+            return
+        if snapshot is not None:
+            # Planned here: the plan needs the live tensors, and only this process's share is copied.
+            snapshot.plan = plan_save(snapshot.tensors, snapshot.objects.keys(), self.ranks)
+            snapshot = self._buffers.copy(snapshot)
+        self._background.start(lambda: self._perform(job, snapshot))
+        self._entries = job.stays
+        self._in_flight = job
+
+    def _perform(self, job: _Job, snapshot: Snapshot | None) -> None:
+        """Do the work on the disk, in the calling thread."""
+        if snapshot is not None:
+            self.io.save(self._path(job.entry.name), snapshot)
+            job.is_written = True
+        # The index first: a kill in between leaves an extra checkpoint, which the next open finds, and never
+        # loses one.
+        self._behind.first(lambda: write_index(self.directory, job.stays, self.files))
+        job.is_indexed = True
+        if self._behind.rank == 0:
+            for entry in job.goes:
+                try:
+                    self.io.remove(self._path(entry.name))
+                except CheckpointError as error:
+                    if not self._is_gone(entry):
+                        job.trouble.append(f"an old checkpoint could not be removed: {error}")
+
+    def _is_gone(self, entry: Entry) -> bool:
+        """Return whether someone else has removed a checkpoint, perhaps with its whole directory."""
+        try:
+            return self.files.kind(self._path(entry.name)) is None
+        except OSError:
+            return False
+
+    def _forget_removed(self) -> None:
+        """Drop entries of checkpoints that someone has removed, with one warning."""
+        if not self._entries or self._in_flight is not None:
+            return
+
+        def missing() -> list[str]:
+            try:
+                there = self.files.entries(self.directory)
+                if not there:  # raises if the directory cannot be read now, which says nothing of them
+                    self.files.kind(self.directory)
+            except OSError:
+                return []
+            return [each.name for each in self._entries if each.name not in there]
+
+        gone = self.ranks.first(missing)
+        if not gone:
+            return
+        if self.ranks.rank == 0:
+            _warn(removed(self.directory, gone, self._entries, self.config))
+        self._entries = [each for each in self._entries if each.name not in gone]
+
+    def _settle(self, job: _Job) -> None:
+        self._entries = job.entries()
+        if job.is_written:
+            self._matching.add(job.entry.name)
+        for text in job.trouble:
+            _warn(text)
+
+    def _path(self, name: str) -> str:
+        return self.files.join(self.directory, name)
+
+    def _free_name(self, update: int) -> str:
+        # The name is taken if the run resumed from an earlier checkpoint, and reaches this update again.
+        name = base = f"update-{update:08d}"
+        number = 1
+        with os_errors("write to", self.directory):
+            while self.files.kind(self._path(name)) is not None:
+                number += 1
+                name = f"{base}-{number}"
+        return name
+
+    def _ranking_value(self, metrics: Mapping[str, float]) -> float:
+        by = self.config.by or ""
+        if by not in metrics:
+            raise ConfigError(
+                f"checkpoints are ranked by the metric {by!r}, which this run has not logged so far. "
+                f"{nearest(by, metrics)} Set CheckpointConfig(by=...), or by=None to rank none"
+            )
+        return float(metrics[by])
+
+    def _with_purpose(self, entry: Entry, snapshot: Snapshot) -> Snapshot:
+        purpose = entry.to_json()
+        del purpose["name"]
+        return replace(snapshot, objects={**snapshot.objects, PURPOSE: purpose})
+
+    def _open(self) -> None:
+        if self._opened:
+            return
+        if self._lock is None:
+            self.ranks.first(DirectoryLock(self.directory, self.files).refuse_others)
+        found, trouble = self.ranks.first(lambda: recover(self.directory, self.io, self.files))
+        self._entries = found
+        self._opened = True
+        if self.ranks.rank == 0:
+            for text in trouble:
+                _warn(text)
+
+    def _set_aside(self, name: str, error: DamagedCheckpointError) -> None:
+        self._entries = [entry for entry in self._entries if entry.name != name]
+
+        def act() -> str:
+            moved, text = set_aside(self._path(name), error, self.files)
+            if moved:
+                write_index(self.directory, self._entries, self.files)
+            return text
+
+        text = self.ranks.first(act)
+        if self.ranks.rank == 0:
+            _warn(text)
+
+
+def _warn(text: str) -> None:
+    _LOG.warning(text)

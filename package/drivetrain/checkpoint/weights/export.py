@@ -1,0 +1,207 @@
+"""Export weights as plain safetensors files, for use without this package."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from drivetrain.checkpoint.format.manifest import MANIFEST
+from drivetrain.checkpoint.format.tensors import plan_spans, tensor_chunks
+from drivetrain.checkpoint.saving.reading import Reader
+from drivetrain.checkpoint.storage.files import SAVING, Bytes, delete_if_there, replacing, write_file
+from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, FileSystem, os_errors
+from drivetrain.checkpoint.storage.schemes import file_system
+from drivetrain.checkpoint.weights.dtypes import floating_dtype
+from drivetrain.checkpoint.weights.files import MODEL, WeightFiles, divide, dump_index, parse_size
+from drivetrain.checkpoint.weights.lazy_tensors import LazyTensors, TensorSource
+from drivetrain.core.errors import CheckpointError, ConfigError, DrivetrainError
+
+
+def export_weights(
+    tensors: Mapping[str, Tensor] | TensorSource,
+    path: str | os.PathLike[str],
+    *,
+    dtype: str | torch.dtype | None = None,
+    max_shard_size: int | str = "50 GB",
+    write: bool = True,
+    files: FileSystem | None = None,
+) -> list[str]:
+    """Write safetensors for `safetensors.torch.load_file` and ``load_state_dict(strict=True)``.
+
+    The result is one file; above `max_shard_size` it is several with an index, as in Hugging Face's
+    libraries.
+    Tied tensors are written under each of their names.
+
+    An earlier export to the same path is replaced. A single file on a disk is replaced in one step. With
+    several files, or in an object store, a kill leaves the old export, the new one, or nothing loadable; the
+    next export removes the remains.
+
+    Args:
+        tensors: The tensors by name, as in a state dict; any device and strides. `DTensor`s are gathered one
+            at a time, and every process that holds a part must call this, with the same names in the same
+            order. Or a source that makes each when it is written.
+        path: The file, such as "model.safetensors"; also an address such as "s3://bucket/model.safetensors".
+        dtype: The dtype for floating-point tensors: "float32", "bf16"... or a `torch.dtype`; None keeps each.
+            A source has chosen its own.
+        max_shard_size: The most bytes of tensors in a file: a number, or a text such as "5 GB".
+        write: Whether this process writes. One of several processes does, and only that one raises on
+            failure.
+        files: The file system; None chooses it by the path.
+
+    Returns:
+        The paths of the files, the index last.
+
+    Raises:
+        CheckpointError: The format or the dtype cannot store a tensor, or a file cannot be written.
+        ConfigError: The dtype is unknown, or the size is invalid.
+    """
+    target = os.fspath(path)
+    place = _Place(target, file_system(target) if files is None else files)
+    what = f"the weights for {target!r}"
+    lazy: TensorSource
+    lazy = tensors if isinstance(tensors, TensorSource) else LazyTensors(tensors, floating_dtype(dtype), what)
+    shares = divide(lazy.specs, parse_size(max_shard_size))
+    names = [place.names.single] if len(shares) == 1 else place.names.several(len(shares))
+    plans = [{name: lazy.specs[name] for name in share} for share in shares]
+    order = [span.name for plan in plans for span in plan_spans(plan, what)]
+    if write:
+        try:
+            place.write(dict(zip(names, plans, strict=True)), lazy)
+        except DrivetrainError:
+            lazy.gather_rest(order)  # the other processes wait for this one in the next gather
+            raise
+    else:
+        lazy.gather_rest(order)
+    return [place.given(name) for name in (names if len(names) == 1 else [*names, place.names.index])]
+
+
+class _Place:
+    """The directory of an export, and the names of its files.
+
+    Args:
+        target: The user's path of a single file.
+        files: The file system.
+    """
+
+    def __init__(self, target: str, files: FileSystem) -> None:
+        self.files = files
+        self.target = target
+        self.directory, name = files.split(files.absolute(target))
+        if not name or target.endswith(("/", os.sep)):
+            raise ConfigError(f"{target!r} is a directory; add a file name, such as {target + MODEL!r}")
+        self.names = WeightFiles(name)
+        # All exports to this path use one temporary name, so that the files of a killed one are found without
+        # listing a directory that may have thousands of others.
+        self.hidden = f"{SAVING}{name}"
+
+    def given(self, name: str) -> str:
+        """Return the path of a file in the target's directory, relative if the target is."""
+        return self.files.join(self.files.split(self.target)[0], name)
+
+    def write(self, plans: Mapping[str, Mapping[str, Tensor]], lazy: TensorSource) -> None:
+        """Write and commit all files.
+
+        Args:
+            plans: The planned content of each file.
+            lazy: The tensors.
+
+        Raises:
+            CheckpointError: The write failed; unfinished files are deleted.
+        """
+        with os_errors("write", self.target):
+            self._check_free()
+            self.files.make_directory(self.directory)
+            # A killed export, or one in several files, may have left more files than this one replaces.
+            killed = self._has(self.hidden)
+            if killed:
+                self.files.delete(self._at(self.hidden))
+            others = killed or not self.files.renames or len(plans) > 1 or self._has(self.names.index)
+            known = set(self.files.entries(self.directory)) if others else set()
+            older = sorted(name for name in known if self.names.is_one_of_several(name))
+            if len(plans) == 1:
+                self._write_one(next(iter(plans)), plans, lazy)
+                self._delete([*older, *known & {self.names.index}])
+            else:
+                # Delete first, because the new files may have the names of the old: without the index and the
+                # old files, a mixture of both can never count as a complete export.
+                stale = [*sorted(known & {self.names.index}), *older]
+                self._write_several(plans, lazy, stale)
+                self._delete(sorted(known & {self.names.single}))
+
+    def _check_free(self) -> None:
+        if self.files.kind(self.files.absolute(self.target)) == "directory":
+            inside = self.files.join(self.target, MODEL)
+            raise ConfigError(f"{self.target!r} is a directory; give a file, such as {inside!r}")
+        if self.files.kind(self._at(MANIFEST)) == "file" and self._is_checkpoint():
+            raise CheckpointError(
+                f"{self.target!r} is inside a checkpoint, whose files must not change. Choose another "
+                "directory"
+            )
+
+    def _is_checkpoint(self) -> bool:
+        try:
+            Reader(self.files, self.directory)
+        except DamagedCheckpointError:  # other programs have files of that name too
+            return False
+        return True
+
+    def _write_one(self, name: str, plans: Mapping[str, Mapping[str, Tensor]], lazy: TensorSource) -> None:
+        chunks = _content(plans[name], lazy, self.target)
+        with replacing(self._at(name), self.hidden, self.files) as place:
+            write_file(place, chunks, self.files)
+
+    def _write_several(
+        self, plans: Mapping[str, Mapping[str, Tensor]], lazy: TensorSource, stale: list[str]
+    ) -> None:
+        places = {name: file for file, plan in plans.items() for name in plan}
+        total = sum(each.numel() * each.element_size() for each in lazy.specs.values())
+        if not self.files.renames:
+            self._delete(stale)
+            for file, plan in plans.items():
+                write_file(self._at(file), _content(plan, lazy, self.target), self.files)
+            write_file(self._at(self.names.index), [dump_index(total, places)], self.files)
+            return
+        hidden = self._at(self.hidden)
+        try:
+            self.files.make_directory(hidden)
+            for file, plan in plans.items():
+                path = self.files.join(hidden, file)
+                write_file(path, _content(plan, lazy, self.target), self.files)
+            index = self.files.join(hidden, self.names.index)
+            write_file(index, [dump_index(total, places)], self.files)
+            self._delete(stale)
+            for file in plans:
+                self.files.rename(self.files.join(hidden, file), self._at(file))
+            self.files.sync(self.directory)
+            self.files.rename(index, self._at(self.names.index))
+        except BaseException:
+            delete_if_there(hidden, self.files)
+            raise
+        self.files.sync(self.directory)
+        self._delete([self.hidden])
+
+    def _delete(self, names: list[str]) -> None:
+        """Delete some files in order, even if the power is cut in between."""
+        for name in names:
+            self.files.delete(self._at(name))
+            self.files.sync(self.directory)
+
+    def _has(self, name: str) -> bool:
+        return self.files.kind(self._at(name)) is not None
+
+    def _at(self, name: str) -> str:
+        return self.files.join(self.directory, name)
+
+
+def _content(plan: Mapping[str, Tensor], lazy: TensorSource, target: str) -> Iterator[Bytes]:
+    """Yield the bytes of a file, for `write_file`; uses the tensors one at a time."""
+    what = f"the weights for {target!r}"
+    # The first chunk is the header, which needs dtypes and shapes only.
+    yield next(tensor_chunks(plan, what))
+    for span in plan_spans(plan, what):
+        alone = tensor_chunks({span.name: lazy.materialize(span.name)}, what)
+        yield from islice(alone, 1, None)

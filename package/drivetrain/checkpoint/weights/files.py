@@ -1,0 +1,158 @@
+"""The files of exported weights: their names, their content, and their index.
+
+The weights are one file, `model.safetensors`. Above a size they are several,
+`model-00001-of-00002.safetensors` and so on, and `model.safetensors.index.json` names the file of each
+tensor. Hugging Face's libraries write and read the same files
+(https://huggingface.co/docs/huggingface_hub/package_reference/serialization).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from drivetrain.checkpoint.format.records import TENSORS
+from drivetrain.checkpoint.format.strict_json import parse_json
+from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError
+from drivetrain.core.errors import ConfigError, nearest
+from drivetrain.core.types import Json
+
+INDEX = ".index.json"
+"""The suffix of an index, after the name of the single file that it replaces."""
+
+MODEL = f"model{TENSORS}"
+"""The name that other programs look for in a directory."""
+
+TORCH = ".bin"
+"""The suffix of `torch.save` files in Hugging Face's older folders."""
+
+UNITS = {
+    "B": 1,
+    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)},
+    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)},
+}
+"""The units of a size in bytes; those with an "i" are powers of 1024."""
+
+_PLAIN_NAME = re.compile(r"(?!\.)[^/\\:\0\ud800-\udfff]+")
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """The possible file names of weights exported to one path.
+
+    Attributes:
+        single: The name of the file if it is the only one.
+    """
+
+    single: str
+
+    @property
+    def index(self) -> str:
+        """The name of the index of several files."""
+        return f"{self.single}{INDEX}"
+
+    @property
+    def stem(self) -> str:
+        """The common prefix of several files."""
+        return self.single.removesuffix(TENSORS)
+
+    def several(self, count: int) -> list[str]:
+        """Return the names of `count` files."""
+        return [f"{self.stem}-{number:05d}-of-{count:05d}{TENSORS}" for number in range(1, count + 1)]
+
+    def is_one_of_several(self, name: str) -> bool:
+        """Return whether a name is that of one of several files, of any number."""
+        pattern = rf"{re.escape(self.stem)}-\d{{5,}}-of-\d{{5,}}{re.escape(TENSORS)}"
+        return re.fullmatch(pattern, name) is not None
+
+
+def parse_size(value: int | str) -> int:
+    """Return a size in bytes.
+
+    Args:
+        value: A whole number of bytes, or a text such as "5 GB", "500MB", "1.5 GiB".
+
+    Raises:
+        ConfigError: The value is neither, or less than a byte.
+    """
+    size = value if isinstance(value, int) and not isinstance(value, bool) else 0
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d[\d_]*(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
+        if match:
+            given = match[2] or "B"
+            unit = next((each for each in UNITS if each.lower() == given.lower()), None)
+            if unit is None:
+                raise ConfigError(f"unknown unit {given!r} in the size {value!r}. {nearest(given, UNITS)}")
+            size = math.floor(float(match[1]) * UNITS[unit])
+    if size < 1:
+        raise ConfigError(
+            f"max_shard_size must be a number of bytes above 0, or a text such as '5 GB', not {value!r}"
+        )
+    return size
+
+
+def divide(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:
+    """Divide tensors into files of at most `limit` bytes of tensors.
+
+    The order is that of the mapping, as in Hugging Face's libraries. A tensor above the limit gets its own
+    file.
+
+    Returns:
+        The names for each file; a single empty list if there are no tensors.
+    """
+    files: list[list[str]] = []
+    current: list[str] = []
+    filled = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        if size > limit:
+            files.append([name])
+            continue
+        if filled + size > limit:
+            files.append(current)
+            current, filled = [], 0
+        current.append(name)
+        filled += size
+    return [*files, current] if current or not files else files
+
+
+def dump_index(total_size: int, places: Mapping[str, str]) -> bytes:
+    """Return the content of an index.
+
+    Args:
+        total_size: The bytes of all tensors.
+        places: Name to file.
+    """
+    index = {"metadata": {"total_size": total_size}, "weight_map": dict(places)}
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode("ascii")
+
+
+def parse_index(data: bytes | bytearray, what: str) -> dict[str, list[str]]:
+    """Parse an index; return the names of the tensors by file.
+
+    Raises:
+        DamagedCheckpointError: The data is not an index, or names a file in another directory or of another
+            kind.
+    """
+    index = parse_json(data, what)
+    places: Json = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(places, dict) or not places:
+        raise DamagedCheckpointError(f"{what} has no weight_map, which names the file of each tensor")
+    files: dict[str, list[str]] = {}
+    for name, file in places.items():
+        if not isinstance(file, str) or not _PLAIN_NAME.fullmatch(file):
+            raise DamagedCheckpointError(
+                f"{what} places {name!r} in {str(file)[:80]!r}; allowed are plain names of files in the same "
+                "directory"
+            )
+        if not file.endswith((TENSORS, TORCH)):
+            raise DamagedCheckpointError(
+                f"{what} places {name!r} in {file!r}, which is no {TENSORS} or {TORCH} file"
+            )
+        files.setdefault(file, []).append(name)
+    return files

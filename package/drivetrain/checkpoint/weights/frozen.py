@@ -1,0 +1,171 @@
+"""Frozen parameters, which a checkpoint may leave out: their fingerprint is stored in their place.
+
+The program rebuilds them, and the fingerprint tells whether it has rebuilt the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from drivetrain.checkpoint.format.records import as_object
+from drivetrain.checkpoint.format.tensors import bytes_of
+from drivetrain.checkpoint.weights.module_state import SHOWN, clean_name
+from drivetrain.core.errors import CheckpointError, ConfigError
+from drivetrain.core.types import Json
+
+FROZEN = "frozen"
+"""The object of a checkpoint that has only trained parameters: the fingerprint of each other one, by name."""
+
+Fingerprints = Mapping[str, Json]
+"""The dtype, shape and hash of each frozen parameter by name."""
+
+
+def fingerprints(module: nn.Module, names: Collection[str] | None = None) -> dict[str, Json]:
+    """Return the fingerprints of a module's parameters, whose values are read once.
+
+    Args:
+        module: The module, not yet sharded.
+        names: The parameters by clean name; None means all that are frozen. Names that are not there are left
+            out.
+
+    Returns:
+        For each, under every name of a tied one: "dtype", "shape" and "xxh3_128", the hash of its bytes. The
+        hash is None where there are no plain bytes: on the meta device, or in a tensor of another class.
+    """
+    known: dict[int, Json] = {}
+    found: dict[str, Json] = {}
+    for raw, parameter in module.named_parameters(remove_duplicate=False):
+        name = clean_name(raw)
+        if (not parameter.requires_grad) if names is None else name in names:
+            if id(parameter) not in known:
+                known[id(parameter)] = _fingerprint(parameter)
+            found[name] = known[id(parameter)]
+    return found
+
+
+def _fingerprint(parameter: nn.Parameter) -> Json:
+    shape: list[Json] = [] if is_lazy(parameter) else list(parameter.shape)
+    return {
+        "dtype": str(parameter.dtype).removeprefix("torch."),
+        "shape": shape,
+        "xxh3_128": _hash(parameter),
+    }
+
+
+def _hash(parameter: nn.Parameter) -> str | None:
+    values: Any = parameter.data
+    if is_lazy(parameter) or type(values) is not Tensor or values.is_meta or values.layout != torch.strided:
+        return None
+    return xxhash.xxh3_128_hexdigest(bytes_of(values.cpu().contiguous()))
+
+
+def check_storable(module: nn.Module) -> None:
+    """Check that a file can hold each parameter.
+
+    Raises:
+        ConfigError: A parameter is a tensor without plain bytes, such as a quantised one; names it.
+    """
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter) or type(values := parameter.data) is Tensor or values.is_meta:
+            continue
+        if hasattr(values, "placements"):  # a DTensor, which strategies handle
+            continue
+        try:
+            values.as_strided((0,), (1,))
+        except (NotImplementedError, RuntimeError):
+            kind = f"{type(values).__module__}.{type(values).__qualname__}"
+            raise ConfigError(
+                f"checkpoints cannot hold {clean_name(name)!r}, a {kind}, which has no plain bytes. If it is"
+                " frozen, leave it out: CheckpointConfig(parameters='trainable'). Or save nothing:"
+                " checkpoint=False"
+            ) from None
+
+
+def has_unknown(found: Fingerprints) -> bool:
+    """Return whether a parameter has no hash, so that only its dtype and shape are compared."""
+    return any(as_object(each, name)["xxh3_128"] is None for name, each in found.items())
+
+
+def check_same(stored: Json, mine: Fingerprints, where: str) -> None:
+    """Check that the frozen parameters are those of a checkpoint's run.
+
+    Args:
+        stored: The object `FROZEN` of the checkpoint.
+        mine: The fingerprints of the program's parameters.
+        where: The checkpoint, for the message.
+
+    Raises:
+        CheckpointError: They differ; names the parameters.
+    """
+    theirs = as_object(stored, f"{where}: {FROZEN}")
+    problems = [f"{name!r} is not frozen here, or not there" for name in sorted(theirs.keys() - mine.keys())]
+    problems += [f"{name!r} is frozen here alone" for name in sorted(mine.keys() - theirs.keys())]
+    for name in sorted(theirs.keys() & mine.keys()):
+        there, here = as_object(theirs[name], f"{where}: {name!r}"), as_object(mine[name], name)
+        for what, words in (("dtype", "the dtype"), ("shape", "the shape")):
+            if there.get(what) != here[what]:
+                problems.append(f"{name!r} has {words} {there.get(what)} there, {here[what]} here")
+                break
+        else:
+            hashes = there.get("xxh3_128"), here["xxh3_128"]
+            if None not in hashes and hashes[0] != hashes[1]:
+                problems.append(f"{name!r} has other values")
+    if problems:
+        more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        raise CheckpointError(
+            f"{where} holds the trained parameters only, and the frozen ones are not those of its run:"
+            f" {'; '.join(problems[:SHOWN])}{more}. Make the task with the same frozen parameters, such as"
+            " from the same pretrained model"
+        )
+
+
+class FrozenParameters:
+    """The frozen parameters of a fit whose checkpoints leave them out.
+
+    Args:
+        found: Their fingerprints, from before the strategy has placed them: these do not depend on strategy,
+            precision or number of processes.
+
+    Attributes:
+        found: As given.
+    """
+
+    def __init__(self, found: Fingerprints) -> None:
+        self.found = found
+        self._versions: dict[str, tuple[Tensor, int]] = {}
+
+    def without(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights that a checkpoint stores."""
+        return {name: each for name, each in weights.items() if name not in self.found}
+
+    def watch(self, module: nn.Module) -> None:
+        """Remember the state of the parameters, for `check_unchanged`."""
+        self._versions = {name: (each, _version(each)) for name, each in self._in(module)}
+
+    def check_unchanged(self, module: nn.Module) -> None:
+        """Check that training has changed none since `watch`, by torch's count of changes in place.
+
+        Raises:
+            CheckpointError: A checkpoint would lose the change; names the parameter.
+        """
+        for name, parameter in self._in(module):
+            before = self._versions.get(name)
+            if before is not None and before[0] is parameter and before[1] != _version(parameter):
+                raise CheckpointError(
+                    f"{name!r} is frozen, but was changed in training, and CheckpointConfig(parameters="
+                    "'trainable') would not store that. Use parameters='all', or make it a buffer"
+                )
+
+    def _in(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        named = ((clean_name(raw), each) for raw, each in module.named_parameters())
+        return [(name, each) for name, each in named if name in self.found]
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,204 @@
+"""Load weights from a file, a folder, a checkpoint or a run, without running code from a file."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Collection, Mapping
+
+from torch import Tensor
+
+from drivetrain.checkpoint.foreign.torch_weights import PICKLES, TorchWeights, read_torch_weights
+from drivetrain.checkpoint.format.manifest import MANIFEST
+from drivetrain.checkpoint.format.records import TENSORS
+from drivetrain.checkpoint.format.tensors import read_header, read_tensors
+from drivetrain.checkpoint.locate import CHECKPOINTS, foreign_hint, load_newest
+from drivetrain.checkpoint.saving.io import DirectoryCheckpointIO
+from drivetrain.checkpoint.storage.files import HashedReader
+from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, FileSystem, Kind, os_errors
+from drivetrain.checkpoint.storage.schemes import file_system
+from drivetrain.checkpoint.weights.files import INDEX, MODEL, WeightFiles, parse_index
+from drivetrain.core.errors import CheckpointError
+from drivetrain.core.messages import logger
+
+_LOG = logger(__name__)
+
+
+def load_weights(source: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Load weights into the CPU's memory, each tensor once.
+
+    The path is one of
+
+    - a safetensors file, or the index of several, such as `model.safetensors.index.json` or
+      `pytorch_model.bin.index.json`;
+    - a Hugging Face folder with `model.safetensors` or `model.safetensors.index.json`;
+    - a checkpoint;
+    - a run directory: its newest good checkpoint, or without checkpoints the finished weights;
+    - a `torch.save` file (".ckpt", ".pt", ".pth", ".bin"): a checkpoint of Lightning or Composer, or a state
+      dict, by itself or under "state_dict" or "model". Only its weights are read, and no code in it is run.
+
+    Symbolic links to weight files are followed, because the caches of model hubs consist of them. Safetensors
+    files have no hash, so a changed number goes unnoticed; checkpoints and `torch.save` files have hashes.
+
+    Args:
+        source: The path; also an address such as "s3://bucket/run".
+
+    Returns:
+        The tensors by name; those of a `torch.save` file without the wrappers' "module." and "_orig_mod.".
+
+    Raises:
+        DamagedCheckpointError: A file is damaged or malformed.
+        CheckpointError: The path does not exist, has no weights, or may not be read; names the places
+            searched, and similar paths.
+    """
+    return find_weights(source)[0]
+
+
+def find_weights(source: str | os.PathLike[str]) -> tuple[dict[str, Tensor], str]:
+    """Load weights as `load_weights`; for another program's file, also return a note on what was read."""
+    path = os.fspath(source)
+    if is_torch_file(path):
+        found = torch_weights(path)
+        return found.tensors, found.note
+    return _load(path), ""
+
+
+def is_weight_file(path: str) -> bool:
+    """Return whether a path is a single file of weights, not a checkpoint or a run."""
+    if not path.endswith((TENSORS, INDEX, *PICKLES)):
+        return False
+    files = file_system(path)
+    return _has(files.absolute(path), files)
+
+
+def is_torch_file(path: str) -> bool:
+    """Return whether a path is a `torch.save` file, by its name."""
+    return path.endswith(PICKLES) and is_weight_file(path)
+
+
+def torch_weights(path: str) -> TorchWeights:
+    """Read the weights in a `torch.save` file, following links; see `read_torch_weights`.
+
+    Warns if the file has both Lightning's averaged weights, which are read, and the model's own.
+    """
+    files = file_system(path)
+    found = read_torch_weights(_followed(files.absolute(path), files), files)
+    if found.averaged:
+        _LOG.warning(
+            f"{path!r} has averaged weights as 'state_dict' and the model's own as 'current_model_state': the"
+            " averages are read. For the model's own weights, export the latter from Lightning"
+        )
+    return found
+
+
+def _load(path: str) -> dict[str, Tensor]:
+    files = file_system(path)
+    path = files.absolute(path)
+    with os_errors("read", path):
+        kind = files.kind(_followed(path, files))
+        names = {} if kind == "file" else files.entries(path)
+    if kind == "file":
+        return _from_file(path, files)
+    parent, name = files.split(path)
+    if names:
+        return _from_folder(path, files, names)
+    if name.endswith(TENSORS) and _has(files.join(parent, WeightFiles(name).index), files):
+        # Exported to this path, in several files.
+        return _from_index(files.join(parent, WeightFiles(name).index), files)
+    if kind == "directory":
+        raise CheckpointError(f"no weights in {path!r}: it is empty")
+    raise CheckpointError(f"no weights at {path!r}: there is no such file or directory.{_near(path, files)}")
+
+
+def _from_folder(path: str, files: FileSystem, names: Mapping[str, Kind]) -> dict[str, Tensor]:
+    io = DirectoryCheckpointIO()
+    if io.exists(path) or io.list(files.join(path, CHECKPOINTS)) or io.list(path):
+        return load_newest(path, ("model",))[1].tensors["model"]
+    for name in (MODEL, WeightFiles(MODEL).index):  # a single file first, as in other libraries
+        if name in names:
+            return _from_file(files.join(path, name), files)
+    looked_for = f"{MODEL}, {WeightFiles(MODEL).index}, {MANIFEST} of a checkpoint, and checkpoints"
+    raise CheckpointError(
+        f"no weights in {path!r}. Looked for {looked_for} in it and in its {CHECKPOINTS!r}."
+        f"{_others(path, files, sorted(names))}"
+    )
+
+
+def _others(path: str, files: FileSystem, names: Collection[str]) -> str:
+    """Return advice for the files that the folder has instead."""
+    indices = [name for name in names if name.endswith(INDEX)]
+    single = [name for name in names if name.endswith(TENSORS)]
+    pickles = [name for name in names if name.endswith(PICKLES)]
+    hint = foreign_hint(names)
+    if hint or not (indices or single or pickles):
+        return hint
+    shown = ", ".join(repr(files.join(path, name)) for name in (indices or single or pickles)[:3])
+    return f" Give the path of a file, such as {shown}"
+
+
+def _from_file(path: str, files: FileSystem) -> dict[str, Tensor]:
+    if path.endswith(INDEX):
+        return _from_index(path, files)
+    with HashedReader(_followed(path, files), files) as reader:
+        return read_tensors(reader)
+
+
+def _from_index(path: str, files: FileSystem) -> dict[str, Tensor]:
+    with HashedReader(_followed(path, files), files) as reader:
+        places = parse_index(reader.read_json(), repr(path))
+    directory = files.split(path)[0]
+    with os_errors("list", directory):
+        present = files.entries(directory)
+    parts = {file: _followed(files.join(directory, file), files) for file in places if file in present}
+    missing = sorted(file for file in places if file not in parts or not _has(parts[file], files))
+    if missing:
+        raise DamagedCheckpointError(
+            f"{path!r} names {len(places)} files, and {len(missing)} are missing in {directory!r}: "
+            f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. Fetch or copy these too"
+        )
+    for file, real in parts.items():  # all headers first, before anything large is read
+        if file.endswith(TENSORS):
+            with HashedReader(real, files) as reader:
+                _check_names(path, file, {span.name for span in read_header(reader)}, set(places[file]))
+    tensors: dict[str, Tensor] = {}
+    for file, real in parts.items():
+        if file.endswith(TENSORS):
+            with HashedReader(real, files) as reader:
+                tensors.update(read_tensors(reader))
+        else:
+            found = read_torch_weights(real, files).tensors
+            _check_names(path, file, set(found), set(places[file]))
+            tensors.update(found)
+    return tensors
+
+
+def _check_names(index: str, file: str, found: set[str], told: set[str]) -> None:
+    if found == told:
+        return
+    name = min(found ^ told)
+    what = "but the file does not contain it" if name in told else "but the file contains it"
+    places = "places" if name in told else "does not place"
+    raise DamagedCheckpointError(
+        f"{index!r} {places} {name!r} in {file!r}, {what} (differing names: {len(found ^ told)}). The files "
+        "do not belong to the index: fetch or export all of them again"
+    )
+
+
+def _followed(path: str, files: FileSystem) -> str:
+    """Return the path with symbolic links resolved; only a disk has them."""
+    return os.path.realpath(path) if files.renames else path
+
+
+def _has(path: str, files: FileSystem) -> bool:
+    with os_errors("read", path):
+        return files.kind(_followed(path, files)) == "file"
+
+
+def _near(path: str, files: FileSystem) -> str:
+    parent, last = files.split(path)
+    with os_errors("list", parent):
+        names = sorted(files.entries(parent))
+    if not names:
+        return f" There is nothing in {parent!r} either."
+    near = difflib.get_close_matches(last, names, n=3, cutoff=0.3)
+    return f" Near it are: {', '.join(repr(files.join(parent, name)) for name in near)}." if near else ""

@@ -1,0 +1,118 @@
+"""Rename weights from another source to the names in a module."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import TypeAlias, TypeVar
+
+from drivetrain.checkpoint.weights.module_state import clean_name, clean_names
+from drivetrain.core.errors import CheckpointError, ConfigError
+
+T = TypeVar("T")
+
+Rename: TypeAlias = Mapping[str, str | None] | Callable[[str], str | None]
+"""The rule from source names to module names: regular expressions with replacements, or a function. None
+drops a tensor."""
+
+_COMMON = 8
+"""A suffix that more names share, such as "weight", is ignored when guessing a rename of prefixes."""
+
+
+def renamed(given: Mapping[str, T], rename: Rename | None, where: str) -> tuple[dict[str, T], list[str]]:
+    """Return tensors, or other values, by their new names, and the names that were dropped.
+
+    Args:
+        given: The values by source name; `rename` gets the names without the parts that wrappers add.
+        rename: See `Rename`; each pattern is applied with `re.sub` to the result of those before it.
+        where: The source, for messages.
+
+    Raises:
+        CheckpointError: Two names become one.
+        ConfigError: `rename` has a wrong type, or cannot be applied.
+    """
+    new_name = _renaming(rename)
+    origins: dict[str, str] = {}
+    dropped: list[str] = []
+    for clean, old in clean_names(given, where).items():
+        new = new_name(clean)
+        if new is None:
+            dropped.append(old)
+            continue
+        if not isinstance(new, str):
+            raise ConfigError(
+                f"rename({clean!r}) returned a {type(new).__name__}; allowed are a name, and None to drop it"
+            )
+        other = origins.setdefault(clean_name(new), old)
+        if other != old:
+            raise CheckpointError(
+                f"{other!r} and {old!r} of {where} both become {new!r}. Change `rename`, or let it drop one"
+            )
+    return {new: given[old] for new, old in origins.items()}, dropped
+
+
+def _renaming(rename: Rename | None) -> Callable[[str], str | None]:
+    if rename is None:
+        return lambda name: name
+    if isinstance(rename, Mapping):
+        return _by_patterns(rename)
+    if not callable(rename):
+        raise ConfigError(
+            "rename must be a mapping of regular expressions to replacements, or a function, not a "
+            f"{type(rename).__name__}"
+        )
+    return rename
+
+
+def _by_patterns(replacements: Mapping[str, str | None]) -> Callable[[str], str | None]:
+    def apply(name: str) -> str | None:
+        for pattern, replacement in replacements.items():
+            try:
+                if replacement is not None:
+                    name = re.sub(pattern, replacement, name)
+                elif re.search(pattern, name):
+                    return None
+            except (re.error, TypeError, IndexError) as error:
+                raise ConfigError(
+                    f"rename has {pattern!r}: {replacement!r}, which cannot be applied: {error}"
+                ) from error
+        return name
+
+    return apply
+
+
+def prefix_hint(given: Collection[str], own: Collection[str]) -> str:
+    """Suggest a `rename` of name prefixes that makes most names fit.
+
+    Args:
+        given: The source names.
+        own: The module's names.
+
+    Returns:
+        A sentence and a blank, or "" if there is no such prefix.
+    """
+    heads: dict[str, list[str]] = {}
+    for name in own:
+        for head, tail in _splits(name):
+            heads.setdefault(tail, []).append(head)
+    votes: Counter[tuple[str, str]] = Counter()
+    for name in given:
+        for head, tail in _splits(name):
+            here = heads.get(tail, [])
+            if len(here) <= _COMMON:
+                votes.update((head, other) for other in here)
+    if not votes:
+        return ""
+    # Of the prefixes that fit the most names, the shortest.
+    (old, new), count = max(votes.items(), key=lambda vote: (vote[1], -len(vote[0][0]) - len(vote[0][1])))
+    if old == new or 2 * count <= min(len(given), len(own)) or count < min(2, len(own)):
+        return ""
+    return f"Most names would fit with rename={{{'^' + re.escape(old)!r}: {new!r}}}. "
+
+
+def _splits(name: str) -> Iterator[tuple[str, str]]:
+    """Yield the splits of a name into prefix and suffix: at the start, and after each dot."""
+    yield "", name
+    for match in re.finditer(r"\.", name):
+        yield name[: match.end()], name[match.end() :]

@@ -1,0 +1,299 @@
+"""Load weights from another source into a module: rename, compare, load all or none, and report."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from drivetrain.checkpoint.saving.sharding import is_sharded
+from drivetrain.checkpoint.weights.dtypes import check_range
+from drivetrain.checkpoint.weights.load import find_weights
+from drivetrain.checkpoint.weights.module_state import clean_name, full_state, hint, is_extra, put_state
+from drivetrain.checkpoint.weights.rename import Rename, prefix_hint, renamed
+from drivetrain.core.errors import CheckpointError, ConfigError
+
+Source: TypeAlias = str | os.PathLike[str] | Mapping[str, Tensor]
+"""A source of weights: a path for `checkpoint.load_weights`, or tensors by name."""
+
+_SHOWN = 10
+"""The most names of a kind that a report or a message lists."""
+
+
+class Difference(NamedTuple):
+    """A tensor with another shape or dtype in the source than in the module."""
+
+    name: str
+    stored_shape: tuple[int, ...]
+    shape: tuple[int, ...]
+    stored_dtype: torch.dtype
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        """Return both sides in words."""
+        return (
+            f"{_short(self.stored_dtype)} {list(self.stored_shape)} there, {_short(self.dtype)} "
+            f"{list(self.shape)} here"
+        )
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """The report of loaded weights; its text is a table.
+
+    Attributes:
+        loaded: The module's tensors with a new value, in model order; tied ones under each name.
+        missing: The module's tensors that the source lacks; they keep their value.
+        unexpected: Names in the source that the module lacks.
+        mismatched: Tensors of another shape, or of a dtype that cannot be converted; they keep their value.
+        converted: Loaded tensors that were rounded or widened to the module's dtype.
+        dropped: Source names that `rename` dropped.
+        note: For another program's file, what was read and what was not.
+    """
+
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: tuple[Difference, ...] = ()
+    converted: tuple[Difference, ...] = ()
+    dropped: tuple[str, ...] = ()
+    note: str = ""
+
+    def __str__(self) -> str:
+        """Return a line with the number of loaded tensors, and one for each that was not loaded unchanged."""
+        rows: list[tuple[str, str, str]] = []
+        for kind, names, note in (
+            ("missing", self.missing, "keeps its value"),
+            ("unexpected", self.unexpected, "not in the module"),
+            ("dropped", self.dropped, "by rename"),
+        ):
+            rows += [(kind, name, note) for name in names[:_SHOWN]]
+            rows += _rest(kind, names)
+        for kind, differences in (("mismatched", self.mismatched), ("converted", self.converted)):
+            rows += [(kind, each.name, str(each)) for each in differences[:_SHOWN]]
+            rows += _rest(kind, differences)
+        total = len(self.loaded) + len(self.missing) + len(self.mismatched)
+        width = max((len(name) for _, name, _ in rows), default=0)
+        lines = [f"{kind:<10}  {name:<{width}}  {note}".rstrip() for kind, name, note in rows]
+        note = f": {self.note}" if self.note else ""
+        return "\n".join([f"loaded {len(self.loaded)} of {total} tensors{note}", *lines])
+
+
+def load_weights_into(
+    module: nn.Module,
+    source: Source,
+    *,
+    strict: bool = True,
+    rename: Rename | None = None,
+    adopt_dtypes: bool = False,
+) -> LoadReport:
+    """Copy weights from a source into a module, all or none.
+
+    Floating-point numbers are converted to the module's dtype. One name of a tied parameter is enough. Names
+    are compared without the parts that wrappers such as torch.compile add.
+
+    Args:
+        module: The module to fill; its parameters stay the same objects.
+        source: A path for `checkpoint.load_weights` (a file, a folder, a checkpoint, a run; Lightning's and
+            Composer's files too), or tensors by name.
+        strict: Whether everything must fit. If not, the fitting tensors are loaded; the report has the rest.
+        rename: The rule from source names to module names: a mapping of regular expressions to replacements,
+            as for `re.sub`, each applied to the result of those before it; or a function. None instead of a
+            name drops the tensor.
+        adopt_dtypes: Give the module the dtypes of the source's floating-point tensors, instead of
+            converting.
+
+    Returns:
+        The report: what was loaded and converted and, if allowed, what is missing, unexpected or different.
+
+    Raises:
+        CheckpointError: The source is not readable; something does not fit (listed with the nearest names);
+            nothing fits; or two names become one. The module is unchanged.
+        ConfigError: `source` or `rename` has a wrong type.
+    """
+    where, given, note = _read(source)
+    named, dropped = renamed(given, rename, where)
+    own = full_state(module)
+    comparison = _compare(module, own, named, where, adopt_dtypes)
+    if comparison.differs and (strict or not comparison.fitting):
+        suggestion = prefix_hint(named, own)
+        problems = "; ".join(comparison.problems(() if suggestion else comparison.missing or own))
+        if strict:
+            raise CheckpointError(
+                f"the weights of {where} do not fit {type(module).__name__}: {problems}. {suggestion}"
+                "strict=False loads those that fit"
+            )
+        raise CheckpointError(
+            f"nothing of {where} fits {type(module).__name__}, so nothing was loaded: {problems}. "
+            f"{suggestion}Give `rename` to turn the source's names into the module's"
+        )
+    put_state(module, comparison.fitting, adopt_dtypes=adopt_dtypes)
+    return LoadReport(
+        loaded=tuple(comparison.loaded),
+        missing=tuple(comparison.missing),
+        unexpected=tuple(comparison.unexpected),
+        mismatched=tuple(comparison.mismatched),
+        converted=tuple(comparison.converted),
+        dropped=tuple(dropped),
+        note=note,
+    )
+
+
+def _read(source: Source) -> tuple[str, Mapping[str, Tensor], str]:
+    """Return the source's name for messages, its tensors, and a note on them."""
+    if isinstance(source, (str, os.PathLike)):
+        return repr(os.fspath(source)), *find_weights(source)
+    if not isinstance(source, Mapping):
+        more = "; give its state_dict()" if isinstance(source, nn.Module) else ""
+        raise ConfigError(
+            f"weights come from a path or from tensors by name, not from a {type(source).__name__}{more}"
+        )
+    for name, value in source.items():
+        if isinstance(name, str) and isinstance(value, Tensor):
+            continue
+        inner = (
+            isinstance(value, Mapping) and value and all(isinstance(each, Tensor) for each in value.values())
+        )
+        more = f". Did you mean source[{name!r}]?" if inner else ""
+        raise ConfigError(f"weights are tensors by name; {name!r} is a {type(value).__name__}{more}")
+    return "the given mapping", source, ""
+
+
+@dataclass
+class _Comparison:
+    """The comparison of a module with given weights; the lists are those of the report."""
+
+    fitting: dict[str, Tensor] = field(default_factory=dict)
+    loaded: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[Difference] = field(default_factory=list)
+    converted: list[Difference] = field(default_factory=list)
+
+    @property
+    def differs(self) -> bool:
+        """Whether a name, a shape or a dtype does not match."""
+        return bool(self.missing or self.unexpected or self.mismatched)
+
+    def problems(self, meant: Collection[str]) -> list[str]:
+        """Return a text for each kind of mismatch.
+
+        Args:
+            meant: The expected names, from which the nearest is suggested for each unexpected one.
+        """
+        unexpected = [f"{name!r}{hint(name, meant)}" for name in self.unexpected[:_SHOWN]]
+        mismatched = [f"{each.name!r}: {each}" for each in self.mismatched[:_SHOWN]]
+        return [
+            f"{count} {kind}: {', '.join(texts)}{', ...' if count > _SHOWN else ''}"
+            for kind, count, texts in (
+                ("missing", len(self.missing), [repr(name) for name in self.missing[:_SHOWN]]),
+                ("unexpected", len(self.unexpected), unexpected),
+                ("of another shape or dtype", len(self.mismatched), mismatched),
+            )
+            if count
+        ]
+
+
+def _compare(
+    module: nn.Module, own: Mapping[str, Any], named: Mapping[str, Tensor], where: str, adopt_dtypes: bool
+) -> _Comparison:
+    found = _Comparison(unexpected=[name for name in named if name not in own])
+    for name in [name for name in own if name in named]:  # in the module's order
+        value = named[name]
+        if is_extra(name):  # the module checks it itself; it may have any size and type
+            found.fitting[name] = value
+            continue
+        mine = own[name]
+        _check_usable(name, mine, value, where)
+        shape = tuple(value.shape)
+        both = Difference(name, shape, shape if is_lazy(mine) else tuple(mine.shape), value.dtype, mine.dtype)
+        if both.shape != shape or not _converts(value.dtype, mine.dtype, adopt_dtypes):
+            found.mismatched.append(both)
+            continue
+        if value.dtype != mine.dtype and not adopt_dtypes:
+            if value.is_floating_point():
+                check_range(value, mine.dtype, f"{name!r} of {where}")
+            found.converted.append(both)
+        found.fitting[name] = value
+    twins = _tied(module)
+    _check_twins(twins, found.fitting, where)
+    wrong = {each.name for each in found.mismatched}
+    for name in own:
+        if name in wrong:
+            continue
+        if name in found.fitting or not found.fitting.keys().isdisjoint(twins.get(name, ())):
+            found.loaded.append(name)
+        elif not is_extra(name):
+            found.missing.append(name)
+    return found
+
+
+def _check_usable(name: str, mine: Tensor, value: Tensor, where: str) -> None:
+    if value.is_meta or value.layout != torch.strided:
+        raise CheckpointError(
+            f"{name!r} of {where} is {'on the meta device' if value.is_meta else value.layout}; give dense "
+            "tensors with data"
+        )
+    if is_sharded(mine) != is_sharded(value):
+        raise CheckpointError(
+            f"{name!r} is {'sharded' if is_sharded(mine) else 'whole'} in the module, and not in {where}. "
+            "Load weights before `fit` shards the module"
+        )
+
+
+def _converts(stored: torch.dtype, own: torch.dtype, adopt_dtypes: bool) -> bool:
+    """Return whether numbers of a stored dtype can be converted to the module's dtype."""
+    if stored == own:
+        return True
+    if stored.is_floating_point and own.is_floating_point:
+        # 8-bit numbers have no meaning without their scale.
+        return adopt_dtypes or (stored.itemsize > 1 and own.itemsize > 1)
+    if stored.is_complex or own.is_complex:
+        return stored.is_complex and own.is_complex
+    if torch.bool in (stored, own) or stored.is_floating_point or own.is_floating_point:
+        return False
+    narrow, wide = torch.iinfo(stored), torch.iinfo(own)
+    return wide.min <= narrow.min and narrow.max <= wide.max
+
+
+def _tied(module: nn.Module) -> dict[str, list[str]]:
+    """Return, for each name of a parameter or buffer, all names of the same tensor."""
+    groups: dict[int, list[str]] = {}
+    for tensors in (module.named_parameters, module.named_buffers):
+        for name, tensor in tensors(remove_duplicate=False):
+            groups.setdefault(id(tensor), []).append(clean_name(name))
+    return {name: group for group in groups.values() for name in group}
+
+
+def _check_twins(twins: Mapping[str, list[str]], fitting: Mapping[str, Tensor], where: str) -> None:
+    """Raise if one tensor gets two different values."""
+    for name, value in fitting.items():
+        first = next((each for each in twins.get(name, ()) if each in fitting), name)
+        other = fitting[first]
+        if other is not value and not _same(other, value.to(device=other.device, dtype=other.dtype)):
+            raise CheckpointError(
+                f"{first!r} and {name!r} are one tensor in the module, and differ in {where}. Drop one with "
+                f"`rename`: rename={{{'^' + re.escape(name) + '$'!r}: None}} drops the latter"
+            )
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors have the same values; NaN equals NaN."""
+    return first.shape == second.shape and bool(
+        ((first == second) | ((first != first) & (second != second))).all()
+    )
+
+
+def _rest(kind: str, names: Collection[object]) -> list[tuple[str, str, str]]:
+    more = len(names) - _SHOWN
+    return [(kind, f"... and {more} more", "")] if more > 0 else []
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,8 +1,0 @@
-"""`python -m drivetrain.cli`, for a machine where the console script is not on the path."""
-
-import sys
-
-from drivetrain.cli.main import main
-
-if __name__ == "__main__":
-    sys.exit(main())

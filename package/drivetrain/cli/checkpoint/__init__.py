@@ -1,0 +1,1 @@
+"""`drivetrain checkpoint`: list, show, verify, export, push, compare and import checkpoints."""

@@ -1,0 +1,280 @@
+"""The actions of `drivetrain checkpoint`, such as list, show, verify, export, push and diff."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from drivetrain.checkpoint.foreign.deepspeed import ImportedCheckpoint, import_deepspeed
+from drivetrain.checkpoint.foreign.torch_weights import PICKLES
+from drivetrain.checkpoint.foreign.weights import ImportedWeights, import_weights
+from drivetrain.checkpoint.format.records import TENSORS
+from drivetrain.checkpoint.formats import FORMATS, export_folder
+from drivetrain.checkpoint.inspection.compare import compare
+from drivetrain.checkpoint.inspection.description import describe, open_checkpoint
+from drivetrain.checkpoint.inspection.listing import Listed, list_checkpoints
+from drivetrain.checkpoint.locate import resolve
+from drivetrain.checkpoint.saving.reading import Reader
+from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, os_errors
+from drivetrain.checkpoint.storage.schemes import file_system
+from drivetrain.checkpoint.weights.export import export_weights
+from drivetrain.checkpoint.weights.export_torch import export_torch
+from drivetrain.checkpoint.weights.files import WeightFiles
+from drivetrain.checkpoint.weights.frozen import FROZEN
+from drivetrain.cli.checkpoint.output import (
+    Verdict,
+    comparison_json,
+    listing_json,
+    print_comparison,
+    print_description,
+    print_listing,
+    print_tensors,
+    tensors_json,
+    verdict_text,
+)
+from drivetrain.cli.printing import line, plain, print_json
+from drivetrain.core.errors import CheckpointError, ConfigError
+
+_FINE, _NOT_FINE = 0, 1
+"""Exit codes. `diff` exits with the second if something differs."""
+
+_SHOWN = 40
+"""Differences to print before the rest is only counted; --all and --json print every one."""
+
+
+def _list(parsed: argparse.Namespace) -> int:
+    listing = list_checkpoints(parsed.path)
+    if parsed.json:
+        print_json(listing_json(listing))
+    else:
+        print_listing(listing, time.time())
+    return _FINE
+
+
+def _show(parsed: argparse.Namespace) -> int:
+    reader = open_checkpoint(resolve(parsed.path))
+    found = describe(reader)
+    tensors = reader.manifest.tensors if parsed.tensors else {}
+    if parsed.json:
+        print_json({**found.to_json(), **({"tensors": tensors_json(reader)} if parsed.tensors else {})})
+    else:
+        print_description(found)
+        print_tensors(tensors)
+    return _FINE
+
+
+def _verify(parsed: argparse.Namespace) -> int:
+    targets, trouble = _targets(parsed.paths)
+    verdicts: list[Verdict] = []
+    for text in trouble if not parsed.json else ():
+        line(text)
+    for each, is_checked in targets:
+        verdicts.append(
+            _check(each) if is_checked else Verdict(each.path, each.condition, each.bytes, each.trouble)
+        )
+        if not parsed.json:
+            line(verdict_text(verdicts[-1]))
+    is_good = not trouble and all(each.condition in ("good", "set aside", "unfinished") for each in verdicts)
+    if parsed.json:
+        listed = [each._asdict() for each in verdicts]
+        print_json({"good": is_good, "trouble": trouble, "checkpoints": listed})
+    return _FINE if is_good else _NOT_FINE
+
+
+def _targets(paths: Sequence[str]) -> tuple[list[tuple[Listed, bool]], list[str]]:
+    """Return the given checkpoints, whether to check each, and what is wrong with their indices."""
+    found: dict[str, tuple[Listed, bool]] = {}
+    trouble: list[str] = []
+    for path in paths:
+        listing = list_checkpoints(path)
+        if not listing:
+            raise CheckpointError(f"there are no checkpoints in {path!r}")
+        trouble += [listing.trouble] if listing.trouble else []
+        for each in listing.checkpoints:
+            is_meant = each.path == listing.directory  # given by its path: checked whatever its name says
+            is_checked = each.condition in ("committed", "damaged", "unreadable")
+            found[each.path] = (each, is_meant or is_checked)
+    return list(found.values()), trouble
+
+
+def _check(listed: Listed) -> Verdict:
+    try:
+        reader = open_checkpoint(listed.path)
+        with _bar(reader) as bar:
+            reader.verify(bar.update)
+    except DamagedCheckpointError as error:
+        return Verdict(listed.path, "damaged", listed.bytes, str(error))
+    except CheckpointError as error:  # too new, or no permission: go on with the others
+        return Verdict(listed.path, "unreadable", listed.bytes, str(error))
+    return Verdict(listed.path, "good", reader.size)
+
+
+def _bar(reader: Reader) -> Any:
+    """Return a progress bar that clears itself at the end; it draws only on a terminal."""
+    from tqdm import tqdm
+
+    class Bar(tqdm):  # type: ignore[misc]
+        monitor_interval = 0  # a monitor thread would outlive the bar
+
+    return Bar(
+        total=reader.size, desc=plain(reader.path), unit="B", unit_scale=True, leave=False, disable=None
+    )
+
+
+def _export(parsed: argparse.Namespace) -> int:
+    if parsed.format in FORMATS:
+        return _export_folder(parsed)
+    _check_output(parsed)
+    reader = open_checkpoint(resolve(parsed.path))
+    weights = reader.snapshot((parsed.group,), None).tensors[parsed.group]
+    if not weights:
+        raise CheckpointError(f"the group {parsed.group!r} of {reader.path!r} holds no tensors")
+    if parsed.format == "torch":
+        written = [export_torch(weights, parsed.output, dtype=parsed.dtype)]
+    else:
+        size = {} if parsed.max_shard_size is None else {"max_shard_size": parsed.max_shard_size}
+        written = export_weights(weights, parsed.output, dtype=parsed.dtype, **size)
+    frozen = (
+        reader.object(FROZEN) if FROZEN in reader.manifest.objects() and parsed.group == "model" else None
+    )
+    left_out = len(frozen) if isinstance(frozen, dict) else 0
+    if parsed.json:
+        found = {"checkpoint": reader.path, "group": parsed.group, "tensors": len(weights), "files": written}
+        print_json({**found, "frozen": left_out})
+    else:
+        for each in written:
+            line(each)
+        if left_out:
+            line(f"not in there: {left_out} frozen parameters, which the checkpoint leaves out")
+    return _FINE
+
+
+def _export_folder(parsed: argparse.Namespace) -> int:
+    """Write a folder for another program; the integration of that name does it."""
+    if parsed.group != "model":
+        raise ConfigError(f"--group {parsed.group} needs --format safetensors or torch")
+    files = file_system(parsed.output)
+    with os_errors("read", parsed.output):
+        place = files.absolute(parsed.output)
+        taken = files.kind(place) == "file" or (files.kind(place) == "directory" and files.entries(place))
+    if taken and not parsed.force:
+        raise ConfigError(f"{parsed.output!r} exists; --force replaces its files")
+    size = {} if parsed.max_shard_size is None else {"max_shard_size": parsed.max_shard_size}
+    path = resolve(parsed.path)
+    written = export_folder(parsed.format, path, parsed.output, dtype=parsed.dtype, **size)
+    if parsed.json:
+        print_json({"checkpoint": path, "format": parsed.format, "files": written})
+    else:
+        for each in written:
+            line(each)
+    return _FINE
+
+
+def _check_output(parsed: argparse.Namespace) -> None:
+    """Raise for options that contradict each other, or a file in the way, before reading anything."""
+    output: str = parsed.output
+    if parsed.format == "torch" and parsed.max_shard_size is not None:
+        raise ConfigError("--max-shard-size needs --format safetensors; a torch state dict is one file")
+    if parsed.format == "torch" and output.endswith(TENSORS):
+        raise ConfigError(
+            f"{output!r} is a name for safetensors; with --format torch, give a name such as model.pt"
+        )
+    if parsed.format == "safetensors" and output.endswith(PICKLES):
+        raise ConfigError(f"{output!r} is a name for a torch file; add --format torch, or use {TENSORS!r}")
+    if not parsed.force:
+        _check_free(output, may_be_several=parsed.format == "safetensors")
+
+
+def _check_free(output: str, may_be_several: bool) -> None:
+    """Raise if the export would replace a file: the single one, or a shard or the index of a sharded one."""
+    files = file_system(output)
+    with os_errors("read", output):
+        parent, single = files.split(files.absolute(output))
+        taken = {single} if files.kind(files.absolute(output)) not in (None, "directory") else set()
+        if may_be_several:
+            names = WeightFiles(single)
+            taken |= {
+                name for name in files.entries(parent) if name == names.index or names.is_one_of_several(name)
+            }
+    if taken:  # a directory at the path raises in the export itself
+        path = files.join(files.split(output)[0], min(taken, key=lambda name: (name != single, name)))
+        raise ConfigError(f"{path!r} exists; --force replaces it")
+
+
+def _push(parsed: argparse.Namespace) -> int:
+    hub = importlib.import_module("drivetrain.integrations.hub")
+    card = hub.CardData(
+        license=parsed.license,
+        tags=parsed.tags,
+        base_model=parsed.base_model or None,
+        datasets=parsed.datasets,
+    )
+    address = hub.push(
+        parsed.path,
+        parsed.repository,
+        revision=parsed.revision,
+        private=parsed.private,
+        checkpoint=parsed.checkpoint,
+        card=card,
+    )
+    if parsed.json:
+        print_json({"repository": parsed.repository, "commit": address})
+    else:
+        line(address)
+    return _FINE
+
+
+def _diff(parsed: argparse.Namespace) -> int:
+    found = compare(resolve(parsed.first), resolve(parsed.second), values=parsed.values)
+    if parsed.json:
+        print_json(comparison_json(found))
+    else:
+        print_comparison(found, None if parsed.all else _SHOWN)
+    return _FINE if found.is_same else _NOT_FINE
+
+
+def _import(parsed: argparse.Namespace) -> int:
+    return _print_import(parsed, import_weights(parsed.source, parsed.output, rename=_rename(parsed)))
+
+
+def _import_deepspeed(parsed: argparse.Namespace) -> int:
+    rename = _rename(parsed)
+    found = import_deepspeed(
+        parsed.folder, parsed.output, tag=parsed.tag, rename=rename, weights_only=parsed.weights_only
+    )
+    return _print_import(parsed, found)
+
+
+def _rename(parsed: argparse.Namespace) -> dict[str, str]:
+    rename: dict[str, str] = {}
+    for given in parsed.rename or ():
+        pattern, sign, replacement = given.rpartition("=")  # a pattern may contain "=", a name cannot
+        if not sign or not pattern:
+            raise ConfigError(f"--rename takes PATTERN=NEW, such as '^=net.', not {given!r}")
+        rename[pattern] = replacement
+    return rename
+
+
+def _print_import(parsed: argparse.Namespace, found: ImportedCheckpoint | ImportedWeights) -> int:
+    if parsed.json:
+        print_json(asdict(found))
+    else:
+        line(str(found))
+    return _FINE
+
+
+ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
+    "list": _list,
+    "show": _show,
+    "verify": _verify,
+    "export": _export,
+    "push": _push,
+    "diff": _diff,
+    "import": _import,
+    "import-deepspeed": _import_deepspeed,
+}
+"""The function for each action; it returns the exit code."""

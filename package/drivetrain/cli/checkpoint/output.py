@@ -1,0 +1,255 @@
+"""The output of `drivetrain checkpoint`: tables for people, and JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+from drivetrain.checkpoint.format.records import TensorRecord, file_name
+from drivetrain.checkpoint.inspection.compare import Comparison, TensorDifference, ValueDifference
+from drivetrain.checkpoint.inspection.description import Description, Totals, totals
+from drivetrain.checkpoint.inspection.listing import Listed, Listing
+from drivetrain.checkpoint.saving.reading import Reader
+from drivetrain.cli.printing import line, section, shortened, sized, span, table
+from drivetrain.core.types import Json
+
+_NO_ENTRY: Mapping[str, Json] = dict.fromkeys(("order", "update", "epoch", "metrics", "resume", "keeper"))
+
+_SHOWN = ("order", "resume", "keeper")
+"""The printed fields of a checkpoint's purpose; its progress and metrics have the rest."""
+
+
+class Verdict(NamedTuple):
+    """The result of `verify` for one checkpoint: "good" or a `Condition`; its size; the trouble."""
+
+    path: str
+    condition: str
+    bytes: int | None = None
+    trouble: str | None = None
+
+
+def listing_json(listing: Listing) -> dict[str, Any]:
+    """Return a listing as JSON."""
+    return {
+        "directory": listing.directory,
+        "trouble": listing.trouble or None,
+        "checkpoints": [_listed_json(each) for each in listing.checkpoints],
+    }
+
+
+def _listed_json(each: Listed) -> dict[str, Any]:
+    entry = each.entry.to_json() if each.entry else _NO_ENTRY
+    saved_at = None if each.saved_at is None else datetime.fromtimestamp(each.saved_at, UTC)
+    return {
+        **entry,
+        "name": each.name,
+        "path": each.path,
+        "condition": each.condition,
+        "bytes": each.bytes,
+        "saved_at": saved_at and saved_at.isoformat(timespec="seconds"),
+        "trouble": each.trouble or None,
+    }
+
+
+def print_listing(listing: Listing, now: float) -> None:
+    """Print a listing.
+
+    Args:
+        listing: The listing.
+        now: The time, in seconds since 1970.
+    """
+    names = {name for each in listing.checkpoints if each.entry for name in each.entry.metrics}
+    head = ("name", "order", "update", "epoch", "kept for", "metric", "size", "age")
+    table(
+        head, [_row(each, now, len(names) == 1) for each in listing.checkpoints], numbers=(1, 2, 3, 5, 6, 7)
+    )
+    if len(names) == 1:
+        line()
+        line(f"metric: {names.pop()}")
+    if not listing.checkpoints:
+        line(f"no checkpoints in {listing.directory}")
+    section("what is wrong", [(each.name, each.trouble) for each in listing.checkpoints if each.trouble])
+    section("the index is damaged", [(listing.directory, listing.trouble)] if listing.trouble else [])
+
+
+def _row(each: Listed, now: float, is_one_metric: bool) -> tuple[str, ...]:
+    size = "" if each.bytes is None else sized(each.bytes)
+    age = "" if each.saved_at is None else span(now - each.saved_at)
+    entry = each.entry
+    if entry is None:
+        return each.name, "", "", "", f"[{each.condition}]", "", size, age
+    purposes = [name for name, has in (("resume", entry.resume), ("keeper", entry.keeper)) if has]
+    kept = " ".join(purposes) or "newest"
+    metrics = ", ".join(
+        f"{value:.4g}" if is_one_metric else f"{name} {value:.4g}" for name, value in entry.metrics.items()
+    )
+    return (
+        each.name,
+        str(entry.order),
+        str(entry.update),
+        str(entry.epoch),
+        kept if each.condition == "committed" else f"[{each.condition}]",
+        metrics,
+        size,
+        age,
+    )
+
+
+def print_description(found: Description) -> None:
+    """Print a checkpoint's description."""
+    line(found.path)
+    saved_by = {**found.saved_by, "format": found.format_version}
+    hparams = {**found.hparams, **dict.fromkeys(found.unstored, "(not stored: a file cannot hold it)")}
+    titled: dict[str, Mapping[str, Any]] = {
+        "saved by": saved_by,
+        "saved as": {name: found.purpose[name] for name in _SHOWN if name in found.purpose},
+        "progress": found.progress,
+        "metrics": found.metrics,
+        "hparams": hparams,
+    }
+    for title, values in titled.items():
+        section(title, [(name, _text(value)) for name, value in values.items()])
+    for name, optimizer in found.optimizers.items():
+        groups = [
+            (f"group {index}", ", ".join(f"{key} {_text(value)}" for key, value in group.items()))
+            for index, group in enumerate(optimizer.groups)
+        ]
+        section(f"optimizer {name}: {optimizer.optimizer}", groups)
+    section("files", [(name, sized(size)) for name, size in found.files.items()])
+    section("assets", [(name, sized(size)) for name, size in found.assets.items()])
+    if found.groups:
+        line()
+        head = ("tensors", "number", "elements", "size", "dtypes")
+        rows = [_group_row(name, each) for name, each in found.groups.items()]
+        table(head, rows, numbers=(1, 2, 3))
+
+
+def _text(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else shortened(value)
+
+
+def _group_row(name: str, group: Totals) -> tuple[str, ...]:
+    if len(group.dtypes) == 1:
+        dtypes = next(iter(group.dtypes))
+    else:
+        dtypes = ", ".join(f"{dtype} {elements:,}" for dtype, elements in group.dtypes.items())
+    return name, f"{group.tensors:,}", f"{group.elements:,}", sized(group.bytes), dtypes
+
+
+def print_tensors(groups: Mapping[str, Mapping[str, TensorRecord]]) -> None:
+    """Print every tensor."""
+    for group, records in groups.items():
+        if records:
+            line()
+            table((group, "dtype and shape", "size", "pieces"), _tensor_rows(records), numbers=(2, 3))
+
+
+def _tensor_rows(records: Mapping[str, TensorRecord]) -> list[tuple[str, ...]]:
+    return [
+        (name, _record(record), sized(totals([record]).bytes), str(record.count))
+        for name, record in records.items()
+    ]
+
+
+def tensors_json(reader: Reader) -> dict[str, Any]:
+    """Return every tensor of a checkpoint as JSON."""
+    found: dict[str, Any] = {}
+    for group, records in reader.manifest.tensors.items():
+        names: dict[int, str] = {}
+        hashes: dict[int, dict[str, str]] = {}
+        found[group] = {name: {**_record_json(record), "pieces": []} for name, record in records.items()}
+        for name, record in records.items():
+            for number, offset, shape in record.pieces:
+                if number not in names:
+                    names[number] = file_name(group, number, reader.manifest.processes)
+                    hashes[number] = reader.hashes(names[number]).tensors
+                piece = {"file": names[number], "offset": list(offset), "shape": list(shape)}
+                found[group][name]["pieces"].append({**piece, "xxh3_128": hashes[number].get(name, "")})
+    return found
+
+
+def _record_json(record: TensorRecord) -> dict[str, Any]:
+    return {"dtype": record.dtype, "shape": list(record.shape)}
+
+
+def _record(record: TensorRecord) -> str:
+    return f"{record.dtype}{list(record.shape)}"
+
+
+def verdict_text(verdict: Verdict) -> str:
+    """Return a verdict as one line."""
+    if verdict.condition == "good":
+        return f"{verdict.path}: good, {sized(verdict.bytes or 0)}"
+    if verdict.condition in ("set aside", "unfinished"):
+        return f"{verdict.path}: {verdict.trouble}; not checked"
+    return f"{verdict.path}: {verdict.condition.upper()}: {verdict.trouble}"
+
+
+def comparison_json(found: Comparison) -> dict[str, Any]:
+    """Return a comparison as JSON."""
+    tensors = [
+        {
+            **{name: getattr(each, name) for name in ("group", "name", "kind", "max_abs", "relative")},
+            "first": None if each.first is None else _record_json(each.first),
+            "second": None if each.second is None else _record_json(each.second),
+        }
+        for each in found.tensors
+    ]
+    values = [asdict(each) for each in found.values]
+    same = {"is_same": found.is_same, "same_tensors": found.same}
+    return {"first": found.first, "second": found.second, **same, "tensors": tensors, "values": values}
+
+
+def print_comparison(found: Comparison, limit: int | None) -> None:
+    """Print the differences.
+
+    Args:
+        found: The comparison.
+        limit: The largest number of tensors to print, and of values; None prints all.
+    """
+    if found.is_same:
+        line(f"the same: {found.same} tensors, and everything else")
+        return
+    line(f"{found.same} tensors are the same, {len(found.tensors)} differ")
+    rows = [
+        (f"  {each.group}/{each.name}", _change(each), *_distance_columns(each))
+        for each in found.tensors[:limit]
+    ]
+    table((), rows)
+    titled: dict[str, list[tuple[str, str]]] = {}
+    for value in found.values[:limit]:
+        titled.setdefault(value.section, []).append((value.name, _value_change(value)))
+    for title, values in titled.items():
+        section(title, values)
+    hidden = 0 if limit is None else len(found.tensors[limit:]) + len(found.values[limit:])
+    if hidden:
+        line()
+        line(f"... and {hidden} more; --all lists them")
+
+
+def _change(each: TensorDifference) -> str:
+    if each.first is None or each.second is None:
+        shown = each.second if each.first is None else each.first
+        return f"{each.kind}: {'' if shown is None else _record(shown)}"
+    if each.kind == "content":
+        return f"other content, {_record(each.first)}"
+    return f"{_record(each.first)} became {_record(each.second)}"
+
+
+def _distance_columns(each: TensorDifference) -> tuple[str, str]:
+    if each.max_abs is None or each.relative is None:
+        return "", ""
+    if math.isnan(each.max_abs):
+        return "NaN in one alone", ""
+    return f"max abs {each.max_abs:.3g}", f"relative {each.relative:.3g}"
+
+
+def _value_change(each: ValueDifference) -> str:
+    if each.kind == "only in the first":
+        return f"{shortened(each.first)}, {each.kind}"
+    if each.kind == "only in the second":
+        return f"{shortened(each.second)}, {each.kind}"
+    return f"{shortened(each.first)} became {shortened(each.second)}"

@@ -1,0 +1,212 @@
+"""The settings of a run as a tree of names and values: a configuration file, overridden by the command line.
+
+A task, data, a strategy and a precision are mappings with a name, `class_path`, and arguments, `init_args`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from drivetrain.core.errors import ConfigError, nearest
+
+OBJECTS = ("task", "data", "train_data", "validation_data")
+"""Settings that name an object to import."""
+
+TEXTS = ("resume", "checkpoint", "save_to")
+"""Settings that are passed to the Trainer's verbs unchanged."""
+
+NAMED = ("strategy", "precision")
+"""The Trainer's arguments that are a name with options."""
+
+LISTS = ("callbacks", "loggers")
+"""The Trainer's arguments that are lists of objects."""
+
+Tree = dict[str, Any]
+
+_PLACES = (*OBJECTS, *(f"trainer.{name}" for name in NAMED))
+"""Settings that describe an object."""
+
+
+def dotted(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
+    """Separate a command line's dotted options and their values from its other words.
+
+    Raises:
+        ConfigError: An option without a value, or one given both as a whole and by its parts.
+    """
+    options: list[tuple[str, str]] = []
+    others: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        option, equals, value = word.partition("=")
+        if not option.startswith("--") or "." not in option:
+            others.append(word)
+            continue
+        if not equals:
+            value = next(rest, "--")
+        if value.startswith("--") or option.endswith("."):
+            raise ConfigError(f"{option} needs a value: {option} VALUE")
+        options.append((option[2:].replace("-", "_"), value))
+    names = [option for option, _ in options]
+    for option in names:
+        whole, _, _ = option.rpartition(".")
+        if (
+            whole in names
+            and whole.startswith("trainer.")
+            and whole.partition(".")[2] not in (*NAMED, *LISTS)
+        ):
+            raise ConfigError(
+                f"--{whole} is given both as a whole and by its parts, such as --{option}; give one of them"
+            )
+    return options, others
+
+
+def lay_over(tree: Tree, option: str, value: str) -> None:
+    """Set a dotted option in a tree; an option that ends in "+" appends to a list.
+
+    Args:
+        tree: The tree to change.
+        option: Such as "task", "trainer.max_epochs" or "trainer.callbacks+". A part of an object is an
+            argument of its class; a part of a list belongs to its last item.
+        value: The user's text.
+
+    Raises:
+        ConfigError: The option's first part has no options.
+    """
+    name = option.rstrip("+")
+    *above, last = name.split(".")
+    if above and above[0] not in (*OBJECTS, "trainer"):
+        raise ConfigError(
+            f"unknown option --{option}. {nearest(above[0], (*OBJECTS, 'trainer'))}"
+            " Write --trainer.max_epochs 3"
+        )
+    node = tree
+    for index, each in enumerate(above):
+        node = _parts(node, each, ".".join(above[: index + 1]))
+    before: Any = node.get(last)
+    if name in _PLACES:  # another object drops the options of the one before
+        is_other = before is None or before.get("class_path", value) not in (None, value)
+        node[last] = {**({} if is_other else before), "class_path": value}
+    elif option.endswith("+"):
+        node[last] = [*_listed(before), *_listed(value)]
+    else:
+        node[last] = _listed(value) if above == ["trainer"] and last in LISTS else value
+
+
+def _parts(node: Tree, name: str, place: str) -> Tree:
+    """Return the mapping with a value's parts; a value without parts is replaced by one with them."""
+    value = node.get(name)
+    items = value if isinstance(value, list) and value else None
+    part = value if items is None else items[-1]
+    if not isinstance(part, dict):
+        part = {"class_path": part} if isinstance(part, str) and "." in part else {}
+    node[name] = part if items is None else [*items[:-1], part]
+    found: Tree = part
+    if place in _PLACES or "class_path" in part:
+        found = part.setdefault("init_args", {})
+    return found
+
+
+def read_value(text: str) -> Any:
+    """Parse a text that is not a number: a list, a mapping, a truth value, none, or the text itself."""
+    if text.lower() in ("none", "null"):
+        return None
+    if text.lower() in ("true", "yes", "on", "false", "no", "off"):
+        return text.lower() in ("true", "yes", "on")
+    if text[:1] in ("[", "{") or "\n" in text:  # jsonargparse parses the YAML that it has written
+        return yaml.safe_load(text)
+    if text in ("", "()"):
+        return []
+    if "," in text and " " not in text:
+        return [each for each in text.strip("()").split(",") if each]
+    return text
+
+
+def _listed(value: Any) -> list[Any]:
+    found = read_value(value) if isinstance(value, str) else value
+    found = [] if found is None else found if isinstance(found, list) else [found]
+    return [_object("an item", each) if isinstance(each, Mapping) else each for each in found]
+
+
+# Files.
+
+
+def read_file(path: str) -> Tree:
+    """Return a file's settings.
+
+    Raises:
+        ConfigError: No such file, invalid YAML or JSON, or an unknown name (lists the nearest).
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        if text.lstrip().startswith("{"):
+            content = json.loads(text, object_pairs_hook=_unique)
+        else:
+            content = yaml.load(text, _Loader)
+        return _tree(content)
+    except OSError as error:
+        raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from error
+    except (ValueError, yaml.YAMLError) as error:
+        if isinstance(error, ConfigError):
+            raise ConfigError(f"--config {path}: {error}") from error
+        raise ConfigError(f"--config {path} is not valid YAML or JSON: {error}") from error
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """A YAML loader that makes no Python objects and rejects duplicate names."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        _unique([(self.construct_object(key), None) for key, _ in node.value])
+        return dict(super().construct_mapping(node, deep))
+
+
+def _unique(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{name!r} is given twice")
+    return dict(pairs)
+
+
+def _tree(content: Any) -> Tree:
+    _check_names("the file", content, (*OBJECTS, "trainer", *TEXTS))
+    tree = {name: value for name, value in content.items() if value is not None}
+    for name, value in tree.items():
+        if name in OBJECTS:
+            tree[name] = _object(name, value)
+        elif name in TEXTS and not isinstance(value, str):
+            raise ConfigError(f"{name} must be a text, not {value!r}")
+    trainer = tree.setdefault("trainer", {})
+    _check_names("trainer", trainer)
+    for name in {*NAMED, *LISTS} & trainer.keys():
+        value = trainer[name]
+        if name in LISTS:
+            trainer[name] = _listed(value)
+        elif value is None:
+            del trainer[name]
+        elif isinstance(value, Mapping):
+            options = dict(value)
+            trainer[name] = {"class_path": options.pop("name", None), "init_args": options}
+        else:
+            trainer[name] = {"class_path": value}
+    return tree
+
+
+def _object(name: str, value: Any) -> Tree:
+    if isinstance(value, str):
+        return {"class_path": value}
+    _check_names(name, value, ("class_path", "init_args"))
+    _check_names(f"{name}.init_args", value.get("init_args", {}))
+    return dict(value)
+
+
+def _check_names(name: str, value: Any, allowed: Sequence[str] = ()) -> None:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} must be a mapping, not {value!r}")
+    for each in value:
+        if allowed and each not in allowed:
+            raise ConfigError(f"unknown name {each!r} in {name}. {nearest(str(each), allowed)}")

@@ -1,0 +1,113 @@
+"""Every error that drivetrain raises on purpose.
+
+Each message says what was given, what is allowed and how to fix it. `nearest` finds the name a user most
+likely meant, so that no module writes its own spelling help.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+EXIT_REQUEUE = 75
+"""The exit code that asks for a restart: `EX_TEMPFAIL` of sysexits.h, "temporary failure; the user is invited
+to retry"."""
+
+EXIT_STOPPED = 130
+"""The exit code of a program that was asked to stop: 128 plus the number of SIGINT, as in shells."""
+
+
+class DrivetrainError(Exception):
+    """Base class of all errors raised by drivetrain."""
+
+
+class ConfigError(DrivetrainError, ValueError):
+    """An argument, or a combination of arguments, that cannot work."""
+
+
+class DataError(DrivetrainError):
+    """Data that is empty, raises, or has a shape that the task cannot use; names the batch."""
+
+
+class CheckpointError(DrivetrainError):
+    """A checkpoint that cannot be written, found or verified, or that does not fit the task."""
+
+
+class StrategyError(DrivetrainError):
+    """A strategy that cannot run here, or cannot do what was asked of it."""
+
+
+class RankFailure(DrivetrainError):  # noqa: N818 - the design's public name
+    """The first failure among the ranks of a distributed run."""
+
+
+class Preempted(SystemExit):
+    """A run that a signal has stopped, after saving; the batch system should start it again.
+
+    Raised by `fit` after the save. Nobody has to catch it: the program then ends with `code`.
+
+    Attributes:
+        reason: The signal that stopped the run.
+        code: `EXIT_REQUEUE`.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(EXIT_REQUEUE)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        """Return the reason."""
+        return self.reason
+
+
+class NonFiniteError(DrivetrainError, ArithmeticError):
+    """A loss, metric or weight became NaN or infinite; names the update, the rank and the metrics.
+
+    Attributes:
+        what: The value that is not finite, and its place.
+        help: How to fix it.
+        update: The update, from 0; None if it is not known.
+    """
+
+    def __init__(self, what: str, help: str = "", update: int | None = None) -> None:
+        super().__init__(f"{what}. {help}" if help else what)
+        self.what, self.help, self.update = what, help, update
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by the constructor's arguments: errors travel between processes."""
+        return type(self), (self.what, self.help, self.update), {"__notes__": getattr(self, "__notes__", [])}
+
+
+class DivergenceError(DrivetrainError, ArithmeticError):
+    """Training spikes again and again, whatever is left out; names the updates."""
+
+
+class MissingDependencyError(DrivetrainError, ImportError):
+    """An optional package is not installed; names the extra that brings it."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(
+            f"{purpose} needs the package {package!r}, which is not installed. "
+            f"Install it with: pip install 'drivetrain[{extra}]'"
+        )
+        self._arguments = (package, extra, purpose)
+
+    def __reduce__(self) -> tuple[type[MissingDependencyError], tuple[str, str, str]]:
+        """Pickle by the constructor's arguments: errors travel between processes."""
+        return type(self), self._arguments
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """Return a hint for a wrong name: the closest allowed name, then all of them.
+
+    Args:
+        name: The wrong name; case is ignored.
+        allowed: All valid names.
+    """
+    names = sorted(allowed)
+    by_lower_case = {each.lower(): each for each in reversed(names)}
+    found = difflib.get_close_matches(name.lower(), by_lower_case, n=1, cutoff=0.5)
+    close = [name] if name in names else [by_lower_case[each] for each in found]
+    hint = f"Did you mean {close[0]!r}? " if close else ""
+    return f"{hint}Allowed: {', '.join(repr(each) for each in names) or 'none'}."

@@ -1,0 +1,99 @@
+"""The library's messages at run time: one logger, "drivetrain", with a child for each module that has any.
+
+`info` is for progress, `warning` for what the user should act on, `error` for a part that failed. The output
+of a command, the progress bar, and what a process writes as it ends are printed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from drivetrain.core.errors import ConfigError, nearest
+
+NAME = "drivetrain"
+LEVEL_VARIABLE = "DRIVETRAIN_LOG_LEVEL"
+
+
+def logger(module: str) -> logging.Logger:
+    """Return the logger of a module of drivetrain, by its `__name__`."""
+    return logging.getLogger(module)
+
+
+class _DefaultHandler(logging.Handler):
+    """Writes messages to today's stderr, unless the program has given the logger or its parents a handler."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if _has_other_handlers(record.name, self) or sys.stderr is None:
+            return
+        try:
+            sys.stderr.write(f"{self.format(record)}\n")
+            sys.stderr.flush()
+        except Exception:  # as logging's own handlers: a closed stream ends no run
+            self.handleError(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        is_table = record.levelno < logging.WARNING and "\n" in text
+        return text if is_table else f"{NAME}: {text}"
+
+
+def _has_other_handlers(name: str, own: logging.Handler) -> bool:
+    current: logging.Logger | None = logging.getLogger(name)
+    while current is not None:
+        if any(each is not own and not isinstance(each, logging.NullHandler) for each in current.handlers):
+            return True
+        current = current.parent if current.propagate else None
+    return False
+
+
+_ours: int | None = None
+"""The level that was set here; None if the program had set one before."""
+
+
+def _set_up() -> None:
+    global _ours
+    root = logging.getLogger(NAME)
+    root.addHandler(_DefaultHandler())
+    if root.level == logging.NOTSET:
+        _ours = _default_level()
+        root.setLevel(_ours)
+
+
+def _default_level() -> int:
+    given = os.environ.get(LEVEL_VARIABLE, "").strip()
+    if not given:
+        return logging.INFO
+    level = logging.getLevelNamesMapping().get(given.upper())
+    if level is None and given.isdigit():
+        level = int(given)
+    if level is None:
+        allowed = ("debug", "info", "warning", "error", "critical")
+        raise ConfigError(f"{LEVEL_VARIABLE}={given!r} is no level. {nearest(given, allowed)}")
+    return level
+
+
+def set_rank(rank: int) -> None:
+    """Report warnings only on all ranks but the first, unless the program has set a level itself."""
+    global _ours
+    root = logging.getLogger(NAME)
+    if _ours is not None and root.level == _ours:
+        _ours = _default_level() if rank == 0 else max(_default_level(), logging.WARNING)
+        root.setLevel(_ours)
+
+
+@contextmanager
+def handled_by(handler: logging.Handler) -> Iterator[None]:
+    """Have a handler receive the messages inside the block, in place of stderr."""
+    root = logging.getLogger(NAME)
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+
+
+_set_up()

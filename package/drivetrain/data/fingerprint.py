@@ -1,0 +1,89 @@
+"""A few numbers from a sample or batch, to check whether another process has the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Fingerprint: TypeAlias = tuple[str | int | float, ...]
+"""Kinds, shapes and some of the values, in order."""
+
+_LEAVES = 16
+_VALUES = 16
+"""Values taken from a tensor, evenly spaced."""
+
+
+def fingerprint(value: Any) -> Fingerprint:
+    """Return a few numbers from a sample or batch.
+
+    Texts count only if there are no numbers: in a sample they are often paths, which differ between
+    machines.
+    """
+    numbers: list[str | int | float] = []
+    texts: list[str] = []
+    for leaf in islice(_leaves(value), _LEAVES):
+        if isinstance(leaf, Tensor):
+            numbers += _of_tensor(leaf)
+        elif isinstance(leaf, (bool, int, float)):
+            numbers.append(leaf)
+        else:
+            texts.append(repr(leaf)[:100] if isinstance(leaf, (str, bytes)) else type(leaf).__name__)
+    return tuple(numbers or texts)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (Tensor, str, bytes)):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _leaves(each)
+    elif isinstance(value, Sequence):
+        for each in value:
+            yield from _leaves(each)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _leaves(getattr(value, field.name))
+    elif hasattr(value, "__array_interface__"):  # numpy's arrays and numbers, images
+        array = np.asarray(value)
+        yield torch.from_numpy(np.array(array)) if array.dtype.kind in "biuf" else str(array.dtype)
+    else:
+        yield value
+
+
+def _of_tensor(tensor: Tensor) -> list[str | int | float]:
+    shown: list[str | int | float] = [f"{tensor.dtype} of shape {list(tensor.shape)}".removeprefix("torch.")]
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or not tensor.numel():
+        return shown
+    flat = (
+        torch.view_as_real(tensor.detach()).reshape(-1)
+        if tensor.is_complex()
+        else tensor.detach().reshape(-1)
+    )
+    places = torch.linspace(0, flat.numel() - 1, min(_VALUES, flat.numel()), device=flat.device).long()
+    values = flat[places]
+    shown += (values.double() if values.is_floating_point() else values).tolist()
+    return [*shown, float(flat.double().abs().mean())]
+
+
+def matches(one: Fingerprint, other: Fingerprint) -> bool:
+    """Return whether two fingerprints match: integers exactly, floats to 0.1 % as machines may differ."""
+    return len(one) == len(other) and all(map(_same, one, other))
+
+
+def _same(one: str | int | float, other: str | int | float) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-6) or (one != one and other != other)
+    return one == other
+
+
+def as_text(found: Fingerprint) -> str:
+    """Format a fingerprint for a message."""
+    texts = [f"{each:.4g}" if isinstance(each, float) else str(each) for each in found[:6]]
+    return ", ".join(texts) + (", ..." if len(found) > 6 else "")

@@ -1,0 +1,38 @@
+"""Batches of an iterable dataset's samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import default_collate
+
+from drivetrain.core.types import Batch, Stateful
+
+
+class SampleStream:
+    """Batches of the samples that an iterable dataset gives, without workers.
+
+    It has the state of the dataset, if the dataset has one: each state is that between two batches. Its
+    samples are then not drawn again after a resume, as a `DataLoader` over the dataset would.
+
+    Args:
+        dataset: The dataset. Its `set_epoch` is called before each epoch.
+        batch_size: Samples of a batch; the last one may be shorter.
+        collate: Makes a batch of a list of samples; None takes torch's default.
+    """
+
+    def __init__(
+        self, dataset: Any, batch_size: int, collate: Callable[[list[Any]], Batch] | None = None
+    ) -> None:
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self._collate = collate or default_collate
+        if isinstance(dataset, Stateful):
+            self.state_dict, self.load_state_dict = dataset.state_dict, dataset.load_state_dict
+
+    def __iter__(self) -> Iterator[Batch]:
+        samples = iter(self.dataset)
+        while batch := list(islice(samples, self.batch_size)):
+            yield self._collate(batch)

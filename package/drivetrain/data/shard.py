@@ -1,0 +1,37 @@
+"""The shard of the data that a process reads, and the totals over all processes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Share(NamedTuple):
+    """The shard of every round of batches that one process reads.
+
+    Attributes:
+        rank: The shard's number, from 0.
+        size: The number of shards.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+
+WHOLE = Share()
+"""All of the data, for one process."""
+
+
+class Everywhere(NamedTuple):
+    """The totals over all processes in one round of batches, or in a window.
+
+    Attributes:
+        weight: The weight that the loss is divided by.
+        samples: The number of samples.
+        tokens: The number of tokens.
+    """
+
+    weight: float | Tensor
+    samples: int
+    tokens: int

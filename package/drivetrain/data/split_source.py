@@ -1,0 +1,189 @@
+"""Data that the processes have divided themselves: each reads its own, all in the same number of rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from drivetrain.core.errors import CheckpointError
+from drivetrain.core.types import Batch
+from drivetrain.data.batch import batch_size, to_host
+from drivetrain.data.fingerprint import fingerprint
+from drivetrain.data.rank_rounds import Evidence, SharedBatch
+from drivetrain.data.shard import Share
+from drivetrain.data.skipped_batches import BAD
+from drivetrain.data.sources import Source
+from drivetrain.data.workers.pool import LookAhead
+from drivetrain.distributed.ranks import Ranks
+
+_PARTS = "of_each_rank"
+"""The key in a checkpoint for the states of divided data."""
+
+
+@dataclass(frozen=True)
+class AlreadySplit:
+    """Data that is already divided; see `already_split`.
+
+    Attributes:
+        data: This process's part.
+    """
+
+    data: Any
+
+    @property
+    def batch_size(self) -> Any:
+        """The batch size of this process's part, if it has one."""
+        return getattr(self.data, "batch_size", None)
+
+
+def already_split(data: Any) -> AlreadySplit:
+    """Mark data as one process's own part, so that it is not divided again.
+
+    Use it for data that was divided by rank before: shards of a stream (WebDataset's `split_by_node`), a
+    sampler that gives every rank its own indices, files of each machine. Parts may differ in length: an
+    epoch ends with the longest, and a rank without further batches takes part in the steps with weight zero.
+
+    A checkpoint stores the number of batches that each process has used, and the state of each process's
+    iterable if it has one. So resuming in the middle of an epoch needs the same number of processes. On one
+    process the data is read like any other.
+
+    Args:
+        data: A DataLoader, a Dataset, a list of batches, any other iterable of batches, or for evaluation a
+            mapping of names to these.
+    """
+    return AlreadySplit(data)
+
+
+class SplitSource(Source):
+    """Each process's own data; the position counts rounds, with a batch of each process that still has one.
+
+    Args:
+        own: This process's part.
+        share: This process's place among the processes.
+        ranks: The processes; in each round they exchange whether they have a batch.
+    """
+
+    is_split = True
+
+    def __init__(self, own: Source, share: Share, ranks: Ranks) -> None:
+        self.name = own.name
+        self.share = share
+        self.batch_size = own.batch_size
+        self._own = own
+        self.ranks = ranks
+        self._placeholder: Batch | None = None
+        found = ranks.all_gather((own.count(), own.exact, own.stateful))
+        counts = [count for count, _, _ in found if count is not None]
+        self._rounds = max(counts) if len(counts) == len(found) else None
+        self.exact = all(exact for _, exact, _ in found)
+        self.stateful = any(stateful for _, _, stateful in found)
+
+    def begin(self, epoch: int, position: int, limit: int | None, following: LookAhead) -> None:
+        """Ask for this process's next batches; a limit counts rounds, each with one of its batches."""
+        self._own.begin(epoch, self._own.start(epoch, position), limit, following)
+
+    def skip_bad_batches(self) -> None:
+        """Leave out bad batches, if this process's part allows it."""
+        self._own.skip_bad_batches()
+
+    def waiting(self, epoch: int, number: int) -> str:
+        """Describe the batch of this process's part that is waited for."""
+        return self._own.waiting(epoch, number)
+
+    @property
+    def advice(self) -> str:
+        """The advice for this process's part."""
+        return self._own.advice
+
+    def close(self) -> None:
+        """End the workers of this process's part."""
+        self._own.close()
+
+    def batches(self, epoch: int, position: int) -> Iterator[SharedBatch]:
+        """Yield this process's batches from a round on, then placeholders until all processes have ended."""
+        own: Iterator[Any] = self._own.batches(epoch, self._own.start(epoch, position))
+        while True:
+            batch, _, samples = next(own, (None, 0, 0))
+            ended = batch is None
+            if batch is BAD:
+                samples = 0
+            samples = batch_size(batch) if samples is None else samples
+            lacks = ended and self._placeholder is None
+            has = not ended and batch is not BAD
+            going, total, unknown, lacking, having = self.ranks.total(
+                [not ended, samples or 0, samples is None, lacks, has]
+            )
+            if not going:
+                return
+            if lacking and having:  # otherwise no process has a batch to lend, and no step is run
+                self._borrow(None if batch is BAD else batch)
+            if batch is BAD:
+                yield SharedBatch(batch, 1, 0, False, None, None)
+                continue
+            if ended and self._placeholder is None:
+                yield SharedBatch(BAD, 1, 0, True, None, None)
+                continue
+            if ended:
+                batch = self._placeholder
+            else:
+                self._placeholder = batch
+            evidence = Evidence(None, None if ended else fingerprint(batch)) if self.needs_evidence else None
+            self.needs_evidence = False
+            yield SharedBatch(
+                batch, 1, None if ended else samples, ended, None if unknown else int(total), evidence
+            )
+
+    def _borrow(self, batch: Batch | None) -> None:
+        """Use another process's batch as the placeholder if there is none yet; all processes call it."""
+        mine = None if batch is None else (to_host(batch),)
+        found = [each[0] for each in self.ranks.all_gather(mine) if each is not None]
+        if self._placeholder is None:
+            self._placeholder = found[0]
+
+    def count(self, position: int = 0) -> int | None:
+        """Return the number of rounds left, which is the number of batches left in the longest part."""
+        return None if self._rounds is None else max(0, self._rounds - position)
+
+    def description(self) -> dict[str, Any]:
+        """Return a text that says that the ranks divide the data."""
+        return {"kind": "already split"}
+
+    def snapshot(self) -> dict[str, Any] | None:
+        """Return the state of this process's part."""
+        return self._own.snapshot()
+
+    def gathered(self, state: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Return the states of all parts, by rank."""
+        return {_PARTS: self.ranks.all_gather(state)}
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Restore the state of this process's part."""
+        if state is not None and len(state[_PARTS]) == self.share.size:
+            self._own.restore(state[_PARTS][self.share.rank])
+
+
+def check_division(source: Source, state: Any, position: int) -> None:
+    """Check that a checkpoint's data was divided as this run's, if its state depends on that.
+
+    Args:
+        source: This run's source.
+        state: The result of `gathered` in the checkpoint.
+        position: The position in its epoch.
+
+    Raises:
+        CheckpointError: It was divided differently.
+    """
+    parts = state[_PARTS] if isinstance(state, dict) and _PARTS in state else None
+    now = source.share.size if source.is_split else None
+    before = None if parts is None else len(parts)
+    if before == now or not (position or any(each is not None for each in parts or [])):
+        return
+    texts = [
+        "not already split" if each is None else f"already split over {each} ranks" for each in (before, now)
+    ]
+    raise CheckpointError(
+        f"the checkpoint's {source.name} data was {texts[0]} and this run's is {texts[1]}, so it is unknown"
+        " which batches were used. Resume on the same number of ranks, or from a checkpoint at the end of an"
+        " epoch"
+    )

@@ -1,0 +1,1 @@
+"""The worker processes of a dataset, and how they end."""

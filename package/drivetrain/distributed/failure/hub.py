@@ -1,0 +1,457 @@
+"""Rank 0's part of the failure channel: it receives from all ranks, and decides what failed first."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from drivetrain.distributed.failure.messages import TOKEN_BYTES, Cause, Line, Timing, at
+from drivetrain.distributed.failure.place import Phase
+from drivetrain.distributed.failure.silence import ABOVE, DIED, PATIENCE, Silence
+from drivetrain.distributed.failure.stacks import asked
+from drivetrain.distributed.failure.watchdog import Stillness
+from drivetrain.distributed.launch.children import ending, started
+from drivetrain.distributed.sockets import closed_in_forks
+from drivetrain.distributed.stopping import Poll
+
+_TOLD = 2
+"""Ticks without progress after which every rank has reported its place."""
+
+_WAITING = 64
+"""Connections that may wait to authenticate themselves, in addition to one for each rank."""
+
+_SHOWN = 8
+"""Ranks that a message names one by one."""
+
+
+@dataclass
+class _Unauthenticated:
+    """A connection that has not sent the token yet, and when it came."""
+
+    connection: socket.socket
+    since: float
+    said: bytes = b""
+
+
+@dataclass
+class _Peer:
+    """The state of a rank: its connection, its silence, and its last beat.
+
+    `signs` is the progress in its last beat, `phase` and `place` how it counts and where it waits. `asks` is
+    the signal that makes its process `pid` write its stacks, and the file's descriptor there.
+    """
+
+    rank: int
+    line: Line
+    silence: Silence
+    where: str = ""
+    progress: int | None = None
+    signs: Any = None
+    phase: Phase = Phase.WORKS
+    place: str = ""
+    pid: int = 0
+    asks: tuple[int, int] = (0, -1)
+    state: str = "here"  # then "left" after a goodbye, or "gone"
+
+
+@dataclass
+class _WithoutRank:
+    """A connection that has sent the token, and not yet its rank."""
+
+    line: Line
+    since: float = field(default_factory=time.monotonic)
+
+
+class Hub:
+    """Receives from all ranks in a thread of its own.
+
+    It reads nothing else from a connection before the token, and whatever a connection sends, it can end only
+    itself.
+
+    Args:
+        world_size: The number of ranks.
+        local: Whether all of them are on this machine.
+        timing: The times of the channel.
+        hang_timeout: Seconds without progress on any rank that count as a hang; None for no limit.
+
+    Attributes:
+        port: The port it listens on.
+        token: The secret that a rank must send.
+        cause: The first failure, once it is decided.
+        had: The stacks of ranks that were killed because they did not answer.
+        finished: Set when no rank but this one is left.
+    """
+
+    def __init__(self, world_size: int, local: bool, timing: Timing, hang_timeout: float | None) -> None:
+        self._world_size = world_size
+        self._timing = timing
+        self._tick = timing.silence / 5
+        self._hang_timeout = hang_timeout
+        self._stillness = None if hang_timeout is None else Stillness(hang_timeout, timing.opaque)
+        self._server = closed_in_forks(_listen(local))
+        self._server.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._server, selectors.EVENT_READ)
+        self._peers: dict[int, _Peer] = {}
+        self._unknown: list[_Unauthenticated | _WithoutRank] = []
+        self._poll = Poll(world_size)
+        self._aside: list[Cause] = []
+        self._aside_until = 0.0
+        self.cause: Cause | None = None
+        self.had: dict[int, str] = {}
+        self._ticks = self._still = 0
+        self._logged: set[str] = set()
+        self._leaving = threading.Event()
+        self.finished = threading.Event()
+        self.port = int(self._server.getsockname()[1])
+        self.token = os.urandom(TOKEN_BYTES // 2).hex()
+        self._thread = threading.Thread(target=self._run, name="drivetrain-failure-hub", daemon=True)
+        self._thread.start()
+
+    def leave(self) -> None:
+        """Close the hub; ranks that are still connected get a message that this is no failure."""
+        self._leaving.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        following = time.monotonic() + self._tick
+        try:
+            while not (self._leaving.is_set() or self._is_over()):
+                for key, _ in self._ready():
+                    if key.data is None:
+                        self._try(self._accept)
+                    elif isinstance(key.data, _Unauthenticated):
+                        self._read_unauthenticated(key.data)
+                    else:
+                        self._hear(key.data)
+                if time.monotonic() >= following:
+                    following = time.monotonic() + self._tick
+                    self._try(self._look)
+                if self._aside and self.cause is None and time.monotonic() >= self._aside_until:
+                    self._decide(self._cause_of_aside())
+            if self.cause is None:
+                self._end_all()
+        finally:
+            for each in (*self._peers.values(), *self._unknown):
+                _close(each)
+            self._selector.close()
+            self._server.close()
+            self.finished.set()
+
+    def _ready(self) -> list[tuple[selectors.SelectorKey, int]]:
+        try:
+            return self._selector.select(min(0.05, self._tick))
+        except OSError as error:
+            self._log_error(error)
+            time.sleep(0.05)
+            return []
+
+    def _try(self, act: Callable[[], None]) -> None:
+        """Call a function, and report an error in it without ending the hub."""
+        try:
+            act()
+        except Exception as error:
+            self._log_error(error)
+
+    def _log_error(self, error: Exception) -> None:
+        text = traceback.format_exception_only(type(error), error)[-1]
+        if text not in self._logged and len(self._logged) < _SHOWN:
+            self._logged.add(text)
+            with contextlib.suppress(Exception):  # nobody may be reading
+                sys.stderr.write(f"drivetrain: the failure channel goes on after {text}")
+
+    def _end_all(self) -> None:
+        # Closing a connection with unread data discards what was sent: wait until the ranks have read it.
+        self._broadcast(kind="end")
+        deadline = time.monotonic() + 1.0
+        here = [each for each in self._peers.values() if each.state == "here" and each.rank]
+        while here and time.monotonic() < deadline:
+            here = [each for each in here if _is_open(each.line)]
+            time.sleep(0.01)
+
+    def _is_over(self) -> bool:
+        """Return whether all ranks have said goodbye, or only rank 0 is left after a failure."""
+        if self.cause is not None:
+            return all(each.state != "here" for each in self._peers.values() if each.rank)
+        return len(self._peers) == self._world_size and all(p.state == "left" for p in self._peers.values())
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._server.accept()
+        except BlockingIOError:  # the client has withdrawn the connection
+            return
+        except OSError:
+            # The connection failed before it was accepted (accept(2) lists the reasons), or no descriptor is
+            # free. Then the server stays ready, and the oldest silent connection makes room.
+            self._drop_oldest()
+            time.sleep(0.02)
+            return
+        closed_in_forks(connection).setblocking(False)
+        stranger = _Unauthenticated(connection, time.monotonic())
+        self._unknown.append(stranger)
+        self._selector.register(connection, selectors.EVENT_READ, stranger)
+        if len(self._unknown) > self._world_size + _WAITING:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        if self._unknown:
+            self._drop(min(self._unknown, key=lambda each: each.since))
+
+    def _drop(self, source: _Unauthenticated | _WithoutRank | _Peer) -> None:
+        with contextlib.suppress(KeyError, ValueError):  # already closed
+            self._selector.unregister(_socket(source))
+        _close(source)
+        if not isinstance(source, _Peer) and source in self._unknown:
+            self._unknown.remove(source)
+
+    def _read_unauthenticated(self, stranger: _Unauthenticated) -> None:
+        """Compare the first bytes of a connection with the token; nothing else is read from it."""
+        wanted = TOKEN_BYTES + 1
+        try:
+            found = stranger.connection.recv(wanted - len(stranger.said))
+        except BlockingIOError:
+            return
+        except OSError:
+            found = b""
+        stranger.said += found
+        if found and len(stranger.said) < wanted:
+            return
+        if not hmac.compare_digest(stranger.said, f"{self.token}\n".encode()):
+            self._drop(stranger)
+            return
+        newcomer = _WithoutRank(Line(stranger.connection, self._timing.silence), stranger.since)
+        self._unknown[self._unknown.index(stranger)] = newcomer
+        self._selector.modify(stranger.connection, selectors.EVENT_READ, newcomer)
+
+    def _hear(self, source: _WithoutRank | _Peer) -> None:
+        trouble: Exception | None = None
+        try:
+            messages = source.line.receive()
+            for each in messages or ():
+                if isinstance(source, _Peer):
+                    self._take(source, each)
+                else:
+                    source = self._welcome(source, each)
+        except Exception as error:  # the other end has sent something that is no message of ours
+            messages, trouble = None, error
+        if messages is not None:
+            return
+        self._drop(source)
+        if isinstance(source, _Peer) and source.state == "here":
+            source.state = "gone"
+            if self.cause is None and not any(each.rank == source.rank for each in self._aside):
+                what = _death(source.rank) if trouble is None else f"its line to rank 0 broke ({trouble!r})"
+                self._decide(Cause("lost", source.rank, source.where, what))
+
+    def _welcome(self, newcomer: _WithoutRank, hello: dict[str, Any]) -> _Peer:
+        rank, line = int(hello["rank"]), newcomer.line
+        if not 0 <= rank < self._world_size or rank in self._peers:
+            raise ValueError(f"rank {rank} is connected already, or is none of {self._world_size}")
+        silence = Silence(hello["machine"], int(hello["pid"]), self._timing.silence)
+        peer = _Peer(rank, line, silence, str(hello["where"]))
+        peer.pid = int(hello["pid"])
+        number, descriptor = hello["stacks"]
+        peer.asks = (int(number), int(descriptor))
+        self._peers[rank] = peer
+        self._unknown.remove(newcomer)
+        self._selector.modify(line.socket, selectors.EVENT_READ, peer)
+        line.send(**self._beat())
+        if self._poll.is_open:
+            line.send(kind="hold")
+        if self.cause is not None:
+            line.send(kind="cause", cause=self.cause.to_json())
+        return peer
+
+    def _take(self, peer: _Peer, message: dict[str, Any]) -> None:
+        peer.silence.end()
+        peer.where, peer.place = str(message["where"]), str(message["place"])
+        peer.phase = Phase(message["phase"])
+        signs = (message["progress"], message["signs"])
+        if signs != peer.signs:
+            peer.progress, peer.signs = message["progress"], signs
+            self._still = 0
+            if self._stillness is not None:
+                self._stillness.end()
+        if message["kind"] == "bye":
+            peer.state = "left"
+            self._poll.note(peer.rank, int(message["passed"]))
+        elif message["kind"] == "held":
+            self._poll.note(peer.rank, int(message["passed"]), message["asked"])
+        elif message["kind"] == "stop" and self._poll.open(peer.rank, str(message["asked"])):
+            self._broadcast(kind="hold")
+        elif message["kind"] == "cause" and self.cause is None:
+            cause = Cause.from_json(message["cause"])
+            if cause.kind != "consequence":
+                self._decide(cause)
+            elif not self._aside:
+                self._aside_until = time.monotonic() + self._timing.aside
+                self._aside.append(cause)
+        decision = self._poll.decision()
+        if decision is not None:
+            self._broadcast(kind="stop", **decision)
+
+    def _look(self) -> None:
+        """Once per tick, send a beat of rank 0, and check for ranks that are lost or make no progress."""
+        self._broadcast(**self._beat())
+        self._ticks += 1
+        self._still += 1
+        now = time.monotonic()
+        for unknown in [each for each in self._unknown if now - each.since > self._timing.stranger]:
+            self._drop(unknown)
+        if self.cause is not None:
+            return
+        here = [each for each in self._peers.values() if each.state == "here"]
+        for each in here:
+            lost = each.silence.tick() if each.rank else None
+            if isinstance(each.line.broken, TimeoutError):
+                lost = f"it did not read for {self._timing.silence:g} s what rank 0 sent"
+            if lost is not None:
+                self._decide(Cause("lost", each.rank, each.where, lost))
+                return
+        missing = sorted(set(range(self._world_size)) - self._peers.keys())
+        if missing:
+            ended = [each for each in missing if each in started and started[each].poll() is not None]
+            if ended:
+                self._decide(Cause("lost", ended[0], "", _death(ended[0])))
+            elif self._ticks >= 5 * PATIENCE:
+                text = f"it has not joined the failure channel within {PATIENCE * self._timing.silence:g} s"
+                self._decide(Cause("lost", missing[0], "", text))
+        elif self._stillness is not None and here:
+            is_hang = self._stillness.add(self._tick, [each.phase for each in here])
+            if is_hang and self._still >= _TOLD:
+                self._decide(self._hang(here))
+
+    def _beat(self) -> dict[str, Any]:
+        where = self._peers[0].where if 0 in self._peers else ""
+        return {"kind": "beat", "where": where}
+
+    def _sorted(self) -> list[_Peer]:
+        return sorted(self._peers.values(), key=lambda each: each.rank)
+
+    def _late_ranks(self, here: list[_Peer]) -> list[_Peer]:
+        """Return the ranks that the others wait for: those with less progress, or else those not waiting."""
+        furthest = max(each.progress or 0 for each in self._peers.values())
+        found = [each for each in self._sorted() if (each.progress or 0) < furthest]
+        if not found:
+            found = [each for each in sorted(here, key=lambda each: each.rank) if each.phase != Phase.WAITS]
+        return found if len(found) < len(self._peers) else []
+
+    def _hang(self, here: list[_Peer]) -> Cause:
+        behind = self._late_ranks(here)
+        begin = f"no progress for {self._hang_timeout:g} s"
+        if not behind:
+            stuck = tuple(range(min(self._world_size, _SHOWN)))
+            return Cause("hang", 0, "", f"{begin}; {_places(self._sorted())}", stuck=stuck)
+        others = [each for each in self._sorted() if each not in behind]
+        what = f"{begin}; {_places(behind, are_behind=True)}; {_places(others)}"
+        stuck = tuple(each.rank for each in behind if each.state == "here") or (here[0].rank,)
+        return Cause("hang", behind[0].rank, behind[0].where, what, stuck=stuck[:_SHOWN])
+
+    def _cause_of_aside(self) -> Cause:
+        """Return the failure to report if no other cause has arrived."""
+        found = self._aside[0]
+        left = next((each for each in self._peers.values() if each.state == "left"), None)
+        if left is None:
+            return found
+        waiting = f"rank {found.rank}, {at(found.where or 'its step')},"
+        text = f"it had ended when {waiting} waited for it ({found.what.partition('. ')[0]})"
+        return Cause("lost", left.rank, left.where, text, found.frames)
+
+    def _decide(self, cause: Cause) -> None:
+        lost = self._peers.get(cause.rank)
+        if cause.kind == "lost" and lost is not None and lost.state == "here":
+            self.had[lost.rank] = self.ask(lost.rank)  # `StackFiles` writes them to a file
+            lost.silence.end_process()
+            lost.state = "gone"
+        self.cause = cause
+        self._broadcast(kind="cause", cause=cause.to_json())
+
+    def ask(self, rank: int) -> str:
+        """Return the stacks of a rank that does not write them itself; empty if it cannot be asked."""
+        peer = self._peers.get(rank)
+        if peer is None or peer.state == "gone" or not peer.silence.is_near or peer.pid == os.getpid():
+            return ""
+        number, descriptor = peer.asks
+        return asked(peer.pid, number, peer.pid, descriptor)
+
+    def _broadcast(self, **message: Any) -> None:
+        for each in self._peers.values():
+            if each.state != "gone":  # rank 0 may have said goodbye, and still listens
+                each.line.send(**message)
+
+
+def _named(ranks: list[int]) -> str:
+    """Return ranks as part of a sentence: "rank 3", "ranks 0, 1 and 3", "ranks 0, 1, 2 and 61 more"."""
+    shown = [str(each) for each in ranks[:_SHOWN]]
+    if len(ranks) > _SHOWN:
+        shown[-1] = f"{len(ranks) - _SHOWN + 1} more"
+    return f"rank {shown[0]}" if len(shown) == 1 else f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def _places(peers: list[_Peer], are_behind: bool = False) -> str:
+    """List where ranks are: "rank 1 is behind, at update 7", "rank 0 waits in barrier (train.py:9), ..."."""
+    places: dict[tuple[str, str, str], list[int]] = {}
+    for each in peers:
+        waits = each.phase == Phase.WAITS and each.state == "here"
+        place = at(each.where or "its step")
+        place = f"in {each.place}, {place}" if waits else place
+        if each.state == "left":
+            one, several, place = "has ended", "have ended", f", {place}"
+        elif are_behind:
+            one, several, place = "is behind", "are behind", f", {place}"
+        else:
+            one, several, place = *(("waits", "wait") if waits else ("is", "are")), f" {place}"
+        places.setdefault((one, several, place), []).append(each.rank)
+    listed = [
+        f"{_named(ranks)} {several if len(ranks) > 1 else one}{place}"
+        for (one, several, place), ranks in list(places.items())[:_SHOWN]
+    ]
+    more = [f"{len(places) - _SHOWN} other places"] if len(places) > _SHOWN else []
+    return "; ".join([*listed, *more])
+
+
+def _socket(source: _Unauthenticated | _WithoutRank | _Peer) -> socket.socket:
+    return source.connection if isinstance(source, _Unauthenticated) else source.line.socket
+
+
+def _close(source: _Unauthenticated | _WithoutRank | _Peer) -> None:
+    with contextlib.suppress(OSError):
+        _socket(source).close()
+
+
+def _is_open(line: Line) -> bool:
+    try:
+        return line.receive() is not None
+    except Exception:
+        return False
+
+
+def _death(rank: int | None) -> str:
+    """Return how a rank ended, as far as its parent, if that is this process, can tell."""
+    child = started.get(rank) if rank is not None else None
+    deadline = time.monotonic() + 0.3  # its connection closes a little before its exit code is known
+    while child is not None and child.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    code = child.poll() if child is not None else None
+    if code is None:
+        return DIED
+    return f"it {ending(code)}" + (f"; {ABOVE}" if code == -signal.SIGABRT else "")
+
+
+def _listen(local: bool) -> socket.socket:
+    if local:
+        return socket.create_server(("127.0.0.1", 0))
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))

@@ -1,0 +1,111 @@
+"""Messages of a process to its launcher: that it trains, and how it ends after its job has failed."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+_WRITING = 1.0
+"""Seconds that writing may take at the end."""
+
+TRAINING = "training"
+"""A file beside the one for errors, which torch's agent gives each process that it starts."""
+
+
+def set_training() -> None:
+    """Tell torch's agent, if it started this process, that the set-up is done."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        with contextlib.suppress(OSError):  # only a report depends on it
+            Path(file).with_name(TRAINING).touch()
+
+
+def record(error: BaseException) -> None:
+    """Record an error for torchrun's summary, which otherwise has only an exit code."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing import errors
+
+        errors.get_error_handler().record_exception(error)
+
+
+def _record_last() -> None:
+    """Record the error that ends the program, unless one was recorded before."""
+    error, file = getattr(sys, "last_value", None), os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if isinstance(error, BaseException) and file and not os.path.exists(file):
+        try:
+            raise error  # the recorder reads the exception that is being handled
+        except BaseException:
+            record(error)
+
+
+if "TORCHELASTIC_ERROR_FILE" in os.environ:
+    atexit.register(_record_last)
+
+
+def write_now(text: str) -> None:
+    """Write to stderr from a thread that must not wait.
+
+    It takes no lock of the stream, which a waiting thread may hold, and gives up after a second on a pipe
+    that nobody reads.
+    """
+    _not_for_long(lambda: _write(text))
+
+
+def _write(text: str) -> None:
+    stream, plain = sys.stderr, sys.__stderr__
+    if plain is not None and stream is plain and sys.platform != "win32":
+        os.write(plain.fileno(), text.encode(errors="replace"))  # without the stream's lock
+    else:
+        stream.write(text)
+        stream.flush()
+
+
+def end_now(code: int) -> NoReturn:
+    """Flush the streams and exit this process at once, with an exit code.
+
+    It does not wait for a stream that a thread holds, or whose pipe nobody reads.
+    """
+    _not_for_long(_flush)
+    end_workers()
+    os._exit(code)
+
+
+def _not_for_long(act: Callable[[], None]) -> None:
+    """Call a function that may block for ever in a thread, and go on after `_WRITING` seconds."""
+
+    def try_it() -> None:
+        with contextlib.suppress(Exception):  # the stream is closed
+            act()
+
+    thread = threading.Thread(target=try_it, name="drivetrain-last-words", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter is already ending
+        try_it()
+    else:
+        thread.join(_WRITING)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # so that one that fails does not keep back the other
+            stream.flush()
+
+
+def end_workers() -> None:
+    """Kill the daemon processes that would end with this one in an orderly exit, such as a loader's workers.
+
+    A worker that is stuck in a file system that does not answer would not notice that its parent is gone.
+    """
+    with contextlib.suppress(Exception):
+        for each in multiprocessing.active_children():
+            # A fork of a process still has the original's children on its list.
+            if each.daemon and getattr(each, "_parent_pid", None) == os.getpid():
+                each.kill()

@@ -1,0 +1,141 @@
+"""The place of a thread of a run, in a few words, read from its stack frames.
+
+CPython 3.11 may crash when one thread reads the frames of another that is running. So frames are read only
+after a run has shown no progress for long, or has failed.
+"""
+
+from __future__ import annotations
+
+import bdb
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+from drivetrain.distributed.failure import named_places
+from drivetrain.distributed.failure.messages import is_collective
+
+_PACKAGE = os.path.join(Path(__file__).parents[2], "")
+
+_TORCH = os.path.join(Path(torch.__file__).parent, "")
+_COMPILERS = {
+    (os.path.join(_TORCH, "_dynamo", "convert_frame.py"), "_compile"),
+    (os.path.join(_TORCH, "_inductor", "compile_fx.py"), "compile_fx"),
+    (os.path.join(_TORCH, "_inductor", "compile_fx.py"), "compile_fx_inner"),
+    (os.path.join(_TORCH, "utils", "cpp_extension.py"), "_jit_compile"),
+}
+"""Functions that compile and do not run what they have compiled."""
+
+_XLA = os.path.join(Path(torch.__file__).parents[1], "torch_xla", "")
+_DEBUGGERS = (bdb.__file__, os.path.join(Path(torch.__file__).parents[1], "debugpy", ""))
+_NOT_THE_USERS = (
+    _PACKAGE,
+    _TORCH,
+    *(os.path.join(Path(torch.__file__).parents[1], name, "") for name in ("deepspeed", "accelerate")),
+)
+
+
+class Phase(StrEnum):
+    """How a rank without progress counts.
+
+    `WORKS` may be anything. `WAITS` is a collective. `OPAQUE` is a debugger's prompt, or a compilation, a
+    save or a load, which show no progress until they are done. `OUTSIDE` is the body of the program's own
+    loop.
+    """
+
+    WORKS = "works"
+    WAITS = "waits"
+    OPAQUE = "opaque"
+    OUTSIDE = "outside"
+
+
+def place_of_thread(thread: int) -> str:
+    """Return a thread's place now: "in the forward", "in on_step_end of MyCallback", "in a save".
+
+    Empty if the thread is in no named function.
+
+    Args:
+        thread: The thread's identifier, as `threading.get_ident` returns it.
+    """
+    return _innermost(each.f_code for each in _outward(sys._current_frames().get(thread)))
+
+
+def phase_of_thread(thread: int) -> tuple[Phase, str]:
+    """Return a thread's phase and, if it waits, the collective, such as "barrier (train.py:12)".
+
+    Args:
+        thread: The thread's identifier, as `threading.get_ident` returns it.
+    """
+    threads = sys._current_frames()
+    stack = list(_outward(threads.get(thread)))
+    awaited = {named_places.waits[each.f_code] for each in stack if each.f_code in named_places.waits}
+    if awaited:
+        others = (each.ident for each in threading.enumerate() if each.name in awaited)
+        stack = next((list(_outward(threads.get(each))) for each in others if each in threads), stack)
+    if stack and is_collective(stack[0]):
+        return Phase.WAITS, _collective(stack)
+    opaque = (*named_places.opaque, _XLA, *_DEBUGGERS)
+    if any(each.f_code.co_filename.startswith(opaque) for each in stack):
+        return Phase.OPAQUE, ""
+    # On a GPU, torch compiles the backward in a thread of its own.
+    compiles = ((each.f_code.co_filename, each.f_code.co_name) for each in _all_frames(threads.values()))
+    return (Phase.OPAQUE if any(each in _COMPILERS for each in compiles) else Phase.WORKS), ""
+
+
+def _collective(stack: list[FrameType]) -> str:
+    """Return the collective's name with the innermost line of the user's program."""
+    name = ""
+    for frame in stack:
+        file, function = frame.f_code.co_filename, frame.f_code.co_name
+        if not file.startswith(_NOT_THE_USERS):
+            return f"{name or 'a collective'} ({Path(file).name}:{frame.f_lineno})"
+        if not name and file.startswith(_TORCH) and not function.startswith(("_", "wrapper")):
+            name = function
+    return name or "a collective"
+
+
+def _outward(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _all_frames(innermost: Iterable[FrameType]) -> Iterator[FrameType]:
+    for each in innermost:
+        yield from _outward(each)
+
+
+def place_of_error(error: BaseException) -> str:
+    """Return the place where an error was raised; empty if it is in no named function."""
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return _innermost(reversed(codes))
+
+
+def _innermost(codes: Iterable[CodeType]) -> str:
+    """Return the innermost hook if there is one, else the innermost function that has a name."""
+    place = ""
+    for code in codes:
+        if code.co_name in named_places.hooks:
+            return _hook(code)
+        place = place or named_places.names.get(code, "")
+    return place
+
+
+def place_of_hook(hook: Any) -> str:
+    """Return where a run is while it calls a callback's hook: "in on_step_end of MyCallback"."""
+    code = getattr(getattr(hook, "__func__", hook), "__code__", None)
+    return "" if code is None or code.co_name not in named_places.hooks else _hook(code)
+
+
+def _hook(code: CodeType) -> str:
+    if code in named_places.names:
+        return named_places.names[code]
+    owner = code.co_qualname.split(".")[-2:-1]
+    return f"in {code.co_name} of {owner[0]}" if owner and owner[0] != "<locals>" else f"in {code.co_name}"

@@ -1,0 +1,127 @@
+"""Whether a silent process is still worth waiting for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+PATIENCE = 12
+"""Timeouts that a process may be silent while it is idle or cannot be observed."""
+
+ABOVE = "its own messages are above"
+"""A note that a process may have written more to standard error."""
+
+DIED = f"it was killed, perhaps for lack of memory, or ended by os._exit, or aborted ({ABOVE})"
+"""Possible deaths of a process that another one started."""
+
+_LOOKED_AT = 3
+"""Ticks of silence after which the process is observed."""
+
+_BUSY = 0.03
+"""The share of a core that an idle process may use."""
+
+
+class Activity(NamedTuple):
+    """The state of a process, and the CPU seconds that it has used.
+
+    The state is Linux's letter for its main thread: "R" runs, "S" sleeps, "D" waits for a disk, "T" is
+    stopped; or "gone". It is empty if the process could not be observed, for lack of a file descriptor say.
+    """
+
+    state: str
+    used: float
+
+
+class Silence:
+    """The silence of another process, counted in fifths of a timeout, and whether it has failed.
+
+    A process that is stopped or gone has failed after one timeout. While a call holds the interpreter, as
+    one of a library that computes or reads a large file, none of its threads can send anything. So a running
+    process that can be observed, which takes Linux and the same machine, may take as long as it needs. An
+    idle process, or one that cannot be observed, has `PATIENCE` timeouts.
+
+    Time is counted in calls of `tick`, not by the clock: while this process is itself suspended, no other
+    counts as silent.
+
+    Args:
+        of_machine: The machine of the process, as `machine` names it.
+        pid: Its process id there.
+        timeout: In seconds.
+
+    Attributes:
+        ticks: Ticks since the process last sent something.
+        is_near: Whether the process is on this machine and can be observed.
+    """
+
+    def __init__(self, of_machine: str | None, pid: int, timeout: float) -> None:
+        self.ticks = 0
+        self._pid = pid
+        self.is_near = of_machine is not None and of_machine == machine()
+        self._tick = timeout / 5
+        self._busy = 0
+        self._used: float | None = None
+
+    def end(self) -> None:
+        """Reset the time: the process has sent something."""
+        self.ticks = self._busy = 0
+        self._used = None
+
+    def tick(self) -> str | None:
+        """Count a fifth of a timeout in silence; returns how the process has failed, None if it has not."""
+        self.ticks += 1
+        if self.ticks < _LOOKED_AT:
+            return None
+        state = self._look() if self.is_near else ""
+        if self.ticks >= 5 and state == "T":
+            return f"it is stopped (by SIGSTOP, say) and has not answered for {self.ticks * self._tick:g} s"
+        if self.ticks >= 5 and state == "gone":
+            return DIED
+        if self.ticks - self._busy < 5 * PATIENCE:
+            return None
+        idle = ", and is idle" if self.is_near else ""
+        return f"it has not answered for {self.ticks * self._tick:g} s{idle}"
+
+    def _look(self) -> str:
+        state, used = activity(self._pid)
+        if not state:
+            return ""
+        computed = 0.0 if self._used is None else used - self._used
+        self._used = used
+        self._busy += state == "R" or computed > _BUSY * self._tick
+        return state
+
+    def end_process(self) -> None:
+        """Kill the process if it is on this machine: it cannot receive a message."""
+        if self.is_near and self._pid != os.getpid():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+
+
+def machine() -> str | None:
+    """Return an identifier of this machine's pid namespace; None if it cannot be determined."""
+    if sys.platform != "linux":
+        return None
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    try:
+        return f"{boot.read_text(encoding='utf-8').strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return None
+
+
+def activity(pid: int) -> Activity:
+    """Return the state of a process of this machine. Only a definite answer of the system is "gone"."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return Activity("gone", 0.0)
+    except OSError:
+        return Activity("", 0.0)
+    state, *numbers = text.rpartition(")")[2].split()  # after its name, which may contain anything
+    if state in "ZX":
+        return Activity("gone", 0.0)
+    used = int(numbers[10]) + int(numbers[11])  # utime and stime
+    return Activity("T" if state == "t" else state, used / os.sysconf("SC_CLK_TCK"))

@@ -1,0 +1,114 @@
+"""The stacks of all ranks of a failed job, as files in its run directory."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from drivetrain.distributed.failure.messages import at
+from drivetrain.distributed.failure.stacks import stacks
+
+if TYPE_CHECKING:
+    from drivetrain.distributed.failure.hub import Hub
+
+_WRITING = 2.0
+"""Seconds that a process waits for them at its end: the disk may be what hangs."""
+
+_OWN = 0.8
+"""Seconds that the ranks of rank 0's machine have to write theirs, before rank 0 asks for them."""
+
+_UNASKED = "No stacks: the rank has ended, or is on another machine.\n"
+
+
+def now() -> str:
+    """Return the current time as a directory name."""
+    return time.strftime("%Y%m%d-%H%M%S")
+
+
+class StackFiles:
+    """One rank's stack file; rank 0 also writes those of ranks on its machine that do not write theirs.
+
+    Args:
+        rank: This process.
+        world_size: The number of ranks.
+        directory: The run directory; None writes nothing.
+
+    Attributes:
+        told: A line that says where the files are; empty without files.
+    """
+
+    def __init__(self, rank: int, world_size: int, directory: Path | None) -> None:
+        self.told = ""
+        self._rank = rank
+        self._size = world_size
+        self._directory = directory
+        self._thread: threading.Thread | None = None
+
+    def open(self, began: str) -> tuple[int, int]:
+        """Prepare to write.
+
+        Args:
+            began: When rank 0 began, which is the directory's name on all ranks.
+
+        Returns:
+            The signal that asks for the stacks, and the descriptor of the file that they then go to.
+        """
+        if self._directory is not None:
+            self._directory = self._directory / "failures" / began
+        stacks.open()  # even without a directory: a loader's workers may start before it is known
+        return stacks.signal, stacks.descriptor
+
+    def begin(self, where: str, error: BaseException | None, hub: Hub | None) -> None:
+        """Write the stacks in a thread of their own.
+
+        Args:
+            where: How far this rank is.
+            error: The error raised here, or None.
+            hub: On rank 0, the hub that knows the other ranks.
+        """
+        if self._directory is None or self._thread is not None:
+            return
+        self.told = f"the stacks of all ranks are in {self._directory}"
+        # If the thread is quick, the frames are still those of this moment; waiting for it is not possible.
+        self._thread = threading.Thread(
+            target=self._write,
+            args=(self._directory, where, error, hub),
+            name="drivetrain-stacks",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until they are written, for at most `_WRITING` seconds."""
+        if self._thread is not None:
+            self._thread.join(_WRITING)
+
+    def _write(self, directory: Path, where: str, error: BaseException | None, hub: Hub | None) -> None:
+        try:
+            with contextlib.suppress(FileExistsError):  # rank 0 has not waited and has written it
+                stacks.write(_file(directory, self._rank), f"rank {self._rank}, {at(where)}", error)
+            if hub is not None:
+                self._write_others(directory, hub)
+        except OSError as failed:  # the disk may be why the run has failed
+            with contextlib.suppress(Exception):
+                sys.stderr.write(f"drivetrain: the stacks of rank {self._rank} were not saved: {failed}\n")
+
+    def _write_others(self, directory: Path, hub: Hub) -> None:
+        until = time.monotonic() + _OWN
+        files = {rank: _file(directory, rank) for rank in range(1, self._size)}
+        while not all(each.exists() for each in files.values()) and time.monotonic() < until:
+            time.sleep(0.02)
+        for rank, file in files.items():
+            had = hub.had.get(rank)  # taken before it was killed: its own file describes a later moment
+            if had is not None or not file.exists():
+                text = (hub.ask(rank) if had is None else had) or _UNASKED
+                title = f"rank {rank}, asked by rank 0 because it did not answer"
+                file.write_text(f"{title}\n\n{text}", encoding="utf-8")
+
+
+def _file(directory: Path, rank: int) -> Path:
+    return directory / f"rank{rank}.txt"

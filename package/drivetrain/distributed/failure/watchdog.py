@@ -1,0 +1,150 @@
+"""The time limit without progress, and a watchdog that enforces it in a run of one process."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+from collections.abc import Callable, Hashable, Iterable
+from pathlib import Path
+from types import TracebackType
+
+from drivetrain.core.errors import RankFailure
+from drivetrain.distributed.failure import messages as failure_wire
+from drivetrain.distributed.failure.last_words import end_workers, record
+from drivetrain.distributed.failure.place import Phase
+
+EXIT_HANG = 75
+"""The exit code of a process that was killed because it hung; `EX_TEMPFAIL` of sysexits.h: try again."""
+
+_WRITING = 10.0
+"""Seconds that writing the stacks may take."""
+
+
+class Stillness:
+    """The time without any progress, in the caller's ticks, and its limit.
+
+    Args:
+        limit: Seconds that count as a hang.
+        opaque: Seconds more for `Phase.OPAQUE`, which shows no progress until it is done.
+    """
+
+    def __init__(self, limit: float, opaque: float) -> None:
+        self._limit = limit
+        self._opaque = opaque
+        self.end()
+
+    def end(self) -> None:
+        """Reset the time: there was progress."""
+        self._seconds = self._seconds_unseen = 0.0
+
+    @property
+    def is_suspicious(self) -> bool:
+        """Whether half of the limit has passed without progress."""
+        return self._seconds + self._seconds_unseen >= self._limit / 2
+
+    def add(self, seconds: float, phases: Iterable[Phase]) -> bool:
+        """Add time without progress; returns whether it is over the limit.
+
+        The longer limit counts while a rank compiles, saves or loads. No limit counts while all ranks are in
+        the body of the program's own loop.
+
+        Args:
+            seconds: The time since the last call.
+            phases: The phases of all ranks.
+        """
+        phases = set(phases)
+        if Phase.OPAQUE in phases:
+            self._seconds_unseen += seconds
+        elif phases != {Phase.OUTSIDE}:
+            self._seconds += seconds
+        # The sum of ten tenths of a second is a little less than a second.
+        slack = 1e-6 * self._limit
+        total = self._seconds + self._seconds_unseen
+        return self._seconds >= self._limit - slack or total >= self._limit + self._opaque - slack
+
+
+class Watchdog:
+    """Kills the process when `heartbeat` returns the same value for longer than `timeout`.
+
+    A thread asks a few times per timeout, so the step itself pays nothing. On expiry the stacks of all
+    threads go to standard error and to `hang-stacks.txt` in `directory`, and the process exits with
+    `EXIT_HANG` without unwinding: a main thread that is stuck in a system call or a kernel cannot be
+    interrupted. A suspended process, as by closing a laptop's lid, does not count as hung.
+
+    Args:
+        timeout: Seconds without progress that count as a hang.
+        heartbeat: Returns a value that changes with every progress.
+        describe: Says where the run is.
+        directory: Where the stacks are written too; None for standard error only.
+        phase: Returns how the time counts.
+    """
+
+    def __init__(
+        self,
+        timeout: float,
+        heartbeat: Callable[[], Hashable],
+        describe: Callable[[], str],
+        directory: Path | None = None,
+        phase: Callable[[], Phase] = lambda: Phase.WORKS,
+    ) -> None:
+        self._timeout = timeout
+        self._heartbeat = heartbeat
+        self._describe = describe
+        self._directory = directory
+        self._phase = phase
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="drivetrain-watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        tick = self._timeout / 10
+        still = Stillness(self._timeout, failure_wire.TIMING.opaque)
+        last = self._heartbeat()
+        while not self._done.wait(tick):
+            now = self._heartbeat()
+            if now != last:
+                still.end()
+            elif still.add(tick, [self._phase() if still.is_suspicious else Phase.WORKS]):
+                self._expire()
+            last = now
+
+    def _expire(self) -> None:
+        # The run may hang on the very pipe or network disk that is written to: the exit does not wait for it.
+        end = threading.Timer(_WRITING, os._exit, (EXIT_HANG,))
+        end.daemon = True
+        end.start()
+        try:
+            text = (
+                f"drivetrain: no progress for {self._timeout:g} seconds ({self._where()}); stacks of all"
+                f" threads follow, then exit {EXIT_HANG}\n"
+            )
+            sys.stderr.write(text)
+            sys.stderr.flush()
+            faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+            if self._directory is not None:
+                self._directory.mkdir(parents=True, exist_ok=True)
+                with open(self._directory / "hang-stacks.txt", "w", encoding="utf-8") as file:
+                    file.write(text)
+                    file.flush()
+                    faulthandler.dump_traceback(file=file, all_threads=True)
+            record(RankFailure(f"no progress for {self._timeout:g} s ({self._where()})"))
+        finally:
+            end_workers()
+            os._exit(EXIT_HANG)
+
+    def _where(self) -> str:
+        try:
+            return self._describe()
+        except Exception as error:  # the process must exit all the same
+            return f"at an unknown place: {type(error).__name__}: {error}"

@@ -1,0 +1,245 @@
+"""Processes of this machine that a rank has started: their environment, and how they end."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from drivetrain.distributed.failure.silence import activity
+
+PARENT = "DRIVETRAIN_PARENT"
+"""An environment variable of a started process: its parent's pid, and "main" if a main thread started it."""
+
+LAUNCHER = "DRIVETRAIN_LAUNCHER"
+"""The same, in a process that `drivetrain launch` has started."""
+
+_PR_SET_PDEATHSIG = 1
+_LOOKING = 0.2
+"""Seconds between two checks of whether the parent still runs."""
+
+_LAST_WORDS = 5.0
+"""Seconds that a process has to report its parent's death and to end by itself."""
+
+
+_TORCHRUN = re.compile(rb"(^|/)torchrun\0|\0-m\0torch\.distributed\.(run|launch)\0")
+"""A pattern in the command line of torch's own launcher."""
+
+_dies_at_once = False
+_follows = False
+
+
+class Child:
+    """A process that was started here.
+
+    Args:
+        rank: Its rank.
+        pid: Its process id.
+        poll: Returns its exit code, negative for a signal, or None while it runs.
+    """
+
+    def __init__(self, rank: int, pid: int, poll: Callable[[], int | None]) -> None:
+        self.rank = rank
+        self.pid = pid
+        self.poll = poll
+
+    def end(self, number: int) -> None:
+        """Send a signal, if the process still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+started: dict[int, Child] = {}
+"""The running ranks that this process has started, by rank."""
+
+
+def wait_for(children: Iterable[Child], seconds: float) -> list[Child]:
+    """Wait until all have ended; returns those that still run after `seconds`."""
+    deadline = time.monotonic() + seconds
+    running = [each for each in children if each.poll() is None]
+    while running and time.monotonic() < deadline:
+        time.sleep(0.02)
+        running = [each for each in running if each.poll() is None]
+    return running
+
+
+def end_all(children: Iterable[Child], grace: float = 1.0) -> None:
+    """End all that run: SIGTERM first, SIGKILL after `grace` seconds, or at once with 0."""
+    children = list(children)
+    if grace:
+        for each in children:
+            each.end(signal.SIGTERM)
+    for each in wait_for(children, grace):
+        each.end(signal.SIGTERM if sys.platform == "win32" else signal.SIGKILL)
+    wait_for(children, 5.0)
+
+
+def ending(code: int) -> str:
+    """Return how a process ended, as a phrase that follows its name."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal
+        return f"was killed by signal {-code}"
+
+
+def environment_of(rank: int, world_size: int, port: int, threads: int | None) -> dict[str, str]:
+    """Return the variables that torchrun would set for a rank of a job on this machine alone.
+
+    Args:
+        rank: The rank.
+        world_size: The number of ranks.
+        port: The port that rank 0 will listen on.
+        threads: The number of threads of each rank; None keeps the user's setting.
+    """
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        **({} if threads is None else {"OMP_NUM_THREADS": str(threads)}),
+    }
+
+
+def threads_per_rank(world_size: int, environment: Mapping[str, str]) -> int | None:
+    """Return an equal share of the cores that this process may use; None if the user has set a number."""
+    if "OMP_NUM_THREADS" in environment:
+        return None
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    return max(1, cores // world_size)
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the running children of a process of this machine; empty on Windows."""
+    tasks = Path(f"/proc/{pid}/task")
+    if sys.platform == "linux":
+        with suppress(OSError):
+            return [
+                int(each)
+                for task in tasks.iterdir()
+                for each in (task / "children").read_text("ascii").split()
+            ]
+        return []
+    if sys.platform == "win32":
+        return []
+    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False)
+    return [int(each) for each in found.stdout.split()]
+
+
+def parent_mark() -> str:
+    """Return the value of `PARENT` for a process that is started now."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return f"{os.getpid()} {'main' if is_main else 'thread'}"
+
+
+def end_with_parent(mark: str) -> None:
+    """Kill this process when its parent has died, however that ended.
+
+    Does nothing in a process that has only inherited the mark from its own parent. On Windows, where a
+    process does not learn of its parent's end, only the failure channel does.
+
+    Args:
+        mark: The value of `PARENT`.
+    """
+    global _dies_at_once
+    number, thread = mark.split()
+    parent = int(number)
+    if sys.platform == "win32":
+        return
+    if os.getppid() != parent:
+        if not _is_alive(parent):
+            os._exit(1)
+        return
+    if sys.platform == "linux" and thread == "main":
+        # The system's own way needs no thread to run here. It fires when the thread that started this process
+        # ends, so only the main one, which lives as long as its process, will do.
+        _dies_at_once = True
+        outlive_parent(False)
+    _look_after(parent, _LAST_WORDS)
+
+
+def _look_after(parent: int, last_words: float) -> None:
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOKING)
+        time.sleep(last_words)
+        os._exit(1)
+
+    threading.Thread(target=look, name="drivetrain-parent", daemon=True).start()
+
+
+def end_with_launcher() -> None:
+    """Kill this process when its launcher dies for any reason, on Linux and macOS.
+
+    Without its launcher nothing else would end the process, and a restarted job writes to the same directory.
+    The process ends at once, without the grace period of `end_with_parent`. Nothing happens on a second call,
+    or if the process was started by neither `drivetrain launch` nor torchrun.
+    """
+    global _follows
+    if _follows or sys.platform == "win32":
+        return
+    _follows = True
+    mark = os.environ.pop(LAUNCHER, None)  # not for this process's own children, which may outlive it
+    if mark is None:
+        if "TORCHELASTIC_RUN_ID" in os.environ and _is_torchrun(os.getppid()):
+            _look_after(os.getppid(), 0.0)
+        return
+    number, thread = mark.split()
+    launcher = int(number)
+    if os.getppid() == launcher:
+        if thread == "main":
+            end_with(launcher)
+        _look_after(launcher, 0.0)
+    elif not _is_alive(launcher):
+        sys.stderr.write(f"drivetrain: `drivetrain launch` (pid {launcher}) is gone, and this process ends\n")
+        os._exit(1)
+
+
+def _is_torchrun(pid: int) -> bool:
+    with suppress(OSError):  # no Linux, or gone
+        return _TORCHRUN.search(Path(f"/proc/{pid}/cmdline").read_bytes()) is not None
+    return False
+
+
+def outlive_parent(is_allowed: bool) -> None:
+    """Set whether this process may outlive its parent for a few seconds, to report what has happened.
+
+    Call it in the thread that has called `end_with_parent`; it does nothing in other processes.
+    """
+    if sys.platform == "linux" and _dies_at_once:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0 if is_allowed else signal.SIGKILL, 0, 0, 0)
+
+
+def end_with(parent: int) -> None:
+    """Have Linux kill this process when the parent, which started it in its main thread, has died.
+
+    Args:
+        parent: The parent's pid; does nothing if another process has started this one.
+    """
+    if sys.platform == "linux" and os.getppid() == parent:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it has died in between
+            os._exit(1)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # the pid now belongs to somebody else's process
+        return False
+    # A dead process whose exit code nobody has read can still be sent signals.
+    return sys.platform != "linux" or activity(pid).state != "gone"

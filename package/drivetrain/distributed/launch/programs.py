@@ -1,0 +1,269 @@
+"""Start the other ranks of this machine: the command that runs here is run again, once for each."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from drivetrain.core.errors import StrategyError
+from drivetrain.distributed.failure.messages import is_consequence
+from drivetrain.distributed.launch.children import (
+    PARENT,
+    Child,
+    end_all,
+    end_with_launcher,
+    end_with_parent,
+    ending,
+    environment_of,
+    parent_mark,
+    started,
+    threads_per_rank,
+    wait_for,
+)
+from drivetrain.distributed.launch.environment import ProcessEnvironment, detect
+from drivetrain.distributed.sockets import release_port, reserve_port
+
+_DIRECTORY = str(Path.cwd())
+"""The program's first working directory; its command is run again there."""
+
+_GRACE = 4.0
+"""Seconds that this process has to end by itself once another rank has failed."""
+
+_PATIENCE = 60.0
+"""Seconds that rank 0 waits at its end for the others if nothing has failed."""
+
+_FORMING = 10.0
+"""Seconds after which the run is given up because a rank has ended before the process group was formed."""
+
+_launched: _Launched | None = None
+_followed = False
+_ran_alone = False
+
+
+def ensure_ranks(local_world_size: int, num_nodes: int = 1) -> ProcessEnvironment:
+    """Check that a launcher has started a job of this size, or start it now.
+
+    Without a launcher this process becomes rank 0, and its command is run again for each other rank, with
+    the variables that torchrun sets. So every rank runs the program from its beginning, which needs no
+    `if __name__ == "__main__"`. A second call returns the same.
+
+    At its end, rank 0 waits for the others, and its exit code is nonzero if one of theirs is. They end when
+    rank 0 dies, and rank 0 ends when one of them fails.
+
+    Args:
+        local_world_size: The number of processes on this machine.
+        num_nodes: The number of machines.
+
+    Raises:
+        StrategyError: A launcher has started another number; several machines without a launcher; or the
+            program's command cannot be run again (see `rerun_obstacle`).
+    """
+    global _followed
+    asked = local_world_size * num_nodes
+    found = detect(os.environ)
+    if found is not None:
+        is_ours = _launched is not None or PARENT in os.environ
+        found = replace(found, launcher="drivetrain") if is_ours else found
+        _check_size(found, local_world_size, num_nodes)
+        if PARENT in os.environ and not _followed:
+            _followed = True
+            # Rank 0 waits for the end, which would otherwise begin with a garbage collection.
+            atexit.register(gc.freeze)
+            end_with_parent(os.environ[PARENT])
+        return found
+    if num_nodes > 1:
+        raise StrategyError(
+            f"num_nodes={num_nodes} needs a launcher on every machine, and none has started this process."
+            f" Start it on each with `drivetrain launch --nodes {num_nodes} --node-rank 0 --address HOST"
+            f" --devices {local_world_size} train.py` (0, 1, ...: which machine; HOST: the first one's name),"
+            f" with torchrun, or as a step of a batch system: `srun --nodes {num_nodes} --ntasks-per-node"
+            f" {local_world_size} python train.py`"
+        )
+    if asked == 1:
+        return ProcessEnvironment("drivetrain", 0, 1, 0, 1)
+    obstacle = rerun_obstacle()
+    if obstacle is not None:
+        raise StrategyError(
+            f"devices={local_world_size} needs {asked} processes, but this program cannot be run again for"
+            f" each: {obstacle}. Trainer.fit, validate, test and predict then fork the process;"
+            " Trainer.steps and Engine cannot. Use devices=1, or start it as a script, with python -m or"
+            " with `drivetrain launch`"
+        )
+    return _start(local_world_size)
+
+
+def join_job(world_size: int, num_nodes: int) -> None:
+    """Start the processes of a run, if none have been started; see `ensure_ranks`.
+
+    A run in one process is remembered, because other ranks would repeat it.
+    """
+    global _ran_alone
+    end_with_launcher()
+    if world_size == 1:
+        _ran_alone = True
+    elif not torch.distributed.is_initialized():
+        ensure_ranks(world_size // num_nodes, num_nodes)
+
+
+def rerun_obstacle() -> str | None:
+    """Return why this process's command cannot be run again for the other ranks; None if it can."""
+    main = sys.modules.get("__main__")
+    if hasattr(sys, "ps1") or sys.flags.interactive or sys.flags.inspect or _is_notebook():
+        return "it is interactive"
+    if multiprocessing.parent_process() is not None:
+        return "it is a process of multiprocessing"
+    if "PYTEST_CURRENT_TEST" in os.environ and "_pytest" in sys.modules:
+        return "it is a test run, and all tests would run again"
+    if _ran_alone:
+        return "it has trained or evaluated in one process before, which every rank would repeat"
+    if sys.argv[:1] != ["-c"] and not os.path.exists(getattr(main, "__file__", None) or ""):
+        return "it was read from standard input"
+    return None
+
+
+def _is_notebook() -> bool:
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
+    return shell() is not None
+
+
+def _check_size(found: ProcessEnvironment, local_world_size: int, num_nodes: int) -> None:
+    asked = local_world_size * num_nodes
+    if found.world_size == asked:
+        return
+    if found.launcher == "drivetrain":
+        raise StrategyError(
+            f"this program already runs as {found.world_size} processes, which its first devices=... has"
+            f" started, and devices={local_world_size} asks for {asked}. Give the same number everywhere"
+        )
+    each = found.world_size // num_nodes if found.world_size % num_nodes == 0 else None
+    fit = f"Give devices={each}" if each else "Give devices and num_nodes that multiply to it"
+    raise StrategyError(
+        f"{found.launcher} has started {found.world_size} processes, but devices={local_world_size} and"
+        f" num_nodes={num_nodes} ask for {asked}. {fit}, or start {asked}"
+    )
+
+
+def _start(world_size: int) -> ProcessEnvironment:
+    global _launched
+    port, threads = reserve_port(), threads_per_rank(world_size, os.environ)
+    command = [sys.executable, *sys.orig_argv[1:]]
+    children: list[Child] = []
+    try:
+        for rank in range(1, world_size):
+            own = {**environment_of(rank, world_size, port, threads), PARENT: parent_mark()}
+            # Only one process can read standard input, and that is this one.
+            process = subprocess.Popen(
+                command, cwd=_DIRECTORY, env={**os.environ, **own}, stdin=subprocess.DEVNULL
+            )
+            children.append(Child(rank, process.pid, process.poll))
+            started[rank] = children[-1]
+    except BaseException as error:
+        release_port(port)
+        end_all(children, grace=0)
+        if isinstance(error, OSError):
+            raise StrategyError(f"rank {len(children) + 1} could not be started: {error}") from error
+        raise
+    os.environ.update(environment_of(0, world_size, port, threads))
+    if threads is not None:
+        torch.set_num_threads(threads)
+    _launched = _Launched(children)
+    return ProcessEnvironment("drivetrain", 0, world_size, 0, world_size, "127.0.0.1", port)
+
+
+class _Launched:
+    """The ranks that rank 0 has started: it watches them, and ends after them.
+
+    Attributes:
+        children: The processes.
+        is_guarded: Whether a failure channel is open. It knows more of a failure, and ends the ranks.
+        failure_told: Whether a failure was reported already, and rank 0 was left to end by itself.
+        has_finished: Whether a failure channel was closed without a failure. Rank 0 may then take its time.
+        agreed_code: The exit code of an orderly end of all ranks; None for no such end.
+        exit_code: Rank 0's exit code after another rank has failed; None uses that rank's.
+    """
+
+    def __init__(self, children: list[Child]) -> None:
+        self.children = children
+        self.is_guarded = False
+        self.failure_told = False
+        self.has_finished = False
+        self.agreed_code: int | None = None
+        self.exit_code: int | None = None
+        self._ending = threading.Event()
+        self._grouped = False
+        atexit.register(self._finish)
+        threading.Thread(target=self._watch, name="drivetrain-ranks", daemon=True).start()
+
+    def _watch(self) -> None:
+        alone = 0.0
+        while not self._ending.wait(0.1):
+            self._grouped = self._grouped or _has_group()
+            failed = self._failed()
+            if failed is not None and not self.is_guarded:
+                if self._ending.wait(_PATIENCE if self.has_finished else _GRACE):
+                    return
+                if not (self.failure_told or self.is_guarded):
+                    self._give_up(f"rank {failed.rank} failed first: it {ending(failed.poll() or 0)}")
+            ended = [each for each in self.children if each.poll() == 0]
+            alone = alone + 0.1 if ended and not self._grouped else 0.0
+            if alone > _FORMING:
+                self._give_up(
+                    f"rank {ended[0].rank} ended with exit code 0 before the process group was formed: does"
+                    " the program end early, or take another branch, on some ranks?"
+                )
+
+    def _give_up(self, why: str) -> None:
+        end_all(self.children)
+        self._exit(why)
+
+    def _exit(self, why: str | None) -> None:
+        sys.stdout.flush()
+        sys.stderr.write(f"drivetrain: {why}\n" if why else "")
+        sys.stderr.flush()
+        failed = self._failed()
+        theirs = (failed.poll() if failed is not None else None) or 1
+        os._exit(max(theirs, 1) if self.exit_code is None else self.exit_code)
+
+    def _failed(self) -> Child | None:
+        fine = (None, 0, self.agreed_code)
+        return next((each for each in self.children if each.poll() not in fine), None)
+
+    def _finish(self) -> None:
+        """Wait for the ranks at the end of rank 0, after its last line and its traceback, if any."""
+        gc.freeze()
+        self._ending.set()
+        raised = hasattr(sys, "last_value") or self.failure_told
+        late: list[Child] = []
+        try:
+            late = wait_for(self.children, _GRACE if raised else _PATIENCE)
+        finally:  # also after Ctrl-C
+            end_all(self.children)
+        failed = self._failed()
+        error = getattr(sys, "last_value", None)
+        if failed is None or (error is not None and (self.failure_told or not is_consequence(error))):
+            return
+        if error is not None:  # it only says that a connection was lost
+            self._exit(f"rank {failed.rank} failed first: it {ending(failed.poll() or 0)}")
+        if self.failure_told:
+            self._exit(None)
+        if late:
+            self._exit(f"rank {late[0].rank} still ran {_PATIENCE:g} s after rank 0 ended, and was killed")
+        self._exit(f"rank {failed.rank} failed: it {ending(failed.poll() or 0)}")
+
+
+def _has_group() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def launched() -> _Launched | None:
+    """Return the ranks that this process has started, or None."""
+    return _launched

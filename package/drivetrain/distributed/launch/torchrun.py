@@ -1,0 +1,109 @@
+"""torchrun in a process of its own, which forwards no signal and reports which rank failed first.
+
+`drivetrain launch` runs this module once for each attempt. It imports torch's whole agent.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
+
+from drivetrain.core.errors import EXIT_STOPPED
+from drivetrain.distributed.launch.children import (
+    LAUNCHER,
+    children_of,
+    end_with_launcher,
+    ending,
+    parent_mark,
+)
+from drivetrain.distributed.launch.environment import AGAIN
+
+_IGNORED = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT")
+"""Signals that `drivetrain launch` itself sends to the ranks, which decide what to do."""
+
+FAILURE = "failure.json"
+"""The file in the log directory with the first failure: its "rank", "code" and "text"."""
+
+_NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""An option of torch's agent: restarted ranks would find the earlier ranks' addresses in its store."""
+
+
+def main(words: Sequence[str], logs: Path) -> int:
+    """Run torchrun and return the exit code of the first rank that failed.
+
+    Args:
+        words: torchrun's arguments.
+        logs: Its log directory.
+    """
+    end_with_launcher()
+    for name in _IGNORED:
+        if hasattr(signal, name):  # the launcher sends them to the ranks; torch would kill those after 30 s
+            signal.signal(getattr(signal, name), lambda *_: None)
+    logging.disable(logging.ERROR)  # the launcher's last line says what failed
+    os.environ[_NO_SHARED_STORE] = "1"
+    words = ["--log-dir", str(logs), *words]
+    arguments = torchrun.parse_args(words)  # type: ignore[no-untyped-call]
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        os.environ[LAUNCHER] = parent_mark()
+        try:
+            torchrun.run(arguments)  # type: ignore[no-untyped-call]
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="torchrun")
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.1)
+        if os.environ.get(AGAIN) == "0" and len(children_of(os.getpid())) >= int(arguments.nproc_per_node):
+            os.environ[AGAIN] = "1"  # later starts follow a machine that has come or gone
+    if not errors:
+        return 0
+    if not isinstance(errors[0], ChildFailedError):
+        closed = isinstance(errors[0], RendezvousClosedError)
+        _write_failure(logs, rank=-1, code=1, text=f"torchrun failed: {errors[0]!r}", closed=closed)
+        return 1
+    rank, failure = errors[0].get_first_failure()
+    code = EXIT_STOPPED if failure.exitcode == -signal.SIGINT else failure.exitcode
+    text = first_cause(logs.rglob("error.json")) or f"rank {rank} failed first: it {ending(failure.exitcode)}"
+    _write_failure(logs, rank=rank, code=failure.exitcode, text=text, closed=False)
+    return code if code > 0 else 1
+
+
+def first_cause(files: Iterable[Path]) -> str:
+    """Return the first cause that a rank has recorded for torchrun; empty if none has."""
+    told = ""
+    for file in sorted(files):
+        try:
+            found: Any = json.loads(file.read_text(encoding="utf-8"))["message"]
+        except (OSError, ValueError, KeyError, TypeError):  # incomplete, or written by something else
+            continue
+        text = str(found.get("message", "")) if isinstance(found, dict) else str(found)
+        stack = str(found.get("extraInfo", {}).get("py_callstack", "")) if isinstance(found, dict) else ""
+        note = stack.strip().rpartition("\n")[2]
+        if "failed first" in text or "no progress" in text:  # one rank reports another's failure, or a hang
+            return text.partition(": ")[2]
+        if note.startswith("drivetrain: ") and "failed first" in note:
+            return note.partition(": ")[2]
+        told = told or f"rank {file.parent.name} failed first: {text}"
+    return told
+
+
+def _write_failure(logs: Path, **found: Any) -> None:
+    (logs / FAILURE).write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[2:], Path(sys.argv[1])))

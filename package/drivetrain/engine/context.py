@@ -1,0 +1,95 @@
+"""The interface between the engine and the parts of an update: task, step and services."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from drivetrain.core.progress import Progress
+from drivetrain.core.random_streams import Streams
+from drivetrain.core.types import Batch
+from drivetrain.data import Everywhere, MicroBatch, Transfer
+from drivetrain.distributed.ranks import Ranks
+from drivetrain.engine.metrics.declared import DeclaredMetrics
+from drivetrain.engine.metrics.means import Row
+from drivetrain.engine.placeholder import Placeholders
+from drivetrain.engine.skip import UpdateGate
+from drivetrain.engine.updater import Updater
+from drivetrain.engine.weighting import StepResult, Weighted
+from drivetrain.strategies import Strategy
+from drivetrain.task.task import TaskModule
+
+
+class StepContext(Protocol):
+    """The engine as seen by the other files of this folder, which do not import it.
+
+    Attributes:
+        task: The task.
+        model: The step module, wrapped by the strategy.
+        run_step: Runs the task's training step on a micro-batch.
+        evaluate_step: Runs the step of the evaluation in progress on a batch.
+        strategy: The strategy.
+        ranks: The ranks of the job.
+        sharing: The ranks that share the micro-batches of an update; None if there is only one.
+        parameters: The trained parameters.
+        updaters: The optimizers by name.
+        only_updater: The first of them.
+        interleaved: Whether the training step is a generator that names its optimizers.
+        train_metrics: The declared metrics of training, or None.
+        placeholders: Runs micro-batches of weight zero without side effects.
+        gate: Decides which updates are skipped, or None.
+        streams: The random streams.
+        transfer: Moves batches to the device.
+        progress: The counts.
+        micro_batch_end: Called after each micro-batch's backward, or None.
+        passes: Forwards and backwards so far.
+        begins_again: Whether an update may be repeated. A repetition must not update a metric twice.
+    """
+
+    task: TaskModule
+    model: nn.Module
+    run_step: Callable[..., Any]
+    evaluate_step: Callable[..., Any]
+    strategy: Strategy
+    ranks: Ranks
+    sharing: Ranks | None
+    parameters: list[nn.Parameter]
+    updaters: dict[str, Updater]
+    only_updater: Updater
+    interleaved: bool
+    train_metrics: DeclaredMetrics | None
+    placeholders: Placeholders
+    gate: UpdateGate | None
+    streams: Streams
+    transfer: Transfer
+    progress: Progress
+    micro_batch_end: Callable[[], None] | None
+    passes: int
+    begins_again: bool
+
+    def accumulate(self, pairs: Weighted) -> tuple[list[Row], list[Any]]:
+        """See `Engine.accumulate`."""
+
+    def update(
+        self, updater: Updater, rows: Sequence[Row], parameters: Sequence[Tensor]
+    ) -> tuple[bool, Tensor | None]:
+        """See `Engine.update`."""
+
+    def finish(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        rows: list[Row],
+        applied: bool,
+        norm: Tensor | None,
+        seen: list[Any],
+        total: Everywhere | None,
+    ) -> StepResult:
+        """See `Engine.finish`."""
+
+    def show_metrics(self, outputs: Any, batch: Batch, seen: list[Any]) -> None:
+        """See `Engine.show_metrics`."""
+
+    def synchronize_buffers(self) -> None:
+        """See `Engine.synchronize_buffers`."""

@@ -1,0 +1,478 @@
+"""One update, made from micro-batches.
+
+`Engine.train_step` shows from top to bottom what an update is. `prepare`, `backward` and `step` are the same
+parts for your own loop over any `nn.Module`.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.core.messages import set_rank
+from drivetrain.core.progress import Progress
+from drivetrain.core.random_streams import Streams
+from drivetrain.core.types import Batch
+from drivetrain.core.validation import by_name
+from drivetrain.data import Everywhere, Feed, MicroBatch, Share, Transfer, as_source, pin_memory_for
+from drivetrain.data.consistency import check_data
+from drivetrain.distributed.failure.lifetime import ProgramChannel
+from drivetrain.distributed.failure.named_places import named_place
+from drivetrain.distributed.launch.programs import join_job
+from drivetrain.distributed.tensors import broadcast_buffers
+from drivetrain.engine.evaluation_precision import stored_in
+from drivetrain.engine.generator_step import advance, generator_step
+from drivetrain.engine.memory import MemoryConfig, MemoryInUse
+from drivetrain.engine.metrics.declared import DeclaredMetrics
+from drivetrain.engine.metrics.means import MetricBuffer, Row, refuse_nonfinite
+from drivetrain.engine.own_loop import EngineData, prepare_module
+from drivetrain.engine.placeholder import Placeholders
+from drivetrain.engine.skip import UpdateGate
+from drivetrain.engine.splitting import MicroBatches
+from drivetrain.engine.updater import DEFAULT, Updater, build_updaters, configured_specs, is_interleaved
+from drivetrain.engine.weighting import OpenWindow, StepResult, Weighted, weigh
+from drivetrain.strategies import Strategy, StrategyConfig, select_precision, select_strategy
+from drivetrain.strategies.precision.base import Precision
+from drivetrain.strategies.transforms.compile import Compilation, CompileConfig
+from drivetrain.task.optim.low_precision import WeightUpdates
+from drivetrain.task.output import StepValues, no_loss, read_output, without_other_graphs
+from drivetrain.task.task import StepModule, TaskModule
+
+
+@by_name
+class Engine:
+    """Device, precision, optimizers and the step.
+
+    Args:
+        strategy: A name, a configuration such as `DDPConfig(...)`, or an instance; see
+            `drivetrain.strategies`.
+        precision: A name or a `Precision`; "auto" takes it from `accelerate launch`, else "32".
+        devices: The number of processes, the indices of the GPUs to use, or "auto"; see `Trainer`.
+        num_nodes: The number of machines.
+        seed: Seeds every random stream of the run.
+        compile: True, a `CompileConfig`, or a mapping of its options, to compile the task's repeated blocks.
+        memory: A `MemoryConfig`, or a mapping of its options.
+
+    Raises:
+        ConfigError: An unknown strategy or precision; lists the allowed names.
+        StrategyError: One that cannot run here.
+
+    Example:
+        ```python
+        engine = Engine(precision="bf16-mixed")
+        model, optimizer = engine.prepare(model, lambda params: torch.optim.AdamW(params, lr=1e-3))
+        for batch in engine.prepare_data(loader):
+            engine.backward(model(batch))
+            engine.step(optimizer, max_grad_norm=1.0)
+        engine.save("checkpoints/last", model=model, optimizer=optimizer)
+        ```
+    """
+
+    def __init__(
+        self,
+        strategy: str | Strategy | StrategyConfig = "auto",
+        precision: str | Precision = "auto",
+        devices: int | Sequence[int] | str = "auto",
+        num_nodes: int = 1,
+        seed: int = 0,
+        compile: bool | Mapping[str, Any] | CompileConfig = False,
+        memory: Mapping[str, Any] | MemoryConfig | None = None,
+    ) -> None:
+        # Unique to this engine: a module stores it to show which engine has converted it.
+        self.precision = copy.copy(select_precision(precision, strategy=strategy))
+        self.strategy = select_strategy(strategy, self.precision, devices, num_nodes)
+        self.compilation = Compilation(compile, self.strategy)
+        self.memory = MemoryInUse(memory, self.strategy, self.precision, compile)
+        join_job(self.strategy.world_size, num_nodes)
+        self.strategy.setup()
+        self.device = self.strategy.device
+        self.ranks, self.data_ranks = self.strategy.ranks, self.strategy.data_ranks
+        set_rank(self.ranks.rank)
+        self.share = Share(self.strategy.data_rank, self.strategy.data_size)  # this rank's part of the data
+        self.seed, self.progress = seed, Progress()
+        self.streams = Streams(seed, self.strategy.data_rank, self.device)
+        self.transfer = Transfer(self.device, self.precision.input_dtype, self.strategy.place)
+        self.buffer = MetricBuffer(self.data_ranks)
+        self.updaters: dict[str, Updater] = {}
+        self.micro_batch_end: Callable[[], None] | None = None
+        self.before_optimizer_step: Callable[[], None] | None = None
+        self.splitter: MicroBatches | None = None
+        self.gate: UpdateGate | None = None
+        self.refuse_nonfinite = refuse_nonfinite
+        self.max_grad_value: float | None = None
+        self.evaluation_precision: Precision | None = None  # None evaluates in the precision of training
+        self._scaled = self.precision.loss_scaling
+        self._alone = self.ranks.size == 1
+        self.sharing = None if self._alone else self.data_ranks  # the ranks that share a window
+        self._calls_microbatch = not self._alone or self.strategy.calls_microbatch_always
+        self.placeholders = Placeholders(self.transfer)
+        self.passes = 0  # forwards and backwards so far, for watchdogs
+        self.begins_again = False  # whether an update may be repeated; that must not update a metric twice
+        self._window = OpenWindow(self.data_ranks)
+        self._channel = ProgramChannel(self.ranks, self.progress)
+        self.weight_updates = WeightUpdates(self.precision.updates_of_weights, seed, self.progress)
+        self.closing = ExitStack()  # undone when the engine ends, with or without an error
+        self.closing.enter_context(self.precision.running())
+
+    # The methods for a task, which the Trainer uses.
+
+    def prepare_task(
+        self,
+        task: TaskModule,
+        *,
+        training: bool = True,
+        total_updates: int | None = None,
+        max_grad_norm: float | None = None,
+        max_grad_value: float | None = None,
+        metrics: DeclaredMetrics | None = None,
+        micro_batch: int | str | None = None,
+        show: bool = False,
+    ) -> None:
+        """Place the task, choose how its steps run and, for training, make its optimizers.
+
+        Args:
+            task: The task; its parameters are moved in place.
+            training: Whether optimizers are needed.
+            total_updates: The run's length for schedules, or None when it is not known.
+            max_grad_norm: Clipping for optimizers that set none.
+            max_grad_value: The limit of each gradient's element, for optimizers without a limit of the norm.
+            metrics: Declared metrics to update in training, or None.
+            micro_batch: The largest number of samples that a step runs at once, or "auto"; see
+                `MicroBatches`. None runs batches whole.
+            show: Whether to print the size that "auto" has found.
+
+        Raises:
+            ConfigError: The task's optimizers or its step do not fit together.
+        """
+        self.task = task
+        self.step_module = StepModule(task)
+        self.max_grad_value = max_grad_value
+        self.closing.callback(self.precision.restore_module, task)
+        self.compilation.add(task)
+        if training:
+            self.memory.add(task)
+        self.train_metrics, self.interleaved = metrics or None, is_interleaved(task)
+        if not training:
+            self.model = self.strategy.prepare(self.step_module, None, self.precision).model
+            self.splitter = None if micro_batch is None else MicroBatches(micro_batch, self, show)
+            return
+        specs = configured_specs(task, self.strategy, total_updates)
+
+        def make_optimizers(_: nn.Module) -> dict[str, Optimizer]:
+            self.updaters = build_updaters(task, specs, total_updates, max_grad_norm, self.weight_updates)
+            return {name: updater.optimizer for name, updater in self.updaters.items()}
+
+        self.model = self.strategy.prepare(self.step_module, make_optimizers, self.precision).model
+        self.memory.attach_task(self.step_module, self.updaters, self.interleaved, self.progress)
+        self.parameters = [p for p in task.parameters() if p.requires_grad]
+        for parameter in self.parameters:  # an old gradient would count into the first update
+            parameter.grad = None
+        self._moving = [each for each in self.updaters.values() if each.schedule or each.scheduler]
+        self.only_updater = next(iter(self.updaters.values()))
+        self.splitter = None if micro_batch is None else MicroBatches(micro_batch, self, show)
+        self._choose_step()
+
+    def _choose_step(self) -> None:
+        """Choose `run_step`, which runs the task's training step on a micro-batch."""
+        sharded = self.strategy.sharded
+        step: Callable[..., Any] = advance if self.interleaved else self.task.training_step
+        if sharded and not self.interleaved:
+            step = without_other_graphs(step, keep_outputs=self.train_metrics is not None)
+        self.step_module.use(step)
+        # A wrapper's forward and a sharded module's hooks must run. Without them the step is called directly:
+        # a wrapper cannot follow a generator, whose losses are backpropagated one by one, and a splitter
+        # exchanges gradients itself.
+        unwrapped = not sharded and (self.model is self.step_module or self.interleaved)
+        run_step: Callable[..., Any] = self.model
+        if unwrapped or self.splitter is not None:
+            run_step = step if self.step_module.context is None else self.step_module.forward
+        self.run_step = run_step
+
+    def set_rates(self) -> None:
+        """Set the learning rates of the next update."""
+        for updater in self.updaters.values():
+            updater.set_rate(self.progress.updates)
+
+    @named_place("in the step")
+    def train_step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+        """Make one update: forward and backward of each micro-batch, then clip, step, zero and schedule.
+
+        The gradient is sum(weight x loss) / sum(weight) over the micro-batches, so that any split of a batch
+        gives the same update; see `window.weigh`.
+        """
+        self.streams.seed_update(self.progress.updates)
+        if self.gate is not None:
+            self.gate.begin()
+        pairs, total = weigh(micro_batches, self.sharing, self.placeholders)
+        if self.interleaved:
+            return generator_step(self, micro_batches, pairs, total)
+        rows, seen = self.accumulate(pairs)
+        applied, norm = self.update(self.only_updater, rows, self.parameters) if pairs else (False, None)
+        return self.finish(micro_batches, rows, applied, norm, seen, total)
+
+    @named_place("in the forward")
+    def accumulate(self, pairs: Weighted) -> tuple[list[Row], list[Any]]:
+        """Run forward and backward of each micro-batch.
+
+        Returns:
+            The scalars of each, and the inputs for the declared metrics once the update is made.
+        """
+        strategy, run_step = self.strategy, self.run_step
+        rows: list[Row] = []
+        seen: list[Any] = []
+        for micro_batch, share in pairs:
+            self.passes += 1
+            if self._calls_microbatch:
+                strategy.microbatch(self.model, micro_batch is pairs[-1][0])
+            if micro_batch.is_placeholder:
+                rows.append(self.placeholders.run(self.task, strategy, run_step, micro_batch, share))
+                continue
+            loss, names, values, outputs = read_output(run_step(micro_batch.batch))
+            if loss is None or values is None or not loss.requires_grad:
+                raise no_loss(self.task, loss)
+            rows.append((names, values, micro_batch.weight))
+            strategy.backward(loss, share)
+            if self.train_metrics is not None and outputs is not None:
+                self.show_metrics(outputs, micro_batch.batch, seen)
+            if self.micro_batch_end is not None:
+                self.micro_batch_end()
+        return rows, seen
+
+    def bad_batches(self, micro_batches: Sequence[MicroBatch]) -> int:
+        """Return how many micro-batches of the last window could not be made, on all ranks."""
+        return sum(each.bad for each in micro_batches) if self._alone else self.placeholders.bad
+
+    def show_metrics(self, outputs: Any, batch: Batch, seen: list[Any]) -> None:
+        """Update the declared metrics with a micro-batch: now, or after the update if it may be skipped.
+
+        Args:
+            outputs: The outputs of the task's step.
+            batch: The micro-batch.
+            seen: Collects the inputs for later.
+        """
+        with torch.no_grad():
+            inputs = self.task.metric_inputs(outputs, batch)
+        if self._scaled or self.gate or self.begins_again:
+            seen.append(inputs)
+        else:  # at once, so that one micro-batch's outputs are held, and not those of the whole window
+            self.train_metrics.update(inputs)  # type: ignore[union-attr]
+
+    def update(
+        self, updater: Updater, rows: Sequence[Row], parameters: Sequence[Tensor]
+    ) -> tuple[bool, Tensor | None]:
+        """Unscale, clip, step and clear, with the accumulated gradients; for every kind of loop.
+
+        Args:
+            updater: The optimizer.
+            rows: The scalars of its micro-batches.
+            parameters: The parameters whose gradients are cleared.
+
+        Returns:
+            Whether the update was made, and the gradient's norm before clipping.
+        """
+        strategy, norm = self.strategy, None
+        if self._scaled:
+            strategy.unscale(updater.optimizer)
+        if self.before_optimizer_step is not None:
+            self.before_optimizer_step()
+        refused = self.gate is not None and self.gate.refuses(updater, rows)
+        if refused:
+            strategy.discard(updater.optimizer)
+        elif updater.max_grad_norm is not None:
+            norm = strategy.clip_grad_norm(updater.parameters, updater.max_grad_norm)
+        elif self.max_grad_value is not None:
+            strategy.clip_grad_value(updater.parameters, self.max_grad_value)
+        applied = not refused and strategy.optimizer_step(updater.optimizer)
+        # As Optimizer.zero_grad does, without its profiling range (6 us).
+        for parameter in parameters:
+            parameter.grad = None
+        if not applied:
+            self.placeholders.drop()
+            if not refused:
+                self.refuse_nonfinite(rows, self.progress.updates, strategy.rank)
+        return applied, norm
+
+    def finish(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        rows: list[Row],
+        applied: bool,
+        norm: Tensor | None,
+        seen: list[Any],
+        total: Everywhere | None,
+    ) -> StepResult:
+        """Count an update, made or skipped, with its batches; update its metrics."""
+        progress, update = self.progress, self.progress.updates
+        for micro_batch in micro_batches:
+            progress.position += micro_batch.advance
+        for counted in micro_batches if total is None else (total,):
+            progress.samples += counted.samples
+            progress.tokens += counted.tokens
+        progress.micro_batches += len(micro_batches)
+        progress.epoch_batches += len(micro_batches)
+        if not applied:
+            progress.skipped += 1
+            return StepResult(rows, False, norm, update)
+        progress.updates += 1
+        progress.epoch_updates += 1
+        self.buffer.add(rows, update)
+        for inputs in seen:
+            self.train_metrics.update(inputs)  # type: ignore[union-attr]
+        for updater in self._moving:
+            updater.advance(update + 1)
+        return StepResult(rows, True, norm, update)
+
+    @contextmanager
+    def evaluating(self, stage: str) -> Iterator[None]:
+        """Run the block with the step of "validation", "test" or "predict", without gradients."""
+        self.synchronize_buffers()
+        precision = self.evaluation_precision
+        stored = nullcontext() if precision is None else stored_in(precision, self.step_module, self.device)
+        with stored, self.step_module.evaluating(getattr(self.task, f"{stage}_step")) as run_step:
+            self.evaluate_step = self.model if self.strategy.sharded else run_step
+            yield
+
+    def exchanged(self, write: bool = False) -> AbstractContextManager[Mapping[str, Optimizer]]:
+        """Run the block with the task and its optimizers, which it yields, in the form of checkpoints."""
+        self.strategy.settle(self.model)
+        optimizers = {name: each.optimizer for name, each in self.updaters.items()}
+        return self.strategy.exchanged(optimizers, write)
+
+    def synchronize_buffers(self) -> None:
+        """Copy rank 0's buffers, which are the saved ones, to all ranks."""
+        if not self._alone:
+            broadcast_buffers(self.task, self.strategy.world_size)
+
+    @named_place("in the forward")
+    def evaluation_step(self, micro_batch: MicroBatch, number: int) -> StepValues:
+        """Run one evaluation batch, the `number`-th of its loader; inside `evaluating`."""
+        self.streams.seed_evaluation(number)
+        return read_output(self.evaluate_step(micro_batch.batch))
+
+    def __enter__(self) -> Self:
+        """Return the engine; `with` tears it down."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Tear the engine down, and report an error to the other ranks."""
+        self.teardown()
+
+    def teardown(self) -> None:
+        """Release the strategy's resources, and leave the task as an ordinary module."""
+        with self.closing:
+            self._channel.leave(self._release)
+
+    def _release(self) -> None:
+        self.compilation.release()
+        if sys.exc_info()[0] is None:  # after an error the other ranks may be gone
+            self.strategy.restore()
+        self.memory.release()
+        if hasattr(self, "step_module"):  # and not a wrapper, which holds on to a process group
+            self.model = self.run_step = self.evaluate_step = self.step_module
+        self.strategy.teardown()
+
+    # The methods for your own loop.
+
+    def prepare(
+        self, model: nn.Module, make_optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None
+    ) -> Any:
+        """Prepare a module, and an optimizer made from its parameters, for your own loop.
+
+        Args:
+            model: Any module.
+            make_optimizer: Called with the list of trainable parameters as the strategy has placed them.
+
+        Returns:
+            `model` without `make_optimizer`, else `(model, optimizer)`. The model's forward runs under the
+            precision's context; its state keys are those of the original module.
+        """
+        self._channel.open()
+        self.compilation.add(model)
+        self.memory.add(model)
+        self.closing.callback(self.precision.restore_module, model)
+        prepared = prepare_module(self.strategy, model, make_optimizer, self.precision, self.weight_updates)
+        self.memory.attach(prepared)
+        return (prepared.model, prepared.optimizer) if make_optimizer else prepared.model
+
+    def prepare_data(self, data: Any, *, training: bool = True) -> EngineData:
+        """Return data whose batches are on the device, starting at `progress`; see `EngineData`."""
+        self._channel.open()
+        source = as_source(
+            self.strategy.prepare_data(data),
+            "training" if training else "evaluation",
+            self.seed,
+            pin_memory=pin_memory_for(self.device),
+            share=self.share,
+            ranks=self.data_ranks,
+        )
+        feed = Feed(source, self.transfer)
+        if training:  # evaluation data may be read by one rank alone
+            check_data([feed], self.ranks)
+        return EngineData(self.progress, feed, training, self.streams, self._window)
+
+    def backward(self, loss: Tensor, weight: float | Tensor | None = None) -> None:
+        """Add a micro-batch's gradient. Between two steps the gradient is sum(weight x loss) / sum(weight).
+
+        Args:
+            loss: A scalar.
+            weight: The number of samples or tokens that the loss is a mean over. None gives every backward
+                the same weight; with several ranks, its number of samples.
+        """
+        self._window.backward(self.strategy, loss, weight)
+
+    def step(self, optimizer: Optimizer, max_grad_norm: float | None = None) -> StepResult:
+        """Make an update from the gradients added since the last one, and clear them.
+
+        Args:
+            optimizer: The optimizer from `prepare`.
+            max_grad_norm: The limit of the gradient's global norm; None disables clipping.
+
+        Raises:
+            ConfigError: No backward came before.
+        """
+        progress, updater = self.progress, Updater(DEFAULT, optimizer, max_grad_norm=max_grad_norm)
+        self._window.close(self.strategy, updater.parameters)
+        applied, norm = self.update(updater, (), updater.parameters)
+        result = StepResult([], applied, norm, progress.updates)
+        progress.updates += applied
+        progress.skipped += not applied
+        self.streams.seed_update(progress.updates)
+        return result
+
+    def save(self, path: str, *, model: Any = None, optimizer: Any = None, **state: Any) -> None:
+        """Write a checkpoint: weights, optimizer state, progress, and anything else by name.
+
+        Args:
+            path: The directory to make; an existing one is refused.
+            model: A module, or a mapping of names to modules.
+            optimizer: An optimizer, or a mapping of names to optimizers.
+            state: Trees of tensors, numbers and texts, or objects with `state_dict`.
+
+        Raises:
+            ConfigError: In the middle of a window: a checkpoint cannot hold gradients without their step.
+            CheckpointError: It cannot be written, or something in it cannot be stored.
+        """
+        from drivetrain.engine.own_loop_checkpoint import save_own_loop
+
+        self._window.check_closed()
+        save_own_loop(self.strategy, self.progress, path, model, optimizer, state)
+
+    def load(self, path: str, *, model: Any = None, optimizer: Any = None, **state: Any) -> dict[str, Any]:
+        """Read and verify a checkpoint, and restore the objects that `save` was given.
+
+        Returns:
+            The saved values by name, for names whose given object has no `load_state_dict`.
+
+        Raises:
+            CheckpointError: Damaged, missing, or not fitting the model.
+        """
+        from drivetrain.engine.own_loop_checkpoint import load_own_loop
+
+        return load_own_loop(self.strategy, self.progress, self.streams, path, model, optimizer, state)

@@ -1,0 +1,67 @@
+"""Evaluations with weights stored in another precision than in training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from drivetrain.core.errors import ConfigError, StrategyError
+from drivetrain.strategies import Strategy
+from drivetrain.strategies.precision.base import Precision
+from drivetrain.strategies.precision.registry import as_precision
+from drivetrain.task.task import StepModule
+
+
+def check_evaluation_precision(
+    spec: str | int | Precision | None, strategy: Strategy, micro_batch: int | str | None
+) -> Precision | None:
+    """Return the precision of evaluations after a check; None for that of training.
+
+    Raises:
+        ConfigError: The precision stores no weights in a dtype of its own, or batches are split.
+        StrategyError: The strategy or the device does not support it.
+    """
+    if spec is None:
+        return None
+    precision = as_precision(spec)
+    asked = f"evaluation_precision={precision.name!r}"
+    if precision.param_dtype is None or type(precision).convert_module is not Precision.convert_module:
+        raise ConfigError(
+            f"{asked} stores no weights in a dtype of its own. Use 'bf16-true', '16-true' or '64', or None to"
+            " evaluate in the precision of training"
+        )
+    if micro_batch is not None:
+        raise ConfigError(f"{asked} with micro_batch={micro_batch!r}: give one of them")
+    if strategy.no_evaluation_precision:
+        raise StrategyError(
+            f"{asked} with strategy {strategy.name!r}: {strategy.no_evaluation_precision}. Leave it out, or"
+            " use one device or 'ddp'"
+        )
+    support = strategy.supports(precision)
+    if not support:
+        raise StrategyError(f"{asked} cannot run on {strategy.device}: {support.reason}")
+    return precision
+
+
+@contextmanager
+def stored_in(precision: Precision, module: StepModule, device: torch.device) -> Iterator[None]:
+    """Run the block with the task's floating-point parameters and buffers in another dtype.
+
+    Afterwards they have the values of before, bitwise: also buffers that the block has changed.
+    """
+    dtype, context = precision.param_dtype, module.context
+    tensors = [
+        each for each in (*module.task.parameters(), *module.task.buffers()) if each.is_floating_point()
+    ]
+    values = [each.data for each in tensors]
+    try:
+        for each in tensors:
+            each.data = each.data.to(dtype)
+        module.context = precision.forward_context(device)
+        yield
+    finally:
+        for each, value in zip(tensors, values, strict=True):
+            each.data = value
+        module.context = context

@@ -1,0 +1,152 @@
+"""The step of a task with several optimizers: a generator that yields a loss for each."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+
+from drivetrain.core.errors import ConfigError, StrategyError, nearest
+from drivetrain.core.types import StepOutput
+from drivetrain.data import Everywhere, MicroBatch
+from drivetrain.engine.context import StepContext
+from drivetrain.engine.metrics.means import Row
+from drivetrain.engine.weighting import StepResult, Weighted
+from drivetrain.task.output import no_loss, read_output
+
+
+def generator_step(
+    engine: StepContext, micro_batches: Sequence[MicroBatch], pairs: Weighted, total: Everywhere | None
+) -> StepResult:
+    """Make one update of a task whose step is a generator: forward, backward and step at each yield."""
+    # All bodies of the window run side by side, so that each named update sees the whole window's
+    # gradient.
+    placeholders, task = engine.placeholders, engine.task
+    bodies = [engine.task.training_step(micro_batch.batch) for micro_batch, _ in pairs]
+    rows: list[Row] = []
+    seen: list[Any] = []
+    dropped: list[Row] = []
+    applied, norm = False, None
+    while bodies:
+        engine.passes += 1
+        yielded = [
+            placeholders.forward(task, engine.run_step, body)
+            if micro_batch.is_placeholder
+            else engine.run_step(body)
+            for body, (micro_batch, _) in zip(bodies, pairs, strict=True)
+        ]
+        if any(isinstance(each, Returned) for each in yielded):
+            returned = returned_rows(yielded, pairs)
+            if dropped:  # they may depend on the skipped update
+                dropped += returned
+            else:
+                rows += returned
+            break
+        name, losses = same_optimizer(yielded, engine.updaters)
+        updater = engine.updaters[name]
+        own: list[Row] = []
+        own_seen: list[Any] = []
+        for value, (micro_batch, share) in zip(losses, pairs, strict=True):
+            loss, names, values, outputs = read_output(value)
+            if loss is None or values is None or not loss.requires_grad:
+                raise no_loss(engine.task, loss)
+            # Only this optimizer's parameters get gradients, whatever else the loss depends on.
+            if micro_batch.is_placeholder:
+                placeholders.backward(task, engine.strategy, loss, share, updater.parameters)
+            else:
+                engine.strategy.backward(loss, share, updater.parameters)
+            own.append((tuple(named(name, each) for each in names), values, micro_batch.weight))
+            if engine.train_metrics is not None and outputs is not None and not micro_batch.is_placeholder:
+                engine.show_metrics(outputs, micro_batch.batch, own_seen)
+            if engine.micro_batch_end is not None and not micro_batch.is_placeholder:
+                engine.micro_batch_end()
+        engine.strategy.synchronize(updater.parameters)
+        try:
+            stepped, norm = engine.update(updater, own, engine.parameters)
+        except StrategyError as error:
+            raise StrategyError(f"optimizer {name!r}: {error}") from error
+        applied = applied or stepped
+        if stepped or engine.gate is None:
+            rows += own
+            seen += own_seen
+            if engine.gate is not None:  # after this, a skip keeps the buffers of this step
+                engine.gate.begin()
+        else:  # a skipped step, perhaps of this optimizer alone, enters no average
+            dropped += own
+    result = engine.finish(micro_batches, rows, applied, norm, seen, total)
+    result.rows = [*rows, *dropped]
+    return result
+
+
+class Returned:
+    """The end of a generator step, with its return value."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def advance(body: Generator[Any, None, Any]) -> Any:
+    """Run a generator step to its next yield; strategies wrap this if the task's step is a generator."""
+    try:
+        return next(body)
+    except StopIteration as end:
+        return Returned(end.value)
+
+
+def same_optimizer(yielded: Sequence[Any], names: Mapping[str, Any]) -> tuple[str, list[Any]]:
+    """Return the optimizer that all micro-batches' generators name, and their losses.
+
+    Raises:
+        ConfigError: A yield that is no `(name, loss)`, an unknown name, or generators that disagree.
+    """
+    losses = []
+    first: str | None = None
+    for each in yielded:
+        if not (isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], str)):
+            raise ConfigError(
+                "a generator training_step must yield an optimizer's name and its loss, as in `yield"
+                f' "generator", loss`; it yielded a {type(each).__name__}'
+            )
+        name, loss = each
+        if name not in names:
+            raise ConfigError(f"training_step yielded the unknown optimizer {name!r}. {nearest(name, names)}")
+        if first is not None and name != first:
+            raise ConfigError(
+                f"the micro-batches of one window yielded different optimizers ({first!r} and {name!r}); with"
+                " accumulation every micro-batch must yield the same names in the same order"
+            )
+        first = name
+        losses.append(loss)
+    assert first is not None
+    return first, losses
+
+
+def named(optimizer: str, metric: str) -> str:
+    """Return the name under which a yielded value is logged: `generator_loss`, or the metric's own name."""
+    return f"{optimizer}_loss" if metric == "loss" else metric
+
+
+def returned_rows(yielded: Sequence[Any], pairs: Weighted) -> list[Row]:
+    """Return the scalars that generator steps returned at their end, if any.
+
+    Raises:
+        ConfigError: Some bodies ended and some did not, or they returned no mapping.
+    """
+    rows = []
+    for each, (micro_batch, _) in zip(yielded, pairs, strict=True):
+        if not isinstance(each, Returned):
+            raise ConfigError(
+                "with accumulation every micro-batch's training_step must yield the same number of times"
+            )
+        if each.value is None:
+            continue
+        if not isinstance(each.value, Mapping):
+            raise ConfigError(
+                f"a generator training_step returned a {type(each.value).__name__}; it may return a mapping"
+                " of scalars to log"
+            )
+        _, names, values, _ = read_output(StepOutput(None, metrics=each.value))  # type: ignore[arg-type]
+        if values is not None:
+            rows.append((names, values, micro_batch.weight))
+    return rows

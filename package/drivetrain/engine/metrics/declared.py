@@ -1,0 +1,258 @@
+"""A task's declared metrics: updated, computed, reset and stored, known only by the methods that they have.
+
+They are torchmetrics-style objects. Importing torchmetrics costs a second, which users without it should not
+pay, so nothing here does.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drivetrain.checkpoint.format.tree import well_formed
+from drivetrain.core.errors import CheckpointError, ConfigError
+from drivetrain.distributed.ranks import ALONE, Ranks
+from drivetrain.engine.metrics.states import (
+    check_joinable,
+    joined_states,
+    members,
+    registered_states,
+    take_joined,
+    turn_synchronisation_off,
+)
+
+
+def joined(returned: Mapping[str, float], declared: Mapping[str, float]) -> dict[str, float]:
+    """Return the values of the step and of the declared metrics, under one prefix.
+
+    Raises:
+        ConfigError: Both have a value of the same name.
+    """
+    for name in declared:
+        if name in returned:
+            raise ConfigError(
+                f"the step returns a value {name!r}, and metrics() declares one of the same name; rename one"
+                " of the two"
+            )
+    return {**returned, **declared}
+
+
+class DeclaredMetrics:
+    """A task's declared metrics for one purpose: updated together, computed to named floats, reset.
+
+    Args:
+        metrics: By name; anything with `update`, `compute` and `reset`.
+        device: Where they are updated.
+        ranks: The processes that update them; what is computed is of all of them together.
+
+    Raises:
+        ConfigError: A value that is no metric, or, with several processes, one that cannot be joined.
+    """
+
+    def __init__(self, metrics: Mapping[str, Any], device: torch.device, ranks: Ranks = ALONE) -> None:
+        if not isinstance(metrics, Mapping):
+            raise ConfigError(
+                f"metrics() must return a mapping of names to metrics, not a {type(metrics).__name__}"
+            )
+        for name, metric in metrics.items():
+            lacking = [
+                method
+                for method in ("update", "compute", "reset")
+                if not callable(getattr(metric, method, None))
+            ]
+            if lacking:
+                raise ConfigError(
+                    f"metrics()[{name!r}] is a {type(metric).__name__} without {', '.join(lacking)}; a metric"
+                    " has update, compute and reset, as torchmetrics' have"
+                )
+        self._metrics = {name: _moved(metric, device) for name, metric in metrics.items()}
+        self._updates = tuple(metric.update for metric in self._metrics.values())
+        self._ranks = ranks
+        turn_synchronisation_off(self._metrics)
+        if not ranks.alone:
+            check_joinable(self._metrics)
+        self.updated = False
+
+    def __bool__(self) -> bool:
+        return bool(self._metrics)
+
+    def copies(self) -> DeclaredMetrics:
+        """Return a fresh, reset copy, for another loader."""
+        other = copy.copy(self)
+        other._metrics = {name: copy.deepcopy(metric) for name, metric in self._metrics.items()}
+        other._updates = tuple(metric.update for metric in other._metrics.values())
+        other.reset()
+        return other
+
+    def update(self, inputs: Sequence[Any]) -> None:
+        """Update every metric with the same inputs, without gradients.
+
+        Raises:
+            ConfigError: The inputs are no tuple or list.
+        """
+        if not isinstance(inputs, (tuple, list)):  # a tensor would be taken apart into its rows
+            raise ConfigError(
+                f"metric_inputs returned a {type(inputs).__name__}; it returns the tuple of what each"
+                " metric's update gets, such as (outputs, batch['label'])"
+            )
+        with torch.no_grad():
+            for update in self._updates:
+                update(*inputs)
+        self.updated = True
+
+    def compute(self) -> dict[str, float]:
+        """Return all values as floats: a mapping or a vector gives one for each entry, `name/key` or
+        `name/0`.
+        """
+        if not self._ranks.alone:
+            with joined_states(list(self._metrics.values()), self.updated, self._ranks) as updated:
+                return self._values() if updated else {}
+        return self._values() if self.updated else {}
+
+    def _values(self) -> dict[str, float]:
+        values: dict[str, float] = {}
+        for name, metric in self._metrics.items():
+            values.update(_floats(name, metric.compute()))
+        return values
+
+    def reset(self) -> None:
+        """Begin anew."""
+        for metric in self._metrics.values():
+            metric.reset()
+        self.updated = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all metrics, copied.
+
+        Raises:
+            CheckpointError: A metric cannot return its state.
+        """
+        return {
+            "updated": self.updated,
+            "metrics": {name: _metric_state(name, metric) for name, metric in self._metrics.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the states that `state_dict` returned.
+
+        Raises:
+            CheckpointError: The task declares different metrics from the checkpoint's, or one has another
+                type.
+        """
+        stored = state["metrics"]
+        if set(stored) != set(self._metrics):
+            raise CheckpointError(
+                f"the checkpoint has training metrics {sorted(stored)}, the task declares"
+                f" {sorted(self._metrics)}"
+            )
+        for name, metric in self._metrics.items():
+            _load_metric(name, metric, stored[name])
+        self.updated = bool(state["updated"])
+
+    def load_states(self, states: Sequence[dict[str, Any]]) -> None:
+        """Take over the states of one process, or of several as if this one had made all their updates.
+
+        Raises:
+            CheckpointError: As `load_state_dict`.
+        """
+        together: list[list[dict[str, Any]]] = []
+        updated = False
+        for state in states:
+            self.load_state_dict(state)
+            updated = updated or self.updated
+            together.append(registered_states(list(self._metrics.values())))
+        if len(states) > 1:
+            take_joined(list(self._metrics.values()), together)
+        self.updated = updated
+
+
+def _moved(metric: Any, device: torch.device) -> Any:
+    if not callable(getattr(metric, "to", None)):
+        return metric
+    moved = metric.to(device)
+    return metric if moved is None else moved  # in place, as some do
+
+
+def _floats(name: str, value: Any) -> dict[str, float]:
+    if isinstance(value, Mapping):
+        return {k: v for key, each in value.items() for k, v in _floats(f"{name}/{key}", each).items()}
+    if isinstance(value, Tensor):
+        value = value.detach()
+    listed = value.tolist() if hasattr(value, "tolist") else value  # tensors, and what is like numpy's arrays
+    if isinstance(listed, (list, tuple)):
+        return {k: v for i, each in enumerate(listed) for k, v in _floats(f"{name}/{i}", each).items()}
+    try:
+        return {name: float(listed)}
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"the metric {name!r} computed a {type(listed).__name__}, which is no number; a metric computes a"
+            " number, a tensor, or a mapping or sequence of them"
+        ) from None
+
+
+def _metric_state(name: str, metric: Any) -> dict[str, Any]:
+    if isinstance(metric, torch.nn.Module):
+        return {
+            "own": {key: _copied(value) for key, value in metric.state_dict().items()},
+            "members": [_member_state(member) for member in members(metric)],
+        }
+    if callable(getattr(metric, "state_dict", None)) and callable(getattr(metric, "load_state_dict", None)):
+        return {"own": metric.state_dict(), "members": []}
+    raise CheckpointError(
+        f"the metric {name!r} ({type(metric).__name__}) has no state_dict and load_state_dict, so its state"
+        " in the middle of a log interval cannot be saved. Add them, or set Trainer(train_metrics=False)"
+    )
+
+
+def _member_state(member: torch.nn.Module) -> dict[str, Any]:
+    """Return the state that a member's `state_dict` leaves out.
+
+    torchmetrics' states are not persistent by default, its wrappers keep tensors as plain attributes, and its
+    counters are private whole numbers; its public numbers are configuration. A module of another kind may
+    keep anything as a plain attribute.
+    """
+    defaults = getattr(member, "_defaults", None)  # torchmetrics' table of registered states
+    return {name: _copied(value) for name, value in vars(member).items() if _is_state(name, value, defaults)}
+
+
+def _is_state(name: str, value: Any, defaults: Mapping[str, Any] | None) -> bool:
+    if isinstance(value, bool):
+        return False
+    if defaults is None:
+        return isinstance(value, (Tensor, int, float))
+    private = name.startswith("_")
+    return name in defaults or isinstance(value, int if private else Tensor)
+
+
+def _copied(value: Any) -> Any:
+    # Metrics add to their tensors in place.
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return list(value) if isinstance(value, list) else value
+
+
+def _load_metric(name: str, metric: Any, state: dict[str, Any]) -> None:
+    inside = members(metric)
+    if len(inside) != len(state["members"]):
+        raise CheckpointError(
+            f"the metric {name!r} has {len(inside)} parts, the checkpoint {len(state['members'])}; resume"
+            " with the metrics that it was saved with"
+        )
+    with well_formed(f"the checkpoint's state of the metric {name!r} ({type(metric).__name__})"):
+        metric.load_state_dict(state["own"])
+    for member, each in zip(inside, state["members"], strict=True):
+        device = getattr(member, "device", None)
+        for key, value in each.items():
+            setattr(member, key, _on_device(value, device))
+        if hasattr(member, "_computed"):
+            member._computed = None  # what it last computed, of another state
+
+
+def _on_device(value: Any, device: torch.device | None) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone().to(device)
+    return [_on_device(each, device) for each in value] if isinstance(value, list) else value

@@ -1,0 +1,126 @@
+"""Your own loop: any module prepared for it, and its data on the device, resumable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import nn
+from torch.optim import Optimizer
+
+from drivetrain.core.progress import Progress
+from drivetrain.core.random_streams import Streams
+from drivetrain.core.types import Batch
+from drivetrain.data import Feed
+from drivetrain.engine.rank_consistency import check_same_module, check_same_optimizer
+from drivetrain.engine.updater import DEFAULT, made_by
+from drivetrain.engine.weighting import OpenWindow
+from drivetrain.strategies import Prepared, Strategy
+from drivetrain.strategies.precision.base import Precision
+from drivetrain.task.optim.low_precision import WeightUpdates
+from drivetrain.task.task import StepModule
+
+_STRIDE = 15_485_863
+"""The distance between the streams of a window's micro-batches, numbered like those of far later updates."""
+
+
+def prepare_module(
+    strategy: Strategy,
+    model: nn.Module,
+    make_optimizer: Callable[[list[nn.Parameter]], Optimizer] | None,
+    precision: Precision,
+    weight_updates: WeightUpdates,
+) -> Prepared:
+    """Return a module placed and wrapped by a strategy, and its optimizer if requested; see `Engine.prepare`.
+
+    Raises:
+        ConfigError: The ranks have different strategies or optimizers.
+        StrategyError: The ranks have different modules.
+    """
+    check_same_module(strategy, model)
+
+    def make_optimizers(_: nn.Module) -> dict[str, Optimizer]:
+        assert make_optimizer is not None
+        return {DEFAULT: made_by(make_optimizer, model, weight_updates)[0]}
+
+    making = make_optimizers if make_optimizer else None
+    prepared = strategy.prepare(StepModule(model), making, precision)
+    if make_optimizer:
+        check_same_optimizer(model, prepared.optimizer, strategy.ranks)
+    if strategy.sharded and strategy.world_size > 1 and any(True for _ in model.buffers()):
+        prepared.model.register_forward_pre_hook(_SharedBuffers(strategy))
+    for name in ("state_dict", "load_state_dict"):  # with the module's own parameter names
+        object.__setattr__(prepared.model, name, getattr(model, name))
+    return prepared
+
+
+class _SharedBuffers:
+    """Announces each forward to a sharded strategy, which then gives all ranks the buffers of rank 0.
+
+    In an evaluation no buffer changes, so only the first forward is announced. All ranks run every forward.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._changed = True
+
+    def __call__(self, model: nn.Module, _: object) -> None:
+        if model.training or self._changed:
+            self._strategy.microbatch(model, True)
+        self._changed = model.training
+
+
+class EngineData:
+    """Batches on the device, one pass per iteration.
+
+    Training data counts into the engine's progress: each iteration is the next epoch, and the first one after
+    `Engine.load` continues from the checkpoint's position, without fetching used batches again.
+
+    Args:
+        progress: The engine's progress.
+        feed: The data.
+        training: Whether it counts.
+        streams: The engine's random streams. Each training batch gets a stream of its own, so that draws
+            between two batches, by an evaluation for example, change nothing.
+        window: The engine's window; records the current batch.
+    """
+
+    def __init__(
+        self, progress: Progress, feed: Feed, training: bool, streams: Streams, window: OpenWindow
+    ) -> None:
+        self._window = window
+        self._progress = progress
+        self._feed = feed
+        self._training = training
+        self._streams = streams
+
+    def __len__(self) -> int:
+        """Return the batches in an epoch.
+
+        Raises:
+            TypeError: The length is unknown.
+        """
+        count = self._feed.batches_per_epoch
+        if count is None:
+            raise TypeError("this data has no known length")
+        return count
+
+    def __iter__(self) -> Iterator[Batch]:
+        progress = self._progress
+        if not self._training:
+            # Evaluation data: each sample once, on one of the ranks.
+            yield from (each.batch for each in self._feed.micro_batches() if not each.is_placeholder)
+            return
+        update, number = -1, 0
+        for micro_batch in self._feed.micro_batches(progress.epoch, progress.position):
+            update, number = progress.updates, number + 1 if progress.updates == update else 0
+            # An update's first micro-batch has the same random stream as under a Trainer.
+            self._streams.seed_update(update + number * _STRIDE)
+            progress.position += micro_batch.advance
+            progress.micro_batches += 1
+            everywhere = micro_batch.everywhere
+            progress.samples += micro_batch.samples if everywhere is None else everywhere.samples
+            self._window.handed = micro_batch
+            yield micro_batch.batch
+        self._window.handed = None
+        progress.epoch += 1
+        progress.position = 0

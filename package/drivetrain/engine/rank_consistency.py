@@ -1,0 +1,214 @@
+"""Checks that all ranks have the same configuration, before they exchange anything."""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from drivetrain.checkpoint.weights.module_state import parameter_names
+from drivetrain.core.errors import ConfigError, StrategyError
+from drivetrain.distributed.ranks import Ranks
+from drivetrain.engine.updater import Updater
+from drivetrain.strategies import Strategy
+from drivetrain.task.task import TaskModule
+
+_METHODS = (
+    "configure_optimizers",
+    "loss_weight",
+    "metrics",
+    "tokens",
+    "training_step",
+    "validation_step",
+    "test_step",
+    "predict_step",
+)
+"""Methods of a task that affect what the ranks exchange."""
+
+_SAMPLED = (0, 1, 10, 100, 1000, 10_000, 100_000)
+"""Schedules are compared at these updates."""
+
+_OTHER_OPTIMIZERS = "the ranks have different optimizers, so each would train a different model"
+
+
+def require_same(
+    ranks: Ranks,
+    found: Mapping[str, str],
+    problem: str,
+    remedy: str,
+    error: type[ConfigError | StrategyError] = ConfigError,
+) -> None:
+    """Check that all ranks have the same texts; all call it together.
+
+    One number is exchanged. The texts are exchanged only if that number differs.
+
+    Args:
+        ranks: The ranks that compare.
+        found: The texts of this rank, by name.
+        problem: The beginning of the error's message.
+        remedy: Its end.
+        error: The kind of error.
+
+    Raises:
+        ConfigError: A text differs; names the first one, with the text of each rank.
+    """
+    if ranks.size == 1 or len(set(ranks.all_gather(zlib.crc32(repr(dict(found)).encode())))) == 1:
+        return
+    every = ranks.all_gather(dict(found))
+    for name in dict.fromkeys(name for each in every for name in each):
+        holders: dict[str, list[int]] = {}
+        for rank, each in enumerate(every):
+            holders.setdefault(each.get(name, "not there"), []).append(rank)
+        if len(holders) > 1:
+            listed = " and ".join(f"{text} on {_numbers(of)}" for text, of in holders.items())
+            raise error(f"{problem}: {name} is {listed}. {remedy}")
+    raise error(f"{problem}: {', '.join(every[0])} come in another order. {remedy}")
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def check_same_call(
+    settings: Mapping[str, Any], task: TaskModule, strategy: Strategy, verb: str, **arguments: Any
+) -> None:
+    """Check that the ranks make the same call, with the same settings, arguments and kind of task.
+
+    Args:
+        settings: The Trainer's arguments that decide what a rank does, and when.
+        task: The task.
+        strategy: The strategy; it has been set up, and no more.
+        verb: The Trainer's method that was called, such as "fit".
+        **arguments: Further arguments of the verb, such as `resume`.
+
+    Raises:
+        ConfigError: The verb, a setting or an argument differs.
+        StrategyError: A parameter or buffer differs in name, shape, dtype, whether it is trained or has
+            values; or the tasks override different methods.
+    """
+    ranks = strategy.ranks
+    chosen = {**_options(strategy), **{name: _text(each) for name, each in settings.items()}}
+    given = {name: _text(value) for name, value in arguments.items()}
+    calls = "All make the same calls, in one order"
+    require_same(ranks, {"the verb": verb}, "the ranks do different things", calls)
+    trainers = "Give all the same; rank 0 alone writes files"
+    require_same(ranks, chosen, "the ranks were given different Trainers", trainers)
+    require_same(ranks, given, "the ranks were given different arguments", "Give all the same")
+    methods = {name: "overridden" if task.overrides(name) else "the default" for name in _METHODS}
+    _require_same_task(ranks, {**methods, **_tensors(task)})
+
+
+def check_same_module(strategy: Strategy, module: nn.Module) -> None:
+    """Check that the ranks prepare the same module, under the same strategy, for a loop of the user's.
+
+    Raises:
+        ConfigError: The strategy or one of its options differs.
+        StrategyError: A parameter or buffer differs; see `check_same_call`.
+    """
+    problem = "the ranks were given different Engines"
+    require_same(strategy.ranks, _options(strategy), problem, "Give all the same")
+    _require_same_task(strategy.ranks, _tensors(module))
+
+
+def _require_same_task(ranks: Ranks, described: Mapping[str, str]) -> None:
+    problem = "the ranks have different tasks"
+    require_same(ranks, described, problem, "Make the same task on all", StrategyError)
+
+
+def check_same_optimizers(
+    task: nn.Module, updaters: Mapping[str, Updater], total_updates: int | None, ranks: Ranks
+) -> None:
+    """Check that the ranks made the same optimizers, because each would silently train its own model.
+
+    Raises:
+        ConfigError: An optimizer differs in its kind, parameters, settings, schedule or clipping; says how.
+    """
+    if ranks.size > 1:
+        made = dict(_made(task, updaters, total_updates))
+        require_same(ranks, made, _OTHER_OPTIMIZERS, "Let configure_optimizers give the same on all")
+
+
+def check_same_optimizer(module: nn.Module, optimizer: Optimizer, ranks: Ranks) -> None:
+    """Check that the ranks made the same optimizer, in a loop of the user's.
+
+    Raises:
+        ConfigError: It differs in its kind, parameters or settings; says how.
+    """
+    if ranks.size > 1:
+        made = dict(_settings(module, "the optimizer", optimizer))
+        require_same(ranks, made, _OTHER_OPTIMIZERS, "Let the factory give the same on all")
+
+
+def _options(strategy: Strategy) -> dict[str, str]:
+    """Return a strategy's name and each option of its configuration."""
+    config = getattr(strategy, "config", None)
+    given = {each.name: getattr(config, each.name) for each in fields(config)} if is_dataclass(config) else {}
+    kind = type(config).__name__
+    return {"strategy": strategy.name, **{f"{kind}.{name}": _text(each) for name, each in given.items()}}
+
+
+def _text(value: Any) -> str:
+    """Return a value as a text that is the same in all processes: without addresses or random order."""
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, (set, frozenset)):
+        value = sorted(map(_text, value))
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+
+
+def _made(
+    task: nn.Module, updaters: Mapping[str, Updater], total_updates: int | None
+) -> Iterator[tuple[str, str]]:
+    """Describe optimizers, each part under a name."""
+    for each in updaters.values():
+        which = f"optimizer {each.name!r}"
+        yield from _settings(task, which, each.optimizer)
+        yield f"max_grad_norm of {which}", _text(each.max_grad_norm)
+        for name, value in _scheduled(each, total_updates):
+            yield f"{name} of {which}", value
+
+
+def _settings(module: nn.Module, which: str, optimizer: Optimizer) -> Iterator[tuple[str, str]]:
+    names = parameter_names(module)
+    yield f"the kind of {which}", type(optimizer).__name__
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter in names:  # a strategy may have replaced parameters
+                yield f"the group of {names[parameter]!r}", f"{number} of {which}"
+        for name, value in group.items():
+            if name not in ("params", "param_names"):
+                yield f"{name} of group {number} of {which}", _text(value)
+
+
+def _scheduled(updater: Updater, total_updates: int | None) -> Iterator[tuple[str, str]]:
+    schedule, scheduler = updater.schedule, updater.scheduler
+    if schedule is not None:
+        last = _SAMPLED[-1] if total_updates is None else max(total_updates - 1, 0)
+        for update in dict.fromkeys(min(each, last) for each in _SAMPLED):
+            yield f"the schedule's factor at update {update}", _text(schedule(update))
+        for name, value in getattr(schedule, "__dict__", {}).items():
+            yield f"the schedule's {name}", _text(value)
+    if scheduler is not None:
+        yield "the kind of the scheduler", type(scheduler).__name__
+        for name, value in scheduler.state_dict().items():
+            yield f"the scheduler's {name}", _text(value)
+
+
+def _tensors(module: nn.Module) -> dict[str, str]:
+    """Describe the parameters and buffers that have a size."""
+    found = {}
+    for name, each in (*module.named_parameters(), *module.named_buffers()):
+        if not is_lazy(each):
+            frozen = ", frozen" if isinstance(each, nn.Parameter) and not each.requires_grad else ""
+            where = ", on the meta device" if each.is_meta else ""
+            found[repr(name)] = f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}{frozen}{where}"
+    return found

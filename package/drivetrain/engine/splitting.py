@@ -1,0 +1,363 @@
+"""Micro-batches that fit into memory: batches are split by samples, and into more parts after an
+out-of-memory error.
+
+The effective batch stays the same: the parts of a micro-batch share its weight, so that their gradients add
+up to the gradient of the whole. Composer's automatic micro-batching does the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from drivetrain.core.errors import CheckpointError, ConfigError, DataError, StrategyError
+from drivetrain.core.messages import logger
+from drivetrain.core.out_of_memory import clear_frames, free_caches, is_out_of_memory
+from drivetrain.core.random_streams import shielded
+from drivetrain.core.validation import count
+from drivetrain.data import Everywhere, MicroBatch, batch_size, to_host
+from drivetrain.data.feed import Count
+from drivetrain.engine.buffers import KeptBuffers
+from drivetrain.engine.context import StepContext
+from drivetrain.engine.memory_advice import memory_advice
+from drivetrain.engine.metrics.means import Row
+from drivetrain.engine.placeholder import has_zero_weight
+from drivetrain.engine.split_batch import join_outputs, split_batch
+from drivetrain.engine.split_micro_batch import weighted_parts
+from drivetrain.engine.weighting import StepResult, Weighted, weigh
+from drivetrain.strategies import Strategy
+from drivetrain.task.output import StepValues, read_output
+from drivetrain.task.task import measure_of
+
+_LOG = logger(__name__)
+
+T = TypeVar("T")
+
+AUTO = "auto"
+
+_NOT_EVEN_ONE = "drivetrain: not even a micro-batch of one sample fits"
+
+
+def check_micro_batch(spec: int | str | None, strategy: Strategy) -> None:
+    """Check that batches can be split as asked.
+
+    Raises:
+        ConfigError: It is no number of samples, "auto" or None.
+        StrategyError: The strategy cannot run steps in parts or repeat them; says why.
+    """
+    if spec is None:
+        return
+    if isinstance(spec, str) and spec != AUTO:
+        raise ConfigError(f"micro_batch must be 'auto', a number of samples, or None, not {spec!r}")
+    if not isinstance(spec, str):
+        count("micro_batch", spec, at_least=1)
+    if strategy.no_micro_batch:
+        raise StrategyError(
+            f"micro_batch={spec!r} with strategy {strategy.name!r}: {strategy.no_micro_batch}. Use a smaller"
+            " batch with gradient_accumulation_steps"
+        )
+
+
+class _RepeatUpdate(Exception):  # noqa: N818 - no error: another process ran out of memory
+    """Ends an attempt on a process that had enough memory."""
+
+
+class MicroBatches:
+    """The splitting of batches in one run.
+
+    Args:
+        spec: The largest number of samples of a part, or "auto" to find it by running out of memory.
+        engine: The run's engine, once it has prepared the task.
+        show: Whether to print the result to stderr.
+
+    Attributes:
+        searches: Whether the spec is "auto".
+        size: The largest number of samples of a training part; None before the first out-of-memory error.
+        evaluation_size: The same for evaluations and predictions, of this process.
+        begun_again: Functions to call each time an update is repeated.
+
+    Raises:
+        ConfigError: The task's step is a generator.
+    """
+
+    def __init__(self, spec: int | str, engine: StepContext, show: bool = False) -> None:
+        self.spec = spec
+        self.searches = spec == AUTO
+        self.size: int | None = None if isinstance(spec, str) else int(spec)
+        self.evaluation_size = self.size
+        self.begun_again: list[Callable[[], None]] = []
+        self._engine = engine
+        self._weigh = measure_of(engine.task).weight
+        self._ranks = engine.ranks
+        self._show = show and engine.ranks.rank == 0
+        self._logged_size: int | None = None
+        self._unlearned: list[MicroBatch] = []
+        self._attempted: list[Any] = []
+        self._largest = 0
+        self._whole = 0
+        self._buffers = KeptBuffers()
+        self._split: tuple[int, int] | None = None  # samples of the newest part, and of its batch
+        engine.transfer.keeps_host = self._weigh is not None
+        engine.begins_again = self.searches
+        self._shares_buffers = self._ranks.size > 1 and any(True for _ in engine.task.buffers())
+        if engine.interleaved and engine.updaters:
+            raise ConfigError(
+                f"micro_batch={spec!r}: {type(engine.task).__name__}.training_step is a generator. One of its"
+                " optimizers may have stepped before memory runs out, so the step cannot be repeated. Use a"
+                " smaller batch with gradient_accumulation_steps"
+            )
+
+    def __str__(self) -> str:
+        if self.searches:
+            return "auto" if self.size is None else f"auto ({self.size} samples)"
+        return f"{self.size} samples"
+
+    # Training.
+
+    def train_step(self, micro_batches: Sequence[MicroBatch]) -> StepResult:
+        """Run `Engine.train_step` in parts, and repeat it with smaller ones as long as memory runs out.
+
+        Gradients are exchanged once, after all parts, so that ranks may have different numbers of parts.
+        """
+        engine = self._engine
+        if self._shares_buffers:  # as a wrapper does before its forward, which is not called here
+            engine.synchronize_buffers()
+        streams = random.getstate(), np.random.get_state()
+        if self.searches:
+            self._buffers.keep(engine.task)
+        rows, seen, total, learns = self._until_it_fits(
+            lambda: self._accumulate(micro_batches), self._shrink_training, lambda: self._undo(streams)
+        )
+        self._attempted, self._split = [], None
+        applied, norm = False, None
+        if learns:
+            if self._ranks.size > 1:
+                engine.strategy.synchronize(engine.parameters)
+            applied, norm = engine.update(engine.only_updater, rows, engine.parameters)
+        self._log_size()
+        return engine.finish(micro_batches, rows, applied, norm, seen, total)
+
+    def _accumulate(
+        self, micro_batches: Sequence[MicroBatch]
+    ) -> tuple[list[Row], list[Any], Everywhere | None, bool]:
+        """Run forward and backward of all parts; also return whether any rank had something to learn from."""
+        engine = self._engine
+        engine.streams.seed_update(engine.progress.updates)
+        if engine.gate is not None:
+            engine.gate.begin()
+        pairs, total = weigh(micro_batches, engine.sharing, engine.placeholders)
+        self._whole = max(self._whole, *(each.samples for each in micro_batches))
+        self._unlearned, self._split = [], None
+        parts: Weighted = []
+        for micro_batch, share in pairs:
+            parts += self._shared_parts(micro_batch, share)
+        if pairs and not parts:  # this rank has nothing to learn from
+            parts = [(self._placeholder(pairs[0][0]), 0.0)]
+        self._attempted = [each.batch for each, _ in parts] + [each.batch for each in self._unlearned]
+        self._largest = max((batch_size(each) or 1 for each in self._attempted), default=0)
+        rows, seen = engine.accumulate(parts)
+        # After all others, so that training does not depend on whether metrics are declared.
+        for part in self._unlearned:
+            with torch.no_grad(), shielded():
+                outputs = read_output(engine.run_step(part.batch))[3]
+            if outputs is not None:
+                engine.show_metrics(outputs, part.batch, seen)
+        if self.searches and self._ranks.size > 1 and self._ranks.total([0.0])[0]:
+            raise _RepeatUpdate
+        return rows, seen, total, bool(pairs)
+
+    def _until_it_fits(
+        self, attempt: Callable[[], T], shrink: Callable[[Exception], None], undo: Callable[[], None]
+    ) -> T:
+        """Run an attempt, and repeat it with a smaller size as long as memory runs out.
+
+        Args:
+            attempt: Returns the result.
+            shrink: Takes the error and lowers the size, or raises if that is impossible.
+            undo: Called before the next attempt, when the memory of the last one is free.
+        """
+        while True:
+            try:
+                return attempt()
+            except Exception as error:
+                lacks = isinstance(error, _RepeatUpdate) or is_out_of_memory(error)
+                if not (self.searches and lacks):
+                    self._add_parts_note(error)
+                    raise
+                shrink(error)
+                clear_frames(error)
+            undo()
+            free_caches()
+
+    def _parts(self, micro_batch: MicroBatch, size: int | None, weigh: Count | None) -> list[MicroBatch]:
+        if size is None:
+            return [micro_batch]
+        batch, host = micro_batch.batch, micro_batch.host
+        try:
+            batches = split_batch(batch, size)
+            hosts = [None] * len(batches) if host is None else split_batch(host, size)
+        except DataError as error:
+            if self.searches:  # it may fit: another process, or a larger batch, has run out of memory
+                return [micro_batch]
+            error.add_note(f"drivetrain: asked for by micro_batch={size}; without it batches are run whole")
+            raise
+        if len(batches) == 1:
+            return [micro_batch]
+        whole = max(batch_size(batch) or 0, self._split[1] if self._split else 0)  # a part may be split again
+        self._split = batch_size(batches[0]) or 0, whole
+        return weighted_parts(micro_batch, batches, hosts, weigh)
+
+    def _shared_parts(self, micro_batch: MicroBatch, share: float | Tensor | None) -> Weighted:
+        if micro_batch.is_placeholder or has_zero_weight(micro_batch):
+            return []
+        parts = self._parts(micro_batch, self.size, self._weigh)
+        if len(parts) == 1:
+            return [(micro_batch, share)]
+        kept = [each for each in parts if each.weight]
+        if self._engine.train_metrics is not None:
+            self._unlearned += [each for each in parts if not each.weight]
+        weight = sum(each.weight for each in kept)
+        whole = 1.0 if share is None else share
+        return [(each, whole * (each.weight / weight)) for each in kept]
+
+    def _placeholder(self, micro_batch: MicroBatch) -> MicroBatch:
+        """A part of a placeholder, for a rank that has nothing to learn from; see `Placeholders`."""
+        return self._parts(micro_batch, self.size, self._weigh)[0]._replace(weight=0.0, is_placeholder=True)
+
+    def _shrink_training(self, error: Exception) -> None:
+        """Lower the size on all ranks after an error, or raise it."""
+        failed = not isinstance(error, _RepeatUpdate)
+        if failed:
+            if self._largest <= 1:
+                error.add_note(_NOT_EVEN_ONE)
+                raise error
+            for batch in self._attempted:
+                _refuse_whole(batch, self._largest // 2, error, memory_advice(AUTO))
+            if self._ranks.size > 1:
+                self._ranks.total([1.0])
+        # The smallest size that failed: the other ranks had enough memory for theirs.
+        sizes = self._ranks.all_gather(self._largest if failed else None)
+        self.size = max(1, min(each for each in sizes if each is not None) // 2)
+
+    def _undo(self, streams: tuple[Any, Any]) -> None:
+        for parameter in self._engine.parameters:
+            parameter.grad = None
+        self._buffers.put_back()
+        self._attempted = []
+        random.setstate(streams[0])
+        np.random.set_state(streams[1])
+        for call in self.begun_again:
+            call()
+
+    def _log_size(self) -> None:
+        if self.size is None or self.size == self._logged_size:
+            return
+        self._logged_size = self.size
+        weighed = "number of samples" if self._weigh is None else "loss_weight"
+        words = f"micro-batch {self.size} of {self._whole} samples, whose parts count by their {weighed}"
+        _LOG.log(logging.INFO if self._show else logging.DEBUG, words)
+
+    def _add_parts_note(self, error: Exception) -> None:
+        """Add a note about splitting to an error that a step on a part has raised."""
+        if self._split is None or not isinstance(error, RuntimeError) or is_out_of_memory(error):
+            return
+        part, whole = self._split
+        error.add_note(
+            f"drivetrain: raised by a part of {part} of a batch's {whole} samples. All its tensors that have"
+            f" {whole} rows were split; one whose rows are no samples, such as a mask of positions, is made"
+            " in the task's forward or has a leading dimension of one"
+        )
+
+    # Evaluation and prediction: each process splits its own batches.
+
+    def evaluation_steps(
+        self, micro_batch: MicroBatch, number: int
+    ) -> Iterator[tuple[MicroBatch, StepValues]]:
+        """Run `Engine.evaluation_step` on a batch, or on its parts."""
+        run_step = self._engine.evaluate_step
+        return self._each(micro_batch, number, lambda part: read_output(run_step(part.batch)), self._weigh)
+
+    def predict_step(self, micro_batch: MicroBatch, number: int) -> Any:
+        """Run `Engine.predict_step` on a batch or its parts; return the joined outputs on the host."""
+        run_step, outputs, sizes = self._engine.evaluate_step, [], []
+        for part, output in self._each(micro_batch, number, lambda part: to_host(run_step(part.batch)), None):
+            outputs.append(output)
+            sizes.append(part.samples)
+        return join_outputs(outputs, sizes)
+
+    def _each(
+        self,
+        micro_batch: MicroBatch,
+        number: int,
+        step: Callable[[MicroBatch], T],
+        weigh: Count | None,
+    ) -> Iterator[tuple[MicroBatch, T]]:
+        # Seeded once; otherwise all parts would draw the same.
+        self._engine.streams.seed_evaluation(number)
+        self._split = None
+        waiting = self._parts(micro_batch, self.evaluation_size, weigh)
+        while waiting:
+            restore_streams = self._engine.streams.snapshot() if self.searches else None
+            value = self._until_it_fits(
+                lambda: step(waiting[0]),
+                lambda error: self._shrink_evaluation(waiting[0], error),
+                partial(self._split_waiting, waiting, weigh, restore_streams),
+            )
+            yield waiting.pop(0), value
+            del value
+
+    def _split_waiting(
+        self, waiting: list[MicroBatch], weigh: Count | None, restore_streams: Callable[[], None] | None
+    ) -> None:
+        """Split all waiting parts, because the larger ones would fail too, and repeat the random draws."""
+        assert restore_streams is not None
+        restore_streams()
+        waiting[:] = [part for each in waiting for part in self._parts(each, self.evaluation_size, weigh)]
+
+    def _shrink_evaluation(self, part: MicroBatch, error: Exception) -> None:
+        """Lower the size after an error, or raise the error."""
+        samples = batch_size(part.batch) or 1
+        if samples <= 1:
+            error.add_note(_NOT_EVEN_ONE)
+            raise error
+        _refuse_whole(part.batch, samples // 2, error, memory_advice(AUTO, training=False))
+        self.evaluation_size = samples // 2
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sizes found."""
+        return {"size": self.size, "evaluation_size": self.evaluation_size}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Restore what `state_dict` returned, or None; a size from the Trainer's arguments takes precedence.
+
+        Raises:
+            CheckpointError: The state has another form.
+        """
+        for name in ("size", "evaluation_size") if state is not None and self.searches else ():
+            value = state.get(name) if isinstance(state, Mapping) else state
+            if value is not None and (type(value) is not int or value < 1):
+                raise CheckpointError(f"the checkpoint's micro_batch has the {name} {value!r}")
+            setattr(self, name, value)
+
+
+def _refuse_whole(batch: Any, size: int, error: Exception, what_helps: str) -> None:
+    """Check that a batch that ran out of memory can be split.
+
+    Raises:
+        DataError: It cannot; says why, and what else helps.
+    """
+    if batch_size(batch) is None:
+        raise DataError(f"a {type(batch).__name__} cannot be split by samples; {what_helps}") from error
+    try:
+        split_batch(batch, size)
+    except DataError as reason:
+        raise DataError(f"out of memory, and {reason}; {what_helps}") from error

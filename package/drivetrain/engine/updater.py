@@ -1,0 +1,304 @@
+"""The optimizers of a run, each with its parameters, schedule and clipping."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from drivetrain.checkpoint.weights.module_state import clean_name
+from drivetrain.checkpoint.weights.module_state import parameter_names as parameter_names_of
+from drivetrain.core.errors import CheckpointError, ConfigError, StrategyError
+from drivetrain.strategies import Strategy
+from drivetrain.task.optim.build import apply_factor, build_optimizer, build_schedule, remember_base_rates
+from drivetrain.task.optim.config import OptimizerConfig
+from drivetrain.task.optim.low_precision import WeightUpdates
+from drivetrain.task.optim.schedules import PlateauSchedule, Schedule
+from drivetrain.task.task import TaskModule
+
+DEFAULT = "default"
+"""The name of the only optimizer of a task that configures one."""
+
+OptimizerSpec = OptimizerConfig | Callable[[list[nn.Parameter]], Any]
+
+
+class Updater:
+    """One optimizer with its parameters, schedule and clipping.
+
+    Attributes:
+        name: Its name in `configure_optimizers`; "default" for an only one.
+        optimizer: The optimizer.
+        parameters: The parameters it trains.
+        schedule: The factor of the base rate as a function of the update, or None when it is always 1.
+        scheduler: A torch scheduler that the user made, or None.
+        max_grad_norm: The limit of the gradient's norm; None disables clipping.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        optimizer: Optimizer,
+        schedule: Schedule | PlateauSchedule | None = None,
+        scheduler: LRScheduler | None = None,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        self.name = name
+        self.optimizer = optimizer
+        self.parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+        self.schedule = schedule
+        self.scheduler = scheduler
+        self.max_grad_norm = max_grad_norm
+
+    def set_rate(self, update: int) -> None:
+        """Set the learning rate for `update`; does nothing without a schedule of ours."""
+        if self.schedule is not None:
+            apply_factor(self.optimizer, self.schedule(update))
+
+    def advance(self, update: int) -> None:
+        """After an update, set the rate of the next one, number `update`."""
+        if self.schedule is not None:
+            apply_factor(self.optimizer, self.schedule(update))
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def observe(self, metrics: Mapping[str, float], update: int) -> None:
+        """After an evaluation, pass the metrics to a schedule that uses them; `update` is the next one."""
+        if isinstance(self.schedule, PlateauSchedule):
+            self.schedule.observe(metrics)
+            self.set_rate(update)
+
+    def rates(self) -> dict[str, float]:
+        """Return the learning rate now, by group where groups differ."""
+        prefix = "lr" if self.name == DEFAULT else f"lr/{self.name}"
+        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        if len(set(rates)) == 1:
+            return {prefix: rates[0]}
+        return {f"{prefix}/{index}": rate for index, rate in enumerate(rates)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the schedule's state, if it has one."""
+        state: dict[str, Any] = {}
+        if isinstance(self.schedule, PlateauSchedule):
+            state["plateau"] = self.schedule.state_dict()
+        if self.scheduler is not None:
+            state["scheduler"] = self.scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            CheckpointError: The checkpoint was saved with another kind of schedule.
+        """
+        own = self.state_dict()
+        if set(own) != set(state):
+            raise CheckpointError(
+                f"the schedule of optimizer {self.name!r} keeps the state {sorted(own)}, the checkpoint has"
+                f" {sorted(state)}; resume with the schedule that it was saved with"
+            )
+        if isinstance(self.schedule, PlateauSchedule):
+            self.schedule.load_state_dict(state["plateau"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(dict(state["scheduler"]))
+
+
+def optimizer_specs(configured: Any) -> dict[str, OptimizerSpec]:
+    """Return the result of a task's `configure_optimizers` by name.
+
+    Raises:
+        ConfigError: It is no configuration, mapping or factory; or an optimizer that was built early, with
+            the reason for the refusal.
+    """
+    if isinstance(configured, Optimizer):
+        raise ConfigError(
+            f"configure_optimizers returned a finished {type(configured).__name__}. It is too early to build"
+            " one: the strategy may still move or shard the parameters. Return OptimizerConfig(...), or a"
+            " function of the parameters, such as `lambda params:"
+            f" torch.optim.{type(configured).__name__}(params, ...)`"
+        )
+    if isinstance(configured, Mapping):
+        if not configured:
+            raise ConfigError("configure_optimizers returned an empty mapping")
+        specs: dict[str, OptimizerSpec] = {}
+        for name, spec in configured.items():
+            if not isinstance(name, str) or not name:
+                raise ConfigError(f"an optimizer's name must be a text, not {name!r}")
+            if not isinstance(spec, OptimizerConfig):
+                raise ConfigError(
+                    f"configure_optimizers returned a {type(spec).__name__} for {name!r}; several optimizers"
+                    " are given as OptimizerConfig each. For a torch scheduler return a function: `lambda"
+                    " parameters: (optimizer, scheduler)`; it is stepped once per update"
+                )
+            specs[name] = spec
+        return specs
+    if isinstance(configured, OptimizerConfig) or callable(configured):
+        return {DEFAULT: configured}
+    raise ConfigError(
+        f"configure_optimizers returned a {type(configured).__name__}; allowed are an OptimizerConfig, a"
+        " mapping of names to them, or a function of the parameters that returns an optimizer or"
+        " (optimizer, scheduler), the scheduler stepped once per update"
+    )
+
+
+def configured_specs(
+    task: TaskModule, strategy: Strategy, total_updates: int | None
+) -> dict[str, OptimizerSpec]:
+    """Return the optimizers of a task, or those that the strategy's own configuration chooses, by name.
+
+    Raises:
+        ConfigError: They do not fit the task's training step.
+        StrategyError: The strategy cannot run that step.
+    """
+    if is_interleaved(task) and strategy.no_generators:
+        raise StrategyError(
+            f"{type(task).__name__}.training_step is a generator, which strategy {strategy.name!r}"
+            f" cannot run: {strategy.no_generators}. Use 'ddp' or 'fsdp'"
+        )
+    configured = strategy.configured_optimizer(task, total_updates)
+    specs = optimizer_specs(task.configure_optimizers() if configured is None else configured)
+    if len(specs) > 1 and not is_interleaved(task):
+        raise ConfigError(
+            f"{type(task).__name__} configures {len(specs)} optimizers ({', '.join(map(repr, specs))})"
+            " but its training_step is no generator. Write `yield name, loss` for each, or configure one"
+            " optimizer"
+        )
+    return specs
+
+
+def parameter_names(task: nn.Module, name: str, spec: OptimizerConfig, alone: bool) -> set[str] | None:
+    """Return the names of an optimizer's parameters: those its configuration selects, or the submodule of its
+    name.
+
+    Raises:
+        ConfigError: There are several optimizers, and neither source selects parameters.
+    """
+    if alone or spec.parameters is not None:
+        return None
+    names = {each for each in parameter_names_of(task).values() if each.startswith(f"{name}.")}
+    if not names:
+        children = ", ".join(repr(child) for child, _ in task.named_children())
+        raise ConfigError(
+            f"which parameters does the optimizer {name!r} train? Name it after a submodule ({children}), or"
+            " give OptimizerConfig(parameters='pattern.*')"
+        )
+    return names
+
+
+def build_updaters(
+    task: nn.Module,
+    specs: Mapping[str, OptimizerSpec],
+    total_updates: int | None,
+    max_grad_norm: float | None,
+    weight_updates: WeightUpdates | None = None,
+) -> dict[str, Updater]:
+    """Build the optimizers of a task on its current parameters.
+
+    Args:
+        task: The task, with its parameters and their names.
+        specs: The result of `optimizer_specs`.
+        total_updates: The run's length, or None if unknown.
+        max_grad_norm: The run's clipping, for optimizers that set none.
+        weight_updates: How weights of 16 bits take updates; None leaves it to the optimizers.
+
+    Raises:
+        ConfigError: A configuration that does not fit the task.
+    """
+    updaters: dict[str, Updater] = {}
+    weight_updates = weight_updates or WeightUpdates("nearest")
+    for name, spec in specs.items():
+        if isinstance(spec, OptimizerConfig):
+            names = parameter_names(task, name, spec, alone=len(specs) == 1)
+            with weight_updates.building(task) as finish:
+                optimizer = finish(build_optimizer(spec, task, names))
+            schedule = build_schedule(spec, total_updates)
+            norm = spec.max_grad_norm if spec.max_grad_norm is not None else max_grad_norm
+            updaters[name] = Updater(name, optimizer, schedule, None, norm)
+        else:
+            optimizer, scheduler = made_by(spec, task, weight_updates)
+            updaters[name] = Updater(name, optimizer, None, scheduler, max_grad_norm)
+    return updaters
+
+
+def made_by(
+    factory: Callable[[list[nn.Parameter]], Any], module: nn.Module, weight_updates: WeightUpdates
+) -> tuple[Optimizer, LRScheduler | None]:
+    """Call a user's factory with a module's trained parameters; see `from_factory`."""
+    with weight_updates.building(module) as finish:
+        made, scheduler = from_factory(factory, [each for each in module.parameters() if each.requires_grad])
+        return finish(made), scheduler
+
+
+def from_factory(
+    factory: Callable[[list[nn.Parameter]], Any], parameters: Sequence[nn.Parameter]
+) -> tuple[Optimizer, LRScheduler | None]:
+    """Call a user's factory with parameters, and check the result.
+
+    Raises:
+        ConfigError: It returns something other than an optimizer or `(optimizer, schedule)`.
+    """
+    made = factory(list(parameters))
+    scheduler = None
+    if isinstance(made, tuple) and len(made) == 2:
+        made, scheduler = made
+    if not isinstance(made, Optimizer):
+        described = getattr(factory, "__qualname__", type(factory).__name__)
+        raise ConfigError(
+            f"{described} returned a {type(made).__name__}; it must return an optimizer or (optimizer,"
+            " schedule)"
+        )
+    closure = inspect.signature(made.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ConfigError(
+            f"the optimizer {type(made).__name__} cannot be used here: its step evaluates the loss many times"
+            " through a closure, and between the loss and the update there may be accumulation, scaling and"
+            " clipping"
+        )
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ConfigError(
+            "ReduceLROnPlateau steps on a metric; use OptimizerConfig(schedule='reduce_on_plateau',"
+            " schedule_options={...})"
+        )
+    if scheduler is not None and not isinstance(scheduler, LRScheduler):
+        raise ConfigError(
+            f"a schedule must be a torch.optim.lr_scheduler.LRScheduler, not a {type(scheduler).__name__}"
+        )
+    remember_base_rates(made)
+    return made, scheduler
+
+
+def check_trained(task: nn.Module, trained: Sequence[nn.Parameter], settle: Callable[[], object]) -> None:
+    """Check that every parameter that requires gradients was there when the optimizers were made.
+
+    Args:
+        task: The task.
+        trained: The trained parameters at the beginning of the run.
+        settle: Restores the parameters' original form, if the strategy changes it in between.
+
+    Raises:
+        ConfigError: A parameter was added, replaced or unfrozen since; names it.
+    """
+    known = {id(each) for each in trained}
+    strangers = [
+        name for name, each in task.named_parameters() if each.requires_grad and id(each) not in known
+    ]
+    if not strangers:
+        return
+    settle()
+    settled = dict(task.named_parameters())
+    late = next((name for name in strangers if id(settled[name]) not in known), None)
+    if late is not None:
+        raise ConfigError(
+            f"the parameter {clean_name(late)!r} was added to {type(task).__name__}, replaced or unfrozen"
+            " after the run began. It would not be trained, or differently on each process. Create it in the"
+            " constructor. To train it only later, freeze it in on_fit_start, on several processes with"
+            " DDPConfig(find_unused_parameters=True) or 'fsdp'. Otherwise call requires_grad_(False) on it"
+        )
+
+
+def is_interleaved(task: nn.Module) -> bool:
+    """Return whether the task's training step is a generator that names an optimizer at each yield."""
+    return inspect.isgeneratorfunction(getattr(type(task), "training_step", None))

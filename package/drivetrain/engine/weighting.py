@@ -1,0 +1,218 @@
+"""The window of one update: the weights of its micro-batches, and the result of the update.
+
+The gradient of a window is sum(weight x loss) / sum(weight), over its micro-batches and all ranks. If the
+weights are known before the first backward, as in a Trainer, each backward gets its share of the sum. Your
+own loop does not know them: its window is scaled when it is closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from drivetrain.core.errors import ConfigError, nearest
+from drivetrain.data import Everywhere, MicroBatch
+from drivetrain.distributed.ranks import ALONE, Ranks
+from drivetrain.engine.metrics.means import MetricBuffer, Row
+from drivetrain.engine.placeholder import Placeholders, has_zero_weight, zero_gradients
+from drivetrain.strategies import Strategy
+
+Weighted = list[tuple[MicroBatch, float | Tensor | None]]
+"""Micro-batches with their shares of a window; None means the whole."""
+
+
+def weigh(
+    micro_batches: Sequence[MicroBatch], ranks: Ranks | None, placeholders: Placeholders
+) -> tuple[Weighted, Everywhere | None]:
+    """Give each micro-batch of a window its share of the window's weight.
+
+    A micro-batch of weight zero has nothing to learn from, and its mean loss is usually 0 / 0. A single
+    process leaves it out. Several ranks run a placeholder for it, because all must run the same number of
+    micro-batches, unless the whole window has weight zero. A weight on an accelerator is not read, because
+    that would wait for the device.
+
+    Args:
+        micro_batches: This rank's micro-batches.
+        ranks: The ranks that make the update together; None for one process.
+        placeholders: Prepares placeholders.
+
+    Returns:
+        The micro-batches with their shares, times the number of ranks, because strategies average over ranks;
+        and the window's counts on all ranks together, None for one process.
+    """
+    if ranks is None:
+        if len(micro_batches) == 1:
+            weight = micro_batches[0].weight
+            return ([(micro_batches[0], None)] if isinstance(weight, Tensor) or weight else []), None
+        kept = [each for each in micro_batches if isinstance(each.weight, Tensor) or each.weight]
+        weight = sum(each.weight for each in kept)
+        return [(each, each.weight / weight) for each in kept], None
+    if len(micro_batches) == 1 and micro_batches[0].everywhere is not None:
+        total = micro_batches[0].everywhere
+    elif None not in (known := [each.everywhere for each in micro_batches]):
+        total = Everywhere(*map(sum, zip(*known, strict=True)))
+    else:
+        # Placeholders come last: they draw after all others. A resumed run may use another batch as
+        # placeholder, and still draws the same for the others.
+        micro_batches = sorted(micro_batches, key=has_zero_weight)
+        total = _asked(micro_batches, ranks, placeholders)
+        micro_batches = placeholders.put_in(micro_batches)
+    size, weight = ranks.size, total.weight
+    if isinstance(weight, Tensor):
+        return [(each, each.weight * size / weight) for each in micro_batches], total
+    if not weight:
+        return [], total
+    pairs: Weighted = []
+    for each in micro_batches:
+        share = each.weight * size / weight
+        pairs.append((each, None if share == 1 else share))
+    return pairs, total
+
+
+def _asked(micro_batches: Sequence[MicroBatch], ranks: Ranks, placeholders: Placeholders) -> Everywhere:
+    weights = [each.weight for each in micro_batches]
+    on_device = next((each.device for each in weights if isinstance(each, Tensor)), None)
+    counts = [sum(each.samples for each in micro_batches), sum(each.tokens for each in micro_batches)]
+    if on_device is None:
+        lacking = placeholders.lacking(micro_batches)
+        own = sum(each.bad for each in micro_batches)
+        weight, samples, tokens, lack, bad = ranks.total([sum(map(float, weights)), *counts, lacking, own])
+        placeholders.bad = int(bad)
+        if weight and lack:
+            placeholders.borrow(micro_batches, ranks)
+        return Everywhere(weight, int(samples), int(tokens))
+    summed = torch.stack([torch.as_tensor(each, device=on_device) for each in weights]).sum()
+    ranks.add(summed)
+    samples, tokens = ranks.total(counts)
+    return Everywhere(summed, int(samples), int(tokens))
+
+
+class OpenWindow:
+    """Accumulates sum(weight x loss) / sum(weight) over backwards, when any backward may be the last.
+
+    Gradients are kept relative to the first weight, so that a window of one backward, the usual one, is never
+    rescaled. With several ranks it is rescaled, because each has other weights.
+
+    Args:
+        ranks: The ranks whose backwards make up a window together.
+    """
+
+    def __init__(self, ranks: Ranks = ALONE) -> None:
+        self._ranks = ranks
+        self.handed: MicroBatch | None = None
+        self._open = False
+        self._first: float | Tensor | None = None
+        self._total: float | Tensor = 0.0
+
+    def _own(self, weight: float | Tensor | None) -> float | Tensor:
+        """Return the given weight, or the weight of the current batch; a placeholder for a batch that this
+        rank lacks has weight zero.
+        """
+        if self.handed is not None and self.handed.is_placeholder:
+            return 0.0
+        if weight is None:
+            return self.handed.samples if self.handed is not None and self._ranks.size > 1 else 1.0
+        return weight
+
+    def backward(self, strategy: Strategy, loss: Tensor, weight: float | Tensor | None) -> None:
+        """Add a micro-batch's gradients, unless its weight is zero: its mean loss is then usually 0 / 0.
+
+        Raises:
+            ConfigError: A negative weight, or none.
+        """
+        weight = self._own(weight)
+        if not isinstance(weight, Tensor) or weight.device.type == "cpu":  # reading another would wait for it
+            weight = float(weight)
+            if not weight >= 0:
+                raise ConfigError(
+                    f"engine.backward(loss, weight): a weight counts samples or tokens, not {weight}"
+                )
+        self._open = True
+        if self._ranks.size > 1:
+            self._first = 1.0
+            self._total = self._total + weight
+            if isinstance(weight, Tensor) or weight:
+                strategy.backward(loss, weight)
+            else:  # a placeholder, or a mean over nothing: all ranks go through backward together
+                with zero_gradients(loss):
+                    strategy.backward(loss, weight)
+            return
+        if not isinstance(weight, Tensor) and weight == 0:
+            return
+        if self._first is None:
+            self._first = self._total = weight
+            strategy.backward(loss)
+        else:
+            self._total = self._total + weight
+            strategy.backward(loss, weight / self._first)
+
+    def check_closed(self) -> None:
+        """Check that the window is closed, so that the state can be saved.
+
+        Raises:
+            ConfigError: Gradients were added since the last step.
+        """
+        if self._open:
+            raise ConfigError(
+                "engine.save() between engine.backward() and engine.step(): make the step first"
+            )
+
+    def close(self, strategy: Strategy, parameters: Sequence[Tensor]) -> None:
+        """Divide the gradients by the window's weight; the next backward opens a new window.
+
+        If every weight was zero, there are no gradients; optimizers skip parameters without a gradient.
+
+        Raises:
+            ConfigError: No backward came before.
+        """
+        if not self._open:
+            raise ConfigError("engine.step() without engine.backward(loss) before it: there is no gradient")
+        if self._first is not None and self._total is not self._first:
+            total = self._total
+            if self._ranks.size > 1:
+                # Strategies average over the processes.
+                total = self._ranks.total([float(total)])[0] / self._ranks.size
+            if total != 0:
+                strategy.scale_gradients(parameters, self._first / total)
+        self._open, self._first, self._total = False, None, 0.0
+
+
+class StepResult:
+    """The result of one update.
+
+    Attributes:
+        rows: The scalars of its micro-batches.
+        applied: False when the update was skipped (16-bit overflow, a window of weight zero, or a loss or
+            gradient that a policy refuses).
+        grad_norm: The gradient's norm before clipping (0-d, on the device), or None without clipping.
+        update: The update's number, from 0.
+    """
+
+    __slots__ = ("applied", "grad_norm", "rows", "update")
+
+    def __init__(self, rows: list[Row], applied: bool, grad_norm: Tensor | None, update: int) -> None:
+        self.rows = rows
+        self.applied = applied
+        self.grad_norm = grad_norm
+        self.update = update
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The weighted means of the update's scalars; reading them waits for the device."""
+        buffer = MetricBuffer()
+        buffer.add(self.rows, self.update)
+        return buffer.means()
+
+    @property
+    def loss(self) -> float:
+        """The update's loss; reading it waits for the device.
+
+        Raises:
+            ConfigError: The task logs no "loss" (a generator step names its losses).
+        """
+        metrics = self.metrics
+        if "loss" not in metrics:
+            raise ConfigError(f"this step has no value 'loss'. {nearest('loss', metrics)}")
+        return metrics["loss"]

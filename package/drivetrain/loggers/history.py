@@ -1,0 +1,58 @@
+"""Reading a run's logged values back from its table."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.loggers.base import LoggerSpec, check_loggers
+from drivetrain.loggers.files import FileLogger
+
+TABLES = {"csv": "metrics.csv", "jsonl": "metrics.jsonl"}
+"""The files of the named loggers that can be read back."""
+
+
+def table_of(spec: LoggerSpec, run_dir: Path | None) -> Path | None:
+    """Return the file that a run's values are logged to, or None if no logger writes one.
+
+    Args:
+        spec: The argument of `Trainer(loggers=...)`.
+        run_dir: Where named loggers write.
+    """
+    for each in check_loggers(spec):
+        if isinstance(each, FileLogger):
+            return each.path
+        if isinstance(each, str) and each in TABLES and run_dir is not None:
+            return run_dir / TABLES[each]
+    return None
+
+
+def read_history(path: Path) -> list[dict[str, float]]:
+    """Return the rows of a file of `CSVLogger` or `JSONLinesLogger`, oldest first.
+
+    Args:
+        path: The file.
+
+    Returns:
+        A mapping for each log point: "step", the number of updates made, and the values by name. A last line
+        that a kill has cut short is left out.
+
+    Raises:
+        ConfigError: There is no such file.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"the history is read from {str(path)!r}, and there is no such file") from None
+    lines = text[: text.rfind("\n") + 1].splitlines()
+    rows: list[dict[str, str]]
+    rows = [json.loads(each) for each in lines] if text.startswith("{") else list(csv.DictReader(lines))
+    return [_row(each) for each in rows]
+
+
+def _row(values: dict[str, str]) -> dict[str, float]:
+    numbers: dict[str, float] = {"step": int(values["step"])}
+    numbers.update((name, float(each)) for name, each in values.items() if name != "step" and each != "")
+    return numbers

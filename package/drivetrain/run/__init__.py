@@ -1,0 +1,1 @@
+"""One fit or evaluation in progress: its state, its loops, its end."""

@@ -1,0 +1,376 @@
+"""The contents of a run's checkpoint, and how a run restores them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from drivetrain.checkpoint.format.manifest import IMPORTED, Snapshot
+from drivetrain.checkpoint.format.tree import pack, unpack, well_formed
+from drivetrain.checkpoint.formats import origin_of
+from drivetrain.checkpoint.weights.frozen import FROZEN, check_same, has_unknown
+from drivetrain.checkpoint.weights.module_state import load_module_state, module_state
+from drivetrain.core.errors import CheckpointError
+from drivetrain.core.messages import logger
+from drivetrain.core.random_streams import host_state
+from drivetrain.core.types import Json, Stateful
+from drivetrain.distributed.failure.named_places import named_place
+from drivetrain.engine.metrics.means import joined_buffers
+from drivetrain.engine.own_loop_checkpoint import optimizer_state, restore_optimizer_state
+from drivetrain.run.imported import restore_imported
+from drivetrain.run.run import Run
+from drivetrain.task.stored import pack_hparams
+
+_LOG = logger(__name__)
+
+
+def snapshot_run(run: Run, resumable: bool = True) -> Snapshot:
+    """Return the state of a run between two updates.
+
+    Args:
+        run: The run.
+        resumable: Whether to include what a run needs to resume, besides the task.
+
+    Raises:
+        CheckpointError: A part of it cannot be stored; says which.
+    """
+    engine = run.engine
+    engine.synchronize_buffers()
+    if not resumable:
+        return _snapshot_task(run)
+    own, *others = engine.data_ranks.all_gather(_own_state(run))
+    with engine.exchanged() as taken:
+        weights, extras = module_state(run.task)
+        optimizers, meta = optimizer_state(run.task, taken)
+    tree = {
+        **own,
+        "ranks": others,
+        "seed": engine.seed,
+        "optimizers": meta,
+        "schedules": {name: updater.state_dict() for name, updater in engine.updaters.items()},
+        "strategy": engine.strategy.state_dict(),
+        "module_extras": extras,
+        "metrics": run.metrics,
+        "validated": run.validated,
+        "callbacks": {name: each.state_dict() for name, each in _stateful(run.callbacks).items()},
+        "data": run.train_feed.snapshot() if run.train_feed is not None else None,
+        "samples_per_update": run.train_feed.samples_per_update if run.train_feed is not None else None,
+    }
+    if engine.splitter is not None:
+        tree["micro_batch"] = engine.splitter.state_dict()
+    state, tensors = pack(tree)
+    weights, frozen = _without_frozen(run, weights)
+    return Snapshot(
+        tensors={"model": weights, "optimizer": optimizers, "state": tensors},
+        objects={"state": state, "hparams": pack_hparams(run.task), **frozen},
+        progress=dict(run.progress.to_json()),
+        metrics=dict(run.metrics),
+        task=type(run.task).__name__,
+    )
+
+
+def _without_frozen(run: Run, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Json]]:
+    """Return the weights that the policy stores, and the object with the fingerprints of the others."""
+    if run.frozen is None:
+        return weights, {}
+    run.frozen.check_unchanged(run.task)
+    return run.frozen.without(weights), {FROZEN: dict(run.frozen.found)}
+
+
+def _snapshot_task(run: Run) -> Snapshot:
+    with run.engine.exchanged():
+        weights, extras = module_state(run.task)
+    state, tensors = pack({"module_extras": extras})
+    weights, frozen = _without_frozen(run, weights)
+    return Snapshot(
+        tensors={"model": weights, "state": tensors},
+        objects={"state": state, "hparams": pack_hparams(run.task), **frozen},
+        progress=dict(run.progress.to_json()),
+        metrics=dict(run.metrics),
+        task=type(run.task).__name__,
+    )
+
+
+def snapshot_to_save(run: Run, resumable: bool = True) -> Snapshot:
+    """Return everything that a checkpoint holds, checked for NaN and infinity first.
+
+    Args:
+        run: The run.
+        resumable: As for `snapshot_run`.
+
+    Raises:
+        NonFiniteError: A loss since the last log point, or a weight, was NaN or infinite: such weights are
+            not worth keeping.
+        CheckpointError: A callback's, logger's or data's state cannot be stored.
+        ConfigError: The task has a new parameter that is not trained.
+    """
+    run.check_parameters()
+    run.engine.buffer.check()
+    snapshot = snapshot_run(run, resumable)
+    run.nonfinite.check_weights(snapshot)
+    return snapshot
+
+
+@named_place("as it takes over a checkpoint")
+def restore(run: Run, snapshot: Snapshot, address: str) -> None:
+    """Restore a checkpoint's state when a fit begins, and call the callbacks.
+
+    Raises:
+        CheckpointError: It does not fit this run, or is past its end; says what differs.
+    """
+    before, run.last_checkpoint = run.last_checkpoint, address
+    try:
+        restore_run(run, snapshot)
+        _refuse_past_end(run, address)
+    except CheckpointError:  # the error must not advise to resume from this checkpoint
+        run.last_checkpoint = before
+        raise
+    run.engine.set_rates()
+    run.call(run.hooks.on_checkpoint_loaded)
+
+
+def _refuse_past_end(run: Run, address: str) -> None:
+    totals, progress = run.totals, run.progress
+    begun = progress.epoch + (1 if progress.epoch_batches else 0)
+    at, end = (progress.epoch, progress.epoch_batches), totals.end
+    for name, limit, is_past in (
+        ("max_epochs", totals.max_epochs, end is not None and at > end),
+        (
+            "max_steps",
+            totals.max_updates,
+            totals.max_updates is not None and progress.updates > totals.max_updates,
+        ),
+    ):
+        if is_past:
+            raise CheckpointError(
+                f"{address} is past the end of this run: it is at update {progress.updates} in epoch"
+                f" {begun}, and {name}={limit}. Give a larger limit, or start in another run_dir"
+            )
+
+
+def _own_state(run: Run) -> dict[str, Any]:
+    """Return the state of this rank; rank 0's serves for all where they only write or report the same."""
+    first = run.engine.ranks.rank == 0
+    return {
+        "host_streams": host_state(),
+        "buffer": run.engine.buffer.state_dict(),
+        "train_metrics": run.train_metrics.state_dict() if run.train_metrics else None,
+        **({"postponed": run.postponed} if run.postponed is not None else {}),
+        **({"values": run.pending_values(), "timing": run.timing} if first else {}),
+        **(
+            {"loggers": {name: each.state_dict() for name, each in _stateful(run.loggers).items()}}
+            if first
+            else {}
+        ),
+    }
+
+
+def _states_for(rank: int, size: int, saved: list[Any]) -> list[Any]:
+    """Return the saved ranks' states that one of `size` ranks resumes from."""
+    return saved[rank::size]
+
+
+def restore_run(run: Run, snapshot: Snapshot, data: bool = True) -> None:
+    """Restore a run's state.
+
+    Args:
+        run: The run.
+        snapshot: The saved state.
+        data: Whether to restore the position in the data, too.
+
+    Raises:
+        CheckpointError: The checkpoint does not fit the task, its optimizers or the run; says what differs.
+        OSError: A logger could not continue its file, and save errors are not tolerated.
+    """
+    with well_formed("the checkpoint's state"):
+        state = snapshot.objects.get("state")
+        tree = {} if state is None else unpack(state, snapshot.tensors.get("state", {}))
+        if set(tree) <= {"module_extras"}:
+            raise CheckpointError(
+                "this checkpoint holds weights only, as with CheckpointConfig(resumable=False); it cannot be"
+                " resumed from. To start from its weights, use from_checkpoint(path) or load_weights(path)"
+            )
+        _check_frozen(run, snapshot)
+        take_over = restore_imported if IMPORTED in tree else _take_over
+        take_over(run, snapshot, tree)
+        if run.train_feed is not None and data and IMPORTED not in tree:
+            run.train_feed.restore(tree["data"], run.progress.position)
+            if run.is_main:
+                _note_other_size(tree.get("samples_per_update"), run.train_feed.samples_per_update)
+
+
+def _check_frozen(run: Run, snapshot: Snapshot) -> None:
+    """Check that checkpoint and run leave out the same frozen parameters, or none.
+
+    Raises:
+        CheckpointError: They do not; says what differs.
+    """
+    stored = snapshot.objects.get(FROZEN)
+    if stored is None and run.frozen is None:
+        return
+    if run.frozen is None:
+        raise CheckpointError(
+            "the checkpoint holds the trained parameters only. Resume from it with"
+            " CheckpointConfig(parameters='trainable')"
+        )
+    if stored is None:
+        raise CheckpointError(
+            "the checkpoint holds all parameters, and later ones of this run would lack its frozen ones:"
+            " CheckpointConfig(parameters='trainable'). Resume with parameters='all', or begin a new run from"
+            " its weights: task.load_weights(path)"
+        )
+    mine, theirs = dict(run.task.weights_origin()), origin_of(snapshot.objects.get("hparams"))
+    differ = mine != theirs and bool(mine) and bool(theirs)
+    other = (
+        f"the frozen parameters of the checkpoint are those of {_named(theirs)}, and this run has those of"
+        f" {_named(mine)}. Load the same ones"
+    )
+    try:
+        check_same(stored, run.frozen.found, "the checkpoint")
+    except CheckpointError as error:
+        raise CheckpointError(f"{other}: {error}") if differ else error from None
+    if differ and has_unknown(run.frozen.found):  # the hashes do not prove that they are equal
+        raise CheckpointError(other)
+
+
+def _named(origin: Mapping[str, str]) -> str:
+    name, revision = origin.get("name", "?"), origin.get("revision")
+    return repr(name) if revision is None else f"{name!r} at the revision {revision!r}"
+
+
+def roll_back(run: Run, snapshot: Snapshot, address: str) -> None:
+    """Restore an earlier state of the same run, except its position in the data.
+
+    The count of updates comes from the checkpoint, because schedules and random streams depend on it. The
+    counts of data stay. The updates in between count as skipped.
+
+    Raises:
+        CheckpointError: It does not fit this run; says what differs.
+        OSError: As `restore_run`.
+    """
+    progress, timing = run.progress, dict(run.timing)
+    now = replace(progress)
+    restore_run(run, snapshot, data=False)
+    lost = now.updates - progress.updates
+    read = ("micro_batches", "samples", "tokens", "bad_batches", "epoch", "epoch_batches", "position")
+    for name in (*read, "seconds"):
+        setattr(progress, name, getattr(now, name))
+    progress.epoch_updates = max(0, now.epoch_updates - lost)
+    progress.skipped = now.skipped + lost
+    run.timing.update(timing)
+    run.last_checkpoint = address
+    run.engine.set_rates()
+    run.triggers.log.start(progress)
+    run.triggers.validate.start(progress)
+    run.call(run.hooks.on_checkpoint_loaded)
+
+
+def _take_over(run: Run, snapshot: Snapshot, tree: Any) -> None:
+    engine = run.engine
+    lacking = {"seed", "optimizers", "schedules", "buffer", "callbacks", "loggers"} - set(tree)
+    if lacking:
+        raise CheckpointError(
+            f"this is no checkpoint of a Trainer's run: it lacks {', '.join(sorted(lacking))}"
+        )
+    if tree["seed"] != engine.seed:
+        raise CheckpointError(
+            f"the checkpoint was saved with seed={tree['seed']}, this Trainer has seed={engine.seed}: the"
+            f" order of the data would change in the middle of an epoch. Use Trainer(seed={tree['seed']})"
+        )
+    with engine.exchanged(write=True) as optimizers:
+        load_module_state(
+            run.task,
+            snapshot.tensors.get("model", {}),
+            tree["module_extras"],
+            where="the checkpoint",
+            kept=() if run.frozen is None else run.frozen.found,
+        )
+        restore_optimizer_state(
+            run.task, optimizers, snapshot.tensors.get("optimizer", {}), tree["optimizers"]
+        )
+    for name, updater in engine.updaters.items():
+        updater.load_state_dict(tree["schedules"][name])
+    engine.strategy.load_state_dict(tree["strategy"])
+    if engine.splitter is not None:
+        engine.splitter.load_state_dict(tree.get("micro_batch"))
+    run.progress.load_json(snapshot.progress)
+    # The ranks' states: with fewer ranks now, one rank resumes from several states; with more, some ranks
+    # start without a state.
+    mine = _states_for(engine.data_ranks.rank, engine.data_ranks.size, [tree, *tree.get("ranks", [])])
+    if mine:
+        run.host_streams = mine[0]["host_streams"]
+        engine.buffer.load_state_dict(joined_buffers([each["buffer"] for each in mine]), engine.device)
+        run.postponed = next((str(each["postponed"]) for each in mine if "postponed" in each), None)
+        metrics = [each["train_metrics"] for each in mine if each["train_metrics"] is not None]
+        if run.train_metrics and metrics:
+            run.train_metrics.load_states(metrics)
+    run.set_pending_values(_numbers(tree, "values"))
+    run.metrics.update(_numbers(tree, "metrics"))
+    run.latest_at = -1
+    validated = any(name.startswith("validation/") for name in run.metrics)
+    run.validated = bool(tree.get("validated", validated))  # older checkpoints do not have it
+    run.timing.update(_numbers(tree, "timing"))
+    _restore_each(run.callbacks, tree["callbacks"], "callback", lambda part: nullcontext())
+    if run.is_main:
+        changed = "what {} changes in its log to go on after update"
+        _restore_each(
+            run.loggers,
+            tree["loggers"],
+            "logger",
+            lambda part: run.logging_to(part, changed.format(type(part).__name__)),
+        )
+
+
+def _note_other_size(before: Any, now: int | None) -> None:
+    if isinstance(before, int) and now is not None and before != now:
+        _LOG.warning(
+            f"this run goes on with {now} samples per update, the checkpoint's had {before}: the samples of a"
+            " batch, times the processes, times gradient_accumulation_steps. The learning rate and the"
+            " schedule's number of updates are not adapted"
+        )
+
+
+def _numbers(tree: Any, part: str) -> dict[str, float]:
+    """Return a part of the state that maps names to numbers; anything else would fail only when next used."""
+    numbers: dict[str, float] = tree[part]
+    if not all(isinstance(name, str) and isinstance(each, (int, float)) for name, each in numbers.items()):
+        raise CheckpointError(
+            f"the checkpoint's state has an invalid part {part!r}: it must map names to numbers"
+        )
+    return numbers
+
+
+def _stateful(parts: Iterable[Any]) -> dict[str, Stateful]:
+    """Return the parts with a state, named by class; the second of a class is "Name:1"."""
+    named: dict[str, Stateful] = {}
+    counts: dict[str, int] = {}
+    for part in parts:
+        kind = type(part).__name__
+        number = counts[kind] = counts.get(kind, -1) + 1
+        if isinstance(part, Stateful):
+            named[f"{kind}:{number}" if number else kind] = part
+    return named
+
+
+def _restore_each(
+    parts: Iterable[Any],
+    states: Mapping[str, Any],
+    what: str,
+    restoring: Callable[[Any], AbstractContextManager[None]],
+) -> None:
+    named = _stateful(parts)
+    for name, part in named.items():
+        if name in states:
+            with restoring(part), well_formed(f"the checkpoint's state of the {what} {name}"):
+                part.load_state_dict(states[name])
+        else:
+            _LOG.warning(f"the checkpoint has no state for the {what} {name}; it starts anew")
+    gone = sorted(set(states) - set(named))
+    if gone:
+        _LOG.warning(
+            f"the checkpoint has the state of {what}s that this run does not have: {', '.join(gone)}"
+        )

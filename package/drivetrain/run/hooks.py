@@ -1,0 +1,89 @@
+"""The names of the hooks, and a run's table of the hooks in use."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.synonyms import foreign, help_with, warn_of_common_hooks
+from drivetrain.distributed.failure.named_places import register_hooks
+
+HOOKS = (
+    "on_fit_start",
+    "on_epoch_start",
+    "on_step_start",
+    "on_micro_batch_end",
+    "on_before_optimizer_step",
+    "on_step_end",
+    "on_epoch_end",
+    "on_evaluation_start",
+    "on_evaluation_step_end",
+    "on_evaluation_end",
+    "on_log",
+    "on_save",
+    "on_checkpoint_saved",
+    "on_checkpoint_loaded",
+    "on_exception",
+    "on_fit_end",
+)
+"""All hooks of a callback; `drivetrain.callbacks.Callback` draws where each is called."""
+
+register_hooks(HOOKS)
+
+
+class Hooks:
+    """The callbacks' methods by hook, looked up once, so that an unused hook costs nothing.
+
+    Args:
+        callbacks: Objects with any subset of the hooks.
+
+    Raises:
+        ConfigError: A method whose name begins with `on_` but is no hook, with the nearest name; or a hook
+            with more required parameters than the run.
+    """
+
+    def __init__(self, callbacks: Sequence[Any]) -> None:
+        for callback in callbacks:
+            if (theirs := foreign(callback)) is not None:
+                raise ConfigError(f"{theirs} Another library's callback cannot watch a run of drivetrain")
+            if not any(hasattr(callback, name) for name in HOOKS):
+                raise ConfigError(
+                    f"{callback!r} is not a callback: it lacks all hooks ({', '.join(HOOKS)}). Subclass "
+                    "drivetrain.Callback, or use LambdaCallback(on_step_end=...)"
+                )
+            for name in dir(callback):
+                if name.startswith("on_") and name not in HOOKS and callable(getattr(callback, name)):
+                    raise ConfigError(
+                        f"{type(callback).__name__}.{name} is no hook. {help_with(name, HOOKS, 'hook')}"
+                    )
+            for name in HOOKS:
+                _check_takes_the_run(getattr(callback, name, None), f"{type(callback).__name__}.{name}")
+            warn_of_common_hooks(callback)
+        for name in HOOKS:
+            found = [getattr(callback, name, None) for callback in callbacks]
+            setattr(
+                self,
+                name,
+                tuple(h for h in found if h is not None and not getattr(h, "__unused_hook__", False)),
+            )
+
+    def __getattr__(self, name: str) -> tuple[Any, ...]:  # for type checkers: every hook is set above
+        raise AttributeError(name)
+
+
+def _check_takes_the_run(hook: Callable[..., Any] | None, name: str) -> None:
+    if hook is None or getattr(hook, "__unused_hook__", False):
+        return
+    try:
+        signature = inspect.signature(hook, follow_wrapped=False)
+    except ValueError:  # as of some functions written in C
+        return
+    try:
+        signature.bind(None)
+    except TypeError:
+        raise ConfigError(
+            f"{name}({', '.join(signature.parameters)}) cannot be called: a hook is given the run"
+            f" alone. Write it as `def {name.partition('.')[2]}(self, run)`"
+        ) from None

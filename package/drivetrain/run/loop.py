@@ -1,0 +1,348 @@
+"""The loops, as functions of a run.
+
+Training is a generator: `fit` exhausts it, and whoever wants a loop of his own iterates over it, so both run
+the same code. Evaluation and prediction are plain passes over their data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+from drivetrain.core.errors import DataError
+from drivetrain.core.random_streams import shielded
+from drivetrain.core.types import EvaluationReader
+from drivetrain.data import Feed, MicroBatch, to_host
+from drivetrain.distributed.failure.last_words import set_training
+from drivetrain.engine.metrics.declared import joined
+from drivetrain.engine.metrics.means import MetricBuffer
+from drivetrain.engine.token_weight import first_step
+from drivetrain.engine.weighting import StepResult
+from drivetrain.run.run import Run
+from drivetrain.run.state import Evaluation
+from drivetrain.task.output import StepValues
+
+Feeds = Sequence[tuple[str | None, Feed]]
+
+_LEFT = "the loop was left by its caller"
+
+_NOTHING: frozenset[str] = frozenset()
+
+
+def train_steps(run: Run) -> Generator[StepResult, None, None]:
+    """Train, yielding after every update; what the caller does in between is seen by validation and
+    checkpoints.
+
+    Raises:
+        DataError: The data is empty or raised; names the batch.
+        NonFiniteError: A loss was NaN or infinite.
+        ConfigError: A metric that a callback decides by did not come.
+    """
+    progress, hooks, timing, splitter = run.progress, run.hooks, run.timing, run.engine.splitter
+    train_step = run.engine.train_step if splitter is None else splitter.train_step
+    feed = run.train_feed
+    assert feed is not None
+    skips_bad_batches = feed.skips_bad_batches
+    left = False
+    _begin(run)
+    while not run.due_to_stop():
+        with shielded():
+            run.call(hooks.on_epoch_start)
+        run.check_parameters()
+        until = run.totals.epochs_until(progress)
+        windows = feed.windows(progress.epoch, progress.position, progress.epoch_batches, until)
+        idle = progress.epoch_updates == 0
+        while True:
+            start = perf_counter()
+            window = next(windows, None)
+            fetched = perf_counter()
+            timing["data"] += fetched - start
+            if window is None:  # a resumed epoch of which nothing was left
+                _end_update(run, epoch_ended=True)
+                break
+            run.window = window
+            run.milestones += 1
+            for hook in hooks.on_step_start:
+                hook(run)
+            if run.step is None:  # the first update of this program
+                run.step = first_step(run.engine, train_step, window.micro_batches)
+            else:
+                run.step = train_step(window.micro_batches)
+            timing["compute"] += perf_counter() - fetched
+            if skips_bad_batches:
+                progress.bad_batches += run.engine.bad_batches(window.micro_batches)
+            for hook in hooks.on_step_end:
+                hook(run)
+            idle = idle and not run.step.rows
+            if not left:
+                try:
+                    yield run.step
+                except GeneratorExit:
+                    # The loop was left here: what this update still owes, a log point, a validation, a save,
+                    # is made up, so that a resumed run has all that the uninterrupted one has. Ranks whose
+                    # loop goes on may be in the next update already, which they cannot make alone.
+                    run.stop_now(_LEFT)
+                    left = True
+            if idle and window.last and not left:
+                raise _nothing_learned(run)
+            if _end_update(run, window.last) or run.stop_reason is not None:
+                break
+        windows.close()
+    if not left:
+        run.end_if_asked()
+    run.is_over = True
+    run.log_training()
+    run.nonfinite.check_end()
+    run.call(hooks.on_fit_end)
+    if run.failure is not None:
+        raise run.failure
+
+
+def _requests(run: Run, *only: str) -> frozenset[str]:
+    """Take what the hooks of any rank have asked for, with all ranks."""
+    asked = frozenset(run.requests.intersection(only) if only else run.requests)
+    run.requests -= asked
+    return frozenset().union(*run.engine.ranks.all_gather(asked))
+
+
+def _begin(run: Run) -> None:
+    run.call(run.hooks.on_fit_start)
+    run.start()
+    set_training()
+    run.ledger.train()
+    if run.stopping.shared or run.stopping.held:
+        _agree(run)
+
+
+def _nothing_learned(run: Run) -> DataError:
+    return DataError(
+        f"epoch {run.progress.epoch} made no update: none of its micro-batches had a loss to learn from."
+        f" Either {type(run.task).__name__}.loss_weight gave 0 for all of them, or a generator training_step"
+        " never yielded an optimizer's name and its loss, or none of them could be made (on_bad_batch='skip')"
+    )
+
+
+def _end_update(run: Run, epoch_ended: bool) -> bool:
+    """Do all that is due once an update is made; savers last, so that they see what all others changed.
+
+    Returns:
+        Whether the epoch has ended: with its data, or because a hook asked for it.
+    """
+    progress, triggers, asked = run.progress, run.triggers, _NOTHING
+    if run.requests:
+        asked = _requests(run)
+        epoch_ended = epoch_ended or "end_epoch" in asked
+    progress.seconds = perf_counter() - run.origin
+    if run.by_time:
+        run.share_clock()
+    if epoch_ended:
+        progress.epoch += 1
+    if epoch_ended or run.step is None or run.step.applied:
+        if triggers.log.every is not None and triggers.log.due(progress, epoch_ended):
+            asked |= {"log"}
+        if triggers.validate.every is not None and triggers.validate.due(progress, epoch_ended):
+            asked |= {"validate"}
+    if asked:
+        _log_and_validate(run, asked)
+    if run.requests:  # by on_log and the evaluation's hooks
+        later = _requests(run)
+        if "end_epoch" in later and not epoch_ended:
+            epoch_ended = True
+            progress.epoch += 1
+            later |= {name for name in ("log", "validate") if getattr(triggers, name).due(progress, True)}
+        _log_and_validate(run, later - asked)  # each is done once
+        asked |= later
+    if epoch_ended:
+        with shielded():
+            run.call(run.hooks.on_epoch_end)
+        if run.requests:
+            later = _requests(run, "log", "validate", "end_epoch")  # it has ended
+            _log_and_validate(run, later - asked)
+        progress.position = progress.epoch_updates = progress.epoch_batches = 0
+    if run.postponed is not None:
+        run.stop_if_postponed()
+    if run.stopping.shared or run.stopping.held:
+        _agree(run)
+    stops = run.due_to_stop()  # after the answer: a reason of the program's own comes before a limit
+    if run.stop_reason is not None:
+        _validate_at_end(run)
+    if run.hooks.on_save:
+        run.saves_now = "save" in asked or ("save" in run.requests and "save" in _requests(run, "save"))
+        for hook in run.hooks.on_save:
+            hook(run)
+    if run.stopping.shared or run.stopping.held:
+        _agree(run)
+    if run.stop_reason is not None and not stops:  # asked for meanwhile: a run that stops is saved
+        _validate_at_end(run)
+        run.call(run.hooks.on_save)
+    return epoch_ended
+
+
+def _log_and_validate(run: Run, asked: frozenset[str]) -> None:
+    if "log" in asked:
+        run.log_training()
+    if "validate" in asked and run.nonfinite.spoiled is None:
+        validate(run)
+
+
+def _validate_at_end(run: Run) -> None:
+    """Validate a fit that ends without ever having validated; not one that a signal or its caller ends."""
+    ends = run.stop_reason not in (None, _LEFT, *run.stopping.signals) and run.failure is None
+    if ends and not run.validated and run.triggers.validate.every is not None and not run.nonfinite.spoiled:
+        validate(run)
+
+
+def _agree(run: Run) -> None:
+    """Pass a boundary, at which all ranks may have agreed to stop; see `Stopping`."""
+    stopping = run.stopping
+    stopping.passed += 1
+    if stopping.held and run.stop_reason is None:
+        # Of one process, the thread that has heard a signal has asked.
+        run.stop_reason = stopping.answer() if stopping.shared else stopping.asked
+
+
+def validate(run: Run) -> None:
+    """Validate in the middle of training; values go to callbacks, loggers and metric-driven schedules."""
+    with run.timed("evaluation"), shielded():
+        evaluator = run.evaluator
+        values = evaluate(run, "validation", run.evaluation_feeds) if evaluator is None else evaluator()
+    run.validated = True
+    for updater in run.engine.updaters.values():
+        updater.observe(values, run.progress.updates)
+    run.log_point(values)
+    run.nonfinite.judge_values({name: each for name, each in values.items() if run.names.is_loss(name)})
+
+
+def evaluate(run: Run, stage: str, feeds: Feeds) -> dict[str, float]:
+    """Make one pass over evaluation data. Every sample counts once; training's random streams do not move.
+
+    Args:
+        run: The run.
+        stage: "validation" or "test".
+        feeds: The data by loader name; None for an only one.
+
+    Returns:
+        Weighted means of the step's values, and the declared metrics, by the names of the task's
+        `metric_name`; then rank 0's values of what hooks logged during the evaluation.
+
+    Raises:
+        ConfigError: Two values have the same name.
+    """
+    engine, hooks = run.engine, run.hooks
+    values: dict[str, float] = {}
+    before, run.stage = run.stage, stage
+    with engine.evaluating(stage), run.collecting() as logged:
+        run.evaluation = Evaluation()
+        run.call(hooks.on_evaluation_start)
+        passes: list[Evaluation] = []
+        for loader, feed in feeds:
+            start = perf_counter()
+            reader = run.task.evaluation_reader()
+            with nullcontext() if reader is None else closing(reader):
+                found = _evaluate_loader(run, loader, feed, reader)
+            named = run.names.named(found, stage, loader)
+            run.evaluation.seconds = perf_counter() - start
+            passes.append(replace(run.evaluation, values=named))
+            values.update(named)
+        run.metrics.update(values)
+        run.evaluation = replace(run.evaluation, values=values, passes=passes)
+        run.call(hooks.on_evaluation_end)
+        values.update(engine.ranks.first(lambda: logged))
+        run.metrics.update(values)
+    run.stage = before  # not after an error, whose report names the stage
+    return values
+
+
+def _evaluate_loader(
+    run: Run, loader: str | None, feed: Feed, reader: EvaluationReader | None
+) -> dict[str, float]:
+    engine, task, declared, hooks = (
+        run.engine,
+        run.task,
+        run.evaluation_metrics,
+        run.hooks.on_evaluation_step_end,
+    )
+    step, metric_inputs, add, splitter = (
+        engine.evaluation_step,
+        task.metric_inputs,
+        (buffer := MetricBuffer(engine.data_ranks)).add,
+        engine.splitter,
+    )
+    if declared:
+        declared.reset()
+    run.evaluation = Evaluation(loader, 0, feed.batches_per_epoch)
+    run.milestones += 1
+    sharded = engine.strategy.sharded
+    for number, micro_batch in enumerate(feed.micro_batches()):
+        run.evaluation.batch = number
+        records: list[Any] = []
+        if (
+            micro_batch.is_placeholder
+        ):  # this rank has no samples left; of a sharded model all run every forward
+            if sharded:
+                step(micro_batch, number)
+            if reader is not None:
+                _pass_on(run, reader, records)
+            continue
+        parts: Iterable[tuple[MicroBatch, StepValues]]
+        if splitter is None:
+            parts = ((micro_batch, step(micro_batch, number)),)
+        else:
+            parts = splitter.evaluation_steps(micro_batch, number)
+        run.evaluation.samples += micro_batch.samples
+        for part, (loss, names, scalars, outputs) in parts:
+            if scalars is not None:
+                add([(names, scalars, part.weight)], number)
+            if declared and outputs is not None:
+                declared.update(metric_inputs(outputs, part.batch))
+            if reader is not None:
+                records.append(reader.record(None if loss is None else loss.detach(), outputs, part.batch))
+        if reader is not None:
+            _pass_on(run, reader, records)
+        if hooks:
+            run.call(hooks)
+    # A loss that is NaN here is reported as NaN; a fit then does what `on_nonfinite` says.
+    values = buffer.means(refuse_nonfinite=False)
+    if declared:
+        values = joined(values, declared.compute())
+        declared.reset()
+    if reader is not None:
+        values = joined(values, engine.data_ranks.first(lambda: dict(reader.compute())))
+    return values
+
+
+def _pass_on(run: Run, reader: EvaluationReader, records: list[Any]) -> None:
+    """Give rank 0's reader the records of a round. In a round the ranks have consecutive samples."""
+    for each in run.engine.data_ranks.gather_first(records) or ():
+        for record in each:
+            reader.add(record)
+
+
+def predict(run: Run, feed: Feed) -> Generator[Any, None, None]:
+    """Yield the outputs of every batch, on the CPU, in the data's order, those of all ranks on every rank."""
+    engine, splitter, after_step = run.engine, run.engine.splitter, run.hooks.on_evaluation_step_end
+    ranks, sharded, alone = engine.data_ranks, engine.strategy.sharded, engine.data_ranks.alone
+    run.stage = "predict"
+    with engine.evaluating("predict"):
+        seed, step = engine.streams.seed_evaluation, engine.evaluate_step
+        run.evaluation = evaluation = Evaluation(None, 0, feed.batches_per_epoch)
+        run.call(run.hooks.on_evaluation_start)
+        for number, micro_batch in enumerate(feed.micro_batches()):
+            mine, evaluation.batch = None, number
+            if sharded or not micro_batch.is_placeholder:
+                if splitter is None:
+                    seed(number)
+                    outputs = to_host(step(micro_batch.batch))
+                else:
+                    outputs = splitter.predict_step(micro_batch, number)
+                mine = None if micro_batch.is_placeholder else (outputs,)
+            if after_step:
+                run.call(after_step)
+            # In one round the ranks hold consecutive samples: their order is the data's.
+            for each in (mine,) if alone else ranks.all_gather(mine):
+                if each is not None:
+                    yield each[0]
+        run.call(run.hooks.on_evaluation_end)

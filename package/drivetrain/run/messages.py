@@ -1,0 +1,27 @@
+"""Paths of a run as the user would write them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from drivetrain.run.settings import RunSettings
+
+
+def may_resume_by_itself(settings: RunSettings) -> bool:
+    """Return whether resume="auto" works: the next run of the program finds the same directory."""
+    return settings.run_dir is not None or getattr(settings.checkpoint, "directory", None) is not None
+
+
+def what_goes_on(settings: RunSettings, newest: str) -> str:
+    """Return the argument of `fit` that resumes from a checkpoint, as the end of a sentence."""
+    if may_resume_by_itself(settings):
+        return "resume='auto' goes on from it"
+    return f"fit(..., resume={newest!r}) goes on from it, or resume='auto' once the Trainer has a run_dir"
+
+
+def as_given(settings: RunSettings, path: str | None) -> str | None:
+    """Return a path of a run, relative to the working directory if the run directory is."""
+    relative = settings.run_dir is None or not os.path.isabs(settings.run_dir)
+    below = path is not None and os.path.isabs(path) and Path(path).is_relative_to(Path.cwd())
+    return os.path.relpath(path) if path is not None and relative and below else path

@@ -1,0 +1,108 @@
+"""The names under which a run logs and returns values: those that the task gives them, each for one value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.engine.metrics.means import is_loss
+from drivetrain.task.task import TaskModule
+
+STAGES = ("train", "validation", "test", "predict")
+
+
+class Source(NamedTuple):
+    """Where a value comes from."""
+
+    stage: str
+    loader: str | None
+    name: str
+
+    def __str__(self) -> str:
+        of = self.stage if self.loader is None else f"{self.stage} on {self.loader!r}"
+        return f"{self.name!r} of {of}"
+
+
+class MetricNames:
+    """The names of one run.
+
+    Args:
+        task: The task, whose `metric_name` gives them.
+
+    Attributes:
+        are_own: Whether the task has names of its own, which do not begin with the stage.
+        stages: The stages that have given values.
+    """
+
+    def __init__(self, task: TaskModule) -> None:
+        self.are_own = task.overrides("metric_name")
+        self.stages: set[str] = set()
+        self._task = task
+        self._sources: dict[str, Source | None] = {}  # None for a value that a hook logs
+
+    def named(self, values: Mapping[str, float], stage: str, loader: str | None = None) -> dict[str, float]:
+        """Return the values of a stage under their full names.
+
+        Args:
+            values: By the names that the step or the task's `metrics` gives them.
+            stage: "train", "validation" or "test".
+            loader: The name of the evaluation's loader; None for an only one.
+
+        Raises:
+            ConfigError: A name is not a text, or another value has it.
+        """
+        if values:
+            self.stages.add(stage)
+        full: dict[str, float] = {}
+        for name, value in values.items():
+            source = Source(stage, loader, name)
+            given = self._task.metric_name(stage, loader, name)
+            if not isinstance(given, str) or not given:
+                raise ConfigError(
+                    f"{self._owner}.metric_name gave {given!r} for {source}; it returns the name as a text"
+                )
+            other = self._sources.setdefault(given, source)
+            if other != source:
+                who = "a value that a hook logs" if other is None else str(other)
+                raise ConfigError(
+                    f"{who} and {source} are both named {given!r}. Have {self._owner}.metric_name return"
+                    " another name for one of them, or log the hook's value under another name"
+                )
+            full[given] = value
+        return full
+
+    def check_logged(self, name: str) -> None:
+        """Check a name that a hook logs a value under.
+
+        Raises:
+            ConfigError: The name belongs to a value of the task.
+        """
+        source = self._sources.setdefault(name, None)
+        if source is not None:
+            raise ConfigError(
+                f"run.log({name!r}, ...): this is the name of the task's {source}. Log the value under"
+                f" another name, or have {self._owner}.metric_name return another one"
+            )
+
+    def stage_of(self, name: str) -> str | None:
+        """Return the stage that gives a value; None for a value of a hook, or one that has not come yet."""
+        source = self._sources.get(name)
+        if source is not None:
+            return source.stage
+        return None if self.are_own else stage_in(name)
+
+    def is_loss(self, name: str) -> bool:
+        """Return whether a value is a loss, by the last part of the name that its step gave it."""
+        source = self._sources.get(name)
+        return is_loss((name if source is None else source.name).rpartition("/")[2])
+
+    @property
+    def _owner(self) -> str:
+        return type(self._task).__name__
+
+
+def stage_in(name: str) -> str | None:
+    """Return the stage that a name begins with, as in "validation/loss"."""
+    first, slash, _ = name.partition("/")
+    return first if slash and first in STAGES else None

@@ -1,0 +1,460 @@
+"""The run: the state and the parts of one fit, validation, test or prediction. Built fresh each time."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import Tensor, nn
+
+from drivetrain.checkpoint.format.tree import well_formed
+from drivetrain.checkpoint.saving.assets import Assets, checked_assets
+from drivetrain.checkpoint.weights.frozen import FrozenParameters
+from drivetrain.checkpoint.weights.module_state import clean_names
+from drivetrain.core.errors import ConfigError, NonFiniteError
+from drivetrain.core.random_streams import load_host_state, shielded
+from drivetrain.core.synonyms import Elsewhere, missing
+from drivetrain.core.totals import Totals
+from drivetrain.core.types import Logger
+from drivetrain.data import Feed
+from drivetrain.distributed.failure.named_places import named_place
+from drivetrain.engine.engine import Engine
+from drivetrain.engine.metrics.declared import DeclaredMetrics, joined
+from drivetrain.engine.updater import check_trained
+from drivetrain.engine.weighting import StepResult
+from drivetrain.run.hooks import Hooks
+from drivetrain.run.ledger import Ledger
+from drivetrain.run.nonfinite import NonFinitePolicy
+from drivetrain.run.save_errors import LEFT_OUT, words_of
+from drivetrain.run.state import RunState, Triggers
+from drivetrain.task.task import TaskModule
+
+if TYPE_CHECKING:
+    pass
+
+
+class Run(RunState):
+    """One run in progress; loops and callbacks get it.
+
+    Attributes:
+        task: The task.
+        engine: The engine: device, strategy, precision, optimizers.
+        progress: Where the run is.
+        stage: "train", "validation", "test" or "predict".
+        totals: The planned length.
+        metrics: The latest value of every logged name.
+        names: The names of the task's values.
+        logged: The values of the current log point.
+        latest: What was logged after the update `latest_at`, by one log point or several.
+        latest_at: The last update, in this program, after which anything was logged; -1 before that.
+        run_dir: The directory for files, or None.
+        frozen: The frozen parameters that the checkpoints leave out; None if they hold all.
+        nonfinite: The policy for losses, weights and validations that are NaN or infinite.
+        is_main: Whether this is rank 0.
+        step: The last update's result, or None before the first.
+        window: The window being trained on, or None.
+        evaluation: Where the evaluation is.
+        timing: Seconds spent so far on "data", "compute", "evaluation" and "save"; and, where the task is
+            compiled, on "compile".
+        ledger: The file with all of the run's time.
+        stop_reason: Why the run stops, or None.
+        postponed: Why a callback has asked to stop before the fit's minimum, or None.
+        stopping: The ranks' agreement to stop.
+        exception: The error that ended the run, for `on_exception`.
+        validated: Whether the fit has validated, before a resume perhaps.
+        failure: The error that the run raises once it has ended in order, or None.
+        last_checkpoint: The address of the last checkpoint saved or loaded, or None.
+        save_errors: The files that could not be written, and the policy for them.
+        milestones: How many checkpoints it has saved, and passes over evaluation data and updates begun.
+        reports: How often `report_progress` was called.
+        requests: The requests of hooks: "log", "validate", "save", "end_epoch".
+        saves_now: Whether the savers of this update must save.
+        is_over: Whether training is over: the last log point, if there is something to log, and `on_fit_end`
+            follow.
+        evaluator: Makes the validations of a fit, and returns their values by name; a callback sets it in
+            `on_fit_start`. None passes over the validation data once.
+        loop: The updates of a fit whose loop has a body of the program's; None for any other run.
+        origin: The time, on `perf_counter`'s clock, at which `progress.seconds` was zero.
+        host_streams: The states of the host's generators that a checkpoint brought, or None.
+        by_time: Whether anything is due by time, so that all ranks must have the same.
+        callbacks: All callbacks, in order.
+        loggers: All loggers.
+    """
+
+    def __init__(
+        self,
+        task: TaskModule,
+        engine: Engine,
+        *,
+        stage: str,
+        callbacks: Sequence[Any] = (),
+        loggers: Sequence[Logger] = (),
+        run_dir: Path | None = None,
+        totals: Totals | None = None,
+        triggers: Triggers | None = None,
+        train_feed: Feed | None = None,
+        evaluation_feeds: Sequence[tuple[str | None, Feed]] = (),
+        train_metrics: DeclaredMetrics | None = None,
+        evaluation_metrics: DeclaredMetrics | None = None,
+        on_save_error: str = "raise",
+        frozen: FrozenParameters | None = None,
+    ) -> None:
+        super().__init__(task, engine, stage, on_save_error)
+        self.callbacks = tuple(callbacks)
+        self.loggers = tuple(loggers)
+        self.hooks = Hooks(self.callbacks)
+        self.run_dir = run_dir
+        self.frozen = frozen
+        self.totals = totals or Totals()
+        self.triggers = triggers or Triggers()
+        self.train_feed = train_feed
+        self.evaluation_feeds = tuple(evaluation_feeds)
+        self.train_metrics = train_metrics
+        self.evaluation_metrics = evaluation_metrics
+        self.nonfinite = NonFinitePolicy(self)
+        self.ledger = Ledger(self)
+        self.hook: Any = None  # the hook of a callback that is called now, for whoever watches the run
+        self.evaluator: Callable[[], dict[str, float]] | None = None
+        self.loop: Generator[StepResult, None, None] | None = None
+        self.host_streams: dict[str, Any] | None = None
+        self.by_time = (
+            self.totals.max_seconds is not None or self.triggers.log.by_time or self.triggers.validate.by_time
+        )
+        self._values: dict[str, float] = {}
+        self._logging = False
+        self._assets: list[Assets] | None = []
+        self.origin = perf_counter()
+
+    should_epoch_stop = Elsewhere()
+    should_evaluate = Elsewhere()
+    should_log = Elsewhere()
+    should_save = Elsewhere()
+    should_stop = Elsewhere()
+    should_training_stop = Elsewhere()
+
+    if not TYPE_CHECKING:  # mypy would take every name for an attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(missing(type(self), name))
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether the body of the program's own loop runs, or nothing does."""
+        return self.loop is not None and inspect.getgeneratorstate(self.loop) == inspect.GEN_SUSPENDED
+
+    def end_if_asked(self) -> None:
+        """Raise at the end of training if a signal has ended it. A NaN loss takes precedence over a signal
+        that restarts the program.
+
+        Raises:
+            Preempted: The program should be started again.
+            KeyboardInterrupt: The program should stop.
+        """
+        reason = self.stop_reason
+        if reason is not None and reason in self.stopping.signals:
+            failure = None if self.failure is None else str(self.failure)
+            self.stop_reason = self.stopping.end(reason, self.nonfinite.reason or failure)
+
+    def save(self) -> None:
+        """Save a checkpoint at the end of this update, after all hooks but the savers'.
+
+        All ranks must ask in the same update, as hooks do that decide by `run.metrics` or `run.progress`. If
+        only some ask, the ranks no longer exchange the same things, and the job fails or hangs.
+
+        Raises:
+            ConfigError: The fit saves nothing (`checkpoint=False`), or this run is no fit.
+        """
+        self._request("save", bool(self.hooks.on_save), "saves nothing: give the Trainer a checkpoint policy")
+
+    def validate(self) -> None:
+        """Validate at the end of this update, as at `validate_every`. All ranks must ask, as for `save`.
+
+        Raises:
+            ConfigError: The fit has no validation data, or this run is no fit.
+        """
+        self._request(
+            "validate", bool(self.evaluation_feeds), "has no validation data: give it to trainer.fit"
+        )
+
+    def log_now(self) -> None:
+        """Make a log point at the end of this update, as at `log_every`. All ranks must ask, as for `save`.
+
+        Raises:
+            ConfigError: This run is no fit.
+        """
+        self._request("log")
+
+    def add_assets(self, assets: Assets) -> None:
+        """Store files beside the weights of this fit's checkpoints; for `on_fit_start`.
+
+        They replace files of the same names that the task gives, and those of `Trainer(assets=...)` replace
+        them. Rank 0 makes them once, after all callbacks' `on_fit_start`.
+
+        Args:
+            assets: What `Trainer(assets=...)` takes.
+
+        Raises:
+            ConfigError: They have another form, the fit has begun, or this run is no fit.
+        """
+        if self.train_feed is None:
+            raise ConfigError(f"run.add_assets() is for a fit; this run is a {self.stage} run")
+        if self._assets is None:
+            raise ConfigError("run.add_assets() is for on_fit_start: the assets of this fit are made already")
+        self._assets.append(checked_assets(assets, "run.add_assets()"))
+
+    def take_assets(self) -> list[Assets]:
+        """Return what `add_assets` was given; the saver calls this once, and none can be added any more."""
+        added, self._assets = self._assets or [], None
+        return added
+
+    def end_epoch(self) -> None:
+        """End the epoch with this update. All ranks must ask, as for `save`.
+
+        The epoch counts as one of `max_epochs`. Schedules keep the length that was planned.
+
+        Raises:
+            ConfigError: This run is no fit.
+        """
+        self._request("end_epoch")
+
+    def _request(self, what: str, is_possible: bool = True, problem: str = "") -> None:
+        if self.train_feed is None:
+            raise ConfigError(f"run.{what}() is for the hooks of a fit; this run is a {self.stage} run")
+        if not is_possible:
+            raise ConfigError(f"run.{what}() in a fit that {problem}")
+        self.requests.add(what)
+
+    def log(self, name: str, value: float | Tensor) -> None:
+        """Add a number, or a tensor with one, to the next log point; inside `on_log`, to the current one.
+
+        The name stays as it is given. During an evaluation, such as in `on_evaluation_end`, the value becomes
+        one of the evaluation's.
+
+        Raises:
+            ConfigError: A tensor with more than one number, or the name of a value of the task.
+        """
+        self.names.check_logged(name)
+        if isinstance(value, Tensor):
+            value = self.engine.strategy.full_tensor(value).detach()
+            if value.numel() != 1:
+                raise ConfigError(
+                    f"run.log({name!r}, ...) takes one number, not a tensor of shape {tuple(value.shape)}."
+                    " Log its mean, or each of its numbers under a name of its own"
+                )
+        (self.logged if self._logging else self._values)[name] = float(value)
+
+    @contextmanager
+    def collecting(self) -> Iterator[dict[str, float]]:
+        """Collect what is logged inside the block; the next log point does not get it."""
+        outer, self._values = self._values, {}
+        try:
+            yield self._values
+        finally:
+            self._values = outer
+
+    def full_tensor(self, tensor: Tensor) -> Tensor:
+        """Return a sharded tensor, such as a parameter of the task, as a whole; any other tensor unchanged.
+
+        All ranks call it together. Do not change the result in place: it may be the parameter.
+        """
+        return self.engine.strategy.full_tensor(tensor)
+
+    def full_state_dict(self, module: nn.Module | None = None) -> dict[str, Tensor]:
+        """Gather a state dict with whole tensors, on the CPU and on rank 0 only, under any strategy.
+
+        All ranks call it together, in any hook. It gives what other programs expect of a model, such as
+        `model.save_pretrained(path, state_dict=state)`.
+
+        Args:
+            module: The task or a module in it; None for the task.
+
+        Returns:
+            Copies of the tensors under the names of the module's own state dict, without prefixes of
+            wrappers; tied tensors are one tensor. On all ranks but the first, an empty dict.
+        """
+        module = self.task if module is None else module
+        strategy, first = self.engine.strategy, self.engine.ranks.rank == 0
+        whole: dict[int, Tensor | None] = {}  # by the id of what is gathered once though it has several names
+        with self.engine.exchanged():
+            state = module.state_dict(keep_vars=True)
+            names = clean_names(state, type(module).__name__)
+            for tensor in state.values():
+                if isinstance(tensor, Tensor) and id(tensor) not in whole:
+                    gathered = strategy.full_tensor(tensor).detach()
+                    whole[id(tensor)] = gathered.to("cpu", copy=True) if first else None
+        found = {name: whole.get(id(state[given])) for name, given in names.items()}
+        return {name: each for name, each in found.items() if each is not None}
+
+    def learning_rates(self) -> dict[str, float]:
+        """Return the learning rates now: "lr", with the optimizer's name or the group's number if there are
+        several.
+        """
+        rates: dict[str, float] = {}
+        for updater in self.engine.updaters.values():
+            rates.update(updater.rates())
+        return rates
+
+    def call(self, hooks: Iterable[Any]) -> None:
+        """Call hooks in order."""
+        for hook in hooks:
+            outer, self.hook = self.hook, hook
+            hook(self)
+            self.hook = outer
+
+    def check_parameters(self) -> None:
+        """Check that the task trains the same parameters as when the run began; too slow for every step.
+
+        Raises:
+            ConfigError: A parameter was added, replaced or unfrozen since; names it.
+        """
+        engine = self.engine
+        check_trained(self.task, engine.parameters, lambda: engine.strategy.settle(engine.model))
+
+    # Log points.
+
+    @named_place("at a log point")
+    def log_training(self) -> None:
+        """Log the training: means since the last log point, declared metrics, and the callbacks' values.
+
+        Nothing is logged if the run was rolled back, or ends because of a loss.
+
+        Raises:
+            NonFiniteError: A loss was NaN or infinite.
+            ConfigError: The task has a new parameter that is not trained.
+        """
+        self.check_parameters()
+        if self.nonfinite.rolls_back() or self.nonfinite.spoiled:
+            return
+        try:
+            means = self.engine.buffer.means(beside=self._values)
+        except NonFiniteError as error:
+            self.nonfinite.end(error)
+            return
+        if self.nonfinite.choice == "skip":
+            means["skipped_updates"] = float(self.progress.skipped)
+        self.engine.buffer.reset()
+        if self.train_metrics:
+            means = joined(means, self.train_metrics.compute())
+            self.train_metrics.reset()
+        if self.train_feed is not None and self.train_feed.skips_bad_batches:
+            means["bad_batches"] = float(self.progress.bad_batches)
+        values = self.names.named(means, "train")
+        if values or self._values:
+            self.log_point(values, agreed=True)
+
+    @named_place("at a log point")
+    def log_point(self, values: Mapping[str, float], agreed: bool = False) -> None:
+        """Publish values: to `metrics`, to the callbacks, then to the loggers.
+
+        Args:
+            values: By name.
+            agreed: Whether all ranks have the same values, and have logged the same.
+        """
+        # A value that one rank measured of itself, such as its speed, must not make it decide alone.
+        logged = {**self._values, **values}
+        self.logged = logged if agreed else self.engine.ranks.first(lambda: logged)
+        self._values = {}
+        self._logging = True
+        try:
+            self._note_logged()
+            if self.hooks.on_log or self.loggers:
+                self._publish()
+        finally:
+            self._logging = False
+        self.ledger.note_alive()
+
+    def _note_logged(self) -> None:
+        self.metrics.update(self.logged)
+        if self.latest_at != self.progress.updates:
+            self.latest, self.latest_at = {}, self.progress.updates
+        self.latest.update(self.logged)
+
+    def _publish(self) -> None:
+        with shielded():
+            self.call(self.hooks.on_log)
+            if self.hooks.on_log:  # the same on all ranks, unlike loggers
+                self.logged = self.engine.ranks.first(lambda: self.logged)
+                self._note_logged()
+            for logger in self.loggers if self.is_main else ():
+                with self.logging_to(logger, f"what {type(logger).__name__} logs at update"):
+                    logger.log_metrics(self.logged, self.progress.updates)
+
+    @contextmanager
+    def logging_to(self, logger: Logger, lost: str) -> Iterator[None]:
+        """Run the block, which writes to a logger, and treat an error as `Trainer(on_save_error=...)` says.
+
+        Args:
+            logger: The logger.
+            lost: The name of the values that are lost if the write fails.
+
+        Raises:
+            OSError: It could not be written, and save errors are not tolerated.
+        """
+        lost = f"{lost} {self.progress.updates}"
+        try:
+            yield
+        except OSError as error:
+            if not self.save_errors.tolerates:
+                lost = f"{lost} was not saved: {words_of(error)}"
+                error.add_note(f"drivetrain: {lost}. on_save_error='warn' goes on without it")
+                raise
+            self.save_errors.report(type(logger).__name__, lost, error, self.last_checkpoint, LEFT_OUT)
+
+    # Time.
+
+    def start(self) -> None:
+        """Begin training: set the host's random streams, and continue the wall time from `progress`."""
+        if self.host_streams is None:
+            self.engine.streams.start()
+        else:
+            with well_formed("the checkpoint's host_streams"):
+                load_host_state(self.host_streams)
+        self.origin = perf_counter() - self.progress.seconds
+
+    def share_clock(self) -> None:
+        """Use rank 0's seconds on all ranks, which must find the same things due."""
+        ranks = self.engine.ranks
+        if ranks.size > 1:
+            self.progress.seconds = ranks.total([self.progress.seconds if ranks.rank == 0 else 0.0])[0]
+
+    def timed(self, kind: str) -> AbstractContextManager[None]:
+        """Add the time spent inside to `timing`."""
+        return self.ledger.timed(kind)
+
+    def stop_if_postponed(self) -> None:
+        """Stop for the reason that waits, if the minimum is reached."""
+        if self.postponed is not None and not self.totals.is_early(self.progress):
+            reason, self.postponed = self.postponed, None
+            self.stop_now(reason)
+
+    def due_to_stop(self) -> bool:
+        """Whether the run's limits, the same on all ranks, are reached or all stop; notes the reason."""
+        if self.stop_reason is None:
+            totals, progress = self.totals, self.progress
+            if totals.max_updates is not None and progress.updates >= totals.max_updates:
+                self.stop_reason = f"max_steps={totals.max_updates} reached"
+            elif totals.max_seconds is not None and progress.seconds >= totals.max_seconds:
+                self.stop_reason = f"max_time={totals.max_seconds:g} seconds reached"
+            elif totals.end is not None and (progress.epoch, progress.epoch_batches) >= totals.end:
+                self.stop_reason = f"max_epochs={totals.max_epochs} reached"
+        return self.stop_reason is not None
+
+    # Checkpoints.
+
+    def checkpoint_saved(self, address: str) -> None:
+        """Called by savers after each commit."""
+        self.last_checkpoint = address
+        self.milestones += 1
+        self.call(self.hooks.on_checkpoint_saved)
+
+    def pending_values(self) -> dict[str, float]:
+        """The values logged since the last log point; part of a checkpoint."""
+        return dict(self._values)
+
+    def set_pending_values(self, values: Mapping[str, float]) -> None:
+        """Take over what `pending_values` gave."""
+        self._values = dict(values)

@@ -1,0 +1,298 @@
+"""The one place that catches everything: the frame around a run, however it ends."""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import threading
+import weakref
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from drivetrain.checkpoint.storage.filesystem import StorageError
+from drivetrain.core.messages import logger
+from drivetrain.core.out_of_memory import is_out_of_memory
+from drivetrain.core.random_streams import preserved
+from drivetrain.core.types import Logger
+from drivetrain.core.validation import duration
+from drivetrain.data.workers.ends import note_on
+from drivetrain.distributed.failure.channel import FailureChannel
+from drivetrain.distributed.failure.last_words import record
+from drivetrain.distributed.failure.messages import Cause
+from drivetrain.distributed.failure.place import Phase, phase_of_thread, place_of_error, place_of_hook
+from drivetrain.distributed.failure.watchdog import Watchdog
+from drivetrain.engine.memory_advice import memory_advice
+from drivetrain.engine.weighting import StepResult
+from drivetrain.run.messages import as_given, what_goes_on
+from drivetrain.run.preemption import print_end
+from drivetrain.run.run import Run
+from drivetrain.run.save_errors import is_gone
+from drivetrain.run.settings import RunSettings
+
+_LOG = logger(__name__)
+
+_loops: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
+
+
+def left_with_program(loop: Generator[StepResult, None, None]) -> Generator[StepResult, None, None]:
+    """Return the loop, and close it before the program ends, if it is still suspended then.
+
+    torch can still compute then and files can be written; the interpreter's shutdown does not wait for that.
+    """
+    _loops.add(loop)
+    return loop
+
+
+def _leave_loops() -> None:
+    with ExitStack() as stack:
+        for each in _loops:
+            if inspect.getgeneratorstate(each) != inspect.GEN_RUNNING:  # in a thread that is not waited for
+                stack.callback(each.close)
+
+
+@contextmanager
+def boundary(settings: RunSettings, run: Run) -> Iterator[None]:
+    """Run the block under the Trainer's process-wide settings, and restore the process afterwards.
+
+    On an exception, callbacks are called, loggers are closed, and it is raised again with a note of the run's
+    progress.
+    """
+    # The last to be registered is the first to be called: before the process group is ended.
+    atexit.unregister(_leave_loops)
+    atexit.register(_leave_loops)
+    with ExitStack() as stack:
+        stack.callback(_release_batches, run)
+        stack.enter_context(run.ledger)
+        stack.callback(run.engine.teardown)
+        closing = stack.enter_context(ExitStack())
+        for logger in run.loggers:  # separately: if one fails to close, the others are closed all the same
+            closing.callback(_close, run, logger)
+        stack.enter_context(preserved(run.engine.device))
+        if settings.deterministic:
+            stack.enter_context(_deterministic())
+        stack.enter_context(_in_progress(run))
+        channel = None
+        if run.engine.ranks.size > 1:
+            channel = stack.enter_context(_failing_together(settings, run))
+        elif (limit := duration("hang_timeout", settings.hang_timeout)) is not None:
+            stack.enter_context(_watchdog(limit, run))
+        try:
+            yield
+            _restore_task(run)
+        except GeneratorExit:
+            try:
+                _restore_task(run)
+            except BaseException as error:
+                _report(settings, run, error)
+                raise
+            raise
+        except BaseException as error:
+            _tell(settings, run, error, channel, closing)
+            raise
+
+
+def _tell(
+    settings: RunSettings, run: Run, error: BaseException, channel: FailureChannel | None, closing: ExitStack
+) -> None:
+    """Report an error that ends a run to the other ranks, to the reader, and to the callbacks."""
+    if is_out_of_memory(error):
+        error.add_note(f"drivetrain: {_what_helps(run)}")
+    if (note := note_on(error)) is not None:
+        error.add_note(f"drivetrain: {note}")
+    is_agreed = error is run.stopping.ending  # raised by all ranks
+    if channel is not None and not is_agreed:  # before anything that waits for the others
+        channel.report(error, _checkpoint_note(settings, run, error))
+        if isinstance(error, SystemExit) and not error.code:
+            error.code = 1  # the others have failed for it
+    elif not is_agreed and run.engine.ranks.size == 1:
+        place, doing = _place(run), place_of_error(error)
+        place = place if doing in place else f"{place}, {doing}"
+        record(Cause.of_error(0, place, error, _checkpoint_note(settings, run, error)).failure())
+    _report(settings, run, error)
+    if is_agreed:
+        _end_together(settings, run, closing)
+
+
+def _checkpoint_note(settings: RunSettings, run: Run, error: BaseException) -> str:
+    """Return what is left after a failed save, for the last line of the program.
+
+    It does not check the storage: one that does not answer would keep the other ranks waiting.
+    """
+    if not isinstance(error, StorageError) or run.last_checkpoint is None:
+        return ""
+    return f"The last checkpoint that is whole is {as_given(settings, run.last_checkpoint)}"
+
+
+def _release_batches(run: Run) -> None:
+    """Release all batches. Otherwise their memory, and the files that workers share them through, would stay
+    until the next garbage collection.
+    """
+    run.window = None
+
+
+def _close(run: Run, logger: Logger) -> None:
+    with run.logging_to(logger, f"what {type(logger).__name__} writes as it is closed, after update"):
+        logger.close()
+
+
+def _end_together(settings: RunSettings, run: Run, closing: ExitStack) -> None:
+    """After a signal, wait until all ranks have written everything: a launcher may kill the rest at the first
+    exit.
+    """
+    closing.close()
+    run.engine.ranks.all_gather(None)
+    print_end(run, _left(settings, run))
+
+
+def _left(settings: RunSettings, run: Run) -> str:
+    newest = as_given(settings, run.last_checkpoint)
+    if settings.checkpoint is False:
+        again = "anew" if newest is None else f"from {newest} again"
+        return f"nothing is saved, by checkpoint=False, and a program that is started again begins {again}"
+    if newest is None:
+        return "nothing is saved"
+    return f"the newest checkpoint is {newest}; {what_goes_on(settings, newest)}"
+
+
+def _restore_task(run: Run) -> None:
+    """Make the task an ordinary module again after a run that ended well, equal on all ranks."""
+    run.ledger.end_training()
+    run.engine.synchronize_buffers()
+    run.engine.strategy.restore()
+
+
+def _report(settings: RunSettings, run: Run, error: BaseException) -> None:
+    run.exception = error
+    run.ledger.end_training()
+    error.add_note(f"drivetrain: {_where(run)}")
+    if "Expected more than 1 value per channel" in str(error):  # torch.nn.functional.batch_norm
+        error.add_note(
+            "drivetrain: batch norm cannot train on one sample; the last batch of an epoch may have no more."
+            " Use DataLoader(..., drop_last=True), other batch sizes, or group norm"
+        )
+    _call_on_exception(run)  # ends a save in the background
+    if run.last_checkpoint is not None:
+        newest = as_given(settings, run.last_checkpoint) or run.last_checkpoint
+        there = f"drivetrain: the newest checkpoint is {newest}; {what_goes_on(settings, newest)}"
+        gone = f"drivetrain: the newest checkpoint, {newest}, is not there any more"
+        error.add_note(gone if is_gone(run.last_checkpoint) else there)
+
+
+def _where(run: Run) -> str:
+    progress = run.progress
+    more = f", epoch {progress.epoch}, position {progress.position}" if run.stage == "train" else ""
+    return f"{_place(run)}{more}, rank {run.engine.strategy.rank}"
+
+
+def _what_helps(run: Run) -> str:
+    """Return a note for an out-of-memory error: the place, the sizes, and advice."""
+    splitter = run.engine.splitter
+    batches = run.window.micro_batches if run.stage == "train" and run.window is not None else ()
+    sizes = f" with batches of {', '.join(str(each.samples) for each in batches)} samples" if batches else ""
+    if sizes and splitter is not None and splitter.size is not None:
+        sizes += f", {splitter.size} at once"
+    place = f"rank {run.engine.strategy.rank} ran out of memory {_place(run)}{sizes}"
+    spec = None if splitter is None else splitter.spec
+    return f"{place}; {memory_advice(spec, training=run.stage == 'train')}"
+
+
+def _place(run: Run) -> str:
+    """Return where a run is: its progress, the batch it waits for, and the current hook."""
+    feeds = [feed for _, feed in run.evaluation_feeds] + ([run.train_feed] if run.train_feed else [])
+    waiting = next((text for each in feeds if (text := each.waiting()) is not None), None)
+    hook = "" if run.hook is None else place_of_hook(run.hook)
+    return ", ".join(filter(None, (_stage(run), waiting and f"waiting for {waiting}", hook)))
+
+
+def _stage(run: Run) -> str:
+    after = f"after update {run.progress.updates}"
+    if run.stage == "train":
+        return f"in training, {after}"
+    place = run.evaluation
+    loader = f" of loader {place.loader!r}" if place.loader else ""
+    return f"in {run.stage}, batch {place.batch}{loader}, {after}"
+
+
+def _call_on_exception(run: Run) -> None:
+    for hook in run.hooks.on_exception:
+        try:
+            hook(run)
+        except Exception:  # a callback's error must not hide the first cause
+            _LOG.exception("a callback's on_exception failed")
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn = torch.backends.cudnn
+    benchmark, kernels = cudnn.benchmark, cudnn.deterministic
+    torch.use_deterministic_algorithms(True)
+    cudnn.benchmark, cudnn.deterministic = False, True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        cudnn.benchmark, cudnn.deterministic = benchmark, kernels
+
+
+_watched: list[Run] = []
+"""The runs of this process that are in progress, such as a validation in a fit's callback."""
+
+
+@contextmanager
+def _in_progress(run: Run) -> Iterator[None]:
+    _watched.append(run)
+    try:
+        yield
+    finally:
+        _watched.remove(run)
+
+
+def _signs() -> list[int]:
+    """Return counters that change with every step of any run here, or when a callback reports progress."""
+    found = []
+    for run in list(_watched):
+        progress = run.progress
+        found += [progress.micro_batches, progress.updates, run.milestones, run.reports]
+        found += [run.evaluation.batch, run.engine.passes]
+    return found
+
+
+def _failing_together(settings: RunSettings, run: Run) -> FailureChannel:
+    def progress() -> int:  # never falls, so that it shows who is behind
+        return (run.progress.micro_batches + run.milestones) * 1_000_000 + run.evaluation.batch
+
+    ranks = run.engine.ranks
+    return FailureChannel(
+        ranks.rank,
+        ranks.size,
+        describe=lambda: _place(run),
+        progress=progress,
+        signs=_signs,
+        is_outside=lambda: run.is_suspended,
+        hang_timeout=duration("hang_timeout", settings.hang_timeout),
+        directory=run.run_dir,
+        stopping=run.stopping if run.stage == "train" else None,
+    )
+
+
+def _watchdog(timeout: float, run: Run) -> Watchdog:
+    main = threading.get_ident()
+
+    def heartbeat() -> tuple[object, ...]:
+        return (
+            *_signs(),
+            run.stage,
+            run.evaluation.loader,
+            run.last_checkpoint,
+            _place(run),
+        )
+
+    def phase() -> Phase:
+        return Phase.OUTSIDE if run.is_suspended else phase_of_thread(main)[0]
+
+    return Watchdog(timeout, heartbeat, lambda: _where(run), run.run_dir, phase)

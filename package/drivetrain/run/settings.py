@@ -1,0 +1,364 @@
+"""The arguments of a Trainer, with their checks."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FunctionType
+from typing import Any
+
+from drivetrain.checkpoint import CheckpointConfig
+from drivetrain.checkpoint.saving.assets import Assets, checked_assets
+from drivetrain.core.errors import ConfigError, StrategyError
+from drivetrain.core.intervals import Every
+from drivetrain.core.types import Logger
+from drivetrain.core.validation import count, duration, flag, number, one_of
+from drivetrain.engine.evaluation_precision import check_evaluation_precision
+from drivetrain.engine.memory import MemoryConfig, as_memory, check_memory
+from drivetrain.engine.splitting import check_micro_batch
+from drivetrain.loggers.base import check_loggers
+from drivetrain.run.hooks import Hooks
+from drivetrain.run.nonfinite import check_on_nonfinite
+from drivetrain.run.preemption import PreemptionConfig, as_preemption
+from drivetrain.strategies import Settings, Strategy, StrategyConfig, select_precision, select_strategy
+from drivetrain.strategies.precision.base import Precision
+from drivetrain.strategies.precision.registry import as_precision
+from drivetrain.strategies.transforms.compile import CompileConfig, check_compile
+
+Interval = str | int | float | timedelta | Every
+"""An interval: "500 steps", "1 epoch", "10 minutes", or a number of steps."""
+
+_SAME_ON_ALL_RANKS = (
+    "max_epochs",
+    "max_steps",
+    "max_time",
+    "min_epochs",
+    "min_steps",
+    "precision",
+    "evaluation_precision",
+    "gradient_accumulation_steps",
+    "max_grad_norm",
+    "max_grad_value",
+    "micro_batch",
+    "on_bad_batch",
+    "on_save_error",
+    "validate_every",
+    "validate_from",
+    "log_every",
+    "log_first_step",
+    "checkpoint",
+    "compile",
+    "memory",
+    "preemption",
+    "train_metrics",
+    "seed",
+    "data_seed",
+    "limit_train_batches",
+    "limit_validation_batches",
+    "limit_test_batches",
+    "limit_predict_batches",
+)
+"""The settings that affect what a rank does and when. Loggers, callbacks and the screen may differ."""
+
+_LIMITED = ("train", "validation", "test", "predict")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """The arguments of a Trainer, which documents them. Checked when made, and never changed.
+
+    Raises:
+        ConfigError: A value that is not allowed; says what is.
+        StrategyError: A strategy, number of devices or precision that cannot run here.
+    """
+
+    max_epochs: float | None = None
+    max_steps: int | None = None
+    max_time: str | float | timedelta | None = None
+    min_epochs: int | None = None
+    min_steps: int | None = None
+    strategy: str | Strategy | StrategyConfig = "auto"
+    devices: int | Sequence[int] | str = "auto"
+    num_nodes: int = 1
+    precision: str | int | Precision = "auto"
+    evaluation_precision: str | int | Precision | None = None
+    gradient_accumulation_steps: int = 1
+    max_grad_norm: float | None = None
+    max_grad_value: float | None = None
+    micro_batch: int | str | None = None
+    validate_every: Interval | None = "1 epoch"
+    validate_from: Interval | None = None
+    log_every: Interval | None = "50 steps"
+    log_first_step: bool = False
+    checkpoint: bool | str | CheckpointConfig = True
+    assets: Assets = ()
+    callbacks: Sequence[Any] = ()
+    loggers: str | Logger | Sequence[str | Logger] = ("tensorboard", "csv")
+    progress_bar: bool = True
+    train_metrics: bool = True
+    compile: bool | Mapping[str, Any] | CompileConfig = False
+    memory: Mapping[str, Any] | MemoryConfig | None = None
+    seed: int = 0
+    data_seed: int | None = None
+    deterministic: bool = False
+    on_bad_batch: str = "raise"
+    on_save_error: str = "raise"
+    hang_timeout: str | float | timedelta | None = 600.0
+    on_nonfinite: str = "raise"
+    preemption: bool | Mapping[str, Any] | PreemptionConfig = True
+    batch_size: int | None = None
+    evaluation_batch_size: int | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+    group_by_length: str | Callable[[Any], int] | None = None
+    num_workers: int = 0
+    limit_train_batches: int | float | None = None
+    limit_validation_batches: int | float | None = None
+    limit_test_batches: int | float | None = None
+    limit_predict_batches: int | float | None = None
+    run_dir: str | os.PathLike[str] | None = None
+    run_name: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check every argument, and normalise intervals, so that an error comes now rather than later."""
+        if self.max_epochs is not None:
+            epochs = number("max_epochs", self.max_epochs, above=0)
+            object.__setattr__(self, "max_epochs", int(epochs) if epochs.is_integer() else epochs)
+        for name in (
+            "max_steps",
+            "min_epochs",
+            "min_steps",
+            "batch_size",
+            "evaluation_batch_size",
+        ):
+            if getattr(self, name) is not None:
+                count(name, getattr(self, name), at_least=1)
+        for name in ("epochs", "steps"):
+            least, most = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
+            if least is not None and most is not None and least > most:
+                raise ConfigError(
+                    f"min_{name}={least} with max_{name}={most}: the fit ends before. Give a min_{name} of at"
+                    f" most {most}"
+                )
+        for name in (f"limit_{stage}_batches" for stage in _LIMITED):
+            limit = getattr(self, name)
+            if limit is not None and not (isinstance(limit, float) and 0 < limit < 1):
+                if isinstance(limit, float):
+                    raise ConfigError(
+                        f"{name} must be a number of batches, or a fraction below 1, not {limit}"
+                    )
+                count(name, limit, at_least=1)
+        count("gradient_accumulation_steps", self.gradient_accumulation_steps, at_least=1)
+        count("num_workers", self.num_workers)
+        count("seed", self.seed)
+        if self.data_seed is not None:
+            count("data_seed", self.data_seed)
+        if self.collate is not None and not callable(self.collate):
+            raise ConfigError(f"collate must be a function of a list of samples, not {self.collate!r}")
+        by = self.group_by_length
+        if not (by is None or callable(by) or (isinstance(by, str) and by)):
+            raise ConfigError(
+                f"group_by_length must be the name of a column or a function of a sample, not {by!r}"
+            )
+        if self.max_grad_norm is not None:
+            number("max_grad_norm", self.max_grad_norm, above=0)
+        if self.max_grad_value is not None:
+            number("max_grad_value", self.max_grad_value, above=0)
+            if self.max_grad_norm is not None:
+                raise ConfigError("max_grad_norm and max_grad_value are two ways to clip: give one of them")
+        for name in ("max_time", "hang_timeout"):
+            object.__setattr__(self, name, duration(name, getattr(self, name)))
+        for name in ("validate_every", "validate_from", "log_every"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, Every(getattr(self, name)))
+        for name in ("log_first_step", "progress_bar", "train_metrics", "deterministic"):
+            flag(name, getattr(self, name))
+        if self.validate_from is not None and self.validate_every is None:
+            raise ConfigError("validate_from with validate_every=None: there is no validation to delay")
+        if self.log_first_step and self.log_every is None:
+            raise ConfigError(
+                "log_first_step with log_every=None: give an interval, or leave log_first_step out"
+            )
+        one_of("on_bad_batch", self.on_bad_batch, ("raise", "skip"))
+        one_of("on_save_error", self.on_save_error, ("raise", "warn"))
+        check_run_dir(self.run_dir)
+        check_run_name(self.run_name)
+        chosen = select_precision(self.precision, strategy=self.strategy)
+        object.__setattr__(self, "precision", chosen)
+        object.__setattr__(self, "checkpoint", checkpoint_policy(self.checkpoint))
+        object.__setattr__(self, "assets", checked_assets(self.assets, "Trainer(assets=)"))
+        if self.assets and self.checkpoint is False:
+            raise ConfigError(
+                "Trainer(assets=) is stored in checkpoints, and checkpoint=False saves none. Leave one out"
+            )
+        object.__setattr__(self, "callbacks", checked_callbacks(self.callbacks))
+        as_preemption(self.preemption)
+        check_loggers(self.loggers)
+        strategy = self.select_strategy()
+        check_compile(self.compile, strategy)
+        check_micro_batch(self.micro_batch, strategy)
+        check_evaluation_precision(self.evaluation_precision, strategy, self.micro_batch)
+        check_on_nonfinite(self.on_nonfinite, strategy)
+        if self.max_grad_value is not None and strategy.no_value_clipping:
+            raise StrategyError(
+                f"max_grad_value with strategy {strategy.name!r}: {strategy.no_value_clipping}. Use"
+                " max_grad_norm, or strategy 'ddp' or 'fsdp'"
+            )
+        check_strategy_settings(self, strategy, self.batch_size)
+        check_memory_settings(self, strategy)
+        check_callbacks(self, strategy)
+
+    def select_strategy(self) -> Strategy:
+        """Return the strategy that a run would use.
+
+        Raises:
+            ConfigError: An unknown name.
+            StrategyError: It cannot run here.
+        """
+        return select_strategy(self.strategy, as_precision(self.precision), self.devices, self.num_nodes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all arguments for a log, objects as text."""
+        return {field.name: plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+
+
+def same_on_all_ranks(settings: RunSettings) -> dict[str, Any]:
+    """Return the arguments that must be equal on all ranks."""
+    return {name: getattr(settings, name) for name in _SAME_ON_ALL_RANKS}
+
+
+def check_run_dir(spec: object) -> None:
+    """Check that it is a local path, or None.
+
+    Raises:
+        ConfigError: It is an address, or no path at all.
+    """
+    if not isinstance(spec, (str, os.PathLike, type(None))):
+        raise ConfigError(f"run_dir must be a path, or None for a new one, not {spec!r}")
+    if "://" in str(spec):
+        raise ConfigError(
+            f"run_dir={spec!r} is an address, and logs are written to a local directory. Keep run_dir local,"
+            " and send the checkpoints there: checkpoint=CheckpointConfig(directory=...)"
+        )
+
+
+def check_run_name(name: object) -> None:
+    """Check that a new directory may have this name, or that it is None.
+
+    Raises:
+        ConfigError: It may not.
+    """
+    if name is None or (isinstance(name, str) and name.strip(". ") and not {"/", "\\"} & {*name}):
+        return
+    raise ConfigError(f"run_name must be a text without '/' that can name a directory, not {name!r}")
+
+
+def checked_callbacks(spec: Any) -> tuple[Any, ...]:
+    """Return the callbacks after a check.
+
+    Raises:
+        ConfigError: They are not a sequence, a class instead of an object, or a method that is no hook.
+    """
+    single = not isinstance(spec, Iterable) or isinstance(spec, (str, Mapping))
+    if single or any(isinstance(each, type) for each in spec):
+        raise ConfigError(f"callbacks must be a sequence of callback objects, not {spec!r}")
+    callbacks = tuple(spec)
+    Hooks(callbacks)
+    return callbacks
+
+
+def check_callbacks(settings: RunSettings, strategy: Strategy) -> None:
+    """Call `check_trainer(trainer, strategy)` of the callbacks that have it.
+
+    Raises:
+        ConfigError: A callback does not fit; says why. A `StrategyError` if it does not fit the strategy.
+    """
+    for callback in settings.callbacks:
+        check = getattr(callback, "check_trainer", None)
+        if check is not None:
+            check(settings, strategy)
+
+
+def checkpoint_policy(spec: object) -> object:
+    """Return the policy after a check.
+
+    Raises:
+        ConfigError: It is no policy.
+    """
+    if isinstance(spec, (bool, CheckpointConfig)) or spec == "async":
+        return spec
+    raise ConfigError(f"checkpoint must be True, False, 'async' or a CheckpointConfig, not {spec!r}")
+
+
+def plain(value: Any) -> Any:
+    """Return a value in JSON's types; objects by the names of their classes."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [plain(each) for each in value]
+    if isinstance(value, Precision):
+        return value.name
+    if isinstance(value, FunctionType):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, (Every, os.PathLike)):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def check_memory_settings(settings: RunSettings, strategy: Strategy) -> None:
+    """Check that a Trainer's arguments fit its memory options.
+
+    Raises:
+        ConfigError: They do not; names the argument.
+        StrategyError: The strategy does not.
+    """
+    config = as_memory(settings.memory)
+    check_memory(config, strategy, as_precision(settings.precision), settings.compile)
+    if not config.release_gradients:
+        return
+    reason = ""
+    if settings.gradient_accumulation_steps > 1:
+        reason = (
+            f"gradient_accumulation_steps={settings.gradient_accumulation_steps}: gradients have to be kept"
+        )
+    elif settings.max_grad_value is not None:
+        reason = f"max_grad_value={settings.max_grad_value}: an update clips the gradients after backward"
+    elif settings.max_grad_norm is not None:
+        reason = f"max_grad_norm={settings.max_grad_norm}: clipping needs all gradients at once"
+    elif settings.micro_batch is not None:
+        reason = f"micro_batch={settings.micro_batch!r}: gradients of parts have to be kept"
+    elif settings.on_nonfinite == "skip":
+        reason = "on_nonfinite='skip': updates are made before all gradients are there"
+    for callback in settings.callbacks:
+        hook = getattr(callback, "on_before_optimizer_step", None)
+        unread = getattr(hook, "__unused_hook__", False) or getattr(hook, "__no_gradients__", False)
+        if hook is not None and not unread:
+            reason = f"{type(callback).__name__}.on_before_optimizer_step: there is no gradient left to see"
+    if reason:
+        raise ConfigError(f"release_gradients with {reason}. Leave one of them out")
+
+
+def check_strategy_settings(settings: RunSettings, strategy: Strategy, batch_size: Any = None) -> None:
+    """Give a strategy the Trainer's arguments.
+
+    Args:
+        settings: The Trainer's arguments.
+        strategy: The run's strategy.
+        batch_size: The samples of a micro-batch, if known.
+
+    Raises:
+        ConfigError: The strategy's own configuration contradicts them.
+    """
+    asked = Settings(
+        batch_size if isinstance(batch_size, int) else None,
+        settings.gradient_accumulation_steps,
+        settings.max_grad_norm,
+        strategy.world_size,
+    )
+    strategy.check_settings(asked, as_precision(settings.precision))

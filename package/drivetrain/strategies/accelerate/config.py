@@ -1,0 +1,260 @@
+"""The options of strategy "accelerate", and the settings that they ask for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from drivetrain.core.errors import ConfigError, MissingDependencyError, StrategyError
+from drivetrain.core.validation import by_name, check_names, keywords
+from drivetrain.strategies.base import installed
+from drivetrain.strategies.checks import check_options
+
+PRECISIONS = {"no": "32", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+"""Accelerate's names for mixed precision, and ours; "no" allows every precision that is not mixed."""
+
+_KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
+"""The distributed types that this strategy supports."""
+
+_INSTEAD = {
+    "DEEPSPEED": "use our own strategy for it: 'zero0' to 'zero3', or DeepSpeedConfig(config=...)",
+    "MEGATRON_LM": "strategy 'fsdp' splits matrices with FSDPConfig(tensor_parallel=...)",
+    "XLA": "use strategy 'xla'",
+}
+
+_OPTIONS = {
+    "deepspeed_plugin": _INSTEAD["DEEPSPEED"],
+    "deepspeed_plugins": _INSTEAD["DEEPSPEED"],
+    "megatron_lm_plugin": _INSTEAD["MEGATRON_LM"],
+    "torch_tp_plugin": _INSTEAD["MEGATRON_LM"],
+    "parallelism_config": "strategy 'fsdp' has FSDPConfig(sharding='hybrid', tensor_parallel=...)",
+    "dynamo_backend": "give Trainer(compile=True)",
+    "dynamo_plugin": "give Trainer(compile={...})",
+    "gradient_accumulation_plugin": "give Trainer(gradient_accumulation_steps=...)",
+}
+"""Arguments of an Accelerator that the engine cannot honour, and what to do instead."""
+
+_STEPS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+
+_VARIABLES = {
+    "ACCELERATE_USE_DEEPSPEED": ("DEEPSPEED", "true"),
+    "ACCELERATE_USE_MEGATRON_LM": ("MEGATRON_LM", "true"),
+    "ACCELERATE_USE_FSDP": ("FSDP", "true"),
+}
+
+
+@by_name
+@dataclass(frozen=True, kw_only=True)
+class AccelerateConfig:
+    """Options of strategy "accelerate"; without any, those of `accelerate launch` apply.
+
+    Attributes:
+        accelerator: An existing `accelerate.Accelerator`; it must have as many processes as the run.
+        config_file: A file of `accelerate config` for a new Accelerator; its numbers of processes and
+            machines are for the launcher.
+        options: Arguments of a new `accelerate.Accelerator`, such as plugins.
+        timeout: Seconds that a collective may take; None uses torch's limit.
+    """
+
+    accelerator: Any = None
+    config_file: str | os.PathLike[str] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check each option.
+
+        Raises:
+            ConfigError: An option is invalid, or contradicts another one.
+        """
+        check_options(self, ("timeout",), ())
+        if not isinstance(self.options, Mapping):
+            raise ConfigError(
+                "AccelerateConfig(options=...) must be a mapping of arguments of accelerate.Accelerator, not"
+                f" {self.options!r}"
+            )
+        if self.accelerator is not None:
+            if not hasattr(self.accelerator, "prepare_model"):
+                raise ConfigError(
+                    "AccelerateConfig(accelerator=...) must be an accelerate.Accelerator, not a"
+                    f" {type(self.accelerator).__name__}"
+                )
+            if self.config_file is not None or self.options:
+                raise ConfigError(
+                    "AccelerateConfig takes an existing accelerator, or config_file and options for a new"
+                    " one, not both"
+                )
+        for name in self.options:
+            if name in _OPTIONS:
+                raise ConfigError(f"AccelerateConfig(options={{{name!r}: ...}}): {_OPTIONS[name]}")
+        _check_arguments(self.options)
+
+    @property
+    def asked_precision(self) -> str | None:
+        """The precision of these options, without the environment; None means any."""
+        if self.accelerator is None and self.config_file is None and "mixed_precision" not in self.options:
+            return None
+        word = asked(self, {}).mixed_precision
+        return None if word is None else PRECISIONS[word]
+
+
+def _check_arguments(options: Mapping[str, Any]) -> None:
+    """Check the arguments of an Accelerator, as far as possible before it is constructed."""
+    if options and installed("accelerate", "accelerate"):
+        from accelerate import Accelerator
+
+        check_names("AccelerateConfig(options=...)", options, keywords(Accelerator))
+    plugin = options.get("fsdp_plugin")
+    if plugin is not None and not hasattr(plugin, "fsdp_version"):
+        raise ConfigError(
+            "AccelerateConfig(options={'fsdp_plugin': ...}) must be an"
+            f" accelerate.FullyShardedDataParallelPlugin, not {plugin!r}"
+        )
+
+
+class Asked(NamedTuple):
+    """The settings of an Accelerator, existing or new.
+
+    Attributes:
+        mixed_precision: One of `PRECISIONS`; None if it is not set.
+        device: "cpu", or None for the fastest.
+        sharded: Whether the FSDP plugin shards the model.
+        accumulation: Micro-batches in an update; 1, the default, if it is not set.
+    """
+
+    mixed_precision: str | None
+    device: str | None
+    sharded: bool
+    accumulation: int = 1
+
+
+def asked(config: AccelerateConfig, environment: Mapping[str, str]) -> Asked:
+    """Return the settings that a configuration and a launcher's environment ask for.
+
+    Args:
+        config: The options.
+        environment: The variables, such as `os.environ`; used if there is no accelerator and no file.
+
+    Raises:
+        ConfigError: The file cannot be read.
+        StrategyError: A setting is unknown, or this strategy does not support it.
+    """
+    if config.accelerator is not None:
+        return _of(config.accelerator, environment)
+    found = variables(config, environment)
+    kind = next((kind for name, (kind, on) in _VARIABLES.items() if found.get(name, "").lower() == on), "NO")
+    plugin = config.options.get("fsdp_plugin")
+    if plugin is not None:
+        kind = "FSDP"
+    _check_kind(kind)
+    word = config.options.get("mixed_precision", found.get("ACCELERATE_MIXED_PRECISION"))
+    if found.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
+        raise StrategyError(f"accelerate is asked to compile the model: {_OPTIONS['dynamo_backend']} instead")
+    if found.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
+        raise StrategyError(f"accelerate's parallelism_config: {_OPTIONS['parallelism_config']}")
+    if kind == "FSDP":
+        _check_version(found.get("FSDP_VERSION", "1") if plugin is None else plugin.fsdp_version)
+    cpu = config.options.get("cpu") or found.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
+    steps = config.options.get("gradient_accumulation_steps", found.get(_STEPS, 1))
+    return Asked(_word(word), "cpu" if cpu else None, kind == "FSDP", _count(steps))
+
+
+def variables(config: AccelerateConfig, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for a new Accelerator: the launcher's, or that of the configuration file."""
+    if config.config_file is None:
+        return dict(environment)
+    kept = {
+        name: value for name, value in environment.items() if not name.startswith(("ACCELERATE_", "FSDP_"))
+    }
+    return {**kept, **_read(config.config_file)}
+
+
+def _read(path: str | os.PathLike[str]) -> dict[str, str]:
+    """Read a file as the variables that `accelerate launch` would set for it."""
+    if not installed("accelerate", "accelerate"):
+        raise MissingDependencyError("accelerate", "accelerate", "AccelerateConfig(config_file=...)")
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    if not Path(path).is_file():
+        raise ConfigError(f"AccelerateConfig(config_file={str(path)!r}): the file does not exist")
+    try:
+        config = load_config_from_file(str(path))
+    except Exception as error:  # includes those of the YAML library
+        raise ConfigError(f"AccelerateConfig(config_file={str(path)!r}) cannot be read: {error}") from error
+    kind = str(getattr(config.distributed_type, "value", config.distributed_type))
+    _check_kind(kind)
+    found = {"ACCELERATE_USE_CPU": str(config.use_cpu), "ACCELERATE_USE_FSDP": str(kind == "FSDP").lower()}
+    if config.mixed_precision is not None:
+        # YAML reads an unquoted `no` as false.
+        word = "no" if config.mixed_precision is False else str(config.mixed_precision)
+        found["ACCELERATE_MIXED_PRECISION"] = word
+    if getattr(config, "parallelism_config", None):
+        found["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+    for key, value in config.dynamo_config.items():
+        found[f"ACCELERATE_{key.upper()}"] = str(value)
+    for key, value in getattr(config, "fsdp_config", {}).items():
+        name = key.upper().replace("TRANSFORMER_LAYER_CLS", "TRANSFORMER_CLS")
+        found[name] = str(value)
+    return found
+
+
+def _of(accelerator: Any, environment: Mapping[str, str]) -> Asked:
+    """Return the settings of an existing Accelerator."""
+    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    device = accelerator.device.type
+    _check_kind(kind)
+    if device not in ("cpu", "cuda"):
+        raise StrategyError(
+            f"the Accelerator is on {device!r}; strategy 'accelerate' runs on CPUs and CUDA GPUs"
+        )
+    state = accelerator.state
+    if kind == "FSDP":
+        _check_version(state.fsdp_plugin.fsdp_version)
+    elif environment.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        raise StrategyError(
+            "this Accelerator does not use its FSDP plugin, because it is on a CPU or has one process. Give"
+            " AccelerateConfig(options={'fsdp_plugin': ...}), or leave the accelerator out"
+        )
+    if state.dynamo_plugin is not None and str(state.dynamo_plugin.backend.value).lower() != "no":
+        raise StrategyError(f"the Accelerator compiles the model: {_OPTIONS['dynamo_backend']} instead")
+    if accelerator.parallelism_config is not None:
+        raise StrategyError(f"the Accelerator has a parallelism_config: {_OPTIONS['parallelism_config']}")
+    word, steps = _word(accelerator.mixed_precision), accelerator.gradient_accumulation_steps
+    return Asked(word, "cpu" if device == "cpu" else None, kind == "FSDP", steps)
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in _KINDS:
+        instead = _INSTEAD.get(kind, "use another strategy")
+        raise StrategyError(f"strategy 'accelerate' does not support {kind}: {instead}")
+
+
+def _check_version(version: Any) -> None:
+    if str(version) != "2":
+        raise StrategyError(
+            "version 1 of accelerate's FSDP plugin flattens parameters, so checkpoints could not have them by"
+            " name: set fsdp_version to 2, or use strategy 'fsdp'"
+        )
+
+
+def _count(given: Any) -> int:
+    if not str(given).isdigit() or int(given) < 1:
+        raise StrategyError(
+            f"accelerate's gradient_accumulation_steps={given!r} must be a positive number of micro-batches"
+        )
+    return int(given)
+
+
+def _word(given: Any) -> str | None:
+    if given is None:
+        return None
+    word = str(getattr(given, "value", given)).lower()
+    if word not in PRECISIONS:
+        raise StrategyError(
+            f"strategy 'accelerate' does not support mixed_precision={word!r}; allowed are"
+            f" {', '.join(map(repr, PRECISIONS))}"
+        )
+    return word

@@ -1,0 +1,171 @@
+"""The settings of `accelerate launch`, read from the environment variables that it sets.
+
+https://huggingface.co/docs/accelerate/package_reference/cli and `accelerate/utils/launch.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from drivetrain.core.errors import StrategyError
+
+_TRUE = ("1", "true", "t", "yes", "y", "on")
+_FALSE = ("", "0", "false", "f", "no", "n", "off", "none")
+
+_PRECISIONS = {"no": None, "bf16": "bf16-mixed", "fp16": "16-mixed"}
+_SHARDINGS = {
+    "FULL_SHARD": "full_shard",
+    "SHARD_GRAD_OP": "shard_grad_op",
+    "NO_SHARD": "no_shard",
+    "HYBRID_SHARD": "hybrid",
+}
+
+_OTHERS = {
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a configuration of several parallelisms",
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A launcher's settings for the run.
+
+    Attributes:
+        strategy: The strategy's name; None means any.
+        options: Options of the strategy's configuration.
+        device: The kind of device; None means the fastest.
+    """
+
+    strategy: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    device: str | None = None
+
+
+def read_request(environment: Mapping[str, str]) -> Request | None:
+    """Return the settings of `accelerate launch`; None if it has not started this process.
+
+    Settings that do not change results are ignored: backward prefetching, the type of state dict, original
+    parameters, loading on one rank, and DeepSpeed's handling of 16-bit copies of a model.
+
+    Args:
+        environment: The variables, such as `os.environ`.
+
+    Raises:
+        StrategyError: A setting is not supported; the message names the variable.
+    """
+    if not any(name.startswith("ACCELERATE_") for name in environment):
+        return None
+    for name, what in _OTHERS.items():
+        if _flag(environment, name):
+            raise _refused(name, environment[name], f"{what} is not part of this version")
+    device = "cpu" if _flag(environment, "ACCELERATE_USE_CPU") else None
+    if _flag(environment, "ACCELERATE_USE_DEEPSPEED"):
+        return Request("deepspeed", _deepspeed_options(environment), device)
+    if _flag(environment, "ACCELERATE_USE_FSDP"):
+        return Request("fsdp", _fsdp_options(environment), device)
+    return Request(device=device)
+
+
+def read_precision(environment: Mapping[str, str]) -> str | None:
+    """Return the name of `accelerate launch`'s precision; None means any.
+
+    Args:
+        environment: The variables, such as `os.environ`.
+
+    Raises:
+        StrategyError: The precision is not supported; the message names the variable.
+    """
+    name = "ACCELERATE_MIXED_PRECISION"
+    if name not in environment:
+        return None
+    given = environment[name].lower()
+    if given not in _PRECISIONS:
+        raise _refused(name, environment[name], f"allowed are {', '.join(map(repr, _PRECISIONS))}")
+    return _PRECISIONS[given]
+
+
+def _deepspeed_options(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the options of `DeepSpeedConfig`; only the path if there is a file of DeepSpeed's.
+
+    Accumulation and clipping go into DeepSpeed's own configuration, where contradictions with the Trainer are
+    refused. `accelerate launch` has already checked that numbers are numbers.
+    """
+    moe = "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"
+    if environment.get(moe, "").lower() not in _FALSE:
+        raise _refused(moe, environment[moe], "mixture-of-experts layers cannot be kept together")
+    path = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    if path.lower() not in _FALSE:
+        return {"config": path}
+    options: dict[str, Any] = {"stage": int(environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))}
+    for name, option in (("OPTIMIZER", "offload_optimizer"), ("PARAM", "offload_parameters")):
+        place = environment.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{name}_DEVICE", "none").lower()
+        if place != "none":
+            options[option] = place
+    config: dict[str, Any] = {}
+    for key, kind in (("gradient_accumulation_steps", int), ("gradient_clipping", float)):
+        given = environment.get(f"ACCELERATE_{key.upper()}", "auto").lower()
+        if given not in ("auto", "none"):
+            config[key] = kind(given)
+    return {**options, "config": config} if config else options
+
+
+def _fsdp_options(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the options of `FSDPConfig` that differ from its defaults."""
+    if _flag(environment, "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"):
+        name = "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"
+        raise _refused(name, environment[name], "activations cannot be kept on the host")
+    ignored = environment.get("FSDP_IGNORED_MODULES", "")
+    if ignored.lower() not in _FALSE:
+        why = "give names of parameters instead: strategy=FSDPConfig(ignored=(...))"
+        raise _refused("FSDP_IGNORED_MODULES", ignored, why)
+    options: dict[str, Any] = {"sharding": _sharding(environment), "wrap": _wrapping(environment)}
+    if _flag(environment, "FSDP_OFFLOAD_PARAMS"):
+        options["cpu_offload"] = True
+    if _flag(environment, "FSDP_ACTIVATION_CHECKPOINTING"):
+        options["activation_checkpointing"] = "full"
+    if _flag(environment, "FSDP_FORWARD_PREFETCH"):
+        options["forward_prefetch"] = 1
+    return options
+
+
+def _sharding(environment: Mapping[str, str]) -> str:
+    version, old = environment.get("FSDP_VERSION", "1"), "FSDP_SHARDING_STRATEGY"
+    # Version 2 has a flag instead of the old strategies, but sets those too. Version 1 falls back to the
+    # flag's variable, with the old names in it.
+    name = old if version == "1" and old in environment else "FSDP_RESHARD_AFTER_FORWARD"
+    given = environment.get(name, "true")
+    if name != old and given.lower() in (*_TRUE, *_FALSE):
+        return "full_shard" if given.lower() in _TRUE else "shard_grad_op"
+    word = given.upper()
+    if word not in _SHARDINGS:
+        raise _refused(name, given, f"allowed are {', '.join(_SHARDINGS)}")
+    return _SHARDINGS[word]
+
+
+def _wrapping(environment: Mapping[str, str]) -> str | int | tuple[str, ...]:
+    name = "FSDP_AUTO_WRAP_POLICY"
+    policy = environment.get(name, "NO_WRAP").upper()
+    if policy == "NO_WRAP":
+        return ()
+    if policy == "TRANSFORMER_BASED_WRAP":
+        classes = environment.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "").split(",")
+        return tuple(each.strip() for each in classes if each.strip()) or "auto"
+    if policy == "SIZE_BASED_WRAP":
+        return max(int(float(environment.get("FSDP_MIN_NUM_PARAMS", "0"))), 1)  # YAML has 1e8 as a text
+    raise _refused(name, policy, "allowed are TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP and NO_WRAP")
+
+
+def _flag(environment: Mapping[str, str], name: str) -> bool:
+    given = environment.get(name, "").strip().lower()
+    if given not in (*_TRUE, *_FALSE):
+        raise _refused(name, environment[name], "it must be true or false")
+    return given in _TRUE
+
+
+def _refused(name: str, value: str, why: str) -> StrategyError:
+    return StrategyError(
+        f"`accelerate launch` asks for {name}={value}, which is not supported: {why}. Change its"
+        " configuration, or give Trainer(strategy=...), which takes precedence"
+    )

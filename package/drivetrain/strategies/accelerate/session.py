@@ -1,0 +1,172 @@
+"""An Accelerator for the duration of a run.
+
+accelerate keeps global state in attributes of its classes and in the environment. Here each run gets a
+separate Accelerator, and the global state is restored afterwards.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.distributed.group import Member
+from drivetrain.distributed.launch.environment import detect
+from drivetrain.strategies.accelerate.config import AccelerateConfig, variables
+from drivetrain.strategies.precision.base import Precision
+
+
+class Session:
+    """The Accelerator of a run: the user's, or a new one.
+
+    Args:
+        config: The options.
+        mixed_precision: Accelerate's name for the run's precision.
+        precision: The run's precision.
+        sharded: Whether the FSDP plugin shards the model.
+        member: This process as a member of the job.
+
+    Raises:
+        ConfigError: accelerate refuses the options.
+
+    Attributes:
+        accelerator: The Accelerator.
+    """
+
+    def __init__(
+        self,
+        config: AccelerateConfig,
+        mixed_precision: str,
+        precision: Precision,
+        sharded: bool,
+        member: Member,
+    ) -> None:
+        from accelerate.state import AcceleratorState, GradientState, PartialState
+
+        self._shared = [each._shared_state for each in (PartialState, AcceleratorState, GradientState)]
+        self._before = [dict(each) for each in self._shared]
+        try:
+            if config.accelerator is not None:
+                self.accelerator = config.accelerator
+                plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+            else:
+                for each in self._shared:
+                    each.clear()
+                with own_environment():
+                    _set(_processes(variables(config, os.environ), member))
+                    self.accelerator, plugin = _made(config, mixed_precision, sharded, member)
+            if sharded:
+                self._use(plugin, precision, member.device)
+        except BaseException:
+            self._restore()
+            raise
+        self._lists = [self.accelerator._models, self.accelerator._optimizers]
+        self._kept = [list(each) for each in self._lists]
+
+    def _use(self, plugin: Any, precision: Precision, device: torch.device) -> None:
+        """Set a copy of the FSDP plugin, adapted to a step module, on the Accelerator."""
+        from accelerate.utils import DistributedType
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        plugin = copy.copy(plugin)
+        # Every process has the whole model, and loading over the meta device unties tied parameters.
+        plugin.cpu_ram_efficient_loading = False
+        plugin.mixed_precision_policy = _policy(plugin.mixed_precision_policy, precision)
+        if device.type == "cpu" and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+            plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # there is no GPU to copy to
+        # accelerate (1.15) ignores the plugin on CPUs and with one process.
+        self.accelerator.state.distributed_type = DistributedType.FSDP
+        self.accelerator.state.fsdp_plugin = plugin
+
+    def autocast(self) -> Callable[[], AbstractContextManager[object]] | None:
+        """Return a factory of the autocast context; None without mixed precision."""
+        from accelerate.utils.modeling import get_mixed_precision_context_manager
+
+        made = self.accelerator
+        if not made.native_amp:
+            return None
+        return partial(get_mixed_precision_context_manager, True, made.autocast_handler)
+
+    def close(self) -> None:
+        """Drop the prepared objects, and restore accelerate's global state."""
+        for each, kept in zip(self._lists, self._kept, strict=True):
+            each[:] = kept
+        self._restore()
+
+    def _restore(self) -> None:
+        for shared, before in zip(self._shared, self._before, strict=True):
+            shared.clear()
+            shared.update(before)
+
+
+def _made(config: AccelerateConfig, mixed_precision: str, sharded: bool, member: Member) -> tuple[Any, Any]:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    options = {**config.options, "cpu": member.device.type == "cpu", "mixed_precision": mixed_precision}
+    try:
+        plugin = options.get("fsdp_plugin")
+        if sharded and plugin is None:
+            plugin = FullyShardedDataParallelPlugin()
+        made = Accelerator(**{**options, "fsdp_plugin": copy.copy(plugin)})
+    except (TypeError, ValueError, ImportError) as error:
+        raise ConfigError(f"accelerate refuses the options of strategy 'accelerate': {error}") from error
+    if made.init_handler is not None:
+        raise ConfigError(
+            "InitProcessGroupKwargs has no effect, because the process group exists before the Accelerator:"
+            " give AccelerateConfig(timeout=...)"
+        )
+    return made, plugin
+
+
+def _policy(given: Any, precision: Precision) -> Any:
+    """Return the dtypes of sharding, without casts of inputs and outputs.
+
+    The input is the whole batch and the output is the loss. Autocast casts as needed.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    computed = precision.compute_dtype
+    usual = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=computed, output_dtype=computed)
+    if given is None or given == usual:
+        reduced = None if computed is None else precision.reduce_dtype
+        return MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=reduced, cast_forward_inputs=False)
+    return MixedPrecisionPolicy(given.param_dtype, given.reduce_dtype, cast_forward_inputs=False)
+
+
+@contextmanager
+def own_environment() -> Iterator[None]:
+    """Run the block, then restore the environment."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _processes(found: dict[str, str], member: Member) -> dict[str, str]:
+    """Return the environment with the process numbers in accelerate's variables, for any launcher."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if member.world_size == 1:
+        return {name: value for name, value in found.items() if name not in names}
+    launched = detect(found)
+    local, beside = member.rank, member.world_size
+    if launched is not None:
+        local, beside = launched.local_rank, launched.local_world_size
+    numbers = (member.rank, member.world_size, local, beside)
+    # accelerate would set the number of threads permanently if it were not given.
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    return {**threads, **found, **dict(zip(names, map(str, numbers), strict=True))}
+
+
+def _set(wanted: Mapping[str, str]) -> None:
+    for name in set(os.environ) - set(wanted):
+        del os.environ[name]
+    for name, value in wanted.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value

@@ -1,0 +1,87 @@
+"""Checks of tasks and options that several strategies share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from drivetrain.core.errors import ConfigError, StrategyError
+
+
+def check_values(task: nn.Module, name: str, meta: bool = False) -> None:
+    """Check that a task has all of its values before a strategy prepares it.
+
+    Args:
+        task: The task.
+        name: The strategy's name.
+        meta: Whether the strategy initialises a task on the meta device.
+
+    Raises:
+        StrategyError: A parameter is a shard left by an earlier run, is on the meta device, or belongs to a
+            lazy module that has not run yet (only "single" allows those). The message names the first one.
+    """
+    tensors = (*task.named_parameters(), *task.named_buffers())
+    lazy = next((each for each, tensor in tensors if is_lazy(tensor)), None)
+    if lazy is not None and name != "single":
+        raise StrategyError(
+            f"{lazy!r} of {type(task).__name__} has no shape yet, because its module is lazy; strategy"
+            f" {name!r} needs all shapes before it begins. Give the module its sizes, or call the task with"
+            " one batch's inputs before the run"
+        )
+    if not meta:
+        empty = next((each for each, tensor in task.named_parameters() if tensor.is_meta), None)
+        if empty is not None:
+            raise StrategyError(
+                f"{type(task).__name__} was made on the meta device and has no values ({empty!r}). Strategies"
+                f" 'fsdp' and 'zero3' create them, {name!r} does not: make it without torch.device('meta')"
+            )
+    shard = next((each for each, tensor in task.named_parameters() if _is_share(tensor)), None)
+    if shard is not None:
+        raise StrategyError(
+            f"this {type(task).__name__} has only a shard of {shard!r}, left by an earlier run that failed or"
+            f" had gather_at_end=False. Make it anew: {type(task).__name__}.from_checkpoint(path)"
+        )
+
+
+def check_dimensions(task: nn.Module, otherwise: str = "") -> None:
+    """Check that every parameter has at least one dimension.
+
+    Args:
+        task: The task, or a module in it.
+        otherwise: The end of the message: another way to deal with the parameter `{name}`.
+
+    Raises:
+        StrategyError: A parameter is a scalar; the message names it.
+    """
+    for name, parameter in task.named_parameters():
+        if parameter.ndim == 0:
+            raise StrategyError(
+                f"the parameter {name!r} is a scalar, which cannot be sharded; give it the shape (1,)"
+                f"{otherwise.format(name=name)}"
+            )
+
+
+def _is_share(parameter: Tensor) -> bool:
+    """Return whether a parameter is a shard of FSDP's or of a DeepSpeed engine's."""
+    return hasattr(parameter, "full_tensor") or hasattr(parameter, "_z3_optimizer")
+
+
+def check_options(config: Any, positive: Sequence[str], flags: Sequence[str]) -> None:
+    """Check that options are positive numbers or None, and that flags are True or False.
+
+    Raises:
+        ConfigError: One is not; the message names it.
+    """
+    kind = type(config).__name__
+    for name in positive:
+        value = getattr(config, name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (number and 0 < value < 1e9):
+            raise ConfigError(f"{kind}({name}=...) must be a positive number, not {value!r}")
+    for name in flags:
+        value = getattr(config, name)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{kind}({name}=...) must be True or False, not {value!r}")

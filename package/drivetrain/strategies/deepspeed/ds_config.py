@@ -1,0 +1,201 @@
+"""DeepSpeed's own configuration, as a user has it: read, and checked for what the engine itself uses of it.
+
+DeepSpeed checks the rest when the Trainer is made; see `errors.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from drivetrain.core.errors import ConfigError, nearest
+
+_NAMES = """
+activation_checkpointing aio allgather_size amp autotuning bf16 bfloat16 checkpoint comet comms_logger
+communication_data_type compile compression_training csv_monitor curriculum_learning data_efficiency
+data_types dataloader_drop_last datastates disable_allgather disable_python_gc dump_state eigenvalue
+elasticity expert_parallel flops_profiler fp16 fp32_allreduce gradient_accumulation_steps
+gradient_allreduce_op gradient_clipping gradient_predivide_factor graph_harvesting hybrid_engine log_level
+managed_gradient_accumulation memory_breakdown nebula optimizer pipeline prescale_gradients
+progressive_layer_drop quantize_training scheduler seq_parallel_communication_data_type
+sequence_parallel_size sparse_attention sparse_gradients steps_per_print tensor_parallel tensorboard timers
+torch_autocast train_batch_size train_micro_batch_size_per_gpu use_data_before_expert_parallelism
+vocabulary_size wall_clock_breakdown wandb weight_quantization zero_allow_untested_optimizer
+zero_force_ds_cpu_optimizer zero_optimization
+"""
+
+NAMES = frozenset(_NAMES.split())
+"""All names that DeepSpeed reads, or once read; it ignores others."""
+
+REFUSED = {
+    "bfloat16": "is called 'bf16' today",
+    "tensor_parallel": "splits layers over processes, which must then get the same data; use strategy 'fsdp'"
+    " with FSDPConfig(tensor_parallel=...)",
+    "sequence_parallel_size": "splits sequences over processes, which the data's shards do not support",
+    "expert_parallel": "replaces modules, so that checkpoints would fit no other strategy",
+    "data_efficiency": "changes the data behind the engine's back; do it in the data set",
+    "hybrid_engine": "replaces modules to generate text, so that checkpoints would fit no other strategy",
+    "torch_autocast": "is the Trainer's: give precision='bf16-mixed'",
+    "autotuning": "runs the program many times over to try batch sizes; give the one that you want",
+    "gradient_allreduce_op": "would sum the gradients of all processes, but the engine's weights need their"
+    " mean; remove it",
+}
+"""Settings of DeepSpeed that the engine cannot honour, each with the reason and what to do instead."""
+
+REFUSED_ZERO = {
+    "round_robin_gradients": "DeepSpeed 0.19 then loses track of where its flat pieces hold a parameter, so"
+    " weights would be mixed up in checkpoints, its own included",
+    "zero_hpz_partition_size": "it keeps a second copy of the weights, which would not be updated when a"
+    " checkpoint is read",
+    "elastic_checkpoint": "it is for DeepSpeed's own checkpoints, which are not written",
+    "zenflow": "it makes updates at other times than the engine",
+    "super_offload": "it makes updates at other times than the engine",
+    "cpu_offload": 'today that is "offload_optimizer": {"device": "cpu"}',
+    "cpu_offload_param": 'today that is "offload_param": {"device": "cpu"}',
+}
+"""The same for names in "zero_optimization"."""
+
+REFUSED_PRECISION = (
+    "bf16_master_weights_and_grads",
+    "bf16_optimizer_states",
+    "fp16_master_weights_and_grads",
+)
+"""Switches in "bf16" and "fp16" that the engine cannot honour."""
+
+AUTO = "auto"
+"""The value in DeepSpeed's configuration that means the Trainer's value, or DeepSpeed's default."""
+
+OPTIMIZERS = ("Adam", "AdamW", "SGD", "Lion")
+SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+
+_SECTIONS = ("zero_optimization", "bf16", "fp16", "compile", "optimizer", "scheduler")
+"""The sections that this file reads."""
+
+
+def read(config: Any) -> dict[str, Any]:
+    """Read and check a configuration; empty for None.
+
+    Args:
+        config: The path of a JSON file, or a mapping.
+
+    Raises:
+        ConfigError: It is neither, or it has a wrong name or a setting that the engine cannot honour.
+    """
+    if config is None:
+        return {}
+    if isinstance(config, (str, os.PathLike)):
+        path = Path(config)
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_each_once)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"DeepSpeed's configuration {str(path)!r} cannot be read: {error}") from error
+    if not isinstance(config, Mapping):
+        raise ConfigError(
+            "DeepSpeedConfig(config=...) must be the path of a JSON file or a mapping, not a"
+            f" {type(config).__name__}"
+        )
+    given = copy.deepcopy({key: value for key, value in config.items() if value is not None})
+    for key, value in given.items():
+        _check_name(key, value)
+    for key in _SECTIONS:
+        if not isinstance(given.get(key, {}), Mapping):
+            raise ConfigError(f"DeepSpeed's configuration has {key}={given[key]!r}; it must be a mapping")
+    _check_honoured(given)
+    _check_optimizer(given)
+    return given
+
+
+def is_off(value: Any) -> bool:
+    """Return whether a section or a setting is off."""
+    if isinstance(value, Mapping):
+        if "autotp_size" in value:
+            return value["autotp_size"] in (0, 1)
+        return not value or value.get("enabled") is False
+    return value is None or value in (False, AUTO, "mean") or (value == 1 and value is not True)
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    if twice is not None:
+        raise ValueError(f"it has {twice!r} twice")
+    return dict(pairs)
+
+
+def _check_name(key: Any, value: Any) -> None:
+    """Check that DeepSpeed reads this name, unless it is a user's note."""
+    if key in NAMES:
+        if isinstance(value, str) and value.lower() in ("true", "false"):  # DeepSpeed takes both as true
+            raise ConfigError(f"DeepSpeed's configuration has {key}={value!r}; write {value.lower()}")
+        return
+    name = str(key)
+    note = not name[:1].isalpha() or "comment" in name.lower()
+    if note or (isinstance(value, str) and not difflib.get_close_matches(name, NAMES, n=1, cutoff=0.75)):
+        return
+    help_ = nearest(name, NAMES)
+    raise ConfigError(
+        f"DeepSpeed's configuration has {name!r}, which DeepSpeed does not know and would ignore."
+        f" {help_.partition(' Allowed')[0] if help_.startswith('Did') else help_} To keep it as a note, let"
+        " its name begin with '_'"
+    )
+
+
+def _check_honoured(given: Mapping[str, Any]) -> None:
+    """Check that the engine can honour all settings."""
+    for key, why in REFUSED.items():
+        if not is_off(given.get(key)):
+            raise ConfigError(f"DeepSpeed's configuration has {key!r}, which {why}")
+    zero = given.get("zero_optimization", {})
+    for key, why in REFUSED_ZERO.items():
+        if not is_off(zero.get(key)):
+            raise ConfigError(f"DeepSpeed's configuration has {key}={zero[key]!r}: {why}")
+    for section in ("bf16", "fp16"):
+        for key in REFUSED_PRECISION:
+            if not is_off(given.get(section, {}).get(key)):
+                raise ConfigError(
+                    f"DeepSpeed's configuration has {section}.{key}, which keeps no float32 weights. Updates"
+                    " and checkpoints need them. Remove it"
+                )
+    if given.get("compile", {}).get("deepcompile"):
+        raise ConfigError(
+            "DeepSpeed's configuration has compile.deepcompile, which replaces the engine's step. Remove it,"
+            " and give Trainer(compile=True)"
+        )
+    if given.get("managed_gradient_accumulation") is False:
+        raise ConfigError(
+            "DeepSpeed's configuration has managed_gradient_accumulation=false, but the engine needs it to"
+            " mark each window's last micro-batch. Remove it"
+        )
+
+
+def optimizer_type(section: Mapping[str, Any]) -> str:
+    """Return the optimizer that a section asks for; as in DeepSpeed, case does not matter."""
+    given = str(section.get("type", "AdamW"))
+    return next((each for each in OPTIMIZERS if each.lower() == given.lower()), given)
+
+
+def _check_optimizer(given: Mapping[str, Any]) -> None:
+    for section, kinds in (("optimizer", OPTIMIZERS), ("scheduler", SCHEDULERS)):
+        if section not in given:
+            continue
+        kind = optimizer_type(given[section]) if section == "optimizer" else given[section].get("type")
+        if kind not in kinds:
+            raise ConfigError(
+                f"DeepSpeed's configuration asks for the {section} {kind!r}. {nearest(str(kind), kinds)} For"
+                " another one remove the section, and return it from the task's configure_optimizers"
+            )
+        if not isinstance(given[section].get("params", {}), Mapping):
+            params = given[section]["params"]
+            raise ConfigError(
+                f"DeepSpeed's configuration has {section}.params={params!r}; it must be a mapping"
+            )
+    if "scheduler" in given and "optimizer" not in given:
+        raise ConfigError(
+            "DeepSpeed's configuration has a scheduler without an optimizer. Give the schedule by"
+            " OptimizerConfig(schedule=...), or add the optimizer"
+        )

@@ -1,0 +1,186 @@
+"""The package DeepSpeed: importing it without its output, and connecting it to the job's process group."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from drivetrain.core.errors import ConfigError, MissingDependencyError, StrategyError
+from drivetrain.strategies.base import Support, installed
+from drivetrain.task.optim.muon import CombinedOptimizer
+
+_ELEMENTWISE = frozenset(
+    {
+        "ASGD",
+        "Adadelta",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+        "DeepSpeedCPUAdam",
+        "DeepSpeedCPULion",
+        "FusedAdam",
+        "FusedLion",
+    }
+)
+"""Elementwise optimizers: the update of a number depends only on its own gradients and state."""
+
+_OF_MATRICES = frozenset({"Adafactor", "Muon", "Shampoo", "SOAP"})
+"""Optimizers that depend on a parameter's shape."""
+
+_connected: Any = None
+
+
+def library(device: str) -> Any:
+    """Import DeepSpeed for a kind of device.
+
+    Raises:
+        MissingDependencyError: DeepSpeed is not installed.
+        StrategyError: DeepSpeed was imported before for another kind of device.
+    """
+    if not installed("deepspeed", "deepspeed"):
+        raise MissingDependencyError("deepspeed", "deepspeed", "strategy 'deepspeed'")
+    with _environment(DS_ACCELERATOR=os.environ.get("DS_ACCELERATOR", device)), quiet():
+        import deepspeed
+        from deepspeed.accelerator import get_accelerator
+
+        there = get_accelerator().device_name()
+    if there != device:
+        raise StrategyError(
+            f"DeepSpeed has chosen {there!r} in this program, but the strategy runs on {device!r}. Set the"
+            f" environment variable DS_ACCELERATOR={device}, or use the other device"
+        )
+    # DeepSpeed calls functions by deprecated names in every step.
+    warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+` is deprecated", FutureWarning)
+    # DeepSpeed asks this table for one operator alone, of inference on a CPU, which it would compile for half
+    # a minute before any training. To fill the table it would try the compiler on every operator.
+    vars(deepspeed.ops).setdefault("__compatible_ops__", {})
+    return deepspeed
+
+
+def float16(device: str) -> Support:
+    """Return whether DeepSpeed supports float16 on a kind of device."""
+    library(device)
+    from deepspeed.accelerator import get_accelerator
+
+    if get_accelerator().is_fp16_supported():
+        return Support(True)
+    return Support(
+        False,
+        f"DeepSpeed does not support float16 on this {device.upper()}; use 'bf16-mixed', 'ddp' or 'fsdp'",
+    )
+
+
+def connect(deepspeed: Any) -> None:
+    """Connect DeepSpeed to the job's process group, and clear its references to an earlier one."""
+    global _connected
+    world = torch.distributed.group.WORLD
+    if _connected is world:
+        return
+    from deepspeed.utils import groups
+
+    deepspeed.comm.comm.cdb = None
+    for name in (
+        "_WORLD_GROUP",
+        "_DATA_PARALLEL_GROUP",
+        "_MODEL_PARALLEL_GROUP",
+        "_TENSOR_MODEL_PARALLEL_GROUP",
+    ):
+        setattr(groups, name, None)
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+    groups._ALL_TO_ALL_GROUP = {}
+    with quiet():
+        deepspeed.init_distributed(dist_init_required=False, verbose=False)
+    _connected = world
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Run the block without DeepSpeed's prints, warnings and logs."""
+    logger = logging.getLogger("DeepSpeed")
+    level = logger.level
+    logger.setLevel(max(level, logging.ERROR))
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def compile_once() -> Iterator[None]:
+    """Run the block, which compiles an operator, in one process at a time and in a separate folder.
+
+    torch marks a compilation by a file. A killed process leaves that file behind, and all later ones would
+    wait for it forever. Here a process first takes a lock that the system frees when its holder dies, so any
+    mark that it finds is stale, and is removed.
+    """
+    import fcntl  # exists wherever DeepSpeed compiles
+
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()) / "drivetrain"
+    root.mkdir(parents=True, exist_ok=True)
+    with (
+        (root / "building").open("w", encoding="utf-8") as file,
+        _environment(TORCH_EXTENSIONS_DIR=str(root)),
+        quiet(),
+    ):
+        fcntl.flock(file, fcntl.LOCK_EX)
+        for stale in root.glob("**/lock"):
+            stale.unlink()
+        yield
+
+
+@contextlib.contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    """Run the block with these variables set, then restore the whole environment."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def check_optimizer(optimizer: Optimizer, allowed: bool) -> None:
+    """Check that an optimizer computes the same on flat pieces as on parameters.
+
+    Args:
+        optimizer: The optimizer.
+        allowed: Whether the user says that it does.
+
+    Raises:
+        ConfigError: It depends on a parameter's shape, or is not known to be elementwise.
+    """
+    if allowed:
+        return
+    parts = optimizer.parts if isinstance(optimizer, CombinedOptimizer) else (optimizer,)
+    unknown = [name for name in (type(each).__name__ for each in parts) if name not in _ELEMENTWISE]
+    if not unknown:
+        return
+    name = unknown[0]
+    others = f"Allowed are {', '.join(sorted(_ELEMENTWISE))}"
+    given = "DeepSpeed concatenates parameters to flat pieces for the optimizer, and"
+    if name in _OF_MATRICES:
+        raise ConfigError(f"{given} {name} works on whole matrices. Use strategy 'ddp' with it. {others}")
+    raise ConfigError(
+        f"{given} {name} is not known to compute the same on those. {others}; if {name} is elementwise, give"
+        ' DeepSpeedConfig(config={"zero_allow_untested_optimizer": True})'
+    )

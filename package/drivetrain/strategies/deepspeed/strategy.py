@@ -1,0 +1,331 @@
+"""DeepSpeed's ZeRO: optimizer states, gradients and parameters are sharded over the processes.
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
+Our engine does weighting, accumulation, clipping and learning rates; DeepSpeed's reduces, shards and updates.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.core.errors import StrategyError
+from drivetrain.distributed.group import Member, join, leave
+from drivetrain.distributed.ranks import ALONE
+from drivetrain.distributed.tensors import broadcast_module
+from drivetrain.strategies.base import (
+    MakeOptimizers,
+    Prepared,
+    Settings,
+    Strategy,
+    Support,
+    has_bfloat16,
+    has_collectives,
+    installed,
+)
+from drivetrain.strategies.checks import check_dimensions, check_values
+from drivetrain.strategies.deepspeed.config import PRECISIONS, DeepSpeedConfig, check_contradictions, realise
+from drivetrain.strategies.deepspeed.errors import check_by_deepspeed, translated_errors
+from drivetrain.strategies.deepspeed.library import check_optimizer, connect, float16, library, quiet
+from drivetrain.strategies.deepspeed.norms import WideNorms
+from drivetrain.strategies.deepspeed.optimizer import configured
+from drivetrain.strategies.deepspeed.state import ZeroState, load_scaler_state, scaler_state
+from drivetrain.strategies.deepspeed.unshard import OriginalModules, full_shapes
+from drivetrain.strategies.meta_device import Materialization, on_meta
+from drivetrain.strategies.precision.base import Precision
+from drivetrain.strategies.unused import UsedParameters
+from drivetrain.strategies.wrapping import units
+from drivetrain.task.task import StepModule, TaskModule
+
+
+class DeepSpeed(Strategy):
+    """One shard of the training state per process, each on a CPU or a GPU.
+
+    Args:
+        config: The options.
+        device: The kind of device, "cpu" or "cuda".
+        world_size: The number of processes.
+
+    Raises:
+        MissingDependencyError: DeepSpeed is not installed.
+    """
+
+    name = "deepspeed"
+    config_type = DeepSpeedConfig
+    needs = "the package deepspeed; several processes, on CPUs (gloo) or CUDA GPUs (NCCL)"
+    calls_microbatch_always = True
+    no_skipping = (
+        "DeepSpeed's engine reduces, shards and accumulates gradients in its own memory, which only an update"
+        " clears"
+    )
+    no_choice_of_gpus = "DeepSpeed takes the GPU of each process's local rank"
+    no_value_clipping = "DeepSpeed's optimizers read gradients of their own, which it clips by the norm"
+    no_generators = (
+        "DeepSpeed's engine has one optimizer, and reduces the gradients of all parameters in every backward"
+    )
+
+    def __init__(
+        self, config: DeepSpeedConfig | None = None, *, device: str = "cpu", world_size: int = 1
+    ) -> None:
+        self.config = config or DeepSpeedConfig()
+        self.device = torch.device(device)
+        self.world_size = world_size
+        self.sharded = self.config.stage == 3
+        if self.sharded:
+            self.no_compile = "DeepSpeed gathers the parameters of each layer inside a block"
+        self._asked = Settings(None, 1, None, world_size)
+        self._member: Member | None = None
+        self._engine: Any = None
+        self._zero: Any = None
+        self._used: UsedParameters | None = None
+        self._state: ZeroState | None = None
+        self._before: OriginalModules | None = None
+        self._norms: WideNorms | None = None
+        self._plain = self.config.stage == 0
+        self._norm: Tensor | None = None
+        self._last = True
+        self._named = False
+
+    @classmethod
+    def available(cls, hardware: Any) -> Support:
+        """Return whether DeepSpeed and torch.distributed are available."""
+        return has_collectives() and installed("deepspeed", "deepspeed")
+
+    @property
+    def title(self) -> str:
+        """The name, with the stage of ZeRO."""
+        return f"{self.name}, ZeRO stage {self.config.stage}"
+
+    def supports(self, precision: Precision) -> Support:
+        """Support '32'; with a stage above 0 also 'bf16-mixed' and '16-mixed'."""
+        if precision.name not in PRECISIONS or type(precision) is not Precision:
+            return Support(
+                False,
+                f"DeepSpeed keeps weights in float32; allowed are {', '.join(map(repr, PRECISIONS))}",
+            )
+        if self._plain and precision.name != "32":
+            return Support(False, "stage 0 divides nothing, and mixes no precisions; use 'ddp', or stage 1")
+        if precision.name == "16-mixed":
+            return float16(self.device.type)
+        return has_bfloat16(self.device, precision)
+
+    def check_settings(self, asked: Settings, precision: Precision) -> None:
+        """Check that DeepSpeed accepts the configuration, and that it does not contradict the Trainer."""
+        check_contradictions(self.config, precision, asked)
+        self._asked = asked
+        if self.config.mapping:
+            configured(self.config, nn.Module(), total_updates=sys.maxsize)  # the length is not known yet
+            check_by_deepspeed(realise(self.config, precision, asked), self.device.type)
+
+    def configured_optimizer(self, task: nn.Module, total_updates: int | None) -> Any:
+        """Return the optimizer and schedule of DeepSpeed's configuration, if it has them."""
+        return configured(self.config, task, total_updates)
+
+    def setup(self) -> None:
+        """Join the process group."""
+        library(self.device.type)  # takes a second or more, while other processes still start
+        limit = None if self.config.timeout is None else timedelta(seconds=self.config.timeout)
+        self._member = member = join(self.world_size, self.device.type, limit)
+        self.rank, self.device, self.ranks = member.rank, member.device, member.ranks
+        if "LOCAL_RANK" not in os.environ:  # DeepSpeed needs it with one process too
+            os.environ["LOCAL_RANK"] = "0"
+            self._named = True
+
+    def teardown(self) -> None:
+        """Leave the process group."""
+        self._destroy_engine()
+        if self._named:
+            os.environ.pop("LOCAL_RANK", None)
+            self._named = False
+        if self._member is not None:
+            leave(self._member)
+            self._member, self.ranks = None, ALONE
+
+    def prepare(
+        self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision
+    ) -> Prepared:
+        """Build the optimizer, and pass it and the module to DeepSpeed's engine."""
+        task = module.task
+        check_values(task, self.name, meta=self.sharded)
+        settings = realise(self.config, precision, self._asked)
+        if not isinstance(task, TaskModule):
+            # A user's own loop may make an update at any time.
+            if self._plain and make_optimizers:
+                raise StrategyError("stage 0 is for the Trainer; in your own loop use strategy 'ddp'")
+            settings["managed_gradient_accumulation"] = False
+        module.context = precision.forward_context(self.device)
+        trained = any(each.requires_grad for each in task.parameters())
+        if not (self.sharded or (make_optimizers and trained)):
+            module.to(self.device)
+            broadcast_module(module, self.world_size)
+            return Prepared(module, make_optimizers(module) if make_optimizers else {})
+        check_dimensions(task, otherwise="" if self.config.stage else ", or use strategy 'ddp'")
+        deepspeed = library(self.device.type)
+        connect(deepspeed)
+        self._before = OriginalModules(module)
+        stored: dict[nn.Parameter, torch.dtype] = {}
+        exact: dict[nn.Parameter, Tensor] = {}
+        if on_meta(module):
+            self._materialize(module, deepspeed, settings, precision, stored, exact)
+        module.to(self.device)
+        broadcast_module(module, self.world_size)
+        if not stored:
+            stored = {each: each.dtype for each in task.parameters()}
+            if precision.compute_dtype is not None:
+                exact = {each: each.detach().clone() for each in stored if each.requires_grad}
+        optimizers = self._optimizers(module, make_optimizers)  # raises if nothing is trained
+        optimizer = next(iter(optimizers.values()), None)
+        members = [list(group["params"]) for group in optimizer.param_groups] if optimizer else []
+        with quiet(), translated_errors():
+            self._engine, zero, *_ = deepspeed.initialize(
+                model=module, optimizer=optimizer, config=settings, dist_init_required=False
+            )
+        self._zero = None if self._plain else zero
+        if self._zero is not None:
+            self._state = ZeroState(task, zero, optimizer, members, stored)
+            self._state.put(exact)  # DeepSpeed has started from rounded values
+        self._used = UsedParameters(task) if optimizers else None
+        self._norms = WideNorms(module)
+        return Prepared(self._engine, optimizers)
+
+    def _optimizers(self, module: StepModule, make_optimizers: MakeOptimizers | None) -> dict[str, Optimizer]:
+        if make_optimizers is None:
+            return {}
+        with full_shapes(module):
+            optimizers = make_optimizers(module)
+        allowed = self.config.mapping.get("zero_allow_untested_optimizer") is True
+        for each in optimizers.values():
+            check_optimizer(each, allowed or self._plain)
+        return optimizers
+
+    def _materialize(
+        self,
+        module: StepModule,
+        deepspeed: Any,
+        settings: dict[str, Any],
+        precision: Precision,
+        stored: dict[nn.Parameter, torch.dtype],
+        exact: dict[nn.Parameter, Tensor],
+    ) -> None:
+        """Initialise a task on the meta device block by block, and shard each block at once.
+
+        Args:
+            module: The step module.
+            deepspeed: The package.
+            settings: DeepSpeed's configuration.
+            precision: The run's precision.
+            stored: Gets the dtypes that the parameters had.
+            exact: Gets this process's shards of the unrounded values, if values are rounded.
+        """
+        dtype = precision.compute_dtype
+
+        def divide(part: nn.Module) -> None:
+            for each in part.parameters():
+                if hasattr(each, "ds_id"):
+                    continue
+                stored[each] = each.dtype
+                if dtype is not None:
+                    size = -(-each.numel() // self.world_size)
+                    exact[each] = each.detach().reshape(-1)[size * self.rank :][:size].clone()
+                    each.data = each.data.to(dtype)
+            with quiet():
+                deepspeed.zero.Init(module=part, config_dict_or_path=settings, dtype=dtype or torch.float32)
+
+        blocks = units(module.task, "auto")
+        Materialization(module).run([*blocks, module], self.device, self.world_size, divide)
+
+    @contextmanager
+    def exchanged(
+        self, optimizers: Mapping[str, Optimizer], write: bool = False
+    ) -> Iterator[Mapping[str, Optimizer]]:
+        """Gather or scatter one parameter at a time; see `ZeroState`."""
+        if self._state is None:
+            yield optimizers
+            return
+        with self._state.exchanged(write) as given:
+            taken = self._state.optimizer
+            yield {name: given if given and each is taken else each for name, each in optimizers.items()}
+
+    def full_tensor(self, tensor: Tensor) -> Tensor:
+        """Gather a tensor; for a parameter that is sharded or kept in 16 bits, return its exact values.
+
+        All processes must call it together.
+        """
+        if self._state is not None and self._state.is_incomplete(tensor):
+            return self._state.gathered(tensor).to(tensor.device)
+        return super().full_tensor(tensor)
+
+    def restore(self) -> None:
+        """Gather the whole values in the host's memory, unless `gather_at_end` is off."""
+        before, state, self._before = self._before, self._state, None
+        if before is None or (self.sharded and not self.config.gather_at_end):
+            return
+        before.restore(state.gathered if state is not None else Tensor.detach)
+
+    def _destroy_engine(self) -> None:
+        engine, self._engine, self._zero, self._state, self._before = self._engine, None, None, None, None
+        if self._norms is not None:
+            self._norms.remove()
+            self._norms = None
+        if engine is not None:
+            with quiet():
+                engine.destroy()
+
+    def microbatch(self, model: nn.Module, last: bool) -> None:
+        """Tell DeepSpeed whether this is the window's last micro-batch; some stages reduce only then."""
+        self._last = last
+        if self._engine is not None:
+            self._engine.set_gradient_accumulation_boundary(last)
+
+    def backward(
+        self, loss: Tensor, share: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
+    ) -> None:
+        """Run backward of the share of the loss by DeepSpeed's engine."""
+        if inputs is not None:
+            raise StrategyError(f"backward to only some parameters is not supported: {self.no_generators}")
+        self._engine.backward(loss if share is None else loss * share, scale_wrt_gas=False)
+        if self._used is not None and self._last:
+            self._used.check()
+            self._used = None
+
+    def scale_gradients(self, parameters: Sequence[Tensor], factor: float | Tensor) -> None:
+        """Let DeepSpeed multiply the gradients at the update, as it does with a loss scale."""
+        self._zero.override_loss_scale(self._zero.loss_scale / float(factor))
+
+    def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
+        """Let DeepSpeed clip by the global norm, which is known at the update."""
+        if self._zero is None:
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        self._zero.clip_grad = max_norm
+        self._norm = torch.zeros((), device=self.device)
+        return self._norm
+
+    def optimizer_step(self, optimizer: Optimizer) -> bool:
+        """Let DeepSpeed make the update; return False if a scaled gradient overflowed."""
+        self._engine.step()
+        if self._norm is not None:
+            self._norm.fill_(self._zero._global_grad_norm)
+            self._zero.clip_grad, self._norm = 0.0, None
+        if self._zero is not None:
+            self._zero.custom_loss_scaler = False
+        applied: bool = self._engine.was_step_applied()
+        return applied
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loss scale and its growth counter."""
+        scaler = getattr(self._zero, "loss_scaler", None)
+        return {"scaler": scaler_state(scaler)} if getattr(scaler, "dynamic", False) else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a loss scale; without one here, a saved one is ignored."""
+        scaler = getattr(self._zero, "loss_scaler", None)
+        if getattr(scaler, "dynamic", False) and "scaler" in state:
+            load_scaler_state(scaler, state["scaler"])

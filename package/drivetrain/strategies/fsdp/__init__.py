@@ -1,0 +1,1 @@
+"""torch's fully sharded data parallelism as a strategy."""

@@ -1,0 +1,102 @@
+"""The options of fully sharded training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from drivetrain.core.errors import ConfigError, nearest
+from drivetrain.core.validation import by_name
+from drivetrain.strategies.checks import check_options
+from drivetrain.strategies.transforms.recompute import RecomputeOption, as_recompute_option
+from drivetrain.strategies.wrapping import Wrap
+
+SHARDINGS = ("full_shard", "shard_grad_op", "no_shard", "hybrid")
+
+
+@by_name
+@dataclass(frozen=True, kw_only=True)
+class FSDPConfig:
+    """Options of strategy "fsdp".
+
+    Attributes:
+        sharding: "full_shard" gathers parameters for each use and frees them after it (ZeRO 3).
+            "shard_grad_op" keeps them whole from forward to backward (ZeRO 2). "no_shard" keeps everything
+            on every process. "hybrid" shards over `shard_size` processes, and replicates over the groups.
+        wrap: The modules whose parameters are gathered together: "auto" for each of the model's repeated
+            blocks, the names of classes, a minimum number of parameters, a function of a module, or () for
+            the whole model at once.
+        shard_size: With "hybrid", the number of processes that a parameter is sharded over; None means those
+            of a machine.
+        tensor_parallel: The number of neighbouring processes that split the modules of the task's
+            `parallel_plan`; they get the same data. 1 ignores the plan.
+        ignored: Names of parameters or modules, or globs on them (`*` crosses dots), that every process keeps
+            whole; their gradients are averaged.
+        broadcast_buffers: Copy rank 0's buffers, such as running means, to all ranks before each forward.
+        sync_batchnorm: Compute batch statistics over all ranks; GPUs only.
+        cpu_offload: Keep shards and optimizer states in the host's memory.
+        activation_checkpointing: What backward recomputes. False recomputes nothing; True or "full" each
+            block's activations; "selective" all but the results of matrix products, convolutions and
+            attention. Otherwise the classes, or their names, to recompute, or a function of (context,
+            operation, *arguments, **keywords) that returns a `torch.utils.checkpoint.CheckpointPolicy`.
+        forward_prefetch: How many further blocks forward gathers in advance.
+        backward_prefetch: How many blocks backward gathers in advance; it always gathers at least one, so 0
+            and 1 are the same.
+        timeout: Seconds that a collective may take; None uses torch's limit.
+        gather_at_end: Gather the task's whole values in the host's memory of every process when a run has
+            ended without an error. False leaves the shards, for tasks that do not fit there.
+    """
+
+    sharding: str = "full_shard"
+    wrap: Wrap = "auto"
+    shard_size: int | None = None
+    tensor_parallel: int = 1
+    ignored: tuple[str, ...] = ()
+    broadcast_buffers: bool = True
+    sync_batchnorm: bool = False
+    cpu_offload: bool = False
+    activation_checkpointing: RecomputeOption = False
+    forward_prefetch: int = 0
+    backward_prefetch: int = 0
+    timeout: float | None = None
+    gather_at_end: bool = True
+
+    def __post_init__(self) -> None:
+        """Check each option.
+
+        Raises:
+            ConfigError: An option is invalid; the message says what is allowed.
+        """
+        if self.sharding not in SHARDINGS:
+            raise ConfigError(f"unknown sharding {self.sharding!r}. {nearest(str(self.sharding), SHARDINGS)}")
+        if not (self.wrap == "auto" or _names(self.wrap) or _whole(self.wrap, 1) or callable(self.wrap)):
+            raise ConfigError(
+                "FSDPConfig(wrap=...) must be 'auto', names of classes, a number of parameters or a function"
+                f" of a module, not {self.wrap!r}"
+            )
+        again = as_recompute_option("FSDPConfig", self.activation_checkpointing)
+        object.__setattr__(self, "activation_checkpointing", again)
+        if not _names(self.ignored):
+            raise ConfigError(
+                f"FSDPConfig(ignored=...) must be a tuple of names, such as ('head.*',), not {self.ignored!r}"
+            )
+        if self.shard_size is not None and self.sharding != "hybrid":
+            raise ConfigError(f"shard_size is for sharding='hybrid', not {self.sharding!r}")
+        if self.shard_size is not None and not _whole(self.shard_size, 1):
+            raise ConfigError(f"shard_size must be a positive number of processes, not {self.shard_size!r}")
+        check_options(
+            self, ("timeout",), ("broadcast_buffers", "sync_batchnorm", "cpu_offload", "gather_at_end")
+        )
+        for name in ("forward_prefetch", "backward_prefetch"):
+            if not _whole(getattr(self, name), 0):
+                raise ConfigError(f"{name} must be a number of blocks, not {getattr(self, name)!r}")
+        if not _whole(self.tensor_parallel, 1):
+            raise ConfigError(f"tensor_parallel must be a number of processes, not {self.tensor_parallel!r}")
+
+
+def _names(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and all(isinstance(each, str) for each in value)
+
+
+def _whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -1,0 +1,335 @@
+"""Fully sharded data parallel: each process keeps a shard of every parameter, gradient and optimizer state.
+
+Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023; realised by
+torch's `fully_shard` (FSDP2), which makes each parameter a DTensor under its own name.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.core.errors import ConfigError, StrategyError
+from drivetrain.distributed.group import Member, join, leave
+from drivetrain.distributed.launch.environment import detect
+from drivetrain.distributed.ranks import ALONE, Ranks
+from drivetrain.distributed.tensors import average_gradients, broadcast_buffers, broadcast_module
+from drivetrain.strategies.base import (
+    MakeOptimizers,
+    Prepared,
+    Strategy,
+    Support,
+    gradients_of,
+    has_bfloat16,
+    has_collectives,
+)
+from drivetrain.strategies.checks import check_dimensions, check_values
+from drivetrain.strategies.fsdp.clipping import clip_by_global_norm
+from drivetrain.strategies.fsdp.config import FSDPConfig
+from drivetrain.strategies.fsdp.tensor_parallel import Planned, TensorParallel, planned
+from drivetrain.strategies.fsdp.unshard import OriginalModules, forget_meshes
+from drivetrain.strategies.loss_scale import LossScale
+from drivetrain.strategies.meta_device import Materialization, on_meta
+from drivetrain.strategies.precision.base import Precision
+from drivetrain.strategies.precision.float8 import Float8
+from drivetrain.strategies.sparse import refuse_sparse
+from drivetrain.strategies.transforms.recompute import checkpoint_blocks
+from drivetrain.strategies.wrapping import batch_norms, ignored_names, parameters_named, scalar_names, units
+from drivetrain.task.task import StepModule
+
+
+class FSDP(Strategy):
+    """One shard of the model per process, on a CPU or a GPU each.
+
+    Args:
+        config: The options.
+        device: The kind of device, "cpu" or "cuda".
+        world_size: The number of processes.
+
+    Raises:
+        StrategyError: `tensor_parallel` or `shard_size` does not divide the number of processes.
+    """
+
+    name = "fsdp"
+    no_skipping = ""
+    no_evaluation_precision = "shards are gathered in the precision of training"
+    no_value_clipping = ""
+    no_choice_of_gpus = ""
+    no_micro_batch = (
+        "all processes gather parameters during a forward, so when one runs out of memory the others would"
+        " wait for it"
+    )
+    config_type = FSDPConfig
+    needs = "several processes, on CPUs (gloo) or CUDA GPUs (NCCL)"
+    sharded = True
+
+    def __init__(self, config: FSDPConfig | None = None, *, device: str = "cpu", world_size: int = 1) -> None:
+        self.config = config or FSDPConfig()
+        self.device = torch.device(device)
+        self.world_size = world_size
+        self._member: Member | None = None
+        self._parameters: list[nn.Parameter] = []
+        self._ignored: list[nn.Parameter] = []
+        self._data_ranks = ALONE
+        self._sharded: list[OriginalModules] = []
+        self._synchronized = True
+        self._has_buffers = False
+        if device == "cpu" and self.config.sync_batchnorm:
+            raise StrategyError("sync_batchnorm needs GPUs: torch has no synchronised batch norm for CPUs")
+        split, size = self.config.tensor_parallel, self.config.shard_size
+        self.no_recomputation = ""
+        if split > 1 or self.config.activation_checkpointing:
+            self.no_recomputation = (
+                "tensor_parallel splits modules first, and FSDPConfig has its own option: give"
+                " FSDPConfig(activation_checkpointing=...)"
+            )
+        if world_size % split:
+            raise StrategyError(
+                f"tensor_parallel={split} does not divide {world_size} processes; make devices times"
+                " num_nodes a multiple of it"
+            )
+        if size is not None and self.data_size % size:
+            what = f"groups of {split} processes in tensor_parallel" if split > 1 else "processes"
+            raise StrategyError(f"shard_size={size} does not divide {self.data_size} {what}")
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this process's tensor group."""
+        return self.rank // self.config.tensor_parallel
+
+    @property
+    def data_size(self) -> int:
+        """The number of tensor groups."""
+        return self.world_size // self.config.tensor_parallel
+
+    @property
+    def data_ranks(self) -> Ranks:
+        """The ranks of tensor groups."""
+        return self._data_ranks
+
+    @classmethod
+    def available(cls, hardware: Any) -> Support:
+        """Return whether a machine can run it; each can, with processes on the CPU."""
+        return has_collectives()
+
+    def supports(self, precision: Precision) -> Support:
+        """Support all built-in precisions; bfloat16 needs a GPU with bfloat16."""
+        if isinstance(precision, Float8) and self.config.tensor_parallel > 1:
+            return Support(False, "tensor_parallel cannot split layers in float8; use 'bf16-mixed'")
+        return has_bfloat16(self.device, precision)
+
+    def setup(self) -> None:
+        """Join the process group."""
+        forget_meshes()
+        limit = None if self.config.timeout is None else timedelta(seconds=self.config.timeout)
+        self._member = member = join(self.world_size, self.device.type, limit, self.gpus)
+        self.rank, self.device, self.ranks = member.rank, member.device, member.ranks
+        self._data_ranks = member.ranks.grouped(self.config.tensor_parallel)
+
+    def teardown(self) -> None:
+        """Leave the process group."""
+        self._sharded = []
+        if self._member is not None:
+            forget_meshes()  # otherwise a fork of this process would free their groups
+            leave(self._member)
+            self._member, self.ranks, self._data_ranks = None, ALONE, ALONE
+
+    def prepare(
+        self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision
+    ) -> Prepared:
+        """Convert, move, split and shard the module, then build the optimizers on the shards.
+
+        A task on the meta device is initialised part by part while it is sharded.
+        """
+        check_values(module.task, self.name, meta=True)
+        if self.config.sync_batchnorm:
+            module.task = nn.SyncBatchNorm.convert_sync_batchnorm(module.task)  # type: ignore[no-untyped-call]
+        task = module.task
+        if make_optimizers is not None:
+            refuse_sparse(task, self.name, "torch has no sparse gradients of shards")
+        before = OriginalModules(module)
+        values = Materialization(module) if on_meta(module) else None
+        whole = ignored_names(task, self.config.ignored)
+        plan = planned(task) if self.config.tensor_parallel > 1 else []
+        _check(whole, plan)
+        whole |= scalar_names(task)
+        precision.convert_module(module)
+        if values is None:
+            module.to(self.device)
+            broadcast_module(module, self.world_size)
+        module.context = precision.forward_context(self.device)
+        self._scale = LossScale(self.device, self._agree) if precision.loss_scaling else None
+        self._shard(module, precision, values, whole, plan)
+        self._parameters = [each for each in module.parameters() if each.requires_grad]
+        kept = parameters_named(task, whole)
+        self._ignored = [each for each in self._parameters if each in kept]
+        self._synchronized = True
+        self._has_buffers = self.config.broadcast_buffers and any(True for _ in module.buffers())
+        self._sharded.append(before)
+        return Prepared(module, make_optimizers(module) if make_optimizers else {})
+
+    def settle(self, model: nn.Module) -> None:
+        """Free parameters that a forward without a backward, or a callback, has gathered."""
+        from torch.distributed.fsdp import FSDPModule
+
+        for each in model.modules():
+            if isinstance(each, FSDPModule):
+                each.reshard()
+
+    def restore(self) -> None:
+        """Gather the whole values in the host's memory, unless `gather_at_end` is off."""
+        sharded, self._sharded = self._sharded, []
+        for before in sharded if self.config.gather_at_end else ():
+            before.restore()
+
+    def _agree(self, found: Tensor) -> None:
+        # Each process checks only its own shards.
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+
+    def _shard(
+        self,
+        module: StepModule,
+        precision: Precision,
+        values: Materialization | None,
+        whole: frozenset[str],
+        plan: list[Planned],
+    ) -> None:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        config, task, mesh = self.config, module.task, self._mesh()
+        names = [each for each in mesh.mesh_dim_names if each != "tensor"]
+        splitting = None
+        if plan:
+            splitting = TensorParallel(plan, mesh["tensor"])
+            # It warns for every parameter on two meshes that gathering takes two collectives.
+            logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+        options = self._options(precision)
+        options["mesh"] = mesh[tuple(names)] if plan else mesh
+        mixed = precision.compute_dtype not in (None, precision.param_dtype or torch.float32)
+        norms = batch_norms(task) if mixed else []
+        uncast = {**options, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
+        blocks = [each for each in units(task, config.wrap) if each not in norms]
+
+        def split(part: nn.Module) -> None:
+            if splitting is not None:
+                splitting.split(part)
+
+        def shard(part: nn.Module) -> None:
+            split(part)
+            fully_shard(
+                part, ignored_params=parameters_named(task, whole), **(uncast if part in norms else options)
+            )
+
+        if values is None:
+            split(task)
+            checkpoint_blocks(task, config.activation_checkpointing)
+            for part in (*norms, *blocks):
+                shard(part)
+        else:
+            checkpoint_blocks(task, config.activation_checkpointing)
+            values.run([*norms, *blocks], self.device, self.world_size, shard)
+            split(task)
+        # The root's parameters stay gathered: backward, which needs them, follows at once.
+        fully_shard(
+            module,
+            ignored_params=parameters_named(task, whole),
+            **{**options, "reshard_after_forward": False},
+        )
+        self._prefetch(blocks)
+
+    def _options(self, precision: Precision) -> dict[str, Any]:
+        """Return the arguments of `fully_shard` for every part."""
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+        offload = OffloadPolicy()
+        if self.config.cpu_offload:
+            offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+        return {
+            "reshard_after_forward": self.config.sharding not in ("shard_grad_op", "no_shard"),
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=precision.compute_dtype,
+                reduce_dtype=None if precision.compute_dtype is None else precision.reduce_dtype,
+                cast_forward_inputs=False,  # the precision's context casts as needed
+            ),
+            "offload_policy": offload,
+        }
+
+    def _prefetch(self, blocks: Sequence[Any]) -> None:
+        forward, backward = self.config.forward_prefetch, self.config.backward_prefetch
+        for index, block in enumerate(blocks):
+            if forward:
+                block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + forward])
+            if backward:
+                block.set_modules_to_backward_prefetch(blocks[max(0, index - backward) : index][::-1])
+
+    def _mesh(self) -> Any:
+        """Return the mesh of processes; those of a tensor group are neighbours."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        size, split = self.data_size, self.config.tensor_parallel
+        sizes = {"shard": size}
+        if self.config.sharding == "no_shard":
+            sizes = {"replicate": size, "shard": 1}
+        elif self.config.sharding == "hybrid":
+            each = self.config.shard_size or _local_size(self.world_size, split)
+            sizes = {"replicate": size // each, "shard": each}
+        if split > 1:
+            sizes["tensor"] = split
+        return init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+    def microbatch(self, model: nn.Module, last: bool) -> None:
+        """Reduce gradients only in the window's last micro-batch."""
+        if self._has_buffers:
+            broadcast_buffers(model, self.world_size)
+        if last != self._synchronized:  # torch walks all modules to set it
+            self._synchronized = last
+            sharded: Any = model
+            sharded.set_requires_gradient_sync(last)
+            sharded.set_is_last_backward(last)
+
+    def backward(
+        self, loss: Tensor, share: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
+    ) -> None:
+        """Run backward with the share as the gradient of the loss."""
+        if self._scale is not None:
+            loss = self._scale.scale(loss)
+        root = None if share is None else torch.as_tensor(share, dtype=loss.dtype, device=loss.device)
+        with gradients_of(inputs, self._parameters):
+            loss.backward(root)  # type: ignore[no-untyped-call]
+        if inputs is None and self._synchronized and self._ignored:
+            average_gradients(self._ignored, self.world_size)
+
+    def synchronize(self, parameters: Sequence[Tensor]) -> None:
+        """Average the gradients of ignored parameters in a generator step; torch reduces those of shards."""
+        mine = {id(each) for each in parameters}
+        ignored = [each for each in self._ignored if id(each) in mine]
+        if ignored:
+            average_gradients(ignored, self.world_size)
+
+    def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
+        """Clip by the global norm of the unsharded gradient."""
+        return clip_by_global_norm(parameters, max_norm, self.device, self.world_size)
+
+
+def _check(whole: frozenset[str], plan: Sequence[Planned]) -> None:
+    for each in plan:
+        check_dimensions(each.module)
+        for name, _ in each.module.named_parameters(each.name):
+            if name in whole:
+                raise ConfigError(
+                    f"{name!r} is both in FSDPConfig(ignored=...), which keeps it whole, and in the"
+                    " parallel_plan, which splits it; remove it from one of them"
+                )
+
+
+def _local_size(world_size: int, split: int) -> int:
+    """Return the number of tensor groups on a machine; of all machines if they do not divide evenly."""
+    found = detect(os.environ)
+    local = world_size if found is None else found.local_world_size
+    return (local if world_size % local == 0 and local % split == 0 else world_size) // split

@@ -1,0 +1,142 @@
+"""Tensor parallelism: splitting the modules of a task's plan over neighbouring processes.
+
+Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019;
+implemented with torch's parallel styles
+(https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from drivetrain.core.errors import ConfigError, StrategyError, nearest
+
+
+class Planned(NamedTuple):
+    """A module of a plan, its name, and its parallel style."""
+
+    name: str
+    module: nn.Module
+    style: Any
+
+
+def planned(task: nn.Module) -> list[Planned]:
+    """Return the modules of a task's `parallel_plan`, in the order of the plan.
+
+    Raises:
+        ConfigError: There is no plan, it is not a mapping to styles, or a name matches no module.
+    """
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    kind = type(task).__name__
+    make = getattr(task, "parallel_plan", None)  # a user's own loop may train any module
+    plan = make() if make is not None else {}
+    if not isinstance(plan, Mapping):
+        raise ConfigError(
+            f"{kind}.parallel_plan() must return a mapping of module names to styles, not a"
+            f" {type(plan).__name__}"
+        )
+    if not plan:
+        raise ConfigError(
+            f"tensor_parallel needs a plan: define {kind}.parallel_plan(), which returns a mapping of module"
+            " names to styles of torch.distributed.tensor.parallel; or leave tensor_parallel at 1"
+        )
+    modules = dict(task.named_modules())
+    chosen = []
+    for pattern, style in plan.items():
+        if not isinstance(style, ParallelStyle):
+            raise ConfigError(
+                f"{kind}.parallel_plan() has a {type(style).__name__} for {pattern!r}; it must be a style of"
+                " torch.distributed.tensor.parallel, such as ColwiseParallel()"
+            )
+        names = [name for name in modules if _matches(name, pattern)]
+        if not names:
+            raise ConfigError(
+                f"{kind}.parallel_plan() names {pattern!r}, which is not a module of the task."
+                f" {nearest(pattern, filter(None, modules))}"
+            )
+        chosen += [Planned(name, modules[name], style) for name in names]
+    return chosen
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Return whether a name matches, by torch's rule: part by part, so that `*` does not cross dots."""
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatch, parts, patterns))
+
+
+class TensorParallel:
+    """The planned modules, split all at once or as they are initialised.
+
+    Args:
+        plan: The modules.
+        mesh: The one-dimensional mesh that modules are split over.
+    """
+
+    def __init__(self, plan: list[Planned], mesh: Any) -> None:
+        self._waiting = plan
+        self._mesh = mesh
+
+    def split(self, part: nn.Module) -> None:
+        """Split the planned modules in a part of the model that are not split yet.
+
+        Every process must have the same values. Tied parameters stay tied.
+
+        Raises:
+            StrategyError: A style cannot split its module, the number of processes does not divide a
+                dimension, or tied parameters would be split differently.
+        """
+        inside = {id(module) for module in part.modules()}
+        now = [each for each in self._waiting if id(each.module) in inside]
+        self._waiting = [each for each in self._waiting if id(each.module) not in inside]
+        tied = _tied(part) if now else []
+        for each in now:
+            self._split(each)
+        for uses in tied:
+            _tie(uses)
+
+    def _split(self, each: Planned) -> None:
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        try:
+            # Every process has the values already, so none are sent.
+            parallelize_module(each.module, self._mesh, each.style, src_data_rank=None)
+        except NotImplementedError as error:
+            raise StrategyError(f"{each.name!r} ({type(each.module).__name__}): {error}") from error
+        size = self._mesh.size()
+        for name, parameter in each.module.named_parameters(each.name):
+            for placement in getattr(parameter, "placements", ()):
+                if not placement.is_replicate() and parameter.shape[placement.dim] % size:
+                    raise StrategyError(
+                        f"tensor_parallel={size} does not divide dimension {placement.dim} of {name!r}, which"
+                        f" has the shape {list(parameter.shape)}"
+                    )
+
+
+Use = tuple[nn.Module, str]
+
+
+def _tied(part: nn.Module) -> list[list[Use]]:
+    """Return the uses of each parameter that is used more than once."""
+    uses: dict[int, list[Use]] = {}
+    for module in part.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            uses.setdefault(id(parameter), []).append((module, name))
+    return [each for each in uses.values() if len(each) > 1]
+
+
+def _tie(uses: list[Use]) -> None:
+    parameters = [getattr(module, name) for module, name in uses]
+    first = parameters[0]
+    if any(getattr(each, "placements", ()) != getattr(first, "placements", ()) for each in parameters):
+        kinds = " and ".join(f"{type(module).__name__}.{name}" for module, name in uses)
+        raise StrategyError(
+            f"{kinds} are one parameter, of shape {list(first.shape)}, which the parallel_plan splits in"
+            " different ways; name all of these modules in it, with styles that split the same dimension"
+        )
+    for module, name in uses[1:]:
+        setattr(module, name, first)

@@ -1,0 +1,104 @@
+"""Dynamic loss scaling for training in float16, for strategies whose library does not bring its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from drivetrain.core.errors import StrategyError
+
+_SMALLEST = 2.0**-14
+"""The smallest normal number of float16. A smaller scale would cost digits: in the gradient of the loss, and
+with several optimizers in the gradients of those that do not overflow."""
+
+
+class _Scaler(torch.amp.GradScaler):
+    """A scaler that checks the local shards: torch cannot check sharded and whole gradients together."""
+
+    def _unscale_grads_(self, optimizer: Any, *others: Any) -> Any:
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        if any(hasattr(each, "to_local") for each in parameters):
+            optimizer = SimpleNamespace(param_groups=[{"params": [_local(each) for each in parameters]}])
+        return super()._unscale_grads_(optimizer, *others)
+
+
+def _local(parameter: Any) -> Tensor:
+    """Return the local shard of a parameter, with the local shard of its gradient."""
+    gradient = parameter.grad
+    if gradient is None or not hasattr(parameter, "to_local"):
+        return parameter  # type: ignore[no-any-return]
+    local: Tensor = parameter.detach().to_local()
+    local.grad = gradient.to_local()
+    return local
+
+
+class LossScale:
+    """A gradient scaler that reports whether an update overflowed.
+
+    Args:
+        device: The device of losses and gradients.
+        agree: A function that combines the number of overflows (0-d) over all ranks, in place; None if every
+            rank has the same gradients.
+    """
+
+    def __init__(self, device: torch.device, agree: Callable[[Tensor], None] | None = None) -> None:
+        self._scaler = _Scaler(device.type)
+        self._agree = agree
+        # The scaler creates its scale at the first loss, and an update of weight zero has no loss.
+        self._scaler.scale(torch.zeros((), device=device))
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss times the scale."""
+        scaled: Tensor = self._scaler.scale(loss)
+        return scaled
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Divide the gradients by the loss scale, and record whether one is infinite or NaN."""
+        self._scaler.unscale_(optimizer)
+
+    def discard(self, optimizer: Optimizer) -> None:
+        """Forget the recorded overflows of an update that is skipped."""
+        self._scaler._per_optimizer_states.pop(id(optimizer), None)
+
+    def overflowed(self, optimizer: Optimizer) -> bool:
+        """Return whether the unscaled gradients overflowed, and update the scale; takes one host sync.
+
+        Raises:
+            StrategyError: They overflowed at the smallest scale.
+        """
+        # GradScaler.step does not report whether it stepped, and fused optimizers decide on the device.
+        found = list(self._scaler._found_inf_per_device(optimizer).values())
+        if self._agree is not None:
+            for each in found:
+                self._agree(each)
+        overflowed = any(bool(each.item()) for each in found)
+        if overflowed and self._scaler.get_scale() <= _SMALLEST:
+            raise StrategyError(
+                f"gradients overflow even at the smallest loss scale, {_SMALLEST:g}, so the scale is not the"
+                " cause. Use 'bf16-mixed', a lower learning rate, or look for infinities in the model"
+            )
+        # Updated before another optimizer's backward, which then uses the new scale. So one optimizer may
+        # step more than once in an update, and an overflow of the first does not affect the second.
+        self._update()
+        return overflowed
+
+    def _update(self) -> None:
+        states = self._scaler._per_optimizer_states.values()
+        if any(state["found_inf_per_device"] for state in states):
+            self._scaler.update()
+        else:  # no parameter had a gradient, which GradScaler would raise as an error
+            self._scaler._per_optimizer_states.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale and its growth counter."""
+        state: dict[str, Any] = self._scaler.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the result of `state_dict`."""
+        self._scaler.load_state_dict(dict(state))

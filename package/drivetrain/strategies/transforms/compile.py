@@ -1,0 +1,347 @@
+"""Compilation by `torch.compile`: choosing the parts of a task to compile, and reverting them.
+
+Ansel et al., "PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode Transformation and Graph
+Compilation", ASPLOS 2024.
+
+A module's forward is compiled, not its call, so that hooks run outside of the compiled code. Inside, the
+hooks that gather a block's parameters would break the graph in two. Each run has one compiled function per
+class that takes the module as an argument. So ten equal blocks are compiled once, and dropping the function
+frees everything.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from types import CodeType, FunctionType, MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.core.errors import ConfigError, StrategyError
+from drivetrain.core.validation import by_name, check_names, flag, one_of
+from drivetrain.task.blocks import is_called, repeated_blocks
+from drivetrain.task.forward import read_forward
+from drivetrain.task.task import TaskModule
+
+if TYPE_CHECKING:
+    from drivetrain.strategies.base import Strategy
+
+SCOPES = ("blocks", "task", "step")
+"""The values of `CompileConfig.scope`."""
+
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+"""The values of `CompileConfig.mode`, which are those of `torch.compile`."""
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+@by_name
+@dataclass(frozen=True, kw_only=True)
+class CompileConfig:
+    """Options of compilation; all but `scope` are those of `torch.compile`.
+
+    Attributes:
+        scope: The unit of compilation. "blocks" compiles each repeated block of a list of modules, once per
+            class; a task without such blocks is compiled as with "task". "task" compiles the whole forward,
+            or, if the task has none, that of each child module. "step" compiles the training step, with
+            forward and loss, and the steps of evaluation and prediction; not backward or the update.
+        mode: "default", "reduce-overhead", "max-autotune" or "max-autotune-no-cudagraphs"; None means
+            "default".
+        dynamic: Whether the compiled code accepts changing sizes. True accepts all. False compiles each size
+            separately. None accepts changes of the first dimension, which is the number of samples, and of
+            any other that turns out to change.
+        backend: The backend's name, or a function of a graph and example inputs.
+        fullgraph: Raise an error if a part cannot be compiled.
+        options: Options of the backend.
+
+    Raises:
+        ConfigError: The scope, mode, backend or a backend's option is unknown; the message gives the nearest.
+    """
+
+    scope: str = "blocks"
+    mode: str | None = None
+    dynamic: bool | None = None
+    backend: str | Callable[..., Any] = "inductor"
+    fullgraph: bool = False
+    options: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Check each option."""
+        one_of("scope of compilation", self.scope, SCOPES)
+        if self.mode is not None:
+            one_of("mode of torch.compile", self.mode, MODES)
+        if self.dynamic is not None:
+            flag("CompileConfig(dynamic=...), unless it is None,", self.dynamic)
+        flag("CompileConfig(fullgraph=...)", self.fullgraph)
+        if self.backend != "inductor" and not callable(self.backend):
+            from torch._dynamo import list_backends
+
+            one_of("backend of torch.compile", self.backend, list_backends(exclude_tags=()))
+        if self.options is None:
+            return
+        if not isinstance(self.options, Mapping):
+            raise ConfigError(f"CompileConfig(options=...) must be a mapping, not {self.options!r}")
+        if self.mode is not None:
+            raise ConfigError("CompileConfig takes mode or options, not both: a mode is a set of options")
+        if self.backend == "inductor":
+            known = torch._inductor.list_options()
+            check_names("torch.compile's inductor", (each.replace("-", "_") for each in self.options), known)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `torch.compile`."""
+        return {
+            "mode": self.mode,
+            "dynamic": self.dynamic,
+            "backend": self.backend,
+            "fullgraph": self.fullgraph,
+            "options": None if self.options is None else dict(self.options),
+        }
+
+
+def as_compile(spec: bool | Mapping[str, Any] | CompileConfig) -> CompileConfig | None:
+    """Return a user's `compile` argument as a configuration; None if compilation is off.
+
+    Raises:
+        ConfigError: The argument is invalid; the message says what is allowed.
+    """
+    if isinstance(spec, CompileConfig):
+        return spec
+    if isinstance(spec, Mapping):
+        names = [each.name for each in fields(CompileConfig)]
+        check_names("compile", spec, [*names, "disable"])
+        config = CompileConfig(**{name: value for name, value in spec.items() if name != "disable"})
+        return None if spec.get("disable") else config
+    return CompileConfig() if flag("compile (unless it is a CompileConfig or a mapping)", spec) else None
+
+
+def check_compile(spec: bool | Mapping[str, Any] | CompileConfig, strategy: Strategy) -> CompileConfig | None:
+    """Return the result of `as_compile`, checked against the strategy.
+
+    Raises:
+        ConfigError: The argument is invalid; the message says what is allowed.
+        StrategyError: The strategy does not support compilation, or not with this scope; says why.
+    """
+    config = as_compile(spec)
+    if config is not None and strategy.sharded and config.scope != "blocks" and not strategy.no_compile:
+        raise StrategyError(
+            f"compile scope {config.scope!r} with strategy {strategy.name!r}: it gathers parameters before"
+            " each block, in the middle of the code that would be compiled as one. Use scope='blocks'"
+        )
+    if config is not None and strategy.no_compile:
+        raise StrategyError(
+            f"compile={spec!r} with strategy {strategy.name!r}: {strategy.no_compile}. Use compile=False"
+        )
+    return config
+
+
+class Compilation:
+    """The compiled parts of one run.
+
+    Args:
+        spec: The `compile` argument; False disables compilation.
+        strategy: The run's strategy.
+
+    Attributes:
+        parts: The number of compiled modules by the name of their class.
+    """
+
+    def __init__(self, spec: bool | Mapping[str, Any] | CompileConfig, strategy: Strategy) -> None:
+        self._config = check_compile(spec, strategy)
+        self._functions: dict[tuple[type[nn.Module], str], Callable[..., Any]] = {}
+        self._installed: list[Compiled] = []
+        self.parts: dict[str, int] = {}
+
+    def add(self, model: nn.Module) -> None:
+        """Install the compiled methods, which compile when first called. Call it before sharding or wrapping.
+
+        Modules that the user has compiled, and modules that contain them, are left alone.
+
+        Raises:
+            ConfigError: Scope "step" was given for a model that is not a task, or for several optimizers.
+        """
+        if self._config is None:
+            return
+        if self._config.scope == "step":
+            for method in self._steps(model):
+                self._install(model, type(model).__name__, method)
+            return
+        names = {id(module): name for name, module in model.named_modules()}
+        for module in self._modules(model):
+            # A forward set on the instance cannot share its class's compiled function.
+            if not _has_own_forward(module) and not any(map(_is_compiled, module.modules())):
+                self._install(module, names[id(module)] or type(module).__name__, "forward")
+
+    def _steps(self, model: nn.Module) -> Iterator[str]:
+        kind = type(model)
+        if not isinstance(model, TaskModule):
+            raise ConfigError(
+                f"scope 'step' compiles the steps of a TaskModule, and {kind.__name__} has none. Use scope"
+                " 'task' or 'blocks'"
+            )
+        read_forward(kind)
+        for method in _STEPS:
+            if not inspect.isgeneratorfunction(getattr(kind, method)):
+                yield method
+            elif method == "training_step":
+                raise ConfigError(
+                    f"{kind.__name__}.training_step is a generator, which cannot be compiled together with"
+                    " the updates between its yields. Use scope 'task' or 'blocks'"
+                )
+
+    def _modules(self, model: nn.Module) -> list[nn.Module]:
+        assert self._config is not None
+        blocks = repeated_blocks(model, tied=True) if self._config.scope == "blocks" else []
+        if blocks:
+            return list({id(each): each for each in blocks}.values())
+        if type(model).forward is not nn.Module.forward:
+            return [model]
+        return [each for each in model.children() if is_called(each)]
+
+    def _install(self, module: nn.Module, name: str, method: str) -> None:
+        assert self._config is not None
+        kind = type(module)
+        if (kind, method) not in self._functions:
+            function = _function(f"{kind.__name__}_{method}")
+            self._functions[kind, method] = torch.compile(function, **self._config.arguments())
+        compiled = Compiled(module, method, name, self._functions[kind, method], self._config)
+        vars(module)[method] = compiled
+        self._installed.append(compiled)
+        if method in ("forward", "training_step"):
+            self.parts[kind.__name__] = self.parts.get(kind.__name__, 0) + 1
+
+    def release(self) -> None:
+        """Revert all modules, and drop the compiled code."""
+        for each in self._installed:
+            each.remove()
+        self._installed, self._functions = [], {}
+
+
+class Compiled:
+    """A compiled method that replaces a module's original one.
+
+    Args:
+        module: The module.
+        method: The method's name.
+        name: The module's name.
+        function: The compiled function of the module's class.
+        config: The options that it was compiled with.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        method: str,
+        name: str,
+        function: Callable[..., Any],
+        config: CompileConfig,
+    ) -> None:
+        self._module = module
+        self._method = method
+        self._name = name
+        self._function = function
+        self._config = config
+        self._around: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._config.dynamic is None:
+            _leave_open((args, kwargs), None)
+        try:
+            return self._function(self._module, self._method, self._around, args, kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise ConfigError(
+                f"{self._name!r} ({type(self._module).__name__}.{self._method}) could not be compiled:"
+                f" {_cause(error)}. compile=False runs without compilation, and shows whether the model"
+                f" itself is at fault; {self._advice()}"
+            ) from error
+
+    def _advice(self) -> str:
+        config = self._config
+        if config.fullgraph:
+            return "fullgraph=False runs uncompiled what cannot be compiled"
+        if config.scope != "blocks":
+            return "scope='blocks' compiles less"
+        return "CompileConfig(backend='aot_eager') shows whether it is the backend"
+
+    def recompute(self, again: Callable[..., Any]) -> None:
+        """Recompute activations in backward, inside the compiled code.
+
+        From outside, the operations within the compiled code could not be told apart.
+
+        Args:
+            again: A function that calls another one with recomputation; takes it, its positional and its
+                named arguments.
+        """
+        self._around = again
+
+    def remove(self) -> None:
+        """Restore the module's original method."""
+        if vars(self._module).get(self._method) is self:
+            del vars(self._module)[self._method]
+
+    def __reduce__(self) -> Any:
+        # A copy of the module is not compiled; otherwise it would compute with this one's parameters.
+        return getattr, (self._module, self._method)
+
+
+def compiled_forward(module: nn.Module) -> Compiled | None:
+    """Return a module's compiled forward; None if it is not compiled."""
+    found = vars(module).get("forward")
+    return found if isinstance(found, Compiled) else None
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    """Return whether a module's forward is not its class's; a copy of a compiled module has its class's."""
+    found = vars(module).get("forward")
+    if isinstance(found, MethodType) and found.__self__ is module:
+        return found.__func__ is not type(module).forward
+    return found is not None
+
+
+def _run(module: nn.Module, method: str, around: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
+    function = getattr(type(module), method)
+    if around is None:
+        return function(module, *args, **kwargs)
+    return around(function, (module, *args), kwargs)
+
+
+def _function(name: str) -> Callable[..., Any]:
+    """Return a copy of `_run` with a separate code object, which torch attaches the compiled code to."""
+    code: CodeType = _run.__code__.replace(co_name=name, co_qualname=name)
+    return FunctionType(code, globals(), name)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Return whether the user has compiled a module."""
+    return (
+        isinstance(module, torch._dynamo.OptimizedModule)
+        or module._compiled_call_impl is not None
+        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+    )
+
+
+def _leave_open(value: Any, size: int | None) -> int | None:
+    """Mark the first dimension of each input as dynamic, if it has the same size as that of the first input.
+
+    torch itself notices a dynamic dimension only at the first change, and then recompiles for all sizes. A
+    resumed run that has not seen the change yet would run other code, and differ in its last bits.
+    """
+    if isinstance(value, Tensor):
+        if value.ndim and (size is None or value.shape[0] == size) and not isinstance(value, nn.Parameter):
+            torch._dynamo.maybe_mark_dynamic(value, 0)
+            return value.shape[0]
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            size = _leave_open(each, size)
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            size = _leave_open(each, size)
+    return size
+
+
+def _cause(error: BaseException) -> str:
+    """Return torch's message up to the first empty line; after that it addresses its own developers."""
+    text = " ".join(str(error).strip().partition("\n\n")[0].split()) or type(error).__name__
+    return text.rstrip(".:") if len(text) < 500 else f"{text[:500]}..."

@@ -1,0 +1,412 @@
+"""Activation checkpointing: backward recomputes activations, so that forward need not keep them.
+
+Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. "selective" keeps the results of some
+operations (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022).
+Implemented with torch's `checkpoint` and `create_selective_checkpoint_contexts`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from drivetrain.core.errors import ConfigError, nearest
+from drivetrain.core.random_streams import HostDraws, shielded
+from drivetrain.strategies.transforms.compile import compiled_forward
+from drivetrain.strategies.wrapping import units
+from drivetrain.task.blocks import is_called, repeated_blocks
+
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+"""A factory of the contexts of a forward and of its recomputation, as `torch.utils.checkpoint` takes it."""
+
+RecomputeOption = bool | str | tuple[str, ...] | Callable[..., Any]
+"""A user's choice of what to recompute; see `FSDPConfig.activation_checkpointing`."""
+
+_KEPT = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "_scaled_mm",
+    "convolution",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+)
+"""The operations whose results "selective" keeps: they take nearly all of the time."""
+
+
+def as_recompute_option(owner: str, again: object) -> RecomputeOption:
+    """Return a user's `activation_checkpointing` in one form: classes as a tuple of their names.
+
+    Args:
+        owner: The configuration's class, for the message.
+        again: The user's value.
+
+    Raises:
+        ConfigError: The value is invalid; the message says what is allowed.
+    """
+    if again is False or (callable(again) and not isinstance(again, type)):
+        return again
+    if again is True or again in ("full", "selective"):
+        return "full" if again is True else str(again)
+    given = tuple(again) if isinstance(again, (tuple, list)) else (again,)
+    modules = [isinstance(each, type) and issubclass(each, nn.Module) for each in given]
+    if not all(module or isinstance(each, str) for module, each in zip(modules, given, strict=True)):
+        raise ConfigError(
+            f"{owner}(activation_checkpointing=...) must be True, False, 'full', 'selective', classes of"
+            f" modules or their names, such as ('Block',), or a policy, not {again!r}"
+        )
+    return tuple(each if isinstance(each, str) else each.__name__ for each in given)
+
+
+def checkpoint_blocks(model: nn.Module, again: RecomputeOption) -> list[nn.Module]:
+    """Recompute blocks in backward, as `FSDPConfig.activation_checkpointing` says.
+
+    Returns:
+        The recomputed blocks.
+
+    Raises:
+        ConfigError: The model has no module of a given class; the message gives the nearest.
+    """
+    if not again:
+        return []
+    classes = isinstance(again, (tuple, list))
+    blocks = units(model, tuple(again)) if classes else repeated_blocks(model)  # type: ignore[arg-type]
+    recompute(blocks, again)
+    return blocks
+
+
+def recompute(blocks: Sequence[nn.Module], again: RecomputeOption) -> None:
+    """Recompute these modules in backward.
+
+    Args:
+        blocks: The modules, recomputed one at a time.
+        again: "selective" and a policy keep the results of some operations; anything else keeps none.
+    """
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    contexts: Contexts | None = None
+    policy: Any = [getattr(torch.ops.aten, name).default for name in _KEPT] if again == "selective" else again
+    if again == "selective" or callable(again):
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    for block in blocks:
+        compiled = compiled_forward(block)
+        if compiled is None:
+            Recomputed(block, contexts)
+        else:
+            compiled.recompute(RecomputingCall(block, contexts))
+
+
+def chosen_blocks(model: nn.Module, again: RecomputeOption) -> list[nn.Module]:
+    """Return the modules to recompute: chosen by class or by globs on their names, or the repeated blocks.
+
+    Unlike for sharding, blocks may share parameters with the rest of the model: nothing is gathered.
+
+    Raises:
+        ConfigError: No module matches, or there are no repeated blocks; the message says what there is.
+    """
+    if not isinstance(again, (tuple, list)):
+        blocks = list({id(each): each for each in repeated_blocks(model, tied=True)}.values())
+        if not blocks:
+            raise ConfigError(
+                f"{type(model).__name__} has no repeated blocks in a list of modules to recompute. Name"
+                " classes or modules: activation_checkpointing=('encoder.*',)"
+            )
+        return blocks
+    named = [(name, each) for name, each in model.named_modules() if name and is_called(each)]
+    kinds = {type(each).__name__ for _, each in named}
+    for wanted in again:
+        if wanted not in kinds and not any(fnmatchcase(name, wanted) for name, _ in named):
+            known = ["full", "selective", *sorted(kinds), *(name for name, _ in named)]
+            raise ConfigError(f"no module has the class or the name {wanted!r}. {nearest(wanted, known)}")
+    found: list[nn.Module] = []
+    inside: set[int] = set()
+    for name, module in named:  # outer ones first
+        mine = any(type(module).__name__ == each or fnmatchcase(name, each) for each in again)
+        if mine and id(module) not in inside:
+            found.append(module)
+            inside.update(id(each) for each in module.modules())
+    return found
+
+
+class Recomputation:
+    """Recomputation of a model's blocks, until `remove`.
+
+    Args:
+        model: The model, before it is sharded or wrapped.
+        again: Which blocks, and how; see `FSDPConfig.activation_checkpointing`.
+
+    Attributes:
+        blocks: The recomputed blocks.
+
+    Raises:
+        ConfigError: No block matches.
+    """
+
+    def __init__(self, model: nn.Module, again: RecomputeOption) -> None:
+        self.blocks = chosen_blocks(model, again)
+        recompute(self.blocks, again)
+
+    def remove(self) -> None:
+        """Revert the blocks."""
+        for block in self.blocks:
+            forget(block)
+
+
+def forget(module: nn.Module) -> None:
+    """Revert a module, if it is recomputed."""
+    forward = vars(module).get("forward")
+    if isinstance(forward, Recomputed):
+        forward.remove()
+
+
+class RecomputingCall:
+    """A caller of a module's forward that recomputes it in backward.
+
+    torch restores its own random streams for the recomputation. This class also restores Python's and numpy's
+    global ones, and buffers that the forward writes to. Inside compiled code the compiler handles that. A
+    forward that the compiler cannot handle runs uncompiled as a whole: its compiled pieces could not be told
+    apart from the code compiled around it.
+
+    Args:
+        module: The module.
+        contexts: Further contexts, such as those that keep some operations' results; or None.
+    """
+
+    def __init__(self, module: nn.Module, contexts: Contexts | None = None) -> None:
+        self.module = module
+        self.options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+        self._more: Contexts = _none if contexts is None else contexts
+        self._buffers: list[_Buffers] | None = None
+        self.run: Callable[..., Any] = _run_checkpointed
+        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and its import is slow
+            _register_with_compiler()
+            if contexts is not None:
+                logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_no_known_warning)
+            self.run = torch.compiler.disable(_run_checkpointed)  # type: ignore[no-untyped-call]
+
+    def __call__(self, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the forward."""
+        if torch.is_grad_enabled():
+            return _run(self, own, args, kwargs)
+        return own(*args, **kwargs)
+
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Return the contexts of a forward that starts now, and of its recomputation."""
+        if self._buffers is None:
+            self._buffers = [_Buffers(each) for each in self.module.modules()]
+        found = _ForwardState(self._buffers)
+        forward, again = self._more()
+        return found.first(forward), _ReusableContext(partial(found.again, again))
+
+
+def _run(again: RecomputingCall, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return again.run(again, own, args, kwargs)
+
+
+def _run_checkpointed(again: RecomputingCall, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return checkpoint(own, *args, use_reentrant=False, context_fn=again.contexts, **kwargs)
+
+
+def _traced(again: RecomputingCall, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run as `_run`, without the contexts that the compiler cannot trace; the compiler's substitute."""
+    return checkpoint(own, *args, use_reentrant=False, **again.options, **kwargs)
+
+
+@functools.cache  # the compiler refuses a second registration
+def _register_with_compiler() -> None:
+    torch.compiler.substitute_in_graph(_run)(_traced)
+
+
+def _is_no_known_warning(record: logging.LogRecord) -> bool:
+    """Return whether a compiler message is not the warning about in-place writes under selective contexts.
+
+    The warning is not needed: compiled code has no in-place writes when the compiler chooses what to keep,
+    and in uncompiled code torch raises if a kept result was written to.
+    """
+    return "Detected that context_fn is passed to torch.utils.checkpoint" not in str(record.msg)
+
+
+class Recomputed:
+    """A forward that is recomputed in backward and replaces a module's original one.
+
+    The forward is replaced, not the call, so that hooks on the module run once and names do not change.
+
+    Args:
+        module: The module.
+        contexts: See `RecomputingCall`.
+    """
+
+    def __init__(self, module: nn.Module, contexts: Contexts | None = None) -> None:
+        self._module = module
+        self._own: Callable[..., Any] | None = vars(module).get("forward")
+        self._forward = module.forward
+        self._again = RecomputingCall(module, contexts)
+        vars(module)["forward"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward."""
+        return self._again(self._forward, args, kwargs)
+
+    def remove(self) -> None:
+        """Restore the module's original forward."""
+        if vars(self._module).get("forward") is self:
+            del vars(self._module)["forward"]
+            if self._own is not None:
+                vars(self._module)["forward"] = self._own
+
+    def __reduce__(self) -> Any:
+        # A copy of the module is an ordinary one; otherwise it would compute with this one's parameters.
+        return getattr, (self._module, "forward")
+
+
+def _none() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    return nullcontext(), nullcontext()
+
+
+class _ForwardState:
+    """The state at the start of a forward: the host's random generators, and the values of the buffers.
+
+    State that the forward did not change is freed when the forward ends.
+    """
+
+    def __init__(self, buffers: list[_Buffers]) -> None:
+        self._draws: HostDraws | None = HostDraws()
+        copied: dict[int, Tensor] = {}
+        self._values = [(each, each.values(copied)) for each in buffers if each.now]
+
+    @contextmanager
+    def first(self, inner: AbstractContextManager[Any]) -> Iterator[None]:
+        """Run the forward in the block, then drop the state that it did not change."""
+        with inner:
+            yield
+        if self._draws is not None and self._draws.if_moved() is None:
+            self._draws = None
+        self._values = [(each, values) for each, values in self._values if each.are_written(values)]
+
+    @contextmanager
+    def again(self, inner: AbstractContextManager[Any]) -> Iterator[None]:
+        """Run the recomputation in the block, with the state from before the forward."""
+        with ExitStack() as stack:
+            if self._draws is not None:
+                stack.enter_context(shielded())
+                self._draws.restore()
+            copied: dict[int, Tensor] = {}
+            for each, values in self._values:
+                stack.enter_context(each.replaced(values, copied))
+            stack.enter_context(inner)
+            yield
+
+
+class _ReusableContext:
+    """A reusable context, for a graph whose backward runs twice.
+
+    Args:
+        make: A factory of the context.
+    """
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self._entered.append(self._make())
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """A buffer before a forward: the tensor, torch's count of writes to it, and a copy."""
+
+    buffer: Tensor | None
+    writes: int
+    copy: Tensor | None
+
+
+class _Buffers:
+    """The buffers of one module.
+
+    Args:
+        module: The module.
+
+    Attributes:
+        now: The module's current buffers by name.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.now = module._buffers
+        self._compared = False
+        self._always = False
+
+    def values(self, copied: dict[int, Tensor]) -> dict[str, _Value]:
+        """Return the current values; each tensor is copied once."""
+        return {
+            name: _Value(each, _writes(each), None if each is None else _copy(each, copied))
+            for name, each in self.now.items()
+        }
+
+    def are_written(self, values: Mapping[str, _Value]) -> bool:
+        """Return whether a forward that started with these values has written to them.
+
+        torch does not count the writes of every kernel, nor those through `.data`. So the first forward's
+        values are compared, and a buffer that differs counts as written by every forward. Later forwards are
+        not compared: on a GPU that is a host sync.
+        """
+        if not self._compared:
+            self._compared = True
+            self._always = any(_differs(self.now.get(name), each.copy) for name, each in values.items())
+        return (
+            self._always
+            or self.now.keys() != values.keys()
+            or any(
+                self.now[name] is not each.buffer or _writes(each.buffer) != each.writes
+                for name, each in values.items()
+            )
+        )
+
+    @contextmanager
+    def replaced(self, values: Mapping[str, _Value], copied: dict[int, Tensor]) -> Iterator[None]:
+        """Run the block with copies of the values as buffers, so that writes reach no graph and no user."""
+        own = dict(self.now)
+        self.now.clear()
+        for name, each in values.items():
+            self.now[name] = None if each.copy is None else _copy(each.copy, copied)
+        try:
+            yield
+        finally:
+            self.now.clear()
+            self.now.update(own)
+
+
+def _copy(tensor: Tensor, copied: dict[int, Tensor]) -> Tensor:
+    """Return a copy; the same copy for the same tensor."""
+    if id(tensor) not in copied:
+        copied[id(tensor)] = tensor.detach().clone()
+    return copied[id(tensor)]
+
+
+def _writes(tensor: Tensor | None) -> int:
+    """Return torch's count of writes; -1 for inference tensors, which cannot be written outside that mode."""
+    return -1 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def _differs(now: Tensor | None, before: Tensor | None) -> bool:
+    if now is None or before is None or now.is_meta:
+        return now is not before
+    return now.shape != before.shape or not torch.equal(now, before)

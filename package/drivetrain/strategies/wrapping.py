@@ -1,0 +1,129 @@
+"""Which modules are gathered and freed together, and which parameters are never sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from drivetrain.core.errors import ConfigError, nearest
+from drivetrain.task.blocks import is_called, repeated_blocks, separate
+
+Wrap = str | int | tuple[str, ...] | Callable[[nn.Module], bool]
+"""A user's choice of modules; see `FSDPConfig.wrap`."""
+
+
+def units(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
+    """Return the modules to gather one at a time, inner modules before those that contain them.
+
+    Raises:
+        ConfigError: The model has no module of a given class (the message gives the nearest name), or a
+            chosen module is a container such as a `ModuleList`.
+    """
+    if wrap == "auto":
+        named = _named_blocks(model)
+        return separate(model, named) if named else repeated_blocks(model)
+    if isinstance(wrap, (tuple, list)):
+        chosen = _of_classes(model, wrap)
+    elif isinstance(wrap, int):
+        chosen = _by_size(model, wrap)
+    else:
+        assert callable(wrap)
+        chosen = [each for each in model.modules() if each is not model and wrap(each)]
+    for each in chosen:
+        if not is_called(each):
+            raise ConfigError(
+                f"a {type(each).__name__} is never called itself, so nothing would be gathered: wrap the"
+                " modules in it"
+            )
+    return separate(model, chosen[::-1])
+
+
+def batch_norms(model: nn.Module) -> list[nn.Module]:
+    """Return the batch norms that have weights.
+
+    Their weights must have the dtype of the running means; all other weights are gathered in the compute
+    dtype.
+    """
+    kind = nn.modules.batchnorm._BatchNorm
+    found = [
+        each for each in model.modules() if isinstance(each, kind) and any(True for _ in each.parameters())
+    ]
+    return separate(model, found)
+
+
+def _named_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks of the classes that a task names in `block_classes`, without those inside others."""
+    names = frozenset(getattr(model, "block_classes", tuple)())
+    found: list[nn.Module] = []
+    inside: set[int] = set()
+    for module in model.modules() if names else ():
+        if id(module) not in inside and type(module).__name__ in names and is_called(module):
+            found.append(module)
+            inside.update(id(each) for each in module.modules())
+    return found
+
+
+def _of_classes(model: nn.Module, names: tuple[str, ...] | list[str]) -> list[nn.Module]:
+    present = {type(each).__name__ for each in model.modules()}
+    for name in names:
+        if name not in present:
+            raise ConfigError(f"the model has no module of the class {name!r}. {nearest(name, present)}")
+    return [each for each in model.modules() if each is not model and type(each).__name__ in names]
+
+
+def _by_size(model: nn.Module, least: int) -> list[nn.Module]:
+    """Return the modules with at least that many parameters, not counting those of chosen inner modules."""
+    chosen: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> int:
+        if isinstance(module, nn.MultiheadAttention):
+            # It uses an inner module's weights without calling that module, and returns a view, which torch
+            # warns about. So it belongs to the module around it.
+            return sum(each.numel() for each in module.parameters())
+        own = sum(each.numel() for each in module.parameters(recurse=False))
+        own += sum(visit(child) for child in module.children())
+        if module is not model and is_called(module) and own >= least:
+            chosen.append(module)
+            return 0
+        return own
+
+    visit(model)
+    return chosen[::-1]
+
+
+def ignored_names(model: nn.Module, patterns: Sequence[str]) -> frozenset[str]:
+    """Return the names of the parameters that match a pattern, or belong to a module that matches.
+
+    Raises:
+        ConfigError: A pattern matches nothing; the message gives the nearest name.
+    """
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    modules = [
+        name for name, module in model.named_modules() if name and any(True for _ in module.parameters())
+    ]
+    chosen: set[str] = set()
+    for pattern in patterns:
+        holders = tuple(f"{name}." for name in modules if fnmatchcase(name, pattern))
+        found = {name for name in parameters if fnmatchcase(name, pattern) or name.startswith(holders)}
+        if not found:
+            raise ConfigError(
+                f"ignored={pattern!r} matches no parameter, and no module with parameters."
+                f" {nearest(pattern, {*parameters, *modules})}"
+            )
+        chosen |= found
+    return frozenset(chosen)
+
+
+def scalar_names(model: nn.Module) -> frozenset[str]:
+    """Return the names of the parameters without a dimension to shard."""
+    named = model.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, parameter in named if parameter.ndim == 0)
+
+
+def parameters_named(model: nn.Module, names: frozenset[str]) -> set[nn.Parameter]:
+    """Return the parameters that have these names now."""
+    if not names:
+        return set()
+    return {each for name, each in model.named_parameters(remove_duplicate=False) if name in names}

@@ -1,0 +1,1 @@
+"""torch_xla's strategies: one device, and two ways to shard over several."""

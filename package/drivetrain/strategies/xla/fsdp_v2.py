@@ -1,0 +1,199 @@
+"""Fully sharded training on all XLA devices of one process, by annotations for the compiler.
+
+Xu et al., "GSPMD: General and Scalable Parallelization for ML Computation Graphs", 2021. The annotations are
+those of torch_xla's SpmdFullyShardedDataParallel ("FSDPv2"). They are set by hooks instead of a wrapper, so
+modules and names do not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from drivetrain.core.errors import ConfigError, StrategyError
+from drivetrain.core.validation import by_name
+from drivetrain.data.batch import map_tensors
+from drivetrain.strategies.base import MakeOptimizers, Prepared
+from drivetrain.strategies.checks import check_values
+from drivetrain.strategies.precision.base import Precision
+from drivetrain.strategies.wrapping import Wrap, units
+from drivetrain.strategies.xla.blocks import (
+    RecomputeOption,
+    check_blocks,
+    checkpoint_blocks,
+    forget_checkpointing,
+)
+from drivetrain.strategies.xla.device import OnXLA, check_run_after, move, open_device
+from drivetrain.strategies.xla.norms import forget_corrections
+from drivetrain.task.task import StepModule
+
+_DATA, _FSDP = "data", "fsdp"
+"""The mesh's axes: copies of the model, and shards of each."""
+
+
+@by_name
+@dataclass(frozen=True, kw_only=True)
+class XLAFSDPv2Config:
+    """Options of strategy "xla_fsdp_v2".
+
+    Attributes:
+        wrap: The blocks whose outputs are sharded by samples, so that the compiler gathers a block's
+            parameters where the block is used: "auto" for each of the model's repeated blocks, the names of
+            classes, a minimum number of parameters, a function of a module, or () for none.
+        replicas: The number of groups of devices that each have a copy of the model; it is sharded within a
+            group.
+        activation_checkpointing: False; "full" to recompute each repeated block's activations in backward; or
+            the names of the classes to recompute.
+        run_after: When XLA runs traced operations: after each "micro_batch", or once after the "update".
+            "update" compiles all micro-batches of a window as one program, and a short window as another.
+    """
+
+    wrap: Wrap = "auto"
+    replicas: int = 1
+    activation_checkpointing: RecomputeOption = False
+    run_after: str = "micro_batch"
+
+    def __post_init__(self) -> None:
+        """Check each option.
+
+        Raises:
+            ConfigError: An option is invalid; the message says what is allowed.
+        """
+        check_blocks(type(self).__name__, self.wrap, self.activation_checkpointing)
+        check_run_after(type(self).__name__, self.run_after)
+        if not isinstance(self.replicas, int) or isinstance(self.replicas, bool) or self.replicas < 1:
+            raise ConfigError(f"replicas must be a number of groups of devices, not {self.replicas!r}")
+
+
+class XLAFSDPv2(OnXLA):
+    """One shard of every parameter, gradient, optimizer state and batch per device of this process.
+
+    A batch is that of the process, for any number of devices: all results equal those of one device. See
+    `OnXLA` for the arguments.
+    """
+
+    name = "xla_fsdp_v2"
+    config: XLAFSDPv2Config
+    config_type = XLAFSDPv2Config
+    needs = "torch_xla, and a TPU or a CPU; one process, and all of its devices"
+
+    def __init__(
+        self, config: XLAFSDPv2Config | None = None, *, device: str = "xla", world_size: int = 1
+    ) -> None:
+        super().__init__(config, device=device, world_size=world_size)
+        self.place = self._shard_samples
+        self._mesh: Any = None
+        self._shards = self._parts = 1
+        self._states: dict[Optimizer, int] = {}
+
+    def setup(self) -> None:
+        """Open the devices and build the mesh.
+
+        Raises:
+            StrategyError: `replicas` does not divide the number of devices.
+        """
+        self.device = open_device(self.name, spmd=True)
+        import numpy as np
+        import torch_xla.runtime as runtime
+        from torch_xla.distributed.spmd import Mesh
+
+        count, replicas = runtime.global_runtime_device_count(), self.config.replicas
+        if count % replicas:
+            raise StrategyError(f"replicas={replicas} does not divide {count} devices")
+        self._parts, self._shards = count, count // replicas
+        self._mesh = Mesh(np.arange(count), (replicas, self._shards), (_DATA, _FSDP))
+
+    def prepare(
+        self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision
+    ) -> Prepared:
+        """Convert, move and annotate the module, then build the optimizers on the moved parameters."""
+        check_values(module.task, self.name)
+        precision.convert_module(module)
+        self.move_to_device(module, precision)
+        again = checkpoint_blocks(module.task, self.config.activation_checkpointing)
+        hooks: list[RemovableHandle] = []
+        for block in units(module.task, self.config.wrap):
+            hooks += [
+                block.register_forward_pre_hook(_keep_apart),
+                block.register_forward_hook(self._shard_output),
+            ]
+        self._prepared.append((module, again, hooks))
+        self._shard(module.parameters())
+        optimizers = make_optimizers(module) if make_optimizers else {}
+        self._states |= dict.fromkeys(optimizers.values(), 0)
+        return Prepared(module, optimizers)
+
+    def restore(self) -> None:
+        """Move the whole task to the host's memory, and remove the hooks."""
+        for module, again, hooks in self._prepared:
+            for hook in hooks:
+                hook.remove()
+            forget_corrections(module)
+            forget_checkpointing(again)
+            move(module, "cpu")
+        self._prepared, self._states = [], {}
+
+    def _shard(self, tensors: Iterable[Tensor]) -> None:
+        """Shard tensors along their longest dimension, unless it has fewer entries than there are shards."""
+        from torch_xla.distributed.spmd import mark_sharding
+
+        for tensor in tensors:
+            spec: list[str | None] = [None] * tensor.ndim
+            if tensor.ndim and max(tensor.shape) >= self._shards:
+                spec[tensor.shape.index(max(tensor.shape))] = _FSDP
+            mark_sharding(tensor, self._mesh, tuple(spec))
+
+    def _shard_samples(self, tensor: Tensor) -> Tensor:
+        """Shard a tensor by samples, its first dimension, if each device gets at least one."""
+        from torch_xla.distributed.spmd import mark_sharding
+
+        if tensor.ndim and len(tensor) >= self._parts:
+            mark_sharding(tensor, self._mesh, ((_DATA, _FSDP), *(None,) * (tensor.ndim - 1)))
+        return tensor
+
+    def _shard_output(self, block: nn.Module, inputs: Any, output: Any) -> None:
+        map_tensors(self._shard_samples, output)
+
+    def _shard_new_state(self, optimizer: Optimizer) -> None:
+        """Shard an optimizer's state like its parameters; the state is created in the first step."""
+        if self._states.get(optimizer) != len(optimizer.state):
+            self._states[optimizer] = len(optimizer.state)
+            for parameter, state in optimizer.state.items():
+                slots = (each for each in state.values() if isinstance(each, Tensor))
+                self._shard(each for each in slots if each.shape == parameter.shape and each.ndim)
+
+    def optimizer_step(self, optimizer: Optimizer) -> bool:
+        """Step, and run the traced operations."""
+        self._trace.update(optimizer, self._shard_new_state)
+        return True
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Shard the loaded tensors again: loading has copied whole values into them."""
+        for module, _, _ in self._prepared:
+            self._shard(module.parameters())
+        for optimizer in self._states:
+            self._states[optimizer] = 0
+            self._shard_new_state(optimizer)
+
+
+def _keep_apart(block: nn.Module, inputs: Any) -> None:
+    """End a block's backward before the next begins; else the compiler would gather all blocks at once."""
+    if torch.is_grad_enabled():
+        for each in inputs:
+            if isinstance(each, Tensor) and each.requires_grad:
+                each.register_hook(partial(_end, block))  # type: ignore[no-untyped-call]
+
+
+def _end(block: nn.Module, gradient: Tensor) -> None:
+    """Delay the gradient of a block's input until those of its parameters exist."""
+    import torch_xla.core.xla_model as xla
+
+    own = [each.grad for each in block.parameters() if each.grad is not None]
+    xla.optimization_barrier_([*own, gradient])

@@ -1,0 +1,51 @@
+"""The signature of a task's forward, and the call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+
+
+class Forward(NamedTuple):
+    """The signature of a forward: parameter names, the required ones, the number of positional ones, and
+    whether it takes `**`.
+    """
+
+    names: tuple[str, ...]
+    required: tuple[str, ...]
+    positional: int
+    takes_all: bool
+
+
+FORWARDS: dict[type[nn.Module], Forward] = {}
+"""Cached by class. `functools.lru_cache` would do, but torch.compile warns about it."""
+
+
+def read_forward(kind: type[nn.Module]) -> Forward:
+    """Inspect a class's forward and cache the result, so that compiled code finds it in the cache."""
+    parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    star = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    FORWARDS[kind] = found = Forward(
+        tuple(p.name for p in named),
+        tuple(p.name for p in named if p.default is p.empty),
+        1_000_000 if star else len(positional),
+        any(p.kind is p.VAR_KEYWORD for p in parameters),
+    )
+    return found
+
+
+def call_forward(task: nn.Module, inputs: Any) -> Any:
+    """Call a task on what `inputs` returned: a mapping by name, a tuple by position, or the only argument."""
+    kind = type(inputs)
+    if kind is dict:
+        return task(**inputs)
+    if kind is tuple:
+        return task(*inputs)
+    if isinstance(inputs, Mapping):
+        return task(**{str(name): value for name, value in inputs.items()})
+    return task(inputs)

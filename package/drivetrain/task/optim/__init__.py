@@ -1,0 +1,1 @@
+"""Optimizers, their parameter groups, states and schedules."""

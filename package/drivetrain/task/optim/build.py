@@ -1,0 +1,187 @@
+"""Builds an optimizer and its schedule from an `OptimizerConfig`, and sets the rate of an update."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.validation import keywords
+from drivetrain.task.optim.config import OptimizerConfig, OptimizerFactory, optimizer_title
+from drivetrain.task.optim.groups import make_groups, select_parameters, sparse_parameters
+from drivetrain.task.optim.quantized import check_quantized
+from drivetrain.task.optim.schedules import PlateauSchedule, Schedule, bent_warmup, make_schedule, warmed_up
+
+# Devices with fused kernels; they are the same for all floating-point dtypes.
+_FUSED_DEVICES = frozenset({"cpu", "cuda", "mps"})
+
+# Half of float16's smallest step, 2**-24: an epsilon below it is rounded to zero, and 0 / 0 is NaN.
+_FLOAT16_UNDERFLOW = 2.0**-25
+_FLOAT16_EPS = 1e-4
+
+
+def build_optimizer(
+    config: OptimizerConfig, module: nn.Module, names: Collection[str] | None = None
+) -> Optimizer:
+    """Build the configured optimizer over the trainable parameters of a module.
+
+    Args:
+        config: The configuration.
+        module: The module, with its parameters on the training device.
+        names: The names of the parameters to consider; None considers all.
+
+    Returns:
+        An optimizer whose groups carry "lr" and "initial_lr", both the group's base rate.
+
+    Raises:
+        ConfigError: Nothing to train, a pattern that matches nothing, or an option that the optimizer
+            refuses.
+    """
+    factory = config.factory
+    selected = select_parameters(module, names, config.parameters)
+    groups = make_groups(
+        module,
+        selected,
+        config.groups,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        decay_all=config.decay_all,
+        decayed=config.decayed,
+    )
+    allowed = keywords(factory)
+    if isinstance(factory, type) and allowed is not None and "weight_decay" not in allowed:
+        for group in groups:
+            del group["weight_decay"]
+    _set_float16_eps(groups, config)
+    options = dict(config.options)
+    if allowed is not None and "module" in allowed:
+        options["module"] = module
+    fused = _fused(config, module, [each for group in groups for each in group["params"]])
+    if fused is not None:
+        options["fused"] = fused
+    try:
+        optimizer = factory(groups, lr=config.lr, **options)
+    except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{optimizer_title(config)} refuses its settings: {error}") from error
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"{optimizer_title(config)} gave a {type(optimizer).__name__}, not a torch.optim.Optimizer"
+        )
+    check_quantized(optimizer)
+    remember_base_rates(optimizer)
+    return optimizer
+
+
+def _set_float16_eps(groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> None:
+    """Give groups with float16 parameters an epsilon that float16 can hold, unless the user chose one."""
+    try:
+        argument = inspect.signature(config.factory).parameters.get("eps")
+    except (TypeError, ValueError):
+        return
+    default = None if argument is None else argument.default
+    if "eps" in config.options or not isinstance(default, float) or default >= _FLOAT16_UNDERFLOW:
+        return
+    for group in groups:
+        if any(each.dtype == torch.float16 for each in group["params"]):
+            group.setdefault("eps", _FLOAT16_EPS)
+
+
+def _fused(config: OptimizerConfig, module: nn.Module, parameters: Sequence[Tensor]) -> bool | None:
+    """Return the value of `fused`; None leaves the choice to the optimizer.
+
+    Raises:
+        ConfigError: The user asks for it, and these parameters do not allow it.
+    """
+    factory = config.factory
+    if "fused" not in (keywords(factory) or ()):
+        return None
+    if config.fused is False:
+        return False
+    obstacle = next((each for each in parameters if not _can_fuse(factory, each)), None)
+    mixed = len({_is_sharded(each) for each in parameters}) > 1  # torch cannot fuse a step over both kinds
+    if config.fused:
+        if obstacle is not None or mixed:
+            which = "sharded and whole" if obstacle is None else f"{obstacle.dtype}"
+            raise ConfigError(
+                f"{optimizer_title(config)} has no sound fused implementation for {which} "
+                f"parameters on {parameters[0].device.type}. Leave fused at None"
+            )
+        return True
+    conflicting = any(config.options.get(name) for name in ("foreach", "differentiable"))
+    # Fused Adagrad exists on fewer devices than the others, and no fused kernel takes sparse gradients.
+    if factory is torch.optim.Adagrad or conflicting or mixed or obstacle is not None:
+        return None
+    return True if set(parameters).isdisjoint(sparse_parameters(module)) else None
+
+
+def _can_fuse(factory: OptimizerFactory, parameter: Tensor) -> bool:
+    if not parameter.is_floating_point() or parameter.device.type not in _FUSED_DEVICES:
+        return False
+    kind = factory if isinstance(factory, type) else None
+    # For sharded parameters (DTensors) torch implements Adam's fused step only.
+    if _is_sharded(parameter) and kind not in (torch.optim.Adam, torch.optim.AdamW):
+        return False
+    # On the CPU, fused SGD leaves most 16-bit weights as they are and writes garbage to their momentum,
+    # without an error; seen in torch 2.13 and reported as https://github.com/pytorch/pytorch/issues/191763.
+    is_sgd = kind is not None and issubclass(kind, torch.optim.SGD)
+    return not (is_sgd and parameter.device.type == "cpu" and parameter.itemsize < 4)
+
+
+def _is_sharded(parameter: Tensor) -> bool:
+    return hasattr(parameter, "placements")  # a DTensor, whose import takes half a second
+
+
+def remember_base_rates(optimizer: Optimizer) -> None:
+    """Store each group's rate as its base rate, "initial_lr" (torch's convention), unless it has one."""
+    for group in optimizer.param_groups:
+        rate = group["lr"]
+        group.setdefault("initial_lr", rate.item() if isinstance(rate, Tensor) else rate)
+
+
+def build_schedule(config: OptimizerConfig, total_updates: int | None) -> Schedule | PlateauSchedule | None:
+    """Return the configured schedule.
+
+    Args:
+        config: The configuration.
+        total_updates: Updates of the run, or None if unknown. The configuration's `total_steps` overrides it.
+
+    Returns:
+        A function from the update's number to the factor of the base rate, or None when that is always 1.
+
+    Raises:
+        ConfigError: The schedule or `warmup_ratio` needs the number of updates, which is unknown.
+    """
+    total = config.total_steps if config.total_steps is not None else total_updates
+    warmup = config.warmup_steps
+    if config.warmup_ratio:
+        if total is None:
+            raise ConfigError(
+                f"warmup_ratio={config.warmup_ratio} is a fraction of a run whose length is not known. Give "
+                "max_steps to the Trainer, total_steps to OptimizerConfig, or warmup_steps instead"
+            )
+        warmup = math.ceil(config.warmup_ratio * total - 1e-9)  # 0.1 * 30 must be 3 despite rounding
+    if isinstance(config.schedule, str):
+        schedule = make_schedule(config.schedule, warmup, total, config.schedule_options)
+    else:
+        schedule = warmed_up(config.schedule, warmup)
+    if config.warmup_power == 1 or schedule is None or not warmup:
+        return schedule
+    return bent_warmup(schedule, warmup, config.warmup_power)
+
+
+def apply_factor(optimizer: Optimizer, factor: float) -> None:
+    """Set each group's rate to `factor` times its base rate, "initial_lr"; called at every update."""
+    for group in optimizer.param_groups:
+        rate = group["lr"]
+        if isinstance(rate, Tensor):
+            rate.fill_(group["initial_lr"] * factor)
+        else:
+            group["lr"] = group["initial_lr"] * factor

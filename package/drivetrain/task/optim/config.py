@@ -1,0 +1,234 @@
+"""The user's configuration of an optimizer, checked when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.registry import Registry
+from drivetrain.core.validation import check_names, count, flag, keywords, number
+from drivetrain.task.optim.groups import ParameterGroup
+from drivetrain.task.optim.quantized import QUANTIZED
+from drivetrain.task.optim.schedules import PlateauSchedule, Schedule, make_schedule
+
+OptimizerFactory: TypeAlias = Callable[..., Optimizer]
+"""``factory(param_groups, lr=..., **options)``. A factory with an argument `module` also gets the module."""
+
+# Every optimizer of the installed torch. LBFGS calls the loss many times per update, and the engine's update
+# has accumulation, scaling and clipping between the loss and the step, so there is no closure to give it.
+# Ours is a Muon for whole networks; torch's takes matrices only, and is still available as the class.
+OPTIMIZERS: Registry[OptimizerFactory] = Registry(
+    "optimizer",
+    {
+        **{
+            name.lower(): each
+            for name, each in vars(torch.optim).items()
+            if isinstance(each, type) and issubclass(each, Optimizer) and name not in ("Optimizer", "LBFGS")
+        },
+        "muon": "drivetrain.task.optim.muon:muon",
+        **QUANTIZED,
+    },
+)
+"""Optimizers by name."""
+
+_OWN_ARGUMENTS = frozenset({"params", "param_groups", "lr", "weight_decay", "fused", "module"})
+
+
+@dataclass(frozen=True, init=False)
+class OptimizerConfig:
+    """An optimizer's name, rate, schedule and parameters. Checked here, built by the engine.
+
+    ``OptimizerConfig("sgd", lr=0.1, momentum=0.9, nesterov=True, schedule="cosine", warmup_ratio=0.05)``
+
+    With float16 parameters an `eps` of 1e-8 would be rounded to zero and the weights NaN within a few
+    updates. The default is then 1e-4; an `eps` in the options overrides it.
+
+    Args:
+        name: A row of `OPTIMIZERS`, a `torch.optim.Optimizer` class, or a factory that takes
+            ``(param_groups, lr=..., **options)``. The rows are "sgd", "adam", "adamw", "adafactor", "muon"
+            and every class of torch.optim by its lower-case name; with torchao also "adamw8bit", "adamw4bit"
+            and "adamwfp8".
+        lr: The base learning rate.
+        weight_decay: For matrices, kernels and embeddings; biases, norms and other parameters of fewer than
+            two dimensions are left out. The default is 0, whatever the optimizer's default is.
+        schedule: A row of `SCHEDULES`, or a function from the update's number (from 0) to the factor of `lr`.
+        warmup_steps: Updates of the warm-up, with any schedule.
+        warmup_ratio: The warm-up as a fraction of all updates; excludes `warmup_steps`.
+        warmup_power: The power of the warm-up's ramp; 1 is a straight line.
+        total_steps: Updates over which the schedule runs, instead of the run's length.
+        schedule_options: The named schedule's options, such as ``{"min_ratio": 0.1}``.
+        groups: Settings by parameter name; the first that matches wins.
+        parameters: Globs on the names of the parameters to train; None trains all.
+        decay_all: Whether weight decay applies to every parameter.
+        decayed: The names of the parameters with weight decay, instead of the rule of `weight_decay`. A
+            parameter with several names has it if its first one is among them. Excludes `decay_all`.
+        max_grad_norm: Clip the gradient's norm to this; None uses the Trainer's.
+        fused: None uses torch's fused implementation where there is one, True requires it, False disables it.
+        **options: The optimizer's options: ``momentum=0.9``, ``betas=(0.9, 0.95)``, ``eps=1e-6``.
+
+    Raises:
+        ConfigError: A name, an option or a value that cannot work; lists what is allowed.
+    """
+
+    name: str | OptimizerFactory
+    lr: float
+    weight_decay: float
+    schedule: str | Schedule
+    warmup_steps: int
+    warmup_ratio: float
+    warmup_power: float
+    total_steps: int | None
+    schedule_options: dict[str, Any]
+    groups: tuple[ParameterGroup, ...]
+    parameters: tuple[str, ...] | None
+    decay_all: bool
+    decayed: tuple[str, ...] | None
+    max_grad_norm: float | None
+    fused: bool | None
+    options: dict[str, Any]
+
+    def __init__(
+        self,
+        name: str | OptimizerFactory = "adamw",
+        lr: float = 1e-3,
+        *,
+        weight_decay: float = 0.0,
+        schedule: str | Schedule = "constant",
+        warmup_steps: int = 0,
+        warmup_ratio: float = 0.0,
+        warmup_power: float = 1.0,
+        total_steps: int | None = None,
+        schedule_options: Mapping[str, Any] | None = None,
+        groups: ParameterGroup | Sequence[ParameterGroup] = (),
+        parameters: str | Sequence[str] | None = None,
+        decay_all: bool = False,
+        decayed: Collection[str] | None = None,
+        max_grad_norm: float | None = None,
+        fused: bool | None = None,
+        **options: Any,
+    ) -> None:
+        patterns = (parameters,) if isinstance(parameters, str) else parameters
+        clip = None if max_grad_norm is None else number("max_grad_norm", max_grad_norm, above=0)
+        values = {
+            "name": name,
+            "lr": number("lr", lr, above=0),
+            "weight_decay": number("weight_decay", weight_decay, at_least=0),
+            "schedule": schedule,
+            "warmup_steps": count("warmup_steps", warmup_steps),
+            "warmup_ratio": number("warmup_ratio", warmup_ratio, at_least=0, below=1),
+            "warmup_power": number("warmup_power", warmup_power, above=0),
+            "total_steps": None if total_steps is None else count("total_steps", total_steps, at_least=1),
+            "schedule_options": dict(schedule_options or {}),
+            "groups": (groups,) if isinstance(groups, ParameterGroup) else tuple(groups),
+            "parameters": None if patterns is None else tuple(patterns),
+            "decay_all": flag("decay_all", decay_all),
+            "decayed": None if decayed is None else tuple(decayed),
+            "max_grad_norm": clip,
+            "fused": None if fused is None else flag("fused", fused),
+            "options": options,
+        }
+        for field, value in values.items():
+            object.__setattr__(self, field, value)  # the class is frozen
+        _check_optimizer(self)
+        _check_groups(self)
+        _check_schedule(self)
+
+    @property
+    def factory(self) -> OptimizerFactory:
+        """The class or function named by `name`."""
+        return OPTIMIZERS[self.name] if isinstance(self.name, str) else self.name
+
+
+def optimizer_title(config: OptimizerConfig) -> str:
+    """Return the optimizer's name in messages: "the optimizer 'adamw'"."""
+    name = config.name
+    return f"the optimizer {name if isinstance(name, str) else getattr(name, '__qualname__', repr(name))!r}"
+
+
+def _check_optimizer(config: OptimizerConfig) -> None:
+    name = config.name
+    if name in ("lbfgs", torch.optim.LBFGS):
+        raise ConfigError(
+            "the optimizer 'lbfgs' cannot be used here: it evaluates the loss many times per update through "
+            "a closure, which accumulation, loss scaling and clipping do not allow. Write your own loop for "
+            "it"
+        )
+    if isinstance(name, Optimizer):
+        raise ConfigError(
+            f"OptimizerConfig takes an optimizer's name or class, not a finished {type(name).__name__}: it "
+            "is built when the parameters are on their device"
+        )
+    if not isinstance(name, str) and not callable(name):
+        raise ConfigError(f"the optimizer must be a name, a class or a factory, not {name!r}")
+    allowed = keywords(config.factory)
+    if allowed is None:
+        return
+    # Our arguments are among the allowed, so that a typo in one of them gets the right suggestion.
+    ours = frozenset(config.__dataclass_fields__) - {"options"}
+    names = (allowed - _OWN_ARGUMENTS) | ours
+    check_names(optimizer_title(config), config.options, names)
+    if "lr" not in allowed:
+        raise ConfigError(
+            f"{optimizer_title(config)} takes no lr: a factory is called with (param_groups, lr=..., "
+            "**options)"
+        )
+    if config.fused and "fused" not in allowed:
+        raise ConfigError(f"{optimizer_title(config)} has no fused implementation. Leave fused at None")
+    if config.weight_decay and isinstance(config.factory, type) and "weight_decay" not in allowed:
+        raise ConfigError(f"{optimizer_title(config)} has no weight decay. Leave weight_decay at 0")
+
+
+def _check_groups(config: OptimizerConfig) -> None:
+    allowed = keywords(config.factory)
+    if config.decay_all and config.decayed is not None:
+        raise ConfigError("decay_all and decayed exclude one another: give one of them")
+    for group in config.groups:
+        if not isinstance(group, ParameterGroup):
+            raise ConfigError(f"groups must be ParameterGroup objects, not {group!r}")
+        owner = f"{optimizer_title(config)}, in the parameter group {group.pattern!r},"
+        check_names(owner, group.options, allowed and allowed - _OWN_ARGUMENTS)
+    for pattern in config.parameters or ():
+        if not isinstance(pattern, str):
+            raise ConfigError(f"parameters must be globs such as 'generator.*', not {pattern!r}")
+
+
+def _check_schedule(config: OptimizerConfig) -> None:
+    if config.warmup_steps and config.warmup_ratio:
+        raise ConfigError(
+            f"warmup_steps={config.warmup_steps} and warmup_ratio={config.warmup_ratio} exclude one "
+            "another: give one"
+        )
+    schedule: object = config.schedule
+    if config.warmup_power != 1 and not (config.warmup_steps or config.warmup_ratio):
+        raise ConfigError(
+            f"warmup_power={config.warmup_power:g} without a warm-up: give warmup_steps or warmup_ratio"
+        )
+    if config.warmup_power != 1 and schedule == "reduce_on_plateau":
+        raise ConfigError("the schedule 'reduce_on_plateau' has a linear warm-up: leave warmup_power at 1")
+    if isinstance(schedule, str):
+        # Built once with a dummy length of the run: a wrong option is refused here, not in the run.
+        make_schedule(schedule, 0, 1, config.schedule_options)
+        return
+    if isinstance(schedule, LRScheduler) or (
+        isinstance(schedule, type) and issubclass(schedule, LRScheduler)
+    ):
+        raise ConfigError(
+            "schedule takes a name or a function from the update's number to a factor, not a torch "
+            "scheduler. To use one, let configure_optimizers return a callable that gives (optimizer, "
+            "schedule)"
+        )
+    if isinstance(schedule, PlateauSchedule):
+        raise ConfigError(
+            "a plateau schedule has state, and a configuration cannot hold state: write "
+            "schedule='reduce_on_plateau', schedule_options={...}"
+        )
+    if not callable(schedule):
+        raise ConfigError(f"schedule must be a name or a function of the update's number, not {schedule!r}")
+    if config.schedule_options:
+        raise ConfigError("schedule_options are for named schedules; a function takes none")

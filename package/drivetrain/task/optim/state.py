@@ -1,0 +1,309 @@
+"""An optimizer's state by parameter names: tensors for a tensor file, everything else as JSON.
+
+torch's own `state_dict` numbers the parameters, so that it fits only the same parameters in the same order,
+and casts what it loads. Here every slot has its parameter's name, every shape and dtype is checked, and
+nothing is cast.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.core.errors import CheckpointError
+from drivetrain.core.types import Json
+from drivetrain.task.optim.quantized import PART, from_parts, is_quantized, parts_of
+
+# Settings of how an update is computed: the machine that loads chooses these itself.
+_IMPLEMENTATION = frozenset({"fused", "foreach", "capturable", "differentiable"})
+_NOT_SETTINGS = frozenset({"params", "param_names"}) | _IMPLEMENTATION
+
+# 0-d counters that torch keeps on the CPU, where reading them needs no wait for the device, unless the
+# implementation is fused or capturable. See torch.optim.Optimizer.load_state_dict ("step") and
+# torch.optim.NAdam ("mu_product").
+_COUNTERS = frozenset({"step", "mu_product"})
+
+MASTER = "master"
+"""The slot of the float32 copy of a 16-bit weight, if copies are kept."""
+
+WEIGHT_UPDATES = "weight_updates"
+"""The group setting for updates of 16-bit weights; without it they are rounded to the nearest."""
+
+
+def state_by_name(
+    optimizer: Optimizer, names: Mapping[nn.Parameter, str]
+) -> tuple[dict[str, Tensor], dict[str, Json]]:
+    """Return the state of an optimizer as tensors and JSON.
+
+    Args:
+        optimizer: Any optimizer whose state per parameter holds tensors, numbers and None.
+        names: The names of its parameters.
+
+    Returns:
+        Two mappings. Tensors by ``"<parameter>/<slot>"``, live ones: copy them before the next update. And a
+        JSON tree: "optimizer" (the class's name, for comparison), "groups" (settings, and the names under
+        "parameters"), "scalars" (by ``"<parameter>/<slot>"``), "parameters" and "slots" (their dtypes and
+        shapes), and "quantized" (the slots whose tensors are stored in parts, by
+        ``"<parameter>/<slot>.<part>"``).
+
+    Raises:
+        CheckpointError: A parameter without a name, or a value that is neither a tensor nor a number.
+    """
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, Json] = {}
+    groups: list[Json] = []
+    parameters: dict[str, Json] = {}
+    quantized: list[Json] = []
+    for group in optimizer.param_groups:
+        members = [_name(parameter, names) for parameter in group["params"]]
+        settings = {key: _setting(key, value) for key, value in group.items() if key not in _NOT_SETTINGS}
+        groups.append({**settings, "parameters": list(members)})
+        for name, parameter in zip(members, group["params"], strict=True):
+            parameters[name] = described(parameter)
+            # `get`, because reading a missing entry of this defaultdict would make one.
+            for slot, value in optimizer.state.get(parameter, {}).items():
+                key = _key(name, slot)
+                if is_quantized(value):
+                    quantized.append(key)
+                    tensors.update(parts_of(key, value))
+                elif isinstance(value, Tensor):
+                    tensors[key] = value.detach()
+                else:
+                    scalars[key] = _scalar(key, value)
+    strangers = [key for key in optimizer.state if key not in names]
+    if strangers:
+        raise CheckpointError(
+            f"the state of {type(optimizer).__name__} has an entry that belongs to no parameter "
+            f"({type(strangers[0]).__name__}), and cannot be stored by parameter names"
+        )
+    slots: dict[str, Json] = {key: described(tensor) for key, tensor in tensors.items()}
+    meta: dict[str, Json] = {
+        "optimizer": type(optimizer).__name__,
+        "groups": groups,
+        "scalars": scalars,
+        "parameters": parameters,
+        "slots": slots,
+        "quantized": quantized,
+    }
+    return tensors, meta
+
+
+def load_state_by_name(
+    optimizer: Optimizer,
+    names: Mapping[nn.Parameter, str],
+    tensors: Mapping[str, Tensor],
+    meta: Mapping[str, Any],
+) -> None:
+    """Restore what `state_by_name` returned, so that training continues bit for bit.
+
+    Everything is checked before anything is changed. Tensors are copied to where torch would keep them: with
+    their parameter, in its memory layout; counters on the CPU unless the implementation is fused or
+    capturable. The settings of the groups (learning rate, betas, ...) are restored too, except those that
+    choose an implementation.
+
+    Args:
+        optimizer: An optimizer of the same kind over the same parameters in the same groups.
+        names: The names of its parameters.
+        tensors: The tensors, on any device.
+        meta: The JSON tree.
+
+    Raises:
+        CheckpointError: The optimizer's kind, a parameter, a group, a shape or a dtype differs; names it.
+    """
+    saved = _read(meta)
+    own = [
+        ({**each, "parameters": [_name(p, names) for p in each["params"]]}) for each in optimizer.param_groups
+    ]
+    sizes = {names[each]: described(each) for group in optimizer.param_groups for each in group["params"]}
+    _require_same(
+        _tree(saved["optimizer"], saved["groups"], saved["parameters"]),
+        _tree(type(optimizer).__name__, own, sizes),
+        "Resume with the same optimizer over the same parameters, or load the weights only",
+    )
+    _require_same(
+        {f"the tensor {key!r}": text for key, text in saved["slots"].items()},
+        {f"the tensor {key!r}": described(each) for key, each in tensors.items()},
+        "The checkpoint's list of tensors and its tensors differ: it is damaged",
+    )
+    settings_of = {name: group for group in saved["groups"] for name in group["parameters"]}
+    pairs = [
+        (group, settings_of[names[group["params"][0]]]) for group in optimizer.param_groups if group["params"]
+    ]
+    state: dict[str, dict[str, Any]] = defaultdict(dict)
+    for key in (*saved["slots"], *saved["scalars"]):
+        name, _, slot = key.rpartition("/")
+        if name not in saved["parameters"]:
+            raise CheckpointError(f"the checkpoint's optimizer state {key!r} belongs to no parameter")
+        state[name][slot] = tensors[key] if key in saved["slots"] else saved["scalars"][key]
+    _check_fused(optimizer, names, state)
+    _assemble(optimizer, names, state, saved["quantized"])
+
+    for group, settings in pairs:
+        for key, value in settings.items():
+            if key != "parameters" and key not in _NOT_SETTINGS:
+                group[key] = _restored(group.get(key), value)
+    optimizer.state.clear()
+    with torch.no_grad():
+        for group, _ in pairs:
+            for parameter in group["params"]:
+                slots = state.get(names[parameter])
+                if slots:
+                    optimizer.state[parameter] = {
+                        slot: _placed(value, slot, parameter, group) for slot, value in slots.items()
+                    }
+
+
+def _name(parameter: nn.Parameter, names: Mapping[nn.Parameter, str]) -> str:
+    try:
+        return names[parameter]
+    except KeyError:
+        raise CheckpointError(
+            f"the optimizer trains a parameter of shape {tuple(parameter.shape)} that the model does not "
+            "name. Give the optimizer the parameters of the model itself"
+        ) from None
+
+
+def _key(name: str, slot: object) -> str:
+    if not isinstance(slot, str) or "/" in slot:
+        raise CheckpointError(
+            f"the optimizer's state of {name!r} has the slot {slot!r}, which is not a plain name"
+        )
+    return f"{name}/{slot}"
+
+
+def described(tensor: Tensor) -> str:
+    """Return dtype and shape as text: ``float32[64, 10]``."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _scalar(key: str, value: object) -> Json:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise CheckpointError(
+        f"the optimizer's state {key!r} is a {type(value).__name__}, which cannot be stored. "
+        "Allowed: tensors, numbers, text and None"
+    )
+
+
+def _setting(key: str, value: object) -> Json:
+    """Return a group's setting as JSON; a tensor of one element becomes its number, a tuple a list."""
+    if isinstance(value, (tuple, list)):
+        return [_setting(key, each) for each in value]
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return _scalar(key, value.item())
+    return _scalar(f"setting {key}", value)
+
+
+def _restored(present: object, value: Any) -> Any:
+    """Return a setting from JSON, in the type that the optimizer has now."""
+    if isinstance(present, Tensor):
+        return present.fill_(value)  # in place: a captured graph may hold this tensor
+    if isinstance(value, list) and not isinstance(present, list):
+        old = present if isinstance(present, tuple) and len(present) == len(value) else (None,) * len(value)
+        return tuple(_restored(before, after) for before, after in zip(old, value, strict=True))
+    return value
+
+
+def _placed(value: Any, slot: str, parameter: nn.Parameter, group: Mapping[str, Any]) -> Any:
+    """Return a copy of a slot's value on the device that the optimizer expects."""
+    if not isinstance(value, Tensor) or is_quantized(value):
+        return value
+    if slot in _COUNTERS and value.ndim == 0:
+        if group.get("fused") or group.get("capturable"):
+            # The kernels read a float32. A counter of a float64 run is a whole number, exact in both.
+            dtype = torch.float32 if slot == "step" else value.dtype
+            return value.to(device=parameter.device, dtype=dtype, copy=True)
+        return value.to(device="cpu", copy=True)
+    if value.shape == parameter.shape:
+        # In the parameter's strides (channels_last, for example), as the optimizer makes it: fused kernels
+        # rely on that.
+        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+    return value.to(device=parameter.device, copy=True)
+
+
+def _assemble(
+    optimizer: Optimizer,
+    names: Mapping[nn.Parameter, str],
+    state: Mapping[str, dict[str, Any]],
+    quantized: list[Any],
+) -> None:
+    """Replace the parts of quantized tensors by the tensors."""
+    parameters = {names[each]: each for group in optimizer.param_groups for each in group["params"]}
+    for key in quantized:
+        name, _, slot = str(key).rpartition("/")
+        slots = state.get(name, {})
+        found = [each for each in slots if each.startswith(f"{slot}{PART}")]
+        if not found or name not in parameters:
+            raise CheckpointError(f"the checkpoint's optimizer state lacks the parts of {key!r}")
+        parts = {each.removeprefix(f"{slot}{PART}"): slots.pop(each) for each in found}
+        slots[slot] = from_parts(optimizer, parameters[name], slot, parts)
+
+
+def _read(meta: Mapping[str, Any]) -> dict[str, Any]:
+    meta = {"quantized": [], **meta}  # earlier versions had no "quantized"
+    kinds = {
+        "optimizer": str,
+        "groups": list,
+        "scalars": dict,
+        "parameters": dict,
+        "slots": dict,
+        "quantized": list,
+    }
+    for key, kind in kinds.items():
+        if not isinstance(meta.get(key), kind):
+            raise CheckpointError(f"the checkpoint's optimizer state has no {kind.__name__} {key!r}")
+    for group in meta["groups"]:
+        members = group.get("parameters") if isinstance(group, dict) else None
+        if not isinstance(members, list) or not all(isinstance(name, str) for name in members):
+            raise CheckpointError(
+                "the checkpoint's optimizer state has a group without the names 'parameters'"
+            )
+    return {key: meta[key] for key in kinds}
+
+
+def _tree(kind: str, groups: Iterable[Mapping[str, Any]], parameters: Mapping[str, str]) -> dict[str, str]:
+    """Return a description of an optimizer's parameters and groups, by the name of each part."""
+    tree = {"the optimizer": repr(kind)}
+    tree.update({f"the parameter {name!r}": text for name, text in parameters.items()})
+    for group in groups:
+        updates = str(group.get(WEIGHT_UPDATES, "nearest"))
+        for name in group["parameters"]:
+            tree[f"the parameter group of {name!r}"] = f"that of {min(group['parameters'])!r}"
+            tree[f"the way to update {name!r}"] = f"Precision(updates={updates!r})"
+    return tree
+
+
+def _require_same(there: Mapping[str, str], here: Mapping[str, str], remedy: str) -> None:
+    """Check that a checkpoint's optimizer state and the present one have the same description.
+
+    Raises:
+        CheckpointError: They differ; names the first difference.
+    """
+    for name in sorted({*there, *here}):  # the optimizer, then parameters, then groups
+        theirs, ours = there.get(name, "not there"), here.get(name, "not there")
+        if theirs != ours:
+            raise CheckpointError(
+                f"the optimizer state does not fit: in the checkpoint {name} is {theirs}, here {ours}."
+                f" {remedy}"
+            )
+
+
+def _check_fused(
+    optimizer: Optimizer, names: Mapping[nn.Parameter, str], state: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Check the shapes for a fused kernel, which checks none and would read and write out of bounds."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group.get("fused") else ():
+            slots = state.get(names[parameter], {})
+            found = {slot: list(value.shape) for slot, value in slots.items() if isinstance(value, Tensor)}
+            wanted = {slot: [] if slot in _COUNTERS else list(parameter.shape) for slot in found}
+            _require_same(
+                {f"the shape of {names[parameter]}/{slot}": str(shape) for slot, shape in found.items()},
+                {f"the shape of {names[parameter]}/{slot}": str(shape) for slot, shape in wanted.items()},
+                "A fused kernel would read beyond it: load the weights only",
+            )

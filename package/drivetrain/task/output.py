@@ -1,0 +1,146 @@
+"""The values that a step returned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.types import Batch, StepOutput
+from drivetrain.data.batch import map_tensors
+
+StepValues: TypeAlias = tuple[Tensor | None, tuple[str, ...], Tensor | None, Any]
+"""A step's return value in parts.
+
+First comes the scalar to optimise, with its graph; it is None when a validation step returned nothing. Then
+come the names of the scalars to log, those scalars (detached), and the model's outputs or None."""
+
+
+_LOSS = ("loss",)
+
+
+def read_output(output: Any) -> StepValues:
+    """Split a step's return value: a scalar, a mapping with "loss", a `StepOutput`, or None.
+
+    Raises:
+        ConfigError: Another type, a mapping without "loss", a value that is no scalar, or a name given twice.
+    """
+    outputs = None
+    extra: Mapping[str, Any] | None = None
+    loss = output
+    if isinstance(output, StepOutput):
+        loss, outputs, extra = output.loss, output.outputs, output.metrics
+        if extra:
+            _check_extra(loss, extra)
+    if isinstance(loss, Tensor):
+        if loss.ndim:
+            loss = _scalar("loss", loss)
+        if not extra:
+            return loss, _LOSS, loss.detach(), outputs
+        named = {"loss": loss, **extra}
+    elif isinstance(loss, Mapping):
+        named = {**loss, **extra} if extra else dict(loss)
+        if "loss" not in named:
+            raise ConfigError(
+                f"a step returned a mapping without 'loss'; it has {', '.join(map(repr, named))}"
+            )
+        loss = named["loss"]
+        if not isinstance(loss, Tensor):
+            raise ConfigError(f"a step's 'loss' must be a tensor, not a {type(loss).__name__}")
+        if loss.ndim:
+            named["loss"] = loss = _scalar("loss", loss)
+    elif loss is None:
+        return None, tuple(extra or ()), _stacked(extra, None) if extra else None, outputs
+    else:
+        given = "" if loss is output else "the loss as "
+        raise ConfigError(
+            f"a step returned {given}a {type(loss).__name__}; allowed are a scalar tensor, a mapping"
+            " with 'loss', or a StepOutput"
+        )
+    return loss, tuple(named), _stacked(named, loss), outputs
+
+
+def no_loss(task: object, loss: Tensor | None) -> ConfigError:
+    """Return the error of a training step that returned nothing to optimise."""
+    if loss is not None:
+        return ConfigError(
+            f"{type(task).__name__}.training_step returned a loss ({loss.dtype}) that depends on no"
+            " parameter: it was detached, made without gradients, or is a whole number"
+        )
+    return ConfigError(
+        f"{type(task).__name__}.training_step returned no loss; it must return a scalar, a mapping with"
+        " 'loss', or a StepOutput"
+    )
+
+
+def without_other_graphs(step: Callable[[Batch], Any], keep_outputs: bool) -> Callable[[Batch], Any]:
+    """Return a step whose result has a graph in the loss alone.
+
+    For wrappers that hook every returned tensor that requires a gradient: each such tensor costs FSDP one
+    more pass of its backward hook, although only the loss is used in the backward.
+
+    Args:
+        step: A training step.
+        keep_outputs: Whether to keep the outputs; otherwise they are dropped.
+    """
+
+    def run(batch: Batch) -> Any:
+        output = step(batch)
+        if not isinstance(output, StepOutput):
+            return output
+        if keep_outputs:
+            return StepOutput(output.loss, map_tensors(Tensor.detach, output.outputs), output.metrics)
+        return StepOutput(output.loss, None, output.metrics) if output.metrics else output.loss
+
+    return run
+
+
+def _check_extra(loss: Any, extra: Mapping[str, Any]) -> None:
+    taken = loss if isinstance(loss, Mapping) else () if loss is None else _LOSS
+    twice = [name for name in extra if name in taken]
+    if twice:
+        raise ConfigError(
+            f"a step returned {', '.join(map(repr, twice))} twice: as StepOutput's loss and among its"
+            " metrics. Give the metric another name"
+        )
+
+
+def _stacked(named: Mapping[str, Any], loss: Tensor | None) -> Tensor:
+    # Copied at once: a task may later change a tensor that it returned.
+    with torch.no_grad():
+        try:
+            stacked = torch.stack(tuple(named.values()))
+        except (TypeError, RuntimeError):  # numbers among the tensors, other devices, or shapes such as (1,)
+            tensors = (each for each in (loss, *named.values()) if isinstance(each, Tensor))
+            device = next((each.device for each in tensors), torch.device("cpu"))
+            wide = wide_dtype(device)
+            return torch.stack([_scalar(name, value).to(device, wide) for name, value in named.items()])
+        if stacked.ndim > 1 or hasattr(stacked, "full_tensor"):  # equal shapes but no scalars, or sharded
+            return torch.stack([_scalar(name, value) for name, value in named.items()])
+        return stacked
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype for sums on a device."""
+    # MPS has no float64, nor have many Intel GPUs.
+    return torch.float32 if device.type in ("mps", "xpu") else torch.float64
+
+
+def _scalar(name: str, value: Any) -> Tensor:
+    try:
+        tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigError(
+            f"the value {name!r} that a step returned is a {type(value).__name__}, not a number"
+        ) from None
+    if hasattr(tensor, "full_tensor"):  # computed from sharded parameters; all ranks run the step together
+        tensor = tensor.full_tensor()
+    if tensor.numel() != 1:
+        raise ConfigError(
+            f"the value {name!r} that a step returned has shape {tuple(tensor.shape)}; only scalars can be "
+            "optimised and logged. Take its mean, or return it as StepOutput(outputs=...)"
+        )
+    return tensor.reshape(())

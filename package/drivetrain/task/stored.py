@@ -1,0 +1,267 @@
+"""A task in a checkpoint: its constructor's arguments and its weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from drivetrain.checkpoint.format.records import TENSORS
+from drivetrain.checkpoint.format.tree import pack, unpack
+from drivetrain.checkpoint.formats import FORMAT, ORIGIN
+from drivetrain.checkpoint.locate import load_newest
+from drivetrain.checkpoint.saving.io import DirectoryCheckpointIO
+from drivetrain.checkpoint.storage.schemes import file_system
+from drivetrain.checkpoint.weights.frozen import FROZEN, check_same, fingerprints
+from drivetrain.checkpoint.weights.load import is_torch_file, is_weight_file, torch_weights
+from drivetrain.core.errors import CheckpointError, ConfigError
+from drivetrain.core.messages import logger
+from drivetrain.core.types import Json
+from drivetrain.task.hparams import parameters_of
+
+_LOG = logger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTask:
+    """The result of `read_task`.
+
+    Attributes:
+        path: The checkpoint that was read.
+        hparams: Constructor arguments by name.
+        dataclasses: The arguments that are dataclasses, in their stored form.
+        argument: The name of the single argument whose entries `hparams` holds, as Lightning stores a
+            mapping; otherwise "".
+        is_foreign: Whether another program stored them. The task then takes only what its constructor names.
+        unstored: Names of the arguments that a file cannot hold.
+        tensors: The weights.
+    """
+
+    path: str
+    hparams: dict[str, Any]
+    unstored: tuple[str, ...]
+    tensors: dict[str, Tensor]
+    dataclasses: dict[str, Json] = dataclasses.field(default_factory=dict)
+    argument: str = ""
+    is_foreign: bool = False
+
+    def arguments(self, cls: type[nn.Module], overrides: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the constructor arguments: the stored ones, updated with `overrides`.
+
+        Warns about arguments of another program's task that this class does not take.
+
+        Raises:
+            ConfigError: An argument is missing from `overrides` that could not be stored, or a dataclass that
+                the constructor does not name or that has changed.
+        """
+        arguments = dict(self.hparams)
+        lacking = set(self.unstored)
+        if self.is_foreign:
+            arguments, lacking = self._taken(cls, set(overrides))
+        lacking -= set(overrides)
+        kinds = _dataclasses_of(cls)
+        for name, stored in self.dataclasses.items():
+            if name not in overrides:
+                made = _make(kinds.get(name, ()), stored, f"the argument {name!r} of {self.path}")
+                if made is None:
+                    lacking.add(name)
+                arguments[name] = made
+        if lacking:
+            first, *_ = names = sorted(lacking)
+            raise ConfigError(
+                f"{cls.__name__} was made with arguments that a file cannot hold ({', '.join(names)}); pass"
+                f" them: {cls.__name__}.from_checkpoint(path, {first}=...)"
+            )
+        return {**arguments, **overrides}
+
+    def _taken(self, cls: type[nn.Module], given: set[str]) -> tuple[dict[str, Any], set[str]]:
+        """Return the arguments of another program's task that the constructor takes, and all other names."""
+        parameters = parameters_of(cls)
+        names = {each.name for each in parameters}
+        if self.argument in names:
+            lacking = {self.argument} if self.unstored else set()
+            return {} if lacking else {self.argument: dict(self.hparams)}, lacking
+        if any(each.kind is each.VAR_KEYWORD for each in parameters):
+            return dict(self.hparams), set(self.unstored)
+        left = sorted(({*self.hparams, *self.unstored} - names) - given)
+        if left:
+            _LOG.warning(
+                f"{self.path!r} has hyper-parameters that {cls.__name__} does not take, which are left out:"
+                f" {', '.join(left)}"
+            )
+        taken = {name: value for name, value in self.hparams.items() if name in names}
+        return taken, set(self.unstored) & names
+
+
+def pack_hparams(task: nn.Module) -> Json:
+    """Return a task's constructor arguments as JSON, with the names of those that JSON cannot hold.
+
+    A dataclass is stored by its fields if they are plain values and the constructor's annotation names it.
+    A default that JSON cannot hold (a class, a function) is neither stored nor named: the constructor applies
+    it again.
+
+    Returns:
+        "values" by name, "dataclasses" by name if there are any, "unstored", a list of names, and the task's
+        "format" and "origin", if it has them.
+    """
+    cls = type(task)
+    defaults = {each.name: each.default for each in parameters_of(cls)}
+    kinds = _dataclasses_of(cls)
+    values: dict[str, Json] = {}
+    made: dict[str, Json] = {}
+    unstored: list[Json] = []
+    for name, value in getattr(task, "hparams", {}).items():
+        try:
+            if type(value) in kinds.get(name, ()):
+                fields = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+                made[name] = {"class": type(value).__name__, "values": _packed(fields)}
+            else:
+                values[name] = _packed(value)
+        except CheckpointError:
+            if name not in defaults or defaults[name] is not value:
+                unstored.append(name)
+    form = getattr(task, "export_format", "")
+    origin = getattr(type(task), "weights_origin", None)
+    made_from = {} if origin is None else dict(origin(task))
+    return {
+        "values": values,
+        **({"dataclasses": made} if made else {}),
+        "unstored": unstored,
+        **({FORMAT: form} if form else {}),
+        **({ORIGIN: made_from} if made_from else {}),
+    }
+
+
+def _packed(value: Any) -> Json:
+    packed, tensors = pack(value)
+    if tensors:
+        raise CheckpointError("JSON cannot hold tensors")
+    return packed
+
+
+def _dataclasses_of(cls: type[nn.Module]) -> dict[str, list[type]]:
+    """Return the dataclasses that a constructor's annotations name, alone or in a union, by argument.
+
+    A checkpoint holds only the name of the class, for comparison. Nothing is imported by a name from a file.
+    """
+    try:
+        hints = typing.get_type_hints(inspect.unwrap(cls.__init__))
+    except Exception:  # an annotation may be any expression, for readers or type checkers only
+        return {}
+    found = {}
+    for name, hint in hints.items():
+        kinds = [each for each in (hint, *typing.get_args(hint)) if isinstance(each, type)]
+        found[name] = [each for each in kinds if dataclasses.is_dataclass(each) and _is_made_of_fields(each)]
+    return found
+
+
+def _is_made_of_fields(kind: type) -> bool:
+    return set(inspect.signature(kind).parameters) == {each.name for each in dataclasses.fields(kind)}
+
+
+def _make(kinds: Iterable[type], stored: Json, what: str) -> Any:
+    """Return the stored dataclass; None if the constructor names no dataclass of that name.
+
+    Raises:
+        CheckpointError: The value is not a stored dataclass.
+        ConfigError: The dataclass has other fields now.
+    """
+    values = stored.get("values") if isinstance(stored, dict) else None
+    if not isinstance(stored, dict) or not isinstance(values, dict):
+        raise CheckpointError(f"{what} is not a stored dataclass")
+    kind = next((each for each in kinds if each.__name__ == stored.get("class")), None)
+    if kind is None or "dataclasses" in stored:  # earlier versions stored dataclasses in dataclasses
+        return None
+    fields = {name: unpack(value, {}) for name, value in values.items()}
+    for each in inspect.signature(kind).parameters.values():
+        if each.kind is each.VAR_KEYWORD:
+            fields.update(fields.pop(each.name, {}))
+    try:
+        inspect.signature(kind).bind(**fields)
+    except TypeError as error:
+        raise ConfigError(
+            f"{what} does not fit {kind.__name__}: {error}. It was stored by another version of that class;"
+            " pass the argument"
+        ) from None
+    return kind(**fields)
+
+
+def read_task(path: str) -> StoredTask:
+    """Return the constructor arguments and weights of a checkpoint; `path` as in `resolve`, or Lightning's.
+
+    Raises:
+        CheckpointError: The path is not readable, or the checkpoint has no constructor arguments.
+    """
+    files = file_system(path)
+    if is_torch_file(path):
+        read = torch_weights(path)
+        return StoredTask(
+            path, read.hparams, tuple(read.objects), read.tensors, argument=read.argument, is_foreign=True
+        )
+    if path.endswith(TENSORS) and not DirectoryCheckpointIO().exists(files.split(path)[0]):
+        raise CheckpointError(
+            f"{path!r} is a file of weights, without the constructor's arguments. Make the task, and call its"
+            " load_weights(path)"
+        )
+    found, snapshot = load_newest(path, ("model",))
+    stored = snapshot.objects.get("hparams")
+    if not isinstance(stored, dict) or not isinstance(stored.get("values"), dict):
+        raise CheckpointError(
+            f"{found} holds no constructor arguments; it was not saved by a Trainer. Make the task, and call"
+            " its load_weights(path)"
+        )
+    values, unstored, made = stored["values"], stored.get("unstored"), stored.get("dataclasses")
+    assert isinstance(values, dict)
+    return StoredTask(
+        path=found,
+        hparams={name: unpack(value, {}) for name, value in values.items()},
+        unstored=tuple(str(name) for name in unstored) if isinstance(unstored, list) else (),
+        tensors=snapshot.tensors["model"],
+        dataclasses=made if isinstance(made, dict) else {},
+    )
+
+
+def read_frozen(path: str, task: nn.Module) -> Collection[str]:
+    """Return the names of the frozen parameters that a checkpoint leaves out, once the task has the same.
+
+    Args:
+        path: A checkpoint, or a file of weights, which leaves out none.
+        task: The task that is to get the checkpoint's weights.
+
+    Raises:
+        CheckpointError: The task has others; names them.
+    """
+    if is_weight_file(path):
+        return ()
+    stored = DirectoryCheckpointIO().load(path, groups=()).objects.get(FROZEN)
+    if not isinstance(stored, dict):
+        return ()
+    check_same(stored, fingerprints(task, stored.keys()), path)
+    return stored.keys()
+
+
+def read_extras(path: str) -> dict[str, Any]:
+    """Return the extra states of a checkpoint's modules, by the names of a state dict.
+
+    They are part of the run's state. A task without extra states does not need that file.
+
+    Args:
+        path: A checkpoint that a Trainer saved, or a file of weights. A file of weights gives an empty
+            mapping.
+
+    Raises:
+        CheckpointError: They cannot be read.
+    """
+    if is_weight_file(path):
+        return {}
+    snapshot = DirectoryCheckpointIO().load(path, groups=("state",))
+    state = snapshot.objects.get("state")
+    packed = state.get("module_extras") if isinstance(state, dict) else None
+    extras = unpack(packed or {}, snapshot.tensors["state"])
+    if not isinstance(extras, dict):
+        raise CheckpointError(f"{path}: the extra states of its modules are not a mapping")
+    return extras

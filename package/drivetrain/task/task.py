@@ -1,0 +1,500 @@
+"""The task that a user writes, and the module that strategies wrap."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.checkpoint.weights.module_state import has_extras, load_module_state
+from drivetrain.checkpoint.weights.rename import Rename
+from drivetrain.core.errors import ConfigError, DataError, nearest
+from drivetrain.core.synonyms import Elsewhere, missing
+from drivetrain.core.totals import Totals
+from drivetrain.core.types import Batch, EvaluationReader, StepOutput
+from drivetrain.core.validation import check_names
+from drivetrain.data.batch import batch_size
+from drivetrain.data.feed import Measure
+from drivetrain.distributed.failure.named_places import named_place
+from drivetrain.task.forward import FORWARDS, call_forward, read_forward
+from drivetrain.task.hparams import construct, parameters_of, record_arguments
+from drivetrain.task.optim.config import OptimizerConfig
+
+if TYPE_CHECKING:
+    from drivetrain.checkpoint.saving.assets import Assets
+    from drivetrain.checkpoint.weights.warm_start import LoadReport, Source
+
+TARGETS = ("label", "labels", "target", "targets", "y")
+"""The columns that `metric_inputs` looks for, in this order."""
+
+
+class TaskModule(nn.Module):
+    """A model with its loss, metrics and optimizers: subclass it, write `forward` and `loss`, and if needed
+    `metrics` and `configure_optimizers`.
+
+    A task knows nothing of devices, processes, precision or files, and every method can be called without a
+    trainer. Constructor arguments are recorded as `hparams` and stored in checkpoints.
+
+    Example:
+        ```python
+        class Digits(TaskModule):
+            def __init__(self, hidden: int = 128):
+                super().__init__()
+                self.net = nn.Sequential(nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 10))
+
+            def forward(self, image):
+                return self.net(image)
+
+            def loss(self, outputs, batch):
+                return F.cross_entropy(outputs, batch["label"])
+        ```
+    """
+
+    hparams: dict[str, Any]
+
+    export_format: ClassVar[str] = ""
+    """The format in which other programs load the model, one of `drivetrain.checkpoint.formats.FORMATS`;
+    empty for plain safetensors. Checkpoints name it, so that a command can export them without the task."""
+
+    totals: Totals = Totals()
+    """The planned length of the fit in progress, from before `configure_optimizers` until the fit has ended.
+    Outside of a fit nothing is known, and every field is None."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> TaskModule:
+        """Record the constructor's arguments before the constructor runs."""
+        task = super().__new__(cls)
+        arguments = record_arguments(cls, args, kwargs)
+        if arguments is not None:  # copying and unpickling pass none, and then fill the object's __dict__
+            object.__setattr__(task, "hparams", arguments)
+        return task
+
+    load_from_checkpoint = Elsewhere()
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up as `nn.Module` does, and answer another library's name with ours."""
+        own = self.__dict__
+        for kind in ("_modules", "_parameters", "_buffers"):  # the most frequent first
+            if kind in own and name in own[kind]:
+                return own[kind][name]
+        raise AttributeError(missing(type(self), name))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _RESERVED:
+            raise ConfigError(
+                f"{type(self).__name__}.{name} is a method of TaskModule, which an attribute would hide."
+                f" Choose another name for the attribute, such as {name + '_function'!r}"
+            )
+        if name == "hparams":
+            raise ConfigError(
+                f"{type(self).__name__}.hparams is recorded by TaskModule and holds the constructor's"
+                " arguments already. Remove the assignment, or choose another name for the attribute"
+            )
+        if name == "totals" and not isinstance(value, Totals):
+            raise ConfigError(
+                f"{type(self).__name__}.totals is the planned length of the fit, a drivetrain.Totals. Choose"
+                " another name for the attribute"
+            )
+        super().__setattr__(name, value)
+
+    # The four methods that describe a task.
+
+    def loss(self, outputs: Any, batch: Batch) -> Tensor | Mapping[str, Any]:
+        """Return the scalar to minimise, or a mapping: its "loss" is minimised, its other values are logged.
+
+        The default is for models that compute their loss. It takes `outputs.loss`, `outputs["loss"]`, or the
+        first item of a tuple if that is a scalar.
+
+        Args:
+            outputs: The return value of `forward`.
+            batch: The whole batch, on the device.
+        """
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+        if _begins_with_loss(outputs):
+            loss = outputs[0]
+        if isinstance(loss, Tensor):
+            return loss
+        raise ConfigError(
+            f"{type(self).__name__} has no loss: define `loss(self, outputs, batch)`, or let `forward` return"
+            " something with a `loss`, or a tuple that begins with it (it returned a"
+            f" {type(outputs).__name__})"
+        )
+
+    def metrics(self) -> Mapping[str, Any]:
+        """Return metrics by name: objects with `update`, `compute` and `reset`, such as torchmetrics'.
+
+        Default: none.
+        """
+        return {}
+
+    def evaluation_reader(self) -> EvaluationReader | None:
+        """Return an object that reads all outputs of one pass over evaluation data, in sample order.
+
+        For values that no metric can compute batch by batch. Called once for each pass and loader, after all
+        metrics. Default: None.
+        """
+        return None
+
+    def collate_function(self) -> Callable[[list[Any]], Batch] | None:
+        """Return a function that makes a batch from a list of samples, for data given as a dataset.
+
+        `Trainer(collate=...)` takes precedence. Worker processes get a copy of it, so it should not hold the
+        task. Default: None, torch's own collation.
+        """
+        return None
+
+    def block_classes(self) -> Collection[str]:
+        """Return the names of the classes that FSDP's `wrap="auto"` shards one at a time.
+
+        Default: none; the largest blocks that occur more than once are sharded.
+        """
+        return ()
+
+    def assets(self) -> Assets:
+        """Return files to store beside the weights, such as a processor and a configuration.
+
+        They are made on rank 0 when a fit begins. Default: none.
+
+        Returns:
+            What `Trainer(assets=...)` takes, whose files replace those of the same names.
+        """
+        return ()
+
+    def save_finished(
+        self, root: str, weights: Mapping[str, Tensor], assets: Mapping[str, bytes], write: bool
+    ) -> str | None:
+        """Write the weights of a finished fit in the format of another program; all ranks call this together.
+
+        Default: None. The Trainer then writes them as the file `model.safetensors`.
+
+        Args:
+            root: The run directory, or the address of the checkpoints.
+            weights: The state dict of the task by the names in a checkpoint, with the parameters that
+                checkpoints leave out. Those of a sharded task are `DTensor`s, which all ranks gather.
+            assets: The files beside the weights by name; empty on ranks that do not write.
+            write: Whether this rank writes.
+
+        Returns:
+            The path of the file or folder, on every rank.
+        """
+        return None
+
+    def left_out_of_checkpoints(self) -> Collection[str]:
+        """Return the names of the frozen parameters that checkpoints leave out by default.
+
+        `CheckpointConfig(parameters=...)` takes precedence. Default: none.
+        """
+        return ()
+
+    def weights_origin(self) -> Mapping[str, str]:
+        """Return where the weights come from that training starts with, such as "name" and "revision".
+
+        Checkpoints record it, and a resume without the same frozen weights names both. Default: empty.
+        """
+        return {}
+
+    def configure_optimizers(self) -> Any:
+        """Return the optimizers' configuration.
+
+        An optimizer that is already built is refused, because a strategy may have to shard first. The
+        planned length of the fit is in `self.totals`.
+
+        Returns:
+            An `OptimizerConfig`; or a mapping of names to them for several optimizers; or a callable that
+            takes the list of trainable parameters and returns an optimizer or `(optimizer, schedule)`. The
+            schedule is a `torch.optim.lr_scheduler.LRScheduler` stepped once per update.
+        """
+        return OptimizerConfig("adamw")
+
+    def parallel_plan(self) -> Mapping[str, Any]:
+        """Return how to split modules over ranks. Default: no module is split.
+
+        It is used by `FSDPConfig(tensor_parallel=2)` only.
+
+        Returns:
+            Styles of `torch.distributed.tensor.parallel`, such as `ColwiseParallel()`, by the names of
+            modules in the task. In a name, `*` matches any part between two dots: `"blocks.*.out"`.
+        """
+        return {}
+
+    # The steps.
+
+    def training_step(self, batch: Batch) -> Any:
+        """Run one micro-batch and return a scalar loss, a mapping with "loss", or a `StepOutput`.
+
+        It may also be a generator for several optimizers: `yield "discriminator", d_loss`, then `yield
+        "generator", g_loss`. At each yield the named optimizer makes its update, then the body resumes.
+        """
+        outputs = call_forward(self, self.inputs(batch))
+        return StepOutput(self.loss(outputs, batch), outputs)
+
+    def validation_step(self, batch: Batch) -> Any:
+        """Run one validation batch; return what `training_step` may, or None. Default: outputs and loss."""
+        outputs = call_forward(self, self.inputs(batch))
+        return StepOutput(self.loss(outputs, batch), outputs)
+
+    def test_step(self, batch: Batch) -> Any:
+        """Run one test batch. Default: `validation_step`."""
+        return self.validation_step(batch)
+
+    def predict_step(self, batch: Batch) -> Any:
+        """Predict one batch. Default: the model's outputs."""
+        return call_forward(self, self.inputs(batch))
+
+    # Reading a batch.
+
+    def inputs(self, batch: Batch) -> Any:
+        """Return the input of `forward`: a mapping is passed by name, a tuple by position, anything else as
+        the only argument.
+
+        The default takes from a mapping the keys that `forward`'s parameters name, and from a sequence its
+        first items, as many as `forward` takes. A tensor is passed unchanged.
+
+        Raises:
+            DataError: A parameter without a default has no column; lists the batch's columns.
+        """
+        kind = type(batch)
+        forward = FORWARDS.get(type(self))
+        if forward is None:
+            forward = read_forward(type(self))
+        if kind is dict or isinstance(batch, Mapping):
+            columns = {}
+            for name in forward.names:
+                if name in batch:
+                    columns[name] = batch[name]
+                elif name in forward.required:
+                    raise self._missing(name, batch)
+            return batch if forward.takes_all else columns
+        if kind is tuple or kind is list or isinstance(batch, (tuple, list)):
+            if len(batch) < len(forward.required):
+                raise DataError(
+                    f"{type(self).__name__}.forward needs {len(forward.required)} inputs"
+                    f" ({', '.join(forward.required)}), but the batch is a sequence of {len(batch)}. Override"
+                    " `inputs(batch)` to say what forward gets"
+                )
+            return tuple(batch[: forward.positional])
+        return batch
+
+    def _missing(self, name: str, batch: Mapping[str, Any]) -> DataError:
+        return DataError(
+            f"{type(self).__name__}.forward has a parameter {name!r}, but the batch has no such column. "
+            f"{nearest(name, map(str, batch)).replace('Allowed:', 'The batch has:')} Rename the parameter or "
+            "the column, or override `inputs(batch)`"
+        )
+
+    def metric_inputs(self, outputs: Any, batch: Batch) -> tuple[Any, ...]:
+        """Return the arguments of each metric's `update`. Default: the outputs and the target.
+
+        If the outputs have `logits`, the metrics get these. If the outputs are a tuple that begins with a
+        scalar loss, the metrics get its second item. The target is the batch's column `label`, `labels`,
+        `target`, `targets` or `y`, or a sequence's last item.
+
+        Raises:
+            DataError: The batch has no recognisable target; lists the batch's columns.
+        """
+        if _begins_with_loss(outputs) and len(outputs) > 1:
+            outputs = outputs[1]
+        elif not isinstance(outputs, Tensor) and isinstance(
+            logits := getattr(outputs, "logits", None), Tensor
+        ):
+            outputs = logits
+        if isinstance(batch, Mapping):
+            for name in TARGETS:
+                if name in batch:
+                    return outputs, batch[name]
+            raise DataError(
+                f"no target for the metrics: the batch's columns are {', '.join(map(repr, batch))}, none of "
+                f"{', '.join(map(repr, TARGETS))}. Override `metric_inputs(outputs, batch)`"
+            )
+        if isinstance(batch, (tuple, list)):
+            return outputs, batch[-1]
+        raise DataError(
+            f"no target for the metrics: the batch is a {type(batch).__name__}. Override"
+            " `metric_inputs(outputs, batch)`"
+        )
+
+    def metric_name(self, stage: str, loader: str | None, name: str) -> str:
+        """Return the name under which a value is logged and returned. Default: "train/loss",
+        "validation/loss", or "validation/<loader>/loss" with named loaders.
+
+        Loggers, results, checkpoint policies, early stopping and schedules all use this name. Each value
+        needs a name of its own; two values of one name are an error.
+
+        Args:
+            stage: "train", "validation" or "test".
+            loader: The name of the evaluation's loader; None for an only one.
+            name: The name that the step or `metrics` gives the value.
+        """
+        return f"{stage}/{name}" if loader is None else f"{stage}/{loader}/{name}"
+
+    def loss_weight(self, batch: Batch) -> float | Tensor:
+        """Return the number of items that the loss is a mean over. Default: the number of samples.
+
+        A loss that averages over unmasked tokens returns their number here, so that any split of a batch
+        gives the same gradient: sum(weight x loss) / sum(weight). The engine calls it on the host, before it
+        moves the batch.
+        """
+        size = batch_size(batch)
+        return 1 if size is None else size
+
+    def tokens(self, batch: Batch) -> int:
+        """Return the batch's number of tokens, for intervals and throughput. Default: 0, not counted."""
+        return 0
+
+    def overrides(self, method: str) -> bool:
+        """Return whether this task defines the named method."""
+        return getattr(type(self), method) is not getattr(TaskModule, method)
+
+    @classmethod
+    def from_checkpoint(cls, path: str | os.PathLike[str], **overrides: Any) -> Self:
+        """Rebuild a task from a checkpoint: its recorded constructor arguments, then its weights.
+
+        Args:
+            path: A checkpoint, or a run directory (its newest good checkpoint).
+            overrides: Constructor arguments that replace the recorded ones, or that a file cannot hold.
+
+        Raises:
+            CheckpointError: Nothing readable there, or weights that do not fit the task; or a checkpoint with
+                the trained parameters only, and the constructor does not make the same frozen ones.
+            ConfigError: The path is None; an argument is missing that could not be stored; or the task does
+                not take an argument.
+        """
+        if path is None:
+            raise ConfigError(
+                f"{cls.__name__}.from_checkpoint takes a path, not None. A result's best_checkpoint is None"
+                " where no evaluation gave the value that CheckpointConfig(by=...) names; its"
+                " last_checkpoint is the newest one"
+            )
+        from drivetrain.task.stored import read_extras, read_frozen, read_task
+
+        parameters = parameters_of(cls)
+        if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+            check_names(cls.__name__, overrides, [each.name for each in parameters])
+        stored = read_task(os.fspath(path))
+        task = construct(cls, stored.arguments(cls, overrides), stored.path)
+        extras = read_extras(stored.path) if has_extras(task) else {}
+        kept = read_frozen(stored.path, task)
+        load_module_state(task, stored.tensors, extras, where=stored.path, adopt_dtypes=True, kept=kept)
+        return task
+
+    def load_weights(
+        self, source: Source, *, strict: bool = True, rename: Rename | None = None
+    ) -> LoadReport:
+        """Copy pretrained weights into this task before `fit`: all of them, or none on an error.
+
+        Args:
+            source: A safetensors file, a Hugging Face folder, a checkpoint, a run directory (its newest good
+                checkpoint), an address of one of these, or tensors by name.
+            strict: Whether everything must fit. If not, what fits is loaded, and the report lists the rest.
+            rename: Maps names in the source to names in the task: a mapping of regular expressions to
+                replacements, or a function. A tensor whose new name is None is dropped.
+
+        Returns:
+            The tensors that were loaded, converted, missing and so on; its text is a table.
+
+        Raises:
+            CheckpointError: Nothing readable there, or weights that do not fit; the task is unchanged.
+            ConfigError: The source or `rename` has a wrong type.
+        """
+        from drivetrain.checkpoint.weights.warm_start import load_weights_into
+
+        return load_weights_into(self, source, strict=strict, rename=rename)
+
+
+def _begins_with_loss(outputs: Any) -> bool:
+    """Return whether outputs are a Hugging Face model's tuple (`return_dict=False`, with labels)."""
+    return (
+        type(outputs) is tuple and len(outputs) > 0 and isinstance(outputs[0], Tensor) and not outputs[0].ndim
+    )
+
+
+_RESERVED = frozenset(
+    name for name, value in vars(TaskModule).items() if inspect.isfunction(value) and not name.startswith("_")
+)
+
+
+@contextmanager
+def known_totals(task: TaskModule, totals: Totals) -> Iterator[None]:
+    """Run the block with the planned length of a fit in `task.totals`; restore it afterwards.
+
+    Raises:
+        ConfigError: The task's class has another attribute of that name.
+    """
+    if type(task).totals is not TaskModule.totals:
+        raise ConfigError(
+            f"{type(task).__name__}.totals hides the planned length of the fit, which TaskModule has under"
+            " this name. Choose another name"
+        )
+    before = task.__dict__.get("totals")
+    task.totals = totals
+    try:
+        yield
+    finally:
+        del task.totals
+        if before is not None:
+            task.totals = before
+
+
+def measure_of(task: TaskModule) -> Measure:
+    """Return how the task counts its batches; methods that it does not override are not called."""
+    weight = task.loss_weight if task.overrides("loss_weight") else None
+    return Measure(weight, task.tokens if task.overrides("tokens") else None)
+
+
+class StepModule(nn.Module):
+    """The module that strategies wrap: its forward runs the current stage's step under the precision's
+    context.
+
+    The wrapped module is the whole step, so a wrapper's forward hooks see every parameter that the step uses,
+    including those used in the loss only.
+
+    Args:
+        task: The task, or any module whose forward must run under the context.
+        context: A factory of the context, or None; see `Precision.forward_context`.
+    """
+
+    def __init__(
+        self, task: nn.Module, context: Callable[[], AbstractContextManager[object]] | None = None
+    ) -> None:
+        super().__init__()
+        self.task = task
+        self.context = context
+        self.step: Callable[..., Any]
+        self.use(task)
+
+    def use(self, step: Callable[..., Any]) -> None:
+        """Run this step from now on."""
+        # Bypasses nn.Module's bookkeeping: a module that is the step must not be registered as a second
+        # child.
+        object.__setattr__(self, "step", step)
+
+    @contextmanager
+    def evaluating(self, step: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+        """Run the block with this step, in evaluation mode and without gradients; restore everything
+        afterwards.
+
+        Yields the callable to run: the module's forward, or the step if there is no context.
+        """
+        modes = [(module, module.training) for module in self.task.modules()]
+        before = self.step
+        self.use(step)
+        self.task.eval()
+        try:
+            with torch.no_grad():
+                yield step if self.context is None else self.forward
+        finally:
+            self.use(before)
+            for module, training in modes:
+                module.training = training
+
+    @named_place("in the forward")
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the current step on one micro-batch."""
+        if self.context is None:
+            return self.step(*args, **kwargs)
+        with self.context():
+            return self.step(*args, **kwargs)

@@ -1,0 +1,1 @@
+"""The conformance suite of strategies, and the tasks and records that its checks share."""

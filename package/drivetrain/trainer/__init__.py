@@ -1,0 +1,1 @@
+"""From arguments to a run, and the verbs."""

@@ -1,0 +1,474 @@
+"""Builds the objects of a run from a Trainer's arguments."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from drivetrain import callbacks as built_in
+from drivetrain.checkpoint import CheckpointConfig
+from drivetrain.checkpoint.weights.frozen import FrozenParameters, check_storable, fingerprints
+from drivetrain.checkpoint.weights.module_state import has_extras, load_module_state
+from drivetrain.core.errors import ConfigError, nearest
+from drivetrain.core.intervals import DelayedTrigger, Every, FirstUpdateTrigger, Trigger, exact
+from drivetrain.core.random_streams import preserved
+from drivetrain.core.synonyms import check_task_names, foreign
+from drivetrain.core.totals import Totals
+from drivetrain.core.validation import duration
+from drivetrain.data import Feed
+from drivetrain.data.consistency import check_data
+from drivetrain.data.reading import check_settings_used
+from drivetrain.distributed.failure.channel import FailureChannel
+from drivetrain.distributed.launch.environment import may_start_again
+from drivetrain.engine.engine import Engine
+from drivetrain.engine.metrics.declared import DeclaredMetrics
+from drivetrain.engine.rank_consistency import check_same_call, check_same_optimizers
+from drivetrain.loggers.base import build_loggers
+from drivetrain.run.hooks import HOOKS
+from drivetrain.run.ledger import fit_began
+from drivetrain.run.run import Run
+from drivetrain.run.settings import RunSettings, check_strategy_settings, same_on_all_ranks
+from drivetrain.run.state import Triggers
+from drivetrain.strategies.precision.registry import as_precision
+from drivetrain.strategies.transforms.compile import as_compile
+from drivetrain.task.task import TaskModule, known_totals
+from drivetrain.trainer.feeds import evaluation_feeds, may_change_data, starts_early, train_feed
+
+if TYPE_CHECKING:
+    from drivetrain.callbacks.checkpoint import CheckpointSaver
+
+
+def check_task(task: object) -> TaskModule:
+    """Return the task after a check of its type.
+
+    Raises:
+        ConfigError: It is a class, or no TaskModule, or one written for another library.
+    """
+    if isinstance(task, TaskModule):
+        check_task_names(task, HOOKS)
+        return task
+    if isinstance(task, type) and issubclass(task, TaskModule):
+        raise ConfigError(f"the task is the class {task.__name__}; pass an instance: {task.__name__}(...)")
+    if (theirs := foreign(task)) is not None:
+        raise ConfigError(f"the task is {theirs}")
+    raise ConfigError(
+        f"the task is a {type(task).__name__}, not a TaskModule. Subclass drivetrain.TaskModule, or use"
+        " drivetrain.Engine for a loop of your own over any nn.Module"
+    )
+
+
+_LOADERS = {
+    "training": "train_dataloader",
+    "validation": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
+"""The names of Lightning's data methods by stage."""
+
+_VERBS = {"validation": "validate"}
+"""The Trainer's method of a stage, if its name differs."""
+
+
+def pick_data(data: Any, stage: str) -> Any:
+    """Return a stage's data: the data as given, or the result of the object's `train_data()`,
+    `validation_data()` and so on.
+
+    Raises:
+        ConfigError: The object lacks the method of this stage.
+    """
+    method = f"{'train' if stage == 'training' else stage}_data"
+    if _has(data, method):
+        return getattr(data, method)()
+    offered = [f"{s}_data" for s in ("train", "validation", "test", "predict") if _has(data, f"{s}_data")]
+    if offered:
+        raise ConfigError(f"{type(data).__name__} has no {method}(). {nearest(method, offered)}")
+    if (theirs := foreign(data)) is not None:
+        raise ConfigError(f"the {stage} data is {theirs}")
+    given = _LOADERS[stage]
+    if _has(data, given) and not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
+        raise ConfigError(f"{type(data).__name__} has {given}(), which is called {method}() here. Rename it")
+    return data
+
+
+def _has(data: Any, method: str) -> bool:
+    # Properties are not evaluated: some data sets (torchvision's) have deprecated ones of these names, which
+    # warn.
+    return not isinstance(inspect.getattr_static(data, method, None), property) and callable(
+        getattr(data, method, None)
+    )
+
+
+def fit_data(train_data: Any, validation_data: Any) -> tuple[Any, Any]:
+    """Return training and validation data; an object with `validation_data()` gives both, unless validation
+    data is passed separately.
+    """
+    if validation_data is None and callable(getattr(train_data, "train_data", None)):
+        make = getattr(train_data, "validation_data", None)
+        validation_data = make() if callable(make) else None
+    elif validation_data is not None:
+        validation_data = pick_data(validation_data, "validation")
+    picked = pick_data(train_data, "training")
+    if isinstance(picked, Mapping):
+        raise ConfigError(
+            "training data cannot be a mapping of loaders; only evaluation takes named loaders. Pass one"
+            " loader"
+        )
+    return picked, validation_data
+
+
+@contextmanager
+def setting_up(settings: RunSettings, task: TaskModule, verb: str, **arguments: Any) -> Iterator[Engine]:
+    """Run the block, the set-up of a run, with its engine; report an error to the other ranks before leaving
+    them.
+
+    Args:
+        settings: The settings.
+        task: The task.
+        verb: The Trainer's method that was called.
+        **arguments: Further arguments that must be equal on all ranks.
+    """
+    engine = Engine(
+        strategy=settings.strategy,
+        precision=as_precision(settings.precision),
+        devices=settings.devices,
+        num_nodes=settings.num_nodes,
+        seed=settings.seed,
+        compile=settings.compile,
+        memory=settings.memory,
+    )
+    if settings.evaluation_precision is not None:
+        engine.evaluation_precision = as_precision(settings.evaluation_precision)
+    ranks = engine.ranks
+    try:
+        with FailureChannel(ranks.rank, ranks.size, describe=lambda: "in the set-up of the run"):
+            check_same_call(same_on_all_ranks(settings), task, engine.strategy, verb, **arguments)
+            yield engine
+            ranks.all_gather(None)  # a rank that has left could not learn of an error on another
+    except BaseException:
+        engine.teardown()
+        raise
+
+
+def planned_totals(settings: RunSettings, feed: Feed, world_size: int) -> Totals:
+    """Return the length of a fit, as far as it is known.
+
+    Args:
+        settings: The settings.
+        feed: The training data.
+        world_size: The number of processes.
+
+    Raises:
+        ConfigError: No limit was given, or a fraction of an epoch of unknown length.
+    """
+    if settings.max_epochs is None and settings.max_steps is None and settings.max_time is None:
+        raise ConfigError("how long to train? Give the Trainer max_epochs, max_steps or max_time")
+    per_epoch, max_epochs = feed.updates_per_epoch, settings.max_epochs
+    known = [] if settings.max_steps is None else [settings.max_steps]
+    epochs = end = None
+    if max_epochs is not None:
+        epochs = math.ceil(max_epochs)
+        end = epochs, 0
+        if per_epoch is not None:
+            updates = math.ceil(exact(max_epochs) * per_epoch)
+            known.append(updates)
+            if updates < epochs * per_epoch:
+                end = epochs - 1, (updates - (epochs - 1) * per_epoch) * feed.accumulation
+        elif max_epochs != epochs:
+            raise ConfigError(
+                f"max_epochs={max_epochs} needs training data of known length. Give whole epochs,"
+                " or max_steps"
+            )
+    return Totals(
+        updates=min(known) if known else None,
+        epochs=epochs,
+        updates_per_epoch=per_epoch,
+        max_updates=settings.max_steps,
+        max_seconds=duration("max_time", settings.max_time),
+        max_epochs=max_epochs,
+        end=end,
+        gradient_accumulation_steps=settings.gradient_accumulation_steps,
+        samples_per_update=feed.samples_per_update,
+        world_size=world_size,
+        min_updates=settings.min_steps or 0,
+        min_epochs=settings.min_epochs or 0,
+    )
+
+
+def every(interval: Any) -> Every | None:
+    """Return an interval that the Trainer has already parsed."""
+    return None if interval is None else Every(interval)
+
+
+def make_triggers(settings: RunSettings, updates_per_epoch: int | None, validates: bool) -> Triggers:
+    """Return the triggers of logging and validation.
+
+    Raises:
+        ConfigError: A fraction of an epoch of unknown length.
+    """
+    validate_every, begins = every(settings.validate_every), every(settings.validate_from)
+    if not validates:
+        validate = Trigger(None)
+    elif begins is None:
+        validate = Trigger(validate_every, updates_per_epoch)
+    else:
+        validate = DelayedTrigger(validate_every, begins, updates_per_epoch)
+    log = FirstUpdateTrigger if settings.log_first_step else Trigger
+    return Triggers(log(every(settings.log_every), updates_per_epoch), validate)
+
+
+def build_fit(
+    settings: RunSettings,
+    task: Any,
+    train_data: Any,
+    validation_data: Any,
+    resume: str | None,
+    body: bool = False,
+) -> tuple[Run, CheckpointSaver | None]:
+    """Build the run of a fit, and its saver unless checkpoints are off; `start_from` makes it ready to start.
+
+    Args:
+        settings: The settings.
+        task: The task.
+        train_data: As given to `fit`.
+        validation_data: As given to `fit`.
+        resume: As given to `fit`.
+        body: Whether the user's code runs between updates.
+    """
+    began = fit_began()
+    task = check_task(task)
+    train_data, validation_data = fit_data(train_data, validation_data)
+    check_settings_used(
+        train_data,
+        validation_data,
+        settings.batch_size,
+        settings.num_workers,
+        settings.evaluation_batch_size,
+        settings.collate,
+    )
+    with setting_up(settings, task, "fit", resume=resume) as engine:
+        run, saver = _fit_run(settings, engine, task, train_data, validation_data, resume, body)
+    if run.is_main and run.run_dir is not None and (saver is not None or run.loggers):
+        run.ledger.keep(run.run_dir, began)
+    return run, saver
+
+
+def _fit_run(
+    settings: RunSettings,
+    engine: Engine,
+    task: TaskModule,
+    train_data: Any,
+    validation_data: Any,
+    resume: str | None,
+    body: bool,
+) -> tuple[Run, CheckpointSaver | None]:
+    changes = body or may_change_data(settings.callbacks)
+    feed = train_feed(settings, engine, task, train_data, changes)
+    totals = planned_totals(settings, feed, engine.strategy.world_size)
+    engine.closing.enter_context(known_totals(task, totals))
+    declared = task.metrics()
+    train_metrics = (
+        DeclaredMetrics(declared, engine.device, engine.data_ranks)
+        if declared and settings.train_metrics
+        else None
+    )
+    feeds = evaluation_feeds(settings, engine, task, validation_data, "validation", changes)
+    check_data([feed, *(each for _, each in feeds)], engine.ranks)
+    triggers = make_triggers(settings, totals.updates_per_epoch, validates=bool(feeds))
+    size = settings.batch_size if settings.batch_size is not None else getattr(train_data, "batch_size", None)
+    check_strategy_settings(settings, engine.strategy, size)
+    if resume is None and not may_start_again() and starts_early(settings.callbacks):
+        feed.begin(until=totals.epochs_until(engine.progress))  # which is at its beginning
+    frozen = frozen_parameters(settings, engine, task)
+    engine.prepare_task(
+        task,
+        total_updates=totals.updates,
+        max_grad_norm=settings.max_grad_norm,
+        max_grad_value=settings.max_grad_value,
+        metrics=train_metrics,
+        micro_batch=settings.micro_batch,
+        show=settings.progress_bar,
+    )
+    check_same_optimizers(task, engine.updaters, totals.updates, engine.ranks)
+    run_dir = engine.ranks.first(lambda: pick_run_dir(settings, task))
+    saver = None
+    if settings.checkpoint is not False:
+        from drivetrain.trainer.checkpoints import make_saver
+
+        names = [name for name, _ in feeds]
+        saver = make_saver(settings, task, run_dir, names, resume, engine.ranks, engine.closing)
+    run = Run(
+        task,
+        engine,
+        stage="train",
+        callbacks=with_defaults(settings, saver),
+        loggers=build_loggers(settings.loggers, run_dir) if engine.strategy.rank == 0 else (),
+        run_dir=run_dir,
+        totals=totals,
+        triggers=triggers,
+        train_feed=feed,
+        evaluation_feeds=feeds,
+        train_metrics=train_metrics,
+        evaluation_metrics=DeclaredMetrics(task.metrics(), engine.device, engine.data_ranks)
+        if feeds and declared
+        else None,
+        on_save_error=settings.on_save_error,
+        frozen=frozen,
+    )
+    run.nonfinite.begin(settings.on_nonfinite)
+    if run.hooks.on_micro_batch_end:
+
+        def micro_batch_end() -> None:
+            with preserved(engine.device):  # the next micro-batch draws on from here
+                run.call(run.hooks.on_micro_batch_end)
+
+        engine.micro_batch_end = micro_batch_end
+    if run.hooks.on_before_optimizer_step:
+        engine.before_optimizer_step = lambda: run.call(run.hooks.on_before_optimizer_step)
+    return run, saver
+
+
+def frozen_parameters(settings: RunSettings, engine: Engine, task: TaskModule) -> FrozenParameters | None:
+    """Return the frozen parameters that the checkpoints leave out, or None; before they are sharded."""
+    policy = settings.checkpoint
+    chosen = policy.parameters if isinstance(policy, CheckpointConfig) else None
+    names = None if chosen == "trainable" else task.left_out_of_checkpoints()
+    if policy is False:
+        return None
+    if chosen == "all" or (names is not None and not names):
+        check_storable(task)
+        return None
+    return FrozenParameters(engine.ranks.first(lambda: fingerprints(task, names)))
+
+
+def pick_run_dir(settings: RunSettings, task: TaskModule) -> Path | None:
+    """Return the run directory: the given one, or a new one if the run writes files.
+
+    The path is absolute, because the task may change the working directory.
+
+    Raises:
+        ConfigError: A file has its name. The error comes now, not hours later at the first save.
+    """
+    if settings.run_dir is not None:
+        given = Path(settings.run_dir).absolute()
+        taken = next((each for each in (given, *given.parents) if each.exists()), None)
+        if taken is not None and not taken.is_dir():
+            raise ConfigError(f"run_dir={str(settings.run_dir)!r} cannot be made: {str(taken)!r} is a file")
+        return given
+    named = [settings.loggers] if isinstance(settings.loggers, str) else settings.loggers
+    writes = settings.checkpoint or (
+        isinstance(named, Sequence) and any(isinstance(each, str) for each in named)
+    )
+    if not writes:
+        return None
+    stem = f"{settings.run_name or type(task).__name__}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in range(1000):
+        path = Path("runs").absolute() / (f"{stem}-{number}" if number else stem)
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return path
+    raise ConfigError("no free name for a new run directory under 'runs'; give the Trainer a run_dir")
+
+
+def with_defaults(settings: RunSettings, saver: CheckpointSaver | None) -> list[Any]:
+    """Return the callbacks in calling order: the user's, those that show values, the saver.
+
+    The saver saves the changes of all before it. Callbacks with `after_saver` follow it.
+    """
+    callbacks = list(settings.callbacks)
+    if settings.progress_bar:
+        for kind in (built_in.ModelSummary, built_in.ProgressBar):
+            if not any(isinstance(each, kind) for each in callbacks):
+                callbacks.append(kind())
+    if as_compile(settings.compile) and not any(isinstance(each, built_in.CompileTime) for each in callbacks):
+        callbacks.append(built_in.CompileTime(show=settings.progress_bar))
+    late = [each for each in callbacks if getattr(each, "after_saver", False)]
+    first = [each for each in callbacks if not getattr(each, "after_saver", False)]
+    return [*first, *([saver] if saver else []), *late]
+
+
+def start_from(settings: RunSettings, run: Run, saver: CheckpointSaver | None, resume: str | None) -> None:
+    """Restore a checkpoint if one is asked for, then set rates and intervals to the run's progress."""
+    from drivetrain.run.checkpoint import restore, snapshot_run
+    from drivetrain.trainer.checkpoints import find_checkpoint, report_start
+
+    with run.timed("restore"):
+        asks = resume is not None or may_start_again()
+        found = find_checkpoint(settings, run, saver, resume) if asks else None
+        if found is not None:
+            restore(run, found[1], found[0])
+        if asks:
+            report_start(settings, run, resume)
+    # Values that cannot be stored are found now, not at a save.
+    snapshot = None if saver is None else snapshot_run(run, saver.config.resumable)
+    run.nonfinite.note_weights(snapshot if run.frozen is None else None)
+    run.engine.set_rates()
+    run.triggers.log.start(run.progress)
+    run.triggers.validate.start(run.progress)
+    for logger in run.loggers if run.is_main else ():
+        with run.logging_to(logger, f"the configuration that {type(logger).__name__} writes at update"):
+            logger.log_config({"trainer": settings.to_json(), "task": describe_task(run.task)})
+
+
+def describe_task(task: TaskModule) -> dict[str, Any]:
+    """Return a description of a task for a log: its class and constructor arguments."""
+    plain = (bool, int, float, str, type(None))
+    hparams = {
+        name: value if isinstance(value, plain) else repr(value) for name, value in task.hparams.items()
+    }
+    return {"class": type(task).__name__, "hparams": hparams}
+
+
+def build_evaluation(settings: RunSettings, task: Any, data: Any, stage: str, checkpoint: str | None) -> Run:
+    """Build the run of a validation, test or prediction outside a fit: no loggers, no files.
+
+    Raises:
+        ConfigError: Named loaders to predict; a prediction has one order.
+    """
+    if stage == "predict":
+        data = pick_data(data, stage)
+        if isinstance(data, Mapping):
+            raise ConfigError("predict takes one loader, not a mapping; call it once for each")
+    task = check_task(task)
+    with setting_up(settings, task, _VERBS.get(stage, stage), checkpoint=checkpoint) as engine:
+        return _evaluation_run(settings, engine, task, data, stage, checkpoint)
+
+
+def _evaluation_run(
+    settings: RunSettings, engine: Engine, task: TaskModule, data: Any, stage: str, checkpoint: str | None
+) -> Run:
+    if checkpoint is not None:
+        from drivetrain.checkpoint.weights.load import load_weights
+        from drivetrain.task.stored import read_extras, read_frozen
+        from drivetrain.trainer.checkpoints import named_checkpoint
+
+        path = engine.ranks.first(lambda: named_checkpoint(settings, task, checkpoint))
+        tensors = load_weights(path)
+        extras = read_extras(path) if has_extras(task) else {}
+        kept = read_frozen(path, task)
+        load_module_state(task, tensors, extras, where=path, adopt_dtypes=True, kept=kept)
+    engine.prepare_task(task, training=False, micro_batch=settings.micro_batch, show=settings.progress_bar)
+    feeds = evaluation_feeds(settings, engine, task, pick_data(data, stage), stage)
+    if not feeds:
+        raise ConfigError(
+            f"no data to {stage}: give a DataLoader, a Dataset, an iterable of batches or a mapping of named"
+            " loaders"
+        )
+    check_data([each for _, each in feeds], engine.ranks)
+    declared = task.metrics() if stage != "predict" else {}
+    callbacks = with_defaults(settings, None)
+    return Run(
+        task,
+        engine,
+        stage=stage,
+        callbacks=[each for each in callbacks if not isinstance(each, built_in.ModelSummary)],
+        run_dir=Path(settings.run_dir) if settings.run_dir is not None else None,
+        evaluation_feeds=feeds,
+        evaluation_metrics=DeclaredMetrics(declared, engine.device, engine.data_ranks) if declared else None,
+    )

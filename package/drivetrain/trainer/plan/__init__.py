@@ -1,0 +1,1 @@
+"""A fit found without training: its length, rates, intervals, memory and conflicts."""

@@ -1,0 +1,147 @@
+"""Conflicts between the settings, the task and the data, each as a sentence with a remedy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from drivetrain.callbacks import EarlyStopping
+from drivetrain.checkpoint import CheckpointConfig
+from drivetrain.core.intervals import Every, exact
+from drivetrain.core.totals import Totals
+from drivetrain.run.metric_names import MetricNames
+from drivetrain.run.settings import RunSettings
+from drivetrain.task.optim.config import OptimizerConfig
+from drivetrain.task.optim.schedules import PlateauSchedule
+from drivetrain.task.task import TaskModule
+from drivetrain.trainer.assembly import every
+from drivetrain.trainer.plan.counts import Epoch, Firings
+from drivetrain.trainer.plan.optimizers import Built
+
+_ENDLESS = frozenset({"constant", "constant_with_warmup", "inverse_sqrt", "reduce_on_plateau"})
+
+
+def length_conflicts(settings: RunSettings, epoch: Epoch, totals: Totals) -> Iterator[str]:
+    per_epoch, max_epochs, max_steps = totals.updates_per_epoch, settings.max_epochs, settings.max_steps
+    if per_epoch is not None and max_epochs is not None and max_steps is not None:
+        allowed = math.ceil(exact(max_epochs) * per_epoch)
+        if max_steps > allowed:
+            yield (
+                f"max_steps={max_steps} is not reached: max_epochs={max_epochs} ends the run after "
+                f"{allowed} updates. Give one of them"
+            )
+        elif max_steps < allowed:
+            yield (
+                f"max_epochs={max_epochs} is not reached: max_steps={max_steps} ends the run in its epoch "
+                f"{-(-max_steps // per_epoch)}. Give one of them"
+            )
+    accumulation = settings.gradient_accumulation_steps
+    if epoch.batches is not None and accumulation > epoch.batches:
+        yield (
+            f"gradient_accumulation_steps={accumulation} is more than the {epoch.batches} micro-batches of "
+            "an epoch; windows end with the epoch, so every update has fewer. Accumulate less, or make "
+            "smaller micro-batches"
+        )
+
+
+def schedule_conflicts(built: Built, totals: Totals) -> Iterator[str]:
+    for name, spec in built.specs.items():
+        if not isinstance(spec, OptimizerConfig) or totals.updates is None:
+            continue
+        of = "" if len(built.specs) == 1 else f" of the optimizer {name!r}"
+        if spec.warmup_steps >= totals.updates:
+            yield (
+                f"the warm-up{of} takes {spec.warmup_steps} updates and the run has {totals.updates}: the "
+                "full learning rate is never used. Lower warmup_steps, use warmup_ratio, or train longer"
+            )
+        total = spec.total_steps
+        if total is None or total == totals.updates or spec.schedule in _ENDLESS or callable(spec.schedule):
+            continue
+        what = "does not finish" if total > totals.updates else "is at its end early"
+        yield (
+            f"the schedule {spec.schedule!r}{of} {what}: total_steps={total}, but the run has "
+            f"{totals.updates} updates. Leave total_steps out to follow the run"
+        )
+
+
+def interval_conflicts(
+    settings: RunSettings, updates: int | None, validation: Firings, logging: Firings, resume_points: Firings
+) -> Iterator[str]:
+    # The default policy also saves at the end; nobody chose its interval.
+    asked = isinstance(settings.checkpoint, CheckpointConfig)
+    for name, points, instead in (
+        ("validate_every", validation, "the only validation is the one at the end"),
+        ("log_every", logging, "training is logged once, at the end"),
+        (
+            "the checkpoint's every",
+            resume_points if asked else None,
+            "the only resume point is the one at the end",
+        ),
+    ):
+        if points is not None and points.every is not None and points.times == 0:
+            yield (
+                f"{name}={points.every} is longer than the run of {updates} updates: {instead}. "
+                "Choose a shorter interval"
+            )
+
+
+def validation_conflicts(
+    settings: RunSettings, task: TaskModule, built: Built, validates: bool
+) -> Iterator[str]:
+    if validates:
+        return
+    fix = "Give fit validation data, and see validate_every"
+    default: Any = type(settings).__dataclass_fields__["validate_every"].default  # was not asked for
+    if settings.validate_every is not None and every(settings.validate_every) != Every(default):
+        yield f"validate_every={settings.validate_every} was asked for, but there is no validation. {fix}"
+    policy = settings.checkpoint
+    watched = [
+        *(("early stopping", each.metric) for each in settings.callbacks if isinstance(each, EarlyStopping)),
+        *(
+            [("CheckpointConfig", policy.by)]
+            if isinstance(policy, CheckpointConfig) and policy.keepers
+            else []
+        ),
+    ]
+    names = MetricNames(task)
+    for who, name in watched:
+        if name is not None and names.stage_of(name) == "validation":
+            yield f"{who} decides by {name!r}, which never comes, for there is no validation. {fix}"
+    if any(isinstance(each.schedule, PlateauSchedule) for each in built.updaters.values()):
+        yield f"the schedule 'reduce_on_plateau' never acts, for there is no validation. {fix}"
+
+
+def module_conflicts(task: TaskModule, epoch: Epoch, built: Built) -> Iterator[str]:
+    evaluating = [name or "the task" for name, module in task.named_modules() if not module.training]
+    if evaluating:
+        yield (
+            f"in eval mode at the start of training: {_some(evaluating)}. Dropout is off there, and batch "
+            "norm uses its running averages. Call task.train() first, unless that is meant"
+        )
+    norms = [
+        name for name, module in task.named_modules() if isinstance(module, _BatchNorm) and module.training
+    ]
+    if norms and epoch.has_single_sample:
+        yield (
+            f"batch norm ({_some(norms)}) meets a micro-batch of one sample, which has no variance. Use "
+            "larger micro-batches, drop_last=True, or group norm"
+        )
+    trained = {id(each) for updater in built.updaters.values() for each in updater.parameters}
+    left = [
+        name
+        for name, each in built.module.named_parameters()
+        if each.requires_grad and id(each) not in trained
+    ]
+    if left:
+        yield (
+            f"no optimizer trains {_some(left)}. Configure one, or call requires_grad_(False) to save "
+            "their gradients"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown

@@ -1,0 +1,205 @@
+"""The optimizers of a planned fit: their rates over the run, and the memory of weights and state."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from drivetrain.core.totals import Totals
+from drivetrain.engine.memory import as_memory
+from drivetrain.engine.updater import OptimizerSpec, Updater, build_updaters, optimizer_specs
+from drivetrain.run.settings import RunSettings
+from drivetrain.strategies.precision.registry import as_precision
+from drivetrain.task.optim.config import OptimizerConfig
+from drivetrain.task.optim.quantized import is_quantized, parts_of, uncompiled
+from drivetrain.task.optim.schedules import PlateauSchedule
+from drivetrain.task.task import TaskModule
+
+_SAMPLED = 100  # the number of updates at which a user's schedule is sampled to find its peak
+_HORIZON = 10_000  # the updates to search for the peak if the run's length is unknown
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A learning rate over the run; None where it is unknown beforehand.
+
+    Attributes:
+        start: At update 0.
+        peak: The highest; None with a scheduler of torch's, which knows its rates one after the other only.
+        peak_update: The first update at the peak.
+        end: At the last update.
+    """
+
+    start: float
+    peak: float | None
+    peak_update: int | None
+    end: float | None
+
+
+class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets an optimizer read numbers from meta tensors; no state's size depends on the numbers."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return 1.0
+        return func(*args, **(kwargs or {}))
+
+
+def _on_meta(task: TaskModule) -> TaskModule:
+    """Return a copy of the task whose parameters and buffers are on the meta device; all else is shared."""
+    made: dict[int, Any] = {}
+
+    def tensor(old: Tensor | None) -> Tensor | None:
+        if old is None or id(old) in made:
+            return made.get(id(old))
+        new = torch.empty_like(old, device="meta", requires_grad=False)
+        if isinstance(old, nn.Parameter):
+            new = nn.Parameter(new, old.requires_grad)
+            new.__dict__.update(old.__dict__)
+        made[id(old)] = new
+        return new
+
+    def module(old: nn.Module | None) -> Any:
+        if old is None or id(old) in made:
+            return made.get(id(old))
+        new = made[id(old)] = object.__new__(type(old))
+        new.__dict__.update(old.__dict__)
+        for kind, remade in (("_parameters", tensor), ("_buffers", tensor), ("_modules", module)):
+            new.__dict__[kind] = {name: remade(each) for name, each in old.__dict__[kind].items()}
+        return new
+
+    copied: TaskModule = module(task)
+    return copied
+
+
+class Built:
+    """The optimizers of the run, made on copies of the parameters without values.
+
+    If that is impossible (a lazy parameter, a factory that reads weights or insists on fused kernels), they
+    are made on the parameters themselves, which does not change these. The size of their state is then
+    unknown.
+
+    Attributes:
+        module: The copy of the task, or the task itself.
+        specs: The configuration of each optimizer.
+        updaters: The optimizers with their schedules, by name.
+        state: The tensors of their state, or None when unknown.
+    """
+
+    def __init__(self, settings: RunSettings, task: TaskModule, totals: Totals) -> None:
+        self.precision = as_precision(settings.precision)
+        self.state: list[Tensor] | None = None
+        self._released = as_memory(settings.memory).release_gradients
+        try:
+            self._build(self._converted(_on_meta(task)), settings, totals)
+            self.state = self._states()
+        except Exception:  # of tensors without values; a fault of the real ones too is raised below
+            self._build(task, settings, totals)
+
+    def _converted(self, module: nn.Module) -> nn.Module:
+        """Run the block with the default dtype of the optimizers' computation."""
+        if self.precision.updates_of_weights == "nearest":
+            return self.precision.convert_module(module)
+        return module.float()
+
+    def _build(self, module: Any, settings: RunSettings, totals: Totals) -> None:
+        self.module: nn.Module = module
+        self.specs = optimizer_specs(module.configure_optimizers())
+        specs = {name: _unfused(spec) for name, spec in self.specs.items()}
+        self.updaters = build_updaters(module, specs, totals.updates, settings.max_grad_norm)
+
+    def _states(self) -> list[Tensor] | None:
+        state: list[Tensor] = []
+        for updater in self.updaters.values():
+            if not all(each.is_meta for each in updater.parameters):
+                return None  # a factory that found its way to the real ones
+            for each in updater.parameters:
+                each.grad = torch.empty_like(each)
+            try:
+                with uncompiled(updater.optimizer), _NoValues():  # type: ignore[no-untyped-call]
+                    updater.optimizer.step()
+            except Exception:  # such as one for sparse gradients only
+                return None
+            state += _tensors(list(updater.optimizer.state.values()))
+        return state
+
+    def rates(self, updates: int | None) -> dict[str, Rate]:
+        """Return the learning rates over the run, by name."""
+        return {
+            key: rate
+            for name, updater in self.updaters.items()
+            for key, rate in _rates(updater, self.specs[name], updates).items()
+        }
+
+    def _dtype(self, parameter: Tensor) -> torch.dtype:
+        wanted = self.precision.param_dtype
+        return wanted if wanted is not None and parameter.is_floating_point() else parameter.dtype
+
+    def memory(self) -> dict[str, int | None]:
+        """Return the bytes of the parameters, their gradients and the optimizers' state."""
+        parameters = list(self.module.parameters())
+        sizes: dict[str, int | None] = dict.fromkeys(("parameters", "gradients", "optimizer"))
+        if not any(is_lazy(each) for each in parameters):
+            bytes_of = [
+                (each.requires_grad, each.numel() * self._dtype(each).itemsize) for each in parameters
+            ]
+            sizes["parameters"] = sum(size for _, size in bytes_of)
+            # Gradients that are freed within backward exist one at a time.
+            together = max if self._released else sum
+            sizes["gradients"] = together([size for trained, size in bytes_of if trained] or [0])
+        if self.state is not None:
+            kept = self.precision.updates_of_weights == "master"
+            copies = sum(4 * each.numel() for each in parameters if kept and each.requires_grad)
+            sizes["optimizer"] = copies + sum(each.numel() * each.itemsize for each in self.state)
+        return sizes
+
+
+def _unfused(spec: OptimizerSpec) -> OptimizerSpec:
+    """Return the specification without `fused=True`: fused kernels need a real device, with equal state."""
+    if isinstance(spec, OptimizerConfig) and spec.fused:
+        spec = copy.copy(spec)
+        object.__setattr__(spec, "fused", None)  # the class is frozen
+    return spec
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return list(parts_of("", tree).values()) if is_quantized(tree) else [tree]
+    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    return [each for value in values for each in _tensors(value)]
+
+
+def _rates(updater: Updater, spec: OptimizerSpec, updates: int | None) -> dict[str, Rate]:
+    """Return one optimizer's rates at the start, at the peak and at the end of the run."""
+    updater.set_rate(0)
+    starts = updater.rates()
+    if updater.scheduler is not None:
+        return {name: Rate(start, None, None, None) for name, start in starts.items()}
+    horizon = max(1, updates or _HORIZON)
+    # The named schedules peak just after the warm-up.
+    points = {*range(0, horizon, -(-horizon // _SAMPLED)), _warmup(spec, updates), horizon - 1}
+    history: dict[int, list[float]] = {}
+    for update in sorted(each for each in points if each < horizon):
+        updater.set_rate(update)
+        history[update] = [float(group["lr"]) for group in updater.optimizer.param_groups]
+    ended = updates is not None and not isinstance(updater.schedule, PlateauSchedule)
+    found: dict[str, Rate] = {}
+    for index, (name, start) in enumerate(starts.items()):
+        peak = max(history, key=lambda update: history[update][index])
+        found[name] = Rate(start, history[peak][index], peak, history[horizon - 1][index] if ended else None)
+    return found
+
+
+def _warmup(spec: OptimizerSpec, updates: int | None) -> int:
+    if not isinstance(spec, OptimizerConfig):
+        return 0
+    return spec.warmup_steps or math.ceil(spec.warmup_ratio * (spec.total_steps or updates or 0) - 1e-9)

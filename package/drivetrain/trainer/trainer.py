@@ -1,0 +1,390 @@
+"""The Trainer: validated arguments, and the verbs that turn them into runs."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import torch
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.progress import Progress
+from drivetrain.core.synonyms import missing
+from drivetrain.core.validation import by_name
+from drivetrain.distributed.launch.environment import detect
+from drivetrain.distributed.launch.programs import rerun_obstacle
+from drivetrain.engine.weighting import StepResult
+from drivetrain.loggers.files import check_results_path, write_results
+from drivetrain.loggers.history import read_history, table_of
+from drivetrain.run.loop import evaluate, predict, train_steps
+from drivetrain.run.messages import as_given
+from drivetrain.run.preemption import Preemption
+from drivetrain.run.run import Run
+from drivetrain.run.session import boundary, left_with_program
+from drivetrain.run.settings import RunSettings
+from drivetrain.task.task import TaskModule
+from drivetrain.trainer.assembly import build_evaluation, build_fit, start_from
+from drivetrain.trainer.observer import observed, observed_loop
+
+if TYPE_CHECKING:
+    from drivetrain.callbacks.checkpoint import CheckpointSaver
+    from drivetrain.trainer.plan.plan import Plan
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """The result of a finished fit.
+
+    Attributes:
+        metrics: The latest value of every logged name.
+        progress: The counts at the end.
+        stop_reason: Why training ended.
+        run_dir: Where files went, or None when none were asked for.
+        last_checkpoint: The newest checkpoint, or None.
+        best_checkpoint: The best keeper, or None.
+        model_path: The finished weights: the file, or the folder that the task writes; or None.
+        history_path: The file that `history` reads, or None.
+    """
+
+    metrics: dict[str, float]
+    progress: Progress
+    stop_reason: str
+    run_dir: Path | None
+    last_checkpoint: str | None
+    best_checkpoint: str | None
+    model_path: str | None
+    history_path: str | None = None
+
+    @property
+    def history(self) -> list[dict[str, float]]:
+        """The logged values from the start of the run, before a resume too: for each log point a mapping with
+        "step", the number of updates made, and the values by name.
+
+        They are read from the file of the logger "csv" or "jsonl", so that a long run holds none in memory.
+
+        Raises:
+            ConfigError: Neither logger was in use, or the file is gone.
+        """
+        if self.history_path is None:
+            raise ConfigError(
+                "this fit has no history: it is read from the file of the logger 'csv' or 'jsonl', and the"
+                " fit had neither. Give the Trainer loggers='csv'"
+            )
+        return read_history(Path(self.history_path))
+
+
+@by_name
+@dataclass(frozen=True, kw_only=True)
+class Trainer(RunSettings):
+    """The configuration of runs: validated when it is made, never changed. Every verb builds a new run.
+
+    Attributes:
+        max_epochs: Passes over the training data, of known length for a fraction (2.5); one of the three
+            limits must be given to train.
+        max_steps: Optimizer updates.
+        max_time: Wall time over all restarts: "2 hours", seconds, or a timedelta.
+        min_epochs: No callback, such as `EarlyStopping`, ends a fit before so many epochs are complete. The
+            three limits, signals and non-finite losses do.
+        min_steps: The same in updates; if both are given, both must be reached.
+        strategy: The strategy: "auto", "cpu", "cuda", "mps", "xpu", "ddp", a configuration such as
+            `DDPConfig(...)`, an instance, or another package's name; see `drivetrain strategies`.
+        devices: The number of processes; or which GPUs to use, by index, such as [0, 2], one process for
+            each; or "auto". An index counts the GPUs that CUDA_VISIBLE_DEVICES leaves visible.
+        num_nodes: The number of machines.
+        precision: "32", "tf32", "bf16-mixed", "16-mixed", "fp8", "bf16-true", "16-true", "64", or a
+            `Precision`; "auto" takes it from `accelerate launch` or an Accelerator, else "32".
+        evaluation_precision: The precision that weights are stored in during evaluations and predictions,
+            also those of a fit: "bf16-true", "16-true" or "64"; the weights of before return bitwise. None
+            evaluates in `precision`.
+        gradient_accumulation_steps: Micro-batches per update.
+        max_grad_norm: Clip the gradient's global norm to this; None disables clipping.
+        max_grad_value: Clip each element of the gradient to between minus this and this, instead of the norm.
+        micro_batch: Samples of a batch that are run at once: a number, "auto" for half as many whenever
+            memory runs out, or None for all. The batch of an update stays what it is.
+        validate_every: When to validate during a fit, which validates at its end if it has not before; None
+            disables it.
+        validate_from: No validation is due before this point, an interval from the run's start ("2 epochs").
+            One that is due at the point itself is made. None delays nothing.
+        log_every: When to log.
+        log_first_step: Whether to log after the first update of the run too.
+        checkpoint: True for the default policy (with named validation loaders the first one's loss ranks),
+            "async" for the same in the background, False for none, or a `CheckpointConfig`.
+        assets: Files to store beside the weights in each checkpoint: a list, or a mapping of names, of paths,
+            objects with `save_pretrained(folder)`, or functions of the folder to write into.
+        callbacks: Objects with hooks; see `drivetrain.callbacks.Callback`.
+        loggers: Names ("tensorboard", "csv", "jsonl") or instances; `()` for none.
+        progress_bar: Show progress, and a table of the task before training.
+        train_metrics: Whether declared metrics are updated in training too.
+        compile: True, or a `CompileConfig`, to run the task's repeated blocks in compiled form.
+        memory: A `MemoryConfig`, or a mapping of its options: which tensors to recompute in backward,
+            to keep in the host's memory, or to free early.
+        seed: Seeds the order of the data and every random stream of a run.
+        data_seed: Seeds the order of the training data, and what loading it draws, apart from all other
+            streams; None takes `seed`.
+        deterministic: Insist on deterministic kernels while a run lasts.
+        on_bad_batch: What to do with a training batch that the data raises for: "raise", or "skip" to leave
+            it out, report it and count it in `progress.bad_batches`, as long as they are few.
+        on_save_error: What to do when a checkpoint or a log cannot be written: "raise", or "warn" to go on,
+            say what was not saved, and try again when the next one is due. A run whose end cannot be saved
+            raises in any case.
+        hang_timeout: Seconds, a timedelta, or "10 minutes", without progress after which all processes are
+            ended with exit code 75 and their stacks, naming the rank that is behind; None disables it.
+            Compiling, saving and loading have an hour more.
+        on_nonfinite: What to do about a NaN or infinite loss: "raise" at the next log point, "skip" each
+            update with such a loss or gradient, or "stop" the run in order. If a validation loss or the
+            metric of `EarlyStopping` is not finite, "raise" and "stop" end the run after a save, and "skip"
+            goes on with a warning.
+        preemption: Whether signals such as SIGTERM and SIGINT end a fit in order, saved and with an exit code
+            that says so; or a `PreemptionConfig`, or a mapping of its options.
+        batch_size: For data given as a bare Dataset. The items of an `IterableDataset` are samples with it,
+            and ready batches without.
+        evaluation_batch_size: The same, for evaluations and predictions; None takes `batch_size`.
+        collate: A function that makes a batch from a list of samples, for data given as a bare Dataset; None
+            takes torch's default.
+        group_by_length: Put samples of similar lengths into the same update, for training data given as a
+            bare Dataset. The name of a column with a number or with tokens ("input_ids"), or a function of a
+            sample that returns its length. It is read once for each sample before training. None only
+            shuffles.
+        num_workers: Worker processes for data given as a bare Dataset.
+        limit_train_batches: At most this many micro-batches an epoch; a number below 1, such as 0.1, is a
+            fraction of them, rounded down, at least one.
+        limit_validation_batches, limit_test_batches, limit_predict_batches: The same for the batches of each
+            loader.
+        run_dir: Where checkpoints, logs and the ledger of what the time went to are kept; None makes a new
+            `runs/<task>-<time>` for every fit that writes.
+        run_name: The name of the run: a new run directory is called `runs/<run_name>-<time>`, and loggers
+            find it as `config["trainer"]["run_name"]` in what `log_config` is given.
+
+    Raises:
+        ConfigError: A value that is not allowed; says what is.
+        StrategyError: A strategy, number of devices or precision that cannot run here.
+    """
+
+    if not TYPE_CHECKING:  # mypy would take every name for an attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(missing(type(self), name))
+
+    @by_name
+    def fit(
+        self, task: TaskModule, train_data: Any, validation_data: Any = None, *, resume: str | None = None
+    ) -> FitResult:
+        """Train.
+
+        Args:
+            task: What to train; its parameters are trained in place.
+            train_data: A DataLoader, a Dataset, an iterable of batches, or an object with `train_data()`.
+            validation_data: The same, or a mapping of named loaders; None for none.
+            resume: "auto" for the newest good checkpoint of `run_dir` or a fresh start, a path to resume from
+                there, None for a fresh start.
+
+        Raises:
+            ConfigError: Arguments, task and data do not fit together.
+            DataError: The data is empty, of an unknown kind, or raised; names the batch.
+            CheckpointError: A checkpoint cannot be read, fitted or written.
+            NonFiniteError: A loss was NaN or infinite.
+            Preempted: A signal has ended the run in order; the program ends with exit code 75.
+            KeyboardInterrupt: Likewise by Ctrl-C; once more ends it at once.
+        """
+        if self._has_to_fork():
+            return self._forked(lambda: self.fit(task, train_data, validation_data, resume=resume))
+        with self._begin(task, train_data, validation_data, resume) as (trainer, run, saver):
+            for _ in train_steps(run):
+                pass
+        best = saver.manager.best() if saver else None
+        directory = run.run_dir if run.run_dir is not None and run.run_dir.exists() else None
+        weights = saver.weights if saver and run.nonfinite.spoiled is None else None
+        assert run.stop_reason is not None
+        table = table_of(self.loggers, run.run_dir)
+        table = table if table is not None and run.metrics else None
+        last, best, weights, history = (
+            as_given(trainer, path)
+            for path in (run.last_checkpoint, best, weights, None if table is None else str(table))
+        )
+        return FitResult(
+            dict(run.metrics),
+            run.progress,
+            run.stop_reason,
+            None if directory is None else Path(as_given(trainer, str(directory)) or directory),
+            last,
+            best,
+            weights,
+            history,
+        )
+
+    @by_name
+    def steps(
+        self, task: TaskModule, train_data: Any, validation_data: Any = None, *, resume: str | None = None
+    ) -> Generator[StepResult, None, None]:
+        """Train as `fit` does, but yield after every update, for your own loop body.
+
+        The validation and the checkpoint of an update see what the body did after it. Leaving the loop ends
+        the run in order. If only one of several ranks leaves, it first finishes the update that the others
+        have begun, and the loops of all ranks end. Arguments and errors are those of `fit`.
+        """
+        return left_with_program(self._steps(task, train_data, validation_data, resume))
+
+    def _steps(
+        self, task: TaskModule, train_data: Any, validation_data: Any, resume: str | None
+    ) -> Generator[StepResult, None, None]:
+        with self._begin(task, train_data, validation_data, resume, body=True) as (_, run, _):
+            run.loop = train_steps(run)
+            try:
+                yield from observed_loop(run.loop)
+            finally:
+                run.loop = None
+
+    @contextmanager
+    def _begin(
+        self, task: TaskModule, train_data: Any, validation_data: Any, resume: str | None, body: bool = False
+    ) -> Iterator[tuple[Trainer, Run, CheckpointSaver | None]]:
+        """Build a fit, start it from its checkpoint, and run the block, its loop, inside its error boundary.
+
+        Yields the settings, the run, and its saver unless checkpoints are off.
+        """
+        trainer, resume = observed(self, (task, (train_data, validation_data)), resume)
+        with Preemption(self.preemption) as preemption:
+            run, saver = build_fit(trainer, task, train_data, validation_data, resume, body)
+            with boundary(trainer, run):
+                start_from(trainer, run, saver, resume)
+                preemption.attach(run)
+                yield trainer, run, saver
+
+    @by_name
+    def validate(
+        self,
+        task: TaskModule,
+        data: Any,
+        *,
+        checkpoint: str | None = None,
+        save_to: str | os.PathLike[str] | None = None,
+    ) -> dict[str, float]:
+        """Evaluate on validation data; every sample counts once.
+
+        Args:
+            task: The task.
+            data: As in `fit`, or an object with `validation_data()`.
+            checkpoint: Weights to load first: a path, or "best" or "last" of `run_dir`.
+            save_to: A file to write the values to as JSON too, such as "results.json"; it replaces one of
+                that name.
+
+        Returns:
+            Values by name: `validation/loss`, `validation/accuracy`, with named loaders
+            `validation/<loader>/loss`.
+        """
+        return self._evaluate("validation", task, data, checkpoint, save_to)
+
+    @by_name
+    def test(
+        self,
+        task: TaskModule,
+        data: Any,
+        *,
+        checkpoint: str | None = None,
+        save_to: str | os.PathLike[str] | None = None,
+    ) -> dict[str, float]:
+        """Evaluate on test data; as `validate`, with names that begin with `test/`."""
+        return self._evaluate("test", task, data, checkpoint, save_to)
+
+    def _evaluate(
+        self,
+        stage: str,
+        task: TaskModule,
+        data: Any,
+        checkpoint: str | None,
+        save_to: str | os.PathLike[str] | None,
+    ) -> dict[str, float]:
+        if save_to is not None:
+            check_results_path(save_to)
+        if self._has_to_fork():
+            return self._forked(lambda: self._evaluate(stage, task, data, checkpoint, save_to))
+        with self._begin_evaluation(stage, task, data, checkpoint) as run:
+            values = evaluate(run, stage, run.evaluation_feeds)
+            if save_to is not None:
+                run.engine.ranks.first(lambda: write_results(values, save_to))
+            return values
+
+    @by_name
+    def predict(
+        self,
+        task: TaskModule,
+        data: Any,
+        *,
+        checkpoint: str | None = None,
+        save_to: str | os.PathLike[str] | None = None,
+    ) -> Any:
+        """Return the outputs of `predict_step` for every batch, on the CPU, in the order of the dataset.
+
+        Args:
+            task: The task.
+            data: As in `fit`, or an object with `predict_data()`.
+            checkpoint: As in `validate`.
+            save_to: A directory to stream the outputs to, one file a batch, so that memory stays flat.
+
+        Returns:
+            A list with the outputs of each batch, or, with `save_to`, the list of files.
+        """
+        if self._has_to_fork():
+            return self._forked(lambda: self.predict(task, data, checkpoint=checkpoint, save_to=save_to))
+        # Closed at once even when writing fails: a suspended pass would leave gradients disabled for the
+        # caller.
+        with (
+            self._begin_evaluation("predict", task, data, checkpoint) as run,
+            closing(predict(run, run.evaluation_feeds[0][1])) as outputs,
+        ):
+            if save_to is None:
+                return list(outputs)
+            from drivetrain.checkpoint.prediction_files import write_predictions
+
+            return write_predictions(outputs, Path(save_to), run.engine.ranks)
+
+    @contextmanager
+    def _begin_evaluation(
+        self, stage: str, task: TaskModule, data: Any, checkpoint: str | None
+    ) -> Iterator[Run]:
+        """Build a validation, test or prediction, and run the block inside its error boundary."""
+        trainer, _ = observed(self)
+        run = build_evaluation(trainer, task, data, stage, checkpoint)
+        with boundary(trainer, run):
+            yield run
+
+    def _has_to_fork(self) -> bool:
+        """Return whether to start the other ranks as copies of this process: where the engine cannot start
+        them by running the program again, as in a notebook.
+        """
+        if self.select_strategy().world_size == 1 or self.num_nodes > 1 or torch.distributed.is_initialized():
+            return False
+        return detect(os.environ) is None and rerun_obstacle() is not None
+
+    def _forked(self, act: Callable[[], T]) -> T:
+        """Run a function as every rank, in copies of this process, and remove their traces afterwards."""
+        from drivetrain.distributed.group import disband
+        from drivetrain.distributed.launch.forks import fork_ranks
+
+        def act_and_leave() -> T:
+            try:
+                return act()
+            finally:
+                disband()
+
+        gc.collect()  # the copies must not inherit remains of an earlier run's process group
+        return fork_ranks(act_and_leave, self.select_strategy().world_size)
+
+    @by_name
+    def plan(self, task: TaskModule, train_data: Any, validation_data: Any = None) -> Plan:
+        """Print and return the forecast of a fit: updates, rates, intervals, memory, and conflicts.
+
+        Nothing is trained. Arguments and errors are those of `fit`.
+        """
+        from drivetrain.trainer.plan.plan import make_plan
+
+        plan = make_plan(self, task, train_data, validation_data)
+        print(plan)
+        return plan

@@ -1,0 +1,134 @@
+"""The files of a task, of callbacks and of a Trainer are in every checkpoint of a fit."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.outcome import weights
+from tests.support.tasks import Regression, pairs, quiet
+
+from drivetrain import CheckpointConfig, ConfigError, LambdaCallback
+from drivetrain.checkpoint import copy_assets, verify
+from drivetrain.checkpoint.storage.schemes import file_system
+from drivetrain.testing.distributed import run_distributed
+
+
+class Words:
+    """Counts how often it is written, and draws random numbers for it."""
+
+    def __init__(self, text: str, name: str = "words.txt") -> None:
+        self.text, self.name, self.times = text, name, 0
+
+    def save_pretrained(self, save_directory: str) -> None:
+        self.times += 1
+        random.random(), torch.rand(3)
+        Path(save_directory, self.name).write_text(self.text, encoding="utf-8")
+
+
+def stored(checkpoint: Any, folder: Path) -> dict[str, str]:
+    """The assets of a checkpoint, by name."""
+    copied = [Path(each) for each in copy_assets(checkpoint, folder)]
+    return {each.relative_to(folder).as_posix(): each.read_text(encoding="utf-8") for each in copied}
+
+
+def often(**options: Any) -> CheckpointConfig:
+    return CheckpointConfig(every="2 steps", keep_last=None, by=None, **options)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_assets_are_made_once_and_are_in_every_checkpoint(asynchronous: bool, tmp_path: Path) -> None:
+    words, task, plain = Words("a b"), Regression(dropout=0.5), Regression(dropout=0.5)
+    policy = often(asynchronous=asynchronous)
+    quiet(max_epochs=1, checkpoint=policy, run_dir=tmp_path / "run", assets=[words]).fit(task, pairs())
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("update-*"))
+    assert names == ["update-00000002", "update-00000004", "update-00000005"]
+    for name in names:
+        path = str(tmp_path / "run" / "checkpoints" / name)
+        verify(path)
+        assert stored(path, tmp_path / name) == {"words.txt": "a b"}
+    assert (tmp_path / "run" / "assets" / "words.txt").read_text(encoding="utf-8") == "a b"
+    assert words.times == 1
+    quiet(max_epochs=1, checkpoint=policy, run_dir=tmp_path / "without").fit(plain, pairs())
+    assert weights(task) == weights(plain)  # the numbers that an asset draws are not those of the run
+
+
+class WithWords(Regression):
+    def assets(self) -> Any:
+        return {"task": Words("task"), "both": Words("task"), "all": Words("task")}
+
+
+def test_a_task_and_callbacks_give_assets_and_the_trainers_replace_them(tmp_path: Path) -> None:
+    class Adds(LambdaCallback):
+        def on_fit_start(self, run: Any) -> None:
+            run.add_assets({"callback": Words("callback"), "both": Words("callback")})
+            run.add_assets({"all": Words("callback")})
+
+    settings = {"max_steps": 1, "checkpoint": often(), "run_dir": tmp_path / "run"}
+    trainer = quiet(**settings, callbacks=[Adds()], assets={"all": Words("trainer")})
+    result = trainer.fit(WithWords(), pairs())
+    assert stored(result.last_checkpoint, tmp_path / "out") == {
+        "task/words.txt": "task",
+        "both/words.txt": "callback",
+        "callback/words.txt": "callback",
+        "all/words.txt": "trainer",
+    }
+
+
+def test_assets_of_a_wrong_form_are_refused_before_training(tmp_path: Path) -> None:
+    class Wrong(Regression):
+        def assets(self) -> Any:
+            return [3]
+
+    settings = {"max_steps": 1, "checkpoint": often(), "run_dir": tmp_path}
+    with pytest.raises(ConfigError, match=r"Wrong\.assets\(\)\[0\] is a int"):
+        quiet(**settings).fit(Wrong(), pairs())
+    late = LambdaCallback(on_step_end=lambda run: run.add_assets([Words("late")]))
+    with pytest.raises(ConfigError, match=r"run\.add_assets\(\) is for on_fit_start"):
+        quiet(**settings, callbacks=[late]).fit(Regression(), pairs())
+    early = LambdaCallback(on_evaluation_start=lambda run: run.add_assets([Words("no fit")]))
+    with pytest.raises(ConfigError, match="is for a fit; this run is a validation run"):
+        quiet(callbacks=[early]).validate(Regression(), pairs())
+    with pytest.raises(ConfigError, match="checkpoint=False saves none"):
+        quiet(assets=[Words("nowhere")])
+
+
+def test_a_resumed_run_stores_what_it_is_given_now(tmp_path: Path) -> None:
+    settings = {"checkpoint": often(), "run_dir": tmp_path / "run"}
+    first = quiet(**settings, max_steps=2, assets=[Words("old")]).fit(Regression(), pairs())
+    second = quiet(**settings, max_steps=4, assets=[Words("new")]).fit(Regression(), pairs(), resume="auto")
+    assert stored(first.last_checkpoint, tmp_path / "1") == {"words.txt": "old"}
+    assert stored(second.last_checkpoint, tmp_path / "2") == {"words.txt": "new"}
+    assert (tmp_path / "run" / "assets" / "words.txt").read_text(encoding="utf-8") == "new"
+
+
+def test_assets_go_to_the_address_of_the_checkpoints(tmp_path: Path) -> None:
+    place = f"memory://{tmp_path.name}/run"
+    policy = CheckpointConfig(every="2 steps", keep_last=1, by=None, directory=place)
+    trainer = quiet(max_epochs=1, checkpoint=policy, run_dir=tmp_path, assets={"text": Words("a b")})
+    result = trainer.fit(Regression(), pairs())
+    files = file_system(place)
+    assert set(files.entries(f"{place}/checkpoints")) == {
+        "index.json",
+        "update-00000005",
+    }
+    assert stored(result.last_checkpoint, tmp_path / "out") == {"text/words.txt": "a b"}
+    assert set(files.entries(f"{place}/assets/text")) == {"words.txt"}
+
+
+def _on_a_rank(strategy: str, directory: str) -> int:
+    words = Words("a b")
+    trainer = quiet(strategy=strategy, max_epochs=1, checkpoint=often(), run_dir=directory, assets=[words])
+    trainer.fit(WithWords(), pairs(16))
+    return words.times
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_one_rank_makes_the_assets_of_all(strategy: str, tmp_path: Path) -> None:
+    assert run_distributed(_on_a_rank, strategy, str(tmp_path / "run")) == [1, 0]
+    verify(str(tmp_path / "run" / "checkpoints" / "update-00000004"))
+    found = stored(tmp_path / "run", tmp_path / "out")
+    assert set(found) == {"words.txt", "task/words.txt", "both/words.txt", "all/words.txt"}

@@ -1,0 +1,560 @@
+"""What DeepSpeed has saved is gone on with from its weights and moments; no code in its files ever runs."""
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.fsdp
+from tests.support.messages import warned
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from drivetrain import CheckpointError, ConfigError, DeepSpeedConfig, OptimizerConfig, TaskModule, Trainer
+from drivetrain.checkpoint import DamagedCheckpointError, load_weights, verify
+from drivetrain.checkpoint.foreign.deepspeed import import_deepspeed
+from drivetrain.cli.main import main
+from drivetrain.strategies import SingleDevice
+from drivetrain.strategies.ddp import DDP
+from drivetrain.strategies.fsdp.strategy import FSDP
+from drivetrain.testing import run_distributed
+
+pytest.importorskip("deepspeed")
+from drivetrain.strategies.deepspeed.library import connect, library, quiet
+from drivetrain.strategies.deepspeed.strategy import DeepSpeed
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+
+QUIET = {"loggers": (), "progress_bar": False, "checkpoint": False}
+SAVED, ALL = 3, 6
+"""After which update DeepSpeed saves, and how many it makes."""
+
+VARIANTS = {
+    "zero1": {"stage": 1},
+    "zero2": {"stage": 2},
+    "zero3": {"stage": 3},
+    # Groups in several pieces; parameters in another order, or with gaps; the optimizer for bfloat16.
+    "pieces": {"stage": 3, "sub_group_size": 20},
+    "in turn": {"stage": 2, "round_robin_gradients": True},
+    "aligned": {"stage": 2, "parameter_alignment": True},
+    "bf16": {"stage": 1},
+}
+EXACT = ("zero1", "zero2", "zero3", "pieces", "in turn", "aligned")
+
+
+class Net(nn.Module):
+    """A parameter of each kind that matters: tied, frozen, in groups of their own; and buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Parameter(torch.full((3,), 0.5), requires_grad=False)
+        self.first = nn.Linear(5, 7, bias=False)
+        self.middle = nn.Linear(7, 5)
+        self.again = nn.Linear(5, 7, bias=False)
+        self.again.weight = self.first.weight
+        self.last = nn.Linear(7, 3)
+        self.factor = nn.Parameter(torch.ones(1))
+        self.register_buffer("shift", torch.full((2,), 0.25))
+        self.register_buffer("count", torch.tensor(7))
+
+    def forward(self, x):
+        inner = torch.tanh(self.again(self.middle(torch.tanh(self.first(x)))))
+        return self.last(inner) * self.factor + self.frozen + self.shift.sum()
+
+
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+
+def part(update, rank):
+    generator = torch.Generator().manual_seed(10 * update + rank)
+    return torch.randn(4, 5, generator=generator), torch.randn(4, 3, generator=generator)
+
+
+def joined(update):
+    (x, y), (more_x, more_y) = part(update, 0), part(update, 1)
+    return {"x": torch.cat([x, more_x]), "y": torch.cat([y, more_y])}
+
+
+class Task(TaskModule):
+    """The same as a task, with other values before they are loaded."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.net = net()
+        with torch.no_grad():
+            for each in self.parameters():
+                each.zero_()
+        self.options = {"lr": 1e-2, "weight_decay": 0.1, **options}
+
+    def forward(self, x):
+        return self.net(x)
+
+    def loss(self, outputs, batch):
+        return F.mse_loss(outputs, batch["y"])
+
+    def configure_optimizers(self):
+        return OptimizerConfig("adamw", **self.options)
+
+
+def _train_with_deepspeed(root):
+    deepspeed = library("cpu")
+    connect(deepspeed)
+    rank = torch.distributed.get_rank()
+    losses = {}
+    for name, zero in VARIANTS.items():
+        module = net()
+        trained = [each for each in module.parameters() if each.requires_grad]
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": [each for each in trained if each.ndim > 1], "weight_decay": 0.1},
+                {"params": [each for each in trained if each.ndim < 2], "weight_decay": 0.0},
+            ],
+            lr=1e-2,
+        )
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 0.0,
+        }
+        if name == "bf16":
+            config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+        with quiet():
+            engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+            losses[name] = [_step(engine, update, rank) for update in range(SAVED)]
+            # As Megatron and others do, with values of classes of theirs.
+            engine.save_checkpoint(f"{root}/{name}", client_state={"from": Path("anywhere")})
+            losses[name] += [_step(engine, update, rank) for update in range(SAVED, ALL)]
+    return losses
+
+
+def _step(engine, update, rank):
+    x, y = part(update, rank)
+    loss = F.mse_loss(engine(x.to(engine.module.first.weight.dtype)).float(), y)
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folders, by variant, and the losses of the updates after those that were saved."""
+    library("cpu")  # once, of which all processes are copies
+    root = tmp_path_factory.mktemp("deepspeed")
+    by_rank = run_distributed(_train_with_deepspeed, root, timeout=120)
+    means = {
+        name: [sum(each) / 2 for each in zip(*(r[name] for r in by_rank), strict=True)] for name in VARIANTS
+    }
+    return root, {name: each[SAVED:] for name, each in means.items()}
+
+
+@pytest.fixture(scope="module")
+def imported(saved, tmp_path_factory):
+    """A checkpoint of each."""
+    root = tmp_path_factory.mktemp("imported")
+    for name in VARIANTS:
+        import_deepspeed(saved[0] / name, root / name, rename={"^": "net."})
+    return root
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    """A copy of one, to be changed."""
+    return Path(shutil.copytree(saved[0] / "zero2", tmp_path / "folder"))
+
+
+def losses_of(path, strategy=None, **options):
+    """Those of the updates after it."""
+    trainer = Trainer(strategy=strategy or SingleDevice("cpu"), max_steps=ALL, **{**QUIET, **options})
+    data = [joined(update) for update in range(SAVED, ALL)]
+    return [float(each.loss) for each in trainer.steps(Task(), data, resume=str(path))]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_the_next_losses_are_those_of_deepspeed(saved, imported, name):
+    assert losses_of(imported / name) == pytest.approx(saved[1][name], rel=1e-6)
+
+
+def test_from_16_bits_the_next_losses_are_near_those_of_deepspeed(saved, imported):
+    assert losses_of(imported / "bf16") == pytest.approx(saved[1]["bf16"], rel=1e-2)
+
+
+def _in_a_strategy(root):
+    found = {}
+    rows = [
+        {"x": x, "y": y}
+        for update in range(SAVED, ALL)
+        for x, y in zip(*joined(update).values(), strict=True)
+    ]
+    for name, make in {
+        "ddp": lambda: DDP(world_size=2),
+        "fsdp": lambda: FSDP(world_size=2),
+        "zero1": lambda: DeepSpeed(DeepSpeedConfig(stage=1), world_size=2),
+        "zero3": lambda: DeepSpeed(DeepSpeedConfig(stage=3), world_size=2),
+    }.items():
+        trainer = Trainer(strategy=make(), max_steps=ALL, **QUIET)
+        data = DataLoader(rows, batch_size=4)
+        steps = trainer.steps(Task(), data, resume=f"{root}/zero2")
+        found[name] = [float(each.loss) for each in steps]
+    return found
+
+
+def test_every_strategy_goes_on_from_it(saved, imported):
+    by_rank = run_distributed(_in_a_strategy, imported, timeout=120)
+    for name in by_rank[0]:
+        losses = [sum(each) / 2 for each in zip(*(found[name] for found in by_rank), strict=True)]
+        assert losses == pytest.approx(saved[1]["zero2"], rel=1e-6), name
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_weights_are_the_optimizers_in_float32_and_load_under_any_name(saved, imported, tmp_path, name):
+    found = import_deepspeed(saved[0] / name, tmp_path / "plain", weights_only=True)
+    assert (found.stage, found.processes, found.updates) == (VARIANTS[name]["stage"], 2, SAVED)
+    assert (found.tensors, found.moments) == (10, 0)
+    module = net()
+    module.load_state_dict(load_weights(tmp_path / "plain"), strict=True)
+    task = Task()
+    report = task.load_weights(tmp_path / "plain", rename={"^": "net."})
+    assert len(report.loaded) == 10
+    assert not report.converted
+    assert torch.equal(task.net.last.weight, module.last.weight)
+    assert not torch.equal(module.last.weight, module.last.weight.bfloat16().float())
+    assert module.frozen.tolist() == [0.5] * 3
+    assert module.count == 7
+    assert torch.equal(load_weights(tmp_path / "plain")["again.weight"], module.first.weight)
+    other = Task()
+    other.load_weights(imported / name)
+    assert torch.equal(other.net.last.weight, module.last.weight)
+    with pytest.raises(CheckpointError, match="holds weights only"):
+        losses_of(tmp_path / "plain")
+
+
+def test_the_checkpoint_is_sound_and_tells_where_it_comes_from(capsys, saved, imported, tmp_path):
+    verify(str(imported / "zero3"))
+    words = ["--rename", "^=net.", "--rename", "^net.last=net.head", "--json"]
+    source = str(saved[0] / "zero3")
+    assert main(["checkpoint", "import-deepspeed", source, str(tmp_path / "out"), *words]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["stage"] == 3
+    assert told["moments"] == 6
+    assert "net.head.weight" in load_weights(tmp_path / "out")
+    assert main(["checkpoint", "show", str(tmp_path / "out"), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["progress"]["updates"] == SAVED
+    assert shown["progress"]["samples"] == SAVED * 8
+    first, second = shown["optimizers"]["default"]["groups"]
+    assert (first["lr"], first["weight_decay"], first["parameters"]) == (1e-2, 0.1, 3)
+    assert (second["betas"], second["parameters"]) == ([0.9, 0.999], 3)
+    assert main(["checkpoint", "import-deepspeed", source, str(tmp_path / "out")]) == 1
+    assert "already" in capsys.readouterr().err
+    assert main(["checkpoint", "import-deepspeed", source, str(tmp_path / "new"), "--rename", "net."]) == 2
+    assert "--rename takes PATTERN=NEW" in capsys.readouterr().err
+
+
+def test_a_run_begins_where_deepspeed_was_at_the_start_of_the_data(saved, imported, tmp_path):
+    """Put among a run's checkpoints, it is what `resume="auto"` goes on from, also after a kill."""
+    run_dir = tmp_path / "run"
+    import_deepspeed(saved[0] / "zero1", run_dir / "checkpoints" / "imported", rename={"^": "net."})
+    options = {**QUIET, "checkpoint": True, "run_dir": run_dir, "strategy": SingleDevice("cpu")}
+    data = [joined(update) for update in range(SAVED, ALL)]
+    result = Trainer(max_steps=ALL - 1, **options).fit(Task(), data, resume="auto")
+    assert (result.progress.updates, result.progress.epoch, result.progress.position) == (ALL - 1, 0, 2)
+    rest = Trainer(max_steps=ALL, **options).steps(Task(), data, resume="auto")
+    assert [float(each.loss) for each in rest] == pytest.approx(saved[1]["zero1"][-1:], rel=1e-6)
+
+
+def test_settings_are_the_tasks_and_a_difference_is_told(imported):
+    def trained(**options):
+        trainer = Trainer(strategy=SingleDevice("cpu"), max_steps=SAVED + 1, **QUIET)
+        task = Task(**options)
+        trainer.fit(task, [joined(SAVED)], resume=str(imported / "zero2"))
+        return task.net.last.weight.detach()
+
+    with warned(r"had betas=\[0.9, 0.999\] .* this task has betas=\[0.5, 0.999\]"):
+        other = trained(betas=(0.5, 0.999))
+    assert not torch.equal(other, trained())
+    assert not torch.equal(trained(lr=1e-3), trained())  # the rate differs at every restart of a schedule
+    with warned("no state of schedules: that of default starts anew"):
+        trained(schedule="reduce_on_plateau")
+
+
+class Sgd(Task):
+    def configure_optimizers(self):
+        return OptimizerConfig("sgd", lr=0.1)
+
+
+class Frozen(Task):
+    def __init__(self):
+        super().__init__()
+        self.net.last.bias.requires_grad = False
+
+
+class Thawed(Task):
+    def __init__(self):
+        super().__init__()
+        self.net.frozen.requires_grad = True
+
+
+class Bare(Task):
+    def __init__(self):
+        super().__init__()
+        self.last = self.net.last
+        del self.net
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Sgd, "state of Adam, and this run's optimizer is SGD"),
+        (Frozen, "state for 'net.last.bias', which this task does not train"),
+        (Thawed, "no optimizer state for 'net.frozen', which this task trains"),
+        (Bare, r"rename={'\^net\\\\.': ''}"),
+    ],
+)
+def test_a_task_that_it_does_not_fit_is_refused(imported, kind, message):
+    trainer = Trainer(strategy=SingleDevice("cpu"), max_steps=ALL, **QUIET)
+    with pytest.raises(CheckpointError, match=message):
+        trainer.fit(kind(), [joined(SAVED)], resume=str(imported / "zero2"))
+
+
+@pytest.mark.parametrize("inner", [".", f"global_step{SAVED}"])
+def test_where_a_checkpoint_is_wanted_a_folder_of_deepspeeds_is_known(saved, inner):
+    folder = str(saved[0] / "zero3" / inner)
+    with pytest.raises(CheckpointError, match=r"DeepSpeed has saved .* import-deepspeed"):
+        Task().load_weights(folder)
+    with pytest.raises(CheckpointError, match=r"DeepSpeed has saved .* import-deepspeed"):
+        losses_of(folder)
+
+
+# What is wrong with a folder.
+
+OPTIMIZER = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+MODEL = "mp_rank_00_model_states.pt"
+
+
+def changed(folder, name, change):
+    """Change what is in a file; ours to unpickle, as this test wrote it."""
+    path = folder / f"global_step{SAVED}" / name
+    content = torch.load(path, weights_only=False)
+    change(content)
+    torch.save(content, path)
+
+
+def refused(folder, match, **options):
+    with pytest.raises(CheckpointError, match=match) as caught:
+        import_deepspeed(folder, folder.parent / "out", **options)
+    assert not (folder.parent / "out").exists()
+    return caught.value
+
+
+def test_folders_of_other_kinds_are_told(folder):
+    inner = folder / f"global_step{SAVED}"
+    refused(folder / "none", "no folder")
+    refused(folder, f"no folder 'step9' inside. The folders with .* are: global_step{SAVED}", tag="step9")
+    refused(folder, "no folder '../x' inside", tag="../x")
+    (folder / "latest").unlink()
+    refused(folder, f"Give one of 'global_step{SAVED}' as the tag")
+    import_deepspeed(inner, folder.parent / "by the inner folder")
+    import_deepspeed(folder, folder.parent / "by the tag", tag=inner.name)
+    (inner / "layer_00-model_states.pt").touch()
+    refused(inner, "pipeline stages or experts")
+    (inner / "layer_00-model_states.pt").unlink()
+    (inner / "mp_rank_01_model_states.pt").touch()
+    refused(inner, "tensor parallelism over 2 processes")
+    (inner / "mp_rank_01_model_states.pt").unlink()
+    for rank in (0, 1):
+        (inner / OPTIMIZER.format(rank)).unlink()
+    refused(inner, r"without ZeRO \(stage 0\)")
+    (inner / "zero").mkdir()
+    refused(inner, "universal checkpoint")
+    (inner / MODEL).unlink()
+    refused(folder, "is not a DeepSpeed checkpoint")
+
+
+@pytest.mark.parametrize(("kind", "file"), [("zero2", OPTIMIZER), ("zero3", OPTIMIZER)])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_missing_file_is_told(saved, tmp_path, kind, file, rank):
+    folder = Path(shutil.copytree(saved[0] / kind, tmp_path / "folder"))
+    (folder / f"global_step{SAVED}" / file.format(rank)).unlink()
+    message = "lacks the .*optim_states.pt of the processes 0" if rank == 0 else "saved by 2 processes"
+    refused(folder, message)
+
+
+def test_a_missing_file_of_frozen_parameters_is_told(saved, tmp_path):
+    folder = Path(shutil.copytree(saved[0] / "zero3", tmp_path / "folder"))
+    (folder / f"global_step{SAVED}" / f"zero_pp_rank_1_{MODEL}").unlink()
+    refused(folder, "2 of the 3 numbers of 'frozen'")
+
+
+def test_files_of_different_checkpoints_are_not_mixed(saved, folder):
+    name = OPTIMIZER.format(1)
+    own = folder / f"global_step{SAVED}" / name
+    kept = own.read_bytes()
+    shutil.copy(saved[0] / "zero1" / f"global_step{SAVED}" / name, own)
+    refused(folder, f"{name}' is of another checkpoint than the first process's file")
+    own.write_bytes(kept)
+
+    def later(content):
+        for each in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+            each["step"] += 1
+
+    changed(folder, OPTIMIZER.format(0), later)
+    refused(folder, f"{name}' is of another checkpoint than the first process's file")
+
+
+def _set(key, value):
+    return lambda content: content["optimizer_state_dict"].__setitem__(key, value)
+
+
+def _slots(change):
+    def apply(content):
+        for each in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+            change(each)
+
+    return apply
+
+
+def _groups(change):
+    def apply(content):
+        for each in content["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]:
+            change(each)
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_set("zero_stage", 4), "ZeRO stage 4 .saved by DeepSpeed .*only stages 1, 2 and 3"),
+        (
+            _set("single_partition_of_fp32_groups", None),
+            "no 'single_partition_of_fp32_groups' .saved by Deep",
+        ),
+        (_set("single_partition_of_fp32_groups", [1, 2]), "no numbers as 'fp32' of group 0"),
+        (_set("single_partition_of_fp32_groups", [torch.ones(1)] * 2), "not as ZeRO 2 divides"),
+        (_set("single_partition_of_fp32_groups", [torch.ones(900)] * 2), "not as ZeRO 2 divides"),
+        (_set("param_alignment_paddings", [[0, -1], []]), "paddings that are not numbers"),
+        (_set("partition_count", [2, 3]), "saved by 3 processes, and there are files of 2"),
+        (_set("base_optimizer_state", []), "elastic_checkpoint"),
+        (
+            _set("base_optimizer_state", {"state": {7: {}}, "param_groups": []}),
+            "could not be loaded|no 'step'",
+        ),
+        (_slots(lambda each: each.pop("exp_avg_sq")), "only states of Adam and AdamW are imported"),
+        (
+            _slots(lambda each: each.__setitem__("exp_inf", each["exp_avg"])),
+            "only states of Adam and AdamW are imported",
+        ),
+        (
+            _slots(lambda each: each.__setitem__("max_exp_avg_sq", each["exp_avg"])),
+            "do not both have 'max_exp_avg_sq' of group 0",
+        ),
+        (_slots(lambda each: each.pop("step")), "how many updates the moments have had"),
+        (_groups(lambda each: each.pop("amsgrad")), "settings of another optimizer"),
+        (_groups(lambda each: each.__setitem__("max_coeff", 10.0)), "settings of another optimizer"),
+        (_groups(lambda each: each.__setitem__("params", [5])), "groups that do not exist"),
+    ],
+)
+def test_files_of_another_optimizer_or_version_are_told(folder, change, message):
+    changed(folder, OPTIMIZER.format(0), change)
+    refused(folder, message)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: content.pop("module"), "no 'module' .saved by DeepSpeed"),
+        (lambda content: content.__setitem__("param_shapes", None), "no 'param_shapes'"),
+        (lambda content: content.__setitem__("param_shapes", [{"x": 3}]), "no shapes by name"),
+        (lambda content: content["param_shapes"].pop(), "2 pieces of weights, .* the names of 1"),
+        (lambda content: content["module"].__setitem__("frozen", "x"), "no tensor as 'frozen'"),
+        (
+            lambda content: content["param_shapes"][0].__setitem__(
+                "first.weight", torch.Size([10**9, 10**9])
+            ),
+            "not as",
+        ),
+        (lambda content: content.__setitem__("global_steps", -1), "progress has"),
+    ],
+)
+def test_a_file_of_the_model_that_makes_no_sense_is_told(folder, change, message):
+    changed(folder, MODEL, change)
+    refused(folder, message)
+
+
+def test_pieces_of_stage_3_that_are_too_short_are_told(saved, tmp_path):
+    folder = Path(shutil.copytree(saved[0] / "zero3", tmp_path / "folder"))
+
+    def shorten(content):
+        pieces = content["optimizer_state_dict"]["fp32_flat_groups"]
+        pieces[0] = pieces[0][:-1].clone()
+
+    changed(folder, OPTIMIZER.format(1), shorten)
+    refused(folder, r"not as ZeRO 3 divides them among 2 processes: each must have \d+ numbers")
+
+
+def test_pieces_in_16_bits_come_as_float32(folder):
+    def halve(content):
+        pieces = content["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+        pieces[:] = [each.bfloat16() for each in pieces]
+
+    for rank in (0, 1):
+        changed(folder, OPTIMIZER.format(rank), halve)
+    import_deepspeed(folder, folder.parent / "out", weights_only=True)
+    assert load_weights(folder.parent / "out")["last.weight"].dtype == torch.float32
+
+
+def test_a_damaged_file_is_told(folder):
+    path = folder / f"global_step{SAVED}" / OPTIMIZER.format(1)
+    data = bytearray(path.read_bytes())
+    path.write_bytes(data[:-100])
+    assert isinstance(
+        refused(folder, "optim_states.pt' is not what torch.save writes"), DamagedCheckpointError
+    )
+
+
+def test_moments_of_an_optimizer_that_counts_in_its_settings_are_imported(saved, folder):
+    for rank in (0, 1):
+        changed(folder, OPTIMIZER.format(rank), _slots(lambda each: each.pop("step")))
+        changed(folder, OPTIMIZER.format(rank), _groups(lambda each: each.__setitem__("step", SAVED)))
+    out = folder.parent / "out"
+    import_deepspeed(folder, out, rename={"^": "net."})
+    assert losses_of(out) == pytest.approx(saved[1]["zero2"], rel=1e-6)
+
+
+def test_a_rename_that_cannot_be_is_refused(folder):
+    with pytest.raises(ConfigError, match="cannot be applied"):
+        import_deepspeed(folder, folder.parent / "out", rename={"(": ""})
+    refused(folder, "both become 'x'", rename={".*weight": "x"})
+
+
+class Planted:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, sign):
+        self.sign = str(sign)
+
+    def __reduce__(self):
+        return os.mkdir, (self.sign,)
+
+
+@pytest.mark.parametrize("name", [MODEL, OPTIMIZER.format(0), OPTIMIZER.format(1)])
+def test_nothing_in_a_planted_folder_runs(saved, folder, tmp_path, name):
+    sign = tmp_path / "it ran"
+    changed(folder, name, lambda content: content.__setitem__("client", Planted(sign)))
+    import_deepspeed(folder, tmp_path / "imported", rename={"^": "net."})
+    assert losses_of(tmp_path / "imported") == pytest.approx(saved[1]["zero2"], rel=1e-6)
+    path = folder / f"global_step{SAVED}" / name
+    path.write_bytes(pickle.dumps(Planted(sign)))
+    refused(folder, "not a zip file")
+    torch.save(Planted(sign), path)
+    refused(folder, "is not a mapping")
+    assert not sign.exists()
+    torch.load(path, weights_only=False)
+    assert sign.exists()  # so that it is one that would have run

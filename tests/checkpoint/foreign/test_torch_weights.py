@@ -1,0 +1,273 @@
+"""Weights are read from Lightning's and Composer's files and from state dicts; nothing in them runs."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import functools
+import pathlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.messages import warned
+from tests.support.tasks import quiet
+from torch import Tensor, nn
+
+from drivetrain import CheckpointError, ConfigError, TaskModule
+from drivetrain.checkpoint import DamagedCheckpointError, load_weights
+from drivetrain.checkpoint.foreign.weights import import_weights
+from drivetrain.cli.main import main
+
+# Saved by Lightning 2.6.6 with its EMAWeightAveraging and the hyper-parameters {"lr": 0.1, "args": None}.
+LIGHTNING = Path(__file__).with_name("lightning_2_6_6.ckpt")
+AVERAGES = {"net.weight": 0.3788, "net.bias": -1.2925}
+
+
+class Net(TaskModule):
+    """The task of the stored file."""
+
+    def __init__(self, lr: float = 1.0, args: Any = "default") -> None:
+        super().__init__()
+        self.net = nn.Linear(1, 1)
+        self.lr, self.args = lr, args
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return outputs.square().mean()
+
+
+class AttributeDict(dict):
+    """As old versions of Lightning, and many configurations, have it."""
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {"lr": 0.5, "args": {"sizes": [1, (2, 3)], "name": "x"}},
+    "partial": {"lr": functools.partial(torch.optim.Adam, lr=1e-3)},
+    "module": {"lr": nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.GELU())},
+    "namespace": {"lr": argparse.Namespace(lr=0.1, deep={"x": [1]})},
+    "path": {"lr": pathlib.Path("/data")},
+    "mappings": {"lr": collections.defaultdict(list, a=[1]), "args": AttributeDict(a=1)},
+    "deque": {"lr": collections.deque([1, 2])},
+}
+
+
+def saved(path: Path, hparams: dict[str, Any] | None, **changes: Any) -> str:
+    """The stored file with other hyper-parameters, and without the averaging."""
+    content = torch.load(LIGHTNING, weights_only=True)
+    for key in ("current_model_state", "averaging_state", "hyper_parameters", "hparams_name"):
+        del content[key]
+    if hparams is not None:
+        content.update(hyper_parameters=hparams, hparams_name="kwargs")
+    torch.save({**content, **changes}, path)
+    return str(path)
+
+
+def values(tensors: Any) -> dict[str, float]:
+    return {name: round(float(tensor), 4) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lightning_checkpoint_is_read_whatever_its_hyper_parameters_are(tmp_path: Path, kind: str) -> None:
+    path = saved(tmp_path / "last.ckpt", KINDS[kind])
+    assert values(load_weights(path)) == AVERAGES
+    if kind == "plain":
+        task = Net.from_checkpoint(path)
+        assert (task.lr, task.args) == (0.5, KINDS[kind]["args"])
+    else:
+        with pytest.raises(ConfigError, match=r"that a file cannot hold.*Net\.from_checkpoint\(path, "):
+            Net.from_checkpoint(path)
+        task = Net.from_checkpoint(path, lr=3.0, args=4)
+        assert (task.lr, task.args) == (3.0, 4)
+    assert values(task.state_dict()) == AVERAGES
+
+
+def test_what_was_read_of_a_lightning_checkpoint_is_told(tmp_path: Path) -> None:
+    report = Net().load_weights(saved(tmp_path / "last.ckpt", {"lr": 0.5}))
+    assert "a checkpoint of Lightning 2.6.6" in str(report)
+    assert "not read: epoch, global_step, loops, callbacks, optimizer_states, lr_schedulers" in str(report)
+
+
+def test_of_averaged_weights_the_averages_are_taken_with_a_warning() -> None:
+    with warned(r"the averages are read.*'current_model_state'|averaged weights"):
+        report = Net.from_checkpoint(LIGHTNING)
+    assert values(report.state_dict()) == AVERAGES
+    with warned("averages are read"):
+        assert "the averages (state_dict) of" in str(Net().load_weights(LIGHTNING))
+
+
+def test_hyper_parameters_that_a_task_does_not_take_are_named(tmp_path: Path) -> None:
+    path = saved(tmp_path / "last.ckpt", {"lr": 0.5, "width": 3, "criterion": nn.MSELoss()})
+    with warned("Net does not take, which are left out: criterion, width"):
+        assert Net.from_checkpoint(path).lr == 0.5
+    path = saved(tmp_path / "last.ckpt", {"lr": 0.5, "width": 3}, hparams_name="args")
+    assert Net.from_checkpoint(path).args == {"lr": 0.5, "width": 3}  # save_hyperparameters(args)
+
+
+def test_a_checkpoint_without_hyper_parameters_is_a_task_of_the_given_arguments(tmp_path: Path) -> None:
+    assert Net.from_checkpoint(saved(tmp_path / "last.ckpt", None), lr=2.0).lr == 2.0
+
+
+STATE = {"net.weight": torch.full((1, 1), 3.0), "net.bias": torch.full((1,), 4.0)}
+EXPECTED = {"net.weight": 3.0, "net.bias": 4.0}
+COMPOSER = {  # composer/core/state.py, State.state_dict; composer/utils/checkpoint.py, get_checkpoint
+    "state": {
+        "model": STATE,
+        "optimizers": {"DecoupledAdamW": {"state": {"net.weight": {"exp_avg": torch.ones(1)}}}},
+        "schedulers": [("LambdaLR", {"last_epoch": 2})],
+        "timestamp": {"Timestamp": {"epoch": 1, "total_wct": "x"}},
+        "metadata": {"composer_env_info": {"composer_version": "0.31.0"}},
+        "run_name": "a",
+    },
+    "rng": [{"python": (3, (1, 2), None), "torch": torch.ones(2)}],
+}
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (STATE, "a state dict"),
+        ({f"module.{name}": each for name, each in STATE.items()}, "a state dict"),
+        ({f"_orig_mod.{name}": each for name, each in STATE.items()}, "a state dict"),
+        ({"model": STATE, "epoch": 3, "opt": object}, "under 'model'; not read: epoch, opt"),
+        ({"state_dict": nn.Module.state_dict(Net())}, "under 'state_dict'"),
+        ({"model_state_dict": STATE, "optimizer_state_dict": {}}, "not read: optimizer_state_dict"),
+        (
+            COMPOSER,
+            "a checkpoint of Composer; not read: optimizers, schedulers, timestamp",
+        ),
+    ],
+    ids=["plain", "ddp", "compiled", "model", "state_dict", "tutorial", "composer"],
+)
+@pytest.mark.parametrize("suffix", [".pt", ".bin"])
+def test_a_state_dict_is_found_where_programs_put_it(
+    tmp_path: Path, content: dict[str, Any], told: str, suffix: str
+) -> None:
+    path = tmp_path / f"file{suffix}"
+    torch.save(content, path)
+    task = Net()
+    assert told in str(task.load_weights(path))
+    if "state_dict" not in content:
+        assert values(task.state_dict()) == EXPECTED
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (Net(), r"holds an object of .*Net, not weights by name\. Where its code is available, save"),
+        ({"model": Net(), "epoch": 1}, r"It has 'model', 'epoch'; 'model' is an object of .*Net: where its"),
+        ({"state_dict": {"a": torch.ones(1), "b": 3}}, "a int as 'b' among its weights"),
+        ([torch.ones(1)], "holds a list, not weights by name"),
+        ({}, "It has nothing"),
+    ],
+)
+def test_a_file_without_weights_by_name_is_refused_with_what_it_has(
+    tmp_path: Path, content: Any, told: str
+) -> None:
+    torch.save(content, tmp_path / "file.pt")
+    with pytest.raises(CheckpointError, match=told):
+        load_weights(tmp_path / "file.pt")
+
+
+def test_a_hyper_parameter_that_describes_endlessly_many_is_an_object_in_time(tmp_path: Path) -> None:
+    doubled: Any = [1]
+    for _ in range(60):
+        doubled = [doubled, doubled]
+    with pytest.raises(ConfigError, match=r"cannot hold \(args\)"):
+        Net.from_checkpoint(saved(tmp_path / "last.ckpt", {"lr": 1.0, "args": doubled}))
+
+
+def test_evaluation_takes_the_weights_of_such_files(tmp_path: Path) -> None:
+    data, path = [torch.ones(2, 1)], tmp_path / "model.pt"
+    torch.save({"state_dict": STATE}, path)
+    trainer = quiet(max_steps=1)
+    assert trainer.validate(Net(), data, checkpoint=str(path)) == {"validation/loss": 49.0}
+    assert trainer.test(Net(), data, checkpoint=str(path)) == {"test/loss": 49.0}
+    assert trainer.predict(Net(), data, checkpoint=str(path))[0].tolist() == [[7.0], [7.0]]
+
+
+def test_a_run_is_not_resumed_from_another_programs_file(tmp_path: Path) -> None:
+    path = saved(tmp_path / "last.ckpt", {"lr": 0.5})
+    with pytest.raises(ConfigError, match=r"Only its weights can be read.*task\.load_weights\(path\) before"):
+        quiet(max_steps=1).fit(Net(), [torch.ones(2, 1)], resume=path)
+
+
+def test_the_command_makes_a_checkpoint_of_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = saved(tmp_path / "last.ckpt", {"lr": 0.5, "args": pathlib.Path("x")})
+    assert main(["checkpoint", "import", path, str(tmp_path / "ours")]) == 0
+    told = capsys.readouterr().out
+    assert "2 tensors, the arguments lr, without the arguments args, which no file can hold; from" in told
+    assert "not read: epoch" in told
+    task = Net.from_checkpoint(tmp_path / "ours", args=1)
+    assert (task.lr, values(task.state_dict())) == (0.5, AVERAGES)
+    with pytest.raises(CheckpointError, match="nothing is ever overwritten"):
+        import_weights(path, tmp_path / "ours")
+    renamed = import_weights(path, tmp_path / "renamed", rename={"^net": "head", "bias$": None})
+    assert (renamed.tensors, renamed.dropped) == (1, ("net.bias",))
+    assert list(load_weights(tmp_path / "renamed")) == ["head.weight"]
+
+
+def test_weights_at_an_address_are_read(tmp_path: Path) -> None:
+    path = saved(tmp_path / "last.ckpt", None)
+    assert values(load_weights(f"file://{path}")) == AVERAGES
+
+
+@pytest.mark.parametrize("kept", [0, 100, -100])
+def test_half_a_file_is_told(tmp_path: Path, kept: int) -> None:
+    path = tmp_path / "last.ckpt"
+    path.write_bytes(LIGHTNING.read_bytes()[:kept])
+    for read in (load_weights, Net.from_checkpoint):
+        with pytest.raises(DamagedCheckpointError, match=re.escape(str(path))):
+            read(path)
+
+
+def test_a_folder_of_sharded_files_is_told_how_to_join_them(tmp_path: Path) -> None:
+    (tmp_path / "__0_0.distcp").touch()
+    with pytest.raises(CheckpointError, match="dcp_to_torch"):
+        load_weights(tmp_path)
+
+
+PROGRAM = """
+import argparse, functools, pathlib, sys, warnings
+warnings.filterwarnings("ignore")
+import lightning, torch
+from torch import nn
+
+class Task(lightning.LightningModule):
+    def __init__(self, lr):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Linear(1, 1)
+    def training_step(self, batch, index):
+        return self.net(batch).sum()
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+kinds = {
+    "plain": 0.5, "partial": functools.partial(torch.optim.Adam), "module": nn.Sequential(nn.Linear(2, 2)),
+    "namespace": argparse.Namespace(lr=0.1), "path": pathlib.Path("/data"),
+}
+for name, value in kinds.items():
+    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False,
+                                enable_model_summary=False, enable_checkpointing=False)
+    task = Task(value)
+    trainer.fit(task, torch.utils.data.DataLoader(torch.randn(8, 1), batch_size=4))
+    trainer.save_checkpoint(f"{sys.argv[1]}/{name}.ckpt")
+    torch.save(task.state_dict(), f"{sys.argv[1]}/{name}.pt")
+"""
+
+
+@pytest.mark.full
+def test_lightning_writes_what_is_read(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", PROGRAM, tmp_path], check=True, capture_output=True, timeout=300)
+    for path in (files := sorted(tmp_path.glob("*.ckpt"))):
+        expected = torch.load(path.with_suffix(".pt"), weights_only=True)
+        assert values(load_weights(path)) == values(expected)
+        assert values(Net.from_checkpoint(path, lr=1.0).state_dict()) == values(expected)
+    assert len(files) == 5

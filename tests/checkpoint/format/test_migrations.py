@@ -1,0 +1,171 @@
+"""What an older drivetrain wrote is read by a newer one; what a newer one wrote is not guessed at."""
+
+import contextlib
+import copy
+import json
+import shutil
+
+import pytest
+import torch
+from tests.checkpoint.make_corpus import CORPUS
+
+from drivetrain.checkpoint import (
+    CheckpointConfig,
+    CheckpointManager,
+    DamagedCheckpointError,
+    DirectoryCheckpointIO,
+    Snapshot,
+    verify,
+)
+from drivetrain.checkpoint.format import manifest as format
+from drivetrain.checkpoint.format import migrations
+from drivetrain.checkpoint.format.migrations import Step, steps_from
+from drivetrain.checkpoint.format.strict_json import seal, unseal
+from drivetrain.checkpoint.inspection.compare import compare
+from drivetrain.checkpoint.saving import index, reading
+from drivetrain.core.errors import CheckpointError
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A directory with a checkpoint and an index of the newest format."""
+    manager = CheckpointManager(str(tmp_path), CheckpointConfig(best=0, by=None))
+    snapshot = Snapshot({"model": {"w": torch.ones(3)}}, {"state": {"rate": 0.1}}, {"updates": 4, "epoch": 1})
+    manager.save(4, 1, {}, lambda: snapshot)
+    return tmp_path
+
+
+@pytest.fixture
+def newer(monkeypatch):
+    """A drivetrain two formats on: 3 renamed counts and a value of the state, 4 changed the index."""
+
+    def to_three(fields):
+        fields["progress"] = {f"{name}_made": count for name, count in fields["progress"].items()}
+        return fields
+
+    def state_to_three(name, value):
+        return {"learning_rate": value.pop("rate"), **value} if name == "state" else value
+
+    def index_to_four(fields):
+        fields["checkpoints"] = fields.pop("entries", fields.get("checkpoints"))
+        for entry in fields["checkpoints"]:
+            entry["epoch"] += 100
+        return fields
+
+    monkeypatch.setitem(migrations.STEPS, 2, Step(manifest=to_three, object=state_to_three))
+    monkeypatch.setitem(migrations.STEPS, 3, Step(index=index_to_four))
+    for module in (format, index, reading):
+        monkeypatch.setattr(module, "FORMAT_VERSION", 4)
+
+
+def test_an_older_checkpoint_is_brought_up_to_date_as_it_is_read(saved, newer):
+    found = DirectoryCheckpointIO().load(str(saved / "update-00000004"))
+    assert found.progress == {"updates_made": 4, "epoch_made": 1}
+    assert found.objects["state"] == {"learning_rate": 0.1}
+    assert found.objects["checkpoint"]["update"] == 4
+    assert torch.equal(found.tensors["model"]["w"], torch.ones(3))
+
+
+def test_an_older_index_is_brought_up_to_date_as_it_is_read(saved, newer):
+    (entry,) = CheckpointManager(str(saved), CheckpointConfig()).entries()
+    assert (entry.update, entry.epoch) == (4, 101)
+
+
+def test_what_is_of_the_newest_format_takes_no_step(tmp_path, newer):
+    io = DirectoryCheckpointIO()
+    io.save(str(tmp_path / "c"), Snapshot({}, {"state": {"rate": 1}}, {"updates": 1}))
+    content = json.loads((tmp_path / "c" / "manifest.json").read_text(encoding="utf-8"))
+    assert content["format_version"] == 4
+    found = io.load(str(tmp_path / "c"))
+    assert found.progress == {"updates": 1}
+    assert found.objects == {"state": {"rate": 1}}
+
+
+def test_a_missing_step_is_an_error_and_no_damage(saved, newer, monkeypatch):
+    monkeypatch.delitem(migrations.STEPS, 3)
+    with pytest.raises(CheckpointError, match=r"has format 2, and .* cannot convert format 3 to 4") as caught:
+        DirectoryCheckpointIO().load(str(saved / "update-00000004"))
+    assert not isinstance(caught.value, DamagedCheckpointError)
+
+
+def test_steps_are_taken_in_order():
+    table = {
+        number: Step(manifest=lambda fields, number=number: {"seen": [*fields["seen"], number]})
+        for number in range(1, 5)
+    }
+    fields = {"seen": []}
+    for each in steps_from(2, 5, "it", table):
+        fields = each.manifest(fields)
+    assert fields == {"seen": [2, 3, 4]}
+    assert steps_from(5, 5, "it", table) == []
+
+
+@pytest.mark.parametrize("file", ["index.json", "update-00000004/manifest.json"])
+def test_a_newer_format_is_refused_with_the_way_out(saved, file):
+    path = saved / file
+    body = unseal(path.read_bytes(), "it")
+    body["format_version"] = 3
+    path.write_bytes(seal(body, "it"))
+    text = r"newer drivetrain: format 3.* reads 2.*pip install --upgrade"
+    with pytest.raises(CheckpointError, match=text) as caught:
+        CheckpointManager(str(saved), CheckpointConfig()).load_latest()
+    assert not isinstance(caught.value, DamagedCheckpointError)
+    assert path.exists()  # not set aside: it is intact
+
+
+@pytest.mark.parametrize("version", [0, -1, True, "1", None, 1.0, [1]])
+def test_what_is_no_version_is_damage(saved, version):
+    path = saved / "update-00000004" / "manifest.json"
+    body = unseal(path.read_bytes(), "it")
+    body["format_version"] = version
+    path.write_bytes(seal(body, "it"))
+    with pytest.raises(DamagedCheckpointError, match="format_version is"):
+        DirectoryCheckpointIO().load(str(saved / "update-00000004"))
+
+
+V1 = CORPUS / "v1" / "sharded-by-4" / "manifest.json"
+
+
+def places(value, path=()):
+    """Every place in a JSON value."""
+    yield path
+    for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(each, (dict, list)):
+            yield from places(each, (*path, key))
+        else:
+            yield (*path, key)
+
+
+@pytest.mark.parametrize("value", [None, 3, -1, 1 << 70, "x", [], {}, [0], [[0]], {"x": 1}], ids=repr)
+def test_a_manifest_of_format_1_that_makes_no_sense_is_an_error_of_ours(value):
+    """Wherever it does not: in the fields that the step to format 2 takes apart."""
+    body = unseal(V1.read_bytes(), "it")
+    for path in places(body):
+        changed = copy.deepcopy(body)
+        place = changed
+        for key in path[:-1]:
+            place = place[key]
+        if path:
+            place[path[-1]] = value
+        else:
+            changed = {"format_version": 1, "x": value}
+        with contextlib.suppress(CheckpointError):
+            format.Manifest.from_json(changed)
+
+
+def test_the_hashes_of_format_1_are_compared(tmp_path):
+    shutil.copytree(V1.parent, tmp_path / "c")
+    path = tmp_path / "c" / "model-00003-of-00004.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    for act in (DirectoryCheckpointIO().load, verify):
+        with pytest.raises(DamagedCheckpointError, match="model-00003-of-00004"):
+            act(str(tmp_path / "c"))
+
+
+def test_formats_1_and_2_are_compared_with_one_another():
+    for name in ("everything", "sharded-by-4"):
+        found = compare(str(CORPUS / "v1" / name), str(CORPUS / "v2" / name))
+        assert not found.tensors
+        assert found.same

@@ -1,0 +1,155 @@
+"""Our safetensors files are everybody's safetensors files, and no malformed one gets through."""
+
+import json
+import struct
+
+import pytest
+import safetensors.torch
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from drivetrain.checkpoint import DamagedCheckpointError, export_weights, load_weights
+from drivetrain.checkpoint.format.tensors import DTYPES
+from drivetrain.core.errors import CheckpointError
+
+
+@pytest.mark.parametrize("code", DTYPES)
+def test_every_dtype_is_read_alike_by_us_and_by_safetensors(code, tmp_path, helpers):
+    numbers = torch.tensor([[0.0, 1.0, 2.0], [4.0, 0.5, 8.0]])
+    tensor = numbers.to(DTYPES[code])
+    export_weights({"x": tensor, "scalar": tensor[0, 1]}, tmp_path / "w.safetensors")
+    ours = load_weights(tmp_path / "w.safetensors")
+    with safe_open(tmp_path / "w.safetensors", "pt") as file:
+        theirs = {name: file.get_tensor(name) for name in ("x", "scalar")}
+        assert file.metadata() == {"format": "pt"}
+    for read in (ours, theirs):
+        assert helpers.same_bits(read["x"], tensor)
+        assert helpers.same_bits(read["scalar"], tensor[0, 1])
+
+
+def test_a_file_of_safetensors_is_read(tmp_path, helpers):
+    tensors = {"a": torch.rand(3, 2), "b": torch.arange(5), "c": torch.zeros(0, 2), "d": torch.tensor(1.0)}
+    safetensors.torch.save_file(tensors, tmp_path / "w.safetensors", metadata={"by": "others"})
+    read = load_weights(tmp_path / "w.safetensors")
+    assert read.keys() == tensors.keys()
+    assert all(helpers.same_bits(read[name], tensors[name]) for name in tensors)
+
+
+def test_views_of_every_kind_are_stored_by_value(tmp_path, helpers):
+    base = torch.arange(24.0)
+    tensors = {
+        "transposed": base.reshape(4, 6).t(),
+        "strided": base[::5],
+        "expanded": base[:1].expand(7, 1),
+        "overlap": base[2:9],
+        "negative": torch.tensor([1 + 2j]).conj().imag,
+        "conjugate": torch.tensor([1 + 2j, 3 - 1j]).conj(),
+        "empty": torch.empty(0, 5),
+        "requires grad": torch.ones(2, requires_grad=True),
+    }
+    export_weights(tensors, tmp_path / "w.safetensors")
+    read = load_weights(tmp_path / "w.safetensors")
+    assert all(
+        torch.equal(read[name], tensor) and read[name].shape == tensor.shape
+        for name, tensor in tensors.items()
+    )
+
+
+def test_every_tensor_in_a_file_is_aligned_to_its_dtype(tmp_path):
+    tensors = {
+        "a": torch.zeros(3, dtype=torch.uint8),
+        "b": torch.zeros(1),
+        "c": torch.zeros(1, dtype=torch.float64),
+    }
+    export_weights(tensors, tmp_path / "w.safetensors")
+    content = (tmp_path / "w.safetensors").read_bytes()
+    length = struct.unpack("<Q", content[:8])[0]
+    header = json.loads(content[8 : 8 + length])
+    starts = {name: 8 + length + header[name]["data_offsets"][0] for name in tensors}
+    assert [starts[name] % tensor.element_size() for name, tensor in tensors.items()] == [0, 0, 0]
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_a_tied_model_loads_strictly_without_this_package(tmp_path):
+    model = Tied()
+    export_weights(model.state_dict(), tmp_path / "w.safetensors")
+    other = Tied()
+    other.load_state_dict(safetensors.torch.load_file(tmp_path / "w.safetensors"), strict=True)
+    assert torch.equal(other.head.weight, model.head.weight)
+
+
+def test_loaded_tensors_have_memory_of_their_own(tmp_path):
+    export_weights({"a": torch.zeros(3), "b": torch.zeros(1001)}, tmp_path / "w.safetensors")
+    read = load_weights(tmp_path / "w.safetensors")
+    assert {name: each.untyped_storage().nbytes() for name, each in read.items()} == {"a": 12, "b": 4004}
+    assert all(each.data_ptr() % 64 == 0 for each in read.values())
+
+
+def test_a_name_that_the_format_keeps_for_itself_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="rename the tensor"):
+        export_weights({"__metadata__": torch.ones(1)}, tmp_path / "w.safetensors")
+
+
+def test_what_cannot_be_stored_leaves_no_file(tmp_path):
+    with pytest.raises(CheckpointError, match=r"'bad': dtype torch\.complex128"):
+        export_weights(
+            {"good": torch.ones(1), "bad": torch.ones(1, dtype=torch.complex128)}, tmp_path / "w.safetensors"
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def raw(header, data=b"", length=None):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def entry(dtype="F32", shape=(1,), offsets=(0, 4)):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+HOSTILE = {
+    "empty": b"",
+    "short": b"\x01\x00\x00",
+    "huge header": raw({}, length=1 << 60),
+    "header beyond the file": raw({}, length=100),
+    "no header": raw(b""),
+    "pickle": b"\x80\x04\x95\x1a\x00\x00\x00\x00\x00\x00\x00\x8c\x02os\x94\x8c\x06system\x94\x93\x94.",
+    "deep": raw(b"[" * 100_000),
+    "list": raw([]),
+    "not UTF-8": raw(b'{"\xff": 1}'),
+    "name twice": raw(b'{"a": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}, "a": {}}'),
+    "lying size": raw({"a": entry(shape=[1 << 40], offsets=[0, 1 << 42])}),
+    "shape unlike offsets": raw({"a": entry(shape=[2])}, b"1234"),
+    "gap": raw({"a": entry(offsets=[4, 8])}, b"12345678"),
+    "overlap": raw({"a": entry(), "b": entry()}, b"1234"),
+    "data left over": raw({"a": entry()}, b"12345678"),
+    "data missing": raw({"a": entry()}, b"12"),
+    "negative": raw({"a": entry(shape=[-1], offsets=[4, 0])}),
+    "unknown dtype": raw({"a": entry(dtype="F31")}, b"1234"),
+    "dtype no text": raw({"a": entry(dtype=["F32"])}, b"1234"),
+    "true as a size": raw({"a": entry(shape=[True])}, b"1234"),
+    "three offsets": raw({"a": entry(offsets=[0, 4, 4])}, b"1234"),
+    "many dimensions": raw({"a": entry(shape=[1] * 65)}, b"1234"),
+    "vast empty shape": raw({"a": entry(shape=[0, 1 << 62, 1 << 62], offsets=[0, 0])}),
+    "huge number": raw(
+        b'{"a": {"dtype": "F32", "shape": [' + b"9" * 100_000 + b'], "data_offsets": [0, 4]}}'
+    ),
+    "key missing": raw({"a": {"dtype": "F32", "shape": [1]}}, b"1234"),
+    "key too many": raw({"a": {**entry(), "exec": "x"}}, b"1234"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_malformed_file_is_refused(name, tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(HOSTILE[name])
+    with pytest.raises(DamagedCheckpointError, match=r"model\.safetensors"):
+        load_weights(path)

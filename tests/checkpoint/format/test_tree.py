@@ -1,0 +1,237 @@
+"""Trees of Python values survive the way to disk and back, and nothing else gets in or out."""
+
+import json
+import math
+import struct
+from collections import Counter, OrderedDict
+from datetime import datetime
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from drivetrain.checkpoint.format.strict_json import dump_json, parse_json
+from drivetrain.checkpoint.format.tree import MAX_DEPTH, pack, unpack
+from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError
+from drivetrain.core.errors import CheckpointError
+
+
+def through_disk(tree):
+    packed, tensors = pack(tree)
+    return unpack(parse_json(dump_json(packed, "test"), "test"), tensors)
+
+
+def identical(left, right):
+    """Equal in value and in type at every level; floats by their bits, dicts in their order."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, dict):
+        return len(left) == len(right) and all(
+            identical(a, b) for a, b in zip(left.items(), right.items(), strict=True)
+        )
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(identical(a, b) for a, b in zip(left, right, strict=True))
+    if isinstance(left, float):
+        return struct.pack("<d", left) == struct.pack("<d", right)
+    if isinstance(left, (np.ndarray, np.generic)):
+        return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    return left == right
+
+
+leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(max_size=20)
+trees = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(
+            st.text(max_size=4) | st.sampled_from(["$int", "$"]) | st.integers(), inner, max_size=4
+        )
+    ),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(trees)
+def test_any_tree_comes_back_exactly(tree):
+    assert identical(through_disk(tree), tree)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [10**5000],
+        -(1 << 63),
+        -(1 << 63) - 1,
+        (1 << 64) - 1,
+        1 << 64,
+        -0.0,
+        5e-324,
+        math.inf,
+        -math.nan,
+        struct.unpack(">d", bytes.fromhex("7ff8dead0000beef"))[0],
+        "lone surrogate \ud800, null \0",
+        {"$tensor": "x"},
+        {"$dict": []},
+        {1: "a", "1": "b"},
+        {10**5000: torch.ones(1), -1: torch.ones(2)},
+        {"b": 1, "a": 2},
+        OrderedDict([("b", 1), ("a", 2)]),
+        Counter({30: 1, 10: 2}),
+        ((), [], {}, b""),
+        np.arange(6.0).reshape(2, 3)[:, ::-1],
+        np.asfortranarray(np.arange(6).reshape(2, 3)),
+        np.array(3, dtype=np.int8),
+        np.zeros((0, 4), dtype=np.uint16),
+        np.array([True, False]),
+        np.float64(1.5),
+        np.float32(np.nan),
+        np.bool_(True),
+        np.uint64(2**64 - 1),
+        torch.tensor(3),
+        torch.rand(3, 4).t(),
+        torch.zeros(0, 2, dtype=torch.bfloat16),
+    ],
+)
+def test_the_awkward_values_come_back_exactly(value):
+    tree = {"a": [value, (value,)]}
+    assert identical(through_disk(tree), tree)
+
+
+def test_a_read_only_array_is_stored_without_a_warning():
+    array = np.arange(3)
+    array.setflags(write=False)
+    assert identical(through_disk(array), np.arange(3))
+
+
+def test_a_parameter_comes_back_as_a_plain_tensor():
+    back = through_disk([nn.Parameter(torch.ones(2))])[0]
+    assert type(back) is torch.Tensor
+    assert not back.requires_grad
+
+
+def test_places_that_read_alike_keep_their_own_tensors():
+    tree = {"a.b": torch.tensor(1), "a": {"b": torch.tensor(2)}, "a.b#2": torch.tensor(3)}
+    assert identical(through_disk(tree), tree)
+
+
+def test_tensors_are_named_after_their_place():
+    assert list(pack({"optimizer": [{"step": torch.tensor(1)}]})[1]) == ["optimizer.0.step"]
+
+
+class Subclass(dict):
+    pass
+
+
+cycle: list = []
+cycle.append(cycle)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            datetime(2024, 1, 1),
+            r"callbacks\.early_stopping\.best: a 'datetime' cannot be stored; allowed are",
+        ),
+        ({1, 2}, "a 'set' cannot be stored"),
+        (Subclass(), "a 'Subclass' cannot be stored"),
+        (print, "a 'builtin_function_or_method' cannot be stored"),
+        (1j, "a 'complex' cannot be stored"),
+        ({(1, 2): 3}, r"early_stopping\.best: the key \(1, 2\) is a 'tuple'"),
+        ({True: 3}, "the key True is a 'bool'"),
+        (cycle, "does it contain itself"),
+        (np.array(["a"]), "best: a numpy value of dtype <U1"),
+        (np.array([object()], dtype=object), "best: a numpy value of dtype object"),
+        (np.datetime64("2024-01-01"), "best: a numpy value of dtype datetime64"),
+        (torch.zeros(2, dtype=torch.complex128), "best: dtype torch.complex128 cannot be stored"),
+        (torch.eye(2).to_sparse(), r"best: .*to_dense\(\)"),
+        (torch.empty(2, device="meta"), "best: the tensor is on the meta device"),
+    ],
+    ids=lambda value: str(value)[:20] if isinstance(value, str) else type(value).__name__,
+)
+def test_what_cannot_be_stored_is_named_with_its_place(value, message):
+    with pytest.raises(CheckpointError, match=message):
+        pack({"callbacks": {"early_stopping": {"best": value}}})
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"$import": "os"},
+        {"$tuple": [], "x": 1},
+        {"$tuple": [], "$int": "0x1"},
+        {"$tuple": {"a": 1}},
+        {"$int": "1" * 10_000_000},
+        {"$int": "0x"},
+        {"$int": 3},
+        {"$float": "nan"},
+        {"$float": None},
+        {"$bytes": "!!!!"},
+        {"$bytes": 3},
+        {"$bytes": "ü"},
+        {"$tensor": "absent"},
+        {"$tensor": ["t"]},
+        {"$scalar": "t"},
+        {"$array": "b"},
+        {"$scalar": "b"},
+        {"$dict": 3},
+        {"$dict": [["a"]]},
+        {"$dict": [["a", 1], ["a", 2]]},
+        {"$dict": [[{"$tuple": []}, 1]]},
+        {"$dict": [[[1], 1]]},
+        {"$Counter": [["a", 1, 2]]},
+        nested(MAX_DEPTH + 1),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_json_that_pack_never_gives_is_refused(value):
+    tensors = {"t": torch.ones(2), "b": torch.ones((), dtype=torch.bfloat16)}
+    with pytest.raises(DamagedCheckpointError, match="stored state"):
+        unpack(value, tensors)
+
+
+def test_the_deepest_tree_that_packs_also_unpacks_from_disk():
+    tree = nested(MAX_DEPTH - 1)
+    assert through_disk({1: tree}) == {1: tree}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 300_000,
+        "NaN",
+        "[Infinity]",
+        '{"a": 1, "a": 2}',
+        "1" * 100_000,
+        '"\xff"',
+        "",
+        "{",
+        "[1] 2",
+    ],
+    ids=lambda text: text[:20],
+)
+def test_json_that_is_not_strict_is_refused(text):
+    with pytest.raises(DamagedCheckpointError, match="the file is"):
+        parse_json(text.encode("latin-1"), "the file")
+
+
+def test_what_is_written_is_strict_json():
+    packed, _ = pack([math.nan, math.inf, "é"])
+    text = dump_json(packed, "test").decode("ascii")
+    assert json.loads(text, parse_constant=pytest.fail) == packed
+    with pytest.raises(CheckpointError, match=r"checkpoint\.tree\.pack"):
+        dump_json(math.nan, "the state")

@@ -1,0 +1,381 @@
+"""Which checkpoints are kept, and which one a run resumes from."""
+
+import json
+import math
+import os
+import shutil
+
+import pytest
+from tests.support.messages import warned
+
+from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, DirectoryCheckpointIO, Snapshot
+from drivetrain.core.errors import CheckpointError, ConfigError
+
+LOSS = "validation/loss"
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return tmp_path / "run" / "checkpoints"
+
+
+@pytest.fixture
+def save(helpers):
+    def save(manager, update, loss=None, **purpose):
+        metrics = {} if loss is None else {LOSS: loss}
+        return manager.save(update, 0, metrics, lambda: helpers.make_snapshot(float(update)), **purpose)
+
+    return save
+
+
+def open_manager(directory, **config):
+    return CheckpointManager(str(directory), CheckpointConfig(**config))
+
+
+def updates(manager):
+    return [entry.update for entry in manager.entries()]
+
+
+def on_disk(directory):
+    return sorted(name for name in os.listdir(directory) if name != "index.json")
+
+
+def test_a_fresh_directory_has_nothing_and_is_not_even_made(directory):
+    manager = open_manager(directory)
+    assert manager.latest() is None
+    assert manager.load_latest() is None
+    assert manager.best() is None
+    assert manager.entries() == ()
+    assert not directory.exists()
+
+
+def test_the_newest_resume_points_roll(directory, save, helpers):
+    manager = open_manager(directory, keep_last=2)
+    for update in (10, 20, 30):
+        saved = save(manager, update)
+        assert saved.path == str(directory / f"update-{update:08d}")
+        assert not saved.is_keeper
+    assert on_disk(directory) == ["update-00000020", "update-00000030"]
+    path, snapshot = open_manager(directory).load_latest()
+    assert path == str(directory / "update-00000030")
+    assert helpers.same_bits(
+        snapshot.tensors["model"]["weight"], helpers.make_snapshot(30.0).tensors["model"]["weight"]
+    )
+    assert snapshot.progress["updates"] == 30
+
+
+def test_the_best_are_kept_apart_from_the_newest(directory, save):
+    manager = open_manager(directory, keep_last=1, best=2)
+    saved = [
+        save(manager, update, loss, keeper=True) for update, loss in enumerate((0.5, 0.3, 0.4, 0.9, 0.8))
+    ]
+    assert [each.is_keeper for each in saved] == [True, True, True, False, False]
+    assert updates(manager) == [1, 2, 4]
+    assert manager.best() == saved[1].path
+    assert [(entry.resume, entry.keeper) for entry in manager.entries()] == [
+        (False, True),
+        (False, True),
+        (True, False),
+    ]
+
+
+def test_a_keeper_need_not_be_a_resume_point(directory, save):
+    manager = open_manager(directory, keep_last=1)
+    save(manager, 1)
+    save(manager, 2, 0.5, resume=False, keeper=True)
+    assert [(entry.update, entry.resume, entry.keeper) for entry in manager.entries()] == [
+        (1, True, False),
+        (2, False, True),
+    ]
+    assert manager.latest() == str(directory / "update-00000002")
+
+
+def test_the_newest_stays_until_the_next_is_committed_even_if_nothing_is_to_be_kept(directory, save):
+    manager = open_manager(directory, keep_last=0, best=0)
+    for update in (1, 2):
+        assert os.path.isdir(save(manager, update).path)
+    assert on_disk(directory) == ["update-00000002"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "kept", "values"),
+    [
+        ("min", 1, [0.5, 0.5]),  # of equals the earlier is better
+        ("max", 1, [0.5, 0.5]),
+        ("max", 2, [0.5, 0.6]),
+        ("min", 2, [math.inf, 5.0]),
+        ("min", 2, [math.nan, 5.0]),  # NaN is never best, not even the first
+        ("max", 1, [1.0, math.nan]),
+    ],
+)
+def test_which_of_two_is_best(directory, save, mode, kept, values):
+    manager = open_manager(directory, keep_last=1, best=1, mode=mode)
+    for update, value in enumerate(values, start=1):
+        keep = manager.should_keep({LOSS: value})
+        assert save(manager, update, value, keeper=True).is_keeper == keep
+    assert manager.best() == str(directory / f"update-{kept:08d}")
+
+
+def test_a_metric_that_does_not_exist_is_refused_with_those_that_do(directory, save):
+    manager = open_manager(directory, by="validation/accurracy")
+    metrics = {"validation/accuracy": 0.9, "train/loss": 0.1}
+    with pytest.raises(
+        ConfigError, match=r"Did you mean 'validation/accuracy'\? Allowed: 'train/loss', 'validation/acc"
+    ):
+        manager.should_keep(metrics)
+    with pytest.raises(ConfigError, match="'validation/accurracy', which this run has not logged so far"):
+        manager.save(1, 0, metrics, Snapshot, keeper=True)
+    assert not directory.exists()
+    assert not open_manager(directory, by=None).should_keep(metrics)
+
+
+def test_a_save_without_a_purpose_is_refused(directory, save):
+    with pytest.raises(ConfigError, match="needs a purpose"):
+        save(open_manager(directory), 1, resume=False)
+
+
+def test_a_second_save_at_an_update_adds_its_purpose_and_writes_nothing(directory, save):
+    manager = open_manager(directory)
+    first = save(manager, 5)
+    before = os.stat(os.path.join(first.path, "manifest.json"))
+    second = manager.save(5, 1, {LOSS: 0.5}, pytest.fail, resume=False, keeper=True)
+    assert (second.path, second.is_keeper) == (first.path, True)
+    assert os.stat(os.path.join(first.path, "manifest.json")).st_mtime_ns == before.st_mtime_ns
+    (entry,) = open_manager(directory).entries()
+    assert (entry.resume, entry.keeper, entry.metrics) == (True, True, {LOSS: 0.5})
+
+
+def test_a_run_that_resumed_and_had_nothing_to_do_writes_nothing(directory, save):
+    save(open_manager(directory), 5)
+    again = open_manager(directory)
+    again.load_latest()
+    again.save(5, 0, {}, pytest.fail)
+    assert on_disk(directory) == ["update-00000005"]
+
+
+def test_a_run_that_went_back_does_not_take_the_old_future_for_its_own(directory, save, helpers):
+    first = open_manager(directory, keep_last=3)
+    for update in (10, 20, 30):
+        save(first, update)
+    # Resumed from 10 by its path, with another learning rate: 20 comes again, and means something else.
+    second = open_manager(directory, keep_last=3)
+    new = second.save(20, 0, {}, lambda: helpers.make_snapshot(21.0))
+    assert new.path == str(directory / "update-00000020-2")
+    path, snapshot = open_manager(directory).load_latest()
+    assert path == new.path
+    assert snapshot.progress["updates"] == 21
+
+
+def test_a_moved_run_directory_stays_valid(directory, save, tmp_path):
+    manager = open_manager(directory)
+    for update, loss in ((1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)):
+        save(manager, update, loss, keeper=True)
+    moved = tmp_path / "elsewhere"
+    shutil.move(directory.parent, moved)
+    again = open_manager(moved / "checkpoints")
+    assert again.entries() == manager.entries()
+    assert again.best() == str(moved / "checkpoints" / "update-00000001")
+    assert again.latest() == str(moved / "checkpoints" / "update-00000004")
+    assert str(tmp_path) not in (moved / "checkpoints" / "index.json").read_text(encoding="utf-8")
+
+
+def test_the_index_is_strict_json(directory, save):
+    save(open_manager(directory), 3, math.inf, keeper=True)
+    content = json.loads((directory / "index.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
+    assert content["format_version"] == 2
+    assert content["checkpoints"] == [
+        {
+            "name": "update-00000003",
+            "order": 1,
+            "update": 3,
+            "epoch": 0,
+            "metrics": {LOSS: "inf"},
+            "resume": True,
+            "keeper": True,
+        }
+    ]
+
+
+def damage(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(directory, save, helpers):
+    manager = open_manager(directory, keep_last=3)
+    for update in (1, 2, 3):
+        save(manager, update)
+    damage(directory / "update-00000003" / "optimizer.safetensors")
+    (directory / "update-00000002" / "state.json").unlink()
+    with warned("was set aside as") as texts:
+        path, snapshot = open_manager(directory).load_latest()
+    assert path == str(directory / "update-00000001")
+    assert helpers.same_bits(
+        snapshot.tensors["model"]["bias"], helpers.make_snapshot(1.0).tensors["model"]["bias"]
+    )
+    assert "optimizer.safetensors' is not what was written" in texts[0]
+    assert "update-00000003.bad" in texts[0]
+    assert "state.json' is missing" in texts[1]
+    assert on_disk(directory) == ["update-00000001", "update-00000002.bad", "update-00000003.bad"]
+    assert updates(open_manager(directory)) == [1]
+
+
+def test_one_name_may_be_set_aside_twice(directory, save):
+    for suffix in (".bad", ".bad-2"):
+        save(open_manager(directory), 1)
+        damage(directory / "update-00000001" / "model.safetensors")
+        with warned(f"update-00000001{suffix}'"):
+            assert open_manager(directory).latest() is None
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_not_called_damaged(directory, save):
+    manager = open_manager(directory)
+    save(manager, 1)
+    save(manager, 2)
+
+    class Unreadable(DirectoryCheckpointIO):
+        def load(self, path, groups=None):
+            raise CheckpointError("cannot read: Too many open files (EMFILE)")
+
+    with pytest.raises(CheckpointError, match="EMFILE"):
+        CheckpointManager(str(directory), CheckpointConfig(), Unreadable()).load_latest()
+    assert on_disk(directory) == ["update-00000001", "update-00000002"]
+
+
+def test_a_checkpoint_that_vanished_is_forgotten_with_a_warning(directory, save):
+    manager = open_manager(directory)
+    save(manager, 1)
+    save(manager, 2)
+    shutil.rmtree(directory / "update-00000002")
+    with warned(r"update-00000002' is in the index, but not on the disk"):
+        assert open_manager(directory).latest() == str(directory / "update-00000001")
+    assert updates(open_manager(directory)) == [1]
+
+
+def test_what_was_committed_but_not_yet_indexed_is_adopted(directory, save):
+    manager = open_manager(directory)
+    save(manager, 1, 0.5, keeper=True)
+    index = (directory / "index.json").read_bytes()
+    save(manager, 2, 0.4, keeper=True)
+    entries = manager.entries()
+    (directory / "index.json").write_bytes(index)
+    again = open_manager(directory)
+    assert again.entries()[-1] == entries[-1]
+    assert again.best() == str(directory / "update-00000002")
+
+
+def test_leftovers_of_a_kill_are_deleted(directory, save):
+    save(open_manager(directory), 1)
+    shutil.copytree(directory / "update-00000001", directory / ".saving-update-00000002-0a1b")
+    shutil.copytree(directory / "update-00000001", directory / ".removing-update-00000000-0a1b")
+    (directory / ".saving-index.json-0a1b").write_text("half", encoding="utf-8")
+    assert updates(open_manager(directory)) == [1]
+    assert sorted(os.listdir(directory)) == ["index.json", "update-00000001"]
+
+
+@pytest.mark.parametrize("loss", ["flip", "cut", "empty", "gone"])
+def test_a_lost_index_is_made_anew(directory, save, loss):
+    manager = open_manager(directory, keep_last=2, best=1)
+    for update, value in ((1, 0.1), (2, 0.4), (3, 0.3)):
+        save(manager, update, value, keeper=manager.should_keep({LOSS: value}))
+    path = directory / "index.json"
+    content = path.read_bytes()
+    if loss == "gone":
+        path.unlink()
+        again = open_manager(directory)
+        again.entries()
+    else:
+        path.write_bytes(
+            {"flip": content.replace(b'"update":3', b'"update":7'), "cut": content[:-9], "empty": b""}[loss]
+        )
+        again = open_manager(directory)
+        with warned(r"index\.json\.bad"):
+            again.entries()
+        assert (directory / "index.json.bad").exists()
+    assert [(e.update, e.keeper, e.metrics) for e in again.entries()] == [
+        (e.update, e.keeper, e.metrics) for e in manager.entries()
+    ]
+    assert again.best() == manager.best()
+    assert again.latest() == manager.latest()
+
+
+def test_any_flipped_bit_in_the_index_is_found(directory, save):
+    manager = open_manager(directory)
+    save(manager, 1, 0.5, keeper=True)
+    entries = manager.entries()
+    path = directory / "index.json"
+    content = path.read_bytes()
+    for position in range(len(content)):
+        damaged = bytearray(content)
+        damaged[position] ^= 1 << position % 7
+        path.write_bytes(damaged)
+        with warned(r"index\.json\.bad"):
+            assert open_manager(directory).entries() == entries
+
+
+def test_a_checkpoint_put_there_by_hand_is_older_than_the_runs_own(directory, save, helpers):
+    DirectoryCheckpointIO().save(str(directory / "mine"), helpers.make_snapshot(99.0))
+    manager = open_manager(directory)
+    save(manager, 1)
+    assert [(entry.name, entry.update) for entry in manager.entries()] == [
+        ("mine", 99),
+        ("update-00000001", 1),
+    ]
+
+
+def test_a_failing_save_leaves_everything_as_it_was(directory, save):
+    class Full(DirectoryCheckpointIO):
+        def save(self, path, snapshot):
+            raise CheckpointError("cannot write: No space left on device (ENOSPC)")
+
+    first = open_manager(directory, keep_last=1)
+    save(first, 1, 0.5, keeper=True)
+    index = (directory / "index.json").read_bytes()
+    manager = CheckpointManager(str(directory), CheckpointConfig(keep_last=1), Full())
+    with pytest.raises(CheckpointError, match="ENOSPC"):
+        save(manager, 2, 0.1, keeper=True)
+    assert (directory / "index.json").read_bytes() == index
+    assert on_disk(directory) == ["update-00000001"]
+    assert manager.entries() == first.entries()
+
+
+def test_an_index_that_cannot_be_written_removes_nothing(directory, save, monkeypatch):
+    manager = open_manager(directory, keep_last=1)
+    save(manager, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", refuse_index)
+        with pytest.raises(CheckpointError, match=r"cannot write .*index\.json"):
+            save(manager, 2)
+    assert on_disk(directory) == ["update-00000001", "update-00000002"]
+    assert updates(open_manager(directory)) == [1, 2]
+    save(manager, 3)
+    assert updates(manager) == updates(open_manager(directory)) == [3]
+
+
+def refuse_index(source, target, replace=os.replace):
+    if target.endswith("index.json"):
+        raise OSError(28, "No space left on device")
+    replace(source, target)
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_stops_nothing(directory, save):
+    class Stubborn(DirectoryCheckpointIO):
+        def remove(self, path):
+            raise CheckpointError(f"cannot remove {path}: it is in use")
+
+    manager = CheckpointManager(str(directory), CheckpointConfig(keep_last=1), Stubborn())
+    save(manager, 1)
+    with warned("it is in use"):
+        save(manager, 2)
+    again = open_manager(directory, keep_last=1)
+    assert updates(again) == [1, 2]
+    save(again, 3)
+    assert on_disk(directory) == ["update-00000003"]
+
+
+def test_all_resume_points_are_kept_when_none_is_to_go(directory, save):
+    manager = open_manager(directory, keep_last=None, best=1, by="validation/loss")
+    for update in range(1, 6):
+        save(manager, update, update / 10, keeper=True)
+    assert updates(manager) == updates(open_manager(directory, keep_last=None)) == [1, 2, 3, 4, 5]

@@ -1,0 +1,457 @@
+"""Checkpoints at addresses: the whole life of a run's, and what comes of a service that fails for a while."""
+
+import errno
+import logging
+import os
+import random
+import sys
+from typing import ClassVar
+
+import aiohttp
+import botocore.exceptions
+import fsspec
+import fsspec.config
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import _registry
+from tests.campaigns.checkpoints import run_campaign
+from tests.support.faults import read_bytes, write_bytes
+from tests.support.messages import warned
+from tests.support.outcome import weights
+from tests.support.tasks import Regression, pairs, quiet
+
+from drivetrain import CheckpointConfig
+from drivetrain.checkpoint import (
+    CheckpointManager,
+    DamagedCheckpointError,
+    DirectoryCheckpointIO,
+    read_manifest,
+    resolve,
+    verify,
+)
+from drivetrain.checkpoint.format.manifest import MANIFEST
+from drivetrain.checkpoint.saving.io import UNFINISHED, discard
+from drivetrain.checkpoint.storage.files import write_atomically, write_file
+from drivetrain.checkpoint.storage.filesystem import LOCAL, plain_path
+from drivetrain.checkpoint.storage.remote import RemoteFileSystem
+from drivetrain.checkpoint.storage.retries import Retry, as_os_error, is_transient
+from drivetrain.checkpoint.storage.schemes import file_system
+from drivetrain.core.errors import CheckpointError, MissingDependencyError
+from drivetrain.testing.storage import check_checkpoint_io, check_file_system
+
+QUICK = Retry(tries=4, pause=0.001)
+
+
+class Flaky(MemoryFileSystem):
+    """A service in memory whose next requests fail: `plan` has, by method, what they raise or lack."""
+
+    protocol = "flaky"
+    store: ClassVar[dict] = {}
+    pseudo_dirs: ClassVar[list] = [""]
+    plan: ClassVar[dict] = {}
+    counts: ClassVar[dict] = {}
+
+    def _met(self, method):
+        self.counts[method] = self.counts.get(method, 0) + 1
+        planned = self.plan.get(method, [])
+        fault = planned.pop(0) if planned else None
+        if isinstance(fault, Exception):
+            raise fault
+        return fault
+
+    def cat_file(self, path, start=None, end=None, **options):
+        content = super().cat_file(path, start, end, **options)
+        return content[: len(content) // 2] if self._met("cat_file") == "cut" else content
+
+    def info(self, path, **options):
+        self._met("info")
+        return super().info(path, **options)
+
+    def ls(self, path, detail=True, **options):
+        self._met("ls")
+        found = super().ls(path, detail=detail, **options)
+        return sorted(found, key=lambda each: each["name"] if detail else each)  # as a service lists them
+
+    def pipe_file(self, path, value, **options):
+        self._met("pipe_file")
+        super().pipe_file(path, value, **options)
+
+    def rm_file(self, path):
+        if self._met("rm_file") == "lost answer":
+            super().rm_file(path)
+            raise ConnectionResetError
+        super().rm_file(path)
+
+
+fsspec.register_implementation("flaky", Flaky, clobber=True)
+
+
+@pytest.fixture
+def flaky():
+    """A flaky service that does not fail yet."""
+    for each in (Flaky.store, Flaky.plan, Flaky.counts):
+        each.clear()
+    return RemoteFileSystem("flaky", retry=QUICK, block=1000, part=1 << 20)
+
+
+@pytest.fixture(params=["memory", "file"])
+def place(request, tmp_path):
+    """An address that a run may write to."""
+    if request.param == "file":
+        yield f"file://{tmp_path}/a%20run"
+        return
+    yield f"{request.getfixturevalue('memory')}s/a run"
+
+
+@pytest.fixture
+def memory():
+    MemoryFileSystem.store.clear()
+    yield "memory://bucket/run"
+    MemoryFileSystem.store.clear()
+
+
+def test_every_operation_is_what_checkpoints_need(place):
+    files = file_system(place)
+    check_file_system(files, f"{place}/files")
+    check_checkpoint_io(DirectoryCheckpointIO(), f"{place}/checkpoints", files.join)
+
+
+def test_a_manager_keeps_the_newest_and_the_best_at_an_address(place, helpers):
+    config = CheckpointConfig(keep_last=1, best=1, by="loss")
+    manager = CheckpointManager(place, config)
+    for update, loss in enumerate((0.5, 0.1, 0.4, 0.3), 1):
+        snapshot = helpers.make_snapshot(float(update))
+        saved = manager.save(update, 0, {"loss": loss}, lambda snapshot=snapshot: snapshot, keeper=True)
+    again = CheckpointManager(place, config)
+    assert [entry.update for entry in again.entries()] == [2, 4]
+    assert again.best().endswith("update-00000002")
+    path, snapshot = again.load_latest()
+    assert path == saved.path == resolve(place)
+    assert helpers.same_bits(snapshot.tensors["model"]["weight"], torch.full((8, 3), 4.0))
+    assert verify(path) == read_manifest(path)
+
+
+def test_a_save_in_the_background_is_at_the_address_when_it_was_waited_for(place, helpers):
+    manager = CheckpointManager(place, CheckpointConfig(by=None, asynchronous=True))
+    manager.save(1, 0, {}, lambda: helpers.make_snapshot(1.0))
+    path = manager.wait()
+    assert resolve(place) == path
+    verify(path)
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(memory, helpers):
+    manager = CheckpointManager(memory, CheckpointConfig(by=None))
+    for update in (1, 2):
+        manager.save(update, 0, {}, lambda update=update: helpers.make_snapshot(float(update)))
+    files = file_system(memory)
+    broken = f"{memory}/update-00000002"
+    content = bytearray(read_bytes(files, f"{broken}/model.safetensors"))
+    content[-1] ^= 1
+    write_bytes(files, f"{broken}/model.safetensors", bytes(content))
+    with pytest.raises(DamagedCheckpointError, match=r"model\.safetensors"):
+        verify(broken)
+    with warned(r"set aside as 'memory://.*manifest\.json\.bad'"):
+        path, _ = CheckpointManager(memory, CheckpointConfig(by=None)).load_latest()
+    assert path == f"{memory}/update-00000001" == resolve(memory)
+
+
+def test_no_fault_at_any_operation_loses_what_was_saved(memory):
+    score = run_campaign(60, 0, memory, ("objects",), files=file_system(memory))
+    assert not score.failures, str(score)
+    assert score.faults["kill"] > 5
+
+
+def test_a_fit_goes_on_from_an_address_bit_for_bit(place, tmp_path):
+    policy = CheckpointConfig(every="3 steps", by=None, directory=place)
+    whole, half = Regression(dropout=0.5), Regression(dropout=0.5)
+    quiet(max_epochs=2, run_dir=tmp_path / "whole").fit(whole, pairs(shuffle=True))
+    quiet(max_epochs=1, checkpoint=policy, run_dir=tmp_path / "half").fit(half, pairs(shuffle=True))
+    result = quiet(max_epochs=2, checkpoint=policy, run_dir=tmp_path / "half").fit(
+        half := Regression(dropout=0.5), pairs(shuffle=True), resume="auto"
+    )
+    assert weights(half) == weights(whole)
+    assert weights(Regression.from_checkpoint(result.last_checkpoint)) == weights(whole)
+    assert weights(Regression.from_checkpoint(place)) == weights(whole)
+    assert not list((tmp_path / "half").rglob("*.safetensors"))
+
+
+def test_an_address_of_a_file_is_a_path(tmp_path, helpers):
+    DirectoryCheckpointIO().save(f"file://{tmp_path}/50%25%20done", helpers.make_snapshot())
+    assert os.listdir(tmp_path) == ["50% done"]
+    assert plain_path(f"file://localhost{tmp_path}/50%25") == f"{tmp_path}/50%"
+    assert plain_path("runs/50%25") == "runs/50%25"
+    assert file_system("FILE:///x").renames is LOCAL.renames is True
+
+
+@pytest.mark.parametrize("address", ["file://server/share", "file://runs"])
+def test_an_address_of_a_file_elsewhere_is_refused(address):
+    with pytest.raises(CheckpointError, match="three slashes"):
+        file_system(address)
+
+
+def test_an_unknown_kind_of_address_is_refused_with_the_nearest():
+    with pytest.raises(CheckpointError, match=r"unknown kind of address 's3n://'\. Did you mean 's3'\?"):
+        file_system("s3n://bucket/run")
+
+
+def test_a_package_that_is_missing_is_named_with_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(MissingDependencyError, match=r"'fsspec'.*drivetrain\[remote\]"):
+        RemoteFileSystem("memory")
+    with pytest.raises(MissingDependencyError, match=r"'s3fs'.*drivetrain\[s3\]"):
+        RemoteFileSystem("s3")
+
+
+def test_the_package_that_repeats_requests_is_named_with_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tenacity", None)
+    with pytest.raises(MissingDependencyError, match=r"'tenacity'.*drivetrain\[remote\]"):
+        RemoteFileSystem("memory").kind("memory://bucket")
+
+
+def test_a_service_whose_package_is_missing_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    for registered in ("s3", "s3a"):
+        monkeypatch.delitem(_registry, registered, raising=False)
+    with pytest.raises(MissingDependencyError, match=r"'s3fs'.*drivetrain\[s3\]"):
+        RemoteFileSystem("s3")
+    with pytest.raises(CheckpointError, match="gcsfs"):
+        RemoteFileSystem("gs")
+
+
+def test_a_changed_configuration_is_followed(memory, monkeypatch):
+    files = RemoteFileSystem("memory")
+    write_file(f"{memory}/object", [b"1"], files)
+    monkeypatch.setitem(fsspec.config.conf, "memory", {"global_store": False})
+    assert files.kind(f"{memory}/object") is None
+    monkeypatch.undo()
+    assert files.kind(f"{memory}/object") == "file"
+
+
+def test_a_listing_shows_what_others_have_written_since(memory):
+    one, other = RemoteFileSystem("memory"), RemoteFileSystem("memory")
+    assert one.entries(memory) == {}
+    write_file(f"{memory}/object", [b"1"], other)
+    assert one.entries(memory) == {"object": "file"}
+
+
+def test_addresses_are_put_together_and_taken_apart():
+    files = RemoteFileSystem("memory")
+    assert files.split("memory://bucket/run") == ("memory://bucket", "run")
+    assert files.split("memory://bucket") == ("memory://", "bucket")
+    assert files.join("memory://", "bucket") == "memory://bucket"
+    assert files.join("memory://bucket/", "run") == "memory://bucket/run"
+    assert files.absolute("memory://bucket/run/") == "memory://bucket/run"
+    assert files.absolute("memory://") == "memory://"
+
+
+def test_whatever_stops_a_deletion_no_half_is_a_checkpoint(flaky, helpers):
+    io, path = DirectoryCheckpointIO(flaky), "flaky://bucket/one"
+    io.save(path, helpers.make_snapshot())
+    objects = len(flaky.entries(path))
+    for done in range(objects):
+        if not io.exists(path):
+            flaky.delete(path)
+            io.save(path, helpers.make_snapshot())
+        write_file(f"{path}/{UNFINISHED}", [], flaky)
+        Flaky.plan["rm_file"] = [None] * done + [PermissionError()]
+        with pytest.raises(PermissionError):
+            discard(path, flaky)
+        left = flaky.entries(path)
+        assert len(left) == objects + 1 - done
+        assert UNFINISHED in left
+        assert (MANIFEST in left) == (done == 0)
+
+
+TRANSIENT = [ConnectionResetError(), TimeoutError(), aiohttp.ClientPayloadError("cut")]
+
+
+def test_a_failure_that_passes_is_tried_again_and_told_of(flaky, caplog):
+    Flaky.plan.update(
+        pipe_file=TRANSIENT[:2], info=TRANSIENT[:1], cat_file=[*TRANSIENT, None, "cut"], ls=TRANSIENT[:1]
+    )
+    content = random.Random(0).randbytes(3500)
+    with caplog.at_level(logging.WARNING, "drivetrain"):
+        write_file("flaky://bucket/object", [content], flaky)
+        assert read_bytes(flaky, "flaky://bucket/object") == content
+        assert flaky.entries("flaky://bucket") == {"object": "file"}
+    assert len(caplog.records) == 8
+    text = caplog.messages[0]
+    assert "writing 'flaky://bucket/object'" in text
+    assert "ConnectionResetError" in text
+    assert "(2 of 4)" in text
+
+
+def test_an_object_that_is_replaced_while_it_is_read_is_the_old_or_the_new(flaky):
+    path = "flaky://bucket/index.json"
+    write_atomically(path, [b"1" * 10], flaky)
+    info = Flaky.info
+
+    def replaced(self, name, **options):
+        found = info(self, name, **options)
+        Flaky.info = info
+        write_atomically(path, [b"2" * 700], flaky)
+        return found
+
+    Flaky.info = replaced
+    assert read_bytes(flaky, path) == b"2" * 700
+
+
+def test_a_failure_that_stays_is_given_up_after_so_many_tries(flaky):
+    Flaky.plan["pipe_file"] = [TimeoutError() for _ in range(9)]
+    with pytest.raises(TimeoutError) as caught:
+        write_file("flaky://bucket/object", [b"1"], flaky)
+    assert caught.value.errno == errno.ETIMEDOUT
+    assert caught.value.filename == "flaky://bucket/object"
+    assert Flaky.counts["pipe_file"] == QUICK.tries
+    assert flaky.kind("flaky://bucket/object") is None
+
+
+def test_a_failure_that_stays_is_given_up_when_patience_ends():
+    files = RemoteFileSystem("flaky", retry=Retry(tries=100, pause=0.02, patience=0.1))
+    Flaky.counts.clear()
+    Flaky.plan["info"] = [TimeoutError() for _ in range(100)]
+    with pytest.raises(TimeoutError):
+        files.kind("flaky://bucket/object")
+    assert 1 < Flaky.counts["info"] < 20
+
+
+@pytest.mark.parametrize("error", [PermissionError(), FileNotFoundError(), ValueError("wrong")])
+def test_what_stays_as_it_is_is_not_tried_again(flaky, error):
+    Flaky.plan["pipe_file"] = [error]
+    with pytest.raises(OSError, match="flaky://bucket/object"):
+        write_file("flaky://bucket/object", [b"1"], flaky)
+    assert Flaky.counts["pipe_file"] == 1
+
+
+def test_a_deletion_whose_answer_was_lost_has_been_done(flaky):
+    write_file("flaky://bucket/object", [b"1"], flaky)
+    Flaky.plan["rm_file"] = ["lost answer"]
+    flaky.delete("flaky://bucket/object")
+    assert flaky.entries("flaky://bucket") == {}
+    with pytest.raises(FileNotFoundError):
+        flaky.delete("flaky://bucket/object")
+
+
+def test_a_checkpoint_that_cannot_be_reached_is_not_called_damaged(flaky, helpers):
+    manager = CheckpointManager("flaky://bucket/run", CheckpointConfig(by=None), files=flaky)
+    manager.save(1, 0, {}, helpers.make_snapshot)
+    Flaky.plan["cat_file"] = [OSError(errno.EIO, "a fault of the service") for _ in range(9)]
+    with pytest.raises(CheckpointError, match="a fault of the service") as caught:
+        CheckpointManager("flaky://bucket/run", CheckpointConfig(by=None), files=flaky).load_latest()
+    assert not isinstance(caught.value, DamagedCheckpointError)
+    Flaky.plan.clear()
+    assert CheckpointManager("flaky://bucket/run", CheckpointConfig(by=None), files=flaky).latest()
+
+
+def test_pauses_grow_and_differ_and_leave_the_runs_random_numbers_alone():
+    retry = Retry(pause=1.0, longest=8.0)
+    state = random.getstate()
+    for failures, top in ((1, 1.0), (2, 2.0), (3, 4.0), (4, 8.0), (9, 8.0)):
+        drawn = [retry.draw_pause(failures) for _ in range(50)]
+        assert all(top / 2 <= each <= top for each in drawn)
+        assert len(set(drawn)) > 25
+    assert random.getstate() == state
+
+
+def answered(status, code):
+    response = {"Error": {"Code": code, "Message": "said"}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    return botocore.exceptions.ClientError(response, "PutObject")
+
+
+class RefusedError(Exception):
+    """As the clients of Google and Azure tell of an answer."""
+
+    def __init__(self, **attributes):
+        super().__init__("said")
+        self.__dict__.update(attributes)
+
+
+@pytest.mark.parametrize(
+    ("error", "transient", "number"),
+    [
+        (answered(503, "SlowDown"), True, errno.EBUSY),
+        (answered(500, "InternalError"), True, errno.EBUSY),
+        (answered(429, "TooManyRequests"), True, errno.EBUSY),
+        (answered(400, "RequestTimeout"), True, errno.EBUSY),
+        (answered(408, "x"), True, errno.ETIMEDOUT),
+        (answered(403, "AccessDenied"), False, errno.EACCES),
+        (answered(401, "x"), False, errno.EACCES),
+        (answered(404, "NoSuchBucket"), False, errno.ENOENT),
+        (answered(501, "NotImplemented"), False, errno.EPROTO),
+        (answered(412, "PreconditionFailed"), False, errno.EPROTO),
+        (RefusedError(code=503), True, errno.EBUSY),
+        (RefusedError(status_code=403), False, errno.EACCES),
+        (botocore.exceptions.EndpointConnectionError(endpoint_url="http://x"), True, errno.ECONNRESET),
+        (botocore.exceptions.ReadTimeoutError(endpoint_url="http://x"), True, errno.ETIMEDOUT),
+        (botocore.exceptions.SSLError(endpoint_url="http://x", error="expired"), False, None),
+        (botocore.exceptions.NoCredentialsError(), False, errno.EACCES),
+        (aiohttp.ServerDisconnectedError(), True, errno.ECONNRESET),
+        (ConnectionRefusedError(), True, errno.ECONNREFUSED),
+        (OSError(errno.ENETUNREACH, "unreachable"), True, errno.ENETUNREACH),
+        (OSError(errno.EIO, "of a service"), False, errno.EPROTO),
+        (FileNotFoundError("bucket/run"), False, errno.ENOENT),
+        (NotImplementedError(), False, errno.EPROTO),
+        (RuntimeError("a bug"), False, errno.EPROTO),
+    ],
+    ids=repr,
+)
+def test_errors_of_clients_are_told_apart(error, transient, number):
+    assert is_transient(error) is transient
+    translated = as_os_error(error, "s3://bucket/run")
+    assert translated.filename == "s3://bucket/run"
+    assert translated.strerror
+    assert number is None or translated.errno == number
+
+
+def test_a_wrapped_error_is_known_by_its_cause():
+    wrapped = OSError(errno.EIO, "said")
+    wrapped.__cause__ = answered(503, "SlowDown")
+    assert is_transient(wrapped)
+    assert as_os_error(wrapped, "s3://bucket/run").errno == errno.EBUSY
+
+
+def test_a_large_object_of_any_other_service_is_a_file_that_is_committed(tmp_path):
+    files = RemoteFileSystem("local", {"auto_mkdir": True}, part=1000, block=700)
+    path, content = f"local://{tmp_path}/in/object", random.Random(0).randbytes(4321)
+    sink = files.create(path)
+    rest = memoryview(content)
+    while rest:
+        assert files.kind(path) is None
+        rest = rest[sink.write(rest) :]
+    sink.finish()
+    assert read_bytes(files, path) == content
+    sink = files.create(f"{path}-2")
+    for _ in range(4):
+        sink.write(memoryview(content)[:1000])
+    sink.abort()
+    assert files.entries(f"local://{tmp_path}/in") == {"object": "file"}
+
+
+def test_an_object_in_memory_is_not_seen_before_it_is_whole(memory):
+    files = RemoteFileSystem("memory", part=10)
+    sink = files.create(f"{memory}/object")
+    for _ in range(5):
+        assert sink.write(memoryview(b"0123456789")) == 10
+        assert files.kind(f"{memory}/object") is None
+    sink.finish()
+    assert read_bytes(files, f"{memory}/object") == b"0123456789" * 5
+
+
+@pytest.mark.parametrize("size", [9876, 9000])  # in blocks of 1000
+def test_a_large_object_is_read_from_any_position(flaky, size):
+    content = random.Random(1).randbytes(size)
+    write_file("flaky://bucket/object", [content], flaky)
+    source = flaky.open("flaky://bucket/object")
+    chance = random.Random(2)
+    for _ in range(60):
+        position, length = chance.randrange(size), chance.randrange(1, 3000)
+        source.seek(position)
+        target = memoryview(bytearray(length))
+        done = 0
+        while count := source.read_into(target[done:]):
+            done += count
+            if done == length:
+                break
+        assert bytes(target[:done]) == content[position : position + length]
+    source.close()

@@ -1,0 +1,336 @@
+"""Checkpoints in an S3 bucket: a server in memory, and in front of it one that fails as it is told to."""
+
+import errno
+import http.client
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+import tracemalloc
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import fsspec.asyn
+import fsspec.config
+import pytest
+import torch
+from tests.campaigns.checkpoints import run_campaign
+from tests.support import s3_server
+from tests.support.faults import read_bytes
+from tests.support.outcome import weights
+from tests.support.tasks import Regression, pairs, quiet
+
+from drivetrain import CheckpointConfig
+from drivetrain.checkpoint import CheckpointManager, DirectoryCheckpointIO, Snapshot, resolve, verify
+from drivetrain.checkpoint.storage.files import write_file
+from drivetrain.checkpoint.storage.remote import RemoteFileSystem
+from drivetrain.checkpoint.storage.retries import Retry
+from drivetrain.checkpoint.storage.schemes import file_system
+from drivetrain.core.errors import CheckpointError
+from drivetrain.testing.storage import check_checkpoint_io, check_file_system
+
+# The thread that all of fsspec's asynchronous file systems share, and one to which it gives what would block
+# it. They live as long as the process: started here, they are no test's leak.
+fsspec.asyn.get_loop().set_default_executor(HELPER := ThreadPoolExecutor(1))
+HELPER.submit(int).result()
+
+BUCKET = "s3://bucket"
+PART = 5 << 20  # the smallest that S3 takes
+
+
+def send(port, method, path, body=None):
+    """One request, past all clients; what is answered."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request(method, path, body)
+        return connection.getresponse().read()
+    finally:
+        connection.close()
+
+
+class Service:
+    """The server, as a test uses it."""
+
+    def __init__(self, front, port):
+        self.front = front
+        self.port = port
+        self.options = {
+            "endpoint_url": f"http://127.0.0.1:{front}",
+            "key": "key",
+            "secret": "secret",
+        }
+        self.files = self.connected()
+        # For the server's "hang", which takes longer. Others do not count on how fast the server is.
+        self.hasty = self.connected(config_kwargs={"read_timeout": 1})
+
+    def connected(self, block=1 << 20, **options):
+        """A file system that gives up soon. Connecting costs a third of a second: the tests share `files`."""
+        retry = Retry(tries=4, pause=0.01, patience=60)
+        return RemoteFileSystem("s3", {**self.options, **options}, retry=retry, part=PART, block=block)
+
+    def fail(self, *kinds, method="GET", pattern=".", skip=0, many=1):
+        """Let requests fail; with several kinds, one after the other."""
+        self.requests(
+            {"kind": kind, "method": method, "pattern": pattern, "skip": skip, "many": many} for kind in kinds
+        )
+
+    def requests(self, rules=()):
+        """The requests that came since the last call; from now on the rules are these."""
+        return json.loads(send(self.front, "PUT", "/faults", json.dumps(list(rules))))
+
+    def unfinished_uploads(self):
+        """How many multi-part uploads are neither finished nor aborted."""
+        return send(self.port, "GET", "/bucket?uploads").count(b"<UploadId>")
+
+
+@pytest.fixture(scope="module")
+def running():
+    with subprocess.Popen(
+        [sys.executable, Path(s3_server.__file__)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        service = Service(*map(int, process.stdout.readline().split()))
+        send(service.port, "PUT", "/bucket")
+        before = dict(fsspec.config.conf)
+        fsspec.config.conf["s3"] = {**service.options, "endpoint_url": f"http://127.0.0.1:{service.port}"}
+        yield service
+        fsspec.config.conf.clear()
+        fsspec.config.conf.update(before)
+        process.stdin.close()
+
+
+@pytest.fixture
+def service(running):
+    running.requests()
+    yield running
+    running.requests()
+
+
+@pytest.fixture
+def place(request):
+    """An address that nothing is at."""
+    return f"{BUCKET}/{request.node.name}"
+
+
+CONTENT = random.Random(0).randbytes(1 << 16) * 176 + b"end"  # 11 MiB: two parts and a little
+
+
+def write(files, path):
+    chunks = [CONTENT[start : start + (1 << 20)] for start in range(0, len(CONTENT), 1 << 20)]
+    return write_file(path, chunks, files)
+
+
+def snapshot(update):
+    weight = torch.full((8, 3), float(update))
+    return Snapshot({"model": {"weight": weight}}, {"state": [update]}, {"updates": update, "epoch": 0})
+
+
+def test_every_operation_is_what_checkpoints_need(service, place):
+    files = file_system(place)
+    check_file_system(files, f"{place}/files")
+    check_checkpoint_io(DirectoryCheckpointIO(), f"{place}/checkpoints", files.join)
+
+
+def test_a_fit_goes_on_from_a_bucket_bit_for_bit(service, place, tmp_path):
+    policy = CheckpointConfig(every="1 epoch", by=None, directory=place, asynchronous=True)
+    whole, half = Regression(dropout=0.5), Regression(dropout=0.5)
+    quiet(max_epochs=2, run_dir=tmp_path / "whole").fit(whole, pairs(shuffle=True))
+    quiet(max_epochs=1, checkpoint=policy, run_dir=tmp_path / "half").fit(half, pairs(shuffle=True))
+    half = Regression(dropout=0.5)
+    trainer = quiet(max_epochs=2, checkpoint=policy, run_dir=tmp_path / "half")
+    result = trainer.fit(half, pairs(shuffle=True), resume="auto")
+    assert weights(half) == weights(whole) == weights(Regression.from_checkpoint(place))
+    assert resolve(place) == result.last_checkpoint
+    verify(result.last_checkpoint)
+
+
+@pytest.mark.full
+def test_no_fault_at_any_operation_loses_what_was_saved(service, place):
+    score = run_campaign(3, 1, place, ("objects",), files=file_system(place))
+    assert not score.failures, str(score)
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "pattern"),
+    [
+        ("SlowDown", "PUT", "partNumber=2"),
+        ("refused", "PUT", "partNumber=3"),
+        ("lost answer", "PUT", "partNumber=2"),
+        ("hang", "PUT", "partNumber=2"),
+        ("InternalError", "POST", "uploads"),
+        ("refused", "POST", "uploadId="),
+        ("lost answer", "POST", "uploadId="),
+    ],
+)
+def test_a_failure_that_passes_does_no_harm_to_what_is_written(service, kind, method, pattern):
+    files, path = service.hasty if kind == "hang" else service.files, f"{BUCKET}/object"
+    service.fail(kind, method=method, pattern=pattern, many=2 if kind == "refused" else 1)
+    state = random.getstate()
+    assert write(files, path) == len(CONTENT)
+    assert read_bytes(files, path) == CONTENT
+    assert service.unfinished_uploads() == 0
+    assert random.getstate() == state  # a run's random numbers do not depend on the network
+    files.delete(path)
+
+
+def test_an_upload_that_is_unknown_is_finished_only_if_its_object_is_there(service):
+    files, path = service.files, f"{BUCKET}/object"
+    service.fail("lost answer", "NoSuchUpload", method="POST", pattern="uploadId=")
+    write(files, path)
+    assert read_bytes(files, path) == CONTENT
+    files.delete(path)
+    for kinds in (("NoSuchUpload",), ("refused", "refused", "NoSuchUpload")):
+        service.fail(*kinds, method="POST", pattern="uploadId=")
+        with pytest.raises(FileNotFoundError, match="upload does not exist"):
+            write(files, path)
+        assert files.kind(path) is None
+
+
+@pytest.mark.parametrize("kind", ["SlowDown", "refused", "cut short", "fewer bytes", "hang"])
+def test_a_failure_that_passes_does_no_harm_to_what_is_read(service, kind):
+    files, path = service.hasty if kind == "hang" else service.files, f"{BUCKET}/object"
+    write(files, path)
+    service.fail(kind, pattern="object", skip=2, many=1 if kind == "hang" else 2)
+    assert read_bytes(files, path) == CONTENT
+    assert [each.split()[0] for each in service.requests()].count("GET") > 12
+    files.delete(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "pattern"),
+    [
+        ("AccessDenied", "PUT", "partNumber=2"),
+        ("SlowDown", "PUT", "partNumber=1"),
+        ("refused", "POST", "uploadId="),
+    ],
+)
+def test_an_object_that_could_not_be_written_is_not_there_and_costs_nothing(service, kind, method, pattern):
+    files, path = service.files, f"{BUCKET}/object"
+    service.fail(kind, method=method, pattern=pattern, many=99)
+    with pytest.raises(OSError, match="bucket/object"):
+        write(files, path)
+    assert files.kind(path) is None
+    assert service.unfinished_uploads() == 0
+
+
+@pytest.mark.parametrize(("kind", "skip"), [("AccessDenied", 0), ("SlowDown", 2), ("refused", 4)])
+def test_a_save_that_cannot_be_done_ends_and_leaves_the_one_before(service, place, kind, skip):
+    files, config = service.files, CheckpointConfig(by=None)
+    manager = CheckpointManager(place, config, files=files)
+    manager.save(1, 0, {}, lambda: snapshot(1))
+    service.fail(kind, method="PUT", skip=skip, many=99)
+    with pytest.raises(CheckpointError, match=re.escape(place)) as caught:
+        manager.save(2, 0, {}, lambda: snapshot(2))
+    number = caught.value.__cause__.errno
+    assert number == errno.EACCES if kind == "AccessDenied" else number in (errno.EBUSY, errno.ECONNRESET)
+    service.requests()
+    again = CheckpointManager(place, config, files=service.files)
+    path, found = again.load_latest()
+    assert (path, found.objects["state"]) == (f"{place}/update-00000001", [1])
+    assert set(files.entries(place)) == {"index.json", "update-00000001"}
+    again.save(2, 0, {}, lambda: snapshot(2))
+    assert again.load_latest()[1].objects["state"] == [2]
+
+
+def test_a_life_with_a_failure_at_every_eighth_request_is_a_life_without(service, place):
+    files = service.files
+    rules = [
+        {"kind": kind, "method": method, "pattern": ".", "skip": skip, "many": 1}
+        for method in ("GET", "HEAD", "PUT", "DELETE")
+        for skip, kind in zip(range(0, 40, 8), ("SlowDown", "lost answer", "InternalError") * 2, strict=False)
+    ]
+    service.requests(rules)
+    for update in (1, 2, 3):
+        manager = CheckpointManager(place, CheckpointConfig(by=None, keep_last=1), files=files)
+        assert len(manager.entries()) == (update > 1)
+        manager.save(update, 0, {}, lambda update=update: snapshot(update))
+    assert manager.load_latest()[1].objects["state"] == [3]
+    assert set(files.entries(place)) == {"index.json", "update-00000003"}
+
+
+def test_a_bucket_that_is_not_there_is_said_at_once(service):
+    service.requests()
+    manager = CheckpointManager("s3://nothing/run", CheckpointConfig(by=None), files=service.files)
+    with pytest.raises(CheckpointError, match=r"'s3://nothing/run.*bucket does not exist"):
+        manager.save(1, 0, {}, lambda: snapshot(1))
+    assert [each.split()[0] for each in service.requests()].count("PUT") == 1
+
+
+def test_memory_does_not_grow_with_the_object(service, place):
+    size = 64 << 20
+    files = service.connected(block=PART)
+    chunk = memoryview(bytes(1 << 20))
+    write_file(f"{place}/warm", [chunk], files)
+    tracemalloc.start()
+    try:
+        write_file(f"{place}/object", (chunk for _ in range(size >> 20)), files)
+        written = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        source, target, count = files.open(f"{place}/object"), bytearray(1 << 20), 0
+        while part := source.read_into(memoryview(target)):
+            count += part
+        source.close()
+        read = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert count == size
+    assert written < 5 * PART
+    assert read < 3 * PART
+
+
+def test_a_listing_shows_what_others_have_written_since(service, place):
+    files = service.files
+    assert files.entries(place) == {}
+    for number in (1, 2):
+        send(service.port, "PUT", f"/{place.removeprefix('s3://')}/{number}", b"1")
+        assert len(files.entries(place)) == number
+        assert files.kind(f"{place}/{number}") == "file"
+
+
+def test_an_empty_folder_that_a_console_has_made_is_not_in_itself(service, place):
+    send(service.port, "PUT", f"/{place.removeprefix('s3://')}/folder/", b"")
+    files = service.files
+    assert files.entries(place) == {"folder": "directory"}
+    assert files.entries(f"{place}/folder") == {}
+    write_file(f"{place}/folder/object", [b"1"], files)
+    files.delete(f"{place}/folder")
+    assert files.kind(f"{place}/folder") is None
+
+
+def test_threads_share_a_connection(service, place):
+    files, errors = service.files, []
+
+    def work(number):
+        try:
+            for turn in range(5):
+                write_file(f"{place}/{number}", [b"%d" % turn], files)
+                assert read_bytes(files, f"{place}/{number}") == b"%d" % turn
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_has_a_connection_of_its_own(service, place):
+    files = service.files
+    write_file(f"{place}/object", [b"parent"], files)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads, which is the case here
+        child = os.fork()
+    if child == 0:
+        try:
+            write_file(f"{place}/child", [read_bytes(files, f"{place}/object")], files)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert read_bytes(files, f"{place}/child") == b"parent"
+    assert read_bytes(files, f"{place}/object") == b"parent"

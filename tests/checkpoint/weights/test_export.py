@@ -1,0 +1,365 @@
+"""Weights as plain files: replaced whole or not at all, and what everybody else's programs read."""
+
+import json
+import os
+import shutil
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from drivetrain.checkpoint import DirectoryCheckpointIO, Snapshot, export_weights, load_weights
+from drivetrain.checkpoint.storage.filesystem import LocalFileSystem
+from drivetrain.core.errors import CheckpointError, ConfigError
+
+INDEX = "model.safetensors.index.json"
+
+
+def make(value, names="abc"):
+    """Tensors of 16 bytes, so that a shard of 32 has two."""
+    return {name: torch.full((4,), float(value)) for name in names}
+
+
+def read_by_hand(directory):
+    """As a program does that knows nothing of us: the single file, else what the index says."""
+    if (directory / "model.safetensors").exists():
+        return load_file(directory / "model.safetensors")
+    if not (directory / INDEX).exists():
+        return None
+    index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
+    return {name: load_file(directory / file)[name] for name, file in index["weight_map"].items()}
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_an_existing_file_is_replaced_only_by_a_whole_one(tmp_path, monkeypatch):
+    path = tmp_path / "run" / "model.safetensors"
+    export_weights({"w": torch.ones(2)}, path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", failing)
+        with pytest.raises(
+            CheckpointError, match=r"cannot write .*model.safetensors.*ENOSPC.*free some space"
+        ):
+            export_weights({"w": torch.zeros(2)}, path)
+    assert torch.equal(load_weights(path)["w"], torch.ones(2))
+    assert os.listdir(path.parent) == ["model.safetensors"]
+    export_weights({"w": torch.zeros(2)}, path)
+    assert torch.equal(load_weights(path)["w"], torch.zeros(2))
+
+
+def failing(descriptor):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc to name a descriptor")
+def test_the_file_is_durable_before_its_name_and_its_name_before_the_end(tmp_path, monkeypatch):
+    events = []
+    fsync, replace = os.fsync, os.replace
+
+    def record_sync(descriptor):
+        events.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def record_replace(source, target):
+        events.append("replace")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(os, "replace", record_replace)
+    export_weights({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert events == [".saving-model.safetensors", "replace", tmp_path.name]
+    events.clear()
+    export_weights(make(1), tmp_path / "parts" / "model.safetensors", max_shard_size=32)
+    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    assert [each for each in events if each.startswith("model")] == [*shards, INDEX]
+    # The index gets its name only when the shards surely have theirs.
+    assert events[-5:] == ["replace", "parts", "replace", "parts", "parts"]
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(6, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+@pytest.mark.parametrize("limit", ["50 GB", 100], ids=["one file", "several"])
+def test_a_model_with_tied_weights_loads_strictly_without_this_package(tmp_path, limit):
+    model, other = Tied(), Tied()
+    written = export_weights(model.state_dict(), tmp_path / "model.safetensors", max_shard_size=limit)
+    assert written == [str(path) for path in sorted(tmp_path.iterdir())]
+    other.load_state_dict(read_by_hand(tmp_path), strict=True)
+    assert same(other.state_dict(), model.state_dict())
+
+
+def test_several_files_and_their_index_are_those_of_hugging_face(tmp_path):
+    tensors = {
+        "z": torch.ones(4),
+        "a": torch.ones(8, dtype=torch.int64),
+        "b": torch.ones(5),
+        "c": torch.ones(2),
+    }
+    written = export_weights(tensors, tmp_path / "model.safetensors", max_shard_size="40 B")
+    # "a" alone is more than a file may have; "z" and "b" together as well.
+    names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    assert [os.path.basename(path) for path in written] == [*names, INDEX]
+    assert [sorted(load_file(path)) for path in written[:3]] == [["a"], ["b", "z"], ["c"]]
+    assert (tmp_path / INDEX).read_text(encoding="utf-8") == (
+        "{\n"
+        '  "metadata": {\n'
+        '    "total_size": 108\n'
+        "  },\n"
+        '  "weight_map": {\n'
+        '    "a": "model-00001-of-00003.safetensors",\n'
+        '    "b": "model-00002-of-00003.safetensors",\n'
+        '    "c": "model-00003-of-00003.safetensors",\n'
+        '    "z": "model-00002-of-00003.safetensors"\n'
+        "  }\n"
+        "}\n"
+    )
+
+
+def test_only_floating_point_tensors_are_converted(tmp_path):
+    kept = {
+        "count": torch.tensor([1 << 60]),
+        "mask": torch.tensor([True, False]),
+        "rotary": torch.ones(2, dtype=torch.complex64) * 1j,
+    }
+    tensors = {"w": torch.tensor([1.0, 1 / 3]), "h": torch.ones(3, dtype=torch.float64), **kept}
+    export_weights(tensors, tmp_path / "w.safetensors", dtype="bf16")
+    found = load_file(tmp_path / "w.safetensors")
+    assert same(found, {"w": tensors["w"].bfloat16(), "h": torch.ones(3, dtype=torch.bfloat16), **kept})
+    export_weights(tensors, tmp_path / "w.safetensors", dtype=torch.float64)
+    assert load_file(tmp_path / "w.safetensors")["w"].tolist() == tensors["w"].double().tolist()
+
+
+def test_sizes_are_those_of_the_converted_tensors(tmp_path):
+    assert len(export_weights(make(1), tmp_path / "model.safetensors", max_shard_size=24)) == 4
+    assert len(export_weights(make(1), tmp_path / "model.safetensors", max_shard_size=24, dtype="fp16")) == 1
+
+
+def test_a_number_that_the_dtype_cannot_hold_is_an_error_and_nothing_is_written(tmp_path):
+    tensors = {"ok": torch.ones(2), "big": torch.tensor([[1.0], [1e6]])}
+    with pytest.raises(
+        CheckpointError, match=r"'big' has the number 1e\+06, but the largest of torch.float16 is 65504"
+    ):
+        export_weights(tensors, tmp_path / "w.safetensors", dtype="fp16")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "flaot32"}, r"the dtype 'flaot32'. Did you mean 'float32'\?"),
+        ({"dtype": torch.int8}, r"the dtype torch.int8"),
+        ({"max_shard_size": "5 GX"}, r"unknown unit 'GX' in the size '5 GX'. Did you mean 'GB'\?"),
+        ({"max_shard_size": "lots"}, r"max_shard_size must be a number of bytes above 0"),
+    ],
+)
+def test_a_wrong_option_is_refused_with_what_is_allowed(tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        export_weights(make(1), tmp_path / "w.safetensors", **options)
+    with pytest.raises(ConfigError, match=r"'b' is a dict"):
+        export_weights({"a": torch.ones(1), "b": {}}, tmp_path / "w.safetensors")
+    assert os.listdir(tmp_path) == []
+
+
+def test_files_of_an_earlier_export_that_no_longer_belong_are_removed(tmp_path):
+    target = tmp_path / "model.safetensors"
+    strangers = ["pytorch_model.bin", "other-00001-of-00002.safetensors", "model-1-of-2.safetensors"]
+    for name in strangers:
+        (tmp_path / name).write_bytes(b"")
+    for number, (limit, count) in enumerate([(16, 3), ("1 GB", 0), (32, 2), (16, 3), (32, 2), (48, 0)]):
+        tensors = make(number)
+        written = export_weights(tensors, target, max_shard_size=limit)
+        assert len(written) == (count + 1 if count else 1)
+        assert sorted(os.listdir(tmp_path)) == sorted([*strangers, *map(os.path.basename, written)])
+        assert same(read_by_hand(tmp_path), tensors)
+
+
+class Killed(BaseException):
+    """The process is gone; no Exception, because nothing may handle it."""
+
+
+class Mortal(LocalFileSystem):
+    """A disk, or a store whose files appear whole and overwrite, under a process that dies at a moment.
+
+    Args:
+        moment: The number of the change to the disk at which it dies, half-way where it can be.
+        renames: Whether it is a disk.
+        scratch: Where a store keeps what has not appeared.
+    """
+
+    def __init__(self, moment, renames, scratch):
+        self.left = moment
+        self.renames = renames
+        self.scratch = scratch
+
+    def count(self):
+        self.left -= 1
+        if self.left < 0:
+            raise Killed
+
+    def create(self, path):
+        self.count()
+        hidden = path if self.renames else str(self.scratch / "object")
+        if not self.renames:
+            Path(hidden).unlink(missing_ok=True)
+        return MortalSink(self, super().create(hidden), hidden, path)
+
+    def make_directory(self, path):
+        self.count()
+        super().make_directory(path)
+
+    def rename(self, old, new):
+        self.count()
+        super().rename(old, new)
+
+    def delete(self, path):
+        self.count()
+        super().delete(path)
+
+
+class MortalSink:
+    def __init__(self, files, inner, hidden, path):
+        self.files, self.inner, self.hidden, self.path = files, inner, hidden, path
+
+    def write(self, data):
+        if self.files.left == 0:
+            self.inner.write(data[: len(data) // 2])
+        self.files.count()
+        return self.inner.write(data)
+
+    def finish(self):
+        try:
+            self.files.count()
+        except Killed:
+            self.abort()
+            raise
+        self.inner.finish()
+        os.replace(self.hidden, self.path)
+
+    def abort(self):
+        self.inner.abort()  # the system closes the files of the dead
+
+
+@pytest.mark.parametrize("renames", [True, False], ids=["disk", "object store"])
+@pytest.mark.parametrize("new", [48, 16], ids=["to one", "to three"])
+@pytest.mark.parametrize("old", [None, 48, 32, 16], ids=["nothing", "one", "two", "three"])
+def test_a_killed_export_leaves_nothing_that_loads_wrong(tmp_path, old, new, renames):
+    before, after = make(1), make(2)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    outcomes = set()
+    for moment in range(200):
+        place = tmp_path / str(moment)
+        place.mkdir()
+        if old is not None:
+            export_weights(before, place / "model.safetensors", max_shard_size=old)
+        try:
+            files = Mortal(moment, renames, scratch)
+            export_weights(after, place / "model.safetensors", max_shard_size=new, files=files)
+        except Killed:
+            pass
+        else:
+            break
+        found = read_by_hand(place)
+        outcomes.add("nothing" if found is None else "old" if same(found, before) else "new")
+        assert found is None or same(found, before) or same(found, after)
+        # Nor for those who take whatever is there.
+        versions = {float(each[0]) for path in place.glob("model-*") for each in load_file(path).values()}
+        assert len(versions) <= 1
+        try:
+            assert same(load_weights(place), found)
+        except CheckpointError:
+            assert found is None
+        # The next export puts everything in order, also one of another kind.
+        for limit, names in ((new, 1 if new == 48 else 4), (48, 1)):
+            shutil.copytree(place, place / "copy")
+            files = Mortal(1000, renames, scratch)
+            target = place / "copy" / "model.safetensors"
+            written = export_weights(after, target, max_shard_size=limit, files=files)
+            assert sorted(os.listdir(place / "copy")) == sorted(map(os.path.basename, written))
+            assert len(written) == names
+            shutil.rmtree(place / "copy")
+        shutil.rmtree(place)
+    else:
+        pytest.fail("it never ends")
+    assert moment > 5
+    assert outcomes <= ({"nothing", "new"} if old is None else {"nothing", "old", "new"})
+
+
+def test_a_full_disk_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch):
+    export_weights(make(1), tmp_path / "model.safetensors", max_shard_size=16)
+    before = sorted(os.listdir(tmp_path))
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(CheckpointError, match=r"ENOSPC.*free some space"):
+        export_weights(make(2), tmp_path / "model.safetensors", max_shard_size=32)
+    assert sorted(os.listdir(tmp_path)) == before
+    assert same(read_by_hand(tmp_path), make(1))
+
+
+def test_the_files_of_a_checkpoint_are_not_overwritten(tmp_path):
+    io = DirectoryCheckpointIO()
+    io.save(str(tmp_path / "kept"), Snapshot({"model": make(1)}, {}))
+    with pytest.raises(
+        CheckpointError, match=r"model.safetensors' is inside a checkpoint.*another directory"
+    ):
+        export_weights(make(2), tmp_path / "kept" / "model.safetensors")
+    assert same(io.load(str(tmp_path / "kept")).tensors["model"], make(1))
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "manifest.json").write_text("{}", encoding="utf-8")  # others have such files too
+    export_weights(make(2), tmp_path / "site" / "model.safetensors")
+
+
+def test_a_directory_is_no_file(tmp_path):
+    with pytest.raises(ConfigError, match=r"is a directory; give a file, such as '.*model.safetensors'"):
+        export_weights(make(1), tmp_path)
+    with pytest.raises(ConfigError, match=r"'out/' is a directory; add a file name, such as 'out/model"):
+        export_weights(make(1), "out/")
+
+
+def test_a_relative_path_gives_relative_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert export_weights(make(1), "model.safetensors") == ["model.safetensors"]
+    written = export_weights(make(1), "out/model.safetensors", max_shard_size=32)
+    assert written[-1] == f"out/{INDEX}"
+    assert all(os.path.isfile(path) for path in written)
+
+
+class Watching(TorchDispatchMode):
+    """Counts how many of the tensors that conversions have made are alive at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+        self.most = 0
+
+    def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten._to_copy.default:
+            self.made.append(weakref.ref(result))
+            self.most = max(self.most, sum(each() is not None for each in self.made))
+        return result
+
+
+@pytest.mark.parametrize("limit", [1 << 30, 300], ids=["one file", "several"])
+def test_one_tensor_at_a_time_is_converted(tmp_path, limit):
+    tensors = {str(number): torch.ones(30) for number in range(5)}
+    with Watching() as watching:
+        export_weights(tensors, tmp_path / "w.safetensors", dtype="float64", max_shard_size=limit)
+    assert len(watching.made) == 5
+    assert watching.most == 1
+
+
+def test_a_module_in_the_place_of_its_state_is_told_so(tmp_path):
+    with pytest.raises(ConfigError, match=r"are a Linear; give its state_dict\(\)"):
+        export_weights(torch.nn.Linear(2, 2), tmp_path / "model.safetensors")

@@ -1,0 +1,67 @@
+"""Two samples are told apart by a few numbers of them, and the same one on two machines is not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from drivetrain.data.fingerprint import as_text, fingerprint, matches
+
+
+@dataclass
+class Pair:
+    image: Any
+    label: int
+
+
+IMAGE = torch.rand(3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (IMAGE, IMAGE.flip(0)),
+        (IMAGE, IMAGE.double()),
+        ((IMAGE, torch.tensor(1)), (IMAGE, torch.tensor(2))),
+        ({"x": 10_000}, {"x": 10_001}),
+        (Pair(IMAGE, 1), Pair(IMAGE, 2)),
+        (np.arange(5), np.arange(1, 6)),
+        ("a line of text", "another"),
+        ([b"bytes"], [b"byte"]),
+        (torch.zeros(2), torch.zeros(3)),
+        (torch.tensor([1 + 2j]), torch.tensor([2 + 1j])),
+    ],
+)
+def test_what_differs_is_told_apart(one: Any, other: Any) -> None:
+    assert matches(fingerprint(one), fingerprint(one))
+    assert not matches(fingerprint(one), fingerprint(other))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (IMAGE, IMAGE * (1 + 1e-6)),
+        ({"x": IMAGE, "path": "/one/cat.png"}, {"x": IMAGE, "path": "/other/cat.png"}),
+        (torch.tensor([float("nan")]), torch.tensor([float("nan")])),
+        (IMAGE, IMAGE.clone()),
+        (object(), object()),
+        (torch.empty(0), torch.empty(0)),
+        (np.array(["a"]), np.array(["b"])),
+    ],
+)
+def test_what_machines_make_differently_is_not(one: Any, other: Any) -> None:
+    assert matches(fingerprint(one), fingerprint(other))
+
+
+def test_kinds_of_tensors_without_plain_values_are_known_by_their_shape() -> None:
+    for tensor in (torch.eye(3).to_sparse(), torch.empty(2, device="meta")):
+        assert matches(fingerprint(tensor), fingerprint(tensor))
+
+
+def test_an_outline_is_short_in_a_message() -> None:
+    assert as_text(fingerprint(IMAGE)).startswith("float32 of shape [3, 8, 8], 0.4963, ")
+    assert len(as_text(fingerprint([IMAGE] * 100))) < 100

@@ -1,0 +1,138 @@
+"""Orders that put samples of similar lengths into the same update."""
+
+from __future__ import annotations
+
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.tasks import Regression, quiet
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from drivetrain import ConfigError, DataError, LambdaCallback
+from drivetrain.data import LengthGroupedSampler
+from drivetrain.data.length_grouped import lengths_of
+
+LENGTHS = torch.randint(1, 200, (403,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def order(size: int = 4, seed: int = 0) -> list[int]:
+    torch.manual_seed(seed)
+    return list(LengthGroupedSampler(LENGTHS, size))
+
+
+def spread(indices: list[int], size: int) -> float:
+    groups = [[LENGTHS[each] for each in indices[at : at + size]] for at in range(0, len(indices), size)]
+    return sum(max(each) - min(each) for each in groups) / len(groups)
+
+
+def test_every_sample_comes_once_and_an_update_has_similar_lengths() -> None:
+    shuffled = torch.randperm(len(LENGTHS), generator=torch.Generator().manual_seed(0)).tolist()
+    for size in (1, 4, 32):
+        assert sorted(order(size)) == list(range(len(LENGTHS)))
+    assert spread(order(4), 4) < spread(shuffled, 4) / 8
+
+
+def test_updates_come_in_a_random_order_but_for_the_longest() -> None:
+    first, second = order(seed=0), order(seed=1)
+    assert first != second
+    assert max(LENGTHS[each] for each in first[:4]) == max(LENGTHS)
+    means = [sum(LENGTHS[each] for each in first[at : at + 4]) for at in range(4, 400, 4)]
+    rises = sum(a < b for a, b in pairwise(means))
+    assert 30 < rises < 70  # of 98; a sorted order has none
+
+
+def test_less_data_than_a_group_is_one_group() -> None:
+    assert sorted(LengthGroupedSampler([3, 1, 2], 8)) == [0, 1, 2]
+    with pytest.raises(ConfigError, match="empty"):
+        LengthGroupedSampler([], 8)
+    with pytest.raises(ConfigError, match="group_size"):
+        LengthGroupedSampler([1], 0)
+
+
+class Rows(Dataset[dict[str, Any]]):
+    """Rows with a column of tokens, and columns as a `datasets.Dataset` has them on request."""
+
+    column_names = ()
+
+    def __len__(self) -> int:
+        return len(LENGTHS)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, str):
+            return LENGTHS
+        torch.rand(1)
+        return {"tokens": [0] * LENGTHS[index], "length": torch.tensor(LENGTHS[index]), "empty": None}
+
+
+class Columns(Rows):
+    column_names = ("length",)
+
+    def __getitem__(self, index: Any) -> Any:
+        assert index == "length", "a column is read at once"
+        return LENGTHS
+
+
+def test_lengths_come_from_a_column_or_a_function() -> None:
+    before = torch.get_rng_state()
+    for spec in ("length", "tokens", lambda row: len(row["tokens"])):
+        assert lengths_of(Rows(), spec, "training") == LENGTHS
+    assert lengths_of(Columns(), "length", "training") == LENGTHS
+    assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(DataError, match="has no such column"):
+        lengths_of(Rows(), "lengths", "training")
+    with pytest.raises(DataError, match="gave a NoneType"):
+        lengths_of(Rows(), "empty", "training")
+
+
+class Samples(Dataset[tuple[Tensor, Tensor]]):
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.full((4,), index / 50), torch.tensor([float(LENGTHS[index])])
+
+
+def trained(**options: Any) -> list[list[float]]:
+    """The lengths in each update."""
+    updates: list[list[float]] = []
+
+    def note(run: Any) -> None:
+        updates.append(
+            [each for part in run.window.micro_batches for each in part.batch[1].flatten().tolist()]
+        )
+
+    resume = options.pop("resume", None)
+    data = options.pop("data", Samples())
+    options = {"group_by_length": lambda sample: int(sample[1]), **options}
+    quiet(callbacks=[LambdaCallback(on_step_end=note)], **options).fit(Regression(), data, resume=resume)
+    return updates
+
+
+def test_the_order_does_not_depend_on_how_an_update_is_divided_and_resumes(tmp_path: Path) -> None:
+    whole = trained(max_epochs=2, batch_size=8)
+    assert whole == trained(max_epochs=2, batch_size=2, gradient_accumulation_steps=4)
+    assert whole[:7] != whole[7:]  # another order in another epoch
+    halves: Any = {"batch_size": 8, "run_dir": tmp_path, "checkpoint": True}
+    assert trained(max_steps=4, **halves) + trained(max_epochs=2, resume="auto", **halves) == whole
+    assert sorted(chain(*whole[:7])) == sorted(map(float, LENGTHS[:50]))
+
+
+def test_a_loader_takes_the_sampler() -> None:
+    loader = DataLoader(Samples(), batch_size=8, sampler=LengthGroupedSampler(LENGTHS[:50], 8))
+    bare = trained(max_epochs=1, batch_size=8)
+    assert trained(max_epochs=1, data=loader, group_by_length=None) == bare
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Any:
+        yield torch.zeros(2, 4)
+
+
+@pytest.mark.parametrize("data", [DataLoader(Samples(), batch_size=8), Stream(), [torch.zeros(2, 4)]])
+def test_data_that_is_no_bare_dataset_is_refused(data: Any) -> None:
+    with pytest.raises(ConfigError, match="group_by_length is for data that is given as a dataset"):
+        trained(max_steps=1, data=data)

@@ -1,0 +1,250 @@
+"""Batches that cannot be made: named in an error, or left out by all processes alike, and counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.messages import heard, warned
+from tests.support.outcome import weights
+from tests.support.tasks import FEATURES, Duel, Regression, duels, quiet
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+import drivetrain
+from drivetrain import CheckpointConfig, DataError, LambdaCallback, OptimizerConfig
+from drivetrain.data.skipped_batches import IN_A_ROW
+from drivetrain.testing import run_distributed
+
+ADAMW = OptimizerConfig("adamw", lr=0.05)
+
+
+class Lines(Dataset[tuple[Tensor, Tensor]]):
+    """Samples of which some cannot be read.
+
+    Args:
+        bad: Their indices.
+        size: How many samples there are.
+        keep: Only these, or all.
+    """
+
+    def __init__(self, bad: tuple[int, ...] = (), size: int = 24, keep: list[int] | None = None) -> None:
+        self.bad = bad
+        self.features = torch.randn(size, FEATURES, generator=torch.Generator().manual_seed(0))
+        self.keep = list(range(size)) if keep is None else keep
+
+    def __len__(self) -> int:
+        return len(self.keep)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        index = self.keep[number]
+        if index in self.bad:
+            raise OSError(f"sample {index} is cut short")
+        return self.features[index], self.features[index].sum(0, keepdim=True)
+
+
+def loader(*bad: int, batch_size: int = 2, **options: Any) -> DataLoader[Any]:
+    return DataLoader(Lines(bad), batch_size=batch_size, **options)
+
+
+def windows_of(data: Lines, *windows: list[int]) -> list[Any]:
+    """A batch for each window."""
+    return [default_collate([data[index] for index in window]) for window in windows]
+
+
+def left_out(*data: Any, task: Any = None, **options: Any) -> tuple[Any, Any]:
+    """A run that leaves out what is bad: its task and its result."""
+    task = Regression(ADAMW) if task is None else task
+    with heard("the batch is left out"):
+        result = quiet(**{"max_epochs": 1, "on_bad_batch": "skip", **options}).fit(task, *data)
+    return task, result
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_run_is_that_of_the_data_without_its_bad_batches(workers: int) -> None:
+    task, result = left_out(loader(7, 20, num_workers=workers))
+    kept = [index for index in range(24) if index not in (6, 7, 20, 21)]
+    without = Regression(ADAMW)
+    quiet(max_epochs=1).fit(without, DataLoader(Lines(keep=kept), batch_size=2))
+    assert weights(task) == weights(without)
+    progress = result.progress
+    assert (progress.bad_batches, progress.updates, progress.micro_batches) == (2, 10, 12)
+    assert (progress.samples, progress.skipped) == (20, 2)
+    assert result.metrics["train/bad_batches"] == 2
+
+
+def test_within_a_window_the_others_weigh_what_they_have() -> None:
+    """Micro-batches of 4 and of 3, as the second is bad and the sixth is the last."""
+    data = DataLoader(Lines((5,), size=23), batch_size=4)
+    task, result = left_out(data, gradient_accumulation_steps=3)
+    kept = [index for index in range(23) if index not in (4, 5, 6, 7)]
+    without = Regression(ADAMW)
+    quiet(max_epochs=1).fit(without, windows_of(Lines(size=23), kept[:8], kept[8:]))
+    for name, value in without.state_dict().items():
+        torch.testing.assert_close(task.state_dict()[name], value, rtol=1e-6, atol=1e-6)
+    assert (result.progress.updates, result.progress.bad_batches) == (2, 1)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_each_is_told_with_its_place_and_its_reason(workers: int) -> None:
+    with warned("is cut short; the batch is left out") as told:
+        quiet(max_epochs=1, on_bad_batch="skip").fit(Regression(), loader(7, 20, num_workers=workers))
+    first, second = told
+    assert "the training data raised at batch 3 of epoch 0 (samples 6 to 7 of its order, dataset" in first
+    assert "batch 10 of epoch 0 (samples 20 to 21 of its order, dataset indices [20, 21])" in second
+    assert (f"in worker {0} (pid " in first) == bool(workers)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resumed_run_is_the_undisturbed_one(workers: int, tmp_path: Path) -> None:
+    """Resumed before a bad batch, in its place, and after it; the position moves over it."""
+
+    def options(name: str) -> dict[str, Any]:
+        config = CheckpointConfig(every="1 steps", keep_last=None, by=None)
+        return {"max_epochs": 2, "checkpoint": config, "run_dir": tmp_path / name}
+
+    data = loader(7, 20, shuffle=True, num_workers=workers)
+    whole, result = left_out(data, **options("whole"))
+    saved = sorted((tmp_path / "whole" / "checkpoints").glob("update-*"))
+    assert len(saved) == result.progress.updates == 20
+    for place in (3, 6, 13):
+        task = Regression(ADAMW)
+        with heard("the batch is left out"):
+            again = quiet(**options(f"from {place}"), on_bad_batch="skip").fit(
+                task, data, resume=str(saved[place])
+            )
+        assert weights(task) == weights(whole)
+        again.progress.seconds = result.progress.seconds
+        assert again.progress == result.progress
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("epochs", [1, 9])
+def test_data_that_is_all_bad_ends_with_an_error(workers: int, epochs: int) -> None:
+    """By the number in a row; in a short epoch as one that has taught nothing."""
+    data = DataLoader(Lines(tuple(range(24))), batch_size=1 if epochs == 1 else 8, num_workers=workers)
+    expected = f"last {IN_A_ROW} batches were all bad" if epochs == 1 else "none of them could be made"
+    with pytest.raises(DataError, match=expected):
+        left_out(data, max_epochs=epochs)
+
+
+def test_data_of_which_too_much_is_bad_ends_with_an_error() -> None:
+    data = DataLoader(Lines(tuple(range(0, 60, 2)), size=60), batch_size=1)
+    with pytest.raises(DataError, match=r"11 of 21 batches were bad, more than 10%.*Repair the data"):
+        left_out(data)
+
+
+def test_an_iterable_is_refused_as_it_is_at_its_end_once_it_has_raised() -> None:
+    class Endless:
+        def __iter__(self) -> Any:
+            return iter(loader())
+
+    with pytest.raises(DataError, match=r"iterable \(Endless\): one that has raised is at its end"):
+        left_out(Endless())
+
+
+def test_a_validation_is_not_made_smaller() -> None:
+    with pytest.raises(DataError, match="the validation data raised at batch 3 of epoch 0"):
+        left_out(loader(), loader(7))
+
+
+def test_what_is_neither_is_refused() -> None:
+    with pytest.raises(drivetrain.ConfigError, match=r"on_bad_batch.*'ignore'.*'raise'.*'skip'"):
+        quiet(on_bad_batch="ignore")
+
+
+def test_an_error_that_cannot_be_sent_is_told_by_its_text_and_traceback() -> None:
+    class LocalError(Exception):
+        pass
+
+    class Failing(Lines):
+        def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+            if number == 3:
+                raise LocalError("of a class that no other process can find")
+            return super().__getitem__(number)
+
+    data = DataLoader(Failing(), batch_size=2, num_workers=1)
+    with pytest.raises(
+        DataError, match=r"batch 1 of epoch 0.*in worker 0 \(pid \d+\).*LocalError: of a"
+    ) as caught:
+        quiet(max_epochs=1).fit(Regression(), data)
+    assert caught.value.__cause__ is not None
+    assert "in __getitem__" in str(caught.value.__cause__.__cause__)
+
+
+# Several processes.
+
+
+def _on_ranks(bad: tuple[int, ...], options: dict[str, Any]) -> Any:
+    seen: list[int] = []
+
+    def note(run: Any) -> None:
+        seen.append(run.progress.bad_batches)
+
+    data = DataLoader(Lines(bad), batch_size=2)
+    callbacks = [LambdaCallback(on_step_end=note)]
+    task, result = left_out(
+        data, strategy=options.pop("strategy", "ddp"), devices=2, callbacks=callbacks, **options
+    )
+    result.progress.seconds = 0.0
+    return {name: each.tolist() for name, each in task.state_dict().items()}, result.progress, seen
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batch": 1}, {"strategy": "fsdp"}])
+def test_ranks_agree_and_weigh_what_is_there(options: dict[str, Any]) -> None:
+    """Of rounds of four samples: rank 1 lacks its part of the first, both lack theirs of the third."""
+    ranks = run_distributed(_on_ranks, (3, 8, 10, 21), options)
+    assert ranks[0] == ranks[1]
+    _, progress, seen = ranks[0]
+    assert seen == [1, 1, 3, 3, 3, 4]
+    assert (progress.updates, progress.samples, progress.skipped) == (5, 16, 1)
+    without = Regression(ADAMW)
+    windows = [[0, 1], [4, 5, 6, 7], [12, 13, 14, 15], [16, 17, 18, 19], [22, 23]]
+    quiet(max_epochs=1).fit(without, windows_of(Lines(), *windows))
+    for name, value in without.state_dict().items():
+        torch.testing.assert_close(torch.tensor(ranks[0][0][name]), value, rtol=1e-5, atol=1e-6)
+
+
+def _divided(bad: tuple[int, ...]) -> Any:
+    rank = torch.distributed.get_rank()
+    own = Lines(bad, keep=list(range(rank * 8, 8 if rank == 0 else 12)))
+    data = drivetrain.already_split(DataLoader(own, batch_size=2))
+    task, result = left_out(data, strategy="ddp", devices=2)
+    progress = result.progress
+    return (
+        {name: each.tolist() for name, each in task.state_dict().items()},
+        (progress.updates, progress.samples, progress.bad_batches),
+    )
+
+
+def test_data_that_is_already_split_too() -> None:
+    """Of four rounds both ranks lack the first, and rank 1 has none in the third, which rank 0 lacks."""
+    ranks = run_distributed(_divided, (0, 9, 4))
+    assert ranks[0] == ranks[1]
+    assert ranks[0][1] == (2, 6, 3)
+
+
+def _all_bad() -> None:
+    data = DataLoader(Lines(tuple(range(24))), batch_size=1)
+    left_out(data, strategy="ddp", devices=2)
+
+
+def test_ranks_end_together_where_all_is_bad() -> None:
+    with pytest.raises(RuntimeError, match=f"last {IN_A_ROW} batches were all bad"):
+        run_distributed(_all_bad)
+
+
+def test_a_step_of_several_optimizers_too() -> None:
+    class Bad(Dataset[Any]):
+        def __len__(self) -> int:
+            return 11
+
+        def __getitem__(self, index: int) -> Any:
+            if index == 4:
+                raise ValueError("bad")
+            return duels()[index]
+
+    _, result = left_out(DataLoader(Bad(), batch_size=2), task=Duel())
+    assert (result.progress.updates, result.progress.bad_batches) == (5, 1)

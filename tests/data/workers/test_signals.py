@@ -1,0 +1,432 @@
+"""Workers outlive what ends their run in order; one that dies, or is left amid its work, troubles nobody but
+who reads its batches.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import connection, queues, reduction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.indexed import Augmented, batches, source
+from tests.support.tasks import Regression, quiet
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, dataloader
+
+from drivetrain import DataError, LambdaCallback, Preempted
+from drivetrain.data.workers import signals as worker_signals
+from drivetrain.data.workers.ends import workers_of
+from drivetrain.data.workers.pool import LookAhead
+
+pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGCHLD"), reason="the system tells of no child's end")
+
+
+class Dies(Dataset[tuple[Tensor, Tensor]]):
+    batch_size = 2
+
+    def __init__(self, victim: int) -> None:
+        self.victim = victim
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == self.victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.ones(4), torch.ones(1)
+
+
+def wait_for_a_death() -> None:
+    """Until the only worker has died, which torch would raise here."""
+    deadline = time.monotonic() + 30
+    while multiprocessing.active_children() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not multiprocessing.active_children()
+
+
+@pytest.fixture(autouse=True)
+def torch_looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For workers that are gone, which it does every five seconds of a wait."""
+    looks = dataloader._MultiProcessingDataLoaderIter._try_get_data
+    monkeypatch.setattr(looks, "__defaults__", (0.2,))
+
+
+class Waiting(Regression):
+    """Waits for the death of a worker where nobody expects it."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def configure_optimizers(self) -> Any:
+        if self.where == "set-up":
+            wait_for_a_death()
+        return super().configure_optimizers()
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        if self.where == "step":
+            wait_for_a_death()
+        return super().loss(outputs, batch)
+
+
+@pytest.mark.parametrize("where", ["set-up", "step"])
+def test_a_worker_that_dies_is_a_fault_of_the_data_wherever_the_run_stands(where: str) -> None:
+    with pytest.raises(DataError, match=r"the training data .*worker"):
+        quiet(max_epochs=1, num_workers=1, limit_train_batches=4).fit(Waiting(where), Dies(7))
+    assert not multiprocessing.active_children()
+
+
+def test_a_worker_that_dies_unread_is_forgotten_with_the_rest() -> None:
+    before = signal.getsignal(signal.SIGCHLD)
+    read = source(Dies(0), shuffle=False, workers=1, persistent_workers=True)
+    for _ in range(2):
+        read.begin(0, 0, None, LookAhead())
+        wait_for_a_death()
+        assert signal.getsignal(signal.SIGCHLD) is not before
+        read.close()
+        assert signal.getsignal(signal.SIGCHLD) is before
+
+
+def test_other_loaders_workers_are_heard_of_as_ever() -> None:
+    read = source(workers=1, persistent_workers=True)
+    first = read.batches(0, 0)
+    next(first)
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        list(torch.utils.data.DataLoader(Dies(0), num_workers=1))
+    assert len(list(first)) == len(batches(source())) - 1
+    read.close()
+
+
+def test_torchs_handler_is_back_once_an_iterator_is_dropped() -> None:
+    before = signal.getsignal(signal.SIGCHLD)
+    iterator = iter(torch.utils.data.DataLoader(Augmented(), num_workers=1))
+    worker_signals.watch_workers(iterator)
+    assert signal.getsignal(signal.SIGCHLD) is not before
+    del iterator
+    assert not multiprocessing.active_children()
+    assert signal.getsignal(signal.SIGCHLD) is before
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_of_a_loader_over_an_iterable_end_with_the_run(persistent: bool) -> None:
+    """Also those that stay for all epochs; another run starts others."""
+    loader = DataLoader(Stream(), batch_size=4, num_workers=1, persistent_workers=persistent)
+    for _ in range(2):
+        result = quiet(max_epochs=2).fit(Regression(), loader)
+        assert result.progress.updates == 10
+        assert multiprocessing.active_children() == []
+
+
+class Slow(Augmented):
+    def __getitem__(self, index: int) -> Tensor:
+        time.sleep(0.02)
+        return super().__getitem__(index)
+
+
+def test_an_interrupt_ends_the_workers_also_where_its_traceback_is_kept() -> None:
+    read = source(Slow(), workers=2, persistent_workers=True)
+    given = read.batches(0, 0)
+    next(given)
+    waiting = threading.Event()
+
+    def interrupt() -> None:
+        waiting.wait()
+        while not worker_signals._waits_for_batch(sys._current_frames()[threading.main_thread().ident or 0]):
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def read_on() -> None:
+        waiting.set()
+        for epoch in range(100):
+            batches(read, epoch)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        read_on()
+    thread.join()
+    assert caught.tb is not None  # and holds on to everything
+    assert not multiprocessing.active_children()
+    assert len(batches(read, 1)) == len(batches(source(), 1))
+    read.close()
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for _ in range(20):
+            yield torch.ones(4), torch.ones(1)
+
+
+class Rows(Dataset[tuple[Tensor, Tensor]]):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.ones(4), torch.ones(1)
+
+
+@pytest.mark.parametrize("data", [Rows, Stream])
+def test_a_death_is_told_before_the_next_batch_is_waited_for(
+    data: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loader's timeout is also how long torch waits before it looks for dead workers."""
+    asked: list[bool] = []
+
+    def kill(run: Any) -> None:
+        [worker] = multiprocessing.active_children()
+        os.kill(worker.pid or 0, signal.SIGKILL)
+        os.waitid(os.P_PID, worker.pid or 0, os.WEXITED | os.WNOWAIT)
+        time.sleep(0.05)
+        looks = dataloader._MultiProcessingDataLoaderIter
+        monkeypatch.setattr(looks, "_try_get_data", lambda *_: (bool(asked.append(True)), None))
+
+    loader = DataLoader(data(), batch_size=2, num_workers=1, timeout=3600)
+    with pytest.raises(DataError, match=r"worker 0 \(pid \d+\) was killed by signal SIGKILL"):
+        quiet(max_epochs=1, callbacks=[LambdaCallback(on_step_end=kill)]).fit(Regression(), loader)
+    assert not asked
+    assert not worker_signals.aside
+
+
+_forked: list[int] = []
+"""What a copy of this process is to send itself as it begins."""
+
+os.register_at_fork(after_in_child=lambda: [os.kill(os.getpid(), each) for each in _forked])
+
+
+@pytest.mark.parametrize("data", [Rows, Stream])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_to_every_process_ends_no_worker(number: int, data: Any) -> None:
+    def to_workers(run: Any) -> None:
+        for each in multiprocessing.active_children():
+            assert each.pid
+            os.kill(each.pid, number)
+            sent.append(each.pid)
+
+    sent: list[int] = []
+    hooks: Any = {"on_step_end": to_workers, "on_evaluation_step_end": to_workers}
+    result = quiet(max_epochs=2, callbacks=[LambdaCallback(**hooks)]).fit(
+        Regression(), *(DataLoader(data(), batch_size=4, num_workers=2) for _ in range(2))
+    )
+    assert result.progress.updates == 20
+    assert len(sent) >= 20
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("data", [Rows, Stream])
+def test_nor_does_one_that_comes_as_it_is_started(data: Any) -> None:
+    _forked[:] = [signal.SIGUSR2, signal.SIGTERM]
+    try:
+        result = quiet(max_epochs=1).fit(Regression(), DataLoader(data(), batch_size=4, num_workers=2))
+    finally:
+        _forked.clear()
+    assert result.progress.updates == 10
+
+
+def catch_it(worker: int) -> None:
+    signal.signal(signal.SIGUSR1, lambda number, frame: Path(f"caught-{worker}").touch())
+
+
+class Garbage:
+    """Refers to itself, and notes the process that frees it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        with Path("freed").open("a", encoding="utf-8") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+class Collects(Rows):
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        gc.collect()
+        return super().__getitem__(index)
+
+
+class CollectingStream(Stream):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        gc.collect()
+        return super().__iter__()
+
+
+@pytest.mark.skipif(multiprocessing.get_start_method() != "fork", reason="workers are no copies")
+@pytest.mark.parametrize("data", [Collects, CollectingStream])
+def test_no_worker_frees_the_garbage_of_the_process_that_it_was_forked_from(data: Any) -> None:
+    """The destructor of a process group waits for threads that a forked process does not have."""
+    loader = DataLoader(data(), batch_size=4, num_workers=1)
+    gc.disable()
+    try:
+        Garbage()
+        result = quiet(max_steps=2).fit(Regression(), loader)
+    finally:
+        gc.enable()
+    assert result.progress.updates == 2
+    gc.collect()
+    assert Path("freed").read_text(encoding="utf-8").split() == [str(os.getpid())]
+
+
+@pytest.mark.parametrize("data", [Rows, Stream])
+def test_a_handler_of_ones_own_counts_in_a_worker(data: Any) -> None:
+    def to_workers(run: Any) -> None:
+        deadline = time.monotonic() + 30
+        while len(list(Path().glob("caught-*"))) < 2 and time.monotonic() < deadline:
+            for each in multiprocessing.active_children():
+                os.kill(each.pid or 0, signal.SIGUSR1)
+            time.sleep(0.01)
+
+    loader = DataLoader(data(), batch_size=4, num_workers=2, worker_init_fn=catch_it)
+    quiet(max_epochs=1, callbacks=[LambdaCallback(on_step_end=to_workers)]).fit(Regression(), loader)
+    assert loader.worker_init_fn is catch_it
+    assert sorted(each.name for each in Path().glob("caught-*")) == ["caught-0", "caught-1"]
+
+
+class Starts(Rows):
+    """Has a program of its own that only SIGTERM ends."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        program.terminate()
+        return torch.tensor([program.wait(), 0.0, 0.0, 0.0]), torch.ones(1)
+
+
+def test_what_a_worker_starts_has_signals_as_ever() -> None:
+    seen = []
+    noting = LambdaCallback(on_step_end=lambda run: seen.append(run.window.micro_batches[0].batch))
+    quiet(max_steps=1, callbacks=[noting]).fit(
+        Regression(), DataLoader(Starts(), batch_size=1, num_workers=1, prefetch_factor=1)
+    )
+    assert seen[0][0].tolist() == [[-signal.SIGTERM, 0, 0, 0]]
+
+
+ROOT = str(Path(__file__).parents[3])
+
+EXITS = """
+import sys, time
+from torch.utils.data import DataLoader
+from tests.data.workers.test_signals import Rows, Stream
+from tests.support.tasks import Regression, quiet
+from drivetrain import LambdaCallback
+
+def fail(run):
+    if run.progress.updates == 3:
+        sys.stdout.write("failing\\n")
+        raise ValueError("boom")
+
+loader = DataLoader({"rows": Rows, "stream": Stream}[sys.argv[1]](), batch_size=2, num_workers=2)
+quiet(max_epochs=1, callbacks=[LambdaCallback(on_step_end=fail)]).fit(Regression(), loader)
+"""
+
+
+@pytest.mark.parametrize("data", ["rows", "stream"])
+def test_workers_end_with_a_program_that_fails(data: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", EXITS, data],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))},
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("drivetrain: in training, after update 3"), done.stderr
+
+
+class Stuck(Rows):
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index > 7:
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+            time.sleep(600)
+        return super().__getitem__(index)
+
+
+def test_a_worker_that_is_stuck_is_killed_once_its_loader_ends() -> None:
+    def end(run: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+
+    with pytest.raises(Preempted):
+        quiet(max_epochs=1, callbacks=[LambdaCallback(on_step_end=end)]).fit(
+            Regression(), DataLoader(Stuck(), batch_size=4, num_workers=1)
+        )
+    assert multiprocessing.active_children() == []
+
+
+def frame_within(*files: str) -> Any:
+    """A frame of the last file, called from the one before, and so on."""
+    inner: Any = sys._getframe
+    for each in reversed(files):
+        found = {"inner": inner}
+        exec(compile("def call(): return inner()", each, "exec"), found)
+        inner = found["call"]
+    return inner()
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ([dataloader.__file__], True),
+        ([dataloader.__file__, queues.__file__, connection.__file__, selectors.__file__], True),
+        ([dataloader.__file__, threading.__file__], True),
+        ([dataloader.__file__, tempfile.__file__], False),
+        ([dataloader.__file__, reduction.__file__, connection.__file__], False),
+        ([dataloader.__file__, queues.__file__, __file__], False),
+        ([threading.__file__], False),
+    ],
+    ids=[
+        "fetching",
+        "waiting",
+        "pinned",
+        "looking for the cause",
+        "opening a batch",
+        "collecting",
+        "elsewhere",
+    ],
+)
+def test_an_end_is_raised_only_where_torch_waits_for_a_batch(files: list[str], expected: bool) -> None:
+    """Amid other work it would be lost, as in a callback of the collector, or leave a file open."""
+    assert worker_signals._waits_for_batch(frame_within(*files)) is expected
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_end_amid_a_collection_is_told_and_not_lost(workers: int) -> None:
+    """Errors in what the collector calls are printed and forgotten."""
+    killed: list[int] = []
+
+    def kill(phase: str, _: Any) -> None:
+        frame = sys._getframe().f_back
+        while frame is not None and frame.f_code.co_filename != dataloader.__file__:
+            frame = frame.f_back
+        found = [] if frame is None else workers_of(frame.f_locals.get("self"))
+        if (
+            phase == "start"
+            and found
+            and not killed
+            and threading.current_thread() is threading.main_thread()
+        ):
+            killed.append(found[0].pid or 0)
+            os.kill(killed[0], signal.SIGKILL)
+            time.sleep(0.3)  # the system tells of it here
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(kill)
+    gc.set_threshold(1)
+    try:
+        with pytest.raises(DataError, match=r"worker 0 \(pid \d+\) was killed by signal SIGKILL"):
+            quiet(max_epochs=1).fit(Regression(), DataLoader(Rows(), batch_size=2, num_workers=workers))
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(kill)
+    assert killed

@@ -1,0 +1,100 @@
+"""What reads a whole evaluation: every sample once and in order, on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from tests.support.tasks import Regression, pairs, quiet
+from torch import Tensor
+
+from drivetrain import ConfigError
+from drivetrain.testing import run_distributed
+
+
+class Reader:
+    """Notes the features of all samples, and what was done with itself.
+
+    Args:
+        notes: The notes.
+        returned: What `compute` returns beside the number of samples.
+    """
+
+    def __init__(self, notes: list[Any], returned: Mapping[str, float]) -> None:
+        self.notes = notes
+        self.returned = returned
+        self.rows: list[Tensor] = []
+
+    def record(self, loss: Tensor | None, outputs: Any, batch: Any) -> Tensor:
+        assert loss is not None
+        assert not loss.requires_grad
+        assert len(outputs) == len(batch[0])
+        return batch[0]
+
+    def add(self, record: Tensor) -> None:
+        self.rows.append(record)
+
+    def compute(self) -> Mapping[str, float]:
+        self.notes.append(torch.cat(self.rows))
+        return {"rows": float(len(self.notes[-1])), **self.returned}
+
+    def close(self) -> None:
+        self.notes.append("closed")
+
+
+class Read(Regression):
+    """Has its evaluations read."""
+
+    def __init__(self, **returned: float) -> None:
+        super().__init__()
+        self.notes: list[Any] = []
+        self.returned = returned
+
+    def evaluation_reader(self) -> Reader:
+        return Reader(self.notes, self.returned)
+
+
+def read(task: Read) -> list[Any]:
+    return [each.tolist() for each in task.notes if isinstance(each, Tensor)]
+
+
+def in_order(count: int) -> Any:
+    data: Any = pairs(count).dataset
+    return data.tensors[0].tolist()
+
+
+def validated(devices: int | str, count: int, **options: Any) -> tuple[dict[str, float], list[Any]]:
+    task = Read()
+    strategy = "cpu" if devices == "auto" else "ddp"
+    data = pairs(count, 2, shuffle=True)
+    return quiet(strategy=strategy, devices=devices, **options).validate(task, data), read(task)
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batch": 1}], ids=["whole", "in parts"])
+def test_all_samples_are_read_in_the_order_of_the_dataset(options: dict[str, Any]) -> None:
+    values, (rows,) = validated("auto", 7, **options)
+    assert values["validation/rows"] == 7
+    assert rows == in_order(7)
+
+
+def test_rank_0_reads_the_samples_of_all_ranks_and_all_ranks_get_its_values() -> None:
+    (first, (rows,)), (second, nothing) = run_distributed(validated, 2, 7)
+    assert first == second
+    assert first["validation/rows"] == 7
+    assert rows == in_order(7)
+    assert nothing == []
+
+
+def test_each_loader_has_a_reader_of_its_own() -> None:
+    task = Read()
+    values = quiet().validate(task, {"one": pairs(3), "other": pairs(5)})
+    assert (values["validation/one/rows"], values["validation/other/rows"]) == (3, 5)
+
+
+def test_a_reader_is_closed_after_an_error_too() -> None:
+    task = Read(loss=1.0)
+    with pytest.raises(ConfigError, match="the step returns a value 'loss'"):
+        quiet().validate(task, pairs(4))
+    assert task.notes[-1] == "closed"

@@ -1,0 +1,183 @@
+"""DeepSpeed's own optimizers: what checkpoints are told of them, and how they are compiled."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.tasks import quiet
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import CheckpointError, DeepSpeedConfig, LambdaCallback, TaskModule
+from drivetrain.strategies.deepspeed.adam import (
+    check_settings,
+    checkpoint_settings,
+    checkpoint_slot,
+    native_settings,
+    native_slot,
+    state_carrier,
+)
+from drivetrain.testing import run_distributed
+
+deepspeed = pytest.importorskip("deepspeed")
+from drivetrain.strategies.deepspeed.library import library  # noqa: E402
+from drivetrain.strategies.deepspeed.strategy import DeepSpeed  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+
+
+class Freeing(torch.optim.SGD):
+    """As DeepSpeed's optimizers for the CPU do, it frees what they all compute with."""
+
+    freed = 0
+
+    def __del__(self) -> None:
+        Freeing.freed += 1
+
+
+def test_the_end_of_a_copy_for_a_checkpoint_does_not_free_what_the_optimizer_computes_with() -> None:
+    optimizer = Freeing([nn.Parameter(torch.ones(2))], lr=0.1)
+    copy = state_carrier(optimizer)
+    assert type(copy).__name__ == "Freeing"
+    assert copy.param_groups == []
+    assert len(optimizer.param_groups) == 1
+    del copy
+    gc.collect()
+    assert Freeing.freed == 0
+
+
+PROGRAM = """
+import sys, torch
+from drivetrain import *
+from torch.utils.data import TensorDataset
+class Task(TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(3, 1)
+    def forward(self, x):
+        return self.net(x)
+    def loss(self, outputs, batch):
+        return outputs.square().mean()
+config = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 2}}
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    task = Task()
+    strategy = DeepSpeedConfig(config=config, offload_optimizer="cpu")
+    Trainer(strategy=strategy, devices=2, max_epochs=1, batch_size=2, checkpoint=False, loggers=(),
+            progress_bar=False).fit(task, TensorDataset(torch.ones(8, 3)))
+    if torch.distributed.get_rank() == 0:
+        print([round(each.sum().item(), 4) for each in task.parameters()])
+"""
+
+
+class Plain(TaskModule):
+    """The optimizer is that of DeepSpeed's configuration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x)
+        return out
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(outputs, batch[1])
+
+
+def weights_after(
+    run_dir: str, stage: int, offload: str | None, stop: int | None = None, resume: str = "auto"
+) -> Tensor:
+    """Of two epochs of six updates, as far as they were not made there before."""
+    options = {"lr": 1e-2, "betas": [0.8, 0.9], "weight_decay": 0.1}
+    config = {"optimizer": {"type": "AdamW", "params": options}}
+    chosen = DeepSpeedConfig(stage=stage, offload_optimizer=offload, config=config)
+    halt = LambdaCallback(on_step_end=lambda run: run.stop("half") if run.progress.updates == stop else None)
+    trainer = quiet(
+        strategy=DeepSpeed(chosen, world_size=2),
+        max_epochs=2,
+        checkpoint=True,
+        run_dir=run_dir,
+        callbacks=[halt],
+    )
+    x = torch.randn(24, 3, generator=torch.Generator().manual_seed(3))
+    task = Plain()
+    data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=2)
+    trainer.fit(task, data, resume=resume)
+    return torch.cat([each.detach().reshape(-1) for each in task.parameters()])
+
+
+def _goes_on(path: str) -> None:
+    whole = weights_after(f"{path}/whole", 2, "cpu")
+    weights_after(f"{path}/same", 2, "cpu", stop=4)
+    weights_after(f"{path}/other", 1, None, stop=8, resume=f"{path}/same")  # torch's own
+    assert torch.equal(weights_after(f"{path}/same", 2, "cpu"), whole), "bit for bit"
+    torch.testing.assert_close(weights_after(f"{path}/other", 3, "cpu"), whole)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("name", ["DeepSpeedCPUAdam", "FusedAdam"])
+def test_deepspeeds_adam_is_stored_as_torchs_and_goes_on_with_what_it_has_too(
+    name: str, decoupled: bool
+) -> None:
+    import deepspeed.ops.adam as theirs
+
+    kind = getattr(theirs, name)
+    optimizer: Any = object.__new__(kind)  # whose constructor would compile it
+    own = {"lr": 0.1, "betas": (0.9, 0.99), "bias_correction": True, "step": 0}
+    optimizer.adam_w_mode, optimizer.param_groups = decoupled, [own]
+    copy = state_carrier(optimizer)
+    assert type(copy) is (torch.optim.AdamW if decoupled else torch.optim.Adam)
+    stored = checkpoint_settings(optimizer, own)
+    torchs = type(copy)([nn.Parameter(torch.ones(1))], lr=0.1, betas=(0.9, 0.99)).param_groups[0]
+    assert {**torchs, **stored} == torchs
+    count = checkpoint_slot(optimizer, "step", 3)
+    assert torch.equal(count, torch.tensor(3.0))
+    assert type(native_slot(optimizer, "step", count)) is int
+
+    copy.param_groups = [{**torchs, "lr": 0.2}]
+    check_settings(optimizer, copy)
+    assert native_settings(optimizer, own, copy.param_groups[0]) == {"lr": 0.2, "betas": (0.9, 0.99)}
+    for setting, value in (("amsgrad", True), ("maximize", True), ("decoupled_weight_decay", not decoupled)):
+        copy.param_groups = [{**torchs, setting: value}]
+        with pytest.raises(
+            CheckpointError, match=f"{setting}={value}, which DeepSpeed's {name} does not support"
+        ):
+            check_settings(optimizer, copy)
+
+
+@pytest.mark.full
+def test_cpu_adam_is_compiled_once_whatever_a_killed_compilation_left_and_its_checkpoints_are_torchs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM, encoding="utf-8")
+    folder = tmp_path / "extensions" / "drivetrain" / "cpu_adam"
+    folder.mkdir(parents=True)
+    (folder / "lock").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def run() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True,
+            timeout=540, check=True,
+        )  # fmt: skip
+
+    first = run()
+    built = {path: path.stat().st_mtime_ns for path in folder.glob("*.so")}
+    assert built
+    (folder / "lock").touch()
+    assert run().stdout == first.stdout
+    assert {path: path.stat().st_mtime_ns for path in folder.glob("*.so")} == built
+    assert len(first.stdout.splitlines()) == 1, first.stdout  # and nothing of DeepSpeed's
+    assert first.stderr == ""
+    library("cpu")  # once, of which both processes are copies
+    run_distributed(_goes_on, str(tmp_path))

@@ -1,0 +1,218 @@
+"""Linear layers in float8, emulated: which are, that they learn, and that the task is left as it was."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.tasks import quiet
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import (
+    ConfigError,
+    Engine,
+    FSDPConfig,
+    MissingDependencyError,
+    OptimizerConfig,
+    StrategyError,
+    TaskModule,
+)
+from drivetrain.checkpoint import load_weights
+from drivetrain.strategies.fsdp.strategy import FSDP
+from drivetrain.strategies.precision.float8 import RECIPES, Float8
+from drivetrain.strategies.precision.registry import as_precision
+from drivetrain.testing.distributed import run_distributed
+
+pytest.importorskip("torchao")
+
+EMULATED = Float8(emulate=True)
+
+
+class Wide(TaskModule):
+    """Layers with sides that float8 takes, and one that it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh())
+            self.narrow = nn.Linear(32, 20)
+            self.head = nn.Linear(20, 16)
+        self.kinds: list[str] = []
+        self.calls = 0
+        self.net[0].register_forward_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.calls += 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kinds = [type(each).__name__ for each in (self.net[0], self.net[2], self.narrow, self.head)]
+        made: Tensor = self.head(self.narrow(self.net(x)))
+        return made
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return F.mse_loss(outputs.float(), batch[1])
+
+    def configure_optimizers(self) -> OptimizerConfig:
+        return OptimizerConfig("sgd", lr=0.2, momentum=0.9)
+
+
+def data(batch_size: int = 8) -> DataLoader[Any]:
+    x = torch.randn(48, 16, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(x, x.sin()), batch_size=batch_size)
+
+
+def test_the_output_layer_and_odd_sizes_stay_as_they_are_and_are_told() -> None:
+    assert EMULATED.layers(Wide()) == {
+        "net.0": "",
+        "net.2": "",
+        "narrow": "has sides of 32 and 20, which are not both multiples of 16",
+        "head": "is left out",
+    }
+    chosen = Float8(leave_out=("net.*",)).layers(Wide())
+    assert chosen["net.0"] == chosen["net.2"] == "is left out"
+
+
+def test_layers_of_other_classes_are_left_alone() -> None:
+    module = nn.ModuleDict(
+        {"a": nn.MultiheadAttention(16, 2), "b": nn.Linear(16, 16), "c": nn.Linear(16, 16)}
+    )
+    assert EMULATED.layers(module)["a.out_proj"].startswith("is a NonDynamicallyQuantizableLinear")
+    EMULATED.convert_module(module)
+    assert type(module["b"]).__name__ == "Float8Linear"
+    assert type(module["a"].out_proj).__name__ == "NonDynamicallyQuantizableLinear"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_it_learns_as_in_bfloat16_and_leaves_an_ordinary_task(recipe: str, tmp_path: Path) -> None:
+    losses = {}
+    for precision in ("bf16-mixed", Float8(recipe=recipe, emulate=True)):
+        task, directory = Wide(), tmp_path / str(precision)
+        before, layers = task.state_dict(), list(task.modules())
+        trainer = quiet(precision=precision, max_epochs=8, run_dir=directory, checkpoint=True)
+        result = trainer.fit(task, data())
+        losses[str(precision)] = result.metrics["train/loss"]
+        stored = load_weights(str(result.model_path))
+        assert sorted(stored) == sorted(before)
+        assert {each.dtype for each in stored.values()} == {torch.float32}
+        if precision != "bf16-mixed":
+            assert task.kinds == ["Float8Linear", "Float8Linear", "Linear", "Linear"]
+        assert all(mine is other for mine, other in zip(task.modules(), layers, strict=True))
+        assert [type(each) for each in task.modules()] == [type(each) for each in Wide().modules()]
+        assert sorted(vars(task.net[0])) == sorted(vars(Wide().net[0]))
+        assert task.calls == 48, "a hook of the user's own is called"
+    plain, eighth = losses.values()
+    assert plain != eighth
+    assert eighth < 0.4
+    assert abs(eighth - plain) < 0.1 * plain
+
+
+def test_an_evaluation_within_the_loop_leaves_the_training_in_float8(tmp_path: Path) -> None:
+    alone, task = Wide(), Wide()
+    trainer = quiet(precision=EMULATED, max_epochs=1, run_dir=tmp_path)
+    trainer.fit(alone, data())
+    kinds = []
+    for number, _ in enumerate(trainer.steps(task, data())):
+        kinds.append(type(task.net[0]).__name__)
+        if number == 1:
+            trainer.plan(task, data())
+            trainer.validate(task, data())
+            copied = copy.deepcopy(task)
+            trainer.validate(copied, data())
+            assert type(copied.net[0]) is nn.Linear
+            with pytest.raises(ConfigError, match="names no linear layer"):
+                quiet(precision=Float8(emulate=True, leave_out=("no",))).validate(task, data())
+    assert kinds == ["Float8Linear"] * 6
+    torch.testing.assert_close(task.state_dict(), alone.state_dict(), rtol=0, atol=0)
+    assert sorted(vars(task.net[0])) == sorted(vars(Wide().net[0]))
+    assert type(task.net[0]) is nn.Linear
+
+
+def test_of_two_engines_the_one_that_ends_last_makes_the_layers_ordinary() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    first, second = Engine("cpu", precision=EMULATED), Engine("cpu", precision=EMULATED)
+    first.prepare(model)
+    second.prepare(model[:])
+    first.teardown()
+    assert type(model[0]).__name__ == "Float8Linear"
+    second.teardown()
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_run_in_float8_goes_on_from_one_in_bfloat16(tmp_path: Path) -> None:
+    quiet(precision="bf16-mixed", max_epochs=1, run_dir=tmp_path, checkpoint=True).fit(Wide(), data())
+    trainer = quiet(precision=EMULATED, max_epochs=2, run_dir=tmp_path, checkpoint=True)
+    assert trainer.fit(Wide(), data(), resume="auto").progress.updates == 12
+
+
+def test_it_is_refused_without_hardware_unless_it_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StrategyError, match=r"Ada or Hopper; use 'bf16-mixed', or Float8\(emulate=True\)"):
+        quiet(precision="fp8")
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
+    assert as_precision("fp8").obstacle(cuda) == ""
+    rowwise = Float8(recipe="rowwise").obstacle(cuda)
+    assert "need compute capability 9.0, which NVIDIA L4 does not have" in rowwise
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert "need compute capability 8.9" in as_precision("fp8").obstacle(cuda)
+    assert "not on 'mps'" in EMULATED.obstacle(torch.device("mps"))
+    support = FSDP(FSDPConfig(tensor_parallel=2), world_size=2).supports(EMULATED)
+    assert "tensor_parallel" in support.reason
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"recipe": "rowise"}, r"unknown recipe 'rowise'\. Did you mean 'rowwise'"),
+        ({"leave_out": "body.*"}, r"leave_out='body\.\*' names no linear layer"),
+        ({"leave_out": ("*",)}, "no layer can compute in float8 under precision 'fp8': 'net.0' is left out"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        quiet(precision=Float8(emulate=True, **options), max_epochs=1).fit(Wide(), data())
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drivetrain.strategies.precision.float8.is_installed", lambda package: False)
+    with pytest.raises(MissingDependencyError, match=r"'drivetrain\[fp8\]'"):
+        quiet(precision="fp8")
+
+
+def test_other_precisions_do_not_load_the_package() -> None:
+    program = (
+        "import sys; from drivetrain import Trainer;"
+        " from drivetrain.strategies.precision.registry import PRECISIONS;"
+        " [PRECISIONS[name] for name in PRECISIONS]; print('torchao' in sys.modules)"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert printed.stdout.strip() == "False"
+
+
+def _same_as_alone(strategies: tuple[str, ...]) -> None:
+    from drivetrain.strategies import SingleDevice
+
+    alone = Wide()
+    quiet(strategy=SingleDevice("cpu"), devices=1, precision=EMULATED, max_epochs=2).fit(alone, data())
+    for strategy in strategies:
+        task = Wide()
+        quiet(strategy=strategy, devices=2, precision=EMULATED, max_epochs=2).fit(task, data(4))
+        assert task.kinds == ["Float8Linear", "Float8Linear", "Linear", "Linear"], strategy
+        assert type(task.net[0]) is nn.Linear
+        # Each process has the scales of its own part of the batch.
+        torch.testing.assert_close(task.state_dict(), alone.state_dict(), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+def test_strategies_of_several_processes_train_as_one() -> None:
+    run_distributed(_same_as_alone, ("ddp", "fsdp", "accelerate"), world_size=2)

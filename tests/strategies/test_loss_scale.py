@@ -1,0 +1,122 @@
+"""Float16 on several processes: rounding is all that differs, as long as no gradient overflows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from tests.support.tasks import FEATURES, Regression, quiet
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import LambdaCallback, OptimizerConfig, StrategyError, TaskModule
+from drivetrain.strategies.ddp import DDP
+from drivetrain.strategies.fsdp.strategy import FSDP
+from drivetrain.testing.distributed import run_distributed
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+
+RATE = 0.05  # of Regression
+ROUNDING = 2.0**-11  # of float16
+
+
+def data(size: float) -> TensorDataset:
+    """Six batches of 8 whose targets the task misses by about a tenth of `size`."""
+    generator = torch.Generator().manual_seed(5)
+    features = 0.25 * torch.randn(48, FEATURES, generator=generator)
+    with torch.no_grad():
+        missed = 0.1 * size * torch.randn(48, 1, generator=generator)
+        return TensorDataset(features, Regression()(features) + missed)
+
+
+def halved(kind: Any, batch_size: int, accumulation: int, size: float = 3.0) -> Any:
+    """The weights, and of each update whether it was made, and the scale after it."""
+    scales: list[tuple[bool, float]] = []
+
+    def note(run: Any) -> None:
+        scales.append((run.step.applied, run.engine.strategy.state_dict()["scaler"]["scale"]))
+
+    strategy = {} if kind is None else {"strategy": kind(world_size=2), "devices": 2}
+    options = {"max_epochs": 1, "precision": "16-mixed", "gradient_accumulation_steps": accumulation}
+    task = Regression()
+    loader = DataLoader(data(size), batch_size=batch_size)
+    quiet(callbacks=[LambdaCallback(on_step_end=note)], **options, **strategy).fit(task, loader)
+    return [*task.line.weight.flatten().tolist(), *task.line.bias.tolist()], scales
+
+
+def exact() -> tuple[Tensor, float]:
+    """The weights after six updates in float64, and how far those of float16 may be from them.
+
+    Products of float16 are added in float32. So a gradient 2 mean(r x) of residuals r = w x + b - y is off by
+    at most 3 roundings of |w| |x| + |b|: of the weights, the features and their product; and by 3 of |r|: of
+    the residual, the features and their product. A plain gradient step does not enlarge what is off already,
+    as the rate is small.
+    """
+    task, off = Regression(), 0.0
+    weights = torch.cat([task.line.weight.flatten(), task.line.bias]).detach().double()
+    for features, target in DataLoader(data(3.0), batch_size=8):
+        inputs = torch.cat([features, torch.ones(8, 1)], 1).double()
+        residuals = inputs @ weights - target.flatten()
+        of_outputs = inputs.abs() @ weights.abs()
+        terms = 2 * (of_outputs + residuals.abs())[:, None] * inputs.abs()
+        off += RATE * 3 * ROUNDING * float(terms.mean(0).norm())
+        weights = weights - RATE * 2 * (residuals[:, None] * inputs).mean(0)
+    return weights, off
+
+
+@pytest.mark.parametrize(
+    ("kind", "batch_size", "accumulation"),
+    [(None, 8, 1), (None, 4, 2), (None, 1, 8), (DDP, 4, 1), (DDP, 1, 4), (FSDP, 4, 1), (FSDP, 2, 2)],
+)
+def test_rounding_is_all_that_differs_however_a_batch_is_split(
+    kind: Any, batch_size: int, accumulation: int
+) -> None:
+    right, off = exact()
+    runs = [halved(None, batch_size, accumulation)]
+    if kind is not None:
+        runs = run_distributed(halved, kind, batch_size, accumulation)
+    for weights, scales in runs:
+        assert scales == [(True, 65536.0)] * 6
+        assert float((torch.tensor(weights).double() - right).norm()) <= off
+        assert weights == runs[0][0]
+
+
+@pytest.mark.parametrize("kind", [DDP, FSDP])
+@pytest.mark.parametrize(("size", "skipped"), [(8.0, 0), (32.0, 2)])
+def test_the_search_for_the_scale_takes_two_ranks_one_more_update(
+    kind: Any, size: float, skipped: int
+) -> None:
+    """A rank's share of the batch is half as large, and the gradients of its mean are twice as large."""
+    _, alone = halved(None, 8, 1, size)
+    assert sum(not applied for applied, _ in alone) == skipped
+    for _, scales in run_distributed(halved, kind, 4, 1, size):
+        assert sum(not applied for applied, _ in scales) == skipped + 1
+        assert scales[-1][1] == alone[-1][1] / 2
+
+
+class OneOverflows(TaskModule):
+    """Two optimizers, of which the second can make no update, whatever the loss scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.good, self.bad = nn.Linear(2, 1), nn.Linear(2, 1)
+
+    def training_step(self, batch: Tensor) -> Iterator[tuple[str, Tensor]]:
+        yield "good", self.good(batch).square().mean()
+        yield "bad", (self.bad(batch).sum() * 0).sqrt()  # of 0, where its gradient is infinite
+
+    def configure_optimizers(self) -> Any:
+        return {name: OptimizerConfig("sgd", lr=0.01) for name in ("good", "bad")}
+
+
+def test_an_optimizer_that_always_overflows_ends_the_run_before_others_stop_learning() -> None:
+    moved: list[Tensor] = []
+    note = LambdaCallback(on_step_end=lambda run: moved.append(run.task.good.weight.detach().clone()))
+    batches = list(torch.randn(60, 4, 2, generator=torch.Generator().manual_seed(0)))
+    with pytest.raises(StrategyError, match="optimizer 'bad': gradients overflow even at the smallest"):
+        quiet(max_epochs=1, precision="16-mixed", callbacks=[note]).fit(OneOverflows(), batches)
+    assert len(moved) > 20
+    assert all(not torch.equal(one, after) for one, after in pairwise(moved[-15:]))

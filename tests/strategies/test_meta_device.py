@@ -1,0 +1,167 @@
+"""A model made on the meta device: the values of the constructor, part by part."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from tests.support.tasks import quiet
+from torch import Tensor, nn
+
+from drivetrain import FSDPConfig, StrategyError, TaskModule
+from drivetrain.strategies.fsdp.strategy import FSDP
+from drivetrain.strategies.meta_device import Materialization, on_meta
+from drivetrain.testing.distributed import run_distributed
+
+gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm = nn.LayerNorm(8)
+        self.line = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.line(self.attention(y, y, y, need_weights=False)[0])
+
+
+class Small(TaskModule):
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.last = nn.Linear(16, 1)
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.blocks[0].requires_grad_(False)
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        x = self.embedding(batch)
+        for block in self.blocks:
+            x = block(x)
+        loss: Tensor = self.last(self.head(self.norm(x.flatten(0, 1)))).square().mean()
+        return loss
+
+    def parallel_plan(self) -> Mapping[str, Any]:
+        from torch.distributed.tensor import Replicate
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        return {
+            "blocks.*.line": ColwiseParallel(output_layouts=Replicate()),
+            "embedding": ColwiseParallel(output_layouts=Replicate()),
+            "head": RowwiseParallel(input_layouts=Replicate()),
+        }
+
+
+class Rescaled(Small):
+    """Changes what it contains when it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.02)
+
+
+def make(kind: type[TaskModule], device: str) -> TaskModule:
+    torch.manual_seed(4 + int(os.environ.get("RANK", "0")))
+    with torch.device(device):
+        return kind()
+
+
+def whole(task: nn.Module) -> dict[str, Tensor]:
+    state: dict[str, Any] = task.state_dict()
+    return {name: getattr(each, "full_tensor", lambda each=each: each)() for name, each in state.items()}
+
+
+def trained(kind: type[TaskModule], config: FSDPConfig, precision: str) -> str:
+    """What differs after two updates between a task from the meta device and the same from the CPU."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    states = []
+    for device in ("meta", "cpu"):
+        task = make(kind, device)
+        strategy = FSDP(config, world_size=world_size)
+        data = [torch.arange(8).reshape(2, 4)] * (2 * world_size)
+        quiet(max_steps=2, strategy=strategy, devices=world_size, precision=precision).fit(task, data)
+        assert not on_meta(task)
+        states.append(whole(task))
+    meta, plain = states
+    assert list(meta) == list(plain)
+    return ", ".join(name for name in meta if not torch.equal(meta[name], plain[name]))
+
+
+@gloo
+@pytest.mark.parametrize(
+    ("kind", "options", "precision"),
+    [
+        (Small, {}, "32"),
+        (Small, {"wrap": ("Linear", "Block")}, "bf16-true"),
+        (Small, {"cpu_offload": True, "activation_checkpointing": "full"}, "bf16-mixed"),
+        (Rescaled, {"sharding": "shard_grad_op"}, "32"),
+        (Rescaled, {"wrap": 60}, "bf16-true"),
+        (Small, {"tensor_parallel": 2}, "32"),
+        (Rescaled, {"tensor_parallel": 2, "activation_checkpointing": "selective"}, "bf16-mixed"),
+        (Small, {"ignored": ("blocks.1", "*.bias", "head")}, "32"),
+        (Rescaled, {"ignored": ("last",), "tensor_parallel": 2}, "bf16-true"),
+    ],
+)
+def test_a_task_from_the_meta_device_trains_as_one_from_the_cpu(
+    kind: type[TaskModule], options: dict[str, Any], precision: str
+) -> None:
+    assert run_distributed(trained, kind, FSDPConfig(**options), precision) == ["", ""]
+
+
+def materialize(task: nn.Module, parts: list[nn.Module], hand_on: Any) -> None:
+    Materialization(task).run(parts, torch.device("cpu"), 1, hand_on)
+
+
+@pytest.mark.parametrize("kind", [Small, Rescaled])
+def test_the_values_are_those_of_the_constructor(kind: type[TaskModule]) -> None:
+    expected = make(kind, "cpu")
+    task = make(kind, "meta")
+    materialize(task, list(task.blocks), lambda part: None)  # type: ignore[arg-type]
+    torch.testing.assert_close(whole(task), whole(expected), rtol=0, atol=0)
+    assert task.head.weight is task.embedding.weight
+    for (name, mine), (_, theirs) in zip(task.named_parameters(), expected.named_parameters(), strict=True):
+        assert mine.requires_grad == theirs.requires_grad, name
+
+
+def test_a_process_holds_one_whole_part_at_a_time() -> None:
+    task = make(Small, "meta")
+    handed: list[weakref.ref[nn.Parameter]] = []
+
+    def hand_on(part: nn.Module) -> None:
+        assert not on_meta(part)
+        assert [each for each in handed if each() is not None] == []
+        for module in part.modules():
+            for name, each in list(module.named_parameters(recurse=False)):
+                handed.append(weakref.ref(each))
+                setattr(module, name, nn.Parameter(each.detach()[:1].clone()))
+        last = task.blocks[-1]  # type: ignore[index]
+        assert part is last or on_meta(last)
+
+    materialize(task, list(task.blocks), hand_on)  # type: ignore[arg-type]
+    assert len(handed) == sum(1 for _ in task.blocks.parameters())  # type: ignore[union-attr]
+
+
+class Rotary(TaskModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.register_buffer("angles", torch.arange(4.0))
+
+
+def test_a_module_that_cannot_make_its_values_is_named() -> None:
+    with pytest.raises(StrategyError, match=r"'inner' \(Module\) cannot initialise angles.*reset_par"):
+        materialize(make(Rotary, "meta"), [], lambda part: None)

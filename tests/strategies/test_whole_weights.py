@@ -1,0 +1,136 @@
+"""Callbacks that read and change weights: the same under every strategy, however it divides them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.tasks import quiet
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Callback, DeepSpeedConfig, FSDPConfig, TaskModule
+from drivetrain.core.registry import is_installed
+from drivetrain.testing.distributed import run_distributed
+
+ROOT = Path(__file__).resolve().parents[2]
+FEATURES = torch.randn(36, 4, generator=torch.Generator().manual_seed(1))
+DATA = TensorDataset(FEATURES, FEATURES.sum(1, keepdim=True) + 1)
+
+ZERO3 = DeepSpeedConfig(
+    stage=3, config={"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+)
+"""In which small parameters are divided, too."""
+
+DIVIDING = [
+    pytest.param(FSDPConfig(wrap=("Linear",)), id="fsdp"),
+    pytest.param(
+        ZERO3,
+        id="zero3",
+        marks=pytest.mark.skipif(not is_installed("deepspeed"), reason="needs deepspeed"),
+    ),
+]
+
+
+class Curve(TaskModule):
+    """A task whose loss looks at a parameter that may be divided again by then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+        self.scale = nn.Parameter(torch.ones(1))  # of no block, so that it stays gathered after a forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) * self.scale
+
+    def loss(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+        norm = self.net[0].weight.detach().norm()
+        return {"loss": F.mse_loss(outputs, batch[1]), "norm": norm}
+
+
+def example(page: str, name: str) -> type[Callback]:
+    """A callback of a page's, with the lines of its block that stand before a Trainer is made."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    (block,) = [each for each in re.findall(r"```python\n(.*?)```", text, re.S) if f"class {name}(" in each]
+    namespace: dict[str, Any] = {"__name__": "page"}
+    exec(compile(block.partition("\ntrainer = ")[0], page, "exec", dont_inherit=True), namespace)
+    kind: type[Callback] = namespace[name]
+    return kind
+
+
+class Noted(Callback):
+    """Everything that is logged, in order; one value of its own is computed from what this process has."""
+
+    def __init__(self) -> None:
+        self.values: list[tuple[str, float]] = []
+
+    def on_log(self, run: Any) -> None:
+        weight = run.full_tensor(run.task.net[0].weight)
+        assert weight.shape == (8, 4)
+        assert run.full_tensor(weight) is weight
+        sharded = hasattr(run.task.net[0].weight, "full_tensor")
+        run.log("own", (run.task.net[0].weight if sharded else weight).norm())
+        self.values += run.logged.items()
+
+
+EXAMPLES: dict[str, Callable[[], Any]] = {
+    "WeightNorm": lambda: example("README.md", "WeightNorm")(),
+    "Averages": lambda: example("docs/how-to/callbacks.md", "Averages")(0.8),  # type: ignore[call-arg]
+}
+
+Found = tuple[list[tuple[str, float]], list[Tensor]]
+"""What was logged, and the weights at the end."""
+
+
+def fitted(strategy: Any, size: int, callback: Callback, **options: Any) -> Found:
+    """What a fit on a number of processes gives."""
+    noted, task = Noted(), Curve()
+    settings = {"max_epochs": 2, "log_every": "2 steps", "devices": size, **options}
+    trainer = quiet(strategy=strategy, callbacks=[callback, noted], **settings)
+    resume = "auto" if options.get("run_dir") else None
+    trainer.fit(task, DataLoader(DATA, batch_size=8 // size), DataLoader(DATA, batch_size=5), resume=resume)
+    return noted.values, [each.detach() for each in task.parameters()]
+
+
+def assert_alike(found: Found, expected: Found) -> None:
+    names, weights = [name for name, _ in expected[0]], expected[1]
+    assert [name for name, _ in found[0]] == names
+    for (name, value), (_, other) in zip(found[0], expected[0], strict=True):
+        assert value == pytest.approx(other, rel=1e-4), name
+    torch.testing.assert_close(found[1], weights, rtol=1e-4, atol=1e-5)
+
+
+def by_one_process() -> dict[str, Found]:
+    """What each example gives in one process."""
+    found = {name: fitted("cpu", 1, made()) for name, made in EXAMPLES.items()}
+    last = [dict(values)["validation/loss"] for values, _ in found.values()]
+    assert last[0] != pytest.approx(last[1], rel=1e-2), "the average makes no difference to look for"
+    return found
+
+
+def _alike(strategy: Any, directory: Path, expected: dict[str, Found]) -> None:
+    norm, averages = EXAMPLES.values()
+    plain, whole = fitted(strategy, 2, norm()), fitted(strategy, 2, averages())
+    assert_alike(plain, expected["WeightNorm"])
+    assert_alike(whole, expected["Averages"])
+    for mine, other in zip(whole[1], plain[1], strict=True):
+        assert torch.equal(mine, other), "evaluating with the average has changed the weights"
+    kept = {"run_dir": directory, "checkpoint": True}
+    fitted(strategy, 2, averages(), max_epochs=1, **kept)
+    resumed = fitted(strategy, 2, averages(), **kept)
+    losses = [dict(each[0])["validation/loss"] for each in (resumed, whole)]
+    assert losses[0] == losses[1], "the average is not resumed"
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+@pytest.mark.parametrize("strategy", DIVIDING)
+def test_callbacks_that_read_and_change_weights_are_the_same_where_they_are_divided(
+    strategy: Any, tmp_path: Path
+) -> None:
+    run_distributed(_alike, strategy, tmp_path, by_one_process(), world_size=2, timeout=120)

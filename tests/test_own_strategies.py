@@ -1,0 +1,153 @@
+"""The strategies that the pages show, each in a file of examples/, under the conformance suite."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # here and not in each of the processes, which are copies of this one
+import torchmetrics  # noqa: F401  for the same reason
+
+from drivetrain import ConfigError, Trainer
+from drivetrain.cli.main import main
+from drivetrain.core.registry import Registry
+from drivetrain.strategies import STRATEGIES, SingleDevice
+from drivetrain.strategies.ddp import DDP
+from drivetrain.testing import check_resume, check_strategy
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
+    """Put an example on the path with the metadata that pip would write; return its module."""
+    made: list[str] = []
+
+    def install(name: str) -> Any:
+        project = EXAMPLES / name / "pyproject.toml"
+        rows = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["entry-points"]
+        metadata = tmp_path / f"{name}-1.0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        text = [
+            f"[{group}]\n" + "\n".join(f"{k} = {v}" for k, v in each.items()) for group, each in rows.items()
+        ]
+        (metadata / "entry_points.txt").write_text("\n".join(text))
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.syspath_prepend(EXAMPLES / name)
+        fresh: Registry[Any] = Registry("strategy", dict(STRATEGIES._rows))
+        monkeypatch.setattr(STRATEGIES, "_rows", fresh._rows)
+        monkeypatch.setattr(STRATEGIES, "_discovered", False)
+        made.append(name)
+        return import_module(name)
+
+    yield install
+    for name in made:
+        sys.modules.pop(name, None)
+
+
+Install = Callable[[str], Any]
+
+
+def shown(page: str, file: str) -> str:
+    """The block of a page that is written to `file`."""
+    text = (ROOT / "docs" / "how-to" / f"{page}.md").read_text(encoding="utf-8")
+    match = re.search(rf"(?s)```python\n# file: {re.escape(file)}\n(.*?)```", text)
+    assert match, f"{page}.md has no block for {file}"
+    return match[1]
+
+
+@pytest.mark.parametrize(
+    ("page", "name", "lines"),
+    [("write-a-strategy", "all_reduce", 150), ("write-an-inexact-strategy", "local_sgd", 200)],
+)
+def test_the_page_shows_the_whole_file(page: str, name: str, lines: int) -> None:
+    source = (EXAMPLES / name / f"{name}.py").read_text(encoding="utf-8")
+    assert shown(page, f"{name}.py") == source
+    assert len(source.splitlines()) < lines
+
+
+def test_all_reduce_is_found_by_its_entry_point(
+    installed: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = installed("all_reduce")
+    for spec in ("all_reduce", module.AllReduceConfig(timeout=60)):
+        strategy = Trainer(max_epochs=1, strategy=spec, devices=2).select_strategy()
+        assert isinstance(strategy, module.AllReduce)
+        assert strategy.world_size == 2
+    assert main(["strategies"]) == 0
+    assert "all_reduce" in capsys.readouterr().out
+
+
+def test_all_reduce_refuses_options_of_no_use(installed: Install) -> None:
+    with pytest.raises(ConfigError, match=r"AllReduceConfig\(timeout=...\) must be a positive number"):
+        installed("all_reduce").AllReduceConfig(timeout=-1)
+
+
+SMALL = ["same_as_the_big_batch", "frozen_and_tied", "generator_steps", "resume_is_bitwise"]
+
+
+def test_all_reduce_computes_the_big_batch_and_resumes(installed: Install) -> None:
+    module = installed("all_reduce")
+    check_strategy(lambda world_size: module.AllReduce(world_size=world_size), checks=SMALL)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["32", "bf16-mixed"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_all_reduce_conforms(installed: Install, world_size: int, precision: str) -> None:
+    module = installed("all_reduce")
+    check_strategy(
+        lambda world_size: module.AllReduce(world_size=world_size),
+        world_size,
+        precision=precision,
+        tolerance=1e-6 if precision == "32" else 0.005,
+    )
+
+
+@pytest.mark.full
+def test_all_reduce_resumes_what_others_saved_and_they_what_it_saved(installed: Install) -> None:
+    module = installed("all_reduce")
+    makers = {
+        "single": lambda world_size: SingleDevice("cpu"),
+        "ddp": lambda world_size: DDP(world_size=world_size),
+        "all_reduce": lambda world_size: module.AllReduce(world_size=world_size),
+    }
+    assert check_resume(makers, world_sizes=(1, 2)) == 25
+
+
+def test_local_sgd_resumes_bitwise_and_says_why_it_is_not_compared(
+    installed: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = installed("local_sgd")
+    check_strategy(
+        lambda world_size: module.LocalSGD(module.LocalSGDConfig(period=4), world_size=world_size),
+        checks=["checkpoints_have_plain_names", "resume_is_bitwise"],
+    )
+    assert "'local_sgd' is not compared with one process: each process" in capsys.readouterr().out
+
+
+def test_the_suite_finds_that_local_sgd_differs_if_it_does_not_say_so(installed: Install) -> None:
+    class Silent(installed("local_sgd").LocalSGD):  # type: ignore[misc]
+        inexact = ""
+
+    with pytest.raises(RuntimeError, match=r"the weights .* are not close"):
+        check_strategy(lambda world_size: Silent(world_size=world_size), checks=["same_as_the_big_batch"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_local_sgd_conforms_but_for_what_it_declares(installed: Install, world_size: int) -> None:
+    module = installed("local_sgd")
+    config = module.LocalSGDConfig(period=4)
+    check_strategy(lambda world_size: module.LocalSGD(config, world_size=world_size), world_size)

@@ -1,0 +1,236 @@
+"""The conformance suite: what passes it, and that it finds what is wrong; see also test_precision_matrix."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # here and not in each of the processes, which are copies of this one
+import torch.distributed.fsdp
+import torchmetrics  # noqa: F401  for the same reason
+
+from drivetrain import ConfigError, DDPConfig
+from drivetrain.distributed.ranks import ALONE, Ranks
+from drivetrain.strategies import Strategy
+from drivetrain.strategies.ddp import DDP
+from drivetrain.strategies.fsdp.strategy import FSDP
+from drivetrain.testing.strategies.check import CHECKS, check_strategy
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+
+
+def ddp(world_size: int) -> Strategy:
+    return DDP(world_size=world_size)
+
+
+def fsdp(world_size: int) -> Strategy:
+    return FSDP(world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    "world_size", [2, *(pytest.param(each, marks=pytest.mark.full) for each in (1, 3, 4))]
+)
+def test_ddp_conforms(world_size: int) -> None:
+    check_strategy(ddp, world_size)
+
+
+UNEVEN = [
+    "same_as_the_big_batch",
+    "frozen_and_tied",
+    "evaluation_counts_each_sample_once",
+    "resume_is_bitwise",
+]
+
+
+def test_fsdp_trains_and_resumes_on_a_number_of_processes_that_divides_nothing() -> None:
+    check_strategy(fsdp, 3, checks=UNEVEN)
+
+
+@pytest.mark.full
+def test_fsdp_conforms_on_a_number_of_processes_that_divides_nothing() -> None:
+    check_strategy(fsdp, 3, checks=[name for name in CHECKS if name not in UNEVEN])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        DDPConfig(find_unused_parameters=True),
+        DDPConfig(static_graph=True, gradient_as_bucket_view=False, bucket_mb=0.0001),
+        DDPConfig(communication="fp16"),
+    ],
+    ids=["find_unused_parameters", "static_graph", "fp16"],
+)
+def test_the_options_of_ddp_conform(config: DDPConfig) -> None:
+    tolerance = 1e-6 if config.communication is None else 2e-3
+    check_strategy(
+        lambda world_size: DDP(config, world_size=world_size),
+        checks=["same_as_the_big_batch"],
+        tolerance=tolerance,
+    )
+
+
+class Summing(DDP):
+    """Forgets that the shares are of all ranks' weight."""
+
+    def backward(self, loss: Any, share: Any = None, inputs: Any = None) -> None:
+        super().backward(loss, None, inputs)
+
+
+class Deaf(DDP):
+    """Never exchanges a gradient."""
+
+    def microbatch(self, model: Any, last: bool) -> None:
+        super().microbatch(model, False)
+
+    def synchronize(self, parameters: Any) -> None:
+        pass
+
+
+class Exaggerating(DDP):
+    """Tells of a norm that is too large by a thousandth."""
+
+    def clip_grad_norm(self, parameters: Any, max_norm: float) -> Any:
+        return super().clip_grad_norm(parameters, max_norm) * 1.001
+
+
+class Mute(DDP):
+    """Clips, and tells of no norm."""
+
+    def clip_grad_norm(self, parameters: Any, max_norm: float) -> Any:
+        super().clip_grad_norm(parameters, max_norm)
+
+
+class Stubborn(DDP):
+    """Leaves each process the values that it has made."""
+
+    def prepare(self, module: Any, make_optimizers: Any, precision: Any) -> Any:
+        own = [each.detach().clone() for each in module.parameters()]
+        prepared = super().prepare(module, make_optimizers, precision)
+        with torch.no_grad():
+            for each, value in zip(module.parameters(), own, strict=True):
+                each.copy_(value)
+        return prepared
+
+
+class Unweighted(FSDP):
+    """Takes every micro-batch for as much of the window as every other."""
+
+    def backward(self, loss: Any, share: Any = None, inputs: Any = None) -> None:
+        super().backward(loss, None, inputs)
+
+
+class Thawing(DDP):
+    """Trains what is frozen."""
+
+    def prepare(self, module: Any, make_optimizers: Any, precision: Any) -> Any:
+        module.requires_grad_(True)
+        return super().prepare(module, make_optimizers, precision)
+
+
+class Untying(DDP):
+    """Gives each module a weight of its own."""
+
+    def prepare(self, module: Any, make_optimizers: Any, precision: Any) -> Any:
+        module.task.head.weight = torch.nn.Parameter(module.task.head.weight.detach().clone())
+        return super().prepare(module, make_optimizers, precision)
+
+
+class Parroting(DDP):
+    """Draws the same on every rank, at every update."""
+
+    def microbatch(self, model: Any, last: bool) -> None:
+        torch.manual_seed(0)
+        super().microbatch(model, last)
+
+
+class Rereading(DDP):
+    """Reads the first share of the data on every rank."""
+
+    @property
+    def data_rank(self) -> int:
+        return 0
+
+
+class Isolated(DDP):
+    """Does not say who the other processes are."""
+
+    def setup(self) -> None:
+        super().setup()
+        self.ranks = ALONE
+
+
+class OwnNumbers(Ranks):
+    """Takes what one process has for what all have, where it is a single number."""
+
+    def total(self, numbers: Any) -> list[float]:
+        return list(numbers) if len(numbers) == 1 else super().total(numbers)
+
+
+class OwnClock(DDP):
+    """Each process has a clock of its own."""
+
+    def setup(self) -> None:
+        super().setup()
+        self.ranks = OwnNumbers(self.ranks.rank, self.ranks.size, self.ranks.group)
+
+
+class Wrapping(DDP):
+    """Puts a wrapper inside of the task, where its name is seen."""
+
+    def prepare(self, module: Any, make_optimizers: Any, precision: Any) -> Any:
+        module.task.head = torch.nn.Sequential(module.task.head)
+        return super().prepare(module, make_optimizers, precision)
+
+
+class Drifting(DDP):
+    """Has a state that no checkpoint knows."""
+
+    steps = 0
+
+    def optimizer_step(self, optimizer: Any) -> bool:
+        self.steps += 1
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.add_(1e-4 * self.steps)
+        return super().optimizer_step(optimizer)
+
+
+FAULTS: list[tuple[type[DDP | FSDP], str, str]] = [
+    (Summing, "same_as_the_big_batch", "the weights .* on rank"),
+    (Deaf, "same_as_the_big_batch", "the weights .* on rank"),
+    (Exaggerating, "same_as_the_big_batch", "the gradient's norm .* on rank"),
+    (Mute, "same_as_the_big_batch", "clip_grad_norm gave None"),
+    (Stubborn, "all_begin_with_the_weights_of_rank_0", "the weights on rank"),
+    (Unweighted, "a_process_may_begin_with_padding", ""),
+    (Thawing, "frozen_and_tied", "the weights .*frozen.* on rank"),
+    (Untying, "frozen_and_tied", "the weights .*tied.* on rank"),
+    (Deaf, "generator_steps", "the weights .* on rank"),
+    (Parroting, "each_rank_draws_for_itself", "with dropout.* on rank"),
+    (Rereading, "evaluation_counts_each_sample_once", "sum of 1-by-1 on rank"),
+    (Isolated, "all_ranks_see_the_same", "the logged values: rank 0 has"),
+    (Isolated, "callbacks_decide_the_same", "(the values that decide in on_|is in use by another job)"),
+    (OwnClock, "all_ranks_have_one_clock", "the values that decide in on_save"),
+    (Isolated, "one_rank_can_stop_all", "the values that decide in on_"),
+    (Wrapping, "checkpoints_have_plain_names", "stored as .*'head.0.weight'"),
+    (Drifting, "resume_is_bitwise", "norms differ in a resume after update 1 on rank"),
+    (Drifting, "resume_on_another_number_of_processes", "the weights after a resume to several processes"),
+]
+
+
+@pytest.mark.parametrize(
+    ("broken", "check", "found"), FAULTS, ids=[f"{kind.__name__}-{check}" for kind, check, _ in FAULTS]
+)
+def test_a_strategy_that_is_wrong_is_told_what_differs(
+    broken: type[DDP | FSDP], check: str, found: str
+) -> None:
+    with pytest.raises(RuntimeError, match=f"(?s){found}.*in the check '{check}'"):
+        check_strategy(lambda world_size: broken(world_size=world_size), checks=[check])
+
+
+def test_every_check_has_found_a_fault() -> None:
+    assert {check for _, check, _ in FAULTS} == set(CHECKS)
+
+
+def test_a_check_that_does_not_exist_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"no check 'same_as_a_big_batch'\. Did you mean 'same_as_the_big"):
+        check_strategy(ddp, checks=["same_as_a_big_batch"])

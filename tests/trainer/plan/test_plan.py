@@ -1,0 +1,403 @@
+"""The plan says what a fit then does, and does nothing itself."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from tests.support.tasks import Regression, quiet
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from drivetrain import (
+    CheckpointConfig,
+    EarlyStopping,
+    OptimizerConfig,
+    ParameterGroup,
+    TaskModule,
+    Trainer,
+    already_split,
+)
+from drivetrain.core.errors import ConfigError, DataError
+
+
+class Classifier(TaskModule):
+    def __init__(self, optimizer=None, hidden=8, norm=False):
+        super().__init__()
+        layers = [nn.Linear(4, hidden), nn.BatchNorm1d(hidden) if norm else nn.Dropout(0.1)]
+        self.net = nn.Sequential(*layers, nn.ReLU(), nn.Linear(hidden, 3))
+        self.optimizer = optimizer or OptimizerConfig("adamw", lr=0.01)
+
+    def forward(self, features):
+        return self.net(features)
+
+    def loss(self, outputs, batch):
+        return F.cross_entropy(outputs, batch[1])
+
+    def configure_optimizers(self):
+        return self.optimizer
+
+
+class Unreadable(Dataset):
+    """Has a length and no samples that can be had."""
+
+    def __init__(self, size, batch_size):
+        self.size = size
+        self.batch_size = batch_size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        raise AssertionError("a plan must fetch no sample")
+
+
+class Recorder:
+    """What a real run did, by update."""
+
+    def __init__(self):
+        self.rates, self.samples, self.validated, self.logged, self.saved = [], [], [], [], []
+
+    def on_step_start(self, run):
+        self.rates.append(run.learning_rates())
+        self.samples.append([each.samples for each in run.window.micro_batches])
+
+    def on_evaluation_end(self, run):
+        self.validated.append(run.progress.updates)
+
+    def on_log(self, run):
+        if "train/loss" in run.logged:
+            self.logged.append(run.progress.updates)
+
+    def on_checkpoint_saved(self, run):
+        self.saved.append(run.progress.updates)
+
+    def on_fit_end(self, run):
+        self.state = [
+            value
+            for updater in run.engine.updaters.values()
+            for state in updater.optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        ]
+        self.parameters = list(run.task.parameters())
+
+
+def samples(count=22, batch_size=4, **options):
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(count, 4, generator=generator)
+    return DataLoader(
+        TensorDataset(features, torch.arange(count) % 3), batch_size=batch_size, shuffle=True, **options
+    )
+
+
+def trainer(**options):
+    quiet = {"progress_bar": False, "loggers": (), "checkpoint": False, "strategy": "cpu"}
+    return Trainer(**{**quiet, **options})
+
+
+def plan(data=None, validation=None, task=None, **options):
+    return trainer(**options).plan(
+        task or Classifier(), samples() if data is None else data, validation_data=validation
+    )
+
+
+def matches(firings, updates):
+    return (firings.times, firings.first, firings.last) == (
+        len(updates),
+        updates[0] if updates else None,
+        updates[-1] if updates else None,
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_epochs": 3},
+        {"max_steps": 7},
+        {"max_epochs": 3, "gradient_accumulation_steps": 4},
+        {"max_epochs": 3, "limit_train_batches": 5, "gradient_accumulation_steps": 2},
+        {"max_epochs": 4, "validate_every": "2 epochs", "log_every": "3 steps"},
+        {"max_epochs": 3, "validate_every": "0.5 epochs", "log_every": "1 epoch"},
+        {"max_epochs": 2, "validate_every": "10 samples", "log_every": 2},
+        {"max_epochs": 2, "validate_every": None, "log_every": None},
+    ],
+)
+@pytest.mark.parametrize("save_every", ["0.5 epochs", "16 samples", None])
+def test_a_fit_does_what_its_plan_said(tmp_path, options, save_every):
+    recorder = Recorder()
+    policy = CheckpointConfig(every=save_every, keep_last=1, best=0)
+    runner = trainer(**options, callbacks=[recorder], checkpoint=policy, run_dir=tmp_path)
+    config = OptimizerConfig("adamw", lr=0.01, schedule="cosine", warmup_steps=2)
+    found = runner.plan(Classifier(config), samples(), samples(5))
+    result = runner.fit(Classifier(config), samples(), samples(5))
+    assert found.updates == result.progress.updates
+    sizes = recorder.samples[: found.updates_per_epoch]
+    assert found.samples_per_update == max(map(sum, sizes))
+    if result.progress.epoch:
+        assert found.last_window == (len(sizes[-1]), sum(sizes[-1]))
+    rates = [each["lr"] for each in recorder.rates]
+    assert found.rates["lr"].start == rates[0]
+    assert found.rates["lr"].end == rates[-1]
+    assert found.rates["lr"].peak == max(rates)
+    assert found.rates["lr"].peak_update == rates.index(max(rates))
+    assert matches(found.validation, recorder.validated)
+    assert matches(found.saving, recorder.saved)
+    # What is left over at the end is logged once more.
+    assert matches(
+        found.logging, [u for u in recorder.logged if u != found.updates or found.logging.last == u]
+    )
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "adafactor", "muon", "adagrad", "rmsprop"])
+@pytest.mark.parametrize("precision", ["32", "bf16-true", "64"])
+def test_memory_is_that_of_a_run(name, precision):
+    recorder = Recorder()
+    runner = trainer(max_steps=1, precision=precision, callbacks=[recorder])
+    found = runner.plan(Classifier(OptimizerConfig(name, lr=0.01)), samples())
+    runner.fit(Classifier(OptimizerConfig(name, lr=0.01)), samples())
+    held = sum(each.numel() * each.element_size() for each in recorder.parameters)
+    assert found.memory["parameters"] == found.memory["gradients"] == held
+    assert found.memory["optimizer"] == sum(each.numel() * each.element_size() for each in recorder.state)
+
+
+def test_fused_kernels_and_frozen_parameters_do_not_disturb_the_count():
+    task = Classifier(OptimizerConfig("adamw", lr=0.01, fused=True))
+    task.net[0].requires_grad_(False)
+    found = plan(task=task, max_steps=2)
+    assert (found.parameters, found.trainable) == (67, 27)
+    assert found.memory == {"parameters": 268, "gradients": 108, "optimizer": 2 * 108 + 2 * 4}
+
+
+def test_what_only_works_on_real_parameters_has_unknown_state_and_known_rates():
+    class FromWeights(Classifier):
+        def configure_optimizers(self):
+            rate = 0.1 * float(self.net[0].weight.detach().abs().max() > 0)
+            return OptimizerConfig("adam", lr=rate)
+
+    found = plan(task=FromWeights(), max_steps=2)
+    assert found.rates["lr"].peak == 0.1
+    assert found.memory["optimizer"] is None
+    assert "unknown" in str(found)
+
+
+def test_nothing_is_fetched_changed_or_written(tmp_path, monkeypatch, capsys):
+    class Random(Classifier):
+        def configure_optimizers(self):
+            draws = torch.rand(1), random.random(), np.random.rand()  # as a user's factory may
+            return OptimizerConfig("adamw", lr=0.01 if draws else 1.0)
+
+    monkeypatch.chdir(tmp_path)
+    task = Random()
+    task.net[1].eval()
+    weights = {name: value.clone() for name, value in task.state_dict().items()}
+    torch.manual_seed(7)
+    random.seed(7)
+    np.random.seed(7)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    found = Trainer(max_epochs=2, precision="64").plan(task, Unreadable(100, 8), Unreadable(10, 8))
+    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]
+    assert all(torch.equal(value, weights[name]) for name, value in task.state_dict().items())
+    assert all(each.dtype == torch.float32 and each.grad is None for each in task.parameters())
+    assert [name for name, each in task.named_modules() if not each.training] == ["net.1"]
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().out == f"{found}\n"
+
+
+def test_a_plan_is_readable_and_json():
+    found = plan(
+        Unreadable(1437, 32), Unreadable(360, 32), max_epochs=3, checkpoint=True, run_dir="never-made"
+    )
+    text = str(found)
+    assert "135 in all, 45 per epoch" in text
+    assert "1 batch(es), 29 samples" in text
+    assert "1 epoch: 3 times, after updates 45 to 135" in text
+    assert "268 bytes" in text
+    stored = json.loads(json.dumps(found.to_json()))
+    assert stored["last_window"] == [1, 29]
+    assert stored["rates"]["lr"] == {"start": 0.01, "peak": 0.01, "peak_update": 0, "end": 0.01}
+    assert stored["validation"] == {"every": "1 epoch", "times": 3, "first": 45, "last": 135}
+
+
+def test_the_peak_of_a_long_run_is_exact():
+    for schedule in ("linear", "cosine_with_restarts", "warmup_stable_decay", "inverse_sqrt"):
+        config = OptimizerConfig("sgd", lr=1.0, schedule=schedule, warmup_steps=12_345)
+        rate = plan(task=Classifier(config), max_steps=300_000).rates["lr"]
+        assert (rate.peak, rate.peak_update) == (1.0, 12_345)
+    ratio = OptimizerConfig("sgd", lr=1.0, schedule="linear", warmup_ratio=0.123457)
+    rate = plan(task=Classifier(ratio), max_steps=300_000).rates["lr"]
+    assert (rate.peak, rate.peak_update) == (1.0, 37_038)
+
+
+def test_rates_come_by_group_and_from_torch_schedulers():
+    groups = OptimizerConfig(
+        "sgd", lr=0.1, schedule="linear", groups=[ParameterGroup("net.0.*", lr_scale=0.1)]
+    )
+    rates = plan(task=Classifier(groups), max_steps=10).rates
+    assert sorted(rate.start for rate in rates.values()) == pytest.approx([0.01, 0.1])
+    assert sorted(rate.end for rate in rates.values()) == pytest.approx([0.001, 0.01])
+
+    def factory(parameters):
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+
+    rate = plan(task=Classifier(factory), max_steps=10).rates["lr"]
+    assert (rate.start, rate.peak, rate.end) == (0.1, None, None)
+
+
+def test_what_depends_on_a_metric_or_the_clock_is_not_known():
+    task = Classifier(OptimizerConfig("sgd", lr=0.1, schedule="reduce_on_plateau"))
+    found = plan(task=task, validation=samples(5), max_time="1 minute", validate_every="10 minutes")
+    assert found.updates is None
+    assert found.updates_per_epoch == 6
+    assert "max_time" in found.unknown
+    assert found.rates["lr"].end is None
+    assert found.validation.times is None
+    assert found.warnings == ()
+
+
+def test_data_without_a_length_leaves_only_the_steps():
+    class Stream:
+        def __iter__(self):
+            raise AssertionError("a plan must not draw from the data")
+
+    found = plan(Stream(), max_steps=10, validation=samples(5), validate_every=4)
+    assert (found.updates, found.updates_per_epoch, found.last_window) == (10, None, (None, None))
+    assert (found.validation.times, found.validation.last) == (2, 8)
+    assert "no length" in found.unknown
+    unknown = plan(Stream(), max_epochs=2, validation=samples(5))
+    assert unknown.updates is None
+    assert unknown.validation.times is None
+
+
+def test_an_interval_of_fewer_samples_than_an_update_has_is_not_counted():
+    found = plan(max_epochs=2, validation=samples(5), validate_every="3 samples")
+    assert found.validation.times is None
+    assert "3 samples; how often is not known" in str(found)
+
+
+@pytest.mark.parametrize(("sizes", "full", "last"), [((5, 5, 1), 10, 1), ((2, 5, 1), None, None)])
+def test_ready_batches_are_counted_where_all_but_the_last_are_equal(sizes, full, last):
+    batches = [(torch.zeros(size, 4), torch.zeros(size, dtype=torch.long)) for size in sizes]
+    found = plan(batches, max_epochs=1, gradient_accumulation_steps=2)
+    assert (found.samples_per_update, found.last_window) == (full, (1, last))
+
+
+def test_a_wrong_configuration_is_refused_as_in_a_fit():
+    with pytest.raises(ConfigError, match="how long to train"):
+        plan()
+    with pytest.raises(DataError, match="without a batch size"):
+        plan(Unreadable(10, None), max_epochs=1)
+    with pytest.raises(DataError, match="empty"):
+        plan(validation=Unreadable(0, 4), max_epochs=1)
+    with pytest.raises(ConfigError, match="must know the number of updates"):
+        plan(task=Classifier(OptimizerConfig("sgd", schedule="linear")), max_time=60)
+
+
+def test_a_sane_configuration_gives_no_warning():
+    config = OptimizerConfig("adamw", lr=1e-3, weight_decay=0.01, schedule="cosine", warmup_steps=100)
+    task = Classifier(config, norm=True)
+    runner = Trainer(max_epochs=3, strategy="cpu", precision="bf16-mixed", callbacks=[EarlyStopping()])
+    assert runner.plan(task, Unreadable(1437, 32), Unreadable(360, 32)).warnings == ()
+    # Without validation data the default intervals and the default policy are nobody's choice.
+    assert Trainer(max_steps=200, strategy="cpu").plan(Classifier(config), samples()).warnings == ()
+
+
+def sgd(**options):
+    return Classifier(OptimizerConfig("sgd", lr=0.1, **options))
+
+
+def partly_trained():
+    return Classifier(OptimizerConfig("sgd", lr=0.1, parameters="net.0.*"))
+
+
+def evaluating():
+    task = Classifier()
+    task.net[1].eval()
+    return task
+
+
+VALIDATION = Unreadable(10, 5)
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        ("warm-up takes 20 updates and the run has 12", {"task": sgd(warmup_steps=20)}),
+        ("'cosine' does not finish", {"task": sgd(schedule="cosine", total_steps=50)}),
+        ("'linear' is at its end early", {"task": sgd(schedule="linear", total_steps=5)}),
+        ("max_steps=100 is not reached", {"max_steps": 100}),
+        ("max_epochs=2 is not reached", {"max_steps": 3}),
+        ("validate_every=50 steps is longer", {"validate_every": 50, "validation": VALIDATION}),
+        ("validate_every=3 epochs is longer", {"validate_every": "3 epochs", "validation": VALIDATION}),
+        ("log_every=13 steps is longer", {"log_every": 13}),
+        (
+            "every=500 steps is longer",
+            {"checkpoint": CheckpointConfig(every=500, best=0), "run_dir": "never-made"},
+        ),
+        ("validate_every=2 steps was asked for", {"validate_every": 2}),
+        ("CheckpointConfig decides by 'validation/f1'", {"checkpoint": CheckpointConfig(by="validation/f1")}),
+        ("early stopping decides by 'validation/loss'", {"callbacks": [EarlyStopping()]}),
+        ("'reduce_on_plateau' never acts", {"task": sgd(schedule="reduce_on_plateau")}),
+        ("gradient_accumulation_steps=9 is more than the 6", {"gradient_accumulation_steps": 9}),
+        ("batch norm (net.1) meets", {"task": Classifier(norm=True), "data": Unreadable(21, 4)}),
+        ("in eval mode at the start of training: net.1", {"task": evaluating()}),
+        ("no optimizer trains net.3.weight, net.3.bias", {"task": partly_trained()}),
+    ],
+)
+def test_a_conflict_is_named_once_and_shown(words, arguments):
+    options = {"max_epochs": 2, "log_every": 2, **arguments}
+    found = plan(**options)
+    assert [words in each for each in found.warnings].count(True) == 1
+    assert f"warning: {next(each for each in found.warnings if words in each)}" in str(found)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"task": sgd(warmup_steps=11)},
+        {"task": sgd(schedule="cosine", total_steps=12)},
+        {"task": sgd(total_steps=50)},
+        {"max_steps": 12},
+        {"log_every": 12},
+        {"validate_every": 12, "validation": VALIDATION},
+        {"checkpoint": CheckpointConfig(every=12, best=0)},
+        {"callbacks": [EarlyStopping()], "validation": VALIDATION},
+        {"checkpoint": CheckpointConfig(by="validation/f1"), "validation": VALIDATION},
+        {"gradient_accumulation_steps": 6, "log_every": 1},
+        {"task": Classifier(norm=True)},
+        {"task": Classifier(norm=True), "data": samples(21, drop_last=True), "log_every": 1},
+    ],
+)
+def test_just_within_its_bounds_nothing_is_a_conflict(arguments):
+    assert plan(**{"max_epochs": 2, "log_every": 2, **arguments}).warnings == ()
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_all_processes_count(processes: int) -> None:
+    data = DataLoader(TensorDataset(torch.ones(19, 3), torch.ones(19, 1)), batch_size=4)
+    trainer = quiet(max_epochs=2, strategy="ddp", devices=processes)
+    plan = trainer.plan(Regression(), data)
+    rounds = -(-19 // (4 * processes))
+    assert plan.updates == 2 * rounds
+    assert plan.samples_per_update == 4 * processes
+    assert plan.last_window == (1, 19 - 4 * processes * (rounds - 1))
+    assert f"strategy ddp, {processes} processes" in str(plan)
+    whole = trainer.plan(Regression(), DataLoader(data.dataset, batch_size=4, drop_last=True))
+    assert whole.last_window == (1, {2: 8, 3: 4}[processes])
+    ready = [(torch.ones(size, 3), torch.ones(size, 1)) for size in (4, 2, 5, 1, 3)]
+    assert trainer.plan(Regression(), ready).updates_per_epoch == -(-5 // processes)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_of_data_that_is_divided_by_rank_only_ones_own_part_is_known(devices: int) -> None:
+    part = DataLoader(TensorDataset(torch.zeros(10, 4), torch.zeros(10, 1)), batch_size=2)
+    plan = quiet(max_epochs=2, devices=devices).plan(Regression(), already_split(part))
+    assert plan.updates == 10
+    assert ("the length is what the training data says of itself" in str(plan)) == (devices == 2)
