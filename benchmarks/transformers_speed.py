@@ -1,0 +1,287 @@
+"""Small models of transformers trained by a hand-written loop, by transformers' Trainer and by ours.
+
+    PYTHONPATH=package .venv-hf/bin/python benchmarks/transformers_speed.py [--rounds 9] [--updates 200]
+
+All train the same model on the same batches in memory with torch's AdamW, without clipping, schedules, logs
+or evaluation. In each round every contestant trains once, in another order each time, in one process. A
+figure is the median over the rounds, and the added time is the difference to the hand-written loop of the
+same round. Starts are measured in an interpreter each. The clock is the time on a processor, which other
+programs of a machine change least; `--clock wall` takes the wall's. Prints tables in Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import io
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from itertools import pairwise
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import Any
+
+import torch
+import transformers
+from torch.utils.data import DataLoader
+
+_IMPORTED = process_time()
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.integrations.transformers.families import model, padded, rows  # noqa: E402
+
+MODELS = {"head": "BERT's head alone", "bert, classes": "BERT", "gpt2": "GPT-2", "t5": "T5"}
+HEAD = "head"
+WARM_UP, BLOCK = 30, 25
+CLOCKS = {"cpu": process_time, "wall": perf_counter}
+RATE = 1e-3
+
+
+class Head(transformers.BertForSequenceClassification):
+    """A BERT without its layers: an update is nearly all overhead."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.bert = None
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        token_type_ids: Any = None,
+        labels: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Classify by the number of the first word."""
+        logits = self.classifier(input_ids[:, :1].float().expand(-1, self.config.hidden_size) / 100)
+        loss = torch.nn.functional.cross_entropy(logits, labels)
+        return transformers.modeling_outputs.SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+def head() -> Any:
+    """The head with the weights that a tiny BERT has."""
+    config = model("bert, classes").config
+    torch.manual_seed(0)
+    return Head(config)
+
+
+class Job:
+    """A model, its batches, and the times at which its forward began."""
+
+    def __init__(
+        self,
+        family: str,
+        updates: int,
+        folder: Path,
+        read: Callable[[], float],
+        make: Callable[[], Any] | None = None,
+    ) -> None:
+        self.updates, self.folder, self.read = updates, folder, read
+        if family == HEAD:
+            family, make = "bert, classes", head
+        self.net = model(family) if make is None else make()
+        samples = rows(family, 8)
+        self.batches = [padded(samples[n % 4 : n % 4 + 4]) for n in range(updates + 1)]
+        self.times: list[float] = []
+        self.net.register_forward_pre_hook(lambda *_: self.times.append(self.read()))
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        """The optimizer of every contestant."""
+        return torch.optim.AdamW(parameters, lr=RATE)
+
+    def seconds(self) -> float:
+        """Seconds of an update in the fastest block."""
+        cuts = self.times[WARM_UP::BLOCK]
+        return min((end - start) / BLOCK for start, end in pairwise(cuts))
+
+    def outcome(self) -> float:
+        """The trained model's loss on the first batch."""
+        with torch.no_grad():
+            return float(self.net.eval()(**self.batches[0]).loss)
+
+
+def hand(job: Job, saves: int | None) -> None:
+    """The loop that a user would write."""
+    net = job.net.train()
+    optimizer = job.optimizer(net.parameters())
+    for batch in job.batches:
+        net(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def ours(job: Job, saves: int | None) -> None:
+    """TransformersTask with our Trainer."""
+    from drivetrain import CheckpointConfig, Trainer
+    from drivetrain.integrations.transformers import TransformersTask
+
+    saving = {"checkpoint": False} if saves is None else {"run_dir": job.folder}
+    if saves is not None:
+        saving["checkpoint"] = CheckpointConfig(every=f"{saves} steps", keep_last=1)
+    task = TransformersTask(job.net, optimizer=job.optimizer)
+    Trainer(max_epochs=1, strategy="cpu", loggers=(), progress_bar=False, **saving).fit(task, job.batches)
+
+
+def theirs(job: Job, saves: int | None, module: Any = transformers) -> None:
+    """transformers' Trainer."""
+    arguments = transformers.TrainingArguments(
+        output_dir=str(job.folder / "theirs"), num_train_epochs=1, max_grad_norm=0.0, use_cpu=True,
+        lr_scheduler_type="constant", save_strategy="no" if saves is None else "steps",
+        save_steps=saves or 500, save_total_limit=1, logging_strategy="no", logging_nan_inf_filter=False,
+        report_to=[], disable_tqdm=True, dataloader_pin_memory=False, remove_unused_columns=False,
+    )  # fmt: skip
+
+    class Made(module.Trainer):
+        """A Trainer over the job's own batches."""
+
+        def get_train_dataloader(self) -> Any:
+            """The batches."""
+            return self.train_dataset
+
+    optimizer = job.optimizer(job.net.parameters())
+    loader = DataLoader(job.batches, batch_size=None)
+    Made(job.net, arguments, train_dataset=loader, optimizers=(optimizer, None)).train()
+
+
+CONTESTANTS = {"hand-written": hand, "TransformersTask": ours, "transformers Trainer": theirs}
+
+
+def turn(
+    name: str,
+    family: str,
+    options: argparse.Namespace,
+    saves: int | None = None,
+    make: Callable[[], Any] | None = None,
+) -> Job:
+    """Let a contestant train."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        job = Job(family, options.updates + WARM_UP, Path(folder), CLOCKS[options.clock], make)
+        gc.collect()
+        with redirect_stdout(io.StringIO()):  # transformers prints its figures
+            CONTESTANTS[name](job, saves)
+    return job
+
+
+def updates_table(options: argparse.Namespace) -> None:
+    """Print the time of an update and the loss at the end."""
+    columns = ["model", "contestant", "us of an update", "updates a second", "added us", "ratio", "last loss"]
+    print(f"| {' | '.join(columns)} |")
+    print("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
+    for family, title in MODELS.items():
+        spent: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
+        ends = {}
+        for number in range(options.rounds):
+            for name in random.Random(number).sample(list(CONTESTANTS), len(CONTESTANTS)):
+                job = turn(name, family, options)
+                spent[name].append(job.seconds() * 1e6)
+                ends[name] = job.outcome()
+        for name, each in spent.items():
+            pairs = list(zip(each, spent["hand-written"], strict=True))
+            added = statistics.median(one - other for one, other in pairs)
+            ratio = statistics.median(one / other for one, other in pairs)
+            middle = statistics.median(each)
+            figures = f"{middle:,.0f} | {1e6 / middle:,.0f} | {added:+.0f} | {ratio:.3f} | {ends[name]:.6f}"
+            print(f"| {title} | {name} | {figures} |", flush=True)
+
+
+def large() -> Any:
+    """A BERT of 30 million parameters: a checkpoint of 0.36 GB."""
+    sizes = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 2048}
+    torch.manual_seed(0)
+    return transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=8000, **sizes))
+
+
+def saves_table(options: argparse.Namespace) -> None:
+    """Print what a checkpoint costs on the wall's clock: updates with one, less the median of the others."""
+    print("\n| model | contestant | ms of a checkpoint |\n| --- | --- | ---: |")
+    given = argparse.Namespace(**{**vars(options), "clock": "wall"})
+    for title, make, updates in (("BERT", None, options.updates), ("BERT of 30M", large, 10)):
+        given.updates = updates
+        found: dict[str, list[float]] = {name: [] for name in list(CONTESTANTS)[1:]}
+        for number in range(max(3, options.rounds // 3)):
+            for name in random.Random(number).sample(list(found), len(found)):
+                times = turn(name, "bert, classes", given, every := 5, make).times
+                spent = [end - start for start, end in pairwise(times)]
+                kept = statistics.median(spent)
+                found[name] += [each - kept for each in spent[every - 1 :: every][1:-1]]
+        for name, each in found.items():
+            print(f"| {title} | {name} | {statistics.median(each) * 1e3:.1f} |", flush=True)
+
+
+def resident() -> float:
+    """MiB that this process holds."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return int(next(each for each in lines if each.startswith("VmRSS")).split()[1]) / 1024
+
+
+def first_update(name: str, clock: str) -> None:
+    """Train until the first update is made, print the seconds and the memory, and end."""
+    read = process_time if clock == "cpu" else perf_counter
+
+    class First(Job):
+        """Ends the process when the second forward begins."""
+
+    with tempfile.TemporaryDirectory() as folder:
+        job = First("bert, classes", 3, Path(folder), read)
+
+        def ended(*_: Any) -> None:
+            if len(job.times) == 2:
+                found = {"seconds": job.times[1] - _IMPORTED, "memory": resident()}
+                print(json.dumps(found), file=sys.__stdout__, flush=True)
+                os._exit(0)
+
+        job.net.register_forward_pre_hook(ended)
+        CONTESTANTS[name](job, None)
+
+
+def starts_table(options: argparse.Namespace) -> None:
+    """Print the time to the first update, after torch and transformers are imported, and the memory then."""
+    print("\n| contestant | s from the imports of torch and transformers to the first update | MiB then |")
+    print("| --- | ---: | ---: |")
+    for name in CONTESTANTS:
+        found = []
+        for _ in range(3):
+            command = [sys.executable, __file__, "--first", name]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise RuntimeError(done.stderr)
+            found.append(json.loads(done.stdout.splitlines()[-1]))
+        middle = {key: statistics.median(each[key] for each in found) for key in found[0]}
+        print(f"| {name} | {middle['seconds']:.2f} | {middle['memory']:.0f} |")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--rounds", type=int, default=9, help="turns of each contestant (default: %(default)s)"
+    )
+    parser.add_argument("--updates", type=int, default=200, help="timed in a turn (default: %(default)s)")
+    parser.add_argument("--clock", choices=CLOCKS, default="cpu")
+    parser.add_argument("--first", choices=CONTESTANTS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers.utils.logging.set_verbosity_error()
+    if options.first:
+        first_update(options.first, "cpu")
+        return
+    load = os.getloadavg()[0]
+    print(f"transformers {transformers.__version__}, torch {torch.__version__}, {options.clock} time")
+    print(f"load of the machine: {load:.1f}\n")
+    updates_table(options)
+    saves_table(options)
+    starts_table(options)
+
+
+if __name__ == "__main__":
+    main()

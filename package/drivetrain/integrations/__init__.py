@@ -1,0 +1,1 @@
+"""One package for each outside project; only the user imports them."""

@@ -1,0 +1,140 @@
+"""Arrays that grow batch by batch, in memory or in files, and are joined to one."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+PADDING = -100
+"""The value that fills up shorter rows; losses and metrics leave it out."""
+
+
+def as_arrays(value: Any) -> Any:
+    """Return tensors, in tuples, lists and mappings to any depth, as NumPy arrays with a first dimension."""
+    if isinstance(value, Tensor):
+        tensor = value.detach().cpu()
+        array = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
+        return array if array.ndim else array.reshape(1)
+    if isinstance(value, Mapping):
+        return {name: as_arrays(each) for name, each in value.items()}
+    return tuple(as_arrays(each) for each in value) if isinstance(value, (tuple, list)) else value
+
+
+class Arrays:
+    """Batches of arrays in the same structure; above a limit they are kept in a temporary directory.
+
+    Args:
+        limit: Bytes to hold in memory; None sets no limit.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        self._held = 0
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._tree: Any = None
+        self._leaves: list[_Pieces] = []
+
+    def add(self, tree: Any) -> None:
+        """Add a batch: arrays in tuples and mappings to any depth."""
+        leaves: list[np.ndarray[Any, Any]] = []
+        structure = _mapped(leaves.append, tree)
+        if not self._leaves:
+            self._tree, self._leaves = tree, [_Pieces() for _ in leaves]
+            del structure
+        if len(leaves) != len(self._leaves):
+            raise ValueError(
+                f"the outputs of one batch have {len(leaves)} arrays, those of another {len(self._leaves)};"
+                " a metric over the whole set needs the same ones from each"
+            )
+        for pieces, leaf in zip(self._leaves, leaves, strict=True):
+            pieces.add(leaf)
+            self._held += leaf.nbytes
+        if self._limit is not None and self._held > self._limit:
+            if self._directory is None:
+                self._directory = tempfile.TemporaryDirectory(prefix="drivetrain-evaluation-")
+            for number, pieces in enumerate(self._leaves):
+                pieces.spill(Path(self._directory.name) / f"{number}.bin")
+            self._held = 0
+
+    def joined(self) -> Any:
+        """Return the whole arrays in the structure of a batch, shorter rows padded; maps of files above the
+        limit.
+        """
+        directory = None if self._directory is None else Path(self._directory.name)
+        whole = iter([each.joined(directory, number) for number, each in enumerate(self._leaves)])
+        return _mapped(lambda _: next(whole), self._tree)
+
+    def close(self) -> None:
+        """Delete the files."""
+        self._leaves = []
+        if self._directory is not None:
+            self._directory.cleanup()
+            self._directory = None
+
+
+def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    if isinstance(tree, Mapping):
+        return {name: _mapped(function, each) for name, each in tree.items()}
+    if isinstance(tree, tuple):
+        return tuple(_mapped(function, each) for each in tree)
+    return function(tree)
+
+
+class _Pieces:
+    """The batches of one array: their shapes, and their contents in memory or in a file."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+        self.dtype: Any = None
+        self._held: list[np.ndarray[Any, Any]] = []
+        self._file: Path | None = None
+        self._spilled = 0  # batches in the file
+
+    def add(self, array: np.ndarray[Any, Any]) -> None:
+        self.dtype = array.dtype if self.dtype is None else np.promote_types(self.dtype, array.dtype)
+        self.shapes.append(array.shape)
+        self._held.append(array)
+
+    def spill(self, path: Path) -> None:
+        self._file = path
+        with path.open("ab") as file:
+            for each in self._held:
+                file.write(np.ascontiguousarray(each, self.dtype).tobytes())
+        self._spilled += len(self._held)
+        self._held = []
+
+    def _each(self) -> Any:
+        if self._file is not None:
+            with self._file.open("rb") as file:
+                for shape in self.shapes[: self._spilled]:
+                    content = file.read(math.prod(shape) * self.dtype.itemsize)
+                    yield np.frombuffer(content, self.dtype).reshape(shape)
+        yield from self._held
+
+    def joined(self, directory: Path | None, number: int) -> np.ndarray[Any, Any]:
+        if directory is None and len({shape[1:] for shape in self.shapes}) == 1:
+            return np.concatenate(self._held)
+        shape = (
+            sum(each[0] for each in self.shapes),
+            *map(max, zip(*(s[1:] for s in self.shapes), strict=True)),
+        )
+        whole: np.ndarray[Any, Any]
+        if directory is None or self._file is None:
+            whole = np.empty(shape, self.dtype)
+        else:
+            whole = np.memmap(directory / f"{number}.joined", self.dtype, "w+", shape=shape)
+        row = 0
+        for each in self._each():
+            rows = whole[row : row + len(each)]
+            if rows.shape != each.shape:
+                rows[...] = PADDING
+            rows[tuple(map(slice, each.shape))] = each
+            row += len(each)
+        return whole

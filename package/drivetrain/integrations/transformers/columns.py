@@ -1,0 +1,81 @@
+"""The columns of a batch that a model takes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from transformers.utils import TransformersKwargs
+from transformers.utils.generic import find_labels
+
+from drivetrain.core.messages import logger
+
+_LOG = logger(__name__)
+
+_LABELS = ("labels", "label", "label_ids")
+
+
+class Columns:
+    """Chooses the columns of a batch that a model's forward takes; the others are logged once.
+
+    Args:
+        model: The model of transformers, without adapters.
+        labels: The names of the labels; None finds them as transformers does.
+        keeps_all: Whether every column is passed.
+    """
+
+    def __init__(self, model: Any, labels: tuple[str, ...] | None, keeps_all: bool) -> None:
+        parameters = inspect.signature(model.forward).parameters
+        names = set(parameters)
+        if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+            names |= TransformersKwargs.__annotations__.keys()
+        self.labels = tuple(find_labels(type(model))) if labels is None else labels
+        self._names = frozenset(names)
+        self._keeps_all = keeps_all
+        self._model = type(model).__name__
+        self._dropped: set[str] = set()
+
+    def takes(self, name: str) -> bool:
+        """Return whether the forward has this parameter."""
+        return name in self._names
+
+    def of_samples(self, names: Any) -> set[str]:
+        """Return the columns of samples to keep before they are collated."""
+        if self._keeps_all:
+            return set(names)
+        kept = {name for name in names if name in self._names or name in _LABELS or name in self.labels}
+        self._report(set(names) - kept)
+        return kept
+
+    def of_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the columns of a batch that forward takes, its labels under the parameter's name."""
+        columns = {str(name): batch[name] for name in batch}
+        if "labels" in self._names and "labels" not in columns:
+            for name in _LABELS:
+                if name in columns:
+                    columns["labels"] = columns.pop(name)
+                    break
+        if self._keeps_all:
+            return columns
+        kept = {name: value for name, value in columns.items() if name in self._names}
+        if len(kept) < len(columns):
+            self._report(columns.keys() - kept.keys())
+        return kept
+
+    def has_labels(self, columns: Mapping[str, Any]) -> bool:
+        """Return whether a batch has all labels of the loss."""
+        names = [name for name in self.labels if name in columns]
+        return bool(names) and all(name in columns for name in self.labels if self._is_needed(name))
+
+    def _is_needed(self, name: str) -> bool:
+        return name in ("labels", "start_positions", "end_positions")
+
+    def _report(self, dropped: set[str]) -> None:
+        new = dropped - self._dropped
+        if new:
+            self._dropped |= new
+            _LOG.info(
+                f"{self._model}.forward does not take the columns {', '.join(sorted(new))}, which are left"
+                " out. TransformersTask(remove_unused_columns=False) passes all columns"
+            )

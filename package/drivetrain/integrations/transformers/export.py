@@ -1,0 +1,139 @@
+"""Export a model of transformers from a task, or from a checkpoint of any strategy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.checkpoint.format.tensors import DTYPES
+from drivetrain.checkpoint.inspection.description import open_checkpoint
+from drivetrain.checkpoint.locate import resolve
+from drivetrain.checkpoint.saving.assets import checked_assets, make_assets
+from drivetrain.checkpoint.saving.reading import Reader
+from drivetrain.checkpoint.weights.frozen import FROZEN
+from drivetrain.checkpoint.weights.lazy_tensors import LazyTensors, TensorSource, spec_of
+from drivetrain.checkpoint.weights.module_state import elements, module_state
+from drivetrain.core.errors import CheckpointError, ConfigError
+from drivetrain.distributed.processes import rank
+from drivetrain.integrations.transformers.pretrained import IN_TASK, SHARD, of_model, write_pretrained
+from drivetrain.integrations.transformers.stored_model import base_of, build_model, described_in
+from drivetrain.integrations.transformers.task import TransformersTask
+
+_MODEL = "model"
+"""The group of weights in a checkpoint, and the argument of a task that is the model."""
+
+
+def export_pretrained(
+    source: TransformersTask | str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    dtype: str | torch.dtype | None = None,
+    max_shard_size: int | str = SHARD,
+) -> list[str]:
+    """Write a folder that transformers' `from_pretrained` loads, with the same weights bit for bit.
+
+    It has the weights as `model.safetensors`, in several files with an index above `max_shard_size`, under
+    the names that `save_pretrained` writes; `config.json`; the configuration of generation; and the
+    processor. Of a `PeftModel` it has the adapter alone, which `PeftModel.from_pretrained(base, folder)`
+    loads.
+
+    A checkpoint of any strategy is read by one process, tensor by tensor. A task in memory may be sharded:
+    then all processes call this, and rank 0 writes.
+
+    Args:
+        source: A task; or a checkpoint, or a run directory: its newest good checkpoint.
+        folder: The folder; also an address such as "s3://bucket/model". Files of the same names are replaced.
+        dtype: The dtype for floating-point tensors, such as "bf16"; None keeps each.
+        max_shard_size: The most bytes of tensors in a file: a number, or a text such as "5 GB".
+
+    Returns:
+        The paths of the files with weights, the index last.
+
+    Raises:
+        CheckpointError: There is no checkpoint, it is damaged, another task made it, or it lacks the frozen
+            weights of a model that is no adapter.
+        ConfigError: An argument that is not allowed, or a task whose weights are not in this process.
+    """
+    target = os.fspath(folder)
+    options: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size}
+    if isinstance(source, TransformersTask):
+        return _export_task(source, target, options)
+    if not isinstance(source, (str, os.PathLike)):
+        raise ConfigError(
+            "export_pretrained takes a TransformersTask, or the path of a checkpoint or a run directory, not"
+            f" {type(source).__name__}"
+        )
+    return _export_checkpoint(resolve(source), target, options)
+
+
+def _export_task(task: TransformersTask, folder: str, options: Mapping[str, Any]) -> list[str]:
+    weights, _ = module_state(task)
+    for name, parameter in task.model.named_parameters():
+        if elements(parameter) != parameter.numel() or parameter.is_meta:
+            where = "is on the meta device" if parameter.is_meta else "is divided by DeepSpeed"
+            raise ConfigError(
+                f"{name!r} {where}, and its values are not in this process. Export a checkpoint of the run"
+            )
+    is_main = rank() == 0
+    files = {}
+    if is_main:
+        what = f"{type(task).__name__}.assets()"
+        files = make_assets((what, checked_assets(task.assets(), what)))
+    lazy = LazyTensors(of_model(weights, type(task).__name__), None, f"the weights for {folder!r}")
+    return write_pretrained(task.model, lazy, folder, files=files, write=is_main, **options)
+
+
+def _export_checkpoint(path: str, folder: str, options: Mapping[str, Any]) -> list[str]:
+    reader = open_checkpoint(path)
+    described = described_in(reader)
+    with torch.device("meta"):  # shapes and names alone
+        model = build_model({key: each for key, each in described.items() if key != "attention"})
+    tensors = _Stored(reader)
+    if base_of(model) is model:
+        _refuse_trained_only(reader, model, tensors)
+    else:
+        _load_prompts(model, tensors)
+    # A checkpoint from before assets has none.
+    files = {name: reader.asset(name) for name in reader.assets} or None
+    return write_pretrained(model, tensors, folder, files=files, **options)
+
+
+def _refuse_trained_only(reader: Reader, model: nn.Module, tensors: TensorSource) -> None:
+    if FROZEN not in reader.manifest.objects():
+        return
+    lacking = [name for name in model.state_dict() if name not in tensors.specs]
+    if lacking:
+        raise CheckpointError(
+            f"{reader.path!r} holds the trained parameters only (CheckpointConfig(parameters='trainable')):"
+            f" it lacks {len(lacking)} frozen weights of {type(model).__name__}, such as {lacking[0]!r}, and"
+            " has no adapter. Make the task with the same frozen weights,"
+            " TransformersTask.from_checkpoint(path, model=...), and export that"
+        )
+
+
+def _load_prompts(model: Any, tensors: TensorSource) -> None:
+    """Give a skeleton the weights of its prompts, from which PEFT computes what it writes."""
+    if not any(each.is_prompt_learning for each in model.peft_config.values()):
+        return
+    names = [name for name in tensors.specs if name.startswith("prompt_encoder.")]
+    model.load_state_dict({name: tensors.materialize(name) for name in names}, strict=False, assign=True)
+    for name, each in model.prompt_tokens.items():  # which PEFT counts up from 0
+        model.prompt_tokens[name] = torch.arange(len(each))
+
+
+class _Stored(TensorSource):
+    """The tensors of the model in a checkpoint, each read and verified when it is needed."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        records = reader.manifest.tensors[_MODEL].items()
+        specs = {name: spec_of(record.shape, DTYPES[record.dtype]) for name, record in records}
+        self.specs = of_model(specs, reader.path)
+
+    def materialize(self, name: str) -> Tensor:
+        """Read a tensor."""
+        return self._reader.tensor(_MODEL, f"{IN_TASK}{name}")

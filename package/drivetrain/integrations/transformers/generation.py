@@ -1,0 +1,97 @@
+"""Generation of sequences in evaluation and prediction."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from drivetrain.core.errors import ConfigError, nearest
+
+
+def generation_config(spec: Any, model: Any) -> GenerationConfig | None:
+    """Return the configuration of a task's generation; None if it generates nothing.
+
+    Args:
+        spec: None or False, True for the model's own, options that replace the model's, or a
+            `GenerationConfig`.
+        model: The model.
+
+    Raises:
+        ConfigError: The model cannot generate, or an option that `GenerationConfig` does not have.
+    """
+    if spec is None or spec is False:
+        return None
+    if not (callable(getattr(model, "can_generate", None)) and model.can_generate()):
+        raise ConfigError(
+            f"generate={spec!r}: a {type(model).__name__} cannot generate. Leave `generate` out, or take a"
+            " model with a language modelling head"
+        )
+    if isinstance(spec, GenerationConfig):
+        return copy.deepcopy(spec)
+    config = copy.deepcopy(model.generation_config)
+    if spec is True:
+        return config
+    if not isinstance(spec, Mapping):
+        raise ConfigError(
+            "generate must be True, a mapping of options, a GenerationConfig, or None, not"
+            f" {type(spec).__name__}"
+        )
+    unused = config.update(**spec)
+    if unused:
+        name = next(iter(unused))
+        allowed = [each for each in vars(GenerationConfig()) if not each.startswith("_")]
+        raise ConfigError(f"generate has no option {name!r}. {nearest(name, allowed)}")
+    config.validate()
+    return config
+
+
+def generate(model: Any, inputs: Mapping[str, Any], config: GenerationConfig, tokenizer: Any) -> Any:
+    """Return generated sequences, [samples, length], or what `return_dict_in_generate` asks for.
+
+    If the parameters are sharded, all ranks run forwards until the last one has finished.
+
+    Args:
+        model: The model.
+        inputs: The columns of a batch, without labels.
+        config: The options.
+        tokenizer: For `stop_strings`.
+    """
+    if config.stop_strings is not None:
+        inputs = {**inputs, "tokenizer": tokenizer}
+    return model.generate(**inputs, generation_config=config, synced_gpus=is_sharded(model))
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether a forward gathers parameters from other ranks, which must then run as many forwards."""
+    return any(hasattr(each, "full_tensor") or hasattr(each, "ds_id") for each in model.parameters())
+
+
+@contextmanager
+def noisy_embeddings(model: Any, alpha: float | None) -> Iterator[None]:
+    """Add uniform noise to the output of the input embeddings while the block runs; None adds none.
+
+    Jain et al., "NEFTune: Noisy Embeddings Improve Instruction Finetuning", ICLR 2024.
+
+    Args:
+        model: A model with `get_input_embeddings`.
+        alpha: The noise of a sequence of L embeddings of d numbers is at most `alpha` / sqrt(L x d).
+    """
+    if alpha is None:
+        yield
+        return
+
+    def add_noise(module: nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
+        largest = alpha / (embedded.shape[1] * embedded.shape[2]) ** 0.5
+        return embedded + torch.zeros_like(embedded).uniform_(-largest, largest)
+
+    hook = model.get_input_embeddings().register_forward_hook(add_noise)
+    try:
+        yield
+    finally:
+        hook.remove()

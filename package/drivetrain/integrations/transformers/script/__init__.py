@@ -1,0 +1,1 @@
+"""Scripts for transformers' Trainer: its classes, and what they need."""

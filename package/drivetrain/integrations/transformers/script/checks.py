@@ -1,0 +1,90 @@
+"""The checks of the arguments of a script's Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch.optim import Optimizer
+from transformers import TrainingArguments
+
+from drivetrain.checkpoint import CheckpointConfig
+from drivetrain.core.errors import ConfigError
+from drivetrain.integrations.transformers.arguments import MappedArguments
+from drivetrain.integrations.transformers.log_names import from_metric_for_best_model
+from drivetrain.integrations.transformers.optimizers import TransformersOptimizer
+from drivetrain.trainer.trainer import Trainer
+
+
+def ranked_by(mapped: MappedArguments, args: TrainingArguments, sets: Any) -> MappedArguments:
+    """Return the options with the name of `metric_for_best_model` among the metrics of named sets."""
+    metric = args.metric_for_best_model
+    if metric is None or not isinstance(sets, Mapping):
+        return mapped
+    name = from_metric_for_best_model(metric, sets)
+    trainer, task = dict(mapped.trainer_options), dict(mapped.task_options)
+    if isinstance(trainer["checkpoint"], CheckpointConfig) and trainer["checkpoint"].by is not None:
+        trainer["checkpoint"] = replace(trainer["checkpoint"], by=name)
+    if isinstance(task.get("optimizer"), TransformersOptimizer):
+        task["optimizer"] = replace(task["optimizer"], metric=name)
+    return replace(mapped, trainer_options=trainer, task_options=task)
+
+
+def made_callback(callback: Any) -> Any:
+    """Return a callback; of a class, a new object."""
+    return callback() if isinstance(callback, type) else callback
+
+
+def checked_arguments(args: Any) -> TrainingArguments:
+    """Return the arguments, with transformers' defaults for None.
+
+    Raises:
+        ConfigError: They are of another type.
+    """
+    if args is None:
+        return TrainingArguments(output_dir="tmp_trainer")
+    if not isinstance(args, TrainingArguments):
+        raise ConfigError(f"args must be TrainingArguments, not {type(args).__name__}")
+    return args
+
+
+def processor_of(processing_class: Any, tokenizer: Any, collator: Any) -> Any:
+    """Return the processor, under its present or its former name, or that of the collator.
+
+    Raises:
+        ConfigError: It is given under both names.
+    """
+    if processing_class is not None and tokenizer is not None:
+        raise ConfigError("tokenizer is the former name of processing_class: give one of them")
+    given = processing_class if tokenizer is None else tokenizer
+    return getattr(collator, "tokenizer", None) if given is None else given
+
+
+def checked_optimizers(
+    given: tuple[Optimizer | None, Any],
+    kind: tuple[type[Optimizer], dict[str, Any]] | None,
+    model_init: Any,
+    settings: Trainer,
+) -> tuple[Optimizer | None, Any]:
+    """Return the optimizer and scheduler that a script gives.
+
+    Raises:
+        ConfigError: They cannot be used with the other arguments.
+    """
+    optimizer, scheduler = given
+    if scheduler is not None and optimizer is None:
+        raise ConfigError("optimizers=(None, scheduler): a scheduler belongs to an optimizer; give both")
+    if optimizer is None:
+        return given
+    instead = "give optimizer_cls_and_kwargs=(class, arguments), or override create_optimizer"
+    if kind is not None:
+        raise ConfigError("optimizers and optimizer_cls_and_kwargs are two ways to say the same: give one")
+    if model_init is not None:
+        raise ConfigError(f"optimizers were built for one model, and model_init makes others; {instead}")
+    if settings.select_strategy().sharded:
+        raise ConfigError(
+            f"optimizers were built before the strategy {settings.select_strategy().name!r} shards the"
+            f" parameters; {instead}"
+        )
+    return given

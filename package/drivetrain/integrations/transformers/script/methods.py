@@ -1,0 +1,178 @@
+"""The methods of transformers' Trainer that a subclass may override here, and what to use for the others."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import transformers
+
+from drivetrain.core.errors import ConfigError
+
+OVERRIDABLE = frozenset(
+    {
+        "__init__",
+        "compute_loss",
+        "create_model_card",
+        "create_optimizer",
+        "create_optimizer_and_scheduler",
+        "create_scheduler",
+        "evaluate",
+        "evaluation_loop",
+        "get_decay_parameter_names",
+        "get_eval_dataloader",
+        "get_learning_rates",
+        "get_num_trainable_parameters",
+        "get_optimizer_cls_and_kwargs",
+        "get_optimizer_group",
+        "get_test_dataloader",
+        "get_train_dataloader",
+        "is_local_process_zero",
+        "is_world_process_zero",
+        "log",
+        "log_metrics",
+        "loss_is_scaled_for_ga",
+        "metrics_format",
+        "num_examples",
+        "predict",
+        "prediction_step",
+        "push_to_hub",
+        "save_metrics",
+        "save_state",
+        "train",
+        "training_step",
+        "_get_eval_sampler",
+        "_get_train_sampler",
+    }
+)
+"""The names of transformers' Trainer that a subclass may define: those that are called here too."""
+
+_CHECKPOINT = (
+    "checkpoints are saved by drivetrain's CheckpointSaver. Add files to them with Trainer(assets=...), or"
+    " write other files in `on_save` of a TrainerCallback"
+)
+_RESUME = "a checkpoint is loaded by drivetrain's Trainer.fit(..., resume=...)"
+_LOOP = "the loop is that of drivetrain.Trainer. Override training_step, or use a TrainerCallback"
+_SEARCH = "no search over hyper-parameters is built in: make a Trainer for each trial"
+_PRECISION = "the strategy runs each step under Trainer(precision=...)"
+_PLACE = "the strategy places and wraps the model: see drivetrain.strategies"
+_COUNT = "items are counted by the task: override TransformersTask.loss_weight, and use drivetrain.Trainer"
+_HUB = "drivetrain.integrations.hub.Publish uploads in the background"
+
+COUNTERPARTS: Mapping[str, str] = {
+    "hyperparameter_search": _SEARCH,
+    "_hp_search_setup": _SEARCH,
+    "_report_to_hp_search": _SEARCH,
+    "_tune_save_checkpoint": _SEARCH,
+    "save_model": f"{_CHECKPOINT}. `save_model` here writes the model when you call it",
+    "_save": f"{_CHECKPOINT}. `save_model(folder)` writes the model",
+    "_save_checkpoint": _CHECKPOINT,
+    "_save_optimizer_and_scheduler": _CHECKPOINT,
+    "_save_rng_state": _CHECKPOINT,
+    "_save_scaler": _CHECKPOINT,
+    "_get_output_dir": _CHECKPOINT,
+    "_determine_best_metric": "CheckpointConfig(by=..., mode=...) says which checkpoint is the best",
+    "_load_best_model": "the best checkpoint is loaded by TransformersTask.load_weights",
+    "_load_from_checkpoint": _RESUME,
+    "_load_optimizer_and_scheduler": _RESUME,
+    "_load_rng_state": _RESUME,
+    "_load_scaler": _RESUME,
+    "_load_callback_state": _RESUME,
+    "_inner_training_loop": _LOOP,
+    "_run_epoch": _LOOP,
+    "_prepare_for_training": _LOOP,
+    "_finalize_training": _LOOP,
+    "_init_training_state": _LOOP,
+    "_maybe_log_save_evaluate": "use a TrainerCallback, whose control asks for logs, saves or evaluations",
+    "_evaluate": "override evaluate",
+    "prediction_loop": "override evaluation_loop or prediction_step",
+    "_prepare_inputs": "batches are on the device when a step gets them. Override compute_loss or"
+    " training_step to change them",
+    "_prepare_input": "batches are on the device when a step gets them",
+    "_remove_unused_columns": "set remove_unused_columns=False, and give a data_collator",
+    "_get_collator_with_removed_columns": "set remove_unused_columns=False, and give a data_collator",
+    "_set_signature_columns_if_needed": "set remove_unused_columns=False, and give a data_collator",
+    "_get_dataloader": "override get_train_dataloader, get_eval_dataloader or get_test_dataloader",
+    "get_batch_samples": _COUNT,
+    "_get_num_items_in_batch": _COUNT,
+    "floating_point_ops": "`total_flos` is 6 x parameters x input tokens; callbacks.Throughput measures",
+    "store_flos": "`state.total_flos` is counted by CallbackAdapter",
+    "current_flos": "`state.total_flos` is counted by CallbackAdapter",
+    "autocast_smart_context_manager": _PRECISION,
+    "create_accelerator_and_postprocess": _PLACE,
+    "_wrap_model": _PLACE,
+    "_move_model_to_device": _PLACE,
+    "place_model_on_device": _PLACE,
+    "is_model_parallel": _PLACE,
+    "is_deepspeed_enabled": _PLACE,
+    "is_fsdp_enabled": _PLACE,
+    "_clip_grad_norm": "gradients are clipped by Trainer(max_grad_norm=...)",
+    "_get_grad_norm": "gradients are clipped by Trainer(max_grad_norm=...)",
+    "_get_learning_rate": "rates come from create_scheduler or get_learning_rates",
+    "init_hf_repo": _HUB,
+    "_push_from_checkpoint": _HUB,
+    "_finish_current_push": _HUB,
+    "hub_model_id": _HUB,
+    "label_smoother": "TransformersTask(label_smoothing=...) smooths labels",
+    "call_model_init": "give model_init, a function without parameters",
+    "end": "each verb leaves its process group by itself, so no call is needed at the end of a script",
+}
+"""Sentences that say what to use instead of a name of transformers' Trainer that is not served here."""
+
+
+def check_overrides(cls: type, ours: type) -> None:
+    """Check that a subclass overrides only methods that are called.
+
+    Args:
+        cls: The script's class.
+        ours: The class here that it derives from.
+
+    Raises:
+        ConfigError: It overrides a method of transformers' Trainer that would never be called; says what to
+            use instead.
+    """
+    for kind in cls.__mro__:
+        if kind is ours:
+            return
+        if kind.__module__.startswith("drivetrain."):
+            continue
+        for name in vars(kind):
+            if name in OVERRIDABLE or (name.startswith("__") and name.endswith("__")):
+                continue
+            if hasattr(transformers.Trainer, name) or hasattr(transformers.Seq2SeqTrainer, name):
+                raise ConfigError(
+                    f"{kind.__name__}.{name} would never be called as in transformers: {counterpart(name)}"
+                )
+
+
+def is_overridden(script: object, *names: str) -> bool:
+    """Return whether a script's class, or the object, has its own version of one of these methods."""
+    for name in names:
+        kind = next((each for each in type(script).__mro__ if name in vars(each)), object)
+        if name in vars(script) or not kind.__module__.startswith("drivetrain."):
+            return True
+    return False
+
+
+def items_for(method: Callable[..., Any], count: Any) -> dict[str, Any]:
+    """Return the argument `num_items_in_batch` of a method; empty if a script's version lacks it."""
+    return {"num_items_in_batch": count} if _takes_items(getattr(method, "__func__", method)) else {}
+
+
+@cache
+def _takes_items(function: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(function).parameters
+    return "num_items_in_batch" in parameters or any(
+        each.kind is each.VAR_KEYWORD for each in parameters.values()
+    )
+
+
+def counterpart(name: str) -> str:
+    """Return what serves the purpose of a name of transformers' Trainer."""
+    return COUNTERPARTS.get(
+        name,
+        "it is a part of transformers' own loop. Override compute_loss, training_step, prediction_step,"
+        " evaluate or log, or use drivetrain.Trainer with a TransformersTask",
+    )

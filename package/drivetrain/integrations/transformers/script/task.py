@@ -1,0 +1,192 @@
+"""The task of a script's Trainer: `TransformersTask`, with the steps that the script's subclass overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from drivetrain.core.errors import ConfigError, StrategyError
+from drivetrain.core.types import Batch, EvaluationReader, StepOutput
+from drivetrain.integrations.transformers.evaluation import MetricsReader, Read
+from drivetrain.integrations.transformers.generation import is_sharded, noisy_embeddings
+from drivetrain.integrations.transformers.script.methods import is_overridden, items_for
+from drivetrain.integrations.transformers.script.pass_outputs import KeptOutputs, Pass
+from drivetrain.integrations.transformers.task import TransformersTask
+from drivetrain.task.forward import call_forward
+
+
+class Script(Protocol):
+    """The methods of a script's Trainer that its task calls."""
+
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
+        """Return the loss of a micro-batch."""
+        ...
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the loss, with the outputs if asked for."""
+        ...
+
+    def prediction_step(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Any, Any, Any]:
+        """Return loss, outputs and labels of a batch."""
+        ...
+
+
+class ScriptTask(TransformersTask):
+    """A `TransformersTask` that calls the steps that a script's subclass of Trainer overrides.
+
+    Attributes:
+        script: The Trainer of the script; set once, after the task is made.
+        has_own_step: Whether the script overrides `training_step`.
+        has_own_loss: Whether the script overrides `compute_loss`.
+        current: The evaluation in progress; None for one that the script did not ask for.
+    """
+
+    script: Script
+    has_own_step = has_own_loss = False
+    current: Pass | None = None
+    _pending: list[Tensor] | None = None
+    _returned: Tensor | None = None
+
+    @classmethod
+    def of(cls, script: Script, model: Any, options: Mapping[str, Any]) -> ScriptTask:
+        """Return the task of a script's Trainer."""
+        task = cls(model, **options)
+        task.script = script
+        task.has_own_step = is_overridden(script, "training_step")
+        task.has_own_loss = is_overridden(script, "compute_loss")
+        return task
+
+    @property
+    def ignored_outputs(self) -> tuple[str, ...]:
+        """The outputs that the model's configuration leaves out of evaluations."""
+        return self._ignored
+
+    # Training.
+
+    def training_step(self, batch: Batch) -> Any:
+        """Run one micro-batch, by the script's `training_step` or `compute_loss` if it has one."""
+        if not (self.has_own_step or self.has_own_loss):
+            return super().training_step(batch)
+        inputs, items = self.columns.of_batch(batch), self.loss_weight(batch)
+        with noisy_embeddings(self.model, self.neftune_alpha):
+            if self.has_own_step:
+                return self._own_step(inputs, items)
+            compute_loss = self.script.compute_loss
+            return compute_loss(self.model, inputs, **items_for(compute_loss, items))
+
+    def backward_later(self, loss: Tensor) -> Tensor:
+        """Take a loss whose backward the engine runs after the step, and return it detached."""
+        if self._pending is None:
+            raise ConfigError("training_step and accelerator.backward are for train(), which calls them")
+        self._pending.append(loss)
+        self._returned = loss.detach()
+        return self._returned
+
+    def _own_step(self, inputs: dict[str, Any], items: Any) -> Tensor:
+        """Run the script's step; the engine then runs backward on what the step has run it on.
+
+        A step that calls `super().training_step`, or `accelerator.backward`, leaves its loss to the engine. A
+        step that calls `loss.backward()` leaves gradients: they become the gradient of a loss again, so that
+        the engine weights and reduces them like any other.
+        """
+        script = self.script
+        parameters = [each for each in self.model.parameters() if each.requires_grad]
+        sharded = is_sharded(self.model)
+        pending: list[Tensor] = []
+        self._pending = pending
+        try:
+            with _set_aside(parameters) as gradients:
+                logged = script.training_step(self.model, inputs, **items_for(script.training_step, items))
+        finally:
+            self._pending = None
+        if gradients and sharded:
+            raise StrategyError(
+                f"{type(script).__name__}.training_step calls loss.backward() itself, which works on one"
+                " device and under DDP, and not with sharded parameters (FSDP, ZeRO). Call"
+                " super().training_step(model, inputs, num_items_in_batch) or"
+                " self.accelerator.backward(loss)"
+            )
+        losses = [*pending, *((each * gradient).sum() for each, gradient in gradients)]
+        if not losses:
+            raise ConfigError(
+                f"{type(script).__name__}.training_step ran no backward. Call super().training_step(model,"
+                " inputs, num_items_in_batch), self.accelerator.backward(loss) or loss.backward(), and return"
+                " the loss"
+            )
+        total: Tensor = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        if logged is self._returned and len(losses) == 1:
+            return total
+        # The value that the step returned, with the gradient of what it ran backward on.
+        corrected: Tensor = total + (logged.detach() - total.detach())
+        return corrected
+
+    # Evaluation.
+
+    def validation_step(self, batch: Batch) -> Any:
+        """Run one batch, by the script's `prediction_step` or `compute_loss` if it has one."""
+        script, current = self.script, self.current
+        if current is None:
+            return super().validation_step(batch)
+        self.generation = current.generation
+        if not is_overridden(script, "prediction_step", "compute_loss"):
+            return super().validation_step(batch)
+        loss, predictions, labels = script.prediction_step(
+            self.model, self.columns.of_batch(batch), current.loss_only, ignore_keys=current.ignored
+        )
+        return StepOutput(loss, Read(predictions, labels))
+
+    def generated(self, inputs: Mapping[str, Any], generation: GenerationConfig) -> Any:
+        """Return the sequences that the model generates for the columns of a batch."""
+        self.generation = generation
+        return self._generated(self.inputs(inputs))
+
+    def outputs_of(self, model: Any, inputs: Mapping[str, Any]) -> Any:
+        """Return the outputs of a model, this task's or another one, for the columns of a batch."""
+        return call_forward(self, self.inputs(inputs)) if model is self.model else model(**inputs)
+
+    def evaluation_reader(self) -> EvaluationReader | None:
+        """Return the reader of the evaluation in progress; None if it wants the loss alone."""
+        current = self.current
+        if current is None or current.loss_only:
+            return None
+        reader = MetricsReader(
+            current.metrics_of,
+            self.columns,
+            ignored=self._ignored if current.ignored is None else current.ignored,
+            preprocess=self.preprocess_logits_for_metrics,
+            by_batch=self.batch_eval_metrics,
+            include=self.include_for_metrics,
+            limit=self.metrics_memory,
+        )
+        return KeptOutputs(reader, current) if current.keeps else reader
+
+
+@contextmanager
+def _set_aside(parameters: list[nn.Parameter]) -> Iterator[list[tuple[nn.Parameter, Tensor]]]:
+    """Run the block with empty gradients; yields a list that then has the parameters with the new ones.
+
+    The gradients of before return.
+    """
+    before = [each.grad for each in parameters]
+    for each in parameters:
+        each.grad = None
+    made: list[tuple[nn.Parameter, Tensor]] = []
+    try:
+        yield made
+    finally:
+        made.extend((each, each.grad) for each in parameters if each.grad is not None)
+        for each, gradient in zip(parameters, before, strict=True):
+            each.grad = gradient

@@ -1,0 +1,760 @@
+"""transformers' Trainer by its constructor and its methods, run by `drivetrain.Trainer`."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from numbers import Real
+from typing import Any, NoReturn
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from transformers import TrainerControl, TrainerState, TrainingArguments, set_seed
+from transformers.trainer_utils import (
+    EvalLoopOutput,
+    PredictionOutput,
+    TrainOutput,
+    has_length,
+    number_of_arguments,
+    speed_metrics,
+)
+
+from drivetrain.callbacks.base import Callback
+from drivetrain.checkpoint import DirectoryCheckpointIO
+from drivetrain.checkpoint.locate import CHECKPOINTS, resolve
+from drivetrain.core.errors import ConfigError
+from drivetrain.data.length_grouped import LengthGroupedSampler, lengths_of
+from drivetrain.distributed.processes import local_rank, rank, world_size
+from drivetrain.integrations.transformers.arguments import from_training_arguments
+from drivetrain.integrations.transformers.callbacks import CallbackAdapter
+from drivetrain.integrations.transformers.collating import Collation, default_collate
+from drivetrain.integrations.transformers.evaluation import predictions_of
+from drivetrain.integrations.transformers.export import export_pretrained
+from drivetrain.integrations.transformers.log_names import (
+    EVALUATION,
+    TEST,
+    all_to_transformers,
+)
+from drivetrain.integrations.transformers.script.accelerator import ScriptAccelerator
+from drivetrain.integrations.transformers.script.callback_handler import CallbackHandler
+from drivetrain.integrations.transformers.script.checks import (
+    checked_arguments,
+    checked_optimizers,
+    made_callback,
+    processor_of,
+    ranked_by,
+)
+from drivetrain.integrations.transformers.script.methods import (
+    check_overrides,
+    counterpart,
+    is_overridden,
+    items_for,
+)
+from drivetrain.integrations.transformers.script.pass_outputs import Pass
+from drivetrain.integrations.transformers.script.run import ScriptRun
+from drivetrain.integrations.transformers.script.task import ScriptTask
+from drivetrain.trainer import trainer as own
+
+_OF_THE_DATA = ("batch_size", "evaluation_batch_size", "num_workers", "group_by_length", "collate")
+"""Options that the loaders have, so that `drivetrain.Trainer` gets none of them."""
+
+_OPTIMIZER_METHODS = (
+    "create_optimizer",
+    "create_scheduler",
+    "create_optimizer_and_scheduler",
+    "get_decay_parameter_names",
+    "get_optimizer_cls_and_kwargs",
+)
+
+
+_CARD = {
+    "language": "language",
+    "license": "license",
+    "tags": "tags",
+    "finetuned_from": "base_model",
+    "tasks": "pipeline_tag",
+    "dataset_tags": "datasets",
+}
+
+
+class Trainer:
+    """transformers' Trainer, for scripts that are written for it: change the import, and run.
+
+    It makes a `TransformersTask` of the model and a `drivetrain.Trainer` of the arguments, and its methods
+    call theirs. Defaults, arguments, results and logged names are those of transformers. Subclasses may
+    override the methods that `methods.OVERRIDABLE` lists; overriding another method that transformers
+    would call is an error.
+
+    Args:
+        model: A `PreTrainedModel` or `PeftModel`.
+        args: The arguments; None takes transformers' defaults and the directory "tmp_trainer".
+        data_collator: Makes a batch of samples; by default the samples are padded with `processing_class`.
+        train_dataset: The training data: samples by index, or an iterable of samples.
+        eval_dataset: The evaluation data; several sets as a mapping.
+        processing_class: The tokenizer, processor or image processor.
+        model_init: Makes the model, anew for each `train`; without parameters, or with one, which is None.
+        compute_loss_func: See `TransformersTask`.
+        compute_metrics: See `TransformersTask`.
+        callbacks: transformers' callbacks or their classes, and callbacks of drivetrain.
+        optimizers: An optimizer over the model's parameters, and its scheduler.
+        optimizer_cls_and_kwargs: The class of the optimizer and its arguments.
+        preprocess_logits_for_metrics: See `TransformersTask`.
+        tokenizer: The former name of `processing_class`.
+
+    Attributes:
+        model: The model, which is trained in place.
+        args: The arguments.
+        optimizer: The optimizer of the last fit.
+        lr_scheduler: Its scheduler; None where the rate is a function of the update.
+        is_in_train: Whether `train` runs.
+        accelerator: `backward` for a `training_step`, and facts of this process.
+
+    Raises:
+        ConfigError: An argument, an option or an overridden method that cannot be served; says what to use.
+    """
+
+    loss_is_scaled_for_ga: bool | None = None
+    """Without effect: a loss is always weighted as a mean over `num_items_in_batch`, exact in either case."""
+
+    # These need the model, the arguments, the optimizer and the state, which this class has.
+    create_optimizer = transformers.Trainer.create_optimizer
+    create_scheduler = transformers.Trainer.create_scheduler
+    get_decay_parameter_names = transformers.Trainer.get_decay_parameter_names
+    get_optimizer_cls_and_kwargs = staticmethod(transformers.Trainer.get_optimizer_cls_and_kwargs)
+    get_learning_rates = transformers.Trainer.get_learning_rates
+    get_num_trainable_parameters = transformers.Trainer.get_num_trainable_parameters
+    get_optimizer_group = transformers.Trainer.get_optimizer_group
+    log_metrics = transformers.Trainer.log_metrics
+    metrics_format = transformers.Trainer.metrics_format
+    save_metrics = transformers.Trainer.save_metrics
+    save_state = transformers.Trainer.save_state
+    create_model_card = transformers.Trainer.create_model_card
+    floating_point_ops = transformers.Trainer.floating_point_ops
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[..., Any] | None = None,
+        compute_loss_func: Callable[..., Tensor] | None = None,
+        compute_metrics: Callable[..., Mapping[str, Any]] | None = None,
+        callbacks: Sequence[Any] | None = None,
+        optimizers: tuple[Optimizer | None, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        tokenizer: Any = None,
+    ) -> None:
+        check_overrides(type(self), Trainer)
+        self.args = checked_arguments(args)
+        self._mapped = ranked_by(from_training_arguments(self.args), self.args, eval_dataset)
+        set_seed(self.args.seed)
+        self.model_init = model_init
+        self.model = self._first_model(model)
+        self.processing_class = processor_of(processing_class, tokenizer, data_collator)
+        self.data_collator = data_collator or default_collate(self.processing_class)
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self._given_optimizers = checked_optimizers(
+            optimizers, optimizer_cls_and_kwargs, model_init, self._settings_of([])
+        )
+        self.optimizer, self.lr_scheduler = self._given_optimizers
+        self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
+        self.is_in_train = False
+        self._keeps_outputs, self._at_log_point = True, False
+        self._ignored_in_fit: list[str] | None = None
+        self._loaders: dict[str, tuple[Any, DataLoader[Any]]] = {}
+        self._callbacks = [made_callback(each) for each in callbacks or ()]
+        self._adapter, self._runs = self._adapt(TrainerState(), TrainerControl())
+        self._task = self._make_task()
+        self.accelerator = ScriptAccelerator(
+            lambda loss: self._task.backward_later(loss), lambda: next(self.model.parameters()).device
+        )
+        self._check_evaluation()
+        self._settings()
+        if self.is_world_process_zero():
+            os.makedirs(self.args.output_dir, exist_ok=True)
+        self._adapter.init_end(self.model, self.processing_class)
+
+    def _first_model(self, model: Any) -> Any:
+        if (model is None) == (self.model_init is None):
+            raise ConfigError("Trainer takes one of `model` and `model_init`")
+        return self._init_model() if model is None else model
+
+    def _init_model(self) -> Any:
+        assert self.model_init is not None
+        set_seed(self.args.seed)
+        count = number_of_arguments(self.model_init)
+        if count > 1:
+            raise ConfigError("model_init must have no parameter, or one for a trial, which is None here")
+        return self.model_init(*(None,) * count)
+
+    def _check_evaluation(self) -> None:
+        lacks = self.eval_dataset is None and not is_overridden(self, "get_eval_dataloader", "evaluate")
+        if lacks and self.args.eval_strategy != "no":
+            raise ConfigError(
+                f'eval_strategy="{self.args.eval_strategy}" without an eval_dataset. Give one, or'
+                ' eval_strategy="no"'
+            )
+
+    # The task, the settings and the callbacks.
+
+    def _make_task(self) -> ScriptTask:
+        options = dict(self._mapped.task_options)
+        self._generate = options.pop("generate", None)
+        if self._generate is not None and not self.generates:
+            raise ConfigError("predict_with_generate=True is for Seq2SeqTrainer: change the class's name")
+        if (
+            any(self._given_optimizers)
+            or self.optimizer_cls_and_kwargs
+            or is_overridden(self, *_OPTIMIZER_METHODS)
+        ):
+            options["optimizer"] = self._make_optimizers
+        return ScriptTask.of(
+            self,
+            self.model,
+            {
+                **options,
+                "processing_class": self.processing_class,
+                "compute_metrics": self.compute_metrics,
+                "compute_loss_func": self.compute_loss_func,
+                "preprocess_logits_for_metrics": self.preprocess_logits_for_metrics,
+            },
+        )
+
+    generates = False
+    """Whether the class generates sequences in evaluations."""
+
+    def _settings_of(self, callbacks: Sequence[Any]) -> own.Trainer:
+        options = {
+            name: value for name, value in self._mapped.trainer_options.items() if name not in _OF_THE_DATA
+        }
+        return own.Trainer(**{**options, "callbacks": [*callbacks, *options["callbacks"]]})
+
+    def _settings(self) -> own.Trainer:
+        """Return the Trainer that runs the next verb."""
+        ours = [each for each in self._callbacks if isinstance(each, Callback)]
+        return self._settings_of([self._runs, self._adapter, *ours])
+
+    def _adapt(self, state: TrainerState, control: TrainerControl) -> tuple[CallbackAdapter, ScriptRun]:
+        theirs = [each for each in self._callbacks if not isinstance(each, Callback)]
+        adapter = CallbackAdapter(
+            theirs, self.args, state=state, control=control, log=self._log_point, pushes=True
+        )
+        return adapter, ScriptRun(
+            lambda: self.evaluate(ignore_keys=self._ignored_in_fit), self._mapped.eval_on_start, adapter
+        )
+
+    # Callbacks, state and this process.
+
+    @property
+    def state(self) -> TrainerState:
+        """Where training is, with `log_history`."""
+        return self._adapter.state
+
+    @property
+    def control(self) -> TrainerControl:
+        """The requests of the callbacks."""
+        return self._adapter.control
+
+    @control.setter
+    def control(self, control: TrainerControl) -> None:
+        self._adapter.control = control
+
+    @property
+    def callback_handler(self) -> CallbackHandler:
+        """Calls the callbacks, for methods that a script overrides."""
+        return CallbackHandler(self._adapter)
+
+    @property
+    def model_wrapped(self) -> Any:
+        """The model: no strategy replaces it."""
+        return self.model
+
+    @property
+    def label_names(self) -> list[str]:
+        """The columns that are labels."""
+        return list(self._task.columns.labels)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The former name of `processing_class`."""
+        return self.processing_class
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback, or a class of one, for the next verb."""
+        self._set_callbacks([*self._callbacks, made_callback(callback)])
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove a callback, or the first one of a class, and return it; None if there is none."""
+        for each in self._callbacks:
+            if each is callback or (isinstance(callback, type) and isinstance(each, callback)):
+                self._set_callbacks([other for other in self._callbacks if other is not each])
+                return each
+        return None
+
+    def remove_callback(self, callback: Any) -> None:
+        """Remove a callback, or the first one of a class."""
+        self.pop_callback(callback)
+
+    def _set_callbacks(self, callbacks: list[Any]) -> None:
+        if self._runs.run is not None:
+            raise ConfigError("callbacks are added and removed before train(), not while it runs")
+        self._callbacks = callbacks
+        self._adapter, self._runs = self._adapt(self.state, self.control)
+
+    def is_world_process_zero(self) -> bool:
+        """Return whether this is rank 0."""
+        return rank() == 0
+
+    def is_local_process_zero(self) -> bool:
+        """Return whether this is the first process of its machine."""
+        return local_rank() == 0
+
+    # The data.
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return the loader of the training data; each process reads its part of it."""
+        if self.train_dataset is None:
+            raise ConfigError("train() needs a train_dataset: Trainer(train_dataset=...)")
+        options = self._mapped.data_options
+        return self._loader(
+            self.train_dataset,
+            self._get_train_sampler(self.train_dataset),
+            batch_size=options["batch_size"],
+            drop_last=options["drop_last"],
+        )
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """Return the loader of evaluation data.
+
+        Args:
+            eval_dataset: The data, or the name of a set in `eval_dataset`; None for `eval_dataset` itself.
+        """
+        key = eval_dataset if isinstance(eval_dataset, str) else ""
+        if isinstance(eval_dataset, str):
+            eval_dataset = self.eval_dataset[eval_dataset]
+        elif eval_dataset is None:
+            eval_dataset = self.eval_dataset
+        if eval_dataset is None:
+            raise ConfigError("an evaluation needs an eval_dataset: Trainer(eval_dataset=...)")
+        known, loader = self._loaders.get(key, (None, None))
+        if loader is None or known is not eval_dataset:
+            loader = self.get_test_dataloader(eval_dataset)
+            self._loaders[key] = eval_dataset, loader
+        return loader
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+        """Return the loader of data to predict."""
+        size = self._mapped.data_options["evaluation_batch_size"]
+        return self._loader(test_dataset, self._get_eval_sampler(test_dataset), batch_size=size)
+
+    def _loader(self, dataset: Any, sampler: Sampler[int] | None, **options: Any) -> DataLoader[Any]:
+        if isinstance(dataset, IterableDataset):
+            options.pop("drop_last", None)
+        given = self._mapped.data_options
+        return DataLoader(
+            dataset,
+            sampler=sampler,
+            collate_fn=Collation(self._task.columns, self.data_collator),
+            num_workers=given["num_workers"],
+            multiprocessing_context=given["multiprocessing_context"],
+            prefetch_factor=given["prefetch_factor"],
+            persistent_workers=bool(given["persistent_workers"]),
+            **options,
+        )
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
+        """Return the sampler of the training data; None for data without a length."""
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        options = self._mapped.data_options
+        if not has_length(dataset):
+            return None
+        if options["group_by_length"] is not None:
+            settings = self._settings_of([])
+            group = options["batch_size"] * settings.gradient_accumulation_steps
+            lengths = lengths_of(dataset, options["group_by_length"], "training")
+            return LengthGroupedSampler(lengths, group * settings.select_strategy().world_size)
+        return RandomSampler(dataset) if options["shuffle"] else SequentialSampler(dataset)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[int] | None:
+        """Return the sampler of evaluation data; None for data without a length."""
+        return SequentialSampler(eval_dataset) if has_length(eval_dataset) else None
+
+    def num_examples(self, dataloader: DataLoader[Any]) -> int:
+        """Return the number of samples of a loader's dataset."""
+        return len(dataloader.dataset)  # type: ignore[arg-type]
+
+    def _evaluation_data(self) -> Any:
+        """Return the evaluation data of a fit: loaders by the names of their sets, or one loader, or None."""
+        if isinstance(self.eval_dataset, Mapping):
+            return {name: self.get_eval_dataloader(name) for name in self.eval_dataset}
+        if self.eval_dataset is None and not is_overridden(self, "get_eval_dataloader"):
+            return None
+        return self.get_eval_dataloader()
+
+    # Training.
+
+    def train(
+        self,
+        resume_from_checkpoint: str | os.PathLike[str] | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train.
+
+        Args:
+            resume_from_checkpoint: True for the newest checkpoint in `output_dir`, or the path of one.
+            trial: None; no search over hyper-parameters is built in.
+            ignore_keys_for_eval: The outputs that evaluations of this fit leave out.
+
+        Returns:
+            The number of updates, the mean of their losses, and the metrics of the whole training.
+
+        Raises:
+            ConfigError: The arguments do not fit together, or `output_dir` holds another run's checkpoints.
+            CheckpointError: There is no checkpoint to resume from, or it is damaged.
+        """
+        if trial is not None:
+            raise ConfigError(f"train(trial=...): {counterpart('hyperparameter_search')}")
+        if self.model_init is not None:
+            self.model = self._init_model()
+        self._task = self._make_task()
+        self._ignored_in_fit = ignore_keys_for_eval
+        resume, train, evaluation = (
+            self._resumed(resume_from_checkpoint),
+            self.get_train_dataloader(),
+            self._evaluation_data(),
+        )
+        self.is_in_train = True
+        try:
+            with self._runs.fitting(evaluation):
+                result = self._settings().fit(self._task, train, evaluation, resume=resume)
+        finally:
+            self.is_in_train = False
+        if self._mapped.load_best and result.best_checkpoint is not None:
+            self._task.load_weights(result.best_checkpoint)
+        metrics = self._adapter.train_metrics
+        return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
+
+    def _resumed(self, given: str | os.PathLike[str] | bool | None) -> str | None:
+        if given is None or given is False:
+            directory = os.path.join(self.args.output_dir, CHECKPOINTS)
+            if self._mapped.trainer_options["checkpoint"] and DirectoryCheckpointIO().list(directory):
+                raise ConfigError(
+                    f"output_dir={self.args.output_dir!r} holds the checkpoints of an earlier run. Resume it"
+                    " with train(resume_from_checkpoint=True), or choose another output_dir"
+                )
+            return None
+        return resolve(self.args.output_dir) if given is True else os.fspath(given)
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Run one micro-batch, and return its loss, detached.
+
+        The engine runs the backward once the step has returned. An override may call this, or
+        `self.accelerator.backward(loss)`, or `loss.backward()` on one device and under DDP.
+
+        Args:
+            model: The model.
+            inputs: The columns of the micro-batch, on the device.
+            num_items_in_batch: The items of this micro-batch that its loss is a mean over.
+        """
+        items = items_for(self.compute_loss, num_items_in_batch)
+        return self._task.backward_later(self.compute_loss(model, inputs, **items))
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """Return the loss of a micro-batch as a mean over its items, with the outputs if asked for.
+
+        Args:
+            model: The model.
+            inputs: The columns of the micro-batch, on the device.
+            return_outputs: Whether to return (loss, outputs).
+            num_items_in_batch: The items of this micro-batch that the loss is a mean over.
+        """
+        outputs = self._task.outputs_of(model, inputs)
+        loss = self._task.loss(outputs, inputs)
+        return (loss, outputs) if return_outputs else loss
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return the inputs, which are on the device."""
+        return inputs
+
+    @contextmanager
+    def compute_loss_context_manager(self) -> Iterator[None]:
+        """Run the block; the strategy has set the precision's context around each step."""
+        yield
+
+    def _make_optimizers(self, parameters: list[nn.Parameter]) -> tuple[Optimizer, Any]:
+        """Return the optimizer and scheduler of the script's methods or arguments, for a fit that begins."""
+        self.optimizer, self.lr_scheduler = self._given_optimizers
+        total = self._task.totals.updates
+        if total is None:
+            raise ConfigError("a scheduler needs the number of updates: give max_steps")
+        self.create_optimizer_and_scheduler(num_training_steps=total)
+        made = self.optimizer
+        if not isinstance(made, Optimizer):
+            raise ConfigError(
+                f"{type(self).__name__}.create_optimizer must set self.optimizer, as in transformers; it is"
+                f" {made!r}"
+            )
+        ours = {id(each) for each in parameters}
+        if any(id(each) not in ours for group in made.param_groups for each in group["params"]):
+            raise ConfigError(
+                "the optimizer has parameters that are not those of self.model as the strategy has placed"
+                " them. Make it in create_optimizer, or give optimizer_cls_and_kwargs=(class, arguments)"
+            )
+        return made, self.lr_scheduler
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Make the optimizer and its scheduler for a number of updates."""
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps=num_training_steps, optimizer=self.optimizer)
+
+    def _log_point(self, logs: dict[str, float]) -> None:
+        self._at_log_point = True
+        try:
+            self.log(logs)
+        finally:
+            self._at_log_point = False
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add values to `state.log_history` and give them to the callbacks; loggers get them too.
+
+        Args:
+            logs: The values by name.
+            start_time: Without effect; transformers measures the speed in tokens from it.
+        """
+        run = self._runs.run
+        if run is not None and not run.is_over and self._runs.current is None:
+            known = all_to_transformers(run.logged) if self._at_log_point else {}
+            for name, value in logs.items():
+                if name not in known and isinstance(value, (Real, Tensor)):
+                    run.log(name, value)
+        self._adapter.log(logs)
+
+    # Evaluation.
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = EVALUATION,
+    ) -> dict[str, float]:
+        """Evaluate, and return the metrics: each sample counts once, on any number of processes.
+
+        Args:
+            eval_dataset: The data, several sets as a mapping; None for `eval_dataset` of the constructor.
+            ignore_keys: The outputs that `compute_metrics` does not get.
+            metric_key_prefix: What the names of the metrics begin with.
+        """
+        given = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(given, Mapping):
+            metrics: dict[str, float] = {}
+            for name, dataset in given.items():
+                metrics |= self.evaluate(
+                    name if eval_dataset is None else dataset, ignore_keys, f"{metric_key_prefix}_{name}"
+                )
+            return metrics
+        loader, start = self.get_eval_dataloader(eval_dataset), time.time()
+        self._keeps_outputs = False
+        try:
+            output = self.evaluation_loop(
+                loader,
+                description="Evaluation",
+                prediction_loss_only=True if self.compute_metrics is None else None,
+                ignore_keys=ignore_keys,
+                metric_key_prefix=metric_key_prefix,
+            )
+        finally:
+            self._keeps_outputs = True
+        metrics = dict(output.metrics)
+        metrics |= self._speed(metric_key_prefix, start, output.num_samples)
+        self.log(metrics)
+        self.control.should_evaluate = False
+        self._adapter.event("on_evaluate", metrics=metrics)
+        return metrics
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = TEST
+    ) -> PredictionOutput:
+        """Return the predictions for a set as arrays, with the labels and metrics if it has labels.
+
+        Rows of different lengths are padded with -100. All processes get the whole arrays.
+
+        Args:
+            test_dataset: The data.
+            ignore_keys: The outputs to leave out.
+            metric_key_prefix: What the names of the metrics begin with.
+        """
+        loader, start = self.get_test_dataloader(test_dataset), time.time()
+        output = self.evaluation_loop(
+            loader, description="Prediction", ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix
+        )
+        metrics = dict(output.metrics) | self._speed(metric_key_prefix, start, output.num_samples)
+        self._adapter.event("on_predict", metrics=metrics)
+        return PredictionOutput(output.predictions, output.label_ids, metrics)
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader[Any],
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = EVALUATION,
+    ) -> EvalLoopOutput:
+        """Make one pass over a loader; `evaluate` and `predict` call it.
+
+        Args:
+            dataloader: The loader.
+            description: What the pass is for.
+            prediction_loss_only: Whether to return the loss alone; None for what the arguments say.
+            ignore_keys: The outputs to leave out.
+            metric_key_prefix: What the names of the metrics begin with.
+        """
+        loss_only = self._mapped.loss_only if prediction_loss_only is None else prediction_loss_only
+        current = Pass(
+            self.compute_metrics,
+            keeps=self._keeps_outputs and not loss_only,
+            loss_only=loss_only,
+            ignored=ignore_keys,
+            generation=None if loss_only else self._generation(),
+        )
+        with self._runs.passing(self._task, current):
+            values = self._runs.values(self._settings(), self._task, dataloader)
+        prefix = f"{metric_key_prefix}_"
+        metrics = {
+            name if name.startswith(prefix) else f"{prefix}{name}": value for name, value in values.items()
+        }
+        return EvalLoopOutput(current.predictions, current.label_ids, metrics, current.samples)
+
+    def _generation(self) -> Any:
+        return None
+
+    def _speed(self, prefix: str, start: float, samples: int | None) -> dict[str, float]:
+        samples = samples or 0
+        batch = self._mapped.data_options["evaluation_batch_size"] * world_size()
+        return dict(speed_metrics(prefix, start, num_samples=samples, num_steps=math.ceil(samples / batch)))
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Return the loss, outputs and labels of a batch, each None if there is none.
+
+        Args:
+            model: The model.
+            inputs: The columns of the batch, on the device.
+            prediction_loss_only: Whether to return the loss alone.
+            ignore_keys: The outputs to leave out; None leaves out what the model's configuration names.
+        """
+        task, labels = self._task, self._labels(inputs)
+        with torch.no_grad():
+            if labels is None and not task.columns.takes("return_loss"):
+                loss, outputs = None, task.outputs_of(model, inputs)
+            else:
+                items = items_for(self.compute_loss, task.loss_weight(inputs))
+                loss, outputs = self.compute_loss(model, dict(inputs), return_outputs=True, **items)
+        if prediction_loss_only:
+            return loss, None, None
+        ignored = task.ignored_outputs if ignore_keys is None else ignore_keys
+        return loss, predictions_of(outputs, {*ignored, "loss"}), labels
+
+    def _labels(self, inputs: Mapping[str, Any]) -> Any:
+        columns = self._task.columns
+        if not columns.has_labels(inputs):
+            return None
+        labels = tuple(inputs[name] for name in columns.labels if name in inputs)
+        return labels[0] if len(labels) == 1 else labels
+
+    # Results and models on the disk.
+
+    def save_model(self, output_dir: str | os.PathLike[str] | None = None) -> None:
+        """Write the model and its processor to a folder, for `from_pretrained`; all processes call it.
+
+        See `export_pretrained`.
+
+        Args:
+            output_dir: The folder; None for that of the arguments.
+        """
+        run, folder = self._runs.run, self.args.output_dir if output_dir is None else output_dir
+        with nullcontext() if run is None else run.engine.exchanged():
+            export_pretrained(self._task, folder)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = None,
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **card: Any,
+    ) -> str | None:
+        """Upload the newest checkpoint, or the best one if it was loaded, to the Hub; rank 0 does.
+
+        Args:
+            commit_message: None; the commit names the checkpoint.
+            blocking: True; `Publish` uploads in the background.
+            token: The token; None takes `hub_token`, or the one of the machine.
+            revision: The branch; None takes `hub_revision`.
+            private: Whether a new repository is private; None takes `hub_private_repo`.
+            card: Parts of the model card: language, license, tags, finetuned_from, tasks, dataset_tags.
+
+        Returns:
+            The address of the commit, on rank 0.
+        """
+        hub = importlib.import_module("drivetrain.integrations.hub")  # only if it is asked for
+        unknown = sorted(card.keys() - _CARD.keys())
+        if unknown or commit_message is not None or not blocking:
+            given = (
+                unknown[0]
+                if unknown
+                else "commit_message"
+                if commit_message is not None
+                else "blocking=False"
+            )
+            raise ConfigError(
+                f"push_to_hub({given}) has no effect here. The card takes {', '.join(_CARD)}; the callback"
+                " drivetrain.integrations.hub.Publish uploads in the background"
+            )
+        self._adapter.call("on_push_begin")
+        if not self.is_world_process_zero():
+            return None
+        args, best = self.args, self.state.best_model_checkpoint
+        source = best if self._mapped.load_best and best else args.output_dir
+        address: str = hub.push(
+            source,
+            args.hub_model_id or os.path.basename(os.path.abspath(args.output_dir)),
+            revision=revision or args.hub_revision,
+            private=args.hub_private_repo if private is None else private,
+            token=token or args.hub_token,
+            card=hub.CardData(**{_CARD[name]: value for name, value in card.items()}),
+        )
+        return address
+
+    def __getattr__(self, name: str) -> NoReturn:
+        told = f"'{type(self).__name__}' object has no attribute {name!r}"
+        if not name.startswith("__") and hasattr(transformers.Trainer, name):
+            told += f": {counterpart(name)}"
+        raise AttributeError(told)

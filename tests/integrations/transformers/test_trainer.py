@@ -1,0 +1,651 @@
+"""Scripts for transformers' Trainer with one import changed."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from drivetrain import Callback
+from drivetrain.core.errors import CheckpointError, ConfigError
+from drivetrain.testing import run_distributed
+
+transformers = pytest.importorskip("transformers")
+
+from tests.integrations.transformers.families import model, padded, rows  # noqa: E402
+from transformers import Seq2SeqTrainingArguments, TrainerCallback, TrainingArguments  # noqa: E402
+
+from drivetrain.integrations.transformers import (  # noqa: E402
+    Seq2SeqTrainer,
+    Trainer,
+    TransformersTask,
+)
+
+pytestmark = pytest.mark.full
+
+CLASSES = "bert, classes"
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Removes what accelerate adds to the environment."""
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+
+def even(family: str, count: int) -> Any:
+    """Samples of one length: transformers' mean of batch means is then the mean over all items."""
+    return rows(family, 4 * count)[::4]
+
+
+def arguments(folder: Path | str, kind: Any = TrainingArguments, **options: Any) -> Any:
+    """Arguments of a short quiet run on the CPU, in the order of the data."""
+    given = {
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 3,
+        "max_steps": 4,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "train_sampling_strategy": "sequential",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return kind(str(folder), **{**given, **options})
+
+
+def trainer(
+    folder: Path | str, kind: Any = None, family: str = CLASSES, data: Any = None, **options: Any
+) -> Any:
+    """A Trainer of a class over a tiny model; options of the arguments go there."""
+    own = {"data_collator": padded, "train_dataset": rows(family, 16) if data is None else data}
+    names = ("model_init", "callbacks", "optimizers", "optimizer_cls_and_kwargs", "compute_metrics")
+    names += ("eval_dataset", "train_dataset", "compute_loss_func", "preprocess_logits_for_metrics")
+    own |= {name: options.pop(name) for name in names if name in options}
+    if "model_init" not in own:
+        own["model"] = model(family)
+    return (kind or Trainer)(args=arguments(folder, **options), **own)
+
+
+def weights(made: Any) -> list[torch.Tensor]:
+    return [each.detach().clone() for each in made.model.parameters()]
+
+
+def equal(one: Any, other: Any, tolerance: float = 0.0) -> None:
+    torch.testing.assert_close(weights(one), weights(other), rtol=tolerance, atol=tolerance)
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    logits = prediction.predictions
+    chosen = logits.argmax(-1) == prediction.label_ids
+    return {"accuracy": chosen.mean(), "rows": len(logits)}
+
+
+@pytest.mark.parametrize("family", [CLASSES, "bert, tags", "llama", "t5", "vit"])
+def test_losses_rates_and_metrics_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
+    data, held_out = even(family, 8), even(family, 7)
+    found = []
+    for kind in (transformers.Trainer, Trainer):
+        made = trainer(
+            tmp_path / kind.__module__,
+            kind,
+            family,
+            data,
+            eval_dataset=held_out,
+            max_steps=8,
+            logging_steps=2,
+            warmup_steps=2,
+            eval_strategy="epoch",
+            per_device_eval_batch_size=7,
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            output = made.train()
+        predicted = made.predict(held_out)
+        found.append((made, output, made.evaluate(), predicted))
+    (theirs, *_), (ours, *_) = found
+    assert len(ours.state.log_history) == len(theirs.state.log_history)
+    for expected, row in zip(theirs.state.log_history, ours.state.log_history, strict=True):
+        assert _timeless(row).keys() == _timeless(expected).keys()
+        assert _timeless(row) == pytest.approx(_timeless(expected), rel=1e-5)
+    (_, output, evaluated, predicted), (_, our_output, our_evaluated, our_predicted) = found
+    assert our_output.global_step == output.global_step
+    assert our_output.training_loss == pytest.approx(output.training_loss, rel=1e-5)
+    assert our_output.metrics.keys() >= output.metrics.keys()
+    assert our_evaluated.keys() == evaluated.keys()
+    assert _timeless(our_evaluated) == pytest.approx(_timeless(evaluated), rel=1e-5)
+    assert our_predicted.metrics.keys() == predicted.metrics.keys()
+    for one, other in zip(_listed(our_predicted), _listed(predicted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    equal(ours, theirs, 1e-5)
+
+
+def _timeless(values: dict[str, float]) -> dict[str, float]:
+    return {name: each for name, each in values.items() if not re.search("runtime|per_second", name)}
+
+
+def _listed(output: Any) -> list[Any]:
+    given = output.predictions
+    return [*(given if isinstance(given, tuple) else [given]), output.label_ids]
+
+
+# What a subclass overrides.
+
+
+class Wrapping(Trainer):
+    """Looks at each loss."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        assert not loss.requires_grad
+        return loss
+
+
+class OwnBackward(Trainer):
+    """Runs backward by itself, as in transformers' documentation."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs)
+        loss.backward()
+        return loss.detach()
+
+
+class ByAccelerator(Trainer):
+    """Runs backward by the accelerator, and reports another value."""
+
+    def training_step(self, model: Any, inputs: Any) -> Any:
+        loss = self.compute_loss(model, inputs)
+        self.accelerator.backward(loss)
+        return loss.detach() + 1
+
+
+class OwnLoss(Trainer):
+    """Computes the loss from the logits."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        total = torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="sum")
+        loss = total / num_items_in_batch
+        return (loss, outputs) if return_outputs else loss
+
+
+class OwnPrediction(Trainer):
+    """Predicts the class instead of the logits."""
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> Any:
+        loss, logits, labels = super().prediction_step(model, inputs, False, ignore_keys)
+        return loss, logits.argmax(-1), labels
+
+
+STEPS = (Wrapping, OwnBackward, ByAccelerator, OwnLoss)
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_an_overridden_step_gives_the_same_updates(kind: Any, tmp_path: Path) -> None:
+    options = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1, "eval_dataset": rows(CLASSES, 5)}
+    plain, other = trainer(tmp_path, **options), trainer(tmp_path, kind, **options)
+    expected, output = plain.train(), other.train()
+    equal(plain, other)
+    more = 1 if kind is ByAccelerator else 0
+    assert output.training_loss == pytest.approx(expected.training_loss + more, rel=1e-6)
+    assert other.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-6)
+
+
+def test_a_step_without_backward_is_an_error(tmp_path: Path) -> None:
+    class Forgetful(Trainer):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            return self.compute_loss(model, inputs)
+
+    with pytest.raises(ConfigError, match="ran no backward"):
+        trainer(tmp_path, Forgetful).train()
+
+
+def test_predictions_metrics_and_outputs_of_an_overridden_prediction_step(tmp_path: Path) -> None:
+    data = rows(CLASSES, 7)
+    plain = trainer(tmp_path, eval_dataset=data, compute_metrics=accuracy)
+    by_class = {"compute_metrics": lambda given: {"same": (given.predictions == given.label_ids).mean()}}
+    other = trainer(tmp_path, OwnPrediction, eval_dataset=data, **by_class)
+    found, expected = other.predict(data), plain.predict(data)
+    assert np.array_equal(found.predictions, expected.predictions.argmax(-1))
+    assert np.array_equal(found.label_ids, [int(each["labels"]) for each in data])
+    assert found.metrics["test_same"] == expected.metrics["test_accuracy"]
+    assert other.evaluate()["eval_same"] == plain.evaluate()["eval_accuracy"]
+
+
+def test_overridden_optimizers_data_and_logs_are_used(tmp_path: Path) -> None:
+    class Scripted(Trainer):
+        calls: tuple[Any, ...] = ()
+
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+            return self.optimizer
+
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            self.calls += (num_training_steps,)
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
+            return self.lr_scheduler
+
+        def get_train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(self.train_dataset, batch_size=8, collate_fn=padded)
+
+        def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+            logs["mine"] = 1.0
+            super().log(logs, start_time)
+
+    made = trainer(tmp_path, Scripted)
+    made.train()
+    assert made.calls == (4,)
+    history = [each for each in made.state.log_history if "loss" in each]
+    assert [each["learning_rate"] for each in history] == [0.5, 0.25, 0.5 / 3, 0.125]
+    assert [each["epoch"] for each in history] == [0.5, 1.0, 1.5, 2.0]  # 16 samples, batches of 8
+    assert all(each["mine"] == 1.0 for each in history)
+    assert type(made.optimizer) is torch.optim.SGD
+
+
+def test_a_given_optimizer_is_that_of_its_class_and_of_the_method(tmp_path: Path) -> None:
+    def sgd(made: Any) -> Any:
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+        return optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+
+    class Created(Trainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            return self.optimizer
+
+    constant = {"lr_scheduler_type": "constant", "learning_rate": 0.1}
+    bert = model(CLASSES)
+    given = Trainer(bert, arguments(tmp_path), padded, rows(CLASSES, 16), optimizers=sgd(bert))
+    of_class = trainer(tmp_path, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1}), **constant)
+    of_method = trainer(tmp_path, Created, **constant)
+    for each in (given, of_class, of_method):
+        each.train()
+    equal(given, of_class)
+    equal(given, of_method)
+    assert of_class.get_learning_rates() == [0.1, 0.1]
+    with pytest.raises(ConfigError, match="give both"):
+        trainer(tmp_path, optimizers=(None, sgd(bert)[1]))
+
+
+def test_an_overridden_evaluate_is_what_a_fit_calls_and_ranks_by(tmp_path: Path) -> None:
+    class Answering(Trainer):
+        """Evaluates in the shape of transformers' question answering example."""
+
+        def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None) -> dict[str, float]:
+            loader = self.get_eval_dataloader(eval_dataset)
+            output = self.evaluation_loop(loader, description="Evaluation", ignore_keys=ignore_keys)
+            shares = output.predictions.shape[0] / 5
+            metrics = {"eval_f1": shares + self.state.global_step, **output.metrics}
+            self.log(metrics)
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+            return metrics
+
+    made = trainer(
+        tmp_path,
+        Answering,
+        eval_dataset=rows(CLASSES, 5),
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        metric_for_best_model="f1",
+        load_best_model_at_end=True,
+    )
+    made.train()
+    assert [each["eval_f1"] for each in made.state.log_history if "eval_f1" in each] == [3.0, 5.0]
+    assert made.state.best_metric == 5.0
+    assert made.state.best_global_step == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "counterpart"),
+    [
+        ("_inner_training_loop", "drivetrain.Trainer"),
+        ("hyperparameter_search", "a Trainer for each trial"),
+        ("_save", "assets"),
+        ("_prepare_inputs", "Override compute_loss"),
+        ("get_batch_samples", "loss_weight"),
+    ],
+)
+def test_an_override_that_nobody_would_call_is_refused(name: str, counterpart: str, tmp_path: Path) -> None:
+    kind = type("Scripted", (Trainer,), {name: lambda self: None})
+    with pytest.raises(ConfigError, match=f"Scripted.{name} would never be called.*{counterpart}"):
+        trainer(tmp_path, kind)
+
+
+def test_what_is_not_served_says_so(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    with pytest.raises(AttributeError, match="a Trainer for each trial"):
+        made.hyperparameter_search()
+    with pytest.raises(AttributeError, match="Engine is for loops of your own"):
+        made.accelerator.prepare()
+    with pytest.raises(ConfigError, match="trial"):
+        made.train(trial={})
+    with pytest.raises(ConfigError, match="one of `model` and `model_init`"):
+        Trainer(args=arguments(tmp_path))
+    with pytest.raises(ConfigError, match="without an eval_dataset"):
+        trainer(tmp_path, eval_strategy="epoch")
+    with pytest.raises(ConfigError, match="Seq2SeqTrainer"):
+        generator(tmp_path, Trainer)
+    with pytest.raises(ConfigError, match="predict_with_generate=True"):
+        trainer(tmp_path, Seq2SeqTrainer, "t5", eval_dataset=rows("t5", 2)).evaluate(num_beams=2)
+
+
+# The behaviours that transformers' own tests check.
+
+
+class Interrupted(TrainerCallback):
+    """Ends the program after an update."""
+
+    def __init__(self, update: int) -> None:
+        self.update = update
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.update:
+            raise KeyboardInterrupt
+
+
+def test_a_resumed_training_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> None:
+    options = {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "max_steps": 12,
+        "train_sampling_strategy": "random",
+        "gradient_accumulation_steps": 2,
+    }
+    whole = trainer(tmp_path / "whole", **options)
+    expected = whole.train()
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path / "cut", callbacks=[Interrupted(7)], **options).train()
+    resumed = trainer(tmp_path / "cut", **options)
+    output = resumed.train(resume_from_checkpoint=True)
+    equal(resumed, whole)
+    assert output.global_step == expected.global_step == 12
+    timeless = [_timeless(each) for each in resumed.state.log_history if "loss" in each]
+    assert timeless == [_timeless(each) for each in whole.state.log_history if "loss" in each]
+    with pytest.raises(ConfigError, match=r"earlier run. Resume it with train\("):
+        trainer(tmp_path / "whole", **options).train()
+    with pytest.raises(CheckpointError):
+        trainer(tmp_path / "empty", **options).train(resume_from_checkpoint=True)
+
+
+def test_the_best_model_is_loaded_and_kept_and_a_stop_comes_early(tmp_path: Path) -> None:
+    def worse(prediction: Any) -> dict[str, float]:
+        worse.calls += 1  # type: ignore[attr-defined]
+        return {"score": -worse.calls}  # type: ignore[attr-defined]
+
+    worse.calls = 0  # type: ignore[attr-defined]
+    made = trainer(
+        tmp_path,
+        eval_dataset=rows(CLASSES, 4),
+        compute_metrics=worse,
+        callbacks=[transformers.EarlyStoppingCallback(2)],
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        save_total_limit=1,
+        max_steps=20,
+        metric_for_best_model="score",
+        load_best_model_at_end=True,
+    )
+    output = made.train()
+    assert output.global_step == 6
+    assert made.state.best_metric == -1
+    best = Path(made.state.best_model_checkpoint)
+    assert best.name == "update-00000002"
+    kept = TransformersTask.from_checkpoint(best).model
+    for one, other in zip(made.model.parameters(), kept.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_evaluation_sets_have_names_and_one_ranks(tmp_path: Path) -> None:
+    sets = {"news": rows(CLASSES, 4), "mail": rows(CLASSES, 3)}
+    made = trainer(
+        tmp_path,
+        eval_dataset=sets,
+        compute_metrics=accuracy,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        metric_for_best_model="news_accuracy",
+        max_steps=8,
+    )
+    made.train()
+    found = [each for each in made.state.log_history if "eval_news_loss" in each or "eval_mail_loss" in each]
+    assert [each.get("eval_news_rows", each.get("eval_mail_rows")) for each in found] == [4, 3]
+    metrics = made.evaluate()
+    assert {"eval_news_loss", "eval_mail_accuracy", "eval_mail_runtime"} <= metrics.keys()
+    assert made.state.best_metric == metrics["eval_news_accuracy"]
+    assert made.evaluate(sets["mail"], metric_key_prefix="mail").keys() >= {"mail_loss", "mail_runtime"}
+
+
+def test_model_init_begins_anew_and_the_seed_decides(tmp_path: Path) -> None:
+    def init() -> Any:
+        config = model(CLASSES).config
+        torch.manual_seed(torch.initial_seed())
+        config.hidden_dropout_prob = 0.1
+        return transformers.BertForSequenceClassification(config)
+
+    made = trainer(tmp_path, model_init=init, train_sampling_strategy="random")
+    first, second = made.train(), made.train()
+    assert first.training_loss == second.training_loss
+    other = trainer(tmp_path, model_init=init, train_sampling_strategy="random", seed=7)
+    assert other.train().training_loss != first.training_loss
+
+
+@pytest.mark.parametrize(
+    ("options", "updates"),
+    [({"num_train_epochs": 1.5}, 12), ({"num_train_epochs": 1.5, "max_steps": 3}, 3)],
+)
+def test_the_length_of_a_training(options: Any, updates: int, tmp_path: Path) -> None:
+    made = trainer(tmp_path, **{"max_steps": -1, **options})
+    assert made.train().global_step == updates
+
+
+def test_iterable_data_is_trained_for_max_steps_and_evaluated_whole(tmp_path: Path) -> None:
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Any:
+            return iter(rows(CLASSES, 7))
+
+    made = trainer(tmp_path, data=Stream(), eval_dataset=Stream(), max_steps=10, compute_metrics=accuracy)
+    assert made.train().global_step == 10
+    assert made.evaluate()["eval_rows"] == 7
+    listed = trainer(tmp_path, data=rows(CLASSES, 7), eval_dataset=rows(CLASSES, 7), max_steps=10)
+    listed.train()
+    assert listed.evaluate()["eval_loss"] == pytest.approx(made.evaluate()["eval_loss"], rel=1e-6)
+
+
+def test_a_dataset_of_columns_is_collated_and_smoothed_as_in_transformers(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    columns = {"input_ids": [[number % 9 + 3, 5] for number in range(8)], "label": [0, 1, 2, 1] * 2}
+    data = datasets.Dataset.from_dict({**columns, "text": ["left out"] * 8})
+    found = []
+    for kind in (transformers.Trainer, Trainer):
+        args = arguments(tmp_path, label_smoothing_factor=0.1, eval_on_start=True, eval_strategy="epoch")
+        made = kind(model(CLASSES), args, train_dataset=data, eval_dataset=data)
+        made.train()
+        found.append([_timeless(each) for each in made.state.log_history])
+    assert len(found[0]) == len(found[1])
+    for theirs, ours in zip(*found, strict=True):
+        assert {**ours, "total_flos": 0} == pytest.approx({**theirs, "total_flos": 0}, rel=1e-5)
+
+
+def test_ragged_predictions_are_padded_and_outputs_are_chosen(tmp_path: Path) -> None:
+    data = rows("bert, tags", 8)
+    made = trainer(tmp_path, family="bert, tags", per_device_eval_batch_size=2)
+    found = made.predict(data)
+    assert found.predictions.shape == (8, 6, 3)
+    for row, sample in enumerate(data):
+        length = len(sample["labels"])
+        assert np.array_equal(found.label_ids[row, :length], sample["labels"])
+        assert (found.label_ids[row, length:] == -100).all()
+    assert "test_loss" in found.metrics
+    unlabelled = [{"input_ids": each["input_ids"]} for each in data]
+    output = made.predict(unlabelled)
+    assert output.label_ids is None
+    assert "test_loss" not in output.metrics
+    seq2seq = trainer(tmp_path, family="t5")
+    everything = seq2seq.predict(rows("t5", 2)).predictions
+    alone = seq2seq.predict(rows("t5", 2), ignore_keys=["encoder_last_hidden_state", "past_key_values"])
+    assert isinstance(everything, tuple)
+    assert alone.predictions.shape == everything[0].shape
+
+
+def test_results_states_and_models_are_written(tmp_path: Path) -> None:
+    made = trainer(tmp_path, eval_dataset=rows(CLASSES, 3))
+    output = made.train()
+    made.save_model()
+    made.log_metrics("train", output.metrics)
+    made.save_metrics("train", output.metrics)
+    made.save_metrics("eval", made.evaluate())
+    made.save_state()
+    made.create_model_card(license="mit")
+    written = json.loads((tmp_path / "all_results.json").read_text())
+    assert written["train_loss"] == output.training_loss
+    assert "eval_loss" in written
+    assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 4
+    assert "license: mit" in (tmp_path / "README.md").read_text()
+    again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    for one, other in zip(again.parameters(), made.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert made.get_num_trainable_parameters() == sum(each.numel() for each in again.parameters())
+    assert made.is_world_process_zero()
+    assert made.is_local_process_zero()
+
+
+def test_callbacks_of_both_kinds_work_and_can_be_removed(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    class Theirs(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            seen.append(f"theirs {type(model).__name__}")
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_save = state.global_step == 1
+            control.should_training_stop = state.global_step == 3
+
+    class Ours(Callback):
+        def on_checkpoint_saved(self, run: Any) -> None:
+            seen.append(f"ours {run.progress.updates}")
+
+    options = {"save_strategy": "steps", "save_steps": 100, "callbacks": [Theirs, Ours()]}
+    made = trainer(tmp_path / "both", **options)
+    assert made.train().global_step == 3
+    assert seen == ["theirs BertForSequenceClassification", "ours 1", "ours 3"]
+    assert type(made.pop_callback(Theirs)) is Theirs
+    made = trainer(tmp_path / "removed", **options)
+    made.remove_callback(Theirs)
+    assert made.train().global_step == 4
+
+
+# Generation.
+
+
+def generator(folder: Path, kind: Any, **options: Any) -> Any:
+    args = arguments(
+        folder,
+        Seq2SeqTrainingArguments,
+        predict_with_generate=True,
+        generation_max_length=6,
+        eval_strategy="epoch",
+        per_device_eval_batch_size=2,  # transformers counts the samples of a last, smaller batch wrongly
+        max_steps=2,
+    )
+    given = model("t5")
+    given.generation_config.pad_token_id = given.config.pad_token_id = 1
+    return kind(given, args, padded, even("t5", 4), even("t5", 4), **options)
+
+
+def test_generated_sequences_are_predicted_and_measured(tmp_path: Path) -> None:
+    lengths: list[int] = []
+
+    def longest(prediction: Any) -> dict[str, float]:
+        lengths.append(prediction.predictions.shape[1])
+        return {"longest": prediction.predictions.shape[1]}
+
+    class Scripted(Seq2SeqTrainer):
+        def prediction_step(self, *given: Any, **options: Any) -> Any:
+            return super().prediction_step(*given, **options)
+
+    made = generator(tmp_path / "ours", Seq2SeqTrainer, compute_metrics=longest)
+    made.train()
+    scripted = generator(tmp_path / "scripted", Scripted, compute_metrics=longest)
+    scripted.train()
+    theirs = generator(tmp_path / "theirs", transformers.Seq2SeqTrainer, compute_metrics=longest)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs.train()
+    data = even("t5", 4)
+    one, other = made.predict(data), theirs.predict(data)
+    width = one.predictions.shape[1]
+    assert np.array_equal(one.predictions, other.predictions[:, :width])
+    assert np.array_equal(one.predictions, scripted.predict(data).predictions)
+    assert one.metrics["test_loss"] == pytest.approx(other.metrics["test_loss"], rel=1e-5)
+    assert made.evaluate(max_length=4)["eval_longest"] <= 4
+    assert made.predict(data, max_new_tokens=2, num_beams=2).predictions.shape[1] <= 3
+
+
+# Two processes.
+
+
+def test_two_processes_train_evaluate_and_predict_as_one(tmp_path: Path) -> None:
+    expected = _script(str(tmp_path / "one"), 4)
+    for rank, found in enumerate(run_distributed(_script, str(tmp_path / "two"), 2, timeout=120)):
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5), rank
+        assert found["eval"] == pytest.approx(expected["eval"], rel=1e-5)
+        np.testing.assert_allclose(found["predictions"], expected["predictions"], rtol=1e-4, atol=1e-5)
+        assert np.array_equal(found["labels"], expected["labels"])
+        assert found["own"] == pytest.approx(expected["own"], rel=1e-5)
+    assert (tmp_path / "two" / "0" / "config.json").exists()
+
+
+def _script(folder: str, size: int) -> dict[str, Any]:
+    data = rows(CLASSES, 9)
+    losses = []
+    for number, kind in enumerate((Trainer, OwnBackward)):
+        made = trainer(
+            f"{folder}/{number}",
+            kind,
+            eval_dataset=data,
+            compute_metrics=accuracy,
+            per_device_train_batch_size=size,
+            eval_strategy="steps",
+            eval_steps=2,
+        )
+        made.train()
+        losses.append([each["loss"] for each in made.state.log_history if "loss" in each])
+        made.save_model()
+    output = made.predict(data)
+    return {
+        "losses": losses[0],
+        "own": losses[1],
+        "eval": _timeless(made.evaluate()),
+        "predictions": output.predictions,
+        "labels": output.label_ids,
+    }
+
+
+def test_with_sharded_parameters_a_step_leaves_backward_to_the_engine(tmp_path: Path) -> None:
+    for shape in run_distributed(_sharded, str(tmp_path), Wrapping, timeout=120):
+        assert shape == (5, 3)
+    with pytest.raises(RuntimeError, match=r"OwnBackward\.training_step calls loss\.backward\(\) itself"):
+        run_distributed(_sharded, str(tmp_path), OwnBackward, timeout=120)
+
+
+def _sharded(folder: str, kind: Any) -> Any:
+    made = trainer(f"{folder}/{kind.__name__}", kind, fsdp=True, max_steps=2)
+    made.train()
+    return made.predict(rows(CLASSES, 5)).predictions.shape

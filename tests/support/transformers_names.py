@@ -1,0 +1,84 @@
+"""The names of the transformers Trainer, releases 4.2x to 5, that users may write here."""
+
+
+def _names(text: str) -> list[str]:
+    return text.split()
+
+
+ARGUMENTS = _names("""
+accelerator_config activation_checkpointing activation_checkpointing_kwargs adafactor adam_beta1
+adam_beta2 adam_epsilon auto_find_batch_size average_tokens_across_devices batch_eval_metrics bf16
+bf16_full_eval data_seed dataloader_drop_last dataloader_in_order dataloader_multiprocessing_context
+dataloader_num_workers dataloader_persistent_workers dataloader_pin_memory
+dataloader_prefetch_factor ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb
+ddp_find_unused_parameters ddp_static_graph ddp_timeout debug deepspeed disable_tqdm
+dispatch_batches do_eval do_predict do_train enable_jit_checkpoint eval_accumulation_steps
+eval_delay eval_do_concat_batches eval_on_start eval_steps eval_strategy eval_use_gather_object
+evaluation_strategy fp16 fp16_backend fp16_full_eval fp16_opt_level fsdp fsdp_config
+fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap full_determinism generation_config
+generation_max_length generation_num_beams gradient_accumulation_steps gradient_checkpointing
+gradient_checkpointing_kwargs greater_is_better group_by_length half_precision_backend
+hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy hub_token ignore_data_skip
+include_for_metrics include_inputs_for_metrics include_num_input_tokens_seen
+include_tokens_per_second jit_mode_eval label_names label_smoothing_factor learning_rate
+length_column_name liger_kernel_config load_best_model_at_end local_rank log_level log_level_replica
+log_on_each_node logging_dir logging_first_step logging_nan_inf_filter logging_steps
+logging_strategy lr_scheduler_kwargs lr_scheduler_type max_grad_norm max_steps metric_for_best_model
+mp_parameters neftune_noise_alpha no_cuda num_train_epochs optim optim_args optim_target_modules
+output_dir overwrite_output_dir parallelism_config past_index per_device_eval_batch_size
+per_device_train_batch_size per_gpu_eval_batch_size per_gpu_train_batch_size predict_with_generate
+prediction_loss_only project push_to_hub push_to_hub_model_id push_to_hub_organization
+push_to_hub_token ray_scope remove_unused_columns report_to restore_callback_states_from_checkpoint
+resume_from_checkpoint run_name save_on_each_node save_only_model save_safetensors save_steps
+save_strategy save_total_limit seed sharded_ddp skip_memory_metrics sortish_sampler split_batches
+tf32 torch_compile torch_compile_backend torch_compile_mode torch_empty_cache_steps torchdynamo
+tpu_metrics_debug tpu_num_cores trackio_bucket_id trackio_space_id trackio_static_space_id
+train_sampling_strategy use_cache use_cpu use_ipex use_legacy_prediction_loop use_liger_kernel
+use_mps_device warmup_ratio warmup_steps weight_decay xpu_backend
+""")
+"""The options of TrainingArguments and Seq2SeqTrainingArguments."""
+
+CONSTRUCTOR = _names("""
+args callbacks compute_loss_func compute_metrics data_collator eval_dataset model model_init
+optimizer_cls_and_kwargs optimizers peft_config preprocess_logits_for_metrics processing_class
+tokenizer train_dataset
+""")
+"""The arguments of Trainer, of SFTTrainer one."""
+
+MEMBERS = _names("""
+accelerator add_callback args autocast_smart_context_manager call_model_init callback_handler
+compute_loss compute_loss_context_manager control create_accelerator_and_postprocess
+create_model_card create_optimizer create_optimizer_and_scheduler create_scheduler current_flos
+data_collator end eval_dataset evaluate evaluation_loop floating_point_ops get_batch_samples
+get_cp_size get_decay_parameter_names get_eval_dataloader get_optimizer_cls_and_kwargs get_sp_size
+get_test_dataloader get_total_train_batch_size get_tp_size loss_is_scaled_for_ga
+get_train_dataloader hub_model_id hyperparameter_search init_git_repo init_hf_repo
+is_deepspeed_enabled is_fsdp_enabled is_in_train is_local_process_zero is_model_parallel
+is_world_process_zero load_generation_config log log_metrics lr_scheduler metrics_format model
+model_wrapped num_examples objective optimizer place_model_on_device pop_callback prediction_loop
+prediction_step processing_class push_to_hub remove_callback save_metrics save_model save_state
+set_initial_training_values state store_flos tokenizer train train_dataset training_step
+""")
+"""The methods of Trainer and Seq2SeqTrainer, and the attributes that their documentation names."""
+
+EVENTS = _names("""
+on_epoch_begin on_evaluate on_init_end on_optimizer_step on_pre_optimizer_step on_predict
+on_prediction_step on_push_begin on_step_begin on_substep_end on_train_begin on_train_end
+""")
+"""The events of TrainerCallback that have another name here."""
+
+STATE = _names("""
+args best_global_step best_metric best_model_checkpoint epoch eval_dataloader eval_steps global_step
+is_hyper_param_search is_local_process_zero is_world_process_zero load_from_json log_history
+logging_steps logs lr_scheduler max_steps model num_input_tokens_seen num_train_epochs optimizer
+processing_class save_steps save_to_json should_epoch_stop should_evaluate should_log should_save
+should_training_stop stateful_callbacks tokenizer total_flos train_batch_size train_dataloader
+trial_name trial_params
+""")
+"""What the events are given: the fields of TrainerState and TrainerControl, and the other arguments."""
+
+OVERRIDDEN = _names("""
+compute_loss create_optimizer create_optimizer_and_scheduler create_scheduler evaluation_loop
+get_eval_dataloader get_test_dataloader get_train_dataloader prediction_loop prediction_step
+""")
+"""The methods that subclasses of Trainer override."""
