@@ -1,6 +1,6 @@
 # `make demo`, `make docs`, `make test`, `make test-full`, `make test-extended` and `make bench` set up what they need first:
-# in .venv, for XLA's strategies in .venv-xla, for Hugging Face's libraries in .venv-hf, and for the libraries that ours is
-# measured beside in .venv-bench. `make gpu` installs nothing: it runs with the torch of a machine with an NVIDIA GPU.
+# in .venv, for XLA's strategies in .venv-xla, for Hugging Face's libraries and Lightning in .venv-hf, and for the libraries
+# that ours is measured beside in .venv-bench. `make gpu` installs nothing: it runs with the torch of a machine with an NVIDIA GPU.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -64,7 +64,7 @@ full: TESTS += --ignore tests/integrations
 full: $(READY)
 	$(call pytest,full)
 
-# The integrations of Hugging Face's libraries, of whose tests `make test` runs one each.
+# The integrations of Hugging Face's libraries and of Lightning, of whose tests `make test` runs one each.
 hf: TESTS := tests/integrations $(TESTS)
 hf: $(READY_HF)
 	$(call pytest,full,$(BIN_HF))
@@ -122,8 +122,8 @@ $(READY_HF): setup.cfg setup.py Makefile tests/constraints.txt tests/integration
 	test -x $(BIN_HF)/python || $(PYTHON) -m venv $(VENV_HF)
 	$(BIN_HF)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN_HF)/python -m pip install --quiet --disable-pip-version-check -c tests/constraints.txt \
-		-c tests/integrations/transformers/constraints.txt -e '.[deepspeed,hub,transformers]' \
-		datasets evaluate peft pillow pytest pytest-xdist scikit-learn
+		-c tests/integrations/transformers/constraints.txt -e '.[deepspeed,hub,lightning,transformers]' \
+		datasets evaluate peft pillow pytest pytest-xdist pytorch-lightning scikit-learn
 	touch $(READY_HF)
 
 # Composer goes without its dependencies into a folder of its own, for the reasons in composer.txt; where it cannot be
