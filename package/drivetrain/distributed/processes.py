@@ -5,14 +5,19 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import IO
 
 import torch
 
 from drivetrain.distributed.launch.environment import detect
+from drivetrain.distributed.sockets import closing_sockets_in_forks
+
+_NO_LIMIT = timedelta(days=365)
+"""For waiting on a download: torch's own limit is half an hour."""
 
 
 def rank() -> int:
@@ -42,6 +47,26 @@ def world_size() -> int:
 
 def _is_grouped() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def once_per_machine(act: Callable[[], object], *, once: bool = False) -> None:
+    """Call a function in one process of each machine, while the others wait for it without a time limit.
+
+    All processes must call it, after they are connected; before that, each calls the function.
+
+    Args:
+        act: The function. If it raises, the error is the caller's, who must end the other processes.
+        once: Whether one process of the whole job calls it, for machines that share their files.
+    """
+    if world_size() == 1 or not _is_grouped():
+        act()
+        return
+    with closing_sockets_in_forks():
+        group = torch.distributed.new_group(backend="gloo", timeout=_NO_LIMIT)
+    if (rank() if once else local_rank()) == 0:
+        act()
+    torch.distributed.barrier(group)
+    torch.distributed.destroy_process_group(group)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from drivetrain import callbacks as built_in
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.checkpoint.weights.frozen import FrozenParameters, check_storable, fingerprints
 from drivetrain.checkpoint.weights.module_state import has_extras, load_module_state
-from drivetrain.core.errors import ConfigError, nearest
+from drivetrain.core.errors import ConfigError
 from drivetrain.core.intervals import DelayedTrigger, Every, FirstUpdateTrigger, Trigger, exact
 from drivetrain.core.random_streams import preserved
 from drivetrain.core.synonyms import check_task_names, foreign
@@ -37,6 +36,7 @@ from drivetrain.run.state import Triggers
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.transforms.compile import as_compile
 from drivetrain.task.task import TaskModule, known_totals
+from drivetrain.trainer.data_objects import DataObject, begun, fit_data, pick_data, state_of
 from drivetrain.trainer.feeds import evaluation_feeds, may_change_data, starts_early, train_feed
 
 if TYPE_CHECKING:
@@ -62,63 +62,8 @@ def check_task(task: object) -> TaskModule:
     )
 
 
-_LOADERS = {
-    "training": "train_dataloader",
-    "validation": "val_dataloader",
-    "test": "test_dataloader",
-    "predict": "predict_dataloader",
-}
-"""The names of Lightning's data methods by stage."""
-
 _VERBS = {"validation": "validate"}
 """The Trainer's method of a stage, if its name differs."""
-
-
-def pick_data(data: Any, stage: str) -> Any:
-    """Return a stage's data: the data as given, or the result of the object's `train_data()`,
-    `validation_data()` and so on.
-
-    Raises:
-        ConfigError: The object lacks the method of this stage.
-    """
-    method = f"{'train' if stage == 'training' else stage}_data"
-    if _has(data, method):
-        return getattr(data, method)()
-    offered = [f"{s}_data" for s in ("train", "validation", "test", "predict") if _has(data, f"{s}_data")]
-    if offered:
-        raise ConfigError(f"{type(data).__name__} has no {method}(). {nearest(method, offered)}")
-    if (theirs := foreign(data)) is not None:
-        raise ConfigError(f"the {stage} data is {theirs}")
-    given = _LOADERS[stage]
-    if _has(data, given) and not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
-        raise ConfigError(f"{type(data).__name__} has {given}(), which is called {method}() here. Rename it")
-    return data
-
-
-def _has(data: Any, method: str) -> bool:
-    # Properties are not evaluated: some data sets (torchvision's) have deprecated ones of these names, which
-    # warn.
-    return not isinstance(inspect.getattr_static(data, method, None), property) and callable(
-        getattr(data, method, None)
-    )
-
-
-def fit_data(train_data: Any, validation_data: Any) -> tuple[Any, Any]:
-    """Return training and validation data; an object with `validation_data()` gives both, unless validation
-    data is passed separately.
-    """
-    if validation_data is None and callable(getattr(train_data, "train_data", None)):
-        make = getattr(train_data, "validation_data", None)
-        validation_data = make() if callable(make) else None
-    elif validation_data is not None:
-        validation_data = pick_data(validation_data, "validation")
-    picked = pick_data(train_data, "training")
-    if isinstance(picked, Mapping):
-        raise ConfigError(
-            "training data cannot be a mapping of loaders; only evaluation takes named loaders. Pass one"
-            " loader"
-        )
-    return picked, validation_data
 
 
 @contextmanager
@@ -241,17 +186,20 @@ def build_fit(
     """
     began = fit_began()
     task = check_task(task)
-    train_data, validation_data = fit_data(train_data, validation_data)
-    check_settings_used(
-        train_data,
-        validation_data,
-        settings.batch_size,
-        settings.num_workers,
-        settings.evaluation_batch_size,
-        settings.collate,
-    )
     with setting_up(settings, task, "fit", resume=resume) as engine:
-        run, saver = _fit_run(settings, engine, task, train_data, validation_data, resume, body)
+        # Now that the ranks are connected: a data object may ask for their number, or wait for one of them.
+        engine.closing.enter_context(begun("fit", task, train_data, validation_data))
+        states = state_of(train_data)
+        train_data, validation_data = fit_data(train_data, validation_data)
+        check_settings_used(
+            train_data,
+            validation_data,
+            settings.batch_size,
+            settings.num_workers,
+            settings.evaluation_batch_size,
+            settings.collate,
+        )
+        run, saver = _fit_run(settings, engine, task, train_data, validation_data, states, resume, body)
     if run.is_main and run.run_dir is not None and (saver is not None or run.loggers):
         run.ledger.keep(run.run_dir, began)
     return run, saver
@@ -263,6 +211,7 @@ def _fit_run(
     task: TaskModule,
     train_data: Any,
     validation_data: Any,
+    states: list[DataObject],
     resume: str | None,
     body: bool,
 ) -> tuple[Run, CheckpointSaver | None]:
@@ -305,7 +254,7 @@ def _fit_run(
         task,
         engine,
         stage="train",
-        callbacks=with_defaults(settings, saver),
+        callbacks=with_defaults(settings, saver, states),
         loggers=build_loggers(settings.loggers, run_dir) if engine.strategy.rank == 0 else (),
         run_dir=run_dir,
         totals=totals,
@@ -376,8 +325,10 @@ def pick_run_dir(settings: RunSettings, task: TaskModule) -> Path | None:
     raise ConfigError("no free name for a new run directory under 'runs'; give the Trainer a run_dir")
 
 
-def with_defaults(settings: RunSettings, saver: CheckpointSaver | None) -> list[Any]:
-    """Return the callbacks in calling order: the user's, those that show values, the saver.
+def with_defaults(
+    settings: RunSettings, saver: CheckpointSaver | None, states: Sequence[Any] = ()
+) -> list[Any]:
+    """Return the callbacks in calling order: the user's, those that show values, other states, the saver.
 
     The saver saves the changes of all before it. Callbacks with `after_saver` follow it.
     """
@@ -390,7 +341,7 @@ def with_defaults(settings: RunSettings, saver: CheckpointSaver | None) -> list[
         callbacks.append(built_in.CompileTime(show=settings.progress_bar))
     late = [each for each in callbacks if getattr(each, "after_saver", False)]
     first = [each for each in callbacks if not getattr(each, "after_saver", False)]
-    return [*first, *([saver] if saver else []), *late]
+    return [*first, *states, *([saver] if saver else []), *late]
 
 
 def start_from(settings: RunSettings, run: Run, saver: CheckpointSaver | None, resume: str | None) -> None:
@@ -431,10 +382,6 @@ def build_evaluation(settings: RunSettings, task: Any, data: Any, stage: str, ch
     Raises:
         ConfigError: Named loaders to predict; a prediction has one order.
     """
-    if stage == "predict":
-        data = pick_data(data, stage)
-        if isinstance(data, Mapping):
-            raise ConfigError("predict takes one loader, not a mapping; call it once for each")
     task = check_task(task)
     with setting_up(settings, task, _VERBS.get(stage, stage), checkpoint=checkpoint) as engine:
         return _evaluation_run(settings, engine, task, data, stage, checkpoint)
@@ -453,8 +400,12 @@ def _evaluation_run(
         extras = read_extras(path) if has_extras(task) else {}
         kept = read_frozen(path, task)
         load_module_state(task, tensors, extras, where=path, adopt_dtypes=True, kept=kept)
+    engine.closing.enter_context(begun(_VERBS.get(stage, stage), task, data))
+    data = pick_data(data, stage)
+    if stage == "predict" and isinstance(data, Mapping):
+        raise ConfigError("predict takes one loader, not a mapping; call it once for each")
     engine.prepare_task(task, training=False, micro_batch=settings.micro_batch, show=settings.progress_bar)
-    feeds = evaluation_feeds(settings, engine, task, pick_data(data, stage), stage)
+    feeds = evaluation_feeds(settings, engine, task, data, stage)
     if not feeds:
         raise ConfigError(
             f"no data to {stage}: give a DataLoader, a Dataset, an iterable of batches or a mapping of named"

@@ -37,6 +37,7 @@ class TorchWeights:
     Attributes:
         tensors: The tensors by name, without the prefixes of DDP and torch.compile.
         origin: The kind of file, for messages.
+        path: The file.
         hparams: Lightning's hyper-parameters that are plain values.
         objects: The other hyper-parameters, each described in words.
         argument: The one constructor argument that holds all `hparams`; "" if each is an argument.
@@ -46,6 +47,7 @@ class TorchWeights:
 
     tensors: dict[str, Tensor]
     origin: str
+    path: str = ""
     hparams: dict[str, Any] = field(default_factory=dict)
     objects: dict[str, str] = field(default_factory=dict)
     argument: str = ""
@@ -93,6 +95,7 @@ def read_torch_weights(path: str, files: FileSystem = LOCAL) -> TorchWeights:
     return TorchWeights(
         tensors,
         found.origin,
+        path,
         **_divided(hparams if is_lightning else {}),
         argument="" if argument == "kwargs" else str(argument),
         left=tuple(str(name) for name in found.beside if name not in taken) if found.key else (),

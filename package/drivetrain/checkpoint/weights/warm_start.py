@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from drivetrain.checkpoint.foreign.torch_weights import TorchWeights
 from drivetrain.checkpoint.saving.sharding import is_sharded
 from drivetrain.checkpoint.weights.dtypes import check_range
 from drivetrain.checkpoint.weights.load import find_weights
@@ -19,8 +20,8 @@ from drivetrain.checkpoint.weights.module_state import clean_name, full_state, h
 from drivetrain.checkpoint.weights.rename import Rename, prefix_hint, renamed
 from drivetrain.core.errors import CheckpointError, ConfigError
 
-Source: TypeAlias = str | os.PathLike[str] | Mapping[str, Tensor]
-"""A source of weights: a path for `checkpoint.load_weights`, or tensors by name."""
+Source: TypeAlias = str | os.PathLike[str] | Mapping[str, Tensor] | TorchWeights
+"""A source of weights: a path for `checkpoint.load_weights`, a file that was read, or tensors by name."""
 
 _SHOWN = 10
 """The most names of a kind that a report or a message lists."""
@@ -101,7 +102,7 @@ def load_weights_into(
     Args:
         module: The module to fill; its parameters stay the same objects.
         source: A path for `checkpoint.load_weights` (a file, a folder, a checkpoint, a run; Lightning's and
-            Composer's files too), or tensors by name.
+            Composer's files too), the result of `read_torch_weights`, or tensors by name.
         strict: Whether everything must fit. If not, the fitting tensors are loaded; the report has the rest.
         rename: The rule from source names to module names: a mapping of regular expressions to replacements,
             as for `re.sub`, each applied to the result of those before it; or a function. None instead of a
@@ -149,6 +150,8 @@ def _read(source: Source) -> tuple[str, Mapping[str, Tensor], str]:
     """Return the source's name for messages, its tensors, and a note on them."""
     if isinstance(source, (str, os.PathLike)):
         return repr(os.fspath(source)), *find_weights(source)
+    if isinstance(source, TorchWeights):
+        return repr(source.path), source.tensors, source.note
     if not isinstance(source, Mapping):
         more = "; give its state_dict()" if isinstance(source, nn.Module) else ""
         raise ConfigError(

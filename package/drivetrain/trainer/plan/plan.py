@@ -16,7 +16,8 @@ from drivetrain.data import evaluation_sources
 from drivetrain.data.reading import check_settings_used
 from drivetrain.run.settings import RunSettings
 from drivetrain.task.task import known_totals
-from drivetrain.trainer.assembly import check_task, every, fit_data, planned_totals
+from drivetrain.trainer.assembly import check_task, every, planned_totals
+from drivetrain.trainer.data_objects import begun, fit_data
 from drivetrain.trainer.plan.conflicts import (
     interval_conflicts,
     length_conflicts,
@@ -131,8 +132,7 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
         ConfigError: Arguments, task and data do not fit together, as in `fit`.
         DataError: The data is empty or of an unknown kind.
     """
-    with preserved():
-        task = check_task(task)
+    with preserved(), begun("fit", task := check_task(task), train_data, validation_data):
         train_data, validation_data = fit_data(train_data, validation_data)
         check_settings_used(
             train_data,
