@@ -182,6 +182,7 @@ def test_what_is_loaded_lazily_is_ours_and_stands_in_the_source():
         "callbacks/__init__.py",
         "checkpoint/__init__.py",
         "integrations/hub/__init__.py",
+        "integrations/lightning/__init__.py",
         "integrations/transformers/__init__.py",
         "loggers/__init__.py",
         "testing/__init__.py",

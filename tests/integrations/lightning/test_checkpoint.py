@@ -64,6 +64,7 @@ def trained(path: Path, module: Any, *callbacks: Any) -> Any:
     return module
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # of torch.compile
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_checkpoint_of_lightning_is_read_into_an_unchanged_module(tmp_path: Path, compiled: bool) -> None:
     path = tmp_path / "last.ckpt"
