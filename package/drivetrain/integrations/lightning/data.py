@@ -64,7 +64,9 @@ class LightningData:
         if not self.is_data_module:
             return
         take = getattr(task, "take_data_module", None)
-        if callable(take):  # a task of `as_task`, whose module finds the data module as self.trainer.datamodule
+        if callable(
+            take
+        ):  # a task of `as_task`, whose module finds the data module as self.trainer.datamodule
             take(self.module)
         if is_overridden(self.module, "prepare_data"):
             once_per_machine(self.module.prepare_data, once=not self.module.prepare_data_per_node)
