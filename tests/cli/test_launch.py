@@ -54,7 +54,7 @@ def launch(*words: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", command, *words],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
         env=environment,
     )

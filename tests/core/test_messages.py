@@ -130,7 +130,7 @@ def test_the_level_and_the_handlers_are_the_programs(
 ) -> None:
     env = {**os.environ, **({} if level is None else {"DRIVETRAIN_LOG_LEVEL": level})}
     command = [sys.executable, "-c", PROGRAM, before, after]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, done.stderr.splitlines()) == (0, expected)
 
 
@@ -148,7 +148,7 @@ def reported_on_a_rank() -> list[str]:
 def test_a_level_that_there_is_not_is_refused() -> None:
     env = {**os.environ, "DRIVETRAIN_LOG_LEVEL": "warnings"}
     command = [sys.executable, "-c", "import drivetrain.core.messages"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert "DRIVETRAIN_LOG_LEVEL='warnings' is no level. Did you mean 'warning'?" in done.stderr
 
 

@@ -51,7 +51,7 @@ def test_what_is_made_once_is_found_by_the_others() -> None:
     several = [
         subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True) for _ in range(3)
     ]
-    said = [each.communicate(timeout=60)[0].strip() for each in several]
+    said = [each.communicate(timeout=240)[0].strip() for each in several]
     assert sorted(said) == ["found whole", "found whole", "made"]
     assert Path("data/words.txt.lock").exists()
 

@@ -115,7 +115,7 @@ print(Noting.found[0])
 def test_the_fallback_is_set_before_torch_is_imported(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FALLBACK, raising=False)
     Path("program.py").write_text(NOTING + program, encoding="utf-8")
-    done = subprocess.run([sys.executable, "program.py"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "program.py"], capture_output=True, text=True, timeout=240)
     assert done.stdout == "1\n", done.stderr
 
 

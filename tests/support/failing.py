@@ -142,10 +142,10 @@ def run_written(
             if again is not None:
                 time.sleep(again)
                 (os.killpg if whole_group else os.kill)(process.pid, interrupt)
-        out, err = process.communicate(timeout=90)
+        out, err = process.communicate(timeout=240)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=240)
         pytest.fail(f"a rank has not ended:\n{out}\n{err}")
     assert process.returncode is not None
     return Ended(process.returncode, out, err.splitlines())

@@ -282,14 +282,14 @@ def run(
         "OMP_NUM_THREADS": "1",
     }
     if not before:
-        return run_forked(["program.py"], directory, environment, timeout=60)
+        return run_forked(["program.py"], directory, environment, timeout=240)
     return subprocess.run(
         [*before, sys.executable, "program.py"],
         cwd=directory,
         env=environment,
         capture_output=True,  # which a process that was left behind would hold open
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
 

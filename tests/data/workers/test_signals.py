@@ -337,7 +337,7 @@ def test_workers_end_with_a_program_that_fails(data: str) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=240,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))},
     )
     assert done.returncode == 1

@@ -18,7 +18,7 @@ from drivetrain.distributed.failure.watchdog import EXIT_HANG, Watchdog
 def run(program: str, directory: Path) -> subprocess.CompletedProcess[str]:
     """A program in a process of its own, which ends by itself or is killed after a minute."""
     (directory / "program.py").write_text(program, encoding="utf-8")
-    return run_forked(["program.py", str(directory)], directory, timeout=60)
+    return run_forked(["program.py", str(directory)], directory, timeout=240)
 
 
 BEGIN = """

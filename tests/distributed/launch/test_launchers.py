@@ -47,7 +47,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def outcomes(*processes: subprocess.Popen[str]) -> list[dict[str, object]]:
     """What each rank has told at its end."""
     try:
-        done = [each.communicate(timeout=60) for each in processes]
+        done = [each.communicate(timeout=240) for each in processes]
     finally:
         for each in processes:
             each.kill()
@@ -161,7 +161,7 @@ def test_a_program_that_has_trained_in_one_process_goes_on_in_several() -> None:
     told = []
     for name in ("train.py", "several.py"):
         process = start(name)
-        out, error = process.communicate(timeout=60)
+        out, error = process.communicate(timeout=240)
         assert process.returncode == 0, error
         told.append(set(out.splitlines()))
     assert told[0] == told[1]

@@ -65,7 +65,7 @@ from nbclient import NotebookClient
 
 cells = [nbformat.v4.new_code_cell(source) for source in json.load(sys.stdin)]
 notebook = nbformat.v4.new_notebook(cells=cells)
-NotebookClient(notebook, timeout=60, kernel_name="python3").execute()
+NotebookClient(notebook, timeout=240, kernel_name="python3").execute()
 json.dump([cell.outputs for cell in notebook.cells], sys.stdout)
 """
 

@@ -63,7 +63,7 @@ def python(
         start_new_session=True,
     )
     try:
-        out, err = process.communicate(typed, timeout=90)
+        out, err = process.communicate(typed, timeout=240)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate()

@@ -503,7 +503,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def told(*words: str) -> list[dict[str, Any]]:
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=90)
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 

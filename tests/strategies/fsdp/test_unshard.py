@@ -177,6 +177,6 @@ for name in ("first", "second"):
 
 def test_a_notebook_s_second_run_saves_what_each_process_has() -> None:
     done = subprocess.run(
-        [sys.executable, "-"], input=TWICE, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-"], input=TWICE, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.stdout.split() == ["True", "True"], done.stderr
