@@ -39,6 +39,8 @@ WRONG: list[tuple[str, Any, str]] = [
             "batch_size",
             "evaluation_batch_size",
             "gradient_accumulation_steps",
+            "sanity_validation",
+            "try_out",
         )
         for value in (0, -1, 1.5, "3", True)
     ),

@@ -113,6 +113,8 @@ def _begin(run: Run) -> None:
     run.start()
     set_training()
     run.ledger.train()
+    if run.sanity_batches is not None:
+        check_validation(run, run.sanity_batches)
     if run.stopping.shared or run.stopping.held:
         _agree(run)
 
@@ -216,13 +218,35 @@ def validate(run: Run) -> None:
     run.nonfinite.judge_values({name: each for name, each in values.items() if run.names.is_loss(name)})
 
 
-def evaluate(run: Run, stage: str, feeds: Feeds) -> dict[str, float]:
+def check_validation(run: Run, batches: int) -> None:
+    """Validate on the first batches of each loader before training, so that a fault in validation shows now.
+
+    Its values are dropped, and metrics and random streams are as before.
+    """
+    before = dict(run.metrics)
+    try:
+        with run.timed("evaluation"), shielded():
+            evaluate(run, "validation", run.evaluation_feeds, sanity_batches=batches)
+    except Exception as error:
+        error.add_note(
+            f"drivetrain: this was the short validation before training, on {batches} batches of each loader;"
+            " Trainer(sanity_validation=None) leaves it out"
+        )
+        raise
+    run.evaluation = Evaluation()
+    run.metrics.clear()
+    run.metrics.update(before)
+
+
+def evaluate(run: Run, stage: str, feeds: Feeds, sanity_batches: int | None = None) -> dict[str, float]:
     """Make one pass over evaluation data. Every sample counts once; training's random streams do not move.
 
     Args:
         run: The run.
         stage: "validation" or "test".
         feeds: The data by loader name; None for an only one.
+        sanity_batches: Only so many batches of each loader, for the short validation before training. What
+            reads a whole evaluation does not take part.
 
     Returns:
         Weighted means of the step's values, and the declared metrics, by the names of the task's
@@ -235,14 +259,14 @@ def evaluate(run: Run, stage: str, feeds: Feeds) -> dict[str, float]:
     values: dict[str, float] = {}
     before, run.stage = run.stage, stage
     with engine.evaluating(stage), run.collecting() as logged:
-        run.evaluation = Evaluation()
+        run.evaluation = Evaluation(is_sanity_check=sanity_batches is not None)
         run.call(hooks.on_evaluation_start)
         passes: list[Evaluation] = []
         for loader, feed in feeds:
             start = perf_counter()
-            reader = run.task.evaluation_reader()
+            reader = run.task.evaluation_reader() if sanity_batches is None else None
             with nullcontext() if reader is None else closing(reader):
-                found = _evaluate_loader(run, loader, feed, reader)
+                found = _evaluate_loader(run, loader, feed, reader, sanity_batches)
             named = run.names.named(found, stage, loader)
             run.evaluation.seconds = perf_counter() - start
             passes.append(replace(run.evaluation, values=named))
@@ -257,7 +281,7 @@ def evaluate(run: Run, stage: str, feeds: Feeds) -> dict[str, float]:
 
 
 def _evaluate_loader(
-    run: Run, loader: str | None, feed: Feed, reader: EvaluationReader | None
+    run: Run, loader: str | None, feed: Feed, reader: EvaluationReader | None, limit: int | None
 ) -> dict[str, float]:
     engine, task, declared, hooks = (
         run.engine,
@@ -273,10 +297,13 @@ def _evaluate_loader(
     )
     if declared:
         declared.reset()
-    run.evaluation = Evaluation(loader, 0, feed.batches_per_epoch)
+    batches = feed.batches_per_epoch
+    if limit is not None:
+        batches = limit = min(limit, batches or limit)
+    run.evaluation = Evaluation(loader, 0, batches, is_sanity_check=limit is not None)
     run.milestones += 1
     sharded = engine.strategy.sharded
-    for number, micro_batch in enumerate(feed.micro_batches()):
+    for number, micro_batch in enumerate(feed.micro_batches(limit=limit)):
         run.evaluation.batch = number
         records: list[Any] = []
         if (

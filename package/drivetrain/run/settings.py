@@ -60,6 +60,8 @@ _SAME_ON_ALL_RANKS = (
     "limit_validation_batches",
     "limit_test_batches",
     "limit_predict_batches",
+    "sanity_validation",
+    "try_out",
 )
 """The settings that affect what a rank does and when. Loggers, callbacks and the screen may differ."""
 
@@ -118,6 +120,8 @@ class RunSettings:
     limit_validation_batches: int | float | None = None
     limit_test_batches: int | float | None = None
     limit_predict_batches: int | float | None = None
+    sanity_validation: int | str | None = "auto"
+    try_out: int | str | None = None
     run_dir: str | os.PathLike[str] | None = None
     run_name: str | None = None
 
@@ -150,6 +154,14 @@ class RunSettings:
                         f"{name} must be a number of batches, or a fraction below 1, not {limit}"
                     )
                 count(name, limit, at_least=1)
+        if self.sanity_validation not in (None, "auto"):
+            count("sanity_validation", self.sanity_validation, at_least=1)
+        if self.try_out not in (None, "batches", "overfit"):
+            if isinstance(self.try_out, str):
+                raise ConfigError(
+                    f"try_out must be 'batches', a number of them, or 'overfit', not {self.try_out!r}"
+                )
+            count("try_out", self.try_out, at_least=1)
         count("gradient_accumulation_steps", self.gradient_accumulation_steps, at_least=1)
         count("num_workers", self.num_workers)
         count("seed", self.seed)

@@ -28,6 +28,7 @@ class Evaluation:
         samples: The samples that this rank has read so far.
         seconds: The time that the loader's pass took, once it has ended.
         passes: The passes over the loaders, once all have ended; each has the values of its loader.
+        is_sanity_check: Whether it is the short validation before training, whose values are dropped.
     """
 
     loader: str | None = None
@@ -37,6 +38,7 @@ class Evaluation:
     samples: int = 0
     seconds: float = 0.0
     passes: Sequence[Evaluation] = ()
+    is_sanity_check: bool = False
 
 
 @dataclass
@@ -79,6 +81,7 @@ class RunState:
         self.exception: BaseException | None = None
         self.failure: Exception | None = None
         self.validated = False
+        self.sanity_batches: int | None = None
         self.last_checkpoint: str | None = None
         self.save_errors = SaveErrors(on_save_error, reports=self.is_main)
         self.milestones = self.reports = 0

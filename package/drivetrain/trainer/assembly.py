@@ -38,6 +38,7 @@ from drivetrain.strategies.transforms.compile import as_compile
 from drivetrain.task.task import TaskModule, known_totals
 from drivetrain.trainer.data_objects import DataObject, begun, fit_data, pick_data, state_of
 from drivetrain.trainer.feeds import evaluation_feeds, may_change_data, starts_early, train_feed
+from drivetrain.trainer.try_out import overfitting
 
 if TYPE_CHECKING:
     from drivetrain.callbacks.checkpoint import CheckpointSaver
@@ -215,6 +216,10 @@ def _fit_run(
     resume: str | None,
     body: bool,
 ) -> tuple[Run, CheckpointSaver | None]:
+    if settings.try_out == "overfit":
+        settings, train_data, validation_data = overfitting(
+            settings, engine, task, train_data, validation_data
+        )
     changes = body or may_change_data(settings.callbacks)
     feed = train_feed(settings, engine, task, train_data, changes)
     totals = planned_totals(settings, feed, engine.strategy.world_size)
@@ -362,9 +367,32 @@ def start_from(settings: RunSettings, run: Run, saver: CheckpointSaver | None, r
     run.engine.set_rates()
     run.triggers.log.start(run.progress)
     run.triggers.validate.start(run.progress)
+    if found is None and run.triggers.validate.every is not None:
+        run.sanity_batches = sanity_batches(settings, run)
     for logger in run.loggers if run.is_main else ():
         with run.logging_to(logger, f"the configuration that {type(logger).__name__} writes at update"):
             logger.log_config({"trainer": settings.to_json(), "task": describe_task(run.task)})
+
+
+_SANITY_BATCHES = 2
+"""The batches of each loader that the short validation before training takes by default, as in Lightning."""
+
+
+def sanity_batches(settings: RunSettings, run: Run) -> int | None:
+    """Return the batches of each loader that a fit validates on before it trains, or None.
+
+    By default it validates where that is under a hundredth of the batches that it trains on in an epoch, and
+    where what it reads can be read again.
+    """
+    feeds = [feed for _, feed in run.evaluation_feeds]
+    if settings.sanity_validation != "auto" or run.train_feed is None:
+        assert not isinstance(settings.sanity_validation, str)
+        return settings.sanity_validation
+    trained = run.train_feed.batches_per_epoch
+    if run.totals.updates is not None and trained is not None:
+        trained = min(trained, run.totals.updates * run.train_feed.accumulation)
+    is_cheap = trained is not None and _SANITY_BATCHES * len(feeds) * 100 < trained
+    return _SANITY_BATCHES if is_cheap and all(feed.source.exact for feed in feeds) else None
 
 
 def describe_task(task: TaskModule) -> dict[str, Any]:

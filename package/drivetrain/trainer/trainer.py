@@ -30,6 +30,7 @@ from drivetrain.run.settings import RunSettings
 from drivetrain.task.task import TaskModule
 from drivetrain.trainer.assembly import build_evaluation, build_fit, start_from
 from drivetrain.trainer.observer import observed, observed_loop
+from drivetrain.trainer.try_out import as_tried, writes_nothing
 
 if TYPE_CHECKING:
     from drivetrain.callbacks.checkpoint import CheckpointSaver
@@ -157,6 +158,16 @@ class Trainer(RunSettings):
             fraction of them, rounded down, at least one.
         limit_validation_batches, limit_test_batches, limit_predict_batches: The same for the batches of each
             loader.
+        sanity_validation: Validate on so many batches of each loader before training, so that a fault in
+            validation shows at once. Nothing of it is kept. The hooks of an evaluation are called, with
+            `run.evaluation.is_sanity_check` set; what reads a whole evaluation, such as `compute_metrics`,
+            is not. "auto" takes 2 if they are under a hundredth of an epoch's batches, else none; None takes
+            none. A resumed fit has none.
+        try_out: A trial: "batches", or a number of them, fits one epoch of one batch (or so many) of each
+            loader, begins afresh, and writes nothing: no checkpoints, logs, results or predictions. Other
+            verbs take as many. "overfit" trains and validates on the first `limit_train_batches` batches of
+            the training data (1 if that is None) in every epoch, and saves no checkpoints. Callbacks that
+            need checkpoints are left out and named.
         run_dir: Where checkpoints, logs and the ledger of what the time went to are kept; None makes a new
             `runs/<task>-<time>` for every fit that writes.
         run_name: The name of the run: a new run directory is called `runs/<run_name>-<time>`, and loggers
@@ -202,7 +213,7 @@ class Trainer(RunSettings):
         directory = run.run_dir if run.run_dir is not None and run.run_dir.exists() else None
         weights = saver.weights if saver and run.nonfinite.spoiled is None else None
         assert run.stop_reason is not None
-        table = table_of(self.loggers, run.run_dir)
+        table = table_of(trainer.loggers, run.run_dir)
         table = table if table is not None and run.metrics else None
         last, best, weights, history = (
             as_given(trainer, path)
@@ -250,6 +261,7 @@ class Trainer(RunSettings):
         Yields the settings, the run, and its saver unless checkpoints are off.
         """
         trainer, resume = observed(self, (task, (train_data, validation_data)), resume)
+        trainer, resume = as_tried(trainer, "fit"), resume if trainer.try_out is None else None
         with Preemption(self.preemption) as preemption:
             run, saver = build_fit(trainer, task, train_data, validation_data, resume, body)
             with boundary(trainer, run):
@@ -307,7 +319,7 @@ class Trainer(RunSettings):
             return self._forked(lambda: self._evaluate(stage, task, data, checkpoint, save_to))
         with self._begin_evaluation(stage, task, data, checkpoint) as run:
             values = evaluate(run, stage, run.evaluation_feeds)
-            if save_to is not None:
+            if save_to is not None and not writes_nothing(self):
                 run.engine.ranks.first(lambda: write_results(values, save_to))
             return values
 
@@ -341,6 +353,10 @@ class Trainer(RunSettings):
         ):
             if save_to is None:
                 return list(outputs)
+            if writes_nothing(self):
+                for _ in outputs:
+                    pass
+                return []
             from drivetrain.checkpoint.prediction_files import write_predictions
 
             return write_predictions(outputs, Path(save_to), run.engine.ranks)
@@ -351,6 +367,9 @@ class Trainer(RunSettings):
     ) -> Iterator[Run]:
         """Build a validation, test or prediction, and run the block inside its error boundary."""
         trainer, _ = observed(self)
+        trainer = as_tried(trainer, stage)
+        if trainer.try_out is not None and checkpoint in ("best", "last"):
+            checkpoint = None  # the trial of a fit has saved none
         run = build_evaluation(trainer, task, data, stage, checkpoint)
         with boundary(trainer, run):
             yield run

@@ -417,7 +417,9 @@ class CallbackAdapter(OwnCallback):
         self._objects["eval_dataloader"] = self.eval_dataloader
 
     def on_evaluation_step_end(self, run: Run) -> None:
-        """Call `on_prediction_step`."""
+        """Call `on_prediction_step`, but not for the short validation before training."""
+        if run.evaluation.is_sanity_check:
+            return
         if self.eval_dataloader is None:
             self._objects["eval_dataloader"] = _Batches(run.evaluation.batches)
         self._event(run, "on_prediction_step")
@@ -425,7 +427,7 @@ class CallbackAdapter(OwnCallback):
     def on_evaluation_end(self, run: Run) -> None:
         """Outside a fit, log the values and call `on_evaluate` or `on_predict`."""
         passes = run.evaluation.passes
-        if not self.reports_evaluations:
+        if not self.reports_evaluations or run.evaluation.is_sanity_check:
             return
         if run.train_feed is not None:
             self._passes = passes  # logged next

@@ -1,0 +1,99 @@
+"""Trial runs: a Trainer's settings and data for a few batches of everything."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.intervals import Every
+from drivetrain.core.messages import logger
+from drivetrain.data import Feed, as_source
+from drivetrain.data.split_source import already_split
+from drivetrain.engine.engine import Engine
+from drivetrain.run.settings import RunSettings
+from drivetrain.task.task import TaskModule
+
+_LOG = logger(__name__)
+
+Settings = TypeVar("Settings", bound=RunSettings)
+
+
+def writes_nothing(settings: RunSettings) -> bool:
+    """Return whether the settings ask for a trial that leaves no file behind."""
+    return settings.try_out not in (None, "overfit")
+
+
+def as_tried(settings: Settings, verb: str) -> Settings:
+    """Return the settings with which a verb runs, and say what a trial leaves out.
+
+    The settings themselves if it is no trial. A trial saves no checkpoints, and callbacks that need them are
+    left out; unless it is "overfit", it runs one epoch of a few batches, and writes no logs either.
+    """
+    asked = settings.try_out
+    if asked is None or (asked == "overfit" and verb != "fit"):
+        return settings
+    changes: dict[str, Any] = {"checkpoint": False, "assets": (), "min_epochs": None, "min_steps": None}
+    if asked == "overfit":
+        what = f"trains and validates on {_count(settings.limit_train_batches or 1)} of the training data"
+        writes = "begins afresh, and saves no checkpoints"
+    else:
+        batches = 1 if isinstance(asked, str) else asked
+        what = f"{verb} takes {_count(batches)} of each loader"
+        writes = "begins afresh, and writes nothing" if verb == "fit" else "and writes nothing"
+        changes |= {f"limit_{stage}_batches": batches for stage in ("train", "validation", "test", "predict")}
+        changes |= {"max_epochs": 1, "loggers": (), "run_dir": None, "validate_from": None}
+        changes |= {"sanity_validation": None, "on_bad_batch": "raise"}
+        if settings.validate_every is not None:
+            changes["validate_every"] = Every("1 epoch")
+    tried = dataclasses.replace(settings, callbacks=(), **changes)
+    kept = [each for each in settings.callbacks if _fits(each, tried)]
+    left_out = [type(each).__name__ for each in settings.callbacks if each not in kept]
+    names = ", ".join(left_out)
+    more = f"; left out, because they need checkpoints: {names}" if names and verb == "fit" else ""
+    _LOG.info(f"try_out={asked!r}: {what}, {writes}{more}")
+    return dataclasses.replace(tried, callbacks=kept)
+
+
+def _count(batches: float) -> str:
+    return f"{batches} batch{'' if batches == 1 else 'es'}"
+
+
+def _fits(callback: Any, settings: RunSettings) -> bool:
+    """Return whether a callback that fits the Trainer fits its trial too."""
+    check = getattr(callback, "check_trainer", None)
+    try:
+        if check is not None:
+            check(settings, settings.select_strategy())
+    except ConfigError:
+        return False
+    return True
+
+
+def overfitting(
+    settings: RunSettings, engine: Engine, task: TaskModule, train_data: Any, validation_data: Any
+) -> tuple[RunSettings, Any, Any]:
+    """Return settings and data with which every epoch trains and validates on the same few batches.
+
+    They are the first of the training data in its own order, `limit_train_batches` of each process, and stay
+    in memory. With named validation loaders, each name has them.
+    """
+    source = as_source(
+        engine.strategy.prepare_data(train_data),
+        "training",
+        settings.seed,
+        batch_size=settings.batch_size,
+        in_order=True,
+        share=engine.share,
+        ranks=engine.data_ranks,
+        collate=settings.collate or task.collate_function(),
+    )
+    feed = Feed(source, engine.transfer, limit=settings.limit_train_batches or 1)
+    few = already_split([each.batch for each in feed.micro_batches() if not each.is_placeholder])
+    feed.close()
+    unused: dict[str, Any] = {"limit_train_batches": None, "limit_validation_batches": None, "num_workers": 0}
+    unused |= dict.fromkeys(("batch_size", "evaluation_batch_size", "collate", "group_by_length"))
+    named = isinstance(validation_data, Mapping)
+    data = dict.fromkeys(validation_data, few) if named else few
+    return dataclasses.replace(settings, **unused), few, data
