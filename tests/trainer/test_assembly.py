@@ -12,7 +12,7 @@ from tests.support.outcome import weights
 from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 from drivetrain import (
     CheckpointConfig,
@@ -280,6 +280,18 @@ def test_a_bare_dataset_has_its_own_batch_size_and_collation_in_evaluations() ->
     with pytest.raises(ConfigError, match=r"evaluation_batch_size=5\) is for data.*batch_size=5"):
         trainer.fit(Regression(), dataset(), pairs(batch_size=2))
     trainer.fit(Regression(), dataset(), pairs(batch_size=5))
+
+
+def test_a_collation_of_a_stream_that_is_read_as_batches_is_refused() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(dataset())
+
+    message = r"without batch_size an IterableDataset \(Stream\) is read as ready batches"
+    trainer = quiet(max_epochs=1, collate=list)
+    for data in ((Stream(),), (pairs(collate_fn=list), Stream())):
+        with pytest.raises(ConfigError, match=message):
+            trainer.fit(Regression(), *data)
 
 
 def test_the_order_of_the_data_may_have_a_seed_of_its_own() -> None:

@@ -256,6 +256,12 @@ def check_settings_used(
     """
     given = [train, *(evaluation.values() if isinstance(evaluation, Mapping) else [evaluation])]
     loader, *others = [each.data if isinstance(each, AlreadySplit) else each for each in given]
+    streams = [each for each in (loader, *others) if isinstance(each, IterableDataset)]
+    if collate is not None and streams and (evaluation_batch_size or batch_size) is None:
+        raise ConfigError(
+            "Trainer(collate=...) makes a batch of samples, but without batch_size an IterableDataset"
+            f" ({type(streams[0]).__name__}) is read as ready batches. Give Trainer(batch_size=...)"
+        )
     sizes = {getattr(each, "batch_size", None) for each in others if isinstance(each, DataLoader)}
     unused = sizes not in (set(), {evaluation_batch_size}) and not any(map(is_dataset, others))
     if evaluation_batch_size is not None and unused:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.support.tasks import quiet
 
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.testing import run_distributed
 
 transformers = pytest.importorskip("transformers")
@@ -122,6 +122,23 @@ def test_a_value_that_is_no_number_is_refused() -> None:
     task = TransformersTask(model("vit"), compute_metrics=lambda prediction: {"table": [1, 2]})
     with pytest.raises(ConfigError, match="returned 'table' as a list"):
         quiet().validate(task, loader("vit", 3))
+
+
+def test_a_set_without_labels_is_refused_where_metrics_need_them() -> None:
+    unlabelled = [{"pixel_values": each["pixel_values"]} for each in loader("vit", 4)]
+    with pytest.raises(DataError, match="this batch has none: its columns are pixel_values"):
+        evaluated("vit", {"labelled": loader("vit", 3), "other": unlabelled})
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_length": 4}, transformers.GenerationConfig(max_length=4, eos_token_id=None)]
+)
+def test_a_maximal_length_replaces_the_new_tokens_of_the_model(options: Any) -> None:
+    given = model("t5")
+    given.generation_config.update(max_new_tokens=9, eos_token_id=None)
+    (found,) = quiet().predict(TransformersTask(given, generate=options), list(loader("t5", 2)))
+    assert found.shape == (2, 4)
+    assert given.generation_config.max_new_tokens == 9
 
 
 @pytest.mark.parametrize("family", ["gpt2", "t5", "bart", "whisper"])

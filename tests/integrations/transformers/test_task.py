@@ -17,7 +17,7 @@ from tests.support.tasks import quiet
 from torch import Tensor
 
 from drivetrain import CheckpointConfig, LambdaCallback, OptimizerConfig
-from drivetrain.core.errors import CheckpointError, ConfigError, RankFailure, StrategyError
+from drivetrain.core.errors import CheckpointError, ConfigError, DataError, RankFailure, StrategyError
 from drivetrain.testing import run_distributed
 
 transformers = pytest.importorskip("transformers")
@@ -274,6 +274,64 @@ def test_a_stream_is_padded_and_resumes_where_it_was(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"preprocess_logits_for_metrics": max}, "preprocess_logits_for_metrics has no effect without"),
+        ({"batch_eval_metrics": True}, "batch_eval_metrics has no effect without compute_metrics"),
+        ({"include_for_metrics": ["loss"]}, "include_for_metrics has no effect without compute_metrics"),
+        ({"include_for_metrics": "loss"}, r"a sequence of names, not a text: give \['loss'\]"),
+        ({"label_names": "labels"}, r"a sequence of names, not a text: give \['labels'\]"),
+        ({"label_names": ["lables"]}, "label_names has 'lables', .* Did you mean 'labels'"),
+        ({"compute_loss_func": max, "label_smoothing": 0.1}, "label_smoothing has no effect"),
+    ],
+)
+def test_an_argument_without_effect_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        task("bert, classes", **options)
+
+
+@pytest.mark.full
+def test_a_multiple_that_another_collation_does_not_pad_to_is_refused(tmp_path: Path) -> None:
+    made = task("bert, classes", processing_class=word_tokenizer(tmp_path), pad_to_multiple_of=16)
+    with pytest.raises(ConfigError, match=r"first micro-batch has length .* Give that collation"):
+        quiet(max_steps=1).fit(made, loader("bert, classes"))
+
+
+@pytest.mark.full
+def test_labels_that_are_no_classes_cannot_be_smoothed() -> None:
+    made = task("bert, classes", label_smoothing=0.1)
+    batch = {**padded(rows("bert, classes", 2)), "labels": torch.rand(2, 3)}
+    with pytest.raises(ConfigError, match=r"labels are \(2, 3\) float32 and logits \(2, 3\)"):
+        made.loss(made(input_ids=batch["input_ids"]), batch)
+
+
+@pytest.mark.full
+def test_single_samples_in_the_place_of_batches_are_explained() -> None:
+    samples = [{**each, "labels": int(each["labels"])} for each in rows("bert, classes", 4)]
+    with pytest.raises(DataError, match=r"'labels' of a batch is .*, not a tensor .*gives single samples"):
+        quiet(max_steps=1).fit(task("bert, classes"), samples)
+
+
+@pytest.mark.full
+def test_a_label_that_only_the_users_loss_reads_reaches_it_and_the_metrics() -> None:
+    def loss(outputs: Any, labels: Any, num_items_in_batch: Any) -> Any:
+        return torch.nn.functional.cross_entropy(outputs.logits, labels)
+
+    samples = [{"input_ids": each["input_ids"], "kind": each["labels"]} for each in rows("bert, classes", 4)]
+    own = task(
+        "bert, classes",
+        label_names=["kind"],
+        compute_loss_func=loss,
+        compute_metrics=lambda given: {"labels": float(given.label_ids.sum())},
+    )
+    values = quiet().validate(own, [padded(samples)])
+    plain = quiet().validate(task("bert, classes"), [padded(rows("bert, classes", 4))])
+    assert values["validation/loss"] == pytest.approx(plain["validation/loss"])
+    assert values["validation/labels"] == sum(int(each["kind"]) for each in samples)
+
+
+@pytest.mark.full
 def test_a_rebuilt_model_has_transformers_own_class_and_all_of_its_configuration(tmp_path: Path) -> None:
     made = TransformersTask(model("gpt2"), label_smoothing=0.1, generate={"max_new_tokens": 3})
     made.model.generation_config.update(do_sample=True, top_k=7)
@@ -297,9 +355,26 @@ def test_nothing_that_a_file_names_is_imported(tmp_path: Path) -> None:
         wrong = {**described, "class": name, "config": {**described["config"], "model_type": kind}}
         with pytest.raises(CheckpointError, match=r"transformers .* has no model of the class"):
             TransformersTask(wrong)
+    evil: list[dict[str, Any]] = [{"attention": "evil/kernel"}, {"attention": {"": "evil/kernel"}}]
+    evil += [{"config": {**described["config"], "_attn_implementation": "evil/kernel@main"}}]
+    evil += [{"config": {**described["config"], "parts": {"attn_implementation": "evil/kernel:run"}}}]
+    for wrong in evil:
+        with pytest.raises(CheckpointError, match=r"attention from the repository .*evil/kernel"):
+            TransformersTask({**described, **wrong})
     remote = {**described["config"], "auto_map": {"AutoModel": "evil.Model"}}
     assert type(TransformersTask({**described, "config": remote}).model) is type(model("bert, classes"))
     assert "auto_map" not in json.dumps(TransformersTask({**described, "config": remote}).hparams["model"])
+
+
+@pytest.mark.full
+def test_a_configuration_that_makes_no_model_is_named() -> None:
+    described = task("bert, classes").hparams["model"]
+    wrong = {"config": {**described["config"], "hidden_size": "wide"}}, {"adapters": {"one": {"r": 2}}}
+    for each in wrong:
+        with pytest.raises(
+            CheckpointError, match="cannot make a BertForSequenceClassification of the stored"
+        ):
+            TransformersTask({**described, **each})
 
 
 @pytest.mark.full

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from drivetrain import Callback
-from drivetrain.core.errors import CheckpointError, ConfigError
+from drivetrain.core.errors import CheckpointError, ConfigError, DataError
 from drivetrain.testing import run_distributed
 
 transformers = pytest.importorskip("transformers")
@@ -551,6 +551,51 @@ def test_callbacks_of_both_kinds_work_and_can_be_removed(tmp_path: Path) -> None
     assert made.train().global_step == 4
 
 
+def test_an_epoch_that_the_last_update_cuts_short_has_its_end(tmp_path: Path) -> None:
+    seen: list[tuple[str, int, float]] = []
+
+    class Ends(TrainerCallback):
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+            seen.append(("epoch", state.global_step, state.epoch))
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+            seen.append(("train", state.global_step, state.epoch))
+
+    for kind in (transformers.Trainer, Trainer):
+        trainer(tmp_path / kind.__module__, kind, max_steps=11, callbacks=[Ends]).train()
+    assert seen[:3] == seen[3:] == [("epoch", 8, 1.0), ("epoch", 11, 1.375), ("train", 11, 1.375)]
+
+
+def test_a_label_of_another_name_reaches_a_loss_that_takes_it_out(tmp_path: Path) -> None:
+    found = []
+    for kind in (transformers.Trainer, Trainer):
+
+        class Own(kind):  # type: ignore[name-defined,misc]
+            def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+                kinds = inputs.pop("kind")
+                outputs = model(**inputs)
+                loss = torch.nn.functional.cross_entropy(outputs.logits, kinds)
+                return (loss, outputs) if return_outputs else loss
+
+        data = [{"input_ids": each["input_ids"], "kind": each["labels"]} for each in even(CLASSES, 6)]
+        options = {"eval_dataset": data, "compute_metrics": accuracy, "label_names": ["kind"]}
+        made = trainer(tmp_path / kind.__module__, Own, data=data, **options)
+        found.append([made.train().training_loss, made.evaluate()["eval_accuracy"]])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_data_that_cannot_be_sampled_is_refused(tmp_path: Path) -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(rows(CLASSES, 4))
+
+    with pytest.raises(DataError, match="train_dataset is empty"):
+        trainer(tmp_path / "empty", data=[]).train()
+    grouped = {"train_sampling_strategy": "group_by_length", "data": Stream()}
+    with pytest.raises(ConfigError, match="group_by_length' needs a dataset with a length, not a Stream"):
+        trainer(tmp_path / "grouped", **grouped).train()
+
+
 # Generation.
 
 
@@ -596,6 +641,9 @@ def test_generated_sequences_are_predicted_and_measured(tmp_path: Path) -> None:
     assert one.metrics["test_loss"] == pytest.approx(other.metrics["test_loss"], rel=1e-5)
     assert made.evaluate(max_length=4)["eval_longest"] <= 4
     assert made.predict(data, max_new_tokens=2, num_beams=2).predictions.shape[1] <= 3
+    made.model.generation_config.max_new_tokens = 9  # which max_length replaces
+    assert made.predict(data).predictions.shape[1] <= 6
+    assert made.predict(data, max_length=3).predictions.shape[1] <= 3
 
 
 # Two processes.

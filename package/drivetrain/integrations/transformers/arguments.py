@@ -495,6 +495,8 @@ def _generation(values: Values) -> Any:
         return options or True
     if not isinstance(config, transformers.GenerationConfig):
         config = transformers.GenerationConfig.from_pretrained(config)
+    if "max_length" in options:
+        options["max_new_tokens"] = None  # it would take precedence
     return transformers.GenerationConfig.from_dict({**config.to_dict(), **options})
 
 

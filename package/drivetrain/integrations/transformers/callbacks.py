@@ -526,6 +526,8 @@ class CallbackAdapter(OwnCallback):
 
     def on_fit_end(self, run: Run) -> None:
         """Log the summary of the fit, and call `on_train_end`."""
+        if run.progress.epoch_batches:  # the last epoch ended early; transformers calls its end, too
+            self._event(run, "on_epoch_end")
         self._add_counts(run)
         self._release()
         updates = run.progress.updates - self._began.updates

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers.utils import TransformersKwargs
 from transformers.utils.generic import find_labels
 
+from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.core.messages import logger
 
 _LOG = logger(__name__)
@@ -23,18 +24,38 @@ class Columns:
         model: The model of transformers, without adapters.
         labels: The names of the labels; None finds them as transformers does.
         keeps_all: Whether every column is passed.
+
+    Raises:
+        ConfigError: `labels` is a text.
     """
 
-    def __init__(self, model: Any, labels: tuple[str, ...] | None, keeps_all: bool) -> None:
+    def __init__(self, model: Any, labels: Sequence[str] | None, keeps_all: bool) -> None:
         parameters = inspect.signature(model.forward).parameters
         names = set(parameters)
         if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
             names |= TransformersKwargs.__annotations__.keys()
-        self.labels = tuple(find_labels(type(model))) if labels is None else labels
+        if isinstance(labels, str):
+            raise ConfigError(f"label_names must be a sequence of names, not a text: give [{labels!r}]")
+        self.labels = tuple(find_labels(type(model)) if labels is None else labels)
         self._names = frozenset(names)
         self._keeps_all = keeps_all
         self._model = type(model).__name__
         self._dropped: set[str] = set()
+
+    def check_labels(self) -> None:
+        """Check that the model's own loss can use each label.
+
+        Raises:
+            ConfigError: A name in `label_names` is no parameter of the model's forward.
+        """
+        for name in self.labels:
+            if name not in self._names:
+                allowed = [each for each in self._names if "label" in each or each.endswith("_positions")]
+                raise ConfigError(
+                    f"label_names has {name!r}, which {self._model}.forward does not take."
+                    f" {nearest(name, allowed)} For a label that only your own loss reads, give"
+                    " compute_loss_func"
+                )
 
     def takes(self, name: str) -> bool:
         """Return whether the forward has this parameter."""
@@ -49,7 +70,10 @@ class Columns:
         return kept
 
     def of_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the columns of a batch that forward takes, its labels under the parameter's name."""
+        """Return the columns of a batch that forward takes, its labels under the parameter's name.
+
+        Labels that `label_names` asks for are among them, also if forward does not take them.
+        """
         columns = {str(name): batch[name] for name in batch}
         if "labels" in self._names and "labels" not in columns:
             for name in _LABELS:
@@ -58,10 +82,18 @@ class Columns:
                     break
         if self._keeps_all:
             return columns
-        kept = {name: value for name, value in columns.items() if name in self._names}
+        kept = {name: value for name, value in columns.items() if name in self._names or name in self.labels}
         if len(kept) < len(columns):
             self._report(columns.keys() - kept.keys())
         return kept
+
+    def of_forward(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the columns of a batch that forward takes, without labels that are for the loss alone."""
+        columns = self.of_batch(batch)
+        for name in self.labels:
+            if name not in self._names:
+                columns.pop(name, None)
+        return columns
 
     def has_labels(self, columns: Mapping[str, Any]) -> bool:
         """Return whether a batch has all labels of the loss."""

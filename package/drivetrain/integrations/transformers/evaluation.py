@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from transformers import EvalPrediction
 
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.core.validation import check_names
 from drivetrain.data.batch import batch_size
 from drivetrain.integrations.transformers.arrays import Arrays, as_arrays
@@ -37,6 +37,7 @@ class MetricsReader:
         by_batch: Whether `compute` is called with each batch and `compute_result`, True for the last one.
         include: What else an `EvalPrediction` has: "inputs", "loss".
         limit: Bytes of outputs to hold in memory; None sets no limit.
+        needs_labels: Whether a batch without labels is an error, if the model has labels.
     """
 
     def __init__(
@@ -49,8 +50,10 @@ class MetricsReader:
         by_batch: bool = False,
         include: Collection[str] = (),
         limit: int | None = None,
+        needs_labels: bool = True,
     ) -> None:
         self._compute = compute
+        self._needs_labels = needs_labels
         self._columns = columns
         self._ignored = {*ignored, "loss"}
         self._preprocess = preprocess
@@ -60,13 +63,23 @@ class MetricsReader:
         self._waiting: Any = None
 
     def record(self, loss: Tensor | None, outputs: Any, batch: Any) -> Any:
-        """Return the arrays of a batch."""
+        """Return the arrays of a batch.
+
+        Raises:
+            DataError: It has no labels, which are needed.
+        """
         columns = self._columns.of_batch(batch)
         if isinstance(outputs, Read):
             predictions, labels = outputs
         else:
             labels = _alone(tuple(columns[name] for name in self._columns.labels if name in columns))
             predictions = predictions_of(outputs, self._ignored)
+        if labels is None and self._needs_labels and self._columns.labels:
+            raise DataError(
+                f"compute_metrics gets labels, and this batch has none: its columns are {', '.join(columns)}."
+                f" Labels are {' and '.join(self._columns.labels)}; TransformersTask(label_names=...) names"
+                " others. Use predict for data without labels"
+            )
         if self._preprocess is not None:
             predictions = self._preprocess(predictions, labels)
         kept = {"predictions": predictions, "label_ids": labels}
@@ -114,6 +127,8 @@ def check_compute_metrics(compute: Any, by_batch: bool, include: Any) -> None:
     Raises:
         ConfigError: They cannot work; says what is allowed.
     """
+    if isinstance(include, str):
+        raise ConfigError(f"include_for_metrics must be a sequence of names, not a text: give [{include!r}]")
     check_names("include_for_metrics", dict.fromkeys(include), INCLUDED)
     if compute is None:
         return
@@ -124,6 +139,17 @@ def check_compute_metrics(compute: Any, by_batch: bool, include: Any) -> None:
             "batch_eval_metrics=True calls compute_metrics(prediction, compute_result=...) with each batch."
             " Give it the parameter compute_result"
         )
+
+
+def check_unused(options: Mapping[str, Any]) -> None:
+    """Check that no option for `compute_metrics` is given without it.
+
+    Raises:
+        ConfigError: One is.
+    """
+    for name, value in options.items():
+        if value:
+            raise ConfigError(f"{name} has no effect without compute_metrics: give that too, or leave it out")
 
 
 def predictions_of(outputs: Any, ignored: Collection[str]) -> Any:
@@ -159,6 +185,7 @@ def _floats(found: Any) -> dict[str, float]:
             values[str(name)] = float(value)
         except (TypeError, ValueError):
             raise ConfigError(
-                f"compute_metrics returned {name!r} as a {type(value).__name__}; a value is one number"
+                f"compute_metrics returned {name!r} as a {type(value).__name__}; a value is one number."
+                " Give each number of a list or mapping a name of its own"
             ) from None
     return values

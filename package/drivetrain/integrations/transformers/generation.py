@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from drivetrain.core.errors import ConfigError, nearest
+from drivetrain.integrations.transformers.stored_model import base_of
 
 
 def generation_config(spec: Any, model: Any) -> GenerationConfig | None:
@@ -47,6 +48,8 @@ def generation_config(spec: Any, model: Any) -> GenerationConfig | None:
         name = next(iter(unused))
         allowed = [each for each in vars(GenerationConfig()) if not each.startswith("_")]
         raise ConfigError(f"generate has no option {name!r}. {nearest(name, allowed)}")
+    if "max_length" in spec and "max_new_tokens" not in spec:
+        config.max_new_tokens = None  # the model's own, which would take precedence
     config.validate()
     return config
 
@@ -64,7 +67,23 @@ def generate(model: Any, inputs: Mapping[str, Any], config: GenerationConfig, to
     """
     if config.stop_strings is not None:
         inputs = {**inputs, "tokenizer": tokenizer}
-    return model.generate(**inputs, generation_config=config, synced_gpus=is_sharded(model))
+    with _without_own_length(base_of(model).generation_config, config):
+        return model.generate(**inputs, generation_config=config, synced_gpus=is_sharded(model))
+
+
+@contextmanager
+def _without_own_length(own: GenerationConfig, config: GenerationConfig) -> Iterator[None]:
+    """Run the block without the model's own `max_new_tokens` if the options have a `max_length` instead.
+
+    transformers fills in what the options leave out, and `max_new_tokens` takes precedence.
+    """
+    before = own.max_new_tokens
+    if config.max_length is not None and config.max_new_tokens is None:
+        own.max_new_tokens = None
+    try:
+        yield
+    finally:
+        own.max_new_tokens = before
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.auto import modeling_auto
 
+from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.data.batch import batch_size
 from drivetrain.engine.token_weight import IGNORED
 
@@ -106,10 +107,21 @@ def _kind(model: nn.Module) -> str | None:
 
 
 def labels_of(batch: Mapping[str, Any]) -> Any:
-    """Return a batch's labels, or None; transformers' collators call them "labels"."""
+    """Return a batch's labels, or None; transformers' collators call them "labels".
+
+    Raises:
+        DataError: They are those of one sample.
+    """
     for name in ("labels", "label", "label_ids"):
         if name in batch:
-            return batch[name]
+            labels = batch[name]
+            if not isinstance(labels, Tensor) or not labels.ndim:
+                raise DataError(
+                    f"{name!r} of a batch is {labels!r}, not a tensor with a row for each sample. If the data"
+                    " gives single samples, pass a dataset with Trainer(batch_size=...), or"
+                    " DataLoader(data, batch_size=..., collate_fn=task.collate_function())"
+                )
+            return labels
     return None
 
 
@@ -164,6 +176,20 @@ def _class_counter(config: Any) -> Items:
         return _count(labels != IGNORED)
 
     return count
+
+
+def check_smoothed(logits: Tensor, labels: Tensor) -> None:
+    """Check that logits have one label each.
+
+    Raises:
+        ConfigError: The labels are not numbers of classes.
+    """
+    if labels.is_floating_point() or labels.shape != logits.shape[:-1] or logits.shape[-1] == 1:
+        raise ConfigError(
+            "label_smoothing is for classes, one label for each row of logits; here labels are"
+            f" {tuple(labels.shape)} {str(labels.dtype).removeprefix('torch.')} and logits"
+            f" {tuple(logits.shape)}. Leave it out, or give compute_loss_func"
+        )
 
 
 def smoothed_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float, shifts: bool) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers.models.auto import modeling_auto
 from transformers.quantizers.auto import AutoQuantizationConfig
@@ -21,6 +22,8 @@ from drivetrain.core.errors import CheckpointError, MissingDependencyError
 from drivetrain.core.registry import is_installed
 
 _QUANTISED = "quantization_config"
+
+_ATTENTION = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
 
 _REMOTE = "auto_map"
 """The entry of a configuration that names code in the model's own repository."""
@@ -180,8 +183,34 @@ def build_model(described: Mapping[str, Any], pretrained: bool = False) -> Any:
             f" ({values.get('transformers_version', 'unknown')}), or pass model=..."
         )
     plain = {key: value for key, value in values.items() if key != _REMOTE}
-    config: Any = transformers.CONFIG_MAPPING[model_type].from_dict(plain)
     attention = described.get("attention")
+    _refuse_kernels({**plain, "attn_implementation": attention})
+    try:
+        return _built(name, plain, attention, described, pretrained)
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, StrictDataclassError) as error:
+        raise CheckpointError(
+            f"transformers {transformers.__version__} cannot make a {name} of the stored configuration:"
+            f" {error}. Install the version that the task was saved with"
+            f" ({values.get('transformers_version', 'unknown')}), or pass model=..."
+        ) from error
+
+
+def _refuse_kernels(values: Mapping[str, Any]) -> None:
+    """Check that no part of a configuration names attention code in a repository, which would be run."""
+    for key, value in values.items():
+        if key in _ATTENTION and "/" in str(value):
+            raise CheckpointError(
+                f"the stored model takes its attention from the repository {value!r}, and code that a file"
+                " names is never run. If you trust it, make the model yourself, and pass model=..."
+            )
+        if isinstance(value, Mapping):
+            _refuse_kernels(value)
+
+
+def _built(
+    name: str, plain: Mapping[str, Any], attention: Any, described: Mapping[str, Any], pretrained: bool
+) -> Any:
+    config: Any = transformers.CONFIG_MAPPING[plain["model_type"]].from_dict(plain)
     origin = described.get("origin") or {}
     kind = getattr(transformers, name)
     if pretrained:

@@ -25,11 +25,17 @@ from drivetrain.integrations.transformers.columns import Columns
 from drivetrain.integrations.transformers.evaluation import (
     MetricsReader,
     check_compute_metrics,
+    check_unused,
     predictions_of,
 )
 from drivetrain.integrations.transformers.generation import generate as run_generate
 from drivetrain.integrations.transformers.generation import generation_config, noisy_embeddings
-from drivetrain.integrations.transformers.loss_items import items_of, smoothed_cross_entropy, tokens
+from drivetrain.integrations.transformers.loss_items import (
+    check_smoothed,
+    items_of,
+    smoothed_cross_entropy,
+    tokens,
+)
 from drivetrain.integrations.transformers.optimizers import TransformersOptimizer
 from drivetrain.integrations.transformers.pretrained import (
     PRETRAINED,
@@ -138,11 +144,23 @@ class TransformersTask(TaskModule):
             else count("pad_to_multiple_of", pad_to_multiple_of, at_least=1)
         )
         self.metrics_memory = count("metrics_memory", metrics_memory)
-        check_compute_metrics(compute_metrics, batch_eval_metrics, self.include_for_metrics)
+        check_compute_metrics(compute_metrics, batch_eval_metrics, include_for_metrics)
+        if compute_metrics is None and type(self).evaluation_reader is TransformersTask.evaluation_reader:
+            check_unused(
+                {
+                    "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
+                    "batch_eval_metrics": batch_eval_metrics,
+                    "include_for_metrics": tuple(include_for_metrics),
+                }
+            )
         self.generation = generation_config(generate, base)
-        self.columns = Columns(
-            base, None if label_names is None else tuple(label_names), not remove_unused_columns
-        )
+        self.columns = Columns(base, label_names, not remove_unused_columns)
+        if compute_loss_func is not None and label_smoothing:
+            raise ConfigError(
+                "compute_loss_func replaces the loss, so that label_smoothing has no effect: give one of them"
+            )
+        if compute_loss_func is None and self._has_model_loss():
+            self.columns.check_labels()
         added = {"use_cache": False} if base is self.model else {}
         self._added_columns = [
             (name, value)
@@ -155,6 +173,11 @@ class TransformersTask(TaskModule):
         self._ignored = tuple(getattr(base.config, "keys_to_ignore_at_inference", None) or ())
         self._checked = False
         self._record(generate)
+
+    def _has_model_loss(self) -> bool:
+        """Return whether this class leaves the loss to the model."""
+        kind = type(self)
+        return kind.loss is TransformersTask.loss and kind.training_step is TransformersTask.training_step
 
     def _record(self, generate: Any) -> None:
         """Replace arguments in `hparams` by what a file can hold."""
@@ -177,7 +200,7 @@ class TransformersTask(TaskModule):
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         """Return the columns that the model takes, without a cache of keys and values, and with its loss."""
-        columns = self.columns.of_batch(batch)
+        columns = self.columns.of_forward(batch)
         for name, value in self._added_columns:
             if name not in columns:
                 columns[name] = value
@@ -224,6 +247,7 @@ class TransformersTask(TaskModule):
                 raise ConfigError("label_smoothing needs a batch with labels")
             logits = predictions_of(outputs, {*self._ignored, "loss"})
             logits = logits[0] if isinstance(logits, tuple) else logits
+            check_smoothed(logits, columns["labels"])
             return smoothed_cross_entropy(logits, columns["labels"], self.label_smoothing, self.items.shifts)
         if not isinstance(outputs, tuple) and getattr(outputs, "loss", None) is None:
             wanted = " and ".join(self.columns.labels) or "labels"
@@ -245,7 +269,7 @@ class TransformersTask(TaskModule):
         """Run one batch: outputs, or generated sequences, with the loss if there are labels."""
         columns = self.inputs(batch)
         generated = None if self.generation is None else self._generated(columns)
-        if self.columns.has_labels(columns) or "return_loss" in columns:
+        if self.columns.has_labels(self.columns.of_batch(batch)) or "return_loss" in columns:
             outputs = call_forward(self, columns)
             return StepOutput(self.loss(outputs, batch), outputs if generated is None else generated)
         return StepOutput(None, call_forward(self, columns) if generated is None else generated)  # type: ignore[arg-type]
@@ -274,6 +298,7 @@ class TransformersTask(TaskModule):
     def _first_step(self, batch: Batch) -> Any:
         """Make the first step, and warn if the loss is not the mean that its weight stands for."""
         self._checked = True
+        self._check_multiple(batch)
         name = type(base_of(self.model)).__name__
         if self.items.problem and self.compute_loss_func is None:
             _LOG.warning(
@@ -293,6 +318,15 @@ class TransformersTask(TaskModule):
                 " from those of one large batch"
             )
         return output
+
+    def _check_multiple(self, batch: Batch) -> None:
+        multiple, main = self.pad_to_multiple_of, batch.get(base_of(self.model).main_input_name)
+        if multiple is not None and isinstance(main, Tensor) and main.ndim > 1 and main.shape[1] % multiple:
+            raise ConfigError(
+                f"pad_to_multiple_of={multiple}, but the first micro-batch has length {main.shape[1]}: it was"
+                " collated by a DataLoader or Trainer(collate=...), and not by the task. Give that collation"
+                " the multiple"
+            )
 
     # Evaluation.
 

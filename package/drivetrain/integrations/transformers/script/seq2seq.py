@@ -80,7 +80,7 @@ class Seq2SeqTrainer(Trainer):
         config = generation_config(self._generate, base)
         if config is None or not options:
             return config
-        replaced = generation_config({**config.to_diff_dict(), **options}, base)
-        if replaced is not None and "max_length" in options and "max_new_tokens" not in options:
-            replaced.max_new_tokens = None  # it would take precedence
-        return replaced
+        kept = config.to_diff_dict()
+        if "max_length" in options:
+            kept.pop("max_new_tokens", None)  # it would take precedence
+        return generation_config({**kept, **options}, base)

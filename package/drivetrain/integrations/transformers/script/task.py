@@ -67,6 +67,8 @@ class ScriptTask(TransformersTask):
         task.script = script
         task.has_own_step = is_overridden(script, "training_step")
         task.has_own_loss = is_overridden(script, "compute_loss")
+        if task.compute_loss_func is None and not (task.has_own_step or task.has_own_loss):
+            task.columns.check_labels()
         return task
 
     @property
@@ -170,6 +172,7 @@ class ScriptTask(TransformersTask):
             by_batch=self.batch_eval_metrics,
             include=self.include_for_metrics,
             limit=self.metrics_memory,
+            needs_labels=False,
         )
         return KeptOutputs(reader, current) if current.keeps else reader
 

@@ -29,7 +29,7 @@ from transformers.trainer_utils import (
 from drivetrain.callbacks.base import Callback
 from drivetrain.checkpoint import DirectoryCheckpointIO
 from drivetrain.checkpoint.locate import CHECKPOINTS, resolve
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.data.length_grouped import LengthGroupedSampler, lengths_of
 from drivetrain.distributed.processes import local_rank, rank, world_size
 from drivetrain.integrations.transformers.arguments import from_training_arguments
@@ -380,7 +380,14 @@ class Trainer:
         dataset = self.train_dataset if train_dataset is None else train_dataset
         options = self._mapped.data_options
         if not has_length(dataset):
+            if options["group_by_length"] is not None:
+                raise ConfigError(
+                    f"train_sampling_strategy='group_by_length' needs a dataset with a length, not a"
+                    f" {type(dataset).__name__}"
+                )
             return None
+        if not len(dataset):
+            raise DataError(f"train_dataset is empty: it is a {type(dataset).__name__} of length 0")
         if options["group_by_length"] is not None:
             settings = self._settings_of([])
             group = options["batch_size"] * settings.gradient_accumulation_steps
