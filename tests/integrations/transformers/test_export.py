@@ -101,8 +101,6 @@ def test_a_checkpoint_is_exported_as_transformers_would_save_the_model(name: str
         assert {each.name for each in (tmp_path / folder).iterdir()} == names
         for each in names - {"model.safetensors"}:
             values = json.loads((tmp_path / "theirs" / each).read_text())
-            if folder == "checkpoint":
-                values.pop("problem_type", None)  # which the first forward sets, after the assets are made
             assert json.loads((tmp_path / folder / each).read_text()) == values
         assert_loads_as(tmp_path / folder, task.model, name)
 
@@ -125,6 +123,20 @@ def test_a_finished_fit_leaves_a_folder_with_the_processor(tmp_path: Path) -> No
     assert {each.name for each in (tmp_path / "exported").iterdir()} == names
     quiet(max_steps=1, checkpoint=False, run_dir=tmp_path / "none").fit(task, loader("bert, masked", 4))
     assert not (tmp_path / "none").exists()
+
+
+def test_the_kind_of_problem_that_the_first_labels_show_is_kept(tmp_path: Path) -> None:
+    sample = {"input_ids": torch.tensor([[3, 4, 5]]), "labels": torch.tensor([[1.0, 0.0, 1.0]])}
+    made = TransformersTask(model("bert, classes"))
+    made.model.config.id2label = {0: "a", 1: "b", 2: "c"}  # after the task is made
+    quiet(max_steps=1, run_dir=tmp_path, checkpoint=True).fit(made, [sample])
+    export_pretrained(tmp_path, tmp_path / "exported")
+    configs = [
+        transformers.AutoConfig.from_pretrained(tmp_path / name) for name in ("pretrained", "exported")
+    ]
+    for config in (*configs, TransformersTask.from_checkpoint(tmp_path).model.config):
+        assert config.problem_type == "multi_label_classification"
+        assert config.id2label[2] == "c"
 
 
 def test_the_command_exports_in_several_files_and_in_another_dtype(

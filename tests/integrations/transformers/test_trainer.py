@@ -584,6 +584,13 @@ def test_a_label_of_another_name_reaches_a_loss_that_takes_it_out(tmp_path: Path
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
+def test_a_checkpoint_of_transformers_is_named_at_a_resume(tmp_path: Path) -> None:
+    trainer(tmp_path, transformers.Trainer, save_strategy="steps", save_steps=2).train()
+    for given in (True, tmp_path / "checkpoint-2"):
+        with pytest.raises(CheckpointError, match="checkpoints of transformers' own Trainer"):
+            trainer(tmp_path).train(resume_from_checkpoint=given)
+
+
 def test_data_that_cannot_be_sampled_is_refused(tmp_path: Path) -> None:
     class Stream(torch.utils.data.IterableDataset[Any]):
         def __iter__(self) -> Any:

@@ -150,7 +150,7 @@ def write_pretrained(
         wanted = {name: each for name, each in files.items() if base is model or name not in _OF_BASE}
         if CONFIG in wanted:
             trained = _dtype_of(model, tensors) if final is None else final
-            wanted[CONFIG] = _with_dtype(wanted[CONFIG], trained)
+            wanted[CONFIG] = _as_trained(wanted[CONFIG], trained, base.config)
         write_assets(target, wanted)
     return written
 
@@ -169,13 +169,20 @@ def _dtype_of(model: Any, tensors: TensorSource) -> torch.dtype | None:
     return None
 
 
-def _with_dtype(config: bytes, dtype: torch.dtype | None) -> bytes:
-    """Return a configuration with the dtype of the weights, to which `from_pretrained` converts them."""
+def _as_trained(config: bytes, dtype: torch.dtype | None, present: Any) -> bytes:
+    """Return a configuration with what the training has set.
+
+    That is the dtype of the weights, to which `from_pretrained` converts them, and the `problem_type` that a
+    classifier infers from its first labels.
+    """
     values = json.loads(config)
-    name = None if dtype is None else str(dtype).removeprefix("torch.")
-    if not isinstance(values, dict) or name is None or values.get("dtype") == name:
+    trained = {"problem_type": getattr(present, "problem_type", None)}
+    if dtype is not None:
+        trained["dtype"] = str(dtype).removeprefix("torch.")
+    if not isinstance(values, dict) or all(values.get(name) == each for name, each in trained.items()):
         return config
-    return (json.dumps({**values, "dtype": name}, indent=2, sort_keys=True) + "\n").encode()
+    changed = {name: each for name, each in trained.items() if each is not None}
+    return (json.dumps({**values, **changed}, indent=2, sort_keys=True) + "\n").encode()
 
 
 def _has_embeddings(model: Any, adapter: str) -> bool:

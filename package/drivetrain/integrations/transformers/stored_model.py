@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers.models.auto import modeling_auto
 from transformers.quantizers.auto import AutoQuantizationConfig
@@ -72,11 +71,11 @@ def describe_model(model: nn.Module) -> dict[str, Any] | None:
     registered = kind.__name__ in registered_classes(config.model_type)
     if not registered or getattr(transformers, kind.__name__, None) is not kind:
         return None
-    values = config.to_dict()
-    values.pop(_REMOTE, None)
-    if _QUANTISED in values:
-        values[_QUANTISED] = _plain(values[_QUANTISED])  # which has enumerations
-    described = {"class": kind.__name__, "config": values, "attention": config._attn_implementation}
+    described = {
+        "class": kind.__name__,
+        "config": describe_config(config),
+        "attention": config._attn_implementation,
+    }
     generation = getattr(base, "generation_config", None)
     if generation is not None:
         described["generation"] = generation.to_diff_dict()
@@ -89,6 +88,15 @@ def describe_model(model: nn.Module) -> dict[str, Any] | None:
         described["adapters"] = adapters
         described["active"] = model.active_adapter
     return described
+
+
+def describe_config(config: Any) -> dict[str, Any]:
+    """Return a configuration in JSON's types, without the name of code in a repository."""
+    values: dict[str, Any] = config.to_dict()
+    values.pop(_REMOTE, None)
+    if _QUANTISED in values:
+        values[_QUANTISED] = _plain(values[_QUANTISED])  # which has enumerations
+    return values
 
 
 def origin_of(model: nn.Module) -> dict[str, str]:
@@ -172,6 +180,8 @@ def build_model(described: Mapping[str, Any], pretrained: bool = False) -> Any:
         CheckpointError: The description is damaged, or names a class that this version of transformers lacks.
         MissingDependencyError: It has adapters, and peft is not installed.
     """
+    from huggingface_hub.errors import StrictDataclassError
+
     name, values = described.get("class"), described.get("config")
     if not isinstance(name, str) or not isinstance(values, Mapping):
         raise CheckpointError("a stored model has a class and a config; this one has not")

@@ -47,6 +47,7 @@ from drivetrain.integrations.transformers.stored_model import (
     base_of,
     base_of_checkpoint,
     build_model,
+    describe_config,
     describe_model,
     has_prompts,
     origin_of,
@@ -296,7 +297,15 @@ class TransformersTask(TaskModule):
         return found if isinstance(found, Tensor) else found.sequences
 
     def _first_step(self, batch: Batch) -> Any:
-        """Make the first step, and warn if the loss is not the mean that its weight stands for."""
+        """Make the first step, and record the configuration, in which it may set `problem_type`."""
+        output = self._checked_step(batch)
+        recorded = self.hparams.get("model")
+        if isinstance(recorded, dict):
+            recorded["config"] = describe_config(base_of(self.model).config)
+        return output
+
+    def _checked_step(self, batch: Batch) -> Any:
+        """Make a step, and warn if the loss is not the mean that its weight stands for."""
         self._checked = True
         self._check_multiple(batch)
         name = type(base_of(self.model)).__name__

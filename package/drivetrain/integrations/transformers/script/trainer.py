@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from numbers import Real
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -29,7 +30,7 @@ from transformers.trainer_utils import (
 from drivetrain.callbacks.base import Callback
 from drivetrain.checkpoint import DirectoryCheckpointIO
 from drivetrain.checkpoint.locate import CHECKPOINTS, resolve
-from drivetrain.core.errors import ConfigError, DataError
+from drivetrain.core.errors import CheckpointError, ConfigError, DataError
 from drivetrain.data.length_grouped import LengthGroupedSampler, lengths_of
 from drivetrain.distributed.processes import local_rank, rank, world_size
 from drivetrain.integrations.transformers.arguments import from_training_arguments
@@ -82,6 +83,15 @@ _CARD = {
     "tasks": "pipeline_tag",
     "dataset_tags": "datasets",
 }
+
+
+def _is_theirs(path: str) -> bool:
+    """Return whether a folder is a checkpoint of transformers' Trainer, or has one."""
+    own = Path(path)
+    return any(
+        each.name.startswith("checkpoint-") and (each / "trainer_state.json").exists()
+        for each in (own, *own.glob("checkpoint-*"))
+    )
 
 
 class Trainer:
@@ -464,7 +474,13 @@ class Trainer:
                     " with train(resume_from_checkpoint=True), or choose another output_dir"
                 )
             return None
-        return resolve(self.args.output_dir) if given is True else os.fspath(given)
+        path = self.args.output_dir if given is True else os.fspath(given)
+        if not DirectoryCheckpointIO().list(os.path.join(path, CHECKPOINTS)) and _is_theirs(path):
+            raise CheckpointError(
+                f"{path!r} has checkpoints of transformers' own Trainer, which cannot be resumed here. Load"
+                " the weights of one with from_pretrained, and train in another output_dir"
+            )
+        return resolve(path) if given is True else path
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
