@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from drivetrain import (
     ProgressBar,
     Totals,
 )
+from drivetrain.core.progress import Progress
 from drivetrain.testing.distributed import run_distributed
 
 
@@ -417,13 +418,28 @@ def test_the_totals_of_several_ranks_count_all_of_them() -> None:
     assert (first.world_size, first.samples_per_update, first.updates_per_epoch) == (2, 4, 4)
 
 
-def test_a_task_cannot_hide_the_totals() -> None:
+@pytest.mark.parametrize(("name", "what"), [("totals", "planned length"), ("progress", "progress")])
+def test_a_task_cannot_hide_what_it_knows_of_the_fit(name: str, what: str) -> None:
     task = Regression()
-    with pytest.raises(ConfigError, match=r"Regression\.totals is the planned length.*Choose another name"):
-        task.totals = torch.zeros(2)
+    with pytest.raises(ConfigError, match=rf"Regression\.{name} is the {what}.*Choose another name"):
+        setattr(task, name, torch.zeros(2))
 
-    class Own(Regression):
-        def totals(self) -> None: ...
-
-    with pytest.raises(ConfigError, match=r"Own\.totals hides"):
+    Own = type("Own", (Regression,), {name: lambda self: None})
+    with pytest.raises(ConfigError, match=rf"Own\.{name} hides"):
         quiet(max_steps=1).fit(Own(), pairs())
+
+
+def test_a_task_knows_its_epoch_also_after_a_resume(tmp_path: Path) -> None:
+    class Own(Regression):
+        seen: ClassVar[list[tuple[int, int]]] = []
+
+        def training_step(self, batch: Any) -> Any:
+            self.seen.append((self.progress.epoch, self.progress.updates))
+            return super().training_step(batch)
+
+    options: dict[str, Any] = {"run_dir": tmp_path, "checkpoint": True}
+    task = Own()
+    quiet(max_steps=3, **options).fit(task, pairs(4))
+    assert task.progress == Progress()
+    quiet(max_epochs=3, **options).fit(Own(), pairs(4), resume="auto")
+    assert Own.seen == [(0, 0), (0, 1), (1, 2), (1, 3), (2, 4), (2, 5)]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from drivetrain.checkpoint.weights.module_state import has_extras, load_module_state
 from drivetrain.checkpoint.weights.rename import Rename
 from drivetrain.core.errors import ConfigError, DataError, nearest
+from drivetrain.core.progress import Progress
 from drivetrain.core.synonyms import Elsewhere, missing
 from drivetrain.core.totals import Totals
 from drivetrain.core.types import Batch, EvaluationReader, StepOutput
@@ -65,6 +66,10 @@ class TaskModule(nn.Module):
     """The planned length of the fit in progress, from before `configure_optimizers` until the fit has ended.
     Outside of a fit nothing is known, and every field is None."""
 
+    progress: Progress = Progress()
+    """Where the fit in progress is: `self.progress.epoch`, `self.progress.updates` and so on. Outside of a
+    fit every count is 0. A compiled method that reads a count is compiled anew whenever it changes."""
+
     def __new__(cls, *args: Any, **kwargs: Any) -> TaskModule:
         """Record the constructor's arguments before the constructor runs."""
         task = super().__new__(cls)
@@ -94,10 +99,11 @@ class TaskModule(nn.Module):
                 f"{type(self).__name__}.hparams is recorded by TaskModule and holds the constructor's"
                 " arguments already. Remove the assignment, or choose another name for the attribute"
             )
-        if name == "totals" and not isinstance(value, Totals):
+        if name in _OF_FIT and not isinstance(value, _OF_FIT[name][0]):
+            kind, what = _OF_FIT[name]
             raise ConfigError(
-                f"{type(self).__name__}.totals is the planned length of the fit, a drivetrain.Totals. Choose"
-                " another name for the attribute"
+                f"{type(self).__name__}.{name} is {what}, a drivetrain.{kind.__name__}. Choose another name"
+                " for the attribute"
             )
         super().__setattr__(name, value)
 
@@ -417,26 +423,36 @@ _RESERVED = frozenset(
 )
 
 
+_OF_FIT: dict[str, tuple[type, str]] = {
+    "totals": (Totals, "the planned length of the fit"),
+    "progress": (Progress, "the progress of the fit"),
+}
+"""What a task knows of the fit that trains it, by the name of the attribute."""
+
+
 @contextmanager
-def known_totals(task: TaskModule, totals: Totals) -> Iterator[None]:
-    """Run the block with the planned length of a fit in `task.totals`; restore it afterwards.
+def known_fit(task: TaskModule, totals: Totals, progress: Progress | None = None) -> Iterator[None]:
+    """Run the block with the planned length of a fit in `task.totals` and its progress in `task.progress`;
+    restore them afterwards.
 
     Raises:
         ConfigError: The task's class has another attribute of that name.
     """
-    if type(task).totals is not TaskModule.totals:
-        raise ConfigError(
-            f"{type(task).__name__}.totals hides the planned length of the fit, which TaskModule has under"
-            " this name. Choose another name"
-        )
-    before = task.__dict__.get("totals")
-    task.totals = totals
+    known: dict[str, Any] = {"totals": totals, "progress": Progress() if progress is None else progress}
+    for name in known:
+        if getattr(type(task), name) is not getattr(TaskModule, name):
+            raise ConfigError(
+                f"{type(task).__name__}.{name} hides {_OF_FIT[name][1]}, which TaskModule has under this"
+                " name. Choose another name"
+            )
+    before = {name: task.__dict__[name] for name in known if name in task.__dict__}
+    task.__dict__.update(known)
     try:
         yield
     finally:
-        del task.totals
-        if before is not None:
-            task.totals = before
+        for name in known:
+            del task.__dict__[name]
+        task.__dict__.update(before)
 
 
 def measure_of(task: TaskModule) -> Measure:

@@ -35,7 +35,7 @@ from drivetrain.run.settings import RunSettings, check_strategy_settings, same_o
 from drivetrain.run.state import Triggers
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.transforms.compile import as_compile
-from drivetrain.task.task import TaskModule, known_totals
+from drivetrain.task.task import TaskModule, known_fit
 from drivetrain.trainer.data_objects import DataObject, begun, fit_data, pick_data, state_of
 from drivetrain.trainer.feeds import evaluation_feeds, may_change_data, starts_early, train_feed
 from drivetrain.trainer.try_out import overfitting
@@ -223,7 +223,7 @@ def _fit_run(
     changes = body or may_change_data(settings.callbacks)
     feed = train_feed(settings, engine, task, train_data, changes)
     totals = planned_totals(settings, feed, engine.strategy.world_size)
-    engine.closing.enter_context(known_totals(task, totals))
+    engine.closing.enter_context(known_fit(task, totals, engine.progress))
     declared = task.metrics()
     train_metrics = (
         DeclaredMetrics(declared, engine.device, engine.data_ranks)

@@ -15,7 +15,7 @@ import torch
 
 from drivetrain import CheckpointConfig, ConfigError, LambdaCallback, OptimizerConfig, Totals, Trainer
 from drivetrain.task.optim.build import build_optimizer
-from drivetrain.task.task import known_totals
+from drivetrain.task.task import known_fit
 from drivetrain.testing import run_distributed
 
 pytestmark = pytest.mark.full
@@ -262,7 +262,7 @@ def test_the_optimizer_is_the_one_that_their_trainer_makes(name: str, tmp_path: 
     args = transformers.TrainingArguments(**options)
     theirs = transformers.Trainer(model, args).create_optimizer()
     task = TransformersTask(model, **from_training_arguments(args).task_options)
-    with known_totals(task, Totals(updates=100)):
+    with known_fit(task, Totals(updates=100)):
         config = task.configure_optimizers()
     assert isinstance(config, OptimizerConfig)
     ours = build_optimizer(config, task)

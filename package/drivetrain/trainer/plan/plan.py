@@ -15,7 +15,7 @@ from drivetrain.core.totals import Totals
 from drivetrain.data import evaluation_sources
 from drivetrain.data.reading import check_settings_used
 from drivetrain.run.settings import RunSettings
-from drivetrain.task.task import known_totals
+from drivetrain.task.task import known_fit
 from drivetrain.trainer.assembly import check_task, every, planned_totals
 from drivetrain.trainer.data_objects import begun, fit_data
 from drivetrain.trainer.plan.conflicts import (
@@ -149,7 +149,7 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
         if validates:  # for its errors: an empty loader, or one without a batch size
             size = settings.evaluation_batch_size or settings.batch_size
             evaluation_sources(validation_data, "validation", settings.seed, batch_size=size)
-        with known_totals(task, totals):
+        with known_fit(task, totals):
             built = Built(settings, task, totals)
         policy = settings.checkpoint
         config = policy if isinstance(policy, CheckpointConfig) else CheckpointConfig()
