@@ -4,6 +4,7 @@ data and the modules of a program.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import subprocess
@@ -256,6 +257,45 @@ def test_what_a_step_depends_on_and_nobody_saves_is_named(task: type[Net], named
         match=rf"resumed at update 3: the run differs from the uninterrupted one(.|\n)*{named}",
     ):
         assert_resumable(lambda: (trainer(), task(), loader()), updates=6, save_after=3)
+
+
+MODULES = {
+    "begins": """
+from tests.testing.resume.test_resumable import Net, loader, trainer
+
+class Helped(Net):
+    def factor(self):
+        from helps import own
+        return own.random()
+
+def make():
+    return trainer(), Helped(), loader()
+""",
+    "helps": "import random\nown = random.Random(3)",
+    "loaded_by_others": """
+class Untouched(dict):
+    def __len__(self):
+        raise RuntimeError("looked at")
+
+untouched = Untouched()
+""",
+}
+
+
+def test_modules_that_the_fit_imports_are_compared_and_others_that_are_loaded_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in MODULES.items():
+        file = tmp_path / f"{name}.py"
+        file.write_text(text, encoding="utf-8")
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+    with pytest.raises(AssertionError, match=r"not saved: helps\.own: as in a new process"):
+        assert_resumable(sys.modules["begins"].make, updates=6, save_after=3)
 
 
 def test_a_buffer_that_is_not_persistent_is_named_before_what_comes_of_it() -> None:

@@ -21,6 +21,7 @@ from drivetrain.core.validation import count
 from drivetrain.distributed.launch.forks import resume_garbage_collection, without_garbage_collection
 from drivetrain.testing.distributed import run_distributed
 from drivetrain.testing.resume.fits import RunRecorder
+from drivetrain.testing.resume.program_state import is_program_module
 from drivetrain.testing.resume.recording import KILLED, RESUMED, UNINTERRUPTED, Recording
 from drivetrain.testing.resume.report import Report, compare
 from drivetrain.testing.resume.rows import read
@@ -134,7 +135,8 @@ def assert_resumable(
     """Check that a run that is killed and resumed equals an uninterrupted one, to the last bit.
 
     Each of the three runs has its own processes. The Trainer's `run_dir`, `checkpoint`, `loggers` and
-    `log_every` are replaced, so nothing is written to the directories they name.
+    `log_every` are replaced, so nothing is written to the directories they name. Of the modules that are
+    loaded, those are compared that `make`'s module imports, directly or not, and those of the fit's objects.
 
     Args:
         make: Returns a new Trainer, task, training data and optionally validation data at each call. It must
@@ -204,7 +206,9 @@ def _child(make: Callable[[], Sequence[Any]], recording: Recording, log: Path) -
 
 
 def _fit(make: Callable[[], Sequence[Any]], recording: Recording) -> None:
-    recorder = RunRecorder(replace(recording, fit=sys.maxsize))
+    name = getattr(make, "__module__", None)
+    module = name if is_program_module(name) else None
+    recorder = RunRecorder(replace(recording, fit=sys.maxsize, module=module))
     with observing(recorder):
         trainer, task, *data = make()  # may run fits itself
         recorder.checks_next()

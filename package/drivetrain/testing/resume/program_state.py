@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import importlib.util
 import inspect
 import sys
 import sysconfig
@@ -43,12 +45,33 @@ def is_program_module(module: str | None) -> bool:
     if not module or module.split(".")[0] in _OURS:
         return False
     file = getattr(sys.modules.get(module), "__file__", None)
-    return file is not None and not _is_installed(file)
+    return isinstance(file, str) and not _is_installed(file)
 
 
 @functools.cache  # called for every loaded module after every update
 def _is_installed(file: str) -> bool:
     return str(Path(file).absolute()).startswith(_INSTALLED)
+
+
+@functools.cache
+def _imported_by(module: str) -> tuple[str, ...]:
+    """Return the modules that a module's source imports, in its functions too, with all their parents."""
+    found = sys.modules[module]
+    try:
+        tree = ast.parse(Path(str(found.__file__)).read_bytes())
+    except (OSError, SyntaxError, ValueError):  # there is no source, as for an extension module
+        return ()
+    names = [module]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [each.name for each in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = importlib.util.resolve_name("." * node.level + base, found.__package__)
+            names += [base, *(f"{base}.{each.name}" for each in node.names)]  # each may be a module itself
+    parts = [name.split(".") for name in names]
+    return tuple(dict.fromkeys(".".join(each[:end]) for each in parts for end in range(1, len(each) + 1)))
 
 
 class ProgramState:
@@ -65,6 +88,7 @@ class ProgramState:
         self.texts: dict[str, str] = {}
         self._seen = {id(each): each for each in known}  # the reference keeps an id from being reused
         self._program_modules: dict[str, bool] = {}
+        self._reached: dict[str, None] = {}
 
     def add(self, name: str, value: Any, whole: bool = False) -> None:
         """Walk through a value and all that it refers to.
@@ -90,13 +114,28 @@ class ProgramState:
             if place.removeprefix(".") not in library_attributes:
                 self._walk(f"callback{name}{place}", each, 1)
 
-    def add_modules(self) -> None:
-        """Walk through the variables of all modules of the program."""
-        for name, module in list(sys.modules.items()):
-            if isinstance(module, types.ModuleType) and self._is_program_module(name):
-                for key, value in list(vars(module).items()):
+    def add_modules(self, begin: str | None = None) -> None:
+        """Walk through the variables of the program's modules.
+
+        Args:
+            begin: The module to begin with. Only modules that it imports, directly or not, and those of the
+                objects that are walked through are taken. None takes all modules of the program.
+        """
+        for name in list(sys.modules) if begin is None else [begin]:
+            self._reach(name)
+        walked: set[str] = set()
+        while left := [name for name in self._reached if name not in walked]:
+            for name in left:
+                walked.add(name)
+                for key, value in list(vars(sys.modules[name]).items()):
                     if not key.startswith("__") and not isinstance(value, types.ModuleType):
                         self._walk(f"{name}.{key}", value, 0)
+                for each in () if begin is None else _imported_by(name):
+                    self._reach(each)
+
+    def _reach(self, module: str) -> None:
+        if self._is_program_module(module) and isinstance(sys.modules[module], types.ModuleType):
+            self._reached[module] = None
 
     def _is_program_module(self, module: str | None) -> bool:
         found = self._program_modules.get(module or "")
@@ -112,6 +151,8 @@ class ProgramState:
             if id(value) in self._seen:
                 return
             self._seen[id(value)] = value
+            named = value if isinstance(value, (types.FunctionType, type)) else type(value)
+            self._reach(named.__module__)
         text = leaf_text(value)
         if text is not None:
             self.texts[path] = text

@@ -45,6 +45,8 @@ class Recording:
         save_after: Updates after which the killed run is saved; the other runs are saved at their end.
         epoch: Updates in each epoch; None leaves the length of an epoch unchanged.
         fit: The fit of the program to record, counted from 1. Earlier fits run unchanged.
+        module: The module in which the program begins, if other modules than its own may be loaded, as in a
+            test; None if all are its own.
     """
 
     directory: Path
@@ -53,6 +55,7 @@ class Recording:
     save_after: int | None = None
     epoch: int | None = None
     fit: int = 1
+    module: str | None = None
 
     def kill_after(self, base: int) -> int:
         """Return the number of updates after which the run is killed; those after the save are lost.
@@ -249,7 +252,7 @@ class Recorder(Callback):
             for each in run.engine.updaters.values():
                 state.add("schedule", each.schedule)
                 state.add("scheduler", getattr(each.scheduler, "lr_lambdas", None))
-            state.add_modules()
+            state.add_modules(self._recording.module)
         return state.texts
 
 
