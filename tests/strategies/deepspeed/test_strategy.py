@@ -85,16 +85,24 @@ def test_what_is_offloaded_conforms(options: dict[str, Any]) -> None:
     check_strategy(zero(**options, offload_optimizer="cpu"), checks=checks)
 
 
-@pytest.mark.full
-def test_checkpoints_are_resumed_by_every_other_strategy() -> None:
+@pytest.mark.parametrize(
+    ("names", "world_sizes", "pairs"),
+    [
+        pytest.param(("single", "fsdp", "zero3"), (1, 2), 25, marks=pytest.mark.full),
+        pytest.param(("single", "fsdp", "zero1", "zero3"), (1, 2), 49, marks=pytest.mark.extended),
+        pytest.param(("zero1", "zero3"), (2, 4), 16, marks=pytest.mark.extended),
+    ],
+)
+def test_checkpoints_are_resumed_by_every_other_strategy(
+    names: tuple[str, ...], world_sizes: tuple[int, ...], pairs: int
+) -> None:
     makers = {
         "single": lambda _: SingleDevice("cpu"),
         "fsdp": lambda world_size: FSDP(world_size=world_size),
         "zero1": zero(1),
         "zero3": zero(3),
     }
-    assert check_resume(makers, (1, 2)) == 49
-    assert check_resume({name: makers[name] for name in ("zero1", "zero3")}, (2, 4)) == 16
+    assert check_resume({name: makers[name] for name in names}, world_sizes) == pairs
 
 
 class Rows(Dataset[dict[str, Tensor]]):
