@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from drivetrain.checkpoint.saving.index import Entry, write_index
 from drivetrain.checkpoint.saving.sharding import plan_save
 from drivetrain.checkpoint.storage import schemes
 from drivetrain.checkpoint.storage.filesystem import LocalFileSystem
+from drivetrain.core.errors import CheckpointError
 from drivetrain.distributed.ranks import ALONE
 
 MIB = 1 << 20
@@ -193,6 +195,31 @@ def test_ten_times_the_tensors_are_ten_times_the_writes_and_reads_and_nothing_el
     assert saving[100]["finish"] == saving[100]["create"] == 2  # the tensors, and the manifest
     assert loading[1_000].pop("read") - loading[100].pop("read") == 900
     assert loading[1_000] == loading[100]
+
+
+def test_small_files_are_all_written_before_the_first_is_synced(tmp_path):
+    order = []
+
+    class Ordered(Counting):
+        def count(self, name):
+            order.append(name)
+
+    tensors = {group: {"weight": torch.ones(3)} for group in ("model", "optimizer")}
+    assets = {"config.json": b"{}", "words/vocabulary.txt": b"a b"}
+    snapshot = Snapshot(tensors, objects={"run": {}, "hparams": {}}, assets=assets)
+    DirectoryCheckpointIO(Ordered()).save(str(tmp_path / "c"), snapshot)
+    files = "".join({"write": "w", "finish": "s"}.get(each, " ") for each in order if each != "create")
+    tensor_writes, *others = [run for run in re.sub("w+", "w", files).split() if "s" in run]
+    assert tensor_writes == "wss"
+    assert others == ["wss", "wsss", "ws"]  # the assets; the objects and the list of assets; the manifest
+
+
+def test_a_save_that_fails_between_two_files_closes_those_that_it_has_begun(tmp_path):
+    assets = {"config.json": b"{}"}
+    snapshot = Snapshot({"model": {"w": torch.ones(3)}}, objects={"run": {}, "bad": {1}}, assets=assets)
+    with pytest.raises(CheckpointError, match="bad"):
+        DirectoryCheckpointIO().save(str(tmp_path / "c"), snapshot)
+    assert list(tmp_path.iterdir()) == []  # and no file is open, which conftest.py checks
 
 
 def test_a_load_reads_every_byte_once(tmp_path):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import PurePosixPath
 from typing import Protocol, TypeAlias
 
@@ -18,8 +18,15 @@ from drivetrain.checkpoint.format.strict_json import dump_json
 from drivetrain.checkpoint.format.tensors import Hashes, tensor_chunks
 from drivetrain.checkpoint.saving.reading import Reader
 from drivetrain.checkpoint.saving.sharding import Like, plan_save
-from drivetrain.checkpoint.storage.files import REMOVING, SAVING, Bytes, delete_if_there, write_file
-from drivetrain.checkpoint.storage.filesystem import FileSystem, os_errors
+from drivetrain.checkpoint.storage.files import (
+    REMOVING,
+    SAVING,
+    Bytes,
+    delete_if_there,
+    write_chunks,
+    write_file,
+)
+from drivetrain.checkpoint.storage.filesystem import FileSystem, Sink, os_errors
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.core.errors import CheckpointError
 from drivetrain.distributed.ranks import ALONE, Ranks
@@ -31,6 +38,9 @@ UNFINISHED = ".saving"
 """A marker file in a checkpoint that is being saved or removed, where directories cannot be renamed."""
 
 _BAD = re.compile(r"\.bad(-\d+)?$")
+
+_TOGETHER = 64
+"""The largest number of files that are open at a time, to be synced together."""
 
 
 class CheckpointIO(Protocol):
@@ -186,6 +196,7 @@ class Place:
         self.directory = directory
         self.final = final
         self.is_committed = False
+        self._open: list[tuple[str, Sink]] = []
 
     def write_share(self, plan: Plan, rank: int) -> dict[str, FileRecord]:
         """Write this process's part of every tensor, one file per group.
@@ -197,6 +208,10 @@ class Place:
         Raises:
             CheckpointError: The write failed.
         """
+        with self._durable():
+            return self._write_tensors(plan, rank)
+
+    def _write_tensors(self, plan: Plan, rank: int) -> dict[str, FileRecord]:
         written: dict[str, FileRecord] = {}
         for group, tensors in plan.parts.items():
             check_part_name(group, "a group of tensors")
@@ -214,8 +229,38 @@ class Place:
         return written
 
     def _write(self, file: str, chunks: Iterable[Bytes]) -> int:
+        """Write a file, which is durable when the `_durable` around it ends."""
         with os_errors("write", self.files.join(self.final, file)):
-            return write_file(self.files.join(self.directory, file), chunks, self.files)
+            sink = self.files.create(self.files.join(self.directory, file))
+            self._open.append((file, sink))
+            size = write_chunks(sink, chunks)
+        # An object store would hold them in memory until then, and gains nothing.
+        if not self.files.renames or len(self._open) >= _TOGETHER:
+            self._finish()
+        return size
+
+    def _finish(self) -> None:
+        while self._open:
+            file, sink = self._open.pop(0)
+            with os_errors("write", self.files.join(self.final, file)):
+                sink.finish()
+
+    @contextmanager
+    def _durable(self) -> Iterator[None]:
+        """Run the block, and make the files that it has written durable, or abort them on an error.
+
+        Written first and synced afterwards, they share a commit of the disk's journal. If each is synced
+        before the next is written, each waits for a commit.
+        """
+        try:
+            yield
+            self._finish()
+        except BaseException:
+            for _, sink in self._open:
+                with suppress(OSError):  # the first error is already propagating
+                    sink.abort()
+            self._open.clear()
+            raise
 
     def _write_assets(self, assets: Mapping[str, bytes]) -> dict[str, FileRecord]:
         folders = sorted(
@@ -225,9 +270,10 @@ class Place:
             with os_errors("create", self.files.join(self.final, folder)):
                 self.files.make_directory(self.files.join(self.directory, folder))
         records = {}
-        for name, content in assets.items():
-            size = self._write(f"{ASSETS}/{name}", [content])
-            records[name] = FileRecord(size, xxhash.xxh3_128_hexdigest(content))
+        with self._durable():
+            for name, content in assets.items():
+                size = self._write(f"{ASSETS}/{name}", [content])
+                records[name] = FileRecord(size, xxhash.xxh3_128_hexdigest(content))
         for folder in folders:  # the names in them must last as long as the manifest
             with os_errors("write", self.files.join(self.final, folder)):
                 self.files.sync(self.files.join(self.directory, folder))
@@ -248,10 +294,11 @@ class Place:
         objects = dict(snapshot.objects)
         if snapshot.assets:
             objects[ASSETS] = dump_assets(self._write_assets(snapshot.assets))
-        for name, value in objects.items():
-            file = f"{check_part_name(name, 'an object')}.json"
-            data = dump_json(value, f"the object {name!r}")
-            written[file] = FileRecord(self._write(file, [data]), xxhash.xxh3_128_hexdigest(data))
+        with self._durable():
+            for name, value in objects.items():
+                file = f"{check_part_name(name, 'an object')}.json"
+                data = dump_json(value, f"the object {name!r}")
+                written[file] = FileRecord(self._write(file, [data]), xxhash.xxh3_128_hexdigest(data))
         manifest = Manifest(
             written, plan.records, snapshot.progress, snapshot.metrics, processes=plan.processes
         )
@@ -260,7 +307,8 @@ class Place:
         # Sync the directory first: otherwise the disk could keep a manifest without the names of its files.
         with os_errors("write", self.files.join(self.final, MANIFEST)):
             self.files.sync(self.directory)
-        self._write(MANIFEST, [data])
+        with self._durable():
+            self._write(MANIFEST, [data])
         with os_errors("write", self.files.join(self.final, MANIFEST)):
             self.files.sync(self.directory)
 

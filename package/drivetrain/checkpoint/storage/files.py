@@ -50,13 +50,8 @@ def write_file(path: str, chunks: Iterable[Bytes], files: FileSystem = LOCAL) ->
     Raises:
         OSError: The write failed; the caller deletes the unfinished file.
     """
-    size = 0
     with finished(files.create(path)) as sink:
-        for chunk in chunks:
-            size += len(chunk)
-            write_chunk(sink, memoryview(chunk))
-            del chunk  # it may hold a copy of a tensor, which must be freed before the next is made
-    return size
+        return write_chunks(sink, chunks)
 
 
 @contextmanager
@@ -69,6 +64,16 @@ def finished(sink: Sink) -> Iterator[Sink]:
             sink.abort()
         raise
     sink.finish()
+
+
+def write_chunks(sink: Sink, chunks: Iterable[Bytes]) -> int:
+    """Write all chunks, and return their size in bytes."""
+    size = 0
+    for chunk in chunks:
+        size += len(chunk)
+        write_chunk(sink, memoryview(chunk))
+        del chunk  # it may hold a copy of a tensor, which must be freed before the next is made
+    return size
 
 
 def write_chunk(sink: Sink, rest: memoryview) -> None:

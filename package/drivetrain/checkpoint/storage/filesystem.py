@@ -292,7 +292,8 @@ class _LocalSink:
     def write(self, data: memoryview) -> int:
         taken = self._file.write(data)
         self._written += taken
-        if self._written - self._begun >= _WRITE_BEHIND:
+        # The first piece at once: of a small file that is all, and when its sync comes, little is left to do.
+        if not self._begun or self._written - self._begun >= _WRITE_BEHIND:
             self._begin_writing()
         return taken
 
