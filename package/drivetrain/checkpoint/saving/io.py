@@ -262,21 +262,14 @@ class Place:
             self._open.clear()
             raise
 
-    def _write_assets(self, assets: Mapping[str, bytes]) -> dict[str, FileRecord]:
-        folders = sorted(
-            {str(each) for name in assets for each in PurePosixPath(ASSETS, name).parents} - {"."}
-        )
+    def _write_assets(self, assets: Mapping[str, bytes], folders: Iterable[str]) -> dict[str, FileRecord]:
         for folder in folders:
             with os_errors("create", self.files.join(self.final, folder)):
                 self.files.make_directory(self.files.join(self.directory, folder))
         records = {}
-        with self._durable():
-            for name, content in assets.items():
-                size = self._write(f"{ASSETS}/{name}", [content])
-                records[name] = FileRecord(size, xxhash.xxh3_128_hexdigest(content))
-        for folder in folders:  # the names in them must last as long as the manifest
-            with os_errors("write", self.files.join(self.final, folder)):
-                self.files.sync(self.files.join(self.directory, folder))
+        for name, content in assets.items():
+            size = self._write(f"{ASSETS}/{name}", [content])
+            records[name] = FileRecord(size, xxhash.xxh3_128_hexdigest(content))
         return records
 
     def write_rest(self, shares: list[dict[str, FileRecord]], plan: Plan, snapshot: Snapshot) -> None:
@@ -291,10 +284,13 @@ class Place:
             CheckpointError: The write failed.
         """
         written = {file: record for share in shares for file, record in share.items()}
-        objects = dict(snapshot.objects)
-        if snapshot.assets:
-            objects[ASSETS] = dump_assets(self._write_assets(snapshot.assets))
+        objects, assets = dict(snapshot.objects), snapshot.assets
+        folders = sorted(
+            {str(each) for name in assets for each in PurePosixPath(ASSETS, name).parents} - {"."}
+        )
         with self._durable():
+            if assets:
+                objects[ASSETS] = dump_assets(self._write_assets(assets, folders))
             for name, value in objects.items():
                 file = f"{check_part_name(name, 'an object')}.json"
                 data = dump_json(value, f"the object {name!r}")
@@ -304,9 +300,10 @@ class Place:
         )
         manifest.saved_by["task"] = snapshot.task
         data = manifest.dump()
-        # Sync the directory first: otherwise the disk could keep a manifest without the names of its files.
-        with os_errors("write", self.files.join(self.final, MANIFEST)):
-            self.files.sync(self.directory)
+        # Sync the directories first: otherwise the disk could keep a manifest without the names of its files.
+        for folder in [*folders, ""]:
+            with os_errors("write", self.files.join(self.final, folder or MANIFEST)):
+                self.files.sync(self.files.join(self.directory, folder) if folder else self.directory)
         with self._durable():
             self._write(MANIFEST, [data])
         with os_errors("write", self.files.join(self.final, MANIFEST)):
