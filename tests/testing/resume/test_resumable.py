@@ -389,7 +389,7 @@ class Scratch(Callback):
         self.losses.append(run.step.loss)
 
 
-@pytest.mark.parametrize("save_after", [2, 3, 4])
+@pytest.mark.parametrize("save_after", [3, *(pytest.param(each, marks=pytest.mark.full) for each in (2, 4))])
 def test_what_every_run_fills_before_it_is_read_is_no_state(save_after: int) -> None:
     def make() -> Fit:
         return trainer(callbacks=[Scratch()]), Net(), loader()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.util
 import inspect
 import sys
 import sysconfig
@@ -67,8 +66,9 @@ def _imported_by(module: str) -> tuple[str, ...]:
             names += [each.name for each in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
-            if node.level:
-                base = importlib.util.resolve_name("." * node.level + base, found.__package__)
+            if node.level:  # relative to the module's package, or to one above
+                above = (found.__package__ or "").split(".")
+                base = ".".join([*above[: len(above) - node.level + 1], base]).rstrip(".")
             names += [base, *(f"{base}.{each.name}" for each in node.names)]  # each may be a module itself
     parts = [name.split(".") for name in names]
     return tuple(dict.fromkeys(".".join(each[:end]) for each in parts for end in range(1, len(each) + 1)))
