@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.compile_time import CompileTime
     from drivetrain.callbacks.early_stopping import EarlyStopping
     from drivetrain.callbacks.empty_cache import EmptyCache
+    from drivetrain.callbacks.gradient_norms import GradientNorms
     from drivetrain.callbacks.lambda_callback import LambdaCallback
     from drivetrain.callbacks.learning_rate import LearningRateMonitor
     from drivetrain.callbacks.loss_spike import LossSpike
@@ -26,6 +27,7 @@ else:
             "drivetrain.callbacks.compile_time": ("CompileTime",),
             "drivetrain.callbacks.early_stopping": ("EarlyStopping",),
             "drivetrain.callbacks.empty_cache": ("EmptyCache",),
+            "drivetrain.callbacks.gradient_norms": ("GradientNorms",),
             "drivetrain.callbacks.lambda_callback": ("LambdaCallback",),
             "drivetrain.callbacks.learning_rate": ("LearningRateMonitor",),
             "drivetrain.callbacks.loss_spike": ("LossSpike",),
@@ -44,6 +46,7 @@ __all__ = [
     "CompileTime",
     "EarlyStopping",
     "EmptyCache",
+    "GradientNorms",
     "LambdaCallback",
     "LearningRateMonitor",
     "LossSpike",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -51,6 +52,19 @@ def average_gradients(parameters: Sequence[Tensor], world_size: int) -> None:
             if holders is None or holders[number]:
                 each.grad = gradient
                 gradient.copy_((mean / world_size).view_as(gradient))
+
+
+def held_here(tensor: Tensor, world_size: int) -> float:
+    """Return this process's share in its part of a tensor: a part that n processes hold is 1/n of each.
+
+    So a sum over all processes of what each computes from its part, times this, counts every part once.
+    """
+    parts = 1
+    placed: Any = tensor
+    for dimension, placement in enumerate(getattr(placed, "placements", ())):
+        if not placement.is_replicate():
+            parts *= placed.device_mesh.size(dimension)
+    return parts / world_size
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from drivetrain.distributed.tensors import held_here
+
 
 def clip_by_global_norm(
     parameters: Sequence[Tensor], max_norm: float, device: torch.device, world_size: int
@@ -24,11 +26,11 @@ def clip_by_global_norm(
         device: The device that processes exchange tensors on.
         world_size: The number of processes.
     """
-    grouped: dict[tuple[torch.device, int], list[Tensor]] = {}
+    grouped: dict[tuple[torch.device, float], list[Tensor]] = {}
     for parameter in parameters:
         gradient: Any = parameter.grad
         if gradient is not None:
-            held = _holders(gradient, world_size)
+            held = held_here(gradient, world_size)
             local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
             grouped.setdefault((local.device, held), []).append(local.detach())
     dtypes = {each.dtype for gradients in grouped.values() for each in gradients}
@@ -36,7 +38,7 @@ def clip_by_global_norm(
     square = torch.zeros((), dtype=wide, device=device)
     for (_, held), gradients in grouped.items():
         norms = torch._foreach_norm(gradients, 2, dtype=wide)
-        square += (torch.stack(list(norms)).square().sum() / held).to(device)
+        square += (torch.stack(list(norms)).square().sum() * held).to(device)
     if world_size > 1:
         distributed.all_reduce(square)
     norm = square.sqrt()
@@ -44,12 +46,3 @@ def clip_by_global_norm(
     for (place, _), gradients in grouped.items():
         torch._foreach_mul_(gradients, factor.to(place))
     return norm
-
-
-def _holders(gradient: Any, world_size: int) -> int:
-    """Return the number of processes that hold the same part of a gradient as this one."""
-    parts = 1
-    for dimension, placement in enumerate(getattr(gradient, "placements", ())):
-        if not placement.is_replicate():
-            parts *= gradient.device_mesh.size(dimension)
-    return world_size // parts

@@ -1,0 +1,113 @@
+"""The norms of gradients, of the whole task and by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.callbacks.base import Callback
+from drivetrain.checkpoint.weights.module_state import parameter_names
+from drivetrain.core.errors import StrategyError
+from drivetrain.core.validation import by_name, flag
+from drivetrain.distributed.tensors import held_here
+
+if TYPE_CHECKING:
+    from drivetrain.run.run import Run
+    from drivetrain.run.settings import RunSettings
+    from drivetrain.strategies import Strategy
+
+
+@by_name
+class GradientNorms(Callback):
+    """Logs the 2-norm of the gradient of the last update, before clipping, at log points.
+
+    With `log_every` in steps, these are the log points of that interval, the first update's and the last's;
+    in other updates nothing is computed. With other intervals every update computes norms.
+
+    The names are "gradients/norm", and with `per_layer` also "gradients/norm/<module>" for each module with
+    parameters of its own. Norms are those of the whole gradient, over all ranks and shards. They stay on the
+    device, and are read at log points only.
+
+    Args:
+        per_layer: Whether to log each module's norm too.
+
+    Raises:
+        StrategyError: When a Trainer is made: DeepSpeed, which keeps gradients of its own.
+    """
+
+    def __init__(self, *, per_layer: bool = False) -> None:
+        self.per_layer = flag("per_layer", per_layer)
+        self._parameters: list[nn.Parameter] = []
+        self._layers: list[str] = []
+        self._layer_of: list[int] = []
+        self._norms: list[tuple[Sequence[Tensor], list[tuple[int, float]]]] | None = None
+
+    def check_trainer(self, trainer: RunSettings, strategy: Strategy) -> None:
+        """Check that the parameters' gradients are those of the update.
+
+        Raises:
+            StrategyError: They are not.
+        """
+        if strategy.no_value_clipping:
+            raise StrategyError(
+                f"GradientNorms with strategy {strategy.name!r}: {strategy.no_value_clipping}. Use strategy"
+                " 'ddp' or 'fsdp', or leave the callback out"
+            )
+
+    def on_fit_start(self, run: Run) -> None:
+        """Look up the trained parameters and their layers."""
+        named = [(each, name) for each, name in parameter_names(run.task).items() if each.requires_grad]
+        self._parameters = [each for each, _ in named]
+        layers = [name.rpartition(".")[0] or "(own)" for _, name in named]
+        self._layers = list(dict.fromkeys(layers))
+        self._layer_of = [self._layers.index(each) for each in layers]
+        self._norms = None
+
+    def on_before_optimizer_step(self, run: Run) -> None:
+        """Take the norm of this process's part of each gradient, on the device, if it may be logged."""
+        self._norms = None
+        if not _may_be_logged(run):
+            return
+        ranks = run.engine.ranks.size
+        kinds: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[tuple[int, float]]]] = {}
+        for parameter, layer in zip(self._parameters, self._layer_of, strict=True):
+            gradient: Any = parameter.grad
+            if gradient is None:
+                continue
+            share = held_here(gradient, ranks)
+            local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+            local = local.coalesce().values() if local.is_sparse else local
+            gradients, places = kinds.setdefault((local.device, local.dtype), ([], []))
+            gradients.append(local.detach())
+            places.append((layer, share))
+        self._norms = [
+            (torch._foreach_norm(gradients, 2, dtype=torch.promote_types(dtype, torch.float32)), places)
+            for (_, dtype), (gradients, places) in kinds.items()
+        ]
+
+    def on_log(self, run: Run) -> None:
+        """Sum the parts of all ranks, and log the norms of the last update."""
+        if self._norms is None:
+            return
+        squares = [0.0] * len(self._layers)
+        for norms, places in self._norms:
+            for norm, (layer, share) in zip(torch.stack(list(norms)).tolist(), places, strict=True):
+                squares[layer] += norm * norm * share
+        self._norms = None
+        squares = run.engine.ranks.total(squares)
+        run.log("gradients/norm", sum(squares) ** 0.5)
+        if self.per_layer:
+            for name, square in zip(self._layers, squares, strict=True):
+                run.log(f"gradients/norm/{name}", square**0.5)
+
+
+def _may_be_logged(run: Run) -> bool:
+    """Return whether a log point may follow the update that is being made."""
+    every, update = run.triggers.log.every, run.progress.updates + 1
+    if every is not None and every.unit != "steps":
+        return True
+    due = every is not None and update % int(every.amount) == 0
+    return due or update in (1, run.totals.updates) or run.totals.updates is None
