@@ -188,6 +188,14 @@ def test_the_defaults_are_theirs_and_their_object_equals_a_mapping() -> None:
     assert 'on_nonfinite="skip"' in str(there.report)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"), [("learning_rate", "5e-5", "a number"), ("bf16", "false", "True or False")]
+)
+def test_a_text_in_the_place_of_a_number_is_refused(name: str, value: str, wanted: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}='{value}' is a text: give {wanted}"):
+        from_training_arguments({name: value})
+
+
 def test_older_names_and_conflicts() -> None:
     mapped = from_training_arguments(
         {

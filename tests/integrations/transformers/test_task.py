@@ -284,11 +284,15 @@ def test_a_stream_is_padded_and_resumes_where_it_was(tmp_path: Path, monkeypatch
         ({"label_names": "labels"}, r"a sequence of names, not a text: give \['labels'\]"),
         ({"label_names": ["lables"]}, "label_names has 'lables', .* Did you mean 'labels'"),
         ({"compute_loss_func": max, "label_smoothing": 0.1}, "label_smoothing has no effect"),
+        ({"compute_loss_func": 3}, "compute_loss_func must be a function, not 3"),
+        ({"processing_class": "bert"}, r"not a text: give AutoTokenizer.from_pretrained\('bert'\)"),
     ],
 )
 def test_an_argument_without_effect_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         task("bert, classes", **options)
+    with pytest.raises(ConfigError, match="input embeddings, which a Wav2Vec2ForCTC does not have"):
+        task("wav2vec2", neftune_alpha=5)
 
 
 @pytest.mark.full
@@ -296,6 +300,18 @@ def test_a_multiple_that_another_collation_does_not_pad_to_is_refused(tmp_path: 
     made = task("bert, classes", processing_class=word_tokenizer(tmp_path), pad_to_multiple_of=16)
     with pytest.raises(ConfigError, match=r"first micro-batch has length .* Give that collation"):
         quiet(max_steps=1).fit(made, loader("bert, classes"))
+
+
+@pytest.mark.full
+def test_a_model_without_a_loss_is_explained() -> None:
+    with pytest.raises(ConfigError, match="not the class BertModel"):
+        TransformersTask(transformers.BertModel)
+    body = TransformersTask(model("bert, classes").bert)
+    with (
+        warned("BertModel: transformers lists it under no kind of loss"),
+        pytest.raises(ConfigError, match="BertModel returned no loss, and its forward takes no labels"),
+    ):
+        quiet(max_steps=1).fit(body, loader("bert, classes"))
 
 
 @pytest.mark.full
@@ -464,7 +480,7 @@ def test_noise_is_added_to_embeddings_in_training_alone() -> None:
 
 @pytest.mark.full
 def test_what_cannot_work_is_refused() -> None:
-    with pytest.raises(ConfigError, match="takes a PreTrainedModel or a PeftModel, not Linear"):
+    with pytest.raises(ConfigError, match="takes a PreTrainedModel or a PeftModel, not a Linear"):
         TransformersTask(torch.nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="a ViTForImageClassification cannot generate"):
         task("vit", generate=True)

@@ -564,6 +564,15 @@ def test_an_epoch_that_the_last_update_cuts_short_has_its_end(tmp_path: Path) ->
     for kind in (transformers.Trainer, Trainer):
         trainer(tmp_path / kind.__module__, kind, max_steps=11, callbacks=[Ends]).train()
     assert seen[:3] == seen[3:] == [("epoch", 8, 1.0), ("epoch", 11, 1.375), ("train", 11, 1.375)]
+    found = []
+    for kind in (transformers.Trainer, Trainer):
+        options = {"logging_strategy": "epoch", "eval_strategy": "epoch", "max_steps": 11}
+        made = trainer(tmp_path / f"{kind.__module__}-2", kind, eval_dataset=rows(CLASSES, 4), **options)
+        made.train()
+        made.train()
+        found.append([(row["step"], "loss" in row, "eval_loss" in row) for row in made.state.log_history])
+    assert found[0] == found[1]
+    assert (11, False, True) in found[0]
 
 
 def test_a_label_of_another_name_reaches_a_loss_that_takes_it_out(tmp_path: Path) -> None:
@@ -582,6 +591,18 @@ def test_a_label_of_another_name_reaches_a_loss_that_takes_it_out(tmp_path: Path
         made = trainer(tmp_path / kind.__module__, Own, data=data, **options)
         found.append([made.train().training_loss, made.evaluate()["eval_accuracy"]])
     assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_what_cannot_work_is_refused_at_construction(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'eval_strategy="epoch" without an eval_dataset'):
+        trainer(tmp_path, eval_strategy="epoch")
+    with pytest.raises(ConfigError, match="callbacks must be a sequence"):
+        trainer(tmp_path, callbacks=TrainerCallback)
+    with pytest.raises(AttributeError, match="the strategy places and wraps the model"):
+        _ = trainer(tmp_path).is_fsdp_enabled
+    args = arguments(tmp_path, Seq2SeqTrainingArguments, predict_with_generate=True)
+    with pytest.raises(ConfigError, match="a BertForSequenceClassification cannot generate"):
+        Seq2SeqTrainer(model(CLASSES), args, padded)
 
 
 def test_a_checkpoint_of_transformers_is_named_at_a_resume(tmp_path: Path) -> None:

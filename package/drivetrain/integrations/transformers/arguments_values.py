@@ -75,6 +75,7 @@ def read_values(args: Any) -> Values:
         )
     given = {name: value for name, value in entered.items() if _is_given(name, value, defaults, args)}
     _check(given)
+    _check_types(entered, defaults)
     values = {**defaults, **{name: value for name, value in entered.items() if name in defaults}}
     for name, value in given.items():
         if name in _RENAMED:
@@ -177,6 +178,15 @@ def _check(given: Mapping[str, Any]) -> None:
                 f"ddp_backend={value!r} is not supported. NCCL is used on NVIDIA GPUs, gloo on CPUs, XCCL on"
                 " Intel GPUs: leave it out"
             )
+
+
+def _check_types(entered: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Check that numbers and flags are no texts: YAML reads 5e-5 as a text, and "false" would be true."""
+    for name, value in entered.items():
+        default = defaults.get(name)
+        if isinstance(value, str) and isinstance(default, (bool, int, float)) and name != "fsdp":
+            wanted = "True or False" if isinstance(default, bool) else f"a number, such as {default}"
+            raise ConfigError(f"{name}={value!r} is a text: give {wanted}")
 
 
 def _take_over(values: dict[str, Any], old: str, new: Mapping[str, Any], given: Mapping[str, Any]) -> None:

@@ -91,6 +91,23 @@ def is_sharded(model: nn.Module) -> bool:
     return any(hasattr(each, "full_tensor") or hasattr(each, "ds_id") for each in model.parameters())
 
 
+def check_embeddings(model: Any) -> None:
+    """Check that a model has input embeddings, to which noise can be added.
+
+    Raises:
+        ConfigError: It has none.
+    """
+    try:
+        found = model.get_input_embeddings()
+    except NotImplementedError:
+        found = None
+    if found is None:
+        raise ConfigError(
+            f"neftune_alpha adds noise to input embeddings, which a {type(model).__name__} does not have."
+            " Leave it out"
+        )
+
+
 @contextmanager
 def noisy_embeddings(model: Any, alpha: float | None) -> Iterator[None]:
     """Add uniform noise to the output of the input embeddings while the block runs; None adds none.

@@ -28,8 +28,12 @@ from drivetrain.integrations.transformers.evaluation import (
     check_unused,
     predictions_of,
 )
+from drivetrain.integrations.transformers.generation import (
+    check_embeddings,
+    generation_config,
+    noisy_embeddings,
+)
 from drivetrain.integrations.transformers.generation import generate as run_generate
-from drivetrain.integrations.transformers.generation import generation_config, noisy_embeddings
 from drivetrain.integrations.transformers.loss_items import (
     check_smoothed,
     items_of,
@@ -127,6 +131,17 @@ class TransformersTask(TaskModule):
                 f"the model is quantised by {quantised}, whose layers do not load all that their state"
                 " dicts hold, so that no checkpoint could be resumed. Quantise it with TorchAoConfig"
             )
+        if isinstance(processing_class, str):
+            raise ConfigError(
+                "processing_class must be a tokenizer or another processor, not a text: give"
+                f" AutoTokenizer.from_pretrained({processing_class!r})"
+            )
+        for name, function in (
+            ("compute_loss_func", compute_loss_func),
+            ("preprocess_logits_for_metrics", preprocess_logits_for_metrics),
+        ):
+            if function is not None and not callable(function):
+                raise ConfigError(f"{name} must be a function, not {function!r}")
         self.processing_class = processing_class
         self.optimizer = optimizer
         self.compute_metrics = compute_metrics
@@ -135,6 +150,8 @@ class TransformersTask(TaskModule):
         self.neftune_alpha = (
             None if neftune_alpha is None else number("neftune_alpha", neftune_alpha, above=0)
         )
+        if neftune_alpha is not None:
+            check_embeddings(base)
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.batch_eval_metrics = batch_eval_metrics
         self.include_for_metrics = tuple(include_for_metrics)
@@ -251,9 +268,14 @@ class TransformersTask(TaskModule):
             check_smoothed(logits, columns["labels"])
             return smoothed_cross_entropy(logits, columns["labels"], self.label_smoothing, self.items.shifts)
         if not isinstance(outputs, tuple) and getattr(outputs, "loss", None) is None:
-            wanted = " and ".join(self.columns.labels) or "labels"
+            name, wanted = type(base_of(self.model)).__name__, " and ".join(self.columns.labels)
+            if not wanted:
+                raise ConfigError(
+                    f"{name} returned no loss, and its forward takes no labels. Take a class with a head,"
+                    " such as BertForSequenceClassification, or give compute_loss_func"
+                )
             raise ConfigError(
-                f"{type(base_of(self.model)).__name__} returned no loss: the batch has the columns"
+                f"{name} returned no loss: the batch has the columns"
                 f" {', '.join(sorted(self.columns.of_batch(batch)))}; a loss needs {wanted}"
             )
         return super().loss(outputs, batch)
@@ -413,8 +435,9 @@ def _checked(model: Any) -> nn.Module:
         or not hasattr(base, "config")
         or not hasattr(base.config, "model_type")
     ):
+        given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise ConfigError(
-            f"TransformersTask takes a PreTrainedModel or a PeftModel, not {type(model).__name__}. Another"
-            " module is a part of your own TaskModule"
+            f"TransformersTask takes a PreTrainedModel or a PeftModel, not {given}. from_pretrained of an"
+            " AutoModel class loads one. Another module is a part of your own TaskModule"
         )
     return model  # type: ignore[no-any-return]

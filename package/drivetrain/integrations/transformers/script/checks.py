@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from torch.optim import Optimizer
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
+from drivetrain.callbacks.base import Callback
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.core.errors import ConfigError
 from drivetrain.integrations.transformers.arguments import MappedArguments
@@ -34,6 +35,17 @@ def ranked_by(mapped: MappedArguments, args: TrainingArguments, sets: Any) -> Ma
 def made_callback(callback: Any) -> Any:
     """Return a callback; of a class, a new object."""
     return callback() if isinstance(callback, type) else callback
+
+
+def made_callbacks(given: Any) -> list[Any]:
+    """Return the callbacks of a script; of classes, new objects.
+
+    Raises:
+        ConfigError: One callback is given without a list.
+    """
+    if isinstance(given, (TrainerCallback, Callback, type)):
+        raise ConfigError(f"callbacks must be a sequence of callbacks, not {given!r}: give [it]")
+    return [made_callback(each) for each in given or ()]
 
 
 def checked_arguments(args: Any) -> TrainingArguments:

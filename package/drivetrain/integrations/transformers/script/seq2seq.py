@@ -12,6 +12,7 @@ from transformers.trainer_utils import PredictionOutput
 from drivetrain.core.errors import ConfigError
 from drivetrain.integrations.transformers.generation import generation_config
 from drivetrain.integrations.transformers.log_names import EVALUATION, TEST
+from drivetrain.integrations.transformers.script.task import ScriptTask
 from drivetrain.integrations.transformers.script.trainer import Trainer
 from drivetrain.integrations.transformers.stored_model import base_of
 
@@ -25,6 +26,11 @@ class Seq2SeqTrainer(Trainer):
 
     generates = True
     _options: Mapping[str, Any] = {}
+
+    def _make_task(self) -> ScriptTask:
+        task = super()._make_task()
+        self._generation()  # checks that the model can generate
+        return task
 
     def evaluate(
         self,

@@ -49,17 +49,19 @@ from drivetrain.integrations.transformers.script.checks import (
     checked_arguments,
     checked_optimizers,
     made_callback,
+    made_callbacks,
     processor_of,
     ranked_by,
 )
 from drivetrain.integrations.transformers.script.methods import (
+    COUNTERPARTS,
     check_overrides,
     counterpart,
     is_overridden,
     items_for,
 )
 from drivetrain.integrations.transformers.script.pass_outputs import Pass
-from drivetrain.integrations.transformers.script.run import ScriptRun
+from drivetrain.integrations.transformers.script.run import CutEpoch, ScriptRun
 from drivetrain.integrations.transformers.script.task import ScriptTask
 from drivetrain.trainer import trainer as own
 
@@ -185,7 +187,7 @@ class Trainer:
         self._keeps_outputs, self._at_log_point = True, False
         self._ignored_in_fit: list[str] | None = None
         self._loaders: dict[str, tuple[Any, DataLoader[Any]]] = {}
-        self._callbacks = [made_callback(each) for each in callbacks or ()]
+        self._callbacks = made_callbacks(callbacks)
         self._adapter, self._runs = self._adapt(TrainerState(), TrainerControl())
         self._task = self._make_task()
         self.accelerator = ScriptAccelerator(
@@ -214,7 +216,7 @@ class Trainer:
         lacks = self.eval_dataset is None and not is_overridden(self, "get_eval_dataloader", "evaluate")
         if lacks and self.args.eval_strategy != "no":
             raise ConfigError(
-                f'eval_strategy="{self.args.eval_strategy}" without an eval_dataset. Give one, or'
+                f'eval_strategy="{self.args.eval_strategy.value}" without an eval_dataset. Give one, or'
                 ' eval_strategy="no"'
             )
 
@@ -255,7 +257,9 @@ class Trainer:
     def _settings(self) -> own.Trainer:
         """Return the Trainer that runs the next verb."""
         ours = [each for each in self._callbacks if isinstance(each, Callback)]
-        return self._settings_of([self._runs, self._adapter, *ours])
+        by_epoch = "epoch" in (self.args.logging_strategy, self.args.eval_strategy)
+        cut = [CutEpoch(self.args)] if by_epoch else []
+        return self._settings_of([self._runs, self._adapter, *cut, *ours])
 
     def _adapt(self, state: TrainerState, control: TrainerControl) -> tuple[CallbackAdapter, ScriptRun]:
         theirs = [each for each in self._callbacks if not isinstance(each, Callback)]
@@ -778,6 +782,6 @@ class Trainer:
 
     def __getattr__(self, name: str) -> NoReturn:
         told = f"'{type(self).__name__}' object has no attribute {name!r}"
-        if not name.startswith("__") and hasattr(transformers.Trainer, name):
+        if name in COUNTERPARTS or (not name.startswith("__") and hasattr(transformers.Trainer, name)):
             told += f": {counterpart(name)}"
         raise AttributeError(told)
