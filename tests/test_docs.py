@@ -68,9 +68,10 @@ def file_of(block: Block) -> str | None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def scikit_learn_is_imported() -> None:
-    """Its first import sets variables of OpenMP in the environment, which is no leak of the page's."""
+def environment_is_set() -> None:
+    """The first imports of scikit-learn and of Lightning set variables in it, which is no leak of a page."""
     importlib.import_module("sklearn")
+    importlib.import_module("lightning.pytorch")
 
 
 @pytest.fixture

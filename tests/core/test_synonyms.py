@@ -747,7 +747,7 @@ def test_objects_of_other_libraries_are_known_without_importing_them() -> None:
 
     data = a_class("LightningDataModule", "pytorch_lightning")
     told = refusal(lambda: quiet(max_steps=1).fit(Regression(), data()))
-    assert told.startswith("the training data is Mine (LightningDataModule of Lightning). Here it is an")
+    assert told.startswith("the training data is Mine (LightningDataModule of Lightning). Here it is as_data")
     sets = a_class("DatasetDict", "datasets", dict)
     assert 'sets["validation"]' in refusal(lambda: quiet(max_steps=1).fit(Regression(), pairs(), sets()))
     ported = type("Ported", (), {"train_dataloader": lambda self: pairs()})

@@ -1,0 +1,224 @@
+"""Callbacks and loggers among the arguments of Lightning's Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from drivetrain.callbacks import EarlyStopping, LearningRateMonitor, ModelSummary, ProgressBar
+from drivetrain.checkpoint import CheckpointConfig
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.intervals import Every
+from drivetrain.integrations.lightning.arguments_table import CALLBACKS, LOGGERS, REFUSED, Row
+from drivetrain.integrations.lightning.kinds import is_theirs
+from drivetrain.loggers import CSVLogger, TensorBoardLogger
+
+Note = Callable[[str, str, Any], None]
+
+_DEFAULT = CheckpointConfig(every="1 epoch", keep_last=1, best=0, by=None)
+"""Lightning's own: the newest after each epoch."""
+
+
+@dataclass
+class TakenCallbacks:
+    """The counterparts of callbacks.
+
+    Attributes:
+        checkpoint: The policy of a `ModelCheckpoint`, or Lightning's default, or False.
+        callbacks: Callbacks of drivetrain.
+        max_time: The time of a `Timer`.
+    """
+
+    checkpoint: bool | CheckpointConfig = True
+    callbacks: list[Any] = field(default_factory=list)
+    max_time: timedelta | None = None
+
+
+def refuse_configuration(name: str, value: Any) -> None:
+    """Refuse what LightningCLI makes objects of.
+
+    Raises:
+        ConfigError: A mapping with "class_path", or a list of them.
+    """
+    for each in value if isinstance(value, (list, tuple)) else [value]:
+        if isinstance(each, Mapping) and "class_path" in each:
+            raise ConfigError(
+                f"{name} has {dict(each)!r}, of which LightningCLI makes an object. Make it yourself and pass"
+                " it: from_lightning_arguments(callbacks=[EarlyStopping('val_loss')]). The command here is"
+                " `drivetrain fit`"
+            )
+
+
+def take_callbacks(given: Any, enabled: bool, note: Note) -> TakenCallbacks:
+    """Return the counterparts of Lightning's callbacks; all others are passed on.
+
+    Args:
+        given: A callback, a list of them, or None.
+        enabled: Whether checkpoints are saved.
+        note: Takes the name, the difference and the object.
+
+    Raises:
+        ConfigError: A callback of Lightning without a counterpart; names what to use.
+    """
+    taken = TakenCallbacks()
+    policies: list[CheckpointConfig] = []
+    for each in _listed(given):
+        row = _row(each, CALLBACKS, "callbacks")
+        if row is None:
+            taken.callbacks.append(each)
+            continue
+        if row.differs:
+            note("callbacks", row.differs, row.name)
+        if row.name == "ModelCheckpoint":
+            policies.append(_policy(each, note))
+        elif row.name == "EarlyStopping":
+            taken.callbacks.append(_early_stopping(each, note))
+        elif row.name == "LearningRateMonitor":
+            if each.log_momentum or each.log_weight_decay:
+                raise ConfigError(
+                    "LearningRateMonitor(log_momentum=..., log_weight_decay=...) has no counterpart: log them"
+                    " in a callback's on_log, by run.log(name, value)"
+                )
+            taken.callbacks.append(LearningRateMonitor())
+        elif row.name == "Timer":
+            left = each.time_remaining()
+            taken.max_time = None if left is None else timedelta(seconds=left)
+        else:
+            taken.callbacks.append(ModelSummary() if "Summary" in row.name else ProgressBar())
+    if len(policies) > 1:
+        raise ConfigError(
+            f"callbacks has {len(policies)} ModelCheckpoints; a Trainer has one policy here: the best by one"
+            " metric, and the newest. Give one of them"
+        )
+    if policies and not enabled:
+        raise ConfigError("checkpoints are off, but callbacks has a ModelCheckpoint. Give one of the two")
+    taken.checkpoint = (policies or [_DEFAULT])[0] if enabled else False
+    return taken
+
+
+def take_loggers(given: Any, note: Note) -> tuple[Any, ...]:
+    """Return the counterparts of Lightning's loggers; all others are passed on.
+
+    Raises:
+        ConfigError: A logger of Lightning without a counterpart; names what to use.
+    """
+    if given is None or given is True:
+        return ("tensorboard",)
+    if given is False:
+        return ()
+    made: list[Any] = []
+    for each in _listed(given):
+        row = _row(each, LOGGERS, "logger")
+        if row is None:
+            made.append(each)
+            continue
+        if row.differs:
+            note("logger", row.differs, row.name)
+        options = vars(each)  # no other way leads to these
+        for name, nothing in {"_prefix": "", "_log_graph": False}.items():
+            if options.get(name, nothing) != nothing:
+                raise ConfigError(
+                    f"{row.name}({name.strip('_')}={options[name]!r}) has no counterpart; leave it out"
+                )
+        made.append((TensorBoardLogger if row.name == "TensorBoardLogger" else CSVLogger)(each.log_dir))
+    return tuple(made)
+
+
+def _listed(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    return list(given) if isinstance(given, Iterable) else [given]
+
+
+def _row(thing: Any, table: Mapping[str, Row], argument: str) -> Row | None:
+    """Return the row of an object of Lightning; None for any other object.
+
+    Raises:
+        ConfigError: It has no counterpart, or is of a user's subclass, whose methods would not be called.
+    """
+    kind = next((each for each in type(thing).__mro__ if is_theirs(each) and each.__name__ in table), None)
+    if kind is None:
+        return None
+    row, name = table[kind.__name__], type(thing).__name__
+    own = name if name == row.name else f"{name}, a subclass of Lightning's {row.name}"
+    if row.status == REFUSED:
+        raise ConfigError(f"{argument} has {own}: {row.text}")
+    if type(thing) is not kind:
+        raise ConfigError(
+            f"{argument} has {own}: what it overrides would not be called. Give Lightning's class, or write a"
+            " drivetrain.Callback, whose hooks are each given the run"
+        )
+    return row
+
+
+def _policy(given: Any, note: Note) -> CheckpointConfig:
+    """Return the policy of a ModelCheckpoint."""
+    options = vars(given)  # its intervals have no public names
+    steps, time = options["_every_n_train_steps"], options["_train_time_interval"]
+    every: Every | None = Every("1 epoch")
+    if steps:
+        every = Every(steps, "steps")
+    elif time is not None:
+        every = Every(time)
+    else:
+        every = Every(options["_every_n_epochs"], "epochs") if options["_every_n_epochs"] else None
+    if options.get("_save_on_train_epoch_end"):
+        note(
+            "callbacks",
+            "save_on_train_epoch_end: saves follow the validation of the same epoch",
+            "ModelCheckpoint",
+        )
+    if given.filename is not None:
+        note("callbacks", f"filename={given.filename!r} is not used", "ModelCheckpoint")
+    if given.save_on_exception:
+        note(
+            "callbacks",
+            "save_on_exception: signals save and end a run; an error does not save",
+            "ModelCheckpoint",
+        )
+    if given.monitor is None:
+        everything = given.save_top_k == -1
+        if given.save_top_k == 0 and not given.save_last:
+            every = None
+        return CheckpointConfig(
+            every=every,
+            keep_last=None if everything else 1,
+            best=0,
+            by=None,
+            directory=given.dirpath,
+            resumable=not given.save_weights_only,
+        )
+    return CheckpointConfig(
+        every=every,
+        keep_last=None if given.save_top_k == -1 else 1,
+        best=max(given.save_top_k, 1) if given.save_top_k else 0,
+        by=given.monitor if given.save_top_k else None,
+        mode=given.mode,
+        directory=given.dirpath,
+        resumable=not given.save_weights_only,
+    )
+
+
+def _early_stopping(given: Any, note: Note) -> EarlyStopping:
+    if given.divergence_threshold is not None:
+        raise ConfigError(
+            f"EarlyStopping(divergence_threshold={given.divergence_threshold}) has no counterpart:"
+            " callbacks.LossSpike acts on losses that jump"
+        )
+    if not given.strict:
+        raise ConfigError("EarlyStopping(strict=False): here the metric must be logged; leave it out")
+    if not given.check_finite:
+        note(
+            "callbacks",
+            'check_finite=False is Trainer(on_nonfinite="skip"), which also skips updates',
+            "EarlyStopping",
+        )
+    return EarlyStopping(
+        given.monitor,
+        given.mode,
+        patience=max(1, given.patience),  # 0 and 1 mean the same there
+        threshold=abs(given.min_delta),
+        stop_at=given.stopping_threshold,
+    )

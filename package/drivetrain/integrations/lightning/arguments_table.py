@@ -1,0 +1,305 @@
+"""Every argument of Lightning's Trainer, and what it gives as callbacks and loggers, with their meaning here.
+
+This table is data: `arguments.py` reads it, `docs/reference/lightning-arguments.md` prints it, and tests
+check that the installed release has no argument without a row, and that each mapped row has an effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+MAPPED, IGNORED, REFUSED = "mapped", "ignored", "refused"
+
+
+@dataclass(frozen=True)
+class Row:
+    """An argument, a class or a value.
+
+    Attributes:
+        name: Its name there.
+        status: "mapped", "ignored" or "refused".
+        text: What it becomes here, or why it is ignored or refused, with what to use instead.
+        differs: For a mapped one, what is different here; empty if the meaning is the same.
+        example: For a mapped argument, a value that has an effect.
+        needs: Other arguments that the example needs.
+    """
+
+    name: str
+    status: str
+    text: str
+    differs: str = ""
+    example: Any = None
+    needs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _mapped(name: str, text: str, example: Any, differs: str = "", **needs: Any) -> Row:
+    return Row(name, MAPPED, text, differs, example, needs)
+
+
+def _ignored(name: str, text: str) -> Row:
+    return Row(name, IGNORED, text)
+
+
+def _refused(name: str, text: str) -> Row:
+    return Row(name, REFUSED, text)
+
+
+_ARGUMENTS = (
+    _mapped("accelerator", "the device of `Trainer(strategy=)`", "cpu"),
+    _mapped("strategy", "`Trainer(strategy=)`; the names are below", "ddp_find_unused_parameters_true"),
+    _mapped("devices", '`Trainer(devices=)`; -1 is "auto", and a list takes these GPUs', 2),
+    _mapped("num_nodes", "`Trainer(num_nodes=)`", 2, devices=2),
+    _mapped("precision", "`Trainer(precision=)`; the names are below", "bf16-mixed"),
+    _mapped("logger", "`Trainer(loggers=)`; the classes are below", False),
+    _mapped("callbacks", "`Trainer(callbacks=)` and others; the classes are below", ()),
+    _mapped(
+        "fast_dev_run",
+        '`Trainer(try_out="batches")`, or the number of batches',
+        True,
+        "callbacks that need no checkpoints stay on",
+    ),
+    _mapped("max_epochs", "`Trainer(max_epochs=)`; -1 is no limit, and without any limit it is 1000", 3),
+    _mapped("min_epochs", "`Trainer(min_epochs=)`", 2),
+    _mapped(
+        "max_steps",
+        "`Trainer(max_steps=)`; -1 is no limit",
+        7,
+        "an update counts once: in manual optimization Lightning counts each optimizer's step",
+    ),
+    _mapped("min_steps", "`Trainer(min_steps=)`", 2),
+    _mapped(
+        "max_time",
+        '`Trainer(max_time=)`; "DD:HH:MM:SS", a timedelta or a mapping',
+        "00:12:00:00",
+        "the time counts over all restarts",
+    ),
+    _mapped("limit_train_batches", "`Trainer(limit_train_batches=)`", 0.25),
+    _mapped("limit_val_batches", "`Trainer(limit_validation_batches=)`; 0 is `validate_every=None`", 3),
+    _mapped("limit_test_batches", "`Trainer(limit_test_batches=)`", 3),
+    _mapped("limit_predict_batches", "`Trainer(limit_predict_batches=)`", 3),
+    _mapped(
+        "overfit_batches",
+        '`Trainer(try_out="overfit", limit_train_batches=)`',
+        2,
+        "validation runs on the same training batches, which Lightning takes from the validation data; no"
+        " checkpoints are saved",
+    ),
+    _mapped(
+        "val_check_interval",
+        "`Trainer(validate_every=)`: a fraction of an epoch, batches, or a time",
+        0.5,
+        "a number of batches is counted over the whole run, as by check_val_every_n_epoch=None",
+    ),
+    _mapped("check_val_every_n_epoch", "`Trainer(validate_every=)`, in epochs", 2),
+    _mapped("num_sanity_val_steps", "`Trainer(sanity_validation=)`; 0 disables it", 0),
+    _mapped("log_every_n_steps", "`Trainer(log_every=)`, in updates", 5),
+    _mapped("enable_checkpointing", "`Trainer(checkpoint=)`", False),
+    _mapped("enable_progress_bar", "`Trainer(progress_bar=)`", False),
+    _mapped("enable_model_summary", "`ModelSummary`, which `Trainer(progress_bar=True)` has too", False),
+    _mapped(
+        "accumulate_grad_batches",
+        "`Trainer(gradient_accumulation_steps=)`",
+        4,
+        "a short last window of an epoch is weighted by its samples; Lightning divides by the full number",
+    ),
+    _mapped("gradient_clip_val", "`Trainer(max_grad_norm=)` or `max_grad_value`; 0 disables it", 0.5),
+    _mapped("gradient_clip_algorithm", "which of the two the value is", "value", gradient_clip_val=0.5),
+    _mapped("deterministic", "`Trainer(deterministic=)`", True),
+    _refused(
+        "benchmark", "it holds for the whole process: set torch.backends.cudnn.benchmark = True yourself"
+    ),
+    _ignored("inference_mode", "evaluations run under torch.no_grad"),
+    _refused(
+        "use_distributed_sampler",
+        "data is divided among the ranks when it is read. For loaders that give each process its own part,"
+        " pass drivetrain.already_split(loader)",
+    ),
+    _refused(
+        "profiler",
+        "a run's ledger and callbacks.Throughput show times; or use torch.profiler around trainer.steps(...)",
+    ),
+    _refused("detect_anomaly", "call torch.autograd.set_detect_anomaly(True) before the fit"),
+    _mapped(
+        "barebones",
+        "`Trainer(checkpoint=False, loggers=(), progress_bar=False, log_every=None, sanity_validation=None)`",
+        True,
+        "self.log goes on to work",
+    ),
+    _refused(
+        "plugins",
+        "precisions are names, Trainer(precision=...); launchers and batch systems are found by their"
+        " environment; storages and strategies are drivetrain's own",
+    ),
+    _mapped(
+        "sync_batchnorm",
+        "`DDPConfig(sync_batchnorm=True)`, or of `FSDPConfig`",
+        True,
+        strategy="ddp",
+        devices=2,
+    ),
+    _refused(
+        "reload_dataloaders_every_n_epochs",
+        "loaders are asked for once. Let a dataset change in a callback's on_epoch_end, or give a sampler"
+        " with set_epoch(epoch)",
+    ),
+    _mapped(
+        "default_root_dir",
+        "`Trainer(run_dir=)`",
+        "runs/example",
+        "it is the directory of one run, without lightning_logs/version_N below it: give each run its own",
+    ),
+    _ignored("enable_autolog_hparams", "each logger's log_config is always given the task's hparams"),
+    _refused(
+        "model_registry", "a finished fit leaves model.safetensors in its run_dir; see docs/how-to/publish.md"
+    ),
+)
+ROWS: Mapping[str, Row] = {each.name: each for each in _ARGUMENTS}
+"""The arguments by name."""
+
+_FORKED = "processes run the program again; a notebook's are forked"
+_DP = 'use strategy="ddp", which starts a process for each device'
+
+STRATEGIES: Mapping[str, Row] = {
+    each.name: each
+    for each in (
+        _mapped("auto", '"auto", or the accelerator', None),
+        _mapped("ddp", '"ddp"', None),
+        _mapped("ddp_find_unused_parameters_false", '"ddp"', None),
+        _mapped("ddp_find_unused_parameters_true", "`DDPConfig(find_unused_parameters=True)`", None),
+        *(
+            _mapped(f"ddp_{kind}{end}", here, None, _FORKED)
+            for kind in ("spawn", "fork", "notebook")
+            for end, here in (
+                ("", '"ddp"'),
+                ("_find_unused_parameters_false", '"ddp"'),
+                ("_find_unused_parameters_true", "`DDPConfig(find_unused_parameters=True)`"),
+            )
+        ),
+        _mapped("deepspeed", '"zero2"', None),
+        _mapped("deepspeed_stage_1", '"zero1"', None),
+        _mapped("deepspeed_stage_2", '"zero2"', None),
+        _mapped("deepspeed_stage_2_offload", '"zero2_offload"', None),
+        _mapped("deepspeed_stage_3", '"zero3"', None),
+        _mapped("deepspeed_stage_3_offload", '"zero3_offload"', None),
+        _refused(
+            "deepspeed_stage_3_offload_nvme",
+            'use "deepspeed_stage_3_offload", or DeepSpeedConfig(config=...)',
+        ),
+        _mapped(
+            "fsdp", '"fsdp"', None, "each repeated block is gathered by itself; Lightning wraps by a policy"
+        ),
+        _mapped("fsdp_cpu_offload", "`FSDPConfig(cpu_offload=True)`", None),
+        _mapped("single_device", '"auto" with one device, or the accelerator', None),
+        _mapped("single_tpu", '"xla"', None),
+        _mapped("single_xla", '"xla"', None),
+        _mapped("xla", '"xla"', None),
+        _refused("xla_debug", 'use strategy="xla", and set PT_XLA_DEBUG=1 yourself'),
+        _refused("dp", _DP),
+    )
+}
+"""The names of strategies."""
+
+_MEMORY = "use callbacks.MemoryReport and callbacks.Throughput, whose values have other names"
+
+CALLBACKS: Mapping[str, Row] = {
+    each.name: each
+    for each in (
+        _mapped(
+            "ModelCheckpoint",
+            "`Trainer(checkpoint=CheckpointConfig(...))`",
+            None,
+            "a checkpoint is a directory named after its update, and the newest is always kept",
+        ),
+        _mapped(
+            "EarlyStopping",
+            "`EarlyStopping`",
+            None,
+            "a value that is not finite ends the run with an error, or as `Trainer(on_nonfinite=)` says",
+        ),
+        _mapped("LearningRateMonitor", "`LearningRateMonitor`", None, "rates are logged at each log point"),
+        _mapped("ModelSummary", "`ModelSummary`", None),
+        _mapped("RichModelSummary", "`ModelSummary`", None),
+        _mapped("ProgressBar", "`ProgressBar`", None),
+        _mapped("TQDMProgressBar", "`ProgressBar`", None, "its options are its own"),
+        _mapped("RichProgressBar", "`ProgressBar`", None, "its options are its own"),
+        _mapped("Timer", "`Trainer(max_time=)`", None, "the time counts over all restarts"),
+        _refused("BackboneFinetuning", "freeze with requires_grad_(False) in a callback's on_epoch_start"),
+        _refused("BaseFinetuning", "freeze with requires_grad_(False) in a callback's on_epoch_start"),
+        _refused("BasePredictionWriter", "use trainer.predict(..., save_to=directory)"),
+        _refused(
+            "BatchSizeFinder", 'use Trainer(micro_batch="auto"), which splits a batch that does not fit'
+        ),
+        _refused("Callback", "write it as a drivetrain.Callback, whose hooks are each given the run"),
+        _refused(
+            "Checkpoint",
+            "give the policy by drivetrain: dataclasses.replace(trainer, checkpoint=CheckpointConfig(...))",
+        ),
+        _refused("DeviceStatsMonitor", _MEMORY),
+        _refused("EMAWeightAveraging", "average in a callback's on_step_end; see docs/how-to/callbacks.md"),
+        _refused("GradientAccumulationScheduler", "gradient_accumulation_steps is one number for a fit"),
+        _refused("LambdaCallback", "use drivetrain.LambdaCallback, whose hooks are each given the run"),
+        _refused(
+            "LearningRateFinder", "compare short fits, Trainer(max_steps=..., loggers=()), at several rates"
+        ),
+        _refused("ModelPruning", "call torch.nn.utils.prune in a callback's on_epoch_start"),
+        _refused(
+            "OnExceptionCheckpoint", "signals save and end a fit by Trainer(preemption=True), the default"
+        ),
+        _refused(
+            "StochasticWeightAveraging", "average in a callback's on_step_end; see docs/how-to/callbacks.md"
+        ),
+        _refused("ThroughputMonitor", "use callbacks.Throughput, whose values have other names"),
+        _refused("WeightAveraging", "average in a callback's on_step_end; see docs/how-to/callbacks.md"),
+        _refused("SpikeDetection", "use callbacks.LossSpike"),
+    )
+}
+"""The callbacks, by the names of their classes."""
+
+_TRACKED = (
+    "write a logger with log_metrics(metrics, step), log_config(config) and close(), and give it as `logger`;"
+    " see docs/how-to/loggers.md"
+)
+
+LOGGERS: Mapping[str, Row] = {
+    each.name: each
+    for each in (
+        _mapped("TensorBoardLogger", "`TensorBoardLogger`, in the same directory", None),
+        _mapped("CSVLogger", "`CSVLogger`, in the same directory", None, "there is a row for each log point"),
+        _refused("CometLogger", _TRACKED),
+        _refused("LitLogger", _TRACKED),
+        _refused("Logger", _TRACKED),
+        _refused("MLFlowLogger", _TRACKED),
+        _refused("WandbLogger", _TRACKED),
+    )
+}
+"""The loggers, by the names of their classes."""
+
+PRECISIONS: Mapping[str, str] = {
+    "32-true": "32",
+    "32": "32",
+    "64-true": "64",
+    "64": "64",
+    "16-mixed": "16-mixed",
+    "16": "16-mixed",
+    "bf16-mixed": "bf16-mixed",
+    "bf16": "bf16-mixed",
+    "16-true": "16-true",
+    "bf16-true": "bf16-true",
+}
+"""The names of precisions."""
+
+NO_PRECISION = (
+    'is not supported: use precision="fp8" of drivetrain, which is torchao\'s, on a GPU that has it'
+)
+"""Of Transformer Engine's precisions."""
+
+OTHERS: Mapping[str, str] = {
+    "LightningCLI": "it makes the Trainer and the module itself. `drivetrain fit` is the command here; for a"
+    " configuration of LightningCLI, make the objects that it names by `class_path`, and pass them",
+    "to_torchscript": "a method of the module, which works as before. torch has deprecated TorchScript:"
+    " torch.export.export(module, inputs) replaces it",
+    "Tuner": "compare short fits, Trainer(max_steps=..., loggers=()), at several rates",
+}
+"""What is beside the Trainer."""
