@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 from tests.support.messages import heard
 from tests.support.tasks import Regression, pairs, quiet
 
-from drivetrain import CheckpointConfig, LambdaCallback, OptimizerConfig
+from drivetrain import CheckpointConfig, DeepSpeedConfig, LambdaCallback, OptimizerConfig
 from drivetrain.checkpoint import load_weights
 from drivetrain.cli.main import main
 from drivetrain.core.errors import CheckpointError, ConfigError
@@ -198,6 +200,63 @@ def test_a_sharded_run_leaves_the_same_folder_as_a_task_in_memory(tmp_path: Path
         assert all(torch.equal(each, theirs[name]) for name, each in stored(folder).items())
     right = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "theirs")
     assert_loads_as(tmp_path / "within", right, "llama, tied")
+
+
+def export_within(folder: Path) -> None:
+    """Export the task in the middle of a fit under ZeRO 3, which has divided it."""
+    task = TransformersTask(made("gpt2"))
+    acts = LambdaCallback(on_step_end=lambda run: export_pretrained(task, folder / "out") and None)
+    config = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}  # small ones are divided too
+    strategy = DeepSpeedConfig(stage=3, config=config)
+    quiet(max_steps=1, strategy=strategy, callbacks=[acts]).fit(task, loader("gpt2", 4))
+
+
+def test_a_task_that_deepspeed_has_divided_is_not_exported_from_memory(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"is divided by DeepSpeed, (.*)\. Export a checkpoint of the run"):
+        run_distributed(export_within, tmp_path, timeout=120)
+    assert not (tmp_path / "out").exists()
+
+
+LARGE = {**SMALL, "vocab_size": 1000, "hidden_size": 1024, "num_hidden_layers": 3, "intermediate_size": 4096}
+
+PEAK = """
+import re, sys
+from drivetrain.integrations.transformers import export_pretrained
+
+def memory(key):
+    with open("/proc/self/status") as file:
+        return int(re.search(rf"^{key}:\\s+(\\d+) kB", file.read(), re.M)[1]) * 1024
+
+small, large, out = sys.argv[1:]
+export_pretrained(small, out + "/small")  # whatever is imported or made once
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")  # the peak begins anew
+before = memory("VmRSS")
+export_pretrained(large, out + "/large", max_shard_size="80 MB")
+sys.stdout.write(str(memory("VmHWM") - before))
+"""
+
+
+def train_sharded(folder: Path, sizes: dict[str, int]) -> None:
+    """Make a checkpoint of two processes' shards."""
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    task = TransformersTask(llama, optimizer=OptimizerConfig("sgd", lr=0.1))
+    policy = CheckpointConfig(every="1 step", best=0)
+    trainer = quiet(max_steps=1, run_dir=folder, checkpoint=policy, strategy="fsdp")
+    trainer.fit(task, loader("llama", 2))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_export_of_a_sharded_checkpoint_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
+    for name, sizes in (("small", SMALL), ("large", LARGE)):
+        run_distributed(train_sharded, tmp_path / name, sizes, timeout=200)
+    command = [sys.executable, "-c", PEAK, str(tmp_path / "small"), str(tmp_path / "large"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    files = list((tmp_path / "large").glob("*.safetensors"))
+    assert len(files) == 3
+    assert sum(each.stat().st_size for each in files) > 200e6
+    assert int(done.stdout) < 40e6  # the largest tensor has 17 MB
 
 
 @pytest.fixture

@@ -674,6 +674,74 @@ def test_generated_sequences_are_predicted_and_measured(tmp_path: Path) -> None:
     assert made.predict(data, max_length=3).predictions.shape[1] <= 3
 
 
+class SavesAt2(TrainerCallback):
+    """Saves the model after the second update, by the script's Trainer."""
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = folder
+        self.script: Any = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step == 2:
+            self.script.save_model(self.folder)
+
+
+def saving_at_2(folder: Path | str, kind: Any = None, **options: Any) -> Any:
+    """A Trainer that has trained, and saved the model in the folder `middle` after the second update."""
+    saves = SavesAt2(f"{folder}/middle")
+    saves.script = trainer(folder, kind, callbacks=[saves], **options)
+    saves.script.train()
+    return saves.script
+
+
+def test_a_callback_saves_the_model_in_the_middle_of_a_fit(tmp_path: Path) -> None:
+    saving_at_2(tmp_path / "four", lr_scheduler_type="constant")
+    two = trainer(tmp_path / "two", max_steps=2, lr_scheduler_type="constant")
+    two.train()
+    found = type(two.model).from_pretrained(tmp_path / "four" / "middle")
+    for one, other in zip(found.parameters(), two.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_fresh_train_has_a_fresh_optimizer_and_a_given_one_goes_on(tmp_path: Path) -> None:
+    constant = {"max_steps": 2, "lr_scheduler_type": "constant"}
+    twice = trainer(tmp_path, **constant)
+    twice.train()
+    assert type(twice.optimizer) is torch.optim.AdamW
+    assert set(twice.get_learning_rates()) == {1e-2}
+    again = trainer(tmp_path, **constant)
+    again.model.load_state_dict(twice.model.state_dict())
+    for each in (twice, again):
+        each.train()
+    equal(twice, again)
+
+    def given(kind: Any) -> list[float]:
+        bert = model(CLASSES)
+        optimizers = (torch.optim.AdamW(bert.parameters(), lr=1e-2), None)
+        made = kind(bert, arguments(tmp_path, **constant), padded, even(CLASSES, 16), optimizers=optimizers)
+        losses = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # transformers' own
+            for _ in range(2):
+                made.train()
+                losses += [each["loss"] for each in made.state.log_history if "loss" in each]
+        return losses
+
+    assert given(Trainer) == pytest.approx(given(transformers.Trainer), rel=1e-5)
+
+
+def test_an_optimizer_of_another_model_is_refused_and_one_of_a_part_trains_that(tmp_path: Path) -> None:
+    other = torch.optim.SGD(model(CLASSES).parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"has parameters that are not those of self\.model"):
+        trainer(tmp_path, optimizers=(other, None)).train()
+    bert = model(CLASSES)
+    before = {name: each.clone() for name, each in bert.state_dict().items()}
+    head = torch.optim.SGD(bert.classifier.parameters(), lr=0.1)
+    Trainer(bert, arguments(tmp_path), padded, rows(CLASSES, 16), optimizers=(head, None)).train()
+    moved = {name for name, each in bert.state_dict().items() if not torch.equal(each, before[name])}
+    assert moved == {"classifier.weight", "classifier.bias"}
+
+
 # Two processes.
 
 
@@ -725,3 +793,36 @@ def _sharded(folder: str, kind: Any) -> Any:
     made = trainer(f"{folder}/{kind.__name__}", kind, fsdp=True, max_steps=2)
     made.train()
     return made.predict(rows(CLASSES, 5)).predictions.shape
+
+
+ZERO_STEPS = {"wrapping": Wrapping, "accelerator": ByAccelerator, "loss": OwnLoss}
+
+
+def _zero(folder: str, stage: int, names: list[str]) -> None:
+    """Train under ZeRO with overridden steps, one after the other."""
+    for name in names:
+        saving_at_2(
+            f"{folder}/{name}",
+            {**ZERO_STEPS, "backward": OwnBackward}[name],
+            deepspeed={"zero_optimization": {"stage": stage}},
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=2,
+        ).save_model(f"{folder}/{name}/end")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_overridden_steps_train_and_save_under_zero_as_in_one_process(stage: int, tmp_path: Path) -> None:
+    saving_at_2(tmp_path / "one", gradient_accumulation_steps=2).save_model(tmp_path / "one" / "end")
+    run_distributed(_zero, str(tmp_path), stage, list(ZERO_STEPS), timeout=200)
+    kind = type(model(CLASSES))
+    for when in ("middle", "end"):
+        right = kind.from_pretrained(tmp_path / "one" / when).state_dict()
+        for name in ZERO_STEPS:
+            found = kind.from_pretrained(tmp_path / name / when).state_dict()
+            torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_that_runs_backward_itself_is_refused_under_zero(stage: int, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"OwnBackward\.training_step calls loss\.backward\(\) itself"):
+        run_distributed(_zero, str(tmp_path), stage, ["backward"], timeout=120)

@@ -29,6 +29,7 @@ class ScriptRun(Callback):
         evaluate: The script's `evaluate`.
         first: Whether to evaluate before the first update.
         adapter: Calls transformers' callbacks.
+        begins: Is given the run as the script's fit begins.
 
     Attributes:
         run: The fit in progress, or None.
@@ -36,13 +37,18 @@ class ScriptRun(Callback):
     """
 
     def __init__(
-        self, evaluate: Callable[[], Mapping[str, Any]], first: bool, adapter: CallbackAdapter
+        self,
+        evaluate: Callable[[], Mapping[str, Any]],
+        first: bool,
+        adapter: CallbackAdapter,
+        begins: Callable[[Run], None],
     ) -> None:
         self.run: Run | None = None
         self.current: Pass | None = None
         self._evaluate = evaluate
         self._first = first
         self._adapter = adapter
+        self._begins = begins
         self._loaders: Any = None
         self._feeds: dict[int, tuple[Any, str | None, Feed]] = {}
 
@@ -91,6 +97,7 @@ class ScriptRun(Callback):
             id(self._loaders[name]): (self._loaders[name], name, feed) for name, feed in run.evaluation_feeds
         }
         run.evaluator = self._evaluate_fit
+        self._begins(run)
 
     def on_epoch_start(self, run: Run) -> None:
         """Evaluate before the first update, if that is asked for."""

@@ -52,11 +52,13 @@ class ScriptTask(TransformersTask):
         has_own_step: Whether the script overrides `training_step`.
         has_own_loss: Whether the script overrides `compute_loss`.
         current: The evaluation in progress; None for one that the script did not ask for.
+        hides_gradients: Why the parameters' gradients are not those of the update; set as a fit begins.
     """
 
     script: Script
     has_own_step = has_own_loss = False
     current: Pass | None = None
+    hides_gradients = ""
     _pending: list[Tensor] | None = None
     _returned: Tensor | None = None
 
@@ -109,18 +111,19 @@ class ScriptTask(TransformersTask):
         sharded = is_sharded(self.model)
         pending: list[Tensor] = []
         self._pending = pending
+        refused = StrategyError(
+            f"{type(script).__name__}.training_step calls loss.backward() itself, which works on one device"
+            " and under DDP, and not with sharded parameters or gradients (FSDP, ZeRO). Call"
+            " super().training_step(model, inputs, num_items_in_batch) or self.accelerator.backward(loss)"
+        )
+        stop = refused if self.hides_gradients and not sharded else None
         try:
-            with _set_aside(parameters) as gradients:
+            with _refusing_backward(parameters, stop), _set_aside(parameters) as gradients:
                 logged = script.training_step(self.model, inputs, **items_for(script.training_step, items))
         finally:
             self._pending = None
         if gradients and sharded:
-            raise StrategyError(
-                f"{type(script).__name__}.training_step calls loss.backward() itself, which works on one"
-                " device and under DDP, and not with sharded parameters (FSDP, ZeRO). Call"
-                " super().training_step(model, inputs, num_items_in_batch) or"
-                " self.accelerator.backward(loss)"
-            )
+            raise refused
         losses = [*pending, *((each * gradient).sum() for each, gradient in gradients)]
         if not losses:
             raise ConfigError(
@@ -175,6 +178,23 @@ class ScriptTask(TransformersTask):
             needs_labels=False,
         )
         return KeptOutputs(reader, current) if current.keeps else reader
+
+
+@contextmanager
+def _refusing_backward(parameters: list[nn.Parameter], error: StrategyError | None) -> Iterator[None]:
+    """Run the block; with an error, a backward in it raises that before the strategy sees a gradient."""
+
+    def refuse(_: Tensor) -> None:
+        assert error is not None
+        raise error
+
+    watched = [] if error is None else parameters
+    hooks = [each.register_hook(refuse) for each in watched]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

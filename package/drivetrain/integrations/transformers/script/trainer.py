@@ -63,6 +63,7 @@ from drivetrain.integrations.transformers.script.methods import (
 from drivetrain.integrations.transformers.script.pass_outputs import Pass
 from drivetrain.integrations.transformers.script.run import CutEpoch, ScriptRun
 from drivetrain.integrations.transformers.script.task import ScriptTask
+from drivetrain.run.run import Run
 from drivetrain.trainer import trainer as own
 
 _OF_THE_DATA = ("batch_size", "evaluation_batch_size", "num_workers", "group_by_length", "collate")
@@ -267,8 +268,16 @@ class Trainer:
             theirs, self.args, state=state, control=control, log=self._log_point, pushes=True
         )
         return adapter, ScriptRun(
-            lambda: self.evaluate(ignore_keys=self._ignored_in_fit), self._mapped.eval_on_start, adapter
+            lambda: self.evaluate(ignore_keys=self._ignored_in_fit),
+            self._mapped.eval_on_start,
+            adapter,
+            self._fit_begins,
         )
+
+    def _fit_begins(self, run: Run) -> None:
+        (updater,) = run.engine.updaters.values()
+        self.optimizer = updater.optimizer
+        self._task.hides_gradients = run.engine.strategy.no_value_clipping
 
     # Callbacks, state and this process.
 
