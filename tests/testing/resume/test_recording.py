@@ -16,6 +16,7 @@ from drivetrain import Callback, CheckpointConfig
 from drivetrain.callbacks import (
     CompileTime,
     EarlyStopping,
+    GradientNorms,
     LambdaCallback,
     LearningRateMonitor,
     LossSpike,
@@ -41,6 +42,7 @@ def every_callback(pace: type[Throughput] = Throughput) -> list[Any]:
     return [
         CompileTime(),
         EarlyStopping("validation/loss", patience=9),
+        GradientNorms(per_layer=True),
         LambdaCallback(on_log=lambda run: run.log("epoch", run.progress.epoch)),
         LearningRateMonitor(),
         LossSpike("skip", window=10),
