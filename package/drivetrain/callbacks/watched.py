@@ -88,7 +88,8 @@ class Watched:
         last = self.name.rpartition("/")[2]
         feeds = run.evaluation_feeds if run.triggers.validate.every is not None else ()
         validations = [run.task.metric_name("validation", loader, last) for loader, _ in feeds]
-        return [run.task.metric_name("train", None, last), *validations]
+        names = [run.task.metric_name("train", None, last), *validations]
+        return [name for name in names if name is not None] or [*run.metrics]
 
     def has_new_value(self, run: Run) -> bool:
         """Return, once for each value, whether the log points after the last update gave the value."""

@@ -37,7 +37,7 @@ from drivetrain.engine.placeholder import Placeholders
 from drivetrain.engine.skip import UpdateGate
 from drivetrain.engine.splitting import MicroBatches
 from drivetrain.engine.updater import DEFAULT, Updater, build_updaters, configured_specs, is_interleaved
-from drivetrain.engine.weighting import OpenWindow, StepResult, Weighted, weigh
+from drivetrain.engine.weighting import OpenWindow, StepResult, Weighted, leave_out, take_part, weigh
 from drivetrain.strategies import Strategy, StrategyConfig, select_precision, select_strategy
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.transforms.compile import Compilation, CompileConfig
@@ -108,6 +108,8 @@ class Engine:
         self.refuse_nonfinite = refuse_nonfinite
         self.max_grad_value: float | None = None
         self.evaluation_precision: Precision | None = None  # None evaluates in the precision of training
+        self.may_skip = False  # whether a training step may return None
+        self.nothing_left = False  # whether all steps of the window have returned None
         self._scaled = self.precision.loss_scaling
         self._alone = self.ranks.size == 1
         self.sharing = None if self._alone else self.data_ranks  # the ranks that share a window
@@ -159,6 +161,7 @@ class Engine:
         if training:
             self.memory.add(task)
         self.train_metrics, self.interleaved = metrics or None, is_interleaved(task)
+        self.may_skip = task.may_skip
         if not training:
             self.model = self.strategy.prepare(self.step_module, None, self.precision).model
             self.splitter = None if micro_batch is None else MicroBatches(micro_batch, self, show)
@@ -214,7 +217,8 @@ class Engine:
         if self.interleaved:
             return generator_step(self, micro_batches, pairs, total)
         rows, seen = self.accumulate(pairs)
-        applied, norm = self.update(self.only_updater, rows, self.parameters) if pairs else (False, None)
+        some = pairs and not (self.may_skip and self.nothing_left)
+        applied, norm = self.update(self.only_updater, rows, self.parameters) if some else (False, None)
         return self.finish(micro_batches, rows, applied, norm, seen, total)
 
     @named_place("in the forward")
@@ -227,6 +231,7 @@ class Engine:
         strategy, run_step = self.strategy, self.run_step
         rows: list[Row] = []
         seen: list[Any] = []
+        skipped: list[MicroBatch] = []
         for micro_batch, share in pairs:
             self.passes += 1
             if self._calls_microbatch:
@@ -236,6 +241,10 @@ class Engine:
                 continue
             loss, names, values, outputs = read_output(run_step(micro_batch.batch))
             if loss is None or values is None or not loss.requires_grad:
+                if loss is None and self.may_skip:
+                    skipped.append(micro_batch)
+                    take_part(strategy, self.parameters)
+                    continue
                 raise no_loss(self.task, loss)
             rows.append((names, values, micro_batch.weight))
             strategy.backward(loss, share)
@@ -243,7 +252,22 @@ class Engine:
                 self.show_metrics(outputs, micro_batch.batch, seen)
             if self.micro_batch_end is not None:
                 self.micro_batch_end()
+        if self.may_skip:
+            self.nothing_left = not leave_out(skipped, pairs, strategy, self.sharing, self.parameters)
         return rows, seen
+
+    def update_inside(self, name: str) -> bool:
+        """Make an update of one optimizer from inside a training step that makes its updates itself.
+
+        The gradients stay; the step clears them when it begins to add new ones.
+
+        Args:
+            name: The optimizer's name.
+
+        Returns:
+            Whether the update was made.
+        """
+        return self.update(self.updaters[name], (), ())[0]
 
     def bad_batches(self, micro_batches: Sequence[MicroBatch]) -> int:
         """Return how many micro-batches of the last window could not be made, on all ranks."""

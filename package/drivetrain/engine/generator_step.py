@@ -25,7 +25,7 @@ def generator_step(
     rows: list[Row] = []
     seen: list[Any] = []
     dropped: list[Row] = []
-    applied, norm = False, None
+    applied, norm = task.makes_updates, None
     while bodies:
         engine.passes += 1
         yielded = [

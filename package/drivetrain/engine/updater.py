@@ -127,7 +127,7 @@ def optimizer_specs(configured: Any) -> dict[str, OptimizerSpec]:
         for name, spec in configured.items():
             if not isinstance(name, str) or not name:
                 raise ConfigError(f"an optimizer's name must be a text, not {name!r}")
-            if not isinstance(spec, OptimizerConfig):
+            if not isinstance(spec, OptimizerConfig) and not callable(spec):
                 raise ConfigError(
                     f"configure_optimizers returned a {type(spec).__name__} for {name!r}; several optimizers"
                     " are given as OptimizerConfig each. For a torch scheduler return a function: `lambda"

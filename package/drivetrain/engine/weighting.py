@@ -89,6 +89,57 @@ def _asked(micro_batches: Sequence[MicroBatch], ranks: Ranks, placeholders: Plac
     return Everywhere(summed, int(samples), int(tokens))
 
 
+def take_part(strategy: Strategy, parameters: Sequence[Tensor]) -> None:
+    """Add a gradient of zero to all parameters, in place of a step that returned None.
+
+    The wrappers of several ranks wait for every gradient of every rank.
+    """
+    if strategy.ranks.size == 1:
+        return
+    if strategy.sharded:
+        raise ConfigError(
+            f"a training step returned None, which strategy {strategy.name!r} cannot skip: all ranks gather"
+            " shards in each forward and backward. Return a loss of zero that depends on the outputs, leave"
+            " such samples out of the data, or use 'ddp'"
+        )
+    none = torch.stack([each.reshape(-1)[:0].sum().float() for each in parameters]).sum()
+    strategy.backward(none)
+
+
+def leave_out(
+    skipped: Sequence[MicroBatch],
+    pairs: Weighted,
+    strategy: Strategy,
+    ranks: Ranks | None,
+    parameters: Sequence[Tensor],
+) -> bool:
+    """Make the gradients those of a window without the micro-batches whose step returned None.
+
+    Args:
+        skipped: Those micro-batches of this rank.
+        pairs: All micro-batches of this rank.
+        strategy: The strategy.
+        ranks: The ranks that share the window; None if there is only one.
+        parameters: The trained parameters.
+
+    Returns:
+        Whether any micro-batch of any rank is left.
+    """
+    lost = sum(float(each.weight) for each in skipped)
+    if ranks is None and not skipped:
+        return True
+    total = sum(float(each.weight) for each, _ in pairs if not each.is_placeholder)
+    if ranks is not None:
+        lost, total = ranks.total([lost, total])
+    if lost < total:
+        if lost:
+            strategy.scale_gradients(parameters, total / (total - lost))
+        return True
+    for parameter in parameters:  # of zeros, by `take_part`
+        parameter.grad = None
+    return False
+
+
 class OpenWindow:
     """Accumulates sum(weight x loss) / sum(weight) over backwards, when any backward may be the last.
 

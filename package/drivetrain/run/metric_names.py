@@ -58,9 +58,12 @@ class MetricNames:
         for name, value in values.items():
             source = Source(stage, loader, name)
             given = self._task.metric_name(stage, loader, name)
+            if given is None:
+                continue
             if not isinstance(given, str) or not given:
                 raise ConfigError(
-                    f"{self._owner}.metric_name gave {given!r} for {source}; it returns the name as a text"
+                    f"{self._owner}.metric_name gave {given!r} for {source}; it returns the name as a text,"
+                    " or None to leave the value out"
                 )
             other = self._sources.setdefault(given, source)
             if other != source:

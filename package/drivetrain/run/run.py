@@ -343,7 +343,7 @@ class Run(RunState):
         if self.train_feed is not None and self.train_feed.skips_bad_batches:
             means["bad_batches"] = float(self.progress.bad_batches)
         values = self.names.named(means, "train")
-        if values or self._values:
+        if means or self._values:
             self.log_point(values, agreed=True)
 
     @named_place("at a log point")

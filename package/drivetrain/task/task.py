@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -61,6 +61,14 @@ class TaskModule(nn.Module):
     export_format: ClassVar[str] = ""
     """The format in which other programs load the model, one of `drivetrain.checkpoint.formats.FORMATS`;
     empty for plain safetensors. Checkpoints name it, so that a command can export them without the task."""
+
+    may_skip: bool = False
+    """Whether `training_step` may return None: the batch then counts for nothing, and an update whose batches
+    all return None is skipped. With several ranks this costs one exchange of two numbers in each update."""
+
+    makes_updates: bool = False
+    """Whether `training_step`, a generator without a yield, makes its updates itself by
+    `Engine.update_inside`. Each of its batches counts as an update."""
 
     totals: Totals = Totals()
     """The planned length of the fit in progress, from before `configure_optimizers` until the fit has ended.
@@ -152,6 +160,16 @@ class TaskModule(nn.Module):
         task. Default: None, torch's own collation.
         """
         return None
+
+    def run_callbacks(self, stage: str) -> Sequence[Any]:
+        """Return callbacks that belong to this task; they precede those of `Trainer(callbacks=...)`.
+
+        It is called once for each run, before the strategy places the task. Default: none.
+
+        Args:
+            stage: "train", "validation", "test" or "predict".
+        """
+        return ()
 
     def block_classes(self) -> Collection[str]:
         """Return the names of the classes that FSDP's `wrap="auto"` shards one at a time.
@@ -323,12 +341,12 @@ class TaskModule(nn.Module):
             " `metric_inputs(outputs, batch)`"
         )
 
-    def metric_name(self, stage: str, loader: str | None, name: str) -> str:
+    def metric_name(self, stage: str, loader: str | None, name: str) -> str | None:
         """Return the name under which a value is logged and returned. Default: "train/loss",
         "validation/loss", or "validation/<loader>/loss" with named loaders.
 
         Loggers, results, checkpoint policies, early stopping and schedules all use this name. Each value
-        needs a name of its own; two values of one name are an error.
+        needs a name of its own; two values of one name are an error. None leaves the value out of them all.
 
         Args:
             stage: "train", "validation" or "test".

@@ -190,6 +190,7 @@ def build_fit(
     with setting_up(settings, task, "fit", resume=resume) as engine:
         # Now that the ranks are connected: a data object may ask for their number, or wait for one of them.
         engine.closing.enter_context(begun("fit", task, train_data, validation_data))
+        callbacks = (*task.run_callbacks("train"), *settings.callbacks)
         states = state_of(train_data)
         train_data, validation_data = fit_data(train_data, validation_data)
         check_settings_used(
@@ -200,7 +201,9 @@ def build_fit(
             settings.evaluation_batch_size,
             settings.collate,
         )
-        run, saver = _fit_run(settings, engine, task, train_data, validation_data, states, resume, body)
+        run, saver = _fit_run(
+            settings, engine, task, train_data, validation_data, callbacks, states, resume, body
+        )
     if run.is_main and run.run_dir is not None and (saver is not None or run.loggers):
         run.ledger.keep(run.run_dir, began)
     return run, saver
@@ -212,6 +215,7 @@ def _fit_run(
     task: TaskModule,
     train_data: Any,
     validation_data: Any,
+    callbacks: Sequence[Any],
     states: list[DataObject],
     resume: str | None,
     body: bool,
@@ -220,7 +224,7 @@ def _fit_run(
         settings, train_data, validation_data = overfitting(
             settings, engine, task, train_data, validation_data
         )
-    changes = body or may_change_data(settings.callbacks)
+    changes = body or may_change_data(callbacks)
     feed = train_feed(settings, engine, task, train_data, changes)
     totals = planned_totals(settings, feed, engine.strategy.world_size)
     engine.closing.enter_context(known_fit(task, totals, engine.progress))
@@ -235,7 +239,7 @@ def _fit_run(
     triggers = make_triggers(settings, totals.updates_per_epoch, validates=bool(feeds))
     size = settings.batch_size if settings.batch_size is not None else getattr(train_data, "batch_size", None)
     check_strategy_settings(settings, engine.strategy, size)
-    if resume is None and not may_start_again() and starts_early(settings.callbacks):
+    if resume is None and not may_start_again() and starts_early(callbacks):
         feed.begin(until=totals.epochs_until(engine.progress))  # which is at its beginning
     frozen = frozen_parameters(settings, engine, task)
     engine.prepare_task(
@@ -259,7 +263,7 @@ def _fit_run(
         task,
         engine,
         stage="train",
-        callbacks=with_defaults(settings, saver, states),
+        callbacks=with_defaults(settings, callbacks, saver, states),
         loggers=build_loggers(settings.loggers, run_dir) if engine.strategy.rank == 0 else (),
         run_dir=run_dir,
         totals=totals,
@@ -331,13 +335,14 @@ def pick_run_dir(settings: RunSettings, task: TaskModule) -> Path | None:
 
 
 def with_defaults(
-    settings: RunSettings, saver: CheckpointSaver | None, states: Sequence[Any] = ()
+    settings: RunSettings, given: Sequence[Any], saver: CheckpointSaver | None, states: Sequence[Any] = ()
 ) -> list[Any]:
-    """Return the callbacks in calling order: the user's, those that show values, other states, the saver.
+    """Return the callbacks in calling order: the task's and the user's, those that show values, other states,
+    the saver.
 
     The saver saves the changes of all before it. Callbacks with `after_saver` follow it.
     """
-    callbacks = list(settings.callbacks)
+    callbacks = list(given)
     if settings.progress_bar:
         for kind in (built_in.ModelSummary, built_in.ProgressBar):
             if not any(isinstance(each, kind) for each in callbacks):
@@ -418,6 +423,8 @@ def build_evaluation(settings: RunSettings, task: Any, data: Any, stage: str, ch
 def _evaluation_run(
     settings: RunSettings, engine: Engine, task: TaskModule, data: Any, stage: str, checkpoint: str | None
 ) -> Run:
+    engine.closing.enter_context(begun(_VERBS.get(stage, stage), task, data))
+    callbacks: Sequence[Any] = (*task.run_callbacks(stage), *settings.callbacks)
     if checkpoint is not None:
         from drivetrain.checkpoint.weights.load import load_weights
         from drivetrain.task.stored import read_extras, read_frozen
@@ -428,7 +435,6 @@ def _evaluation_run(
         extras = read_extras(path) if has_extras(task) else {}
         kept = read_frozen(path, task)
         load_module_state(task, tensors, extras, where=path, adopt_dtypes=True, kept=kept)
-    engine.closing.enter_context(begun(_VERBS.get(stage, stage), task, data))
     data = pick_data(data, stage)
     if stage == "predict" and isinstance(data, Mapping):
         raise ConfigError("predict takes one loader, not a mapping; call it once for each")
@@ -441,7 +447,7 @@ def _evaluation_run(
         )
     check_data([each for _, each in feeds], engine.ranks)
     declared = task.metrics() if stage != "predict" else {}
-    callbacks = with_defaults(settings, None)
+    callbacks = with_defaults(settings, callbacks, None)
     return Run(
         task,
         engine,
