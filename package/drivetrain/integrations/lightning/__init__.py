@@ -1,4 +1,4 @@
-"""Lightning: data modules as data, its checkpoints' weights, and its Trainer's arguments."""
+"""Lightning: modules as tasks, data modules as data, checkpoints' weights, and arguments."""
 
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from drivetrain.integrations.lightning.arguments import MappedTrainer, from_lightning_arguments
     from drivetrain.integrations.lightning.checkpoint import LoadedCheckpoint, load_checkpoint
     from drivetrain.integrations.lightning.data import as_data
+    from drivetrain.integrations.lightning.task import LightningTask, as_task
 else:
     __getattr__, __dir__ = exports(
         __name__,
@@ -20,13 +21,16 @@ else:
             "drivetrain.integrations.lightning.arguments": ("MappedTrainer", "from_lightning_arguments"),
             "drivetrain.integrations.lightning.checkpoint": ("LoadedCheckpoint", "load_checkpoint"),
             "drivetrain.integrations.lightning.data": ("as_data",),
+            "drivetrain.integrations.lightning.task": ("LightningTask", "as_task"),
         },
     )
 
 __all__ = [
+    "LightningTask",
     "LoadedCheckpoint",
     "MappedTrainer",
     "as_data",
+    "as_task",
     "from_lightning_arguments",
     "load_checkpoint",
 ]

@@ -1,0 +1,678 @@
+"""The callback that runs a module's steps and hooks, in Lightning's order."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from drivetrain.callbacks.base import Callback
+from drivetrain.callbacks.progress_bar import ProgressBar
+from drivetrain.core.errors import ConfigError, StrategyError
+from drivetrain.core.types import Batch
+from drivetrain.data.batch import map_tensors
+from drivetrain.engine.metrics.declared import DeclaredMetrics
+from drivetrain.engine.placeholder import has_zero_weight
+from drivetrain.integrations.lightning.kinds import is_kind, is_overridden
+from drivetrain.integrations.lightning.logs import Entry, Logs
+from drivetrain.integrations.lightning.manual import Manual
+from drivetrain.integrations.lightning.methods import takes
+from drivetrain.integrations.lightning.optimizers import (
+    OptimizerView,
+    read_optimizers,
+    step_schedules,
+)
+from drivetrain.integrations.lightning.state import ModuleState
+from drivetrain.integrations.lightning.trainer_view import TrainerView
+from drivetrain.run.run import Run
+
+_VERBS = {"train": "fit", "validation": "validate", "test": "test", "predict": "predict"}
+
+
+class ModuleHooks(ModuleState, Callback):
+    """Calls the steps and hooks of a module in one run.
+
+    The drawing of `Callback` shows where ours are called. Lightning's are called there:
+
+    ::
+
+        on_fit_start                 on_fit_start
+        on_epoch_start               on_train_start once, on_train_epoch_start
+        for each micro-batch:
+            its forward              on_train_batch_start, training_step, on_before_zero_grad,
+                                     optimizer_zero_grad, on_before_backward
+            its backward             on_after_backward
+                                     on_train_batch_end, but for the window's last one
+        on_before_optimizer_step     on_before_optimizer_step, configure_gradient_clipping
+            optimizer step           optimizer_step
+        on_step_end                  lr_scheduler_step, on_train_batch_end
+        on_evaluation_start          on_validation_start, on_validation_epoch_start
+            each batch               on_validation_batch_start, validation_step, on_validation_batch_end
+        on_evaluation_end            on_validation_epoch_end, on_validation_end
+        on_epoch_end                 on_train_epoch_end, lr_scheduler_step
+        on_fit_end                   on_train_end, on_fit_end, teardown
+
+    Args:
+        task: The task.
+        module: Its module.
+        stage: The stage of the run.
+    """
+
+    calls_user = True
+
+    def __init__(self, task: Any, module: Any, stage: str) -> None:
+        super().__init__(task, module, stage)
+        self.verb = _VERBS[stage]
+        self.loss: Tensor | None = None
+        self._has_started = False
+        self._before_check: dict[str, Any] | None = None
+        self.manual = Manual(self) if self.is_manual else None
+        self.training_logs.steps_by_default = True
+        self.logs = self.training_logs
+        self._outputs: Any = None
+        self._batch: Any = None
+        self._index = 0  # of the next batch
+        self._left = 0  # batches of the window that are still to come
+        self._is_first = True  # whether the window's first batch is still to come
+        self._skips_log = False
+        self._shown: list[str] = []
+        self._evaluated: tuple[Any, Any, int] | None = None
+        self._kept: Mapping[str, Any] = {}
+        self._step = module.training_step
+        self._takes_index = takes(self._step, "batch_idx", 2)
+        self._transfer = self.hook("on_after_batch_transfer")
+        self._batch_start = self.hook("on_train_batch_start")
+        self._batch_end = self.hook("on_train_batch_end")
+        self._before_zero = self.hook("on_before_zero_grad")
+        self._zero = self.hook("optimizer_zero_grad")
+        self._before_backward = self.hook("on_before_backward")
+        self._after_backward = self.hook("on_after_backward")
+        self._before_step = self.hook("on_before_optimizer_step")
+        self._clips = self.hook("configure_gradient_clipping")
+        if stage == "train" and not self.is_manual:
+            if self._after_backward or self._batch_end:
+                self.on_micro_batch_end = self._micro_batch_end  # type: ignore[method-assign]
+            if self._after_backward or self._before_step or self._clips:
+                self.on_before_optimizer_step = self._before_optimizer_step  # type: ignore[method-assign]
+        if stage == "train" and self.is_manual and self._before_step:
+            self.on_before_optimizer_step = self._before_optimizer_step  # type: ignore[method-assign]
+        self._view = TrainerView(self)
+        self._attach()
+        self._set_up()
+
+    # The module's own attributes for a run.
+
+    def _attach(self) -> None:
+        """Give the module `self.trainer`, and the methods that belong to a run."""
+        own = vars(self.module)
+        self.module.trainer = self._view
+        own["log"], own["log_dict"] = self._log, self._log_dict
+        own["all_gather"] = self._all_gather
+        own["optimizers"] = self._optimizers
+        own["clip_gradients"] = self._clip_gradients
+        if self.manual is not None:
+            own["manual_backward"] = self.manual.backward
+
+    def _detach(self) -> None:
+        own = vars(self.module)
+        for name in ("log", "log_dict", "all_gather", "optimizers", "clip_gradients", "manual_backward"):
+            own.pop(name, None)
+        self.module.trainer = None
+        vars(self.task)["hooks"] = None
+
+    def _set_up(self) -> None:
+        if (prepare := self.hook("prepare_data")) is not None:
+            prepare()
+        if (setup := self.hook("setup")) is not None:
+            setup(stage=self.verb)
+        if (configure := self.hook("configure_model")) is not None:
+            configure()
+
+    def _begin(self, run: Run) -> None:
+        """Take over a run that begins."""
+        self.run = run
+        self.has_loggers = bool(run.loggers)
+        if run.engine.splitter is not None:
+            raise ConfigError(
+                "micro_batch runs parts of a batch, and a LightningModule's hooks are called once per batch."
+                " Use smaller batches with gradient_accumulation_steps"
+            )
+        for each in self.module.modules():
+            if is_kind(each, "LightningModule"):  # nothing public moves this attribute without the tensors
+                vars(each)["_device"] = run.engine.device
+
+    # What the module calls.
+
+    def _log(self, *args: Any, **options: Any) -> None:
+        self.logs.log(*args, **options)
+
+    def _log_dict(self, *args: Any, **options: Any) -> None:
+        self.logs.log_dict(*args, **options)
+
+    def _all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Return tensors of all ranks, stacked; without gradients."""
+        if group is not None or sync_grads:
+            raise ConfigError("self.all_gather with group or sync_grads is not offered: give the data alone")
+        assert self.run is not None
+        ranks, device = self.run.engine.ranks, self.run.engine.device
+
+        def gather(tensor: Tensor) -> Tensor:
+            if ranks.size == 1:
+                return tensor.detach()
+            return torch.stack([each.to(device) for each in ranks.all_gather(tensor.detach().cpu())])
+
+        if isinstance(data, (int, float)):
+            data = torch.tensor(data, device=device)
+        return map_tensors(gather, data)
+
+    def _optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        found: list[Any] = [*self.optimizers]
+        if use_pl_optimizer and self.manual is not None:
+            found = self.manual.views
+        return found[0] if len(found) == 1 else found
+
+    def _clip_gradients(
+        self,
+        optimizer: Any,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        value = self.clipping[0] if gradient_clip_val is None else gradient_clip_val
+        kind = str(gradient_clip_algorithm or self.clipping[1] or "norm").rpartition(".")[2].lower()
+        if kind not in ("norm", "value"):
+            raise ConfigError(
+                f"gradient_clip_algorithm={gradient_clip_algorithm!r}. Allowed: 'norm', 'value'"
+            )
+        if not value:
+            return
+        assert self.run is not None
+        strategy = self.run.engine.strategy
+        if self.is_manual and self.run.engine.precision.loss_scaling:
+            raise StrategyError(
+                "self.clip_gradients in manual optimization with precision '16-mixed': the gradients are"
+                " scaled. Use 'bf16-mixed'"
+            )
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        if kind == "norm":
+            strategy.clip_grad_norm(parameters, float(value))
+        else:
+            strategy.clip_grad_value(parameters, float(value))
+
+    # Optimizers.
+
+    def optimizer_factories(self) -> Any:
+        """Return what a task's `configure_optimizers` returns."""
+        if self.manual is None:
+            return self._make_optimizer
+        # Several need their names first. The strategies that serve them change parameters in place.
+        self.optimizers, self.schedules = read_optimizers(self.module)
+        return {str(number): _given(each) for number, each in enumerate(self.optimizers)}
+
+    def _make_optimizer(self, _: Any) -> Optimizer:
+        self.optimizers, self.schedules = read_optimizers(self.module)
+        (optimizer,) = self.optimizers
+        if is_overridden(self.module, "optimizer_step"):
+            step = optimizer.step
+            view = OptimizerView(optimizer, step)
+
+            @functools.wraps(step)  # with the mark that torch's schedulers leave on it
+            def overridden() -> Any:
+                return self.module.optimizer_step(self.epoch, self._index - 1, view, lambda: self.loss)
+
+            # On the object, as torch's own schedulers do.
+            vars(optimizer)["step"] = overridden
+        return optimizer
+
+    # Training.
+
+    def on_fit_start(self, run: Run) -> None:
+        """Call `on_fit_start` and `on_train_start`."""
+        self._begin(run)
+        engine = run.engine
+        updaters = engine.updaters.values()
+        norm = next((each.max_grad_norm for each in updaters if each.max_grad_norm is not None), None)
+        if norm is not None:
+            self.clipping = norm, "norm"
+        elif engine.max_grad_value is not None:
+            self.clipping = engine.max_grad_value, "value"
+        if self.manual is not None:
+            self.manual.begin(run)
+        elif self._clips is not None:  # the module clips in place of the engine
+            engine.only_updater.max_grad_norm, engine.max_grad_value = None, None
+        if is_overridden(self.module, "optimizer_step") and engine.strategy.name not in _PLAIN:
+            raise StrategyError(
+                f"{type(self.module).__name__}.optimizer_step is not called with strategy"
+                f" {engine.strategy.name!r}, which steps the optimizer itself. Use one of {', '.join(_PLAIN)}"
+            )
+        if (
+            any(each.reduce_on_plateau and each.interval == "step" for each in self.schedules)
+            and not self.is_manual
+        ):
+            raise ConfigError(
+                "a ReduceLROnPlateau with interval 'step' is not offered. Use interval 'epoch', with"
+                " validate_every='1 epoch'"
+            )
+        self.call("on_fit_start")
+
+    def on_epoch_start(self, run: Run) -> None:
+        """Call `on_train_start` once, and `on_train_epoch_start`."""
+        if not self._has_started:
+            self._has_started = True
+            self.call("on_train_start")
+        self.call("on_train_epoch_start")
+
+    def on_step_start(self, run: Run) -> None:
+        """Note where the window's batches begin."""
+        self._index = run.progress.epoch_batches
+        self._is_first = True
+        self._left = sum(not (each.bad or has_zero_weight(each)) for each in run.window.micro_batches)
+
+    def training_step(self, batch: Batch) -> Any:
+        """Run one batch; see `TaskModule.training_step`."""
+        if self._left <= 0:
+            return self._placeholder(batch)
+        loss = self._loss(self._run_step(batch))
+        if loss is None:
+            return None
+        if self._is_first:
+            self._is_first = False
+            optimizer = self.optimizers[0]
+            if self._before_zero is not None:
+                self._before_zero(optimizer)
+            if self._zero is not None:
+                self._zero(self.epoch, self._index - 1, optimizer)
+        if self._before_backward is not None:
+            with _no_autocast(loss):
+                self._before_backward(loss)
+        self.loss = loss
+        return loss
+
+    def _run_step(self, batch: Batch) -> Any:
+        """Run the module's step on a batch that counts."""
+        index = self._index
+        self._index += 1
+        self._left -= 1
+        logs = self.training_logs
+        if self._transfer is not None:
+            batch = self._transfer(batch, 0)
+        self._batch = batch
+        if self._batch_start is not None:
+            with self.inside("on_train_batch_start", batch, is_batch=True), _no_autocast(batch):
+                if self._batch_start(batch, index) == -1:
+                    raise ConfigError(
+                        f"{type(self.module).__name__}.on_train_batch_start returned -1 to end the epoch,"
+                        " which is not offered: the ranks must agree on the batches. Give the Trainer"
+                        " limit_train_batches, or end the epoch by run.end_epoch() in a callback"
+                    )
+        logs.hook, logs.batch, logs.is_batch, logs.steps_by_default = "training_step", batch, True, True
+        output = self._step(batch, index) if self._takes_index else self._step(batch)
+        logs.hook = ""
+        return output
+
+    def _placeholder(self, batch: Batch) -> Any:
+        """Run a batch that counts for nothing, which other ranks wait for, without a trace of it."""
+        with self._unlogged():
+            return self._loss(self._step(batch, self._index) if self._takes_index else self._step(batch))
+
+    @contextmanager
+    def _unlogged(self) -> Iterator[None]:
+        """Run the block without a trace in the logs or in torchmetrics objects."""
+        kept, self.logs = self.logs, Logs(self.module)
+        self.logs.hook, self.logs.is_batch, self.logs.steps_by_default = "training_step", True, True
+        metrics = self._metrics()
+        before = metrics.state_dict()
+        try:
+            yield
+        finally:
+            self.logs = kept
+            metrics.load_state_dict(before)
+
+    def _loss(self, output: Any) -> Any:
+        """Return the loss of a step's output, and keep what `on_train_batch_end` gets."""
+        if isinstance(output, Tensor):
+            if self._batch_end is not None:
+                self._outputs = {"loss": self._shared(output)}
+            return output
+        if output is None:
+            self._outputs = None
+            return None
+        if not isinstance(output, Mapping) or not isinstance(output.get("loss"), Tensor):
+            raise ConfigError(
+                f"{type(self.module).__name__}.training_step returned {_described(output)}. Allowed: a tensor"
+                " with one number, a mapping with 'loss', or None"
+            )
+        if self._batch_end is not None:
+            self._outputs = {**_detached(output), "loss": self._shared(output["loss"])}
+        return output["loss"]
+
+    def _shared(self, loss: Tensor) -> Tensor:
+        """Return a loss divided by the number of batches of an update, as Lightning does."""
+        return loss.detach() / self._view.accumulate_grad_batches
+
+    def manual_step(self, batch: Batch) -> Any:
+        """Run one batch of a module that steps its optimizers itself."""
+        assert self.manual is not None
+        self.manual.is_placeholder = self._left <= 0
+        if self.manual.is_placeholder:
+            with self._unlogged():
+                self._step(batch, self._index) if self._takes_index else self._step(batch)
+            return {"loss": 0.0}
+        output = self._run_step(batch)
+        self._outputs = _detached(output) if isinstance(output, Mapping) else output
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        return {"loss": loss.detach() if isinstance(loss, Tensor) and loss.numel() == 1 else 0.0}
+
+    def _micro_batch_end(self, run: Run) -> None:
+        if self._left > 0:
+            self.call("on_after_backward", is_batch=True, batch=self._batch)
+            self._end_batch()
+
+    def _before_optimizer_step(self, run: Run) -> None:
+        if self.manual is not None:
+            assert self._before_step is not None
+            self._before_step(self.manual.current)
+            return
+        optimizer = self.optimizers[0]
+        if self._after_backward is not None:
+            self.call("on_after_backward", is_batch=True, batch=self._batch)
+        if self._before_step is not None:
+            self.call("on_before_optimizer_step", optimizer, is_batch=True, batch=self._batch)
+        if self._clips is not None:
+            with self.inside("configure_gradient_clipping", self._batch, is_batch=True):
+                value, algorithm = self.clipping
+                self._clips(optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm)
+
+    def on_step_end(self, run: Run) -> None:
+        """Step schedules, and call `on_train_batch_end` of the window's last batch."""
+        assert run.step is not None
+        if self.schedules and not self.is_manual and run.step.applied:
+            self._step_schedules("step", self._index, plateau=False)
+            if run.window.last:
+                self._step_schedules("epoch", run.progress.epoch + 1, plateau=False)
+        if self._batch_end is not None:
+            self._end_batch()
+        self.loss = None
+
+    def _end_batch(self) -> None:
+        if self._batch_end is not None and self._batch is not None:
+            with self.inside("on_train_batch_end", self._batch, is_batch=True):
+                self._batch_end(self._outputs, self._batch, self._index - 1)
+        self._batch = self._outputs = None
+
+    def _step_schedules(self, interval: str, number: int, plateau: bool) -> None:
+        step_schedules(
+            self.module, self.schedules, interval, number, plateau, self.values() if plateau else {}
+        )
+
+    def on_log(self, run: Run) -> None:
+        """Add the last values of training to its log points."""
+        if self._skips_log:
+            self._skips_log = False
+            return
+        if run.stage == "train":
+            self._publish(run, self.training_logs.take_latest(run.engine.data_ranks), of_step=True)
+
+    def _publish(self, run: Run, values: Mapping[Entry, float], of_step: bool) -> None:
+        for entry, value in values.items():
+            name = entry.full_name(of_step)
+            if entry.to_loggers:
+                run.log(name, value)
+            run.metrics[name] = value
+            if name != entry.name:
+                run.metrics[entry.name] = value  # what early stopping and checkpoints may watch
+            if entry.prog_bar and name not in self._shown:
+                self._show(run, name)
+
+    def _show(self, run: Run, name: str) -> None:
+        self._shown.append(name)
+        for each in run.callbacks:
+            if isinstance(each, ProgressBar) and (each.metrics is None or each.metrics is self._shown):
+                each.metrics = self._shown
+
+    def on_epoch_end(self, run: Run) -> None:
+        """Call `on_train_epoch_end`, log the epoch's values, and step schedules that watch a value."""
+        self.ended = 1
+        self.call("on_train_epoch_end")
+        values = self.training_logs.take_epoch(run.engine.data_ranks)
+        if values:
+            self._skips_log = True
+            self._publish(run, values, of_step=False)
+            run.log_training()  # a log point of its own, also where this update has had one
+        if self.schedules and not self.is_manual:
+            self._step_schedules("epoch", run.progress.epoch, plateau=True)
+        self.ended = 0
+
+    def on_fit_end(self, run: Run) -> None:
+        """Call `on_train_end` and `on_fit_end`."""
+        self.call("on_train_end")
+        self.call("on_fit_end")
+        self._end()
+
+    def on_exception(self, run: Run) -> None:
+        """Leave the module as it was."""
+        self._detach()
+
+    def _end(self) -> None:
+        if (teardown := self.hook("teardown")) is not None:
+            teardown(stage=self.verb)
+        self._detach()
+
+    # Evaluation.
+
+    def on_evaluation_start(self, run: Run) -> None:
+        """Call `on_validation_start` and `on_validation_epoch_start`, or those of the stage."""
+        if self.run is None:
+            self._begin(run)
+        self._before = self.stage
+        self.stage = run.stage
+        self.ended = int(run.train_feed is not None and run.window is not None and run.window.last)
+        name = f"{run.stage}_step"
+        if not is_overridden(self.module, name):
+            if run.stage == "predict":
+                pass  # Lightning's own returns the forward of the batch
+            else:
+                raise ConfigError(f"{type(self.module).__name__} has no {name}, and there is data for it")
+        step = getattr(self.module, name)
+        several = len(run.evaluation_feeds) > 1
+        self._evaluation = _EvaluationStep(
+            step,
+            takes(step, "batch_idx", 2),
+            several,
+            [loader for loader, _ in run.evaluation_feeds],
+            self.hook(f"on_{run.stage}_batch_start"),
+            self.hook(f"on_{run.stage}_batch_end"),
+        )
+        if several and not takes(step, "dataloader_idx", 3):
+            raise ConfigError(
+                f"{type(self.module).__name__}.{name} has no parameter dataloader_idx, and there are"
+                f" {len(run.evaluation_feeds)} loaders. Write it as {name}(self, batch, batch_idx,"
+                " dataloader_idx=0)"
+            )
+        self.logs = Logs(self.module)
+        if run.evaluation.is_sanity_check:  # leaves no trace in torchmetrics objects
+            self._before_check = self._metrics().state_dict()
+        self.call(f"on_{run.stage}_start")
+        self.call(f"on_{run.stage}_epoch_start")
+
+    def evaluation_step(self, batch: Batch) -> Any:
+        """Run one batch of an evaluation or prediction."""
+        run, evaluation = self.run, self._evaluation
+        assert run is not None
+        index = run.evaluation.batch
+        loader = evaluation.loaders.index(run.evaluation.loader) if evaluation.several else 0
+        if self._transfer is not None:
+            batch = self._transfer(batch, loader)
+        logs = self.logs
+        logs.loader = loader if evaluation.several else None
+        if evaluation.start is not None:
+            with self.inside(f"on_{run.stage}_batch_start", batch, is_batch=True), _no_autocast(batch):
+                evaluation.start(batch, index, *((loader,) if evaluation.several else ()))
+        arguments = (batch, index) if evaluation.takes_index else (batch,)
+        with self.inside(f"{run.stage}_step", batch, is_batch=True):
+            output = evaluation.step(*arguments, *((loader,) if evaluation.several else ()))
+        self._evaluated = (output, batch, index)
+        return output if run.stage == "predict" else None
+
+    def on_evaluation_step_end(self, run: Run) -> None:
+        """Call `on_validation_batch_end`, or that of the stage."""
+        end = self._evaluation.end
+        if end is not None and self._evaluated is not None:
+            output, batch, index = self._evaluated
+            with self.inside(f"on_{run.stage}_batch_end", batch, is_batch=True):
+                end(output, batch, index, *(() if self.logs.loader is None else (self.logs.loader,)))
+        self._evaluated = None
+
+    def on_evaluation_end(self, run: Run) -> None:
+        """Call `on_validation_epoch_end`, log the evaluation's values, and call `on_validation_end`."""
+        logs, stage = self.logs, run.stage
+        logs.loader = None
+        self.call(f"on_{stage}_epoch_end")
+        if stage != "predict":
+            ranks = run.engine.data_ranks
+            self._publish(run, logs.take_latest(ranks), of_step=True)
+            self._publish(run, logs.take_epoch(ranks), of_step=False)
+        logs.hook = ""
+        self.call(f"on_{stage}_end")
+        self.logs, self.stage, self.ended = self.training_logs, self._before, 0
+        self._skips_log = run.train_feed is not None and not run.evaluation.is_sanity_check
+        if self._before_check is not None:
+            self._metrics().load_state_dict(self._before_check)
+            self._before_check = None
+        if run.train_feed is None:
+            self._end()
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the schedules, what is logged so far, and what `on_save_checkpoint` adds."""
+        run = self.run
+        if run is None:
+            return {}
+        own = {"logs": self.training_logs.state_dict(), "metrics": self._metrics().state_dict()}
+        state: dict[str, Any] = {
+            "steps": self.optimizer_steps,
+            "schedules": [each.scheduler.state_dict() for each in self.schedules],
+            "ranks": run.engine.data_ranks.all_gather(own),
+        }
+        if self.manual is not None:
+            state["gradients"] = self.manual.pending_gradients()
+        if (save := self.hook("on_save_checkpoint")) is not None:
+            given = _Checkpoint(epoch=self.epoch, global_step=self.steps)
+            save(given)
+            state["of_module"] = {
+                name: value for name, value in given.items() if name not in ("epoch", "global_step")
+            }
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        if not state:
+            return
+        self.optimizer_steps = int(state["steps"])
+        if len(state["schedules"]) != len(self.schedules):
+            raise ConfigError(
+                f"the checkpoint has {len(state['schedules'])} schedules, the module {len(self.schedules)}"
+            )
+        for config, each in zip(self.schedules, state["schedules"], strict=True):
+            config.scheduler.load_state_dict(dict(each))
+        self._kept = state
+        if (load := self.hook("on_load_checkpoint")) is not None:
+            load(_Checkpoint({**dict(state.get("of_module", {})), "global_step": self.steps}))
+
+    def on_checkpoint_loaded(self, run: Run) -> None:
+        """Take over what was logged before the checkpoint."""
+        state, self._kept = self._kept, {}
+        if not state:
+            return
+        ranks = run.engine.data_ranks
+        stored = list(state["ranks"])
+        # Fewer or more ranks than before: the sums of all are in the first ones.
+        mine = stored[ranks.rank :: ranks.size]
+        self.training_logs.load_state_dict(
+            [part for each in mine for part in each["logs"]], run.engine.device
+        )
+        if mine:
+            self._metrics().load_states([each["metrics"] for each in mine])
+        if self.manual is not None:
+            self.manual.load_gradients(state.get("gradients", {}))
+
+    def _metrics(self) -> DeclaredMetrics:
+        """Return the module's torchmetrics objects, whose states no state dict has."""
+        found: dict[str, Any] = {}
+        flags: list[tuple[Any, bool]] = []
+        for path, each in self.module.named_modules():
+            if hasattr(each, "sync_on_compute") and not any(path.startswith(f"{other}.") for other in found):
+                found[path] = each
+                flags.append((each, each.sync_on_compute))
+        device = torch.device("cpu") if self.run is None else self.run.engine.device
+        declared = DeclaredMetrics(found, device)
+        for each, own in flags:
+            each.sync_on_compute = each._to_sync = own
+        return declared
+
+
+_PLAIN = ("single", "ddp", "fsdp")
+"""The strategies that call the optimizer's own step."""
+
+
+class _EvaluationStep:
+    """The step of an evaluation and how it is called."""
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        takes_index: bool,
+        several: bool,
+        loaders: list[str | None],
+        start: Callable[..., Any] | None,
+        end: Callable[..., Any] | None,
+    ) -> None:
+        self.step = step
+        self.takes_index = takes_index
+        self.several = several
+        self.loaders = loaders
+        self.start = start
+        self.end = end
+
+
+class _Checkpoint(dict[str, Any]):
+    """The mapping that `on_save_checkpoint` and `on_load_checkpoint` get: what they store themselves."""
+
+    def __missing__(self, name: str) -> Any:
+        raise ConfigError(
+            f"the checkpoint of on_save_checkpoint and on_load_checkpoint has no {name!r} here: it has"
+            " 'epoch', 'global_step', and what on_save_checkpoint adds. Weights, optimizers and"
+            " schedules are stored without it"
+        )
+
+
+@contextmanager
+def _no_autocast(given: Any) -> Iterator[None]:
+    """Run the block outside of autocast, as Lightning runs hooks."""
+    if torch.is_autocast_enabled("cpu"):
+        with torch.autocast("cpu", enabled=False):
+            yield
+    elif torch.cuda.is_available() and torch.is_autocast_enabled("cuda"):
+        with torch.autocast("cuda", enabled=False):
+            yield
+    else:
+        yield
+
+
+def _given(optimizer: Optimizer) -> Callable[[Any], Optimizer]:
+    return lambda _: optimizer
+
+
+def _detached(output: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: each.detach() if isinstance(each, Tensor) else each for name, each in output.items()}
+
+
+def _described(output: Any) -> str:
+    if isinstance(output, Mapping):
+        return f"a mapping without a tensor 'loss', with {', '.join(map(repr, output)) or 'nothing'}"
+    return f"a {type(output).__name__}"

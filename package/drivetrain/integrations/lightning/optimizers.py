@@ -1,0 +1,255 @@
+"""What a module's `configure_optimizers` returns: optimizers and schedules, with when each is stepped."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from drivetrain.core.errors import ConfigError
+
+
+@dataclass
+class ScheduleConfig:
+    """A schedule and when it is stepped, under Lightning's names.
+
+    Attributes:
+        scheduler: The schedule.
+        name: A name for reports.
+        interval: "step" or "epoch".
+        frequency: The number of steps or epochs between two steps of the schedule.
+        reduce_on_plateau: Whether it is given the value of `monitor`.
+        monitor: The logged name.
+        strict: Whether a missing value is an error.
+    """
+
+    scheduler: Any
+    name: str | None = None
+    interval: str = "epoch"
+    frequency: int = 1
+    reduce_on_plateau: bool = False
+    monitor: str | None = None
+    strict: bool = True
+
+
+_KEYS = tuple(each.name for each in fields(ScheduleConfig))
+
+
+def read_optimizers(module: Any) -> tuple[list[Optimizer], list[ScheduleConfig]]:
+    """Call a module's `configure_optimizers` and read what it returns, in any of Lightning's forms.
+
+    Raises:
+        ConfigError: It returns something else.
+    """
+    name = f"{type(module).__name__}.configure_optimizers"
+    made = module.configure_optimizers()
+    given, schedules, monitor = _parts(made, name)
+    optimizers = [_made(each, module) for each in given]
+    if not optimizers:
+        raise ConfigError(
+            f"{name} returned {made!r}, so that nothing would be trained. Return an optimizer; to run the"
+            " module without training use trainer.validate, trainer.test or trainer.predict"
+        )
+    configs = [_config(each, monitor, name, module.automatic_optimization) for each in schedules]
+    for each in configs:
+        owner = getattr(each.scheduler, "optimizer", None)
+        if owner is not None and not any(owner is known for known in optimizers):
+            raise ConfigError(f"{name} returned a schedule of an optimizer that it did not return")
+        if not callable(getattr(each.scheduler, "state_dict", None)) or not callable(
+            getattr(each.scheduler, "load_state_dict", None)
+        ):
+            raise ConfigError(
+                f"{name}: the schedule {type(each.scheduler).__name__} has no state_dict and load_state_dict,"
+                " so that no checkpoint could hold it"
+            )
+    if len(optimizers) > 1 and module.automatic_optimization:
+        raise ConfigError(
+            f"{name} returned {len(optimizers)} optimizers. Set self.automatic_optimization = False and step"
+            " them in training_step, as Lightning 2 asks for too"
+        )
+    return optimizers, configs
+
+
+def _parts(made: Any, name: str) -> tuple[list[Any], list[Any], str | None]:
+    """Return optimizers, schedules, and what a single mapping monitors."""
+    if made is None:
+        return [], [], None
+    if _is_optimizer(made):
+        return [made], [], None
+    if isinstance(made, Mapping):
+        return (
+            [_of_mapping(made, name)],
+            [made["lr_scheduler"]] if made.get("lr_scheduler") is not None else [],
+            made.get("monitor"),
+        )
+    if isinstance(made, (list, tuple)):
+        if len(made) == 2 and isinstance(made[0], (list, tuple)) and all(map(_is_optimizer, made[0])):
+            schedules = made[1] if isinstance(made[1], (list, tuple)) else [made[1]]
+            return list(made[0]), list(schedules), None
+        if made and all(isinstance(each, Mapping) for each in made):
+            schedules = [
+                _with_monitor(each["lr_scheduler"], each.get("monitor"))
+                for each in made
+                if each.get("lr_scheduler") is not None
+            ]
+            return [_of_mapping(each, name) for each in made], schedules, None
+        if all(map(_is_optimizer, made)):
+            return list(made), [], None
+    raise ConfigError(
+        f"{name} returned {type(made).__name__} in a form that Lightning does not know either. Allowed: an"
+        " optimizer, a list of them, ([optimizers], [schedules]), a mapping with 'optimizer' and"
+        " 'lr_scheduler', or a list of such mappings"
+    )
+
+
+def _of_mapping(made: Mapping[str, Any], name: str) -> Any:
+    unknown = sorted(set(made) - {"optimizer", "lr_scheduler", "monitor"})
+    if unknown or "optimizer" not in made:
+        raise ConfigError(
+            f"{name} returned a mapping with {', '.join(map(repr, made))}. Allowed: 'optimizer',"
+            " 'lr_scheduler', 'monitor'"
+        )
+    return made["optimizer"]
+
+
+def _with_monitor(schedule: Any, monitor: str | None) -> Any:
+    if isinstance(schedule, Mapping):
+        return {"monitor": monitor, **schedule} if monitor else schedule
+    return {"scheduler": schedule, "monitor": monitor}
+
+
+def _is_optimizer(made: Any) -> bool:
+    return isinstance(made, (Optimizer, functools.partial))
+
+
+def _made(given: Any, module: Any) -> Optimizer:
+    """Return an optimizer; a partial one, as hydra makes it, is given the trained parameters."""
+    made = (
+        given([each for each in module.parameters() if each.requires_grad])
+        if isinstance(given, functools.partial)
+        else given
+    )
+    if not isinstance(made, Optimizer):
+        raise ConfigError(
+            f"{type(module).__name__}.configure_optimizers returned a {type(made).__name__} as an optimizer"
+        )
+    return made
+
+
+def _config(given: Any, monitor: str | None, name: str, automatic: bool) -> ScheduleConfig:
+    if isinstance(given, Mapping):
+        unknown = [key for key in given if key not in _KEYS]
+        if unknown or "scheduler" not in given:
+            raise ConfigError(
+                f"{name}: a schedule's mapping has {', '.join(map(repr, given))}. Allowed: 'scheduler', which"
+                f" it must have, and {', '.join(map(repr, _KEYS[1:]))}"
+            )
+        config = ScheduleConfig(**given)
+    else:
+        config = ScheduleConfig(given)
+    if isinstance(config.scheduler, ReduceLROnPlateau):
+        config.reduce_on_plateau = True
+    if config.reduce_on_plateau:
+        config.monitor = config.monitor or monitor
+        if config.monitor is None and automatic:
+            raise ConfigError(
+                f"{name}: a ReduceLROnPlateau needs the name of the logged value that it watches:"
+                " {'scheduler': ..., 'monitor': 'val_loss'}"
+            )
+    if config.interval not in ("step", "epoch"):
+        raise ConfigError(f"{name}: interval={config.interval!r}. Allowed: 'step', 'epoch'")
+    if type(config.frequency) is not int or config.frequency < 1:
+        raise ConfigError(f"{name}: frequency={config.frequency!r} must be a whole number from 1")
+    return config
+
+
+def step_schedules(
+    module: Any,
+    configs: list[ScheduleConfig],
+    interval: str,
+    number: int,
+    plateau: bool,
+    values: Mapping[str, float],
+) -> None:
+    """Step the schedules that are due, by the module's `lr_scheduler_step`.
+
+    Args:
+        module: The module.
+        configs: The schedules.
+        interval: "step" or "epoch".
+        number: The number of the batch in its epoch, or of the epoch, from 1.
+        plateau: Whether those are due that watch a value, or the others.
+        values: The logged values.
+
+    Raises:
+        ConfigError: A value that a schedule watches was not logged.
+    """
+    for config in configs:
+        if config.interval != interval or config.reduce_on_plateau != plateau or number % config.frequency:
+            continue
+        value = None
+        if config.reduce_on_plateau:
+            assert config.monitor is not None
+            if config.monitor not in values:
+                if config.strict:
+                    raise ConfigError(
+                        f"the schedule {type(config.scheduler).__name__} watches {config.monitor!r}, which"
+                        f" was not logged. Logged: {', '.join(sorted(values)) or 'nothing'}. Validate before"
+                        " the schedule is due, or set 'strict': False"
+                    )
+                continue
+            value = values[config.monitor]
+        module.lr_scheduler_step(config.scheduler, value)
+
+
+class OptimizerView:
+    """An optimizer as a module gets it: its `step` makes the run's update.
+
+    Args:
+        optimizer: The optimizer.
+        step: Makes the update.
+    """
+
+    def __init__(self, optimizer: Optimizer, step: Callable[[], Any]) -> None:
+        self.optimizer = optimizer
+        self._step = step
+        self.toggle: Callable[[Any, bool], None] | None = None
+
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Call the closure, then make the update.
+
+        Raises:
+            ConfigError: Options for the optimizer's own step.
+        """
+        if options:
+            raise ConfigError(f"optimizer.step({', '.join(options)}) takes a closure alone")
+        result = None if closure is None else closure()
+        self._step()
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the optimizer's parameters."""
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        """Run the block with only this optimizer's parameters requiring gradients.
+
+        Args:
+            sync_grad: Has no effect on values: gradients are always averaged over the ranks.
+        """
+        if self.toggle is None:
+            raise ConfigError("toggle_model is for manual optimization")
+        self.toggle(self, True)
+        try:
+            yield
+        finally:
+            self.toggle(self, False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)

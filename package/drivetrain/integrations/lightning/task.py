@@ -1,0 +1,144 @@
+"""A LightningModule as a task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from drivetrain.core.types import Batch
+from drivetrain.integrations.lightning.hooks import ModuleHooks
+from drivetrain.integrations.lightning.methods import check_module
+from drivetrain.task.task import TaskModule
+
+_SHARED = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+"""The tables of an `nn.Module` that a task shares with its module, so that names in checkpoints are the
+module's own, and what a strategy replaces is replaced in the module."""
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class LightningTask(TaskModule):
+    """An unchanged LightningModule as a task; made by `as_task`.
+
+    It has the module's parameters and buffers under the module's own names.
+
+    Attributes:
+        module: The module.
+        datamodule: The data module of the run that has begun last, if `as_data` has given one.
+
+    Args:
+        module: The module.
+        hyper_parameters: What the module has saved by `save_hyperparameters`, for checkpoints and loggers.
+    """
+
+    def __init__(self, module: Any, **hyper_parameters: Any) -> None:
+        check_module(module)
+        vars(self)["module"] = module  # not a child: its children are the task's
+        super().__init__()
+        vars(self).update({name: vars(module)[name] for name in _SHARED})
+        vars(self)["hooks"] = None
+        self.datamodule: Any = None
+        self.may_skip = True
+
+    # The module's own mode: `StepModule.evaluating` and the strategies set the task's.
+
+    @property
+    def training(self) -> bool:
+        """Whether the module is in training mode."""
+        return bool(self.module.training)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.module.training = mode
+
+    def train(self, mode: bool = True) -> LightningTask:
+        """Set the mode by the module's own method."""
+        self.module.train(mode)
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward."""
+        return self.module(*args, **kwargs)
+
+    def run_callbacks(self, stage: str) -> Sequence[Any]:
+        """Set the module up for a run, and return the callback that calls its hooks."""
+        hooks = ModuleHooks(self, self.module, stage)
+        vars(self)["hooks"] = hooks
+        return [hooks]
+
+    def configure_optimizers(self) -> Any:
+        """Return a function that makes the module's own optimizers."""
+        return self.hooks.optimizer_factories()
+
+    def metric_name(self, stage: str, loader: str | None, name: str) -> str | None:
+        """Leave out the engine's own values: a module logs under its own names."""
+        return None
+
+    def training_step(self, batch: Batch) -> Any:
+        """Run the module's training step."""
+        return self.hooks.training_step(batch)
+
+    def validation_step(self, batch: Batch) -> Any:
+        """Run the module's validation step."""
+        return self.hooks.evaluation_step(batch)
+
+    def test_step(self, batch: Batch) -> Any:
+        """Run the module's test step."""
+        return self.hooks.evaluation_step(batch)
+
+    def predict_step(self, batch: Batch) -> Any:
+        """Run the module's prediction step."""
+        return self.hooks.evaluation_step(batch)
+
+
+class ManualTask(LightningTask):
+    """A module with `automatic_optimization = False`, which steps its optimizers itself."""
+
+    makes_updates = True
+
+    def training_step(self, batch: Batch) -> Any:
+        """Run the module's training step; a generator, as all steps that make updates."""
+        return self.hooks.manual_step(batch)
+        yield
+
+
+def as_task(module: Any) -> LightningTask:
+    """Return a task around an unchanged LightningModule of `lightning` or `pytorch_lightning`.
+
+    ::
+
+        trainer.fit(as_task(LitModel()), train_loader, validation_loader)
+
+    The module's steps and hooks are called in Lightning's order, `self.log` logs under the module's own
+    names, and its `configure_optimizers` makes the optimizers and schedules.
+
+    Args:
+        module: The module; it is trained in place.
+
+    Raises:
+        ConfigError: It is no LightningModule, or it overrides a method that is never called here; says what
+            to do instead.
+    """
+    check_module(module)
+    saved = {
+        name: value for name, value in dict(module.hparams).items() if name != "module" and _is_plain(value)
+    }
+    kind = LightningTask if module.automatic_optimization else ManualTask
+    return kind(module, **saved)
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(type(key) is str and _is_plain(each) for key, each in value.items())
+    return type(value) in _PLAIN

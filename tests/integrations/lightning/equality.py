@@ -1,0 +1,107 @@
+"""One module under Lightning's Trainer and under ours, on the same data."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from typing import Any
+
+import torch
+from tests.integrations.lightning.modules import Segmenter, loader
+
+from drivetrain import Trainer
+from drivetrain.integrations.lightning import as_task
+
+
+class Recorder:
+    """A logger of ours that keeps the values."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, list[float]] = defaultdict(list)
+
+    def log_metrics(self, metrics: Any, step: int) -> None:
+        for name, value in metrics.items():
+            self.values[name].append(float(value))
+
+    def log_config(self, config: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def made(kind: Any) -> Any:
+    torch.manual_seed(0)
+    return kind()
+
+
+def data_of(module: Any) -> tuple[Any, Any]:
+    if isinstance(module, Segmenter):
+        return loader(), [loader(9, 1), loader(6, 2)]
+    return loader(), loader(9, 1) if hasattr(type(module), "validation_step") else None
+
+
+def under_lightning(module: Any, **options: Any) -> dict[str, list[float]]:
+    """Fit under Lightning, and return the logged values."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.loggers.logger import Logger
+
+    class Theirs(Logger):
+        name, version = "recorder", 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.recorder = Recorder()
+
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            self.recorder.log_metrics({k: v for k, v in metrics.items() if k != "epoch"}, step or 0)
+
+        def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
+
+    recorder = Theirs()
+    train, validation = data_of(module)
+    if not any("validation_step" in vars(kind) for kind in type(module).__mro__[:-8]):
+        validation = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=1,
+            logger=recorder,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            log_every_n_steps=1,
+            **options,
+        )
+        trainer.fit(module, train, validation)
+    return dict(recorder.recorder.values)
+
+
+def under_ours(module: Any, validation: bool = True, resume: str | None = None, **options: Any) -> Any:
+    """Fit under ours, and return the logged values and the result."""
+    train, evaluated = data_of(module)
+    if not any("validation_step" in vars(kind) for kind in type(module).__mro__[:-8]):
+        evaluated = None
+    if isinstance(evaluated, list):
+        evaluated = {f"dataloader_idx_{number}": each for number, each in enumerate(evaluated)}
+    recorder = Recorder()
+    settings = {"strategy": "cpu", "checkpoint": False, "log_every": 1, **options}
+    trainer = Trainer(loggers=(recorder,), progress_bar=False, **settings)
+    result = trainer.fit(as_task(module), train, evaluated, resume=resume)
+    return dict(recorder.values), result
+
+
+def differences(first: dict[str, list[float]], second: dict[str, list[float]]) -> dict[str, Any]:
+    """Return the names whose values differ by more than 1e-6."""
+    found: dict[str, Any] = {}
+    for name in first.keys() | second.keys():
+        one, other = first.get(name, []), second.get(name, [])
+        if len(one) != len(other) or any(
+            abs(a - b) > 1e-6 * max(1, abs(a)) for a, b in zip(one, other, strict=True)
+        ):
+            found[name] = (one, other)
+    return found
+
+
+def weights_of(module: Any) -> torch.Tensor:
+    return torch.cat([each.detach().reshape(-1).double() for each in module.state_dict().values()])

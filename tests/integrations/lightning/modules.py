@@ -1,0 +1,453 @@
+"""LightningModules as users write them, for comparisons of two trainers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MaxMetric, MeanMetric
+from torchmetrics.classification import BinaryF1Score, MulticlassAccuracy
+
+
+def loader(samples: int = 22, seed: int = 0, batch_size: int = 4) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, 4, generator=generator)
+    y = (x.sum(1) > 0).long()
+    return DataLoader(TensorDataset(x, y), batch_size)
+
+
+def body(hidden: int = 8) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, hidden), nn.ReLU(), nn.Linear(hidden, 2))
+
+
+class Classifier(LightningModule):
+    """The module of the first page of most tutorials."""
+
+    def __init__(self, hidden: int = 8, lr: float = 0.1):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = body(hidden)
+        self.train_accuracy = MulticlassAccuracy(2)
+        self.accuracy = MulticlassAccuracy(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self(x)
+        loss = F.cross_entropy(logits, y)
+        self.train_accuracy(logits, y)
+        self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("train_acc", self.train_accuracy, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self(x)
+        self.accuracy.update(logits, y)
+        self.log_dict({"val_loss": F.cross_entropy(logits, y), "val_acc": self.accuracy}, prog_bar=True)
+
+    def test_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("test_loss", F.cross_entropy(self(x), y), sync_dist=True)
+
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        return self(batch[0]).argmax(1)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.hparams.lr, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class Template(LightningModule):
+    """As the hydra template: partial optimizers, mean metrics, the best value, a plateau."""
+
+    def __init__(self, net: nn.Module | None = None):
+        super().__init__()
+        self.net = net or body()
+        self.optimizer = functools.partial(torch.optim.Adam, lr=0.05, weight_decay=0.01)
+        self.scheduler = functools.partial(
+            torch.optim.lr_scheduler.ReduceLROnPlateau, factor=0.1, patience=0, threshold=10.0
+        )
+        self.train_loss, self.val_loss = MeanMetric(), MeanMetric()
+        self.val_acc, self.val_acc_best = MulticlassAccuracy(2), MaxMetric()
+
+    def on_train_start(self):
+        self.val_loss.reset()
+        self.val_acc_best.reset()
+
+    def model_step(self, batch):
+        x, y = batch
+        logits = self.net(x)
+        return F.cross_entropy(logits, y), logits.argmax(1), y
+
+    def training_step(self, batch, batch_idx):
+        loss, _, _ = self.model_step(batch)
+        self.train_loss(loss)
+        self.log("train/loss", self.train_loss, on_step=False, on_epoch=True, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        loss, found, y = self.model_step(batch)
+        self.val_loss(loss)
+        self.val_acc(found, y)
+        self.log("val/loss", self.val_loss, on_step=False, on_epoch=True)
+        self.log("val/acc", self.val_acc, on_step=False, on_epoch=True)
+
+    def on_validation_epoch_end(self):
+        self.val_acc_best(self.val_acc.compute())
+        self.log("val/acc_best", self.val_acc_best.compute(), sync_dist=True, prog_bar=True)
+
+    def configure_optimizers(self):
+        optimizer = self.optimizer(params=self.trainer.lightning_module.parameters())
+        scheduler = self.scheduler(optimizer=optimizer)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {
+                "scheduler": scheduler,
+                "monitor": "val/loss",
+                "interval": "epoch",
+                "frequency": 1,
+            },
+        }
+
+
+class OneCycle(LightningModule):
+    """A schedule by step over the planned length, dropout, outputs collected over an evaluation."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
+        self.outputs: list[Tensor] = []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.cross_entropy(self.net(x), y)
+        self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
+        self.log("loss", loss)
+        return {"loss": loss, "logits": y}
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.outputs.append(F.cross_entropy(self.net(x), y, reduction="none"))
+
+    def on_validation_epoch_end(self):
+        every = torch.cat(self.outputs)
+        self.log_dict({"val_mean": every.mean(), "val_max": every.max(), "count": float(len(every))})
+        self.outputs.clear()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        total = int(self.trainer.estimated_stepping_batches)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=total)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class Autoencoder(LightningModule):
+    """A loss of parts, logged with every reduction; layers made in `setup`."""
+
+    def __init__(self, width: int = 3):
+        super().__init__()
+        self.width = width
+
+    def setup(self, stage):
+        if not hasattr(self, "encoder"):
+            torch.manual_seed(1)
+            self.encoder, self.decoder = nn.Linear(4, self.width), nn.Linear(self.width, 4)
+
+    def step(self, batch, name):
+        x = batch[0]
+        code = self.encoder(x)
+        parts = {"reconstruction": F.mse_loss(self.decoder(code), x), "size": code.pow(2).mean()}
+        loss = parts["reconstruction"] + 0.1 * parts["size"]
+        self.log_dict({f"{name}_{key}": value for key, value in parts.items()}, on_step=False, on_epoch=True)
+        self.log(f"{name}_largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
+        self.log(f"{name}_smallest", loss, on_step=False, on_epoch=True, reduce_fx=torch.min)
+        self.log(f"{name}_sum", loss, on_step=False, on_epoch=True, reduce_fx="sum")
+        return loss
+
+    def training_step(self, batch, batch_idx):
+        return {"loss": self.step(batch, "train")}
+
+    def validation_step(self, batch, batch_idx):
+        return self.step(batch, "val")
+
+    def configure_optimizers(self):
+        return torch.optim.RMSprop(self.parameters(), lr=0.01)
+
+
+class Teacher(LightningModule):
+    """A teacher that follows the student after each batch, by a momentum that grows with the run."""
+
+    def __init__(self):
+        super().__init__()
+        self.student = body()
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        self.register_buffer("center", torch.zeros(1, 2))
+
+    def training_step(self, batch, batch_idx):
+        x, _ = batch
+        with torch.no_grad():
+            target = (self.teacher(x) - self.center).softmax(1)
+        out = self.student(x + 0.1)
+        self.center.mul_(0.9).add_(0.1 * target.mean(0, keepdim=True))
+        loss = -(target * out.log_softmax(1)).sum(1).mean()
+        self.log("train/ssl_loss", loss, batch_size=len(x))
+        return loss
+
+    def on_after_backward(self):
+        if self.current_epoch < 1:  # the last layer rests in the first epoch
+            for each in self.student[2].parameters():
+                each.grad = None
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        share = self.trainer.global_step / self.trainer.estimated_stepping_batches
+        momentum = 1 - 0.1 * (math.cos(math.pi * share) + 1) / 2
+        for own, other in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            own.data.mul_(momentum).add_(other.data, alpha=1 - momentum)
+        self.log("momentum", momentum, on_step=True)
+        self.log("batch_loss", outputs["loss"])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.student.parameters(), lr=0.1)
+
+
+class WarmUp(LightningModule):
+    """A warm-up by hand in `optimizer_step`, clipping by hand, norms of gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = body()
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.cross_entropy(self.net(x), y)
+        self.log("loss", loss)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer):
+        norm = torch.stack([p.grad.norm() for p in self.net.parameters()]).norm()
+        self.log("grad_norm", norm)
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+        self.clip_gradients(
+            optimizer, gradient_clip_val=0.05 * (1 + self.current_epoch), gradient_clip_algorithm="norm"
+        )
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        if self.trainer.global_step < 6:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.1 * (self.trainer.global_step + 1) / 6
+        optimizer.step(closure=optimizer_closure)
+
+    def lr_scheduler_step(self, scheduler, metric):
+        if self.current_epoch < 4:
+            scheduler.step()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "frequency": 2}}
+
+
+class GAN(LightningModule):
+    """Two optimizers in manual optimization, with toggling and schedules."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4))
+        self.discriminator = nn.Sequential(nn.Linear(4, 8), nn.LeakyReLU(), nn.Linear(8, 1))
+
+    def training_step(self, batch):
+        real, _ = batch
+        g_opt, d_opt = self.optimizers()
+        noise = torch.sin(torch.arange(3 * len(real)).float() + self.global_step).view(-1, 3)
+        ones, zeros = torch.ones(len(real), 1), torch.zeros(len(real), 1)
+        self.toggle_optimizer(g_opt)
+        g_loss = F.binary_cross_entropy_with_logits(self.discriminator(self.generator(noise)), ones)
+        g_opt.zero_grad()
+        self.manual_backward(g_loss)
+        self.clip_gradients(g_opt, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        g_opt.step()
+        self.untoggle_optimizer(g_opt)
+        self.toggle_optimizer(d_opt)
+        fake = self.generator(noise).detach()
+        d_loss = F.binary_cross_entropy_with_logits(self.discriminator(real), ones)
+        d_loss = d_loss + F.binary_cross_entropy_with_logits(self.discriminator(fake), zeros)
+        d_opt.zero_grad()
+        self.manual_backward(d_loss)
+        d_opt.step()
+        self.untoggle_optimizer(d_opt)
+        self.log_dict({"g_loss": g_loss, "d_loss": d_loss}, prog_bar=True)
+
+    def on_train_epoch_end(self):
+        for each in self.lr_schedulers():
+            each.step()
+
+    def configure_optimizers(self):
+        first = torch.optim.Adam(self.generator.parameters(), lr=0.01, betas=(0.5, 0.999))
+        second = torch.optim.Adam(self.discriminator.parameters(), lr=0.01, betas=(0.5, 0.999))
+        schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (first, second)]
+        return [first, second], schedules
+
+
+class ManualAccumulation(LightningModule):
+    """Manual optimization with a step after every two batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.net = body()
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        optimizer = self.optimizers()
+        loss = F.cross_entropy(self.net(x), y) / 2
+        self.manual_backward(loss)
+        if (batch_idx + 1) % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Skipping(LightningModule):
+    """A step that returns None for some batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = body()
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        if batch_idx % 3 == 1:
+            return None
+        loss = F.cross_entropy(self.net(x), y)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self):
+        return [torch.optim.Adagrad(self.parameters(), lr=0.1)]
+
+
+class Segmenter(LightningModule):
+    """One step for three stages, as segmentation libraries show; several validation loaders."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+        self.f1 = nn.ModuleDict({"train_f1": BinaryF1Score(), "val_f1": BinaryF1Score()})
+        self.seen: dict[str, list[Tensor]] = {"train": [], "val": []}
+
+    def shared_step(self, batch, stage):
+        x, y = batch
+        logits = self.net(x).squeeze(1)
+        loss = F.binary_cross_entropy_with_logits(logits, y.float())
+        self.f1[f"{stage}_f1"].update(logits.sigmoid(), y)
+        self.seen[stage].append(loss.detach())
+        return loss
+
+    def shared_epoch_end(self, stage):
+        losses = torch.stack(self.seen[stage])
+        self.seen[stage].clear()
+        self.log(f"{stage}_f1", self.f1[f"{stage}_f1"].compute())
+        self.log(f"{stage}_steps", float(len(losses)))
+        self.f1[f"{stage}_f1"].reset()
+
+    def training_step(self, batch, batch_idx):
+        return self.shared_step(batch, "train")
+
+    def on_train_epoch_end(self):
+        self.shared_epoch_end("train")
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        loss = self.shared_step(batch, "val")
+        self.log("val_loss", loss)
+        self.log(f"val_{dataloader_idx}", loss, add_dataloader_idx=False)
+
+    def on_validation_epoch_end(self):
+        self.shared_epoch_end("val")
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+        first = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
+        second = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
+        schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [first, second], [3])
+        return (
+            {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": schedule, "interval": "step", "frequency": 2},
+            },
+        )
+
+
+class Finetuning(LightningModule):
+    """A frozen back bone that joins in a later epoch, with a rate of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
+        self.head = nn.Linear(8, 2)
+        self.best = math.inf
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.backbone.eval()
+        return self
+
+    def on_train_epoch_start(self):
+        rate = 0.0 if self.current_epoch == 0 else 0.02
+        self.optimizers().param_groups[1]["lr"] = rate
+        self.log("backbone_rate", rate)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.cross_entropy(self.head(self.backbone(x)), y)
+        self.log("train/loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.cross_entropy(self.head(self.backbone(x)), y)
+        self.log("val/loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def on_validation_epoch_end(self):
+        self.best = min(self.best, float(self.trainer.callback_metrics.get("val/loss", math.inf)))
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["best"] = self.best
+
+    def on_load_checkpoint(self, checkpoint):
+        self.best = checkpoint["best"]
+
+    def configure_optimizers(self):
+        groups = [{"params": self.head.parameters()}, {"params": self.backbone.parameters(), "lr": 0.0}]
+        return torch.optim.SGD(groups, lr=0.1)
+
+
+MODULES = (
+    Classifier,
+    Template,
+    OneCycle,
+    Autoencoder,
+    Teacher,
+    WarmUp,
+    GAN,
+    ManualAccumulation,
+    Skipping,
+    Segmenter,
+    Finetuning,
+)

@@ -1,0 +1,440 @@
+"""Unchanged LightningModules: their numbers under Lightning's Trainer and under ours, hooks, refusals."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from drivetrain import CheckpointConfig, ConfigError, EarlyStopping, Trainer
+from drivetrain.testing import run_distributed
+
+pl = pytest.importorskip("lightning.pytorch")
+
+from tests.integrations.lightning import modules  # noqa: E402
+from tests.integrations.lightning.equality import (  # noqa: E402
+    differences,
+    made,
+    under_lightning,
+    under_ours,
+    weights_of,
+)
+
+from drivetrain.integrations.lightning import LightningTask, as_task  # noqa: E402
+
+pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore::Warning")]
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+# What a module's own trainer logs otherwise, each with the reason.
+EXPLAINED = {
+    modules.Skipping: {"loss_step"},  # Lightning logs the value before again where a step returned None
+    modules.Finetuning: {"val/loss_step"},  # ours is the last batch's, which has a place among updates
+}
+
+
+@pytest.mark.parametrize("kind", modules.MODULES, ids=lambda kind: kind.__name__)
+def test_weights_and_logged_values_equal_lightnings(kind: Any) -> None:
+    theirs, ours = made(kind), made(kind)
+    logged = under_lightning(theirs, max_epochs=3)
+    found, _ = under_ours(ours, max_epochs=3)
+    assert torch.equal(weights_of(theirs), weights_of(ours))
+    assert differences(logged, found).keys() <= EXPLAINED.get(kind, set())
+    assert logged.keys() == found.keys()
+
+
+@pytest.mark.parametrize("kind", [modules.Classifier, modules.Segmenter, modules.WarmUp])
+@pytest.mark.parametrize(
+    ("their_options", "our_options"),
+    [
+        ({"accumulate_grad_batches": 3}, {"gradient_accumulation_steps": 3}),
+        ({"precision": "bf16-mixed"}, {"precision": "bf16-mixed"}),
+        ({"gradient_clip_val": 0.05}, {"max_grad_norm": 0.05}),
+    ],
+)
+def test_options_of_the_trainer_give_the_same_numbers(
+    monkeypatch: pytest.MonkeyPatch, kind: Any, their_options: Any, our_options: Any
+) -> None:
+    if kind is modules.WarmUp and "gradient_clip_val" in their_options:
+        pytest.skip("it clips itself, and Lightning refuses a second limit")
+    # Batches and windows of one size: in a shorter window Lightning's gradient is too small.
+    monkeypatch.setattr(modules.loader, "__defaults__", (24, 0, 4))
+    theirs, ours = made(kind), made(kind)
+    logged = under_lightning(theirs, max_epochs=3, **their_options)
+    found, _ = under_ours(ours, max_epochs=3, **our_options)
+    assert torch.allclose(weights_of(theirs), weights_of(ours), rtol=0, atol=1e-6)
+    assert not differences(logged, found)
+
+
+def _on_two_ranks(kind: Any) -> tuple[Any, Any]:
+    torch.set_num_threads(1)
+    module = made(kind)
+    values, _ = under_ours(module, max_epochs=2, strategy="ddp")
+    return values, weights_of(module).tolist()  # a tensor's memory would end with its process
+
+
+@pytest.mark.parametrize("kind", [modules.Classifier, modules.Template, modules.Autoencoder, modules.WarmUp])
+def test_two_ranks_equal_lightning_with_the_double_batch(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    monkeypatch.setattr(modules.loader, "__defaults__", (24, 0, 4))
+    (values, weights), (others, other_weights) = run_distributed(_on_two_ranks, kind, timeout=180)
+    assert weights == other_weights
+    monkeypatch.setattr(modules.loader, "__defaults__", (24, 0, 8))
+    module = made(kind)
+    logged = under_lightning(module, max_epochs=2)
+    assert torch.allclose(weights_of(module), torch.tensor(weights).double(), rtol=0, atol=1e-6)
+    names = {name for name in logged if name.endswith(("_epoch", "loss", "acc", "best"))}
+    names -= {"val/loss"}  # their mean of batch means
+    if kind is modules.Autoencoder:
+        names = {name for name in logged if "reconstruction" in name or "size" in name}
+    assert not differences({n: logged[n] for n in names}, {n: values[n] for n in names})
+    assert not others  # the first rank logs
+
+
+class Ranks(pl.LightningModule):
+    """Skips a batch on one rank, and gathers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = modules.body()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        gathered = self.all_gather(torch.tensor(float(self.global_rank)))
+        assert gathered.tolist() == ([0.0, 1.0] if self.trainer.world_size == 2 else 0.0)
+        if batch_idx == 1 and self.global_rank == self.trainer.world_size - 1:
+            return None
+        return F.cross_entropy(self.net(x), y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _skips(manual: bool) -> tuple[Any, int, Any]:
+    torch.set_num_threads(1)
+    module = made(modules.GAN if manual else Ranks)
+    _, result = under_ours(module, max_epochs=1, strategy="ddp")
+    return weights_of(module).tolist(), result.progress.skipped, result.progress.updates
+
+
+def test_a_rank_whose_step_returns_none_weighs_nothing() -> None:
+    (weights, skipped, updates), (others, _, _) = run_distributed(_skips, False, timeout=180)
+    assert weights == others
+    assert (skipped, updates) == (0, 3)
+    module = made(Ranks)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    x, y = modules.loader().dataset.tensors
+    # Two ranks with 4 samples each, at last 2 and 0; of the second update the second rank's part is left out.
+    for part in (slice(0, 8), slice(8, 12), slice(16, 22)):
+        F.cross_entropy(module.net(x[part]), y[part]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.allclose(weights_of(module), torch.tensor(weights).double(), rtol=0, atol=1e-6)
+
+
+def test_manual_optimization_on_two_ranks_keeps_them_equal() -> None:
+    (weights, _, updates), (others, _, _) = run_distributed(_skips, True, timeout=180)
+    assert weights == others
+    assert updates == 3
+
+
+class _Stop:
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_step_end(self, run: Any) -> None:
+        if run.progress.updates == self.at:
+            run.stop("interrupted")
+
+
+@pytest.mark.parametrize("kind", modules.MODULES, ids=lambda kind: kind.__name__)
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(kind: Any, tmp_path: Path) -> None:
+    saves = CheckpointConfig(every="1 step", keep_last=1, best=0)
+    whole, resumed = made(kind), made(kind)
+    values, _ = under_ours(whole, max_epochs=3, checkpoint=saves, run_dir=tmp_path / "whole")
+    at = 9 if kind is not modules.Skipping else 6
+    parts = {"checkpoint": saves, "run_dir": tmp_path / "parts"}
+    before, _ = under_ours(made(kind), max_epochs=3, callbacks=[_Stop(at)], **parts)
+    after, _ = under_ours(resumed, max_epochs=3, resume="auto", **parts)
+    assert torch.equal(weights_of(whole), weights_of(resumed))
+    joined = {name: [*before.get(name, []), *after.get(name, [])] for name in before.keys() | after.keys()}
+    unequal = {name: each for name, each in values.items() if joined[name] != each}
+    # What a module collects in lists of its own is in no checkpoint.
+    assert unequal.keys() <= ({"train_steps"} if kind is modules.Segmenter else set())
+    if kind is modules.Finetuning:
+        assert resumed.best == whole.best
+
+
+class Recording(pl.LightningModule):
+    """Notes each of its hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = modules.body()
+        self.calls: list[str] = []
+
+    def note(self, name: str) -> None:
+        trainer = self._trainer
+        where = "" if trainer is None else f" {self.current_epoch} {self.global_step}"
+        self.calls.append(name + where)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.note(f"training_step {batch_idx}")
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.note(f"validation_step {batch_idx}")
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.note(f"test_step {batch_idx}")
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        self.note(f"predict_step {batch_idx}")
+        return batch[1]
+
+    def configure_optimizers(self) -> Any:
+        self.calls.append("configure_optimizers")
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        optimizer.step(closure=optimizer_closure)
+        self.note(f"optimizer_step {epoch} {batch_idx}")
+
+
+def _noting(name: str) -> Callable[..., None]:
+    def hook(self: Any, *arguments: Any, **options: Any) -> None:
+        indices = [each for each in arguments if type(each) is int]
+        self.note(
+            " ".join(
+                map(str, [name, *indices, *(str(getattr(each, "value", each)) for each in options.values())])
+            )
+        )
+
+    return hook
+
+
+_NOTED = [
+    f"on_{stage}{at}" for stage in ("train", "validation", "test", "predict") for at in ("_start", "_end")
+]
+_NOTED += [each.replace("_start", "_epoch_start").replace("_end", "_epoch_end") for each in _NOTED]
+_NOTED += [
+    f"on_{stage}_batch_{at}"
+    for stage in ("train", "validation", "test", "predict")
+    for at in ("start", "end")
+]
+_NOTED += ["on_fit_start", "on_fit_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"]
+_NOTED += ["on_before_optimizer_step", "prepare_data", "setup", "teardown", "configure_model"]
+for _name in _NOTED:
+    setattr(Recording, _name, _noting(_name))
+
+
+def _lr_scheduler_step(self: Any, scheduler: Any, metric: Any) -> None:
+    scheduler.step()
+    self.note("lr_scheduler_step")
+
+
+def _configure_gradient_clipping(self: Any, optimizer: Any, **_: Any) -> None:
+    self.note("configure_gradient_clipping")
+
+
+Recording.lr_scheduler_step = _lr_scheduler_step
+Recording.configure_gradient_clipping = _configure_gradient_clipping
+
+# In Lightning training_step, backward and their hooks run inside of the optimizer's step, and so inside of
+# optimizer_step. Each hook still comes in the same order.
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_hooks_come_in_lightnings_order(accumulation: int) -> None:
+    theirs, ours = made(Recording), made(Recording)
+    under_lightning(theirs, max_epochs=2, accumulate_grad_batches=accumulation)
+    under_ours(ours, max_epochs=2, gradient_accumulation_steps=accumulation)
+    assert ours.calls == theirs.calls
+
+
+@pytest.mark.parametrize("verb", ["validate", "test", "predict"])
+def test_hooks_of_evaluations_come_in_lightnings_order(verb: str) -> None:
+    theirs, ours = made(Recording), made(Recording)
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    getattr(pl.Trainer(accelerator="cpu", devices=1, **options), verb)(theirs, modules.loader())
+    getattr(Trainer(strategy="cpu", progress_bar=False), verb)(as_task(ours), modules.loader())
+    assert ours.calls == theirs.calls
+
+
+def test_evaluations_and_predictions_give_lightnings_values() -> None:
+    module = made(modules.Classifier)
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    other = pl.Trainer(accelerator="cpu", devices=1, **options)
+    (theirs,) = other.test(module, modules.loader(), verbose=False)
+    expected = other.predict(module, modules.loader())
+    trainer = Trainer(strategy="cpu", progress_bar=False)
+    assert trainer.test(as_task(module), modules.loader()) == pytest.approx(theirs, abs=1e-6)
+    predicted = trainer.predict(as_task(module), modules.loader())
+    assert all(torch.equal(one, two) for one, two in zip(predicted, expected, strict=True))
+    with pytest.raises(RuntimeError, match="not attached to a"):
+        _ = module.trainer  # the module is as it was
+    assert "log" not in vars(module)
+
+
+def test_names_of_the_module_steer_early_stopping_and_checkpoints(tmp_path: Path) -> None:
+    class Plateaus(modules.OneCycle):
+        def on_validation_epoch_end(self) -> None:
+            self.outputs.clear()
+            self.log("val_score", float(min(self.current_epoch, 2)))
+
+    module = made(Plateaus)
+    _, result = under_ours(
+        module,
+        max_epochs=10,
+        run_dir=tmp_path,
+        checkpoint=CheckpointConfig(every="1 epoch", best=1, by="val_score", mode="max"),
+        callbacks=[EarlyStopping("val_score", mode="max", patience=2)],
+    )
+    assert result.progress.epoch == 5
+    assert result.best_checkpoint.endswith("update-00000018")  # the first with the best value
+    again = LightningTask.from_checkpoint(tmp_path, module=made(Plateaus))
+    assert torch.equal(weights_of(again.module), weights_of(module))
+
+
+def _overriding(name: str, method: Any = lambda self, *_, **__: None) -> Any:
+    return type("Net", (modules.OneCycle,), {name: method})()
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("backward", "manual_backward"),
+        ("configure_callbacks", "callbacks="),
+        ("transfer_batch_to_device", "to\\(device\\)"),
+        ("on_before_batch_transfer", "collate_fn"),
+        ("validation_epoch_end", "on_validation_epoch_end"),
+        ("training_step_end", "end of training_step"),
+        ("on_validation_model_eval", "modes"),
+        ("log", "another name"),
+        ("manual_backward", "belongs to the run"),
+    ],
+)
+def test_what_is_never_called_is_refused_by_name(name: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=f"Net overrides what is never called here: {name} .*{what}"):
+        as_task(_overriding(name))
+
+
+def test_what_cannot_be_a_task_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"as_task takes a LightningModule .*not a Linear"):
+        as_task(nn.Linear(1, 1))
+    with pytest.raises(ConfigError, match=r"not the class OneCycle: as_task\(OneCycle\(...\)\)"):
+        as_task(modules.OneCycle)
+    with pytest.raises(ConfigError, match="parameter 'dataloader_iter'"):
+        as_task(_overriding("training_step", lambda self, dataloader_iter: None))
+    manual = type("Manual", (modules.GAN,), {"optimizer_step": lambda self, *_: None})()
+    with pytest.raises(ConfigError, match=r"optimizer_step .it is called in automatic optimization only"):
+        as_task(manual)
+
+
+def _ends(match: str, module: Any, error: Any = ConfigError, **options: Any) -> None:
+    with pytest.raises(error, match=match):
+        under_ours(module, max_epochs=1, **options)
+
+
+def test_what_a_run_cannot_serve_is_refused() -> None:
+    _ends(
+        "gradient_accumulation_steps would have no effect", made(modules.GAN), gradient_accumulation_steps=2
+    )
+    _ends("max_grad_norm and max_grad_value would have no effect", made(modules.GAN), max_grad_norm=1.0)
+    _ends("micro_batch runs parts", made(modules.OneCycle), micro_batch=2)
+    _ends(
+        "'lightning_module'|has no 'strategy' here",
+        _overriding("on_fit_start", lambda self: self.trainer.strategy),
+        AttributeError,
+    )
+    _ends("returned -1", _overriding("on_train_batch_start", lambda self, batch, batch_idx: -1))
+    _ends("watches 'nothing', which was not logged. Logged: ", _plateau())
+    _ends("reduce_fx='median'", _logging(reduce_fx="median"))
+    _ends("one number, not a tensor of shape", _logging(torch.ones(2)))
+    _ends("was given a str", _logging("high"))
+    _ends("logs nothing", _logging(on_step=False, on_epoch=False))
+
+
+def _plateau() -> Any:
+    def configure(self: Any) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
+            "monitor": "nothing",
+        }
+
+    return _overriding("configure_optimizers", configure)
+
+
+def _logging(value: Any = 1.0, **options: Any) -> Any:
+    def step(self: Any, batch: Any, batch_idx: int) -> Any:
+        self.log("value", value, **options)
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    return _overriding("training_step", step)
+
+
+def _sharded(kind: str) -> str:
+    torch.set_num_threads(1)
+    module = made(modules.GAN if kind == "manual" else modules.Classifier)
+    _, result = under_ours(module, max_epochs=1, strategy="fsdp")
+    return str(result.progress.updates)
+
+
+def test_a_sharded_run_trains_a_module_and_refuses_manual_optimization() -> None:
+    assert run_distributed(_sharded, "automatic", timeout=240) == ["3", "3"]
+    with pytest.raises(RuntimeError, match=r"cannot run: it steps them|strategy 'fsdp' cannot run"):
+        run_distributed(_sharded, "manual", timeout=240)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda first, _: first,
+        lambda first, _: [first],
+        lambda first, _: (first,),
+        lambda first, schedule: [[first], [schedule]],
+        lambda first, schedule: ([first], schedule),
+        lambda first, schedule: {"optimizer": first, "lr_scheduler": schedule},
+        lambda first, schedule: {
+            "optimizer": first,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        },
+        lambda first, schedule: [
+            {"optimizer": first, "lr_scheduler": {"scheduler": schedule, "frequency": 2}}
+        ],
+    ],
+)
+def test_every_form_of_configure_optimizers_gives_lightnings_rates(form: Any) -> None:
+    rates: list[list[float]] = []
+
+    def configure(self: Any) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return form(optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
+
+    def note(self: Any, *_: Any) -> None:
+        rates[-1].append(self.optimizers().param_groups[0]["lr"])
+
+    kind = type("Net", (modules.WarmUp,), {"configure_optimizers": configure, "on_train_batch_end": note})
+    for name in ("optimizer_step", "configure_gradient_clipping", "lr_scheduler_step"):
+        setattr(kind, name, getattr(pl.LightningModule, name))
+    for run in (under_lightning, under_ours):
+        rates.append([])
+        run(made(kind), max_epochs=3)
+    assert rates[0] == rates[1]
+
+
+def test_partial_optimizers_are_given_the_trained_parameters() -> None:
+    partial = functools.partial(torch.optim.SGD, lr=0.1)
+    module = made(type("Net", (modules.Skipping,), {"configure_optimizers": lambda self: partial}))
+    before = weights_of(module)
+    under_ours(module, max_epochs=1)
+    assert not torch.equal(before, weights_of(module))
