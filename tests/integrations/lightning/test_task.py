@@ -27,7 +27,7 @@ from tests.integrations.lightning.equality import (  # noqa: E402
     weights_of,
 )
 
-from drivetrain.integrations.lightning import LightningTask, as_task  # noqa: E402
+from drivetrain.integrations.lightning import LightningTask, as_data, as_task  # noqa: E402
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore::Warning")]
 
@@ -301,6 +301,37 @@ def test_names_of_the_module_steer_early_stopping_and_checkpoints(tmp_path: Path
     assert result.best_checkpoint.endswith("update-00000018")  # the first with the best value
     again = LightningTask.from_checkpoint(tmp_path, module=made(Plateaus))
     assert torch.equal(weights_of(again.module), weights_of(module))
+
+
+class Data(pl.LightningDataModule):
+    def setup(self, stage: str) -> None:
+        self.stages = [*getattr(self, "stages", []), stage]
+
+    def train_dataloader(self) -> Any:
+        return modules.loader()
+
+    def val_dataloader(self) -> Any:
+        return modules.loader(9, 1)
+
+
+class ReadsItsData(modules.Classifier):
+    def configure_optimizers(self) -> Any:
+        self.stages = list(self.trainer.datamodule.stages)
+        self.batches = self.trainer.num_training_batches
+        return super().configure_optimizers()
+
+
+def test_a_data_module_is_set_up_and_shown() -> None:
+    theirs, ours = made(ReadsItsData), made(ReadsItsData)
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    pl.Trainer(accelerator="cpu", devices=1, max_epochs=2, **options).fit(theirs, datamodule=Data())
+    trainer = Trainer(
+        strategy="cpu", max_epochs=2, checkpoint=False, loggers=(), progress_bar=False, sanity_validation=2
+    )
+    trainer.fit(as_task(ours), as_data(Data()))
+    assert ours.stages == theirs.stages == ["fit"]
+    assert ours.batches == 6  # Lightning does not know it yet
+    assert torch.equal(weights_of(theirs), weights_of(ours))
 
 
 def _overriding(name: str, method: Any = lambda self, *_, **__: None) -> Any:

@@ -16,6 +16,7 @@ from drivetrain.callbacks.progress_bar import ProgressBar
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.types import Batch
 from drivetrain.data.batch import map_tensors
+from drivetrain.distributed.processes import once_per_machine
 from drivetrain.engine.metrics.declared import DeclaredMetrics
 from drivetrain.engine.placeholder import has_zero_weight
 from drivetrain.integrations.lightning.kinds import is_kind, is_overridden
@@ -127,7 +128,7 @@ class ModuleHooks(ModuleState, Callback):
 
     def _set_up(self) -> None:
         if (prepare := self.hook("prepare_data")) is not None:
-            prepare()
+            once_per_machine(prepare, once=not self.module.prepare_data_per_node)
         if (setup := self.hook("setup")) is not None:
             setup(stage=self.verb)
         if (configure := self.hook("configure_model")) is not None:

@@ -69,6 +69,10 @@ class LightningTask(TaskModule):
         """Run the module's forward."""
         return self.module(*args, **kwargs)
 
+    def take_data_module(self, data_module: Any) -> None:
+        """Show a data module as `self.trainer.datamodule`; `as_data` calls it when a run begins."""
+        self.datamodule = data_module
+
     def run_callbacks(self, stage: str) -> Sequence[Any]:
         """Set the module up for a run, and return the callback that calls its hooks."""
         hooks = ModuleHooks(self, self.module, stage)
