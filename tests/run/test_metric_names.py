@@ -180,7 +180,7 @@ def test_two_values_of_one_name_are_refused(
 def test_a_name_is_a_text() -> None:
     class Nameless(Regression):
         def metric_name(self, stage: str, loader: str | None, name: str) -> Any:
-            return None
+            return 0
 
-    with pytest.raises(ConfigError, match=r"Nameless\.metric_name gave None for 'loss' of train"):
+    with pytest.raises(ConfigError, match=r"Nameless\.metric_name gave 0 for 'loss' of train"):
         quiet(max_epochs=1).fit(Nameless(), pairs(4))
