@@ -291,6 +291,8 @@ def test_a_stream_is_padded_and_resumes_where_it_was(tmp_path: Path, monkeypatch
 def test_an_argument_without_effect_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         task("bert, classes", **options)
+    with pytest.raises(ConfigError, match="give it as processing_class"):
+        task("gpt2", generate={"stop_strings": ["."]})
     with pytest.raises(ConfigError, match="input embeddings, which a Wav2Vec2ForCTC does not have"):
         task("wav2vec2", neftune_alpha=5)
 
@@ -361,6 +363,31 @@ def test_a_rebuilt_model_has_transformers_own_class_and_all_of_its_configuration
     assert again.model.generation_config.top_k == 7
     assert again.label_smoothing == 0.1
     assert again.generation.max_new_tokens == 3
+
+
+@pytest.mark.full
+def test_a_task_is_rebuilt_without_the_functions_that_its_arguments_belong_to(tmp_path: Path) -> None:
+    def metrics(given: Any, compute_result: bool) -> dict[str, float]:
+        return {}
+
+    def loss(outputs: Any, labels: Any, num_items_in_batch: Any) -> Any:
+        return torch.nn.functional.cross_entropy(outputs.logits, labels)
+
+    made = task(
+        "bert, classes",
+        compute_metrics=metrics,
+        batch_eval_metrics=True,
+        include_for_metrics=["loss"],
+        compute_loss_func=loss,
+        label_names=["kind"],
+    )
+    samples = [{"input_ids": each["input_ids"], "kind": each["labels"]} for each in rows("bert, classes", 4)]
+    quiet(max_steps=1, run_dir=tmp_path, checkpoint=True).fit(made, [padded(samples)])
+    again = TransformersTask.from_checkpoint(tmp_path)
+    assert again.batch_eval_metrics
+    assert again.columns.labels == ("kind",)
+    with pytest.raises(ConfigError, match="label_names has 'kind'"):
+        task("bert, classes", label_names=["kind"])
 
 
 @pytest.mark.full

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
@@ -63,6 +65,18 @@ from drivetrain.task.stored import pack_hparams
 from drivetrain.task.task import TaskModule
 
 _LOG = logger(__name__)
+
+_REBUILDS: ContextVar[bool] = ContextVar("rebuilds", default=False)
+"""Whether tasks are made by `from_checkpoint`, which lacks the functions that other arguments belong to."""
+
+
+@contextmanager
+def _rebuilding() -> Iterator[None]:
+    token = _REBUILDS.set(True)
+    try:
+        yield
+    finally:
+        _REBUILDS.reset(token)
 
 
 class TransformersTask(TaskModule):
@@ -163,7 +177,9 @@ class TransformersTask(TaskModule):
         )
         self.metrics_memory = count("metrics_memory", metrics_memory)
         check_compute_metrics(compute_metrics, batch_eval_metrics, include_for_metrics)
-        if compute_metrics is None and type(self).evaluation_reader is TransformersTask.evaluation_reader:
+        has_own_reader = type(self).evaluation_reader is not TransformersTask.evaluation_reader
+        is_rebuilt = _REBUILDS.get()
+        if compute_metrics is None and not has_own_reader and not is_rebuilt:
             check_unused(
                 {
                     "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
@@ -172,12 +188,15 @@ class TransformersTask(TaskModule):
                 }
             )
         self.generation = generation_config(generate, base)
+        finds_strings = self.generation is not None and self.generation.stop_strings
+        if finds_strings and processing_class is None and not is_rebuilt:
+            raise ConfigError("stop_strings are found by the tokenizer: give it as processing_class")
         self.columns = Columns(base, label_names, not remove_unused_columns)
         if compute_loss_func is not None and label_smoothing:
             raise ConfigError(
                 "compute_loss_func replaces the loss, so that label_smoothing has no effect: give one of them"
             )
-        if compute_loss_func is None and self._has_model_loss():
+        if compute_loss_func is None and self._has_model_loss() and not is_rebuilt:
             self.columns.check_labels()
         added = {"use_cache": False} if base is self.model else {}
         self._added_columns = [
@@ -421,7 +440,7 @@ class TransformersTask(TaskModule):
         the checkpoint leaves out, such as the base of an adapter, are loaded by their recorded name and
         revision, and compared. See `TaskModule.from_checkpoint` for arguments and errors.
         """
-        with torch.random.fork_rng(devices=()):
+        with torch.random.fork_rng(devices=()), _rebuilding():
             if path is not None and "model" not in overrides:
                 base = base_of_checkpoint(path)
                 overrides |= {} if base is None else {"model": base}
