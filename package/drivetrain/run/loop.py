@@ -310,7 +310,9 @@ def _evaluate_loader(
             micro_batch.is_placeholder
         ):  # this rank has no samples left; of a sharded model all run every forward
             if sharded:
+                run.evaluation.is_placeholder = True
                 step(micro_batch, number)
+                run.evaluation.is_placeholder = False
             if reader is not None:
                 _pass_on(run, reader, records)
             continue
@@ -359,6 +361,7 @@ def predict(run: Run, feed: Feed) -> Generator[Any, None, None]:
         run.call(run.hooks.on_evaluation_start)
         for number, micro_batch in enumerate(feed.micro_batches()):
             mine, evaluation.batch = None, number
+            evaluation.is_placeholder = micro_batch.is_placeholder
             if sharded or not micro_batch.is_placeholder:
                 if splitter is None:
                     seed(number)

@@ -28,6 +28,8 @@ class Evaluation:
         samples: The samples that this rank has read so far.
         seconds: The time that the loader's pass took, once it has ended.
         passes: The passes over the loaders, once all have ended; each has the values of its loader.
+        is_placeholder: Whether this rank has no samples left, and runs a step on another rank's because the
+            model is sharded. What that step gives is dropped.
         is_sanity_check: Whether it is the short validation before training, whose values are dropped.
     """
 
@@ -38,6 +40,7 @@ class Evaluation:
     samples: int = 0
     seconds: float = 0.0
     passes: Sequence[Evaluation] = ()
+    is_placeholder: bool = False
     is_sanity_check: bool = False
 
 

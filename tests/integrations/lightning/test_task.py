@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 from torch.nn import functional as F
 
@@ -424,6 +425,32 @@ def test_a_sharded_run_trains_a_module_and_refuses_manual_optimization() -> None
     assert run_distributed(_sharded, "automatic", timeout=240) == ["3", "3"]
     with pytest.raises(RuntimeError, match=r"cannot run: it steps them|strategy 'fsdp' cannot run"):
         run_distributed(_sharded, "manual", timeout=240)
+
+
+class Counting(modules.Classifier):
+    """Counts the samples that it validates on, by a sum and by a torchmetrics object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted = torchmetrics.SumMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self(batch[0])
+        self.counted.update(len(batch[0]))
+        self.log("counted", self.counted)
+        self.log("summed", float(len(batch[0])), reduce_fx="sum", on_epoch=True)
+
+
+def _counted(strategy: str) -> dict[str, float]:
+    torch.set_num_threads(1)
+    trainer = Trainer(strategy=strategy, progress_bar=False)
+    return trainer.validate(as_task(made(Counting)), modules.loader(9, 1, 4))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_an_evaluation_counts_each_sample_once_where_a_rank_has_fewer_batches(strategy: str) -> None:
+    for values in run_distributed(_counted, strategy, timeout=240):
+        assert (values["counted"], values["summed"]) == (9.0, 9.0)
 
 
 @pytest.mark.parametrize(

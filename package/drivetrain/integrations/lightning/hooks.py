@@ -321,10 +321,11 @@ class ModuleHooks(ModuleState, Callback):
             return self._loss(self._step(batch, self._index) if self._takes_index else self._step(batch))
 
     @contextmanager
-    def _unlogged(self) -> Iterator[None]:
-        """Run the block without a trace in the logs or in torchmetrics objects."""
+    def _unlogged(self, step: str = "training_step") -> Iterator[None]:
+        """Run the block, a step on a placeholder, without a trace in the logs or in torchmetrics objects."""
         kept, self.logs = self.logs, Logs(self.module)
-        self.logs.hook, self.logs.is_batch, self.logs.steps_by_default = "training_step", True, True
+        self.logs.hook, self.logs.is_batch = step, True
+        self.logs.steps_by_default = step == "training_step"
         metrics = self._metrics()
         before = metrics.state_dict()
         try:
@@ -508,14 +509,18 @@ class ModuleHooks(ModuleState, Callback):
         loader = evaluation.loaders.index(run.evaluation.loader) if evaluation.several else 0
         if self._transfer is not None:
             batch = self._transfer(batch, loader)
+        arguments = (batch, index) if evaluation.takes_index else (batch,)
+        arguments += (loader,) if evaluation.several else ()
+        if run.evaluation.is_placeholder:
+            with self._unlogged(f"{run.stage}_step"):
+                return evaluation.step(*arguments)
         logs = self.logs
         logs.loader = loader if evaluation.several else None
         if evaluation.start is not None:
             with self.inside(f"on_{run.stage}_batch_start", batch, is_batch=True), _no_autocast(batch):
                 evaluation.start(batch, index, *((loader,) if evaluation.several else ()))
-        arguments = (batch, index) if evaluation.takes_index else (batch,)
         with self.inside(f"{run.stage}_step", batch, is_batch=True):
-            output = evaluation.step(*arguments, *((loader,) if evaluation.several else ()))
+            output = evaluation.step(*arguments)
         self._evaluated = (output, batch, index)
         return output if run.stage == "predict" else None
 
