@@ -509,7 +509,7 @@ class ModuleHooks(ModuleState, Callback):
         loader = evaluation.loaders.index(run.evaluation.loader) if evaluation.several else 0
         if self._transfer is not None:
             batch = self._transfer(batch, loader)
-        arguments = (batch, index) if evaluation.takes_index else (batch,)
+        arguments: tuple[Any, ...] = (batch, index) if evaluation.takes_index else (batch,)
         arguments += (loader,) if evaluation.several else ()
         if run.evaluation.is_placeholder:
             with self._unlogged(f"{run.stage}_step"):
