@@ -135,7 +135,8 @@ class Returning(Regression):
         ("adamw", "returned a str; allowed are"),
         ({}, "empty mapping"),
         ({1: OptimizerConfig("sgd")}, "name must be a text"),
-        ({"line": lambda params: None}, "given as OptimizerConfig each"),
+        ({"line": "adamw"}, "returned a str for 'line'; allowed are an OptimizerConfig, or a function"),
+        ({"line": lambda params: None}, "it must return an optimizer"),
     ],
 )
 def test_anything_else_is_refused_with_what_is_allowed(configured: Any, message: str) -> None:

@@ -129,9 +129,9 @@ def optimizer_specs(configured: Any) -> dict[str, OptimizerSpec]:
                 raise ConfigError(f"an optimizer's name must be a text, not {name!r}")
             if not isinstance(spec, OptimizerConfig) and not callable(spec):
                 raise ConfigError(
-                    f"configure_optimizers returned a {type(spec).__name__} for {name!r}; several optimizers"
-                    " are given as OptimizerConfig each. For a torch scheduler return a function: `lambda"
-                    " parameters: (optimizer, scheduler)`; it is stepped once per update"
+                    f"configure_optimizers returned a {type(spec).__name__} for {name!r}; allowed are an"
+                    " OptimizerConfig, or a function of the parameters that returns an optimizer or"
+                    " (optimizer, scheduler), the scheduler stepped once per update"
                 )
             specs[name] = spec
         return specs

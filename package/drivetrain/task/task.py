@@ -228,8 +228,8 @@ class TaskModule(nn.Module):
         planned length of the fit is in `self.totals`.
 
         Returns:
-            An `OptimizerConfig`; or a mapping of names to them for several optimizers; or a callable that
-            takes the list of trainable parameters and returns an optimizer or `(optimizer, schedule)`. The
+            An `OptimizerConfig`; or a callable that takes the list of trainable parameters and returns an
+            optimizer or `(optimizer, schedule)`; or a mapping of names to either for several optimizers. The
             schedule is a `torch.optim.lr_scheduler.LRScheduler` stepped once per update.
         """
         return OptimizerConfig("adamw")
