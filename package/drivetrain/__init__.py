@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         NonFiniteDetector,
         ProgressBar,
         Throughput,
+        WeightAverage,
         XLAReport,
     )
     from drivetrain.checkpoint import CheckpointConfig
@@ -86,6 +87,7 @@ _HOMES = {
         "NonFiniteDetector",
         "ProgressBar",
         "Throughput",
+        "WeightAverage",
         "XLAReport",
     ),
     "drivetrain.checkpoint": ("CheckpointConfig",),
@@ -185,6 +187,7 @@ __all__ = [
     "Throughput",
     "Totals",
     "Trainer",
+    "WeightAverage",
     "XLAConfig",
     "XLAFSDPConfig",
     "XLAFSDPv2Config",

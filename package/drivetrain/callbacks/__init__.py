@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.progress_bar import ProgressBar
     from drivetrain.callbacks.summary import ModelSummary, summarize
     from drivetrain.callbacks.throughput import Throughput
+    from drivetrain.callbacks.weight_average import WeightAverage
     from drivetrain.callbacks.xla_report import XLAReport
 else:
     __getattr__, __dir__ = exports(
@@ -36,6 +37,7 @@ else:
             "drivetrain.callbacks.progress_bar": ("ProgressBar",),
             "drivetrain.callbacks.summary": ("ModelSummary", "summarize"),
             "drivetrain.callbacks.throughput": ("Throughput",),
+            "drivetrain.callbacks.weight_average": ("WeightAverage",),
             "drivetrain.callbacks.xla_report": ("XLAReport",),
         },
     )
@@ -55,6 +57,7 @@ __all__ = [
     "NonFiniteDetector",
     "ProgressBar",
     "Throughput",
+    "WeightAverage",
     "XLAReport",
     "summarize",
 ]

@@ -68,6 +68,9 @@ class Callback:
     A callback whose state belongs in a checkpoint also has `state_dict` and `load_state_dict` (see
     `drivetrain.core.types.Stateful`).
 
+    A callback with `saving(run)`, a context manager, changes what a checkpoint holds: the checkpoint is
+    taken inside it.
+
     A callback that does not fit every Trainer also has `check_trainer(trainer, strategy)`, which raises when
     the Trainer is made.
 

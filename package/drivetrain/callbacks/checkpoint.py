@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from drivetrain.callbacks.base import Callback
@@ -154,9 +155,13 @@ class CheckpointSaver(Callback):
             return taken
 
         def save() -> str | None:
-            saved = self.manager.save(
-                progress.updates, progress.epoch, run.metrics, snapshot, resume=resume, keeper=keeper
-            )
+            with ExitStack() as stack:
+                for each in run.callbacks:
+                    if (saving := getattr(each, "saving", None)) is not None:
+                        stack.enter_context(saving(run))
+                saved = self.manager.save(
+                    progress.updates, progress.epoch, run.metrics, snapshot, resume=resume, keeper=keeper
+                )
             return None if self.manager.is_writing else saved.path
 
         bad: NonFiniteError | None = None

@@ -502,7 +502,7 @@ SYNONYMS: dict[str, dict[str, str]] = {
         "DeepSpeedStrategy": "DeepSpeedConfig, for Trainer(strategy=...)",
         "DefaultFlowCallback": "none: the Trainer's intervals are enough",
         "DeviceStatsMonitor": "MemoryReport and Throughput, callbacks",
-        "EMAWeightAveraging StochasticWeightAveraging WeightAveraging": "none: average in a callback's on_step_end; see docs/how-to/callbacks.md",
+        "EMAWeightAveraging StochasticWeightAveraging WeightAveraging": "WeightAverage",
         "EarlyStoppingCallback": "EarlyStopping",
         "FSDPStrategy ModelParallelStrategy": "FSDPConfig, for Trainer(strategy=...)",
         "GradientAccumulationScheduler": "none: gradient_accumulation_steps is one number for a fit",

@@ -208,7 +208,7 @@ def test_a_precision_is_that_of_the_same_numbers(name: str) -> None:
         ({"callbacks": [{"class_path": "x.EarlyStopping"}]}, "LightningCLI makes an object"),
         (
             {"callbacks": [theirs.StochasticWeightAveraging(0.1)]},
-            "callbacks has StochasticWeightAveraging: av",
+            "callbacks has StochasticWeightAveraging: give Trainer",
         ),
         ({"callbacks": [theirs.ModelCheckpoint(), theirs.ModelCheckpoint("a")]}, "has 2 ModelCheckpoints"),
         ({"callbacks": theirs.ModelCheckpoint(), "enable_checkpointing": False}, "checkpoints are off"),

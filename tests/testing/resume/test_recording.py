@@ -25,6 +25,7 @@ from drivetrain.callbacks import (
     NonFiniteDetector,
     ProgressBar,
     Throughput,
+    WeightAverage,
     stragglers,
 )
 from drivetrain.testing import assert_resumable
@@ -51,6 +52,7 @@ def every_callback(pace: type[Throughput] = Throughput) -> list[Any]:
         NonFiniteDetector(),
         ProgressBar(),
         pace(),
+        WeightAverage(decay=0.9),
     ]
 
 

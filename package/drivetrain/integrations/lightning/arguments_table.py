@@ -237,7 +237,10 @@ CALLBACKS: Mapping[str, Row] = {
             "give the policy by drivetrain: dataclasses.replace(trainer, checkpoint=CheckpointConfig(...))",
         ),
         _refused("DeviceStatsMonitor", _MEMORY),
-        _refused("EMAWeightAveraging", "average in a callback's on_step_end; see docs/how-to/callbacks.md"),
+        _refused(
+            "EMAWeightAveraging",
+            "give Trainer(callbacks=[WeightAverage(...)]); see docs/how-to/average-weights.md",
+        ),
         _refused("GradientAccumulationScheduler", "gradient_accumulation_steps is one number for a fit"),
         _refused("LambdaCallback", "use drivetrain.LambdaCallback, whose hooks are each given the run"),
         _refused(
@@ -248,10 +251,14 @@ CALLBACKS: Mapping[str, Row] = {
             "OnExceptionCheckpoint", "signals save and end a fit by Trainer(preemption=True), the default"
         ),
         _refused(
-            "StochasticWeightAveraging", "average in a callback's on_step_end; see docs/how-to/callbacks.md"
+            "StochasticWeightAveraging",
+            "give Trainer(callbacks=[WeightAverage(...)]); see docs/how-to/average-weights.md",
         ),
         _refused("ThroughputMonitor", "use callbacks.Throughput, whose values have other names"),
-        _refused("WeightAveraging", "average in a callback's on_step_end; see docs/how-to/callbacks.md"),
+        _refused(
+            "WeightAveraging",
+            "give Trainer(callbacks=[WeightAverage(...)]); see docs/how-to/average-weights.md",
+        ),
         _refused("SpikeDetection", "use callbacks.LossSpike"),
     )
 }

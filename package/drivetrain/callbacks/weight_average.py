@@ -1,0 +1,344 @@
+"""Averages of the weights over updates: EMA, SWA and LAWA."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.callbacks.base import Callback
+from drivetrain.core.errors import ConfigError, StrategyError
+from drivetrain.core.intervals import Every
+from drivetrain.core.random_streams import shielded
+from drivetrain.core.validation import by_name, count, flag, number, one_of
+
+if TYPE_CHECKING:
+    from drivetrain.run.run import Run
+    from drivetrain.run.settings import Interval, RunSettings
+    from drivetrain.strategies import Strategy
+
+KINDS = ("ema", "swa", "lawa")
+
+_EVERY: dict[str, Interval] = {"ema": "1 step", "swa": "1 epoch", "lawa": "1 epoch"}
+
+_TRAINED = "trained"
+"""The slot of the trained weight in a checkpoint whose weights are the averages."""
+
+_AVERAGE = re.compile(r"average(\d+)")
+"""The slots of the averages."""
+
+
+@by_name
+class WeightAverage(Callback):
+    """Averages the trained weights, and evaluates and saves with the average.
+
+    - "ema", an exponential moving average: ``average = decay average + (1 - decay) weight`` (Polyak and
+      Juditsky, 1992; the form of Tarvainen and Valpola, "Mean teachers", 2017).
+    - "swa", the mean of all weights (Izmailov et al., "Averaging Weights Leads to Wider Optima", 2018).
+    - "lawa", the mean of the last `window` weights (Kaddour, "Stop Wasting My Time!", 2022).
+
+    The first average is the weights at the first point after `start`. Averages are of float32, or of float64
+    for such weights. Each rank averages its own shards. Checkpoints hold the trained weights and the
+    averages, so that a resumed run is bitwise the same.
+
+    With batch norms, "swa" and "lawa" are used at the end of the fit only. The norms' statistics are then
+    renewed by one pass over the training data, as the weights that they belong to were never trained.
+
+    Args:
+        kind: "ema", "swa" or "lawa".
+        decay: The share of the old average in "ema", above 0 and below 1.
+        every: The interval of averaging in steps or whole epochs; None is "1 step" for "ema", else "1 epoch".
+        start: Average from here on, in steps or whole epochs; None from the first update.
+        window: The number of weights in "lawa"; each takes as much memory as the weights.
+        evaluate: Whether the validations of a fit use the average.
+        save: Whether the average is what checkpoints and the finished weights hold as the model. A resume
+            goes on from the trained weights in any case, which such a checkpoint holds beside it; give it the
+            same callback.
+
+    Raises:
+        ConfigError: An argument that is not allowed; or, when a Trainer is made, an `evaluation_precision`.
+        StrategyError: A strategy or an optimizer that keeps weights of its own: DeepSpeed, XLA's sharded
+            ones.
+    """
+
+    def __init__(
+        self,
+        kind: str = "ema",
+        *,
+        decay: float = 0.999,
+        every: Interval | None = None,
+        start: Interval | None = None,
+        window: int = 5,
+        evaluate: bool = True,
+        save: bool = True,
+    ) -> None:
+        self.kind = one_of("kind", kind, KINDS)
+        self.decay = number("decay", decay, above=0)
+        if self.decay >= 1:
+            raise ConfigError(f"decay must be below 1, not {decay}: the average would never change")
+        self.every = _interval("every", _EVERY[kind] if every is None else every)
+        self.start = None if start is None else _interval("start", start)
+        self.window = count("window", window, at_least=1)
+        self.evaluate = flag("evaluate", evaluate)
+        self.save = flag("save", save)
+        self.averaged = 0
+        self._weights: list[nn.Parameter] = []
+        self._averages: list[list[Tensor]] = []
+        self._trained: list[Tensor] | None = None
+        self._only_at_end = self._is_resumed = False
+
+    def check_trainer(self, trainer: RunSettings, strategy: Strategy) -> None:
+        """Check that the weights are parameters that each rank holds whole or as shards.
+
+        Raises:
+            ConfigError: Evaluations store the weights in another precision.
+            StrategyError: The strategy keeps weights of its own.
+        """
+        if trainer.evaluation_precision is not None and self.evaluate:
+            raise ConfigError(
+                "WeightAverage with evaluation_precision: both replace the weights of an evaluation. Leave"
+                " one out, or give WeightAverage(evaluate=False)"
+            )
+        if strategy.name in ("deepspeed", "xla_fsdp", "xla_fsdp_v2"):
+            raise StrategyError(
+                f"WeightAverage with strategy {strategy.name!r}, which keeps weights in buffers of its own."
+                " Use 'ddp' or 'fsdp', or leave the callback out"
+            )
+
+    # The hooks.
+
+    def on_fit_start(self, run: Run) -> None:
+        """Look up the weights that the optimizers train.
+
+        Raises:
+            ConfigError: A batch norm's statistics cannot be renewed.
+            StrategyError: The optimizers train copies of the weights.
+        """
+        if not self._is_resumed:
+            self._averages, self.averaged = [], 0
+        self._is_resumed, self._trained = False, None
+        self._weights = self._of_optimizers(run)
+        if not set(run.task.parameters()).issuperset(self._weights):
+            raise StrategyError(
+                "WeightAverage averages the task's own weights, and the optimizers train copies of them. Use"
+                " another precision or optimizer, or leave the callback out"
+            )
+        norms = self.kind != "ema" and any(_norms(run.task))
+        self._only_at_end = norms
+        if norms and self.save and (run.task.makes_updates or run.engine.interleaved):
+            raise ConfigError(
+                f"WeightAverage({self.kind!r}) renews the statistics of batch norms by the training step, and"
+                f" that of {type(run.task).__name__} is a generator. Use kind='ema', or save=False"
+            )
+
+    def on_step_end(self, run: Run) -> None:
+        """Average, if it is due."""
+        if run.step is not None and run.step.applied and self._is_due(run):
+            self._add()
+
+    def on_evaluation_start(self, run: Run) -> None:
+        """Use the average for a validation of the fit."""
+        if self.evaluate and self._averages and not self._only_at_end and run.train_feed is not None:
+            self._use()
+
+    def on_evaluation_end(self, run: Run) -> None:
+        """Go back to the trained weights."""
+        self._leave()
+
+    @contextmanager
+    def saving(self, run: Run) -> Iterator[None]:
+        """Run the block, which writes a checkpoint, with all that it needs in the optimizers' states."""
+        if not self._averages:
+            yield
+            return
+        was_used = self._trained is not None
+        states = {
+            each: optimizer.state[each] for optimizer in _optimizers(run) for each in _trained_by(optimizer)
+        }
+        if self.save and not self._only_at_end:
+            self._use()
+        try:
+            for place, each in enumerate(self._weights):
+                for index, averages in enumerate(self._averages):
+                    states[each][f"average{index}"] = averages[place]
+                if self._trained is not None:
+                    states[each][_TRAINED] = self._trained[place]
+            yield
+        finally:
+            self._take_slots(run)
+            if not was_used:
+                self._leave()
+
+    def on_checkpoint_loaded(self, run: Run) -> None:
+        """Take over the averages and the trained weights."""
+        found = self._take_slots(run)
+        self._weights = self._of_optimizers(run)
+        self._is_resumed, self._trained = True, None
+        numbers = sorted(int(name[1]) for slot in found if (name := _AVERAGE.fullmatch(slot)))
+        self._averages = [[found[f"average{each}"][weight] for weight in self._weights] for each in numbers]
+        if trained := found.get(_TRAINED):
+            with torch.no_grad():
+                for weight, value in trained.items():
+                    weight.copy_(value)
+
+    def on_fit_end(self, run: Run) -> None:
+        """Make the average the task's weights, unless `save` is False."""
+        if not (self.save and self._averages):
+            return
+        self._use()
+        if self._only_at_end:
+            self._renew_norms(run)
+
+    def on_exception(self, run: Run) -> None:
+        """Go back to the trained weights."""
+        self._leave()
+
+    # The average.
+
+    def _of_optimizers(self, run: Run) -> list[nn.Parameter]:
+        return [each for optimizer in _optimizers(run) for each in _trained_by(optimizer)]
+
+    def _is_due(self, run: Run) -> bool:
+        progress, start = run.progress, self.start
+        ends = bool(run.window.last)
+        epochs = progress.epoch + (1 if ends else 0)
+        if start is not None:
+            before = (
+                progress.updates <= start.amount if start.unit == "steps" else progress.epoch < start.amount
+            )
+            if before:
+                return False
+        if self.every.unit == "steps":
+            return progress.updates % int(self.every.amount) == 0
+        return ends and epochs % int(self.every.amount) == 0
+
+    @torch.no_grad()
+    def _add(self) -> None:
+        """Add the present weights to the average."""
+        if (self.kind == "lawa" and len(self._averages) < self.window) or not self._averages:
+            self._averages.append([_wide(each.detach()).clone() for each in self._weights])
+        else:
+            kept = self._averages[self.averaged % self.window if self.kind == "lawa" else 0]
+            averages, weights = _local(kept), _local([_wide(each) for each in self._weights])
+            if self.kind == "lawa":
+                torch._foreach_copy_(averages, weights)
+            else:
+                share = 1 - self.decay if self.kind == "ema" else 1 / (self.averaged + 1)
+                torch._foreach_lerp_(averages, weights, share)
+        self.averaged += 1
+
+    @torch.no_grad()
+    def _use(self) -> None:
+        """Put the average in the place of the trained weights, which are kept."""
+        if self._trained is not None:
+            return
+        self._trained = [each.detach().clone() for each in self._weights]
+        sums = [each.clone() for each in _local(self._averages[0])]
+        for others in self._averages[1:]:
+            torch._foreach_add_(sums, _local(others))
+        if len(self._averages) > 1:
+            torch._foreach_div_(sums, len(self._averages))
+        torch._foreach_copy_(_local(self._weights), sums)
+
+    @torch.no_grad()
+    def _leave(self) -> None:
+        if self._trained is not None:
+            torch._foreach_copy_(_local(self._weights), _local(self._trained))
+            self._trained = None
+
+    def _take_slots(self, run: Run) -> dict[str, dict[nn.Parameter, Tensor]]:
+        """Remove our slots from the optimizers' states, and return them."""
+        found: dict[str, dict[nn.Parameter, Tensor]] = {}
+        for optimizer in _optimizers(run):
+            for each in _trained_by(optimizer):
+                state = optimizer.state.get(each)
+                if state is None:
+                    continue
+                for slot in [slot for slot in state if slot == _TRAINED or _AVERAGE.fullmatch(slot)]:
+                    found.setdefault(slot, {})[each] = state.pop(slot)
+                if not state:  # optimizers take an empty one for new, and some one that is there for begun
+                    del optimizer.state[each]
+        return found
+
+    @torch.no_grad()
+    def _renew_norms(self, run: Run) -> None:
+        """Make the batch norms' statistics those of the training data under the average."""
+        engine, feed = run.engine, run.train_feed
+        assert feed is not None
+        norms = list(_norms(run.task))
+        momenta = [each.momentum for each in norms]
+        training = run.task.training
+        for each in norms:
+            each.reset_running_stats()
+            each.momentum = None  # a cumulative mean
+        try:
+            run.task.train()
+            with shielded():
+                for micro_batch in feed.micro_batches(run.progress.epoch):
+                    engine.run_step(micro_batch.batch)
+                    run.report_progress()
+        finally:
+            run.task.train(training)
+            for each, momentum in zip(norms, momenta, strict=True):
+                each.momentum = momentum
+        for each in norms:
+            for statistic in (each.running_mean, each.running_var):
+                assert statistic is not None
+                engine.data_ranks.add(statistic).div_(engine.data_ranks.size)
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of weights averaged; the averages are stored with the optimizers' states."""
+        return {"kind": self.kind, "averaged": self.averaged}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            ConfigError: The checkpoint has another kind of average.
+        """
+        if state["kind"] != self.kind:
+            raise ConfigError(
+                f"the checkpoint has averages of WeightAverage({state['kind']!r}), and this run has"
+                f" WeightAverage({self.kind!r}). Resume with the same kind"
+            )
+        self.averaged = int(state["averaged"])
+
+
+def _interval(name: str, value: Interval) -> Every:
+    every = Every(value)
+    if every.unit not in ("steps", "epochs") or every.amount != int(every.amount):
+        raise ConfigError(
+            f"WeightAverage({name}=) takes steps or whole epochs, such as '2 epochs', not {value!r}"
+        )
+    return every
+
+
+def _optimizers(run: Run) -> list[Optimizer]:
+    return [each.optimizer for each in run.engine.updaters.values()]
+
+
+def _trained_by(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def _norms(task: nn.Module) -> Iterator[Any]:
+    for each in task.modules():
+        if isinstance(each, nn.modules.batchnorm._BatchNorm) and each.track_running_stats:
+            yield each
+
+
+def _wide(weight: Tensor) -> Tensor:
+    """Return a weight in the dtype of its average; for use without gradients."""
+    return weight if weight.dtype in (torch.float32, torch.float64) else weight.float()
+
+
+def _local(tensors: Sequence[Any]) -> list[Tensor]:
+    """Return this rank's parts of tensors; for use without gradients."""
+    return [each.to_local() if hasattr(each, "to_local") else each for each in tensors]

@@ -1,0 +1,257 @@
+"""Averages of the weights: their numbers, what evaluates and saves with them, and resumes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.outcome import weights
+from tests.support.tasks import Regression, pairs, quiet
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import update_bn
+from torch.utils.data import DataLoader
+
+from drivetrain import (
+    Callback,
+    CheckpointConfig,
+    ConfigError,
+    OptimizerConfig,
+    Run,
+    StrategyError,
+    WeightAverage,
+)
+from drivetrain.checkpoint.weights.load import load_weights
+from drivetrain.strategies import Strategy
+from drivetrain.testing import run_distributed
+
+
+class Trajectory(Callback):
+    """The trained weights after each update, and what each validation had."""
+
+    def __init__(self) -> None:
+        self.after: list[Tensor] = []
+        self.validated: list[Tensor] = []
+
+    def on_step_end(self, run: Run) -> None:
+        self.after.append(flat(run.task))
+
+    def on_evaluation_step_end(self, run: Run) -> None:
+        self.validated.append(flat(run.task))
+
+
+def flat(task: nn.Module) -> Tensor:
+    return torch.cat([each.detach().flatten().clone() for each in task.parameters()])
+
+
+def expected(kind: str, seen: list[Tensor]) -> Tensor:
+    """The average of weights by hand."""
+    if kind == "swa":
+        return torch.stack(seen).double().mean(0).float()
+    if kind == "lawa":
+        return torch.stack(seen[-2:]).double().mean(0).float()
+    average = seen[0].double()
+    for each in seen[1:]:
+        average = 0.9 * average + 0.1 * each.double()
+    return average.float()
+
+
+@pytest.mark.parametrize("kind", ["ema", "swa", "lawa"])
+@pytest.mark.parametrize(
+    ("points", "kept"),
+    [
+        ({"every": 1}, lambda number: True),
+        ({"every": "2 steps", "start": "3 steps"}, lambda number: number > 3 and number % 2 == 0),
+        ({"every": "1 epoch"}, lambda number: number % 5 == 0),
+        ({"every": "1 epoch", "start": "1 epoch"}, lambda number: number % 5 == 0 and number > 5),
+    ],
+)
+def test_the_average_is_the_papers_and_training_goes_on_as_without(kind: str, points: Any, kept: Any) -> None:
+    plain, seen = Regression(), Trajectory()
+    quiet(max_epochs=3, callbacks=[without := Trajectory()]).fit(plain, pairs(), pairs(4))
+    task = Regression()
+    average = WeightAverage(kind, decay=0.9, window=2, **points)
+    quiet(max_epochs=3, callbacks=[average, seen]).fit(task, pairs(), pairs(4))
+    assert torch.equal(torch.stack(seen.after), torch.stack(without.after))
+    taken = [each for number, each in enumerate(seen.after, 1) if kept(number)]
+    assert average.averaged == len(taken)
+    torch.testing.assert_close(flat(task), expected(kind, taken), rtol=1e-6, atol=1e-7)
+    # The validation after the second epoch.
+    by_then = [each for number, each in enumerate(seen.after[:10], 1) if kept(number)]
+    torch.testing.assert_close(seen.validated[2], expected(kind, by_then), rtol=1e-6, atol=1e-7)
+
+
+def test_by_choice_neither_evaluates_nor_saves_with_it() -> None:
+    plain, seen = Regression(), Trajectory()
+    quiet(max_epochs=2).fit(plain, pairs(), pairs(4))
+    task = Regression()
+    quiet(max_epochs=2, callbacks=[WeightAverage(evaluate=False, save=False), seen]).fit(
+        task, pairs(), pairs(4)
+    )
+    assert weights(task) == weights(plain)
+    assert torch.equal(seen.validated[-1], seen.after[-1])
+
+
+def test_checkpoints_and_finished_weights_hold_the_average(tmp_path: Path) -> None:
+    seen = Trajectory()
+    config = CheckpointConfig(every="1 epoch", best=1, by="validation/loss")
+    trainer = quiet(
+        max_epochs=3, run_dir=tmp_path, checkpoint=config, callbacks=[WeightAverage(decay=0.9), seen]
+    )
+    result = trainer.fit(Regression(), pairs(), pairs(4))
+    average = expected("ema", seen.after)
+    for path in (result.model_path, result.last_checkpoint):
+        stored = load_weights(path)
+        found = torch.cat([stored["line.weight"].flatten(), stored["line.bias"]])
+        torch.testing.assert_close(found, average, rtol=1e-6, atol=1e-7)
+    assert result.best_checkpoint is not None
+    again = quiet().validate(Regression.from_checkpoint(result.best_checkpoint), pairs(4))
+    assert again["validation/loss"] == pytest.approx(result.metrics["validation/loss"], rel=1e-6)
+
+
+def optimizer_named(name: str) -> Any:
+    return OptimizerConfig(name, lr=0.05)
+
+
+def fitted(folder: Path, name: str, kind: str, save: bool, updates: int, resume: bool, **more: Any) -> Any:
+    average = WeightAverage(kind, decay=0.9, window=2, every=2, save=save)
+    task = Regression(optimizer_named(name), dropout=0.2)
+    quiet(
+        max_steps=updates,
+        run_dir=folder,
+        checkpoint=True,
+        validate_every="3 steps",
+        callbacks=[average],
+        **more,
+    ).fit(task, pairs(), pairs(4), resume="auto" if resume else None)
+    return weights(task), average.averaged
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize(("kind", "save"), [("ema", True), ("ema", False), ("swa", True), ("lawa", True)])
+def test_a_resume_is_bitwise(name: str, kind: str, save: bool, tmp_path: Path) -> None:
+    straight = fitted(tmp_path / "straight", name, kind, save, 13, False)
+    for updates in (1, 7):
+        fitted(tmp_path / str(updates), name, kind, save, updates, False)
+        assert fitted(tmp_path / str(updates), name, kind, save, 13, True) == straight
+
+
+def test_another_kind_of_average_is_refused_at_a_resume(tmp_path: Path) -> None:
+    fitted(tmp_path, "sgd", "ema", True, 7, False)
+    with pytest.raises(ConfigError, match="averages of WeightAverage\\('ema'\\)"):
+        fitted(tmp_path, "sgd", "swa", True, 13, True)
+
+
+def _on_a_rank(rank_dir: str, strategy: str, kind: str) -> Any:
+    folder = Path(rank_dir)
+    more = {"strategy": strategy, "devices": 2}
+    straight = _sharded(folder / "straight", kind, 12, False, more)
+    _sharded(folder / "parts", kind, 7, False, more)
+    return straight, _sharded(folder / "parts", kind, 12, True, more)
+
+
+def _sharded(folder: Path, kind: str, updates: int, resume: bool, more: Any, batch_size: int = 2) -> Any:
+    task = Regression(optimizer_named("adamw"))
+    average = WeightAverage(kind, decay=0.9, window=2, every=2)
+    trainer = quiet(
+        max_steps=updates,
+        run_dir=folder,
+        checkpoint=True,
+        validate_every="3 steps",
+        callbacks=[average],
+        **more,
+    )
+    result = trainer.fit(task, pairs(24, batch_size), pairs(4), resume="auto" if resume else None)
+    return weights(task), result.metrics["validation/loss"], flat(task).tolist()
+
+
+@pytest.mark.parametrize("kind", ["ema", "swa", "lawa"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_ranks_have_the_average_of_one_process_and_resume_bitwise(
+    strategy: str, kind: str, tmp_path: Path
+) -> None:
+    first, second = run_distributed(_on_a_rank, str(tmp_path), strategy, kind, timeout=180)
+    assert first == second
+    straight, resumed = first
+    assert straight == resumed
+    _, loss, alone_flat = _sharded(tmp_path / "alone", kind, 12, False, {}, batch_size=4)
+    assert straight[1] == pytest.approx(loss, rel=1e-5)
+    assert straight[2] == pytest.approx(alone_flat, abs=1e-6)
+
+
+class Normed(Regression):
+    """Has a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return super().forward(self.norm(features))
+
+
+def test_batch_norms_are_renewed_at_the_end_and_only_then(tmp_path: Path) -> None:
+    seen, task = Trajectory(), Normed()
+    trainer = quiet(max_epochs=3, run_dir=tmp_path, checkpoint=True, callbacks=[WeightAverage("swa"), seen])
+    result = trainer.fit(task, pairs(), pairs(4))
+    assert torch.equal(seen.validated[-1], seen.after[-1])
+    by_hand = Normed()
+    by_hand.load_state_dict(task.state_dict())
+    features = DataLoader(pairs().dataset.tensors[0], batch_size=2)
+    update_bn(features, by_hand)
+    torch.testing.assert_close(task.norm.running_mean, by_hand.norm.running_mean)
+    torch.testing.assert_close(task.norm.running_var, by_hand.norm.running_var)
+    assert task.norm.momentum == 0.1
+    stored = load_weights(result.model_path)
+    assert torch.equal(stored["norm.running_mean"], task.norm.running_mean)
+
+
+def test_an_error_leaves_the_trained_weights() -> None:
+    seen, task = Trajectory(), Regression()
+
+    class Fails(Regression):
+        def validation_step(self, batch: Any) -> Any:
+            raise ValueError("broken")
+
+    task = Fails()
+    with pytest.raises(ValueError, match="broken"):
+        quiet(max_epochs=1, callbacks=[WeightAverage(decay=0.5), seen]).fit(task, pairs(), pairs(4))
+    assert torch.equal(flat(task), seen.after[-1])
+
+
+def test_weights_of_16_bits_are_averaged_in_float32() -> None:
+    task, seen = Regression(), Trajectory()
+    average = WeightAverage(decay=0.999)
+    quiet(max_steps=5, precision="bf16-true-nearest", callbacks=[average, seen]).fit(task, pairs())
+    assert {each.dtype for each in average._averages[0]} == {torch.float32}
+    assert flat(task).dtype is torch.bfloat16
+    assert F.mse_loss(flat(task).float(), seen.after[0].float()) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kind": "mean"}, "kind"),
+        ({"decay": 1.0}, "below 1"),
+        ({"decay": 0}, "decay"),
+        ({"every": "10 minutes"}, r"WeightAverage\(every=\) takes steps or whole epochs"),
+        ({"every": "0.5 epochs"}, "whole epochs"),
+        ({"window": 0}, "window"),
+        ({"save": 1}, "save"),
+    ],
+)
+def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        WeightAverage(**arguments)
+
+
+def test_what_keeps_weights_of_its_own_is_refused() -> None:
+    class Kept(Strategy):
+        name = "deepspeed"
+
+    with pytest.raises(StrategyError, match="WeightAverage with strategy 'deepspeed', which keeps weights"):
+        WeightAverage().check_trainer(quiet(), Kept)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="evaluation_precision"):
+        quiet(max_steps=1, evaluation_precision="bf16-true", callbacks=[WeightAverage()])
