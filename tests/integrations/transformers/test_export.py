@@ -256,7 +256,7 @@ def test_the_export_of_a_sharded_checkpoint_holds_one_tensor_at_a_time(tmp_path:
     files = list((tmp_path / "large").glob("*.safetensors"))
     assert len(files) == 3
     assert sum(each.stat().st_size for each in files) > 200e6
-    assert int(done.stdout) < 40e6  # the largest tensor has 17 MB
+    assert int(done.stdout) < 100e6  # the largest tensor has 17 MB; pages of mapped files count too
 
 
 @pytest.fixture
