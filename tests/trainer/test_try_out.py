@@ -13,7 +13,7 @@ from tests.support.messages import heard
 from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor
 
-from drivetrain import Callback, EarlyStopping, LossSpike, Run, Trainer
+from drivetrain import Callback, ConfigError, EarlyStopping, LossSpike, Run, Trainer
 from drivetrain.testing import run_distributed
 
 
@@ -174,6 +174,13 @@ def test_by_default_it_is_made_where_it_costs_under_a_hundredth_of_an_epoch() ->
     assert not short(1000, max_steps=100)
     assert not short(1000, iter(list(pairs())))
     assert short(10, sanity_validation=1)
+
+
+def test_data_that_can_be_read_once_is_not_used_up() -> None:
+    once = iter(list(pairs()))
+    with pytest.raises(ConfigError, match="sanity_validation=2 would use up batches of the validation data"):
+        quiet(max_epochs=1, sanity_validation=2).fit(Regression(), pairs(), once)
+    assert len(list(once)) == 5
 
 
 def test_what_reads_a_whole_evaluation_does_not_read_a_part() -> None:

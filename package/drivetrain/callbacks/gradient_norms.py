@@ -35,7 +35,7 @@ class GradientNorms(Callback):
         per_layer: Whether to log each module's norm too.
 
     Raises:
-        StrategyError: When a Trainer is made: DeepSpeed, which keeps gradients of its own.
+        StrategyError: When a Trainer is made: DeepSpeed and "xla_fsdp", which keep gradients of their own.
     """
 
     def __init__(self, *, per_layer: bool = False) -> None:
@@ -55,6 +55,11 @@ class GradientNorms(Callback):
             raise StrategyError(
                 f"GradientNorms with strategy {strategy.name!r}: {strategy.no_value_clipping}. Use strategy"
                 " 'ddp' or 'fsdp', or leave the callback out"
+            )
+        if strategy.name == "xla_fsdp":
+            raise StrategyError(
+                "GradientNorms with strategy 'xla_fsdp', whose shards do not tell which part of a gradient"
+                " they are. Use 'xla_fsdp_v2', or leave the callback out"
             )
 
     def on_fit_start(self, run: Run) -> None:

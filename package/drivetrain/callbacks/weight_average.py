@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.intervals import Every
 from drivetrain.core.random_streams import shielded
 from drivetrain.core.validation import by_name, count, flag, number, one_of
+from drivetrain.task.optim.state import AVERAGE, TRAINED, take_averages
 
 if TYPE_CHECKING:
     from drivetrain.run.run import Run
@@ -25,12 +25,6 @@ if TYPE_CHECKING:
 KINDS = ("ema", "swa", "lawa")
 
 _EVERY: dict[str, Interval] = {"ema": "1 step", "swa": "1 epoch", "lawa": "1 epoch"}
-
-_TRAINED = "trained"
-"""The slot of the trained weight in a checkpoint whose weights are the averages."""
-
-_AVERAGE = re.compile(r"average(\d+)")
-"""The slots of the averages."""
 
 
 @by_name
@@ -128,12 +122,20 @@ class WeightAverage(Callback):
                 "WeightAverage averages the task's own weights, and the optimizers train copies of them. Use"
                 " another precision or optimizer, or leave the callback out"
             )
-        norms = self.kind != "ema" and any(_norms(run.task))
-        self._only_at_end = norms
-        if norms and self.save and (run.task.makes_updates or run.engine.interleaved):
+        self._only_at_end = self.kind != "ema" and any(_norms(run.task))
+        if self._only_at_end and self.save:
+            self._check_renewal(run)
+
+    def _check_renewal(self, run: Run) -> None:
+        feed, reason = run.train_feed, ""
+        if run.engine.interleaved:
+            reason = f"the training step of {type(run.task).__name__} is a generator"
+        elif feed is None or feed.batches_per_epoch is None:
+            reason = "the training data has no known length, so that it may not end or be gone by then"
+        if reason:
             raise ConfigError(
-                f"WeightAverage({self.kind!r}) renews the statistics of batch norms by the training step, and"
-                f" that of {type(run.task).__name__} is a generator. Use kind='ema', or save=False"
+                f"WeightAverage({self.kind!r}) renews the statistics of batch norms by a pass over the"
+                f" training data at the end, and {reason}. Use kind='ema', or save=False"
             )
 
     def on_step_end(self, run: Run) -> None:
@@ -165,9 +167,9 @@ class WeightAverage(Callback):
         try:
             for place, each in enumerate(self._weights):
                 for index, averages in enumerate(self._averages):
-                    states[each][f"average{index}"] = averages[place]
+                    states[each][f"{AVERAGE}{index}"] = averages[place]
                 if self._trained is not None:
-                    states[each][_TRAINED] = self._trained[place]
+                    states[each][TRAINED] = self._trained[place]
             yield
         finally:
             self._take_slots(run)
@@ -179,12 +181,13 @@ class WeightAverage(Callback):
         found = self._take_slots(run)
         self._weights = self._of_optimizers(run)
         self._is_resumed, self._trained = True, None
-        numbers = sorted(int(name[1]) for slot in found if (name := _AVERAGE.fullmatch(slot)))
-        self._averages = [[found[f"average{each}"][weight] for weight in self._weights] for each in numbers]
-        if trained := found.get(_TRAINED):
-            with torch.no_grad():
-                for weight, value in trained.items():
-                    weight.copy_(value)
+        trained = found.pop(TRAINED, {})
+        self._averages = [
+            [found[f"{AVERAGE}{index}"][weight] for weight in self._weights] for index in range(len(found))
+        ]
+        with torch.no_grad():
+            for weight, value in trained.items():
+                weight.copy_(value)
 
     def on_fit_end(self, run: Run) -> None:
         """Make the average the task's weights, unless `save` is False."""
@@ -255,14 +258,8 @@ class WeightAverage(Callback):
         """Remove our slots from the optimizers' states, and return them."""
         found: dict[str, dict[nn.Parameter, Tensor]] = {}
         for optimizer in _optimizers(run):
-            for each in _trained_by(optimizer):
-                state = optimizer.state.get(each)
-                if state is None:
-                    continue
-                for slot in [slot for slot in state if slot == _TRAINED or _AVERAGE.fullmatch(slot)]:
-                    found.setdefault(slot, {})[each] = state.pop(slot)
-                if not state:  # optimizers take an empty one for new, and some one that is there for begun
-                    del optimizer.state[each]
+            for slot, values in take_averages(optimizer).items():
+                found.setdefault(slot, {}).update(values)
         return found
 
     @torch.no_grad()
@@ -295,18 +292,19 @@ class WeightAverage(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of weights averaged; the averages are stored with the optimizers' states."""
-        return {"kind": self.kind, "averaged": self.averaged}
+        return {"kind": self.kind, "window": self.window, "averaged": self.averaged}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned.
 
         Raises:
-            ConfigError: The checkpoint has another kind of average.
+            ConfigError: The checkpoint has another kind of average, or another window.
         """
-        if state["kind"] != self.kind:
+        stored, own = (state["kind"], state["window"]), (self.kind, self.window)
+        if stored[0] != own[0] or (self.kind == "lawa" and stored != own):
             raise ConfigError(
-                f"the checkpoint has averages of WeightAverage({state['kind']!r}), and this run has"
-                f" WeightAverage({self.kind!r}). Resume with the same kind"
+                "the checkpoint has averages of WeightAverage({!r}, window={}), and this run has"
+                " WeightAverage({!r}, window={}). Resume with the same".format(*stored, *own)
             )
         self.averaged = int(state["averaged"])
 

@@ -42,6 +42,7 @@ class Source(ABC):
         name: The data's name, for error messages.
         exact: Whether `count` is exact; an iterable's own length may be a guess.
         stateful: Whether it is resumed by its own state rather than by the position.
+        one_shot: Whether it is an iterator, which can be read once.
         share: The shard of every round that is read here.
         batch_size: The number of samples of a whole batch of one process, if known.
         is_split: Whether each process reads data of its own, rather than its part of common data.
@@ -53,6 +54,7 @@ class Source(ABC):
     name: str
     exact: bool = True
     stateful: bool = False
+    one_shot: bool = False
     share: Share = WHOLE
     batch_size: int | None = None
     is_split: bool = False
@@ -205,7 +207,7 @@ class IterableSource(Source):
         self._restored = False
         self._used_up = False
         self._begun: weakref.ref[Any] | None = None
-        self._one_shot = iter(data) is data if isinstance(data, Iterator) else False
+        self.one_shot = iter(data) is data if isinstance(data, Iterator) else False
 
     def batches(self, epoch: int, position: int) -> Iterator[Fetched]:
         """Yield the batches of an epoch from a position on."""
@@ -214,7 +216,7 @@ class IterableSource(Source):
         return self._all(epoch, position)
 
     def _all(self, epoch: int, position: int) -> Iterator[Fetched]:
-        if self._one_shot and self._used_up:
+        if self.one_shot and self._used_up:
             raise DataError(
                 f"the {self.name} data is an iterator and was used up by an earlier epoch; pass something"
                 " that can be iterated again (a list, a DataLoader, an object with __iter__), or"

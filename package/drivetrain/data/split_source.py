@@ -73,6 +73,7 @@ class SplitSource(Source):
         self._own = own
         self.ranks = ranks
         self._placeholder: Batch | None = None
+        self.one_shot = own.one_shot
         found = ranks.all_gather((own.count(), own.exact, own.stateful))
         counts = [count for count, _, _ in found if count is not None]
         self._rounds = max(counts) if len(counts) == len(found) else None

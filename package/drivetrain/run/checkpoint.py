@@ -23,6 +23,7 @@ from drivetrain.engine.metrics.means import joined_buffers
 from drivetrain.engine.own_loop_checkpoint import optimizer_state, restore_optimizer_state
 from drivetrain.run.imported import restore_imported
 from drivetrain.run.run import Run
+from drivetrain.task.optim.state import TRAINED, take_averages
 from drivetrain.task.stored import pack_hparams
 
 _LOG = logger(__name__)
@@ -131,6 +132,13 @@ def restore(run: Run, snapshot: Snapshot, address: str) -> None:
         raise
     run.engine.set_rates()
     run.call(run.hooks.on_checkpoint_loaded)
+    left = [slot for each in run.engine.updaters.values() for slot in take_averages(each.optimizer)]
+    if TRAINED in left:
+        run.last_checkpoint = before
+        raise CheckpointError(
+            f"the weights of {address} are averages, and a resume needs the trained weights, which are stored"
+            " beside them. Resume with the callback that has saved them: WeightAverage(...)"
+        )
 
 
 def _refuse_past_end(run: Run, address: str) -> None:

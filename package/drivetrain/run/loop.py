@@ -245,8 +245,8 @@ def evaluate(run: Run, stage: str, feeds: Feeds, sanity_batches: int | None = No
         run: The run.
         stage: "validation" or "test".
         feeds: The data by loader name; None for an only one.
-        sanity_batches: Only so many batches of each loader, for the short validation before training. What
-            reads a whole evaluation does not take part.
+        sanity_batches: Only so many batches of each loader, for the short validation before training.
+            A reader of whole evaluations is left out.
 
     Returns:
         Weighted means of the step's values, and the declared metrics, by the names of the task's

@@ -29,7 +29,7 @@ class Evaluation:
         seconds: The time that the loader's pass took, once it has ended.
         passes: The passes over the loaders, once all have ended; each has the values of its loader.
         is_placeholder: Whether this rank has no samples left, and runs a step on another rank's because the
-            model is sharded. What that step gives is dropped.
+            model is sharded. The result of that step is dropped.
         is_sanity_check: Whether it is the short validation before training, whose values are dropped.
     """
 

@@ -445,7 +445,7 @@ _OF_FIT: dict[str, tuple[type, str]] = {
     "totals": (Totals, "the planned length of the fit"),
     "progress": (Progress, "the progress of the fit"),
 }
-"""What a task knows of the fit that trains it, by the name of the attribute."""
+"""The attributes that tell a task of its fit: their types and descriptions."""
 
 
 @contextmanager

@@ -167,6 +167,24 @@ def make_triggers(settings: RunSettings, updates_per_epoch: int | None, validate
     return Triggers(log(every(settings.log_every), updates_per_epoch), validate)
 
 
+def checked_fit_data(settings: RunSettings, train_data: Any, validation_data: Any) -> tuple[Any, Any]:
+    """Return the training and validation data of what `fit` was given, after a check of the settings for it.
+
+    Raises:
+        ConfigError: A data object lacks a method, or settings would not be used.
+    """
+    train_data, validation_data = fit_data(train_data, validation_data)
+    check_settings_used(
+        train_data,
+        validation_data,
+        settings.batch_size,
+        settings.num_workers,
+        settings.evaluation_batch_size,
+        settings.collate,
+    )
+    return train_data, validation_data
+
+
 def build_fit(
     settings: RunSettings,
     task: Any,
@@ -192,15 +210,7 @@ def build_fit(
         engine.closing.enter_context(begun("fit", task, train_data, validation_data))
         callbacks = (*task.run_callbacks("train"), *settings.callbacks)
         states = state_of(train_data)
-        train_data, validation_data = fit_data(train_data, validation_data)
-        check_settings_used(
-            train_data,
-            validation_data,
-            settings.batch_size,
-            settings.num_workers,
-            settings.evaluation_batch_size,
-            settings.collate,
-        )
+        train_data, validation_data = checked_fit_data(settings, train_data, validation_data)
         run, saver = _fit_run(
             settings, engine, task, train_data, validation_data, callbacks, states, resume, body
         )
@@ -388,11 +398,21 @@ def sanity_batches(settings: RunSettings, run: Run) -> int | None:
 
     By default it validates where that is under a hundredth of the batches that it trains on in an epoch, and
     where what it reads can be read again.
+
+    Raises:
+        ConfigError: It is asked for, and the data can be read once.
     """
     feeds = [feed for _, feed in run.evaluation_feeds]
-    if settings.sanity_validation != "auto" or run.train_feed is None:
-        assert not isinstance(settings.sanity_validation, str)
-        return settings.sanity_validation
+    asked = settings.sanity_validation
+    if not isinstance(asked, str) or run.train_feed is None:
+        assert not isinstance(asked, str)
+        once = next((feed.source.name for feed in feeds if feed.source.one_shot), None)
+        if asked is not None and once is not None:
+            raise ConfigError(
+                f"sanity_validation={asked} would use up batches of the {once} data, an iterator that can be"
+                " read once. Give data that can be read again, or sanity_validation=None"
+            )
+        return asked
     trained = run.train_feed.batches_per_epoch
     if run.totals.updates is not None and trained is not None:
         trained = min(trained, run.totals.updates * run.train_feed.accumulation)

@@ -73,7 +73,7 @@ def fit_data(train_data: Any, validation_data: Any) -> tuple[Any, Any]:
 
 @contextmanager
 def begun(verb: str, task: TaskModule, *given: Any) -> Iterator[None]:
-    """Run the block, in which data objects are asked for their data, between their `begin` and `end`.
+    """Call `begin` of the data objects, run the block that asks them for data, and call their `end`.
 
     Args:
         verb: The Trainer's method that was called.

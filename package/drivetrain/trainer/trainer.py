@@ -162,7 +162,7 @@ class Trainer(RunSettings):
             validation shows at once. Nothing of it is kept. The hooks of an evaluation are called, with
             `run.evaluation.is_sanity_check` set; what reads a whole evaluation, such as `compute_metrics`,
             is not. "auto" takes 2 if they are under a hundredth of an epoch's batches, else none; None takes
-            none. A resumed fit has none.
+            none. A resumed fit makes none.
         try_out: A trial: "batches", or a number of them, fits one epoch of one batch (or so many) of each
             loader, begins afresh, and writes nothing: no checkpoints, logs, results or predictions. Other
             verbs take as many. "overfit" trains and validates on the first `limit_train_batches` batches of

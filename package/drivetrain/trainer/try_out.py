@@ -26,7 +26,7 @@ def writes_nothing(settings: RunSettings) -> bool:
 
 
 def as_tried(settings: Settings, verb: str) -> Settings:
-    """Return the settings with which a verb runs, and say what a trial leaves out.
+    """Return the settings that a verb runs with, and tell the user what a trial leaves out.
 
     The settings themselves if it is no trial. A trial saves no checkpoints, and callbacks that need them are
     left out; unless it is "overfit", it runs one epoch of a few batches, and writes no logs either.
@@ -74,7 +74,7 @@ def _fits(callback: Any, settings: RunSettings) -> bool:
 def overfitting(
     settings: RunSettings, engine: Engine, task: TaskModule, train_data: Any, validation_data: Any
 ) -> tuple[RunSettings, Any, Any]:
-    """Return settings and data with which every epoch trains and validates on the same few batches.
+    """Return settings and data that make every epoch train and validate on the same few batches.
 
     They are the first of the training data in its own order, `limit_train_batches` of each process, and stay
     in memory. With named validation loaders, each name has them.

@@ -205,7 +205,7 @@ def test_a_precision_is_that_of_the_same_numbers(name: str) -> None:
         ({"precision": "transformer-engine"}, 'precision="fp8"'),
         ({"precision": "8"}, "precision='8'"),
         ({"gpus": 2}, "Lightning's Trainer has no argument 'gpus'"),
-        ({"callbacks": [{"class_path": "x.EarlyStopping"}]}, "LightningCLI makes an object"),
+        ({"callbacks": [{"class_path": "x.EarlyStopping"}]}, "a description that LightningCLI reads"),
         (
             {"callbacks": [theirs.StochasticWeightAveraging(0.1)]},
             "callbacks has StochasticWeightAveraging: give Trainer",

@@ -427,6 +427,27 @@ def test_a_sharded_run_trains_a_module_and_refuses_manual_optimization() -> None
         run_distributed(_sharded, "manual", timeout=240)
 
 
+def test_a_module_of_the_older_package_trains_alike() -> None:
+    older = pytest.importorskip("pytorch_lightning")
+
+    class Older(older.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = modules.body()
+
+        training_step = modules.Skipping.training_step
+        configure_optimizers = modules.Skipping.configure_optimizers
+
+    module = made(Older)
+    same = made(modules.Skipping)
+    same.net.load_state_dict(module.net.state_dict())
+    found, result = under_ours(module, max_epochs=2)
+    other, _ = under_ours(same, max_epochs=2)
+    assert result.progress.updates > 0
+    assert torch.equal(weights_of(module), weights_of(same))
+    assert found.keys() == other.keys()
+
+
 class Counting(modules.Classifier):
     """Counts the samples that it validates on, by a sum and by a torchmetrics object."""
 

@@ -126,7 +126,7 @@ def test_a_value_that_is_no_number_is_refused() -> None:
 
 def test_a_set_without_labels_is_refused_where_metrics_need_them() -> None:
     unlabelled = [{"pixel_values": each["pixel_values"]} for each in loader("vit", 4)]
-    with pytest.raises(DataError, match="this batch has none: its columns are pixel_values"):
+    with pytest.raises(DataError, match="this batch lacks them: its columns are pixel_values"):
         evaluated("vit", {"labelled": loader("vit", 3), "other": unlabelled})
 
 

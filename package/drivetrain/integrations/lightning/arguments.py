@@ -117,9 +117,9 @@ def from_lightning_arguments(**arguments: Any) -> MappedTrainer:
         trainer.fit(as_task(LitModel()), as_data(LitData()))
 
     Arguments that are left out have Lightning's defaults: 1000 epochs, a validation and a checkpoint after
-    each, the newest of which is kept, and logs for TensorBoard. Of callbacks, `ModelCheckpoint`,
-    `EarlyStopping`, `LearningRateMonitor`, `Timer`, and those that show something, are mapped; drivetrain's
-    own are passed on. docs/reference/lightning-arguments.md lists every argument.
+    each epoch, and logs for TensorBoard. The newest checkpoint is kept. The callbacks `ModelCheckpoint`,
+    `EarlyStopping`, `LearningRateMonitor`, `Timer`, and those that show something, are mapped. Callbacks of
+    drivetrain are passed on. docs/reference/lightning-arguments.md lists every argument.
 
     Args:
         **arguments: Arguments of `lightning.Trainer`.
@@ -238,7 +238,9 @@ def _strategy(given: _Given) -> Any:
         chosen = FSDPConfig(cpu_offload=offload, sync_batchnorm=synchronized)
         return chosen if offload or synchronized else "fsdp"
     if synchronized:
-        raise given.refuse("sync_batchnorm", f"strategy {name!r} has none here; use ddp or fsdp")
+        raise given.refuse(
+            "sync_batchnorm", f"strategy {name!r} does not synchronise batch norms here; use ddp or fsdp"
+        )
     return row.text.strip('"')
 
 

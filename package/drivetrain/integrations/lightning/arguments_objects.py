@@ -45,7 +45,7 @@ def refuse_configuration(name: str, value: Any) -> None:
     for each in value if isinstance(value, (list, tuple)) else [value]:
         if isinstance(each, Mapping) and "class_path" in each:
             raise ConfigError(
-                f"{name} has {dict(each)!r}, of which LightningCLI makes an object. Make it yourself and pass"
+                f"{name} has {dict(each)!r}, a description that LightningCLI reads. Make the object and pass"
                 " it: from_lightning_arguments(callbacks=[EarlyStopping('val_loss')]). The command here is"
                 " `drivetrain fit`"
             )

@@ -55,7 +55,7 @@ class LightningData:
     def begin(self, verb: str, task: Any) -> None:
         """Prepare the data: `prepare_data` in one process of each machine, then `setup` in every one.
 
-        Those of a module with loaders of its own are called by its task.
+        A module with its own loaders is left alone: its task calls both.
 
         Args:
             verb: "fit", "validate", "test" or "predict".
@@ -64,9 +64,7 @@ class LightningData:
         if not self.is_data_module:
             return
         take = getattr(task, "take_data_module", None)
-        if callable(
-            take
-        ):  # a task of `as_task`, whose module finds the data module as self.trainer.datamodule
+        if callable(take):  # of `as_task`; the module finds the data module as self.trainer.datamodule
             take(self.module)
         if is_overridden(self.module, "prepare_data"):
             once_per_machine(self.module.prepare_data, once=not self.module.prepare_data_per_node)

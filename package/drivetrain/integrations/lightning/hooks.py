@@ -147,7 +147,7 @@ class ModuleHooks(ModuleState, Callback):
             if is_kind(each, "LightningModule"):  # nothing public moves this attribute without the tensors
                 vars(each)["_device"] = run.engine.device
 
-    # What the module calls.
+    # The methods that the module calls.
 
     def _log(self, *args: Any, **options: Any) -> None:
         self.logs.log(*args, **options)

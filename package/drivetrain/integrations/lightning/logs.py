@@ -73,7 +73,7 @@ class Entry:
 
 
 class Logs:
-    """What a module logs in one place of the loop: in training, or in an evaluation.
+    """The values that a module logs in one part of the loop: in training, or in an evaluation.
 
     Args:
         module: The module, whose torchmetrics objects are found by their places in it.
@@ -197,12 +197,12 @@ class Logs:
                 " tensor with one number, or a torchmetrics object"
             )
         entry.metric = value
-        # What its forward has returned for this batch; torchmetrics has no public name for it.
+        # The result of its forward for this batch; torchmetrics has no public name for it.
         batch_value = getattr(value, "_forward_cache", None)
         if entry.on_step and isinstance(batch_value, Tensor):
             entry.latest = as_scalar(entry.name, batch_value).clone()
 
-    # What was logged.
+    # The logged values.
 
     def take_latest(self, ranks: Ranks) -> dict[Entry, float]:
         """Return the last values that are logged at log points, and forget them. All ranks call this."""

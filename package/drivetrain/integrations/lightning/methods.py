@@ -32,7 +32,7 @@ _OF_USERS = frozenset(
         *("float", "double", "half", "device", "dtype", "on_gpu"),
     )
 )
-"""What Lightning's Trainer does not call either: the module or its user does."""
+"""The methods that Lightning's Trainer does not call either, but the module or its user."""
 
 _INSTEAD = {
     "backward": "the engine runs backward on what training_step returns. Change the loss there, or gradients"

@@ -1,4 +1,4 @@
-"""What a module's `configure_optimizers` returns: optimizers and schedules, with when each is stepped."""
+"""The optimizers and schedules of a module's `configure_optimizers`, and when each schedule is stepped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a module finds as `self.trainer` and `self.logger`: a small part of Lightning's, read from the run."""
+"""The objects `self.trainer` and `self.logger` of a module: a small part of Lightning's, out of the run."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ class LoggerView:
 
     @property
     def experiment(self) -> Any:
-        """What the logger's own tool offers, such as a run of wandb."""
+        """The object of the logger's own tool, such as a run of wandb."""
         if self._logger is None:
             return Silent()
         found = getattr(self._logger, "experiment", None)

@@ -175,7 +175,7 @@ def from_training_arguments(args: Any, **trainer_options: Any) -> MappedArgument
         **_precision(values),
         **strategy_options(values),
         **_evaluation(values),
-        "sanity_validation": None,  # theirs has none
+        "sanity_validation": None,  # transformers makes no such check
         **_logs(values, loggers=trainer_options.get("loggers")),
         "checkpoint": checkpoint,
         **{name: data[name] for name in ("batch_size", "evaluation_batch_size", "num_workers")},

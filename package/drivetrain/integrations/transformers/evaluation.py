@@ -76,9 +76,9 @@ class MetricsReader:
             predictions = predictions_of(outputs, self._ignored)
         if labels is None and self._needs_labels and self._columns.labels:
             raise DataError(
-                f"compute_metrics gets labels, and this batch has none: its columns are {', '.join(columns)}."
-                f" Labels are {' and '.join(self._columns.labels)}; TransformersTask(label_names=...) names"
-                " others. Use predict for data without labels"
+                "compute_metrics needs labels, and this batch lacks them: its columns are"
+                f" {', '.join(columns)}. Labels are {' and '.join(self._columns.labels)};"
+                " TransformersTask(label_names=...) names others. Use predict for data without labels"
             )
         if self._preprocess is not None:
             predictions = self._preprocess(predictions, labels)

@@ -92,10 +92,10 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def check_embeddings(model: Any) -> None:
-    """Check that a model has input embeddings, to which noise can be added.
+    """Check that a model has input embeddings, so that noise can be added to them.
 
     Raises:
-        ConfigError: It has none.
+        ConfigError: The model lacks them.
     """
     try:
         found = model.get_input_embeddings()

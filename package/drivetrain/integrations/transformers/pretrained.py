@@ -172,8 +172,8 @@ def _dtype_of(model: Any, tensors: TensorSource) -> torch.dtype | None:
 def _as_trained(config: bytes, dtype: torch.dtype | None, present: Any) -> bytes:
     """Return a configuration with what the training has set.
 
-    That is the dtype of the weights, to which `from_pretrained` converts them, and the `problem_type` that a
-    classifier infers from its first labels.
+    That is the dtype of the weights, because `from_pretrained` converts to the configuration's, and the
+    `problem_type` that a classifier infers from its first labels.
     """
     values = json.loads(config)
     trained = {"problem_type": getattr(present, "problem_type", None)}

@@ -338,7 +338,7 @@ class TransformersTask(TaskModule):
         return found if isinstance(found, Tensor) else found.sequences
 
     def _first_step(self, batch: Batch) -> Any:
-        """Make the first step, and record the configuration, in which it may set `problem_type`."""
+        """Make the first step, and record the configuration: the step may set its `problem_type`."""
         output = self._checked_step(batch)
         recorded = self.hparams.get("model")
         if isinstance(recorded, dict):

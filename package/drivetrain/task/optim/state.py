@@ -31,6 +31,12 @@ _COUNTERS = frozenset({"step", "mu_product"})
 MASTER = "master"
 """The slot of the float32 copy of a 16-bit weight, if copies are kept."""
 
+AVERAGE = "weight_average_"
+"""The beginning of the slots of the weights' averages, which a checkpoint has and training does not."""
+
+TRAINED = AVERAGE + "trained"
+"""The slot of the trained weight in a checkpoint whose weights are the averages."""
+
 WEIGHT_UPDATES = "weight_updates"
 """The group setting for updates of 16-bit weights; without it they are rounded to the nearest."""
 
@@ -156,6 +162,20 @@ def load_state_by_name(
                     optimizer.state[parameter] = {
                         slot: _placed(value, slot, parameter, group) for slot, value in slots.items()
                     }
+
+
+def take_averages(optimizer: Optimizer) -> dict[str, dict[nn.Parameter, Tensor]]:
+    """Remove the slots of the weights' averages from an optimizer's state, and return them by slot."""
+    found: dict[str, dict[nn.Parameter, Tensor]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            slots = optimizer.state.get(parameter, {})
+            ours = [each for each in slots if each.startswith(AVERAGE)]
+            for slot in ours:
+                found.setdefault(slot, {})[parameter] = slots.pop(slot)
+            if ours and not slots:  # an optimizer takes a parameter without an entry for a new one
+                del optimizer.state[parameter]
+    return found
 
 
 def _name(parameter: nn.Parameter, names: Mapping[nn.Parameter, str]) -> str:

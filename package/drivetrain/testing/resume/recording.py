@@ -45,7 +45,7 @@ class Recording:
         save_after: Updates after which the killed run is saved; the other runs are saved at their end.
         epoch: Updates in each epoch; None leaves the length of an epoch unchanged.
         fit: The fit of the program to record, counted from 1. Earlier fits run unchanged.
-        module: The module in which the program begins, if other modules than its own may be loaded, as in a
+        module: The program's first module, if other modules than its own may be loaded, as in a
             test; None if all are its own.
     """
 

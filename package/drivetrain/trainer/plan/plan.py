@@ -13,11 +13,10 @@ from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.core.random_streams import preserved
 from drivetrain.core.totals import Totals
 from drivetrain.data import evaluation_sources
-from drivetrain.data.reading import check_settings_used
 from drivetrain.run.settings import RunSettings
 from drivetrain.task.task import known_fit
-from drivetrain.trainer.assembly import check_task, every, planned_totals
-from drivetrain.trainer.data_objects import begun, fit_data
+from drivetrain.trainer.assembly import check_task, checked_fit_data, every, planned_totals
+from drivetrain.trainer.data_objects import begun
 from drivetrain.trainer.plan.conflicts import (
     interval_conflicts,
     length_conflicts,
@@ -133,15 +132,7 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
         DataError: The data is empty or of an unknown kind.
     """
     with preserved(), begun("fit", task := check_task(task), train_data, validation_data):
-        train_data, validation_data = fit_data(train_data, validation_data)
-        check_settings_used(
-            train_data,
-            validation_data,
-            settings.batch_size,
-            settings.num_workers,
-            settings.evaluation_batch_size,
-            settings.collate,
-        )
+        train_data, validation_data = checked_fit_data(settings, train_data, validation_data)
         epoch = Epoch(settings, task, train_data)
         strategy = settings.select_strategy()
         totals = planned_totals(settings, epoch.feed, strategy.world_size)
