@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import typing
 from collections.abc import Collection, Iterable, Mapping
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -143,6 +144,7 @@ def _packed(value: Any) -> Json:
     return packed
 
 
+@cache  # it takes half a millisecond, and every save asks
 def _dataclasses_of(cls: type[nn.Module]) -> dict[str, list[type]]:
     """Return the dataclasses that a constructor's annotations name, alone or in a union, by argument.
 
