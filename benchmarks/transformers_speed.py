@@ -133,7 +133,19 @@ def ours(job: Job, saves: int | None, asynchronous: bool = False) -> None:
     Trainer(max_epochs=1, strategy="cpu", loggers=(), progress_bar=False, **saving).fit(task, job.batches)
 
 
-def theirs(job: Job, saves: int | None, module: Any = transformers) -> None:
+class Synced(transformers.TrainerCallback):
+    """Makes each checkpoint of transformers' Trainer durable, as ours is when `save` returns."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Sync every file, and every directory after what it holds."""
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        for path in [*folder.rglob("*"), folder, folder.parent]:
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+
+
+def theirs(job: Job, saves: int | None, module: Any = transformers, callbacks: Any = ()) -> None:
     """transformers' Trainer."""
     arguments = transformers.TrainingArguments(
         output_dir=str(job.folder / "theirs"), num_train_epochs=1, max_grad_norm=0.0, use_cpu=True,
@@ -151,7 +163,9 @@ def theirs(job: Job, saves: int | None, module: Any = transformers) -> None:
 
     optimizer = job.optimizer(job.net.parameters())
     loader = DataLoader(job.batches, batch_size=None)
-    Made(job.net, arguments, train_dataset=loader, optimizers=(optimizer, None)).train()
+    Made(
+        job.net, arguments, train_dataset=loader, optimizers=(optimizer, None), callbacks=[*callbacks]
+    ).train()
 
 
 CONTESTANTS = {"hand-written": hand, "TransformersTask": ours, "transformers Trainer": theirs}
@@ -222,7 +236,8 @@ def saves_table(options: argparse.Namespace) -> None:
 SAVING: dict[str, Callable[[Job, int | None], None]] = {
     "TransformersTask": ours,
     "TransformersTask, in the background": lambda job, saves: ours(job, saves, asynchronous=True),
-    "transformers Trainer": theirs,
+    "transformers' Trainer": theirs,
+    "transformers' Trainer, its files synced": lambda job, saves: theirs(job, saves, callbacks=[Synced()]),
 }
 
 
@@ -235,7 +250,7 @@ def cost_of_saves(name: str, make: Callable[[], Any] | None, updates: int) -> tu
             gc.collect()
             with redirect_stdout(io.StringIO()):
                 SAVING[name](job, saves)
-        # From the 7th update on: the first checkpoint also makes what later ones reuse. The last is at the end.
+        # From the 7th update on: the first checkpoint makes what later ones reuse; the last is at the end.
         spans.append([end - start for start, end in zip(job.times[6], job.times[updates - 1], strict=True)])
     count = (updates - 1) // 5 - 1
     wall, processor = ((one - other) / count for one, other in zip(*spans, strict=True))
