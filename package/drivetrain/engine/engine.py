@@ -177,7 +177,7 @@ class Engine:
         self.parameters = [p for p in task.parameters() if p.requires_grad]
         for parameter in self.parameters:  # an old gradient would count into the first update
             parameter.grad = None
-        self._moving = [each for each in self.updaters.values() if each.schedule or each.scheduler]
+        self._moving = [each for each in self.updaters.values() if each.follows_updates]
         self.only_updater = next(iter(self.updaters.values()))
         self.splitter = None if micro_batch is None else MicroBatches(micro_batch, self, show)
         self._choose_step()

@@ -230,7 +230,8 @@ class TaskModule(nn.Module):
         Returns:
             An `OptimizerConfig`; or a callable that takes the list of trainable parameters and returns an
             optimizer or `(optimizer, schedule)`; or a mapping of names to either for several optimizers. The
-            schedule is a `torch.optim.lr_scheduler.LRScheduler` stepped once per update.
+            schedule is a `torch.optim.lr_scheduler.LRScheduler` stepped once per update, or a `TorchSchedule`
+            stepped by epoch or with a metric.
         """
         return OptimizerConfig("adamw")
 

@@ -23,11 +23,7 @@ from drivetrain.integrations.lightning.kinds import is_kind, is_overridden
 from drivetrain.integrations.lightning.logs import Entry, Logs
 from drivetrain.integrations.lightning.manual import Manual
 from drivetrain.integrations.lightning.methods import takes
-from drivetrain.integrations.lightning.optimizers import (
-    OptimizerView,
-    read_optimizers,
-    step_schedules,
-)
+from drivetrain.integrations.lightning.optimizers import OptimizerView, read_optimizers
 from drivetrain.integrations.lightning.state import ModuleState
 from drivetrain.integrations.lightning.trainer_view import TrainerView
 from drivetrain.run.run import Run
@@ -393,9 +389,9 @@ class ModuleHooks(ModuleState, Callback):
         """Step schedules, and call `on_train_batch_end` of the window's last batch."""
         assert run.step is not None
         if self.schedules and not self.is_manual and run.step.applied:
-            self._step_schedules("step", self._index, plateau=False)
+            self._step_schedules("steps", self._index, plateau=False)
             if run.window.last:
-                self._step_schedules("epoch", run.progress.epoch + 1, plateau=False)
+                self._step_schedules("epochs", run.progress.epoch + 1, plateau=False)
         if self._batch_end is not None:
             self._end_batch()
         self.loss = None
@@ -407,9 +403,14 @@ class ModuleHooks(ModuleState, Callback):
         self._batch = self._outputs = None
 
     def _step_schedules(self, interval: str, number: int, plateau: bool) -> None:
-        step_schedules(
-            self.module, self.schedules, interval, number, plateau, self.values() if plateau else {}
-        )
+        assert self.run is not None
+        values = self.values() if plateau else {}
+        try:
+            for each in self.schedules:
+                if each.timed is not None and each.reduce_on_plateau == plateau:
+                    each.timed.step(interval, number, values, self.module.lr_scheduler_step)
+        except ConfigError as error:
+            self.run.fail(ConfigError(f"{error} Validate before that, or give the schedule 'strict': False"))
 
     def on_log(self, run: Run) -> None:
         """Add the last values of training to its log points."""
@@ -446,7 +447,7 @@ class ModuleHooks(ModuleState, Callback):
             self._publish(run, values, of_step=False)
             run.log_training()  # a log point of its own, also where this update has had one
         if self.schedules and not self.is_manual:
-            self._step_schedules("epoch", run.progress.epoch, plateau=True)
+            self._step_schedules("epochs", run.progress.epoch, plateau=True)
         self.ended = 0
 
     def on_fit_end(self, run: Run) -> None:
