@@ -10,7 +10,8 @@ import torch
 from tests.integrations.lightning.modules import Segmenter, loader
 
 from drivetrain import Trainer
-from drivetrain.integrations.lightning import as_task
+from drivetrain.integrations.lightning import as_data, as_task
+from drivetrain.integrations.lightning.kinds import is_overridden
 
 
 class Recorder:
@@ -33,10 +34,15 @@ def made(kind: Any) -> Any:
     return kind()
 
 
-def data_of(module: Any) -> tuple[Any, Any]:
+def data_of(module: Any) -> tuple[Any, ...]:
+    """Return what Lightning's `fit` is given after the module: loaders, a data module, or nothing."""
+    if hasattr(module, "data"):
+        return None, None, module.data()
+    if is_overridden(module, "train_dataloader"):
+        return ()
     if isinstance(module, Segmenter):
         return loader(), [loader(9, 1), loader(6, 2)]
-    return loader(), loader(9, 1) if hasattr(type(module), "validation_step") else None
+    return loader(), loader(9, 1) if is_overridden(module, "validation_step") else None
 
 
 def under_lightning(module: Any, **options: Any) -> dict[str, list[float]]:
@@ -57,9 +63,6 @@ def under_lightning(module: Any, **options: Any) -> dict[str, list[float]]:
         def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
 
     recorder = Theirs()
-    train, validation = data_of(module)
-    if not any("validation_step" in vars(kind) for kind in type(module).__mro__[:-8]):
-        validation = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = pl.Trainer(
@@ -73,15 +76,14 @@ def under_lightning(module: Any, **options: Any) -> dict[str, list[float]]:
             log_every_n_steps=1,
             **options,
         )
-        trainer.fit(module, train, validation)
+        trainer.fit(module, *data_of(module))
     return dict(recorder.recorder.values)
 
 
-def under_ours(module: Any, validation: bool = True, resume: str | None = None, **options: Any) -> Any:
+def under_ours(module: Any, resume: str | None = None, **options: Any) -> Any:
     """Fit under ours, and return the logged values and the result."""
-    train, evaluated = data_of(module)
-    if not any("validation_step" in vars(kind) for kind in type(module).__mro__[:-8]):
-        evaluated = None
+    given = data_of(module)
+    train, evaluated = given if len(given) == 2 else (as_data(given[2] if given else module), None)
     if isinstance(evaluated, list):
         evaluated = {f"dataloader_idx_{number}": each for number, each in enumerate(evaluated)}
     recorder = Recorder()

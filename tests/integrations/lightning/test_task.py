@@ -19,6 +19,7 @@ from drivetrain.testing import run_distributed
 
 pl = pytest.importorskip("lightning.pytorch")
 
+from lightning.pytorch import callbacks as theirs_callbacks  # noqa: E402
 from tests.integrations.lightning import modules  # noqa: E402
 from tests.integrations.lightning.equality import (  # noqa: E402
     differences,
@@ -37,6 +38,7 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 # What a module's own trainer logs otherwise, each with the reason.
 EXPLAINED = {
     modules.Skipping: {"loss_step"},  # Lightning logs the value before again where a step returned None
+    modules.WGAN: {"generator_loss"},  # the same, where a step logged nothing
     modules.Finetuning: {"val/loss_step"},  # ours is the last batch's, which has a place among updates
 }
 
@@ -335,6 +337,113 @@ def test_a_data_module_is_set_up_and_shown() -> None:
     assert torch.equal(weights_of(theirs), weights_of(ours))
 
 
+class Divided(pl.LightningDataModule):
+    """Divides the batch among the processes, as the hydra template does, and changes batches."""
+
+    def setup(self, stage: str) -> None:
+        assert self.trainer is not None
+        self.size = 8 // self.trainer.world_size
+
+    def train_dataloader(self) -> Any:
+        return modules.loader(24, 0, self.size)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        assert self.trainer.lightning_module is not None
+        x, y = batch
+        return -x, y
+
+
+def _divided(strategy: str) -> Any:
+    torch.set_num_threads(1)
+    module, data = made(modules.Skipping), Divided()
+    options = {"checkpoint": False, "loggers": (), "progress_bar": False}
+    Trainer(strategy=strategy, max_epochs=2, **options).fit(as_task(module), as_data(data))
+    assert data.trainer is None
+    return weights_of(module).tolist()
+
+
+def test_a_data_module_knows_its_trainer_and_changes_batches() -> None:
+    theirs = made(modules.Skipping)
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    pl.Trainer(accelerator="cpu", devices=1, max_epochs=2, **options).fit(theirs, datamodule=Divided())
+    assert _divided("cpu") == weights_of(theirs).tolist()
+    for weights in run_distributed(_divided, "ddp", timeout=180):
+        assert torch.allclose(weights_of(theirs), torch.tensor(weights).double(), rtol=0, atol=1e-6)
+
+
+def _with_callbacks(*callbacks: Any) -> Any:
+    return type("Net", (modules.Tabular,), {"configure_callbacks": lambda self: list(callbacks)})
+
+
+def test_a_module_brings_its_callbacks() -> None:
+    stopping = theirs_callbacks.EarlyStopping("val_R2Score", mode="max", patience=1, min_delta=10.0)
+    theirs, ours = made(_with_callbacks(stopping)), made(_with_callbacks(stopping, _Stop(11)))
+    under_lightning(theirs, max_epochs=5)
+    _, result = under_ours(ours, max_epochs=5)
+    assert result.progress.updates == 11  # by the callback of ours, in the second epoch
+    again = made(_with_callbacks(stopping, theirs_callbacks.LearningRateMonitor("step")))
+    values, result = under_ours(again, max_epochs=5)
+    assert result.progress.updates == 12
+    assert torch.equal(weights_of(theirs), weights_of(again))
+    assert values["lr"][:12] == [0.05] * 12
+
+
+def test_callbacks_of_a_module_that_have_no_place_are_refused_with_what_to_write(tmp_path: Path) -> None:
+    saver = theirs_callbacks.ModelCheckpoint(tmp_path, monitor="val_R2Score", mode="max", save_top_k=2)
+    _ends(
+        r"Net.configure_callbacks has a ModelCheckpoint.*checkpoint=CheckpointConfig\(every='1 epochs?',"
+        r" keep_last=1, best=2, by='val_R2Score', mode='max', directory=.*leave the ModelCheckpoint out",
+        made(_with_callbacks(saver)),
+    )
+    _ends("has a Timer.*max_time=", made(_with_callbacks(theirs_callbacks.Timer("00:01:00:00"))))
+    swa = theirs_callbacks.StochasticWeightAveraging(0.1)
+    _ends(
+        "Net.configure_callbacks has StochasticWeightAveraging: .*WeightAverage", made(_with_callbacks(swa))
+    )
+    mine = type("Mine", (pl.Callback,), {})()
+    _ends("Net.configure_callbacks has Mine, a subclass of Lightning's Callback", made(_with_callbacks(mine)))
+
+
+def test_a_run_is_named_after_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    logged: list[Any] = []
+
+    class Configuration:
+        def log_metrics(self, metrics: Any, step: int) -> None: ...
+
+        def log_config(self, config: Any) -> None:
+            logged.append(config["task"])
+
+        def close(self) -> None: ...
+
+    trainer = Trainer(
+        strategy="cpu", max_epochs=1, checkpoint=True, loggers=[Configuration()], progress_bar=False
+    )
+    result = trainer.fit(as_task(modules.Classifier(hidden=4)), modules.loader())
+    assert Path(result.last_checkpoint).parts[-3].startswith("Classifier-")
+    (task,) = logged
+    assert task["class"] == "Classifier"
+    assert (task["hparams"]["hidden"], task["hparams"]["lr"]) == (4, 0.1)
+    again = LightningTask.from_checkpoint(result.last_checkpoint, module=modules.Classifier(hidden=4))
+    assert again.hparams["hidden"] == 4
+
+
+def _unfreezing(strategy: str) -> None:
+    torch.set_num_threads(1)
+    under_ours(made(modules.Unfreezing), max_epochs=2, strategy=strategy)
+
+
+def test_a_parameter_that_is_unfrozen_later_is_refused_by_name_where_it_would_not_be_trained() -> None:
+    with pytest.raises(RuntimeError, match=r"'backbone.0.weight' was added to Unfreezing, .*or unfrozen"):
+        run_distributed(_unfreezing, "ddp", timeout=180)
+
+    class WithoutIt(modules.Unfreezing):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.head.parameters(), lr=0.1)
+
+    _ends("'backbone.0.weight' was added to WithoutIt", made(WithoutIt), max_epochs=2)
+
+
 def _overriding(name: str, method: Any = lambda self, *_, **__: None) -> Any:
     return type("Net", (modules.OneCycle,), {name: method})()
 
@@ -343,7 +452,6 @@ def _overriding(name: str, method: Any = lambda self, *_, **__: None) -> Any:
     ("name", "what"),
     [
         ("backward", "manual_backward"),
-        ("configure_callbacks", "callbacks="),
         ("transfer_batch_to_device", "to\\(device\\)"),
         ("on_before_batch_transfer", "collate_fn"),
         ("validation_epoch_end", "on_validation_epoch_end"),
@@ -372,7 +480,7 @@ def test_what_cannot_be_a_task_is_refused() -> None:
 
 def _ends(match: str, module: Any, error: Any = ConfigError, **options: Any) -> None:
     with pytest.raises(error, match=match):
-        under_ours(module, max_epochs=1, **options)
+        under_ours(module, **{"max_epochs": 1, **options})
 
 
 def test_what_a_run_cannot_serve_is_refused() -> None:

@@ -83,6 +83,9 @@ class ModuleHooks(ModuleState, Callback):
         self._step = module.training_step
         self._takes_index = takes(self._step, "batch_idx", 2)
         self._transfer = self.hook("on_after_batch_transfer")
+        data = task.datamodule
+        if data is not None and is_overridden(data, "on_after_batch_transfer"):  # it wins in Lightning too
+            self._transfer = data.on_after_batch_transfer
         self._batch_start = self.hook("on_train_batch_start")
         self._batch_end = self.hook("on_train_batch_end")
         self._before_zero = self.hook("on_before_zero_grad")
@@ -108,6 +111,8 @@ class ModuleHooks(ModuleState, Callback):
         """Give the module `self.trainer`, and the methods that belong to a run."""
         own = vars(self.module)
         self.module.trainer = self._view
+        if self.task.datamodule is not None:
+            self.task.datamodule.trainer = self._view
         own["log"], own["log_dict"] = self._log, self._log_dict
         own["all_gather"] = self._all_gather
         own["optimizers"] = self._optimizers
@@ -254,6 +259,12 @@ class ModuleHooks(ModuleState, Callback):
                 "a ReduceLROnPlateau with interval 'step' is not offered. Use interval 'epoch', with"
                 " validate_every='1 epoch'"
             )
+        if engine.strategy.name == "single":
+            # What is frozen now may be unfrozen in a later epoch, if the module's optimizer has it.
+            of_optimizer = {id(each) for updater in updaters for each in updater.parameters}
+            engine.parameters = [
+                each for each in run.task.parameters() if each.requires_grad or id(each) in of_optimizer
+            ]
         self.call("on_fit_start")
 
     def on_epoch_start(self, run: Run) -> None:
