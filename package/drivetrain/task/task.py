@@ -64,7 +64,8 @@ class TaskModule(nn.Module):
 
     may_skip: bool = False
     """Whether `training_step` may return None: the batch then counts for nothing, and an update whose batches
-    all return None is skipped. With several ranks this costs one exchange of two numbers in each update."""
+    all return None is skipped. With several ranks that are not sharded this costs one exchange of two numbers
+    in each update, during the last backward."""
 
     makes_updates: bool = False
     """Whether `training_step`, a generator without a yield, makes its updates itself by

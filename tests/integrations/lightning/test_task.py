@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +21,20 @@ pl = pytest.importorskip("lightning.pytorch")
 from lightning.pytorch import callbacks as theirs_callbacks  # noqa: E402
 from tests.integrations.lightning import modules  # noqa: E402
 from tests.integrations.lightning.equality import (  # noqa: E402
+    EXPLAINED,
     differences,
     made,
     under_lightning,
     under_ours,
     weights_of,
 )
+from tests.integrations.lightning.recording import Recording  # noqa: E402
 
 from drivetrain.integrations.lightning import LightningTask, as_data, as_task  # noqa: E402
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore::Warning")]
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-
-# What a module's own trainer logs otherwise, each with the reason.
-EXPLAINED = {
-    modules.Skipping: {"loss_step"},  # Lightning logs the value before again where a step returned None
-    modules.WGAN: {"generator_loss"},  # the same, where a step logged nothing
-    modules.Finetuning: {"val/loss_step"},  # ours is the last batch's, which has a place among updates
-}
 
 
 @pytest.mark.parametrize("kind", modules.MODULES, ids=lambda kind: kind.__name__)
@@ -83,7 +77,10 @@ def _on_two_ranks(kind: Any) -> tuple[Any, Any]:
     return values, weights_of(module).tolist()  # a tensor's memory would end with its process
 
 
-@pytest.mark.parametrize("kind", [modules.Classifier, modules.Template, modules.Autoencoder, modules.WarmUp])
+_ON_TWO_RANKS = ["Classifier", "Template", "Autoencoder", "WarmUp", "OneCycle", "Finetuning"]
+
+
+@pytest.mark.parametrize("kind", [getattr(modules, name) for name in _ON_TWO_RANKS])
 def test_two_ranks_equal_lightning_with_the_double_batch(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     monkeypatch.setattr(modules.loader, "__defaults__", (24, 0, 4))
     (values, weights), (others, other_weights) = run_distributed(_on_two_ranks, kind, timeout=180)
@@ -173,82 +170,6 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(kind: Any, tmp_path: Pat
     if kind is modules.Finetuning:
         assert resumed.best == whole.best
 
-
-class Recording(pl.LightningModule):
-    """Notes each of its hooks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = modules.body()
-        self.calls: list[str] = []
-
-    def note(self, name: str) -> None:
-        trainer = self._trainer
-        where = "" if trainer is None else f" {self.current_epoch} {self.global_step}"
-        self.calls.append(name + where)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.note(f"training_step {batch_idx}")
-        return F.cross_entropy(self.net(batch[0]), batch[1])
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.note(f"validation_step {batch_idx}")
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.note(f"test_step {batch_idx}")
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        self.note(f"predict_step {batch_idx}")
-        return batch[1]
-
-    def configure_optimizers(self) -> Any:
-        self.calls.append("configure_optimizers")
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
-        optimizer.step(closure=optimizer_closure)
-        self.note(f"optimizer_step {epoch} {batch_idx}")
-
-
-def _noting(name: str) -> Callable[..., None]:
-    def hook(self: Any, *arguments: Any, **options: Any) -> None:
-        indices = [each for each in arguments if type(each) is int]
-        self.note(
-            " ".join(
-                map(str, [name, *indices, *(str(getattr(each, "value", each)) for each in options.values())])
-            )
-        )
-
-    return hook
-
-
-_NOTED = [
-    f"on_{stage}{at}" for stage in ("train", "validation", "test", "predict") for at in ("_start", "_end")
-]
-_NOTED += [each.replace("_start", "_epoch_start").replace("_end", "_epoch_end") for each in _NOTED]
-_NOTED += [
-    f"on_{stage}_batch_{at}"
-    for stage in ("train", "validation", "test", "predict")
-    for at in ("start", "end")
-]
-_NOTED += ["on_fit_start", "on_fit_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"]
-_NOTED += ["on_before_optimizer_step", "prepare_data", "setup", "teardown", "configure_model"]
-for _name in _NOTED:
-    setattr(Recording, _name, _noting(_name))
-
-
-def _lr_scheduler_step(self: Any, scheduler: Any, metric: Any) -> None:
-    scheduler.step()
-    self.note("lr_scheduler_step")
-
-
-def _configure_gradient_clipping(self: Any, optimizer: Any, **_: Any) -> None:
-    self.note("configure_gradient_clipping")
-
-
-Recording.lr_scheduler_step = _lr_scheduler_step
-Recording.configure_gradient_clipping = _configure_gradient_clipping
 
 # In Lightning training_step, backward and their hooks run inside of the optimizer's step, and so inside of
 # optimizer_step. Each hook still comes in the same order.
