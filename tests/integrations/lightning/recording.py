@@ -11,7 +11,7 @@ from tests.integrations.lightning import modules
 from torch.nn import functional as F
 
 
-class Recording(pl.LightningModule):
+class Noting(pl.LightningModule):
     """Notes each of its hooks."""
 
     def __init__(self) -> None:
@@ -24,10 +24,6 @@ class Recording(pl.LightningModule):
         where = "" if trainer is None else f" {self.current_epoch} {self.global_step}"
         self.calls.append(name + where)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.note(f"training_step {batch_idx}")
-        return F.cross_entropy(self.net(batch[0]), batch[1])
-
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.note(f"validation_step {batch_idx}")
 
@@ -38,6 +34,14 @@ class Recording(pl.LightningModule):
         self.note(f"predict_step {batch_idx}")
         return batch[1]
 
+
+class Recording(Noting):
+    """A module with automatic optimization, whose overridden methods are noted too."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.note(f"training_step {batch_idx}")
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
     def configure_optimizers(self) -> Any:
         self.calls.append("configure_optimizers")
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -46,6 +50,26 @@ class Recording(pl.LightningModule):
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
         optimizer.step(closure=optimizer_closure)
         self.note(f"optimizer_step {epoch} {batch_idx}")
+
+
+class ManualRecording(Noting):
+    """A module that makes two steps for each batch itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for _ in range(2):
+            self.note(f"training_step {batch_idx}")
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(F.cross_entropy(self.net(batch[0]), batch[1]))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        self.calls.append("configure_optimizers")
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def _noting(name: str) -> Callable[..., None]:
@@ -71,8 +95,10 @@ _NOTED += [
 ]
 _NOTED += ["on_fit_start", "on_fit_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"]
 _NOTED += ["on_before_optimizer_step", "prepare_data", "setup", "teardown", "configure_model"]
+
+
 for _name in _NOTED:
-    setattr(Recording, _name, _noting(_name))
+    setattr(Noting, _name, _noting(_name))
 
 
 def _lr_scheduler_step(self: Any, scheduler: Any, metric: Any) -> None:

@@ -28,7 +28,7 @@ from tests.integrations.lightning.equality import (  # noqa: E402
     under_ours,
     weights_of,
 )
-from tests.integrations.lightning.recording import Recording  # noqa: E402
+from tests.integrations.lightning.recording import ManualRecording, Recording  # noqa: E402
 
 from drivetrain.integrations.lightning import LightningTask, as_data, as_task  # noqa: E402
 
@@ -181,6 +181,66 @@ def test_hooks_come_in_lightnings_order(accumulation: int) -> None:
     under_lightning(theirs, max_epochs=2, accumulate_grad_batches=accumulation)
     under_ours(ours, max_epochs=2, gradient_accumulation_steps=accumulation)
     assert ours.calls == theirs.calls
+
+
+def test_hooks_of_manual_optimization_come_in_lightnings_order() -> None:
+    theirs, ours = made(ManualRecording), made(ManualRecording)
+    under_lightning(theirs, max_epochs=2)
+    under_ours(ours, max_epochs=2)
+    assert ours.calls == theirs.calls
+
+
+_LOGGING = (
+    *("on_fit_start", "on_train_start", "on_train_epoch_start"),
+    *("on_train_batch_start", "on_before_zero_grad", "on_before_backward"),
+    *("on_after_backward", "on_before_optimizer_step", "on_train_batch_end"),
+    *("on_train_epoch_end", "on_train_end", "on_fit_end"),
+    *("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start"),
+    *("on_validation_batch_end", "on_validation_epoch_end", "on_validation_end"),
+    *("configure_gradient_clipping", "optimizer_step", "lr_scheduler_step"),
+    *("on_after_batch_transfer", "optimizer_zero_grad", "setup"),
+    *("configure_optimizers", "teardown", "prepare_data"),
+)
+
+
+class Bare(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = modules.body()
+        self.calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+@pytest.mark.parametrize("name", _LOGGING)
+def test_every_method_logs_what_it_logs_in_lightning_or_is_refused_in_both(name: str) -> None:
+    for options in ({}, {"on_step": True, "on_epoch": True}, {"on_step": False, "on_epoch": True}):
+
+        def logging_method(self: Any, *args: Any, options: Any = options, **kwargs: Any) -> Any:
+            self.calls += 1
+            self.log("x", float(self.calls), **options)
+            return getattr(Bare, name)(self, *args, **kwargs)
+
+        kind = type("Net", (Bare,), {name: logging_method})
+        try:
+            logged = under_lightning(made(kind), max_epochs=2, limit_train_batches=2, limit_val_batches=2)
+        except Exception:
+            with pytest.raises(ConfigError, match=r"self.log\('x'"):
+                under_ours(made(kind), max_epochs=2)
+            continue
+        limits = {"limit_train_batches": 2, "limit_validation_batches": 2}
+        found, _ = under_ours(made(kind), max_epochs=2, **limits)
+        if "validation" in name:  # each batch's value has no place among updates; see EXPLAINED
+            logged.pop("x_step", None)
+            found.pop("x_step", None)
+        assert found == logged
 
 
 @pytest.mark.parametrize("verb", ["validate", "test", "predict"])
@@ -417,10 +477,16 @@ def test_what_a_run_cannot_serve_is_refused() -> None:
     )
     _ends("returned -1", _overriding("on_train_batch_start", lambda self, batch, batch_idx: -1))
     _ends("watches 'nothing', which was not logged. Logged: .*'strict': False", _plateau())
+    _ends("optimizer_step called its closure twice", _overriding("optimizer_step", _twice))
     _ends("reduce_fx='median'", _logging(reduce_fx="median"))
     _ends("one number, not a tensor of shape", _logging(torch.ones(2)))
     _ends("was given a str", _logging("high"))
     _ends("logs nothing", _logging(on_step=False, on_epoch=False))
+
+
+def _twice(self: Any, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+    optimizer_closure()
+    optimizer.step(closure=optimizer_closure)
 
 
 def _plateau() -> Any:

@@ -88,7 +88,6 @@ class ModuleHooks(ModuleState, Callback):
             self._transfer = data.on_after_batch_transfer
         self._batch_start = self.hook("on_train_batch_start")
         self._batch_end = self.hook("on_train_batch_end")
-        self._before_zero = self.hook("on_before_zero_grad")
         self._zero = self.hook("optimizer_zero_grad")
         self._before_backward = self.hook("on_before_backward")
         self._after_backward = self.hook("on_after_backward")
@@ -224,11 +223,27 @@ class ModuleHooks(ModuleState, Callback):
 
             @functools.wraps(step)  # with the mark that torch's schedulers leave on it
             def overridden() -> Any:
-                return self.module.optimizer_step(self.epoch, self._index - 1, view, lambda: self.loss)
+                with self.inside("optimizer_step", self._batch, is_batch=True):
+                    return self._call_optimizer_step(view)
 
             # On the object, as torch's own schedulers do.
             vars(optimizer)["step"] = overridden
         return optimizer
+
+    def _call_optimizer_step(self, view: OptimizerView) -> Any:
+        """Call the module's `optimizer_step`, with a closure that returns the loss of the last batch."""
+        loss: list[Tensor | None] = [self.loss]
+
+        def closure() -> Tensor | None:
+            if not loss:
+                raise ConfigError(
+                    f"{type(self.module).__name__}.optimizer_step called its closure twice: forward and"
+                    " backward have run before, once. Set self.automatic_optimization = False, and call"
+                    " self.manual_backward as often as needed"
+                )
+            return loss.pop()
+
+        return self.module.optimizer_step(self.epoch, self._index - 1, view, closure)
 
     # Training.
 
@@ -290,12 +305,12 @@ class ModuleHooks(ModuleState, Callback):
         if self._is_first:
             self._is_first = False
             optimizer = self.optimizers[0]
-            if self._before_zero is not None:
-                self._before_zero(optimizer)
+            self.call("on_before_zero_grad", optimizer, batch=self._batch, is_batch=True)
             if self._zero is not None:
-                self._zero(self.epoch, self._index - 1, optimizer)
+                with self.inside("optimizer_zero_grad", self._batch, is_batch=True):
+                    self._zero(self.epoch, self._index - 1, optimizer)
         if self._before_backward is not None:
-            with _no_autocast(loss):
+            with self.inside("on_before_backward", self._batch, is_batch=True), _no_autocast(loss):
                 self._before_backward(loss)
         self.loss = loss
         return loss
@@ -554,7 +569,6 @@ class ModuleHooks(ModuleState, Callback):
             ranks = run.engine.data_ranks
             self._publish(run, logs.take_latest(ranks), of_step=True)
             self._publish(run, logs.take_epoch(ranks), of_step=False)
-        logs.hook = ""
         self.call(f"on_{stage}_end")
         self.logs, self.stage, self.ended = self.training_logs, self._before, 0
         self._skips_log = run.train_feed is not None and not run.evaluation.is_sanity_check
