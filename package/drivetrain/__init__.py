@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from drivetrain.strategies.xla.single import XLAConfig
     from drivetrain.task.optim.config import OptimizerConfig
     from drivetrain.task.optim.groups import ParameterGroup
+    from drivetrain.task.optim.torch_schedule import TorchSchedule
     from drivetrain.task.task import TaskModule
     from drivetrain.trainer.plan.plan import Plan
     from drivetrain.trainer.trainer import FitResult, Trainer
@@ -114,6 +115,7 @@ _HOMES = {
     "drivetrain.core.mps_fallback": ("enable_mps_fallback",),
     "drivetrain.task.optim.config": ("OptimizerConfig",),
     "drivetrain.task.optim.groups": ("ParameterGroup",),
+    "drivetrain.task.optim.torch_schedule": ("TorchSchedule",),
     "drivetrain.trainer.plan.plan": ("Plan",),
     "drivetrain.strategies.precision.base": ("Precision",),
     "drivetrain.run.preemption": ("PreemptionConfig",),
@@ -185,6 +187,7 @@ __all__ = [
     "TaskModule",
     "TensorBoardLogger",
     "Throughput",
+    "TorchSchedule",
     "Totals",
     "Trainer",
     "WeightAverage",

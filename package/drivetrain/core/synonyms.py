@@ -308,7 +308,7 @@ SYNONYMS: dict[str, dict[str, str]] = {
         "configure_callbacks": "Trainer(callbacks=[...])",
         "configure_gradient_clipping": "Trainer(max_grad_norm=...), which clips by the norm, or on_before_optimizer_step",
         "configure_model configure_sharded_model": 'the constructor; make a large task under torch.device("meta")',
-        "lr_scheduler_step": "none: the engine steps each schedule once per update",
+        "lr_scheduler_step": "none: the engine steps each schedule once per update, and a TorchSchedule by epoch or with a metric",
         "on_after_backward on_pre_optimizer_step": "on_before_optimizer_step",
         "on_after_batch_transfer": "the start of training_step and validation_step, which get the batch on the device",
         "on_before_backward": "none: training_step has the loss; the engine runs backward on what it returns",

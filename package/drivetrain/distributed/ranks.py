@@ -121,14 +121,23 @@ class Ranks:
 
     def total(self, numbers: Sequence[float]) -> list[float]:
         """Return the sums over all ranks, equal on each to the last bit."""
+        return self.begin_total(numbers)()
+
+    def begin_total(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
+        """Begin `total`, and return a function that waits for it."""
         if self.alone:
-            return list(numbers)
+            return lambda: list(numbers)
         sums = torch.tensor(numbers, dtype=torch.float64)
         if self.copy:
             sums.zero_()
-        torch.distributed.all_reduce(sums, group=self.group)
-        summed: list[float] = sums.tolist()
-        return summed
+        work = torch.distributed.all_reduce(sums, group=self.group, async_op=True)
+
+        def total() -> list[float]:
+            work.wait()
+            summed: list[float] = sums.tolist()
+            return summed
+
+        return total
 
     def add(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over these ranks, in place and on its device, without a host sync."""

@@ -37,7 +37,7 @@ from drivetrain.engine.placeholder import Placeholders
 from drivetrain.engine.skip import UpdateGate
 from drivetrain.engine.splitting import MicroBatches
 from drivetrain.engine.updater import DEFAULT, Updater, build_updaters, configured_specs, is_interleaved
-from drivetrain.engine.weighting import OpenWindow, StepResult, Weighted, leave_out, take_part, weigh
+from drivetrain.engine.weighting import OpenWindow, Skipped, StepResult, Weighted, take_part, weigh
 from drivetrain.strategies import Strategy, StrategyConfig, select_precision, select_strategy
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.transforms.compile import Compilation, CompileConfig
@@ -177,7 +177,7 @@ class Engine:
         self.parameters = [p for p in task.parameters() if p.requires_grad]
         for parameter in self.parameters:  # an old gradient would count into the first update
             parameter.grad = None
-        self._moving = [each for each in self.updaters.values() if each.schedule or each.scheduler]
+        self._moving = [each for each in self.updaters.values() if each.follows_updates]
         self.only_updater = next(iter(self.updaters.values()))
         self.splitter = None if micro_batch is None else MicroBatches(micro_batch, self, show)
         self._choose_step()
@@ -231,18 +231,24 @@ class Engine:
         strategy, run_step = self.strategy, self.run_step
         rows: list[Row] = []
         seen: list[Any] = []
-        skipped: list[MicroBatch] = []
+        skipped = Skipped(pairs, strategy, self.sharing) if self.may_skip and pairs else None
         for micro_batch, share in pairs:
             self.passes += 1
             if self._calls_microbatch:
                 strategy.microbatch(self.model, micro_batch is pairs[-1][0])
             if micro_batch.is_placeholder:
+                if skipped is not None and micro_batch is pairs[-1][0]:
+                    skipped.forwards_are_over()
                 rows.append(self.placeholders.run(self.task, strategy, run_step, micro_batch, share))
                 continue
             loss, names, values, outputs = read_output(run_step(micro_batch.batch))
+            if skipped is not None:
+                if loss is None:
+                    skipped.add(micro_batch)
+                if micro_batch is pairs[-1][0]:
+                    skipped.forwards_are_over()
             if loss is None or values is None or not loss.requires_grad:
                 if loss is None and self.may_skip:
-                    skipped.append(micro_batch)
                     take_part(strategy, self.parameters)
                     continue
                 raise no_loss(self.task, loss)
@@ -252,8 +258,8 @@ class Engine:
                 self.show_metrics(outputs, micro_batch.batch, seen)
             if self.micro_batch_end is not None:
                 self.micro_batch_end()
-        if self.may_skip:
-            self.nothing_left = not leave_out(skipped, pairs, strategy, self.sharing, self.parameters)
+        if skipped is not None:
+            self.nothing_left = not skipped.leave_out(self.parameters)
         return rows, seen
 
     def update_inside(self, name: str) -> bool:

@@ -6,13 +6,13 @@ the same code. Evaluation and prediction are plain passes over their data.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
-from drivetrain.core.errors import DataError
+from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.core.random_streams import shielded
 from drivetrain.core.types import EvaluationReader
 from drivetrain.data import Feed, MicroBatch, to_host
@@ -20,6 +20,7 @@ from drivetrain.distributed.failure.last_words import set_training
 from drivetrain.engine.metrics.declared import joined
 from drivetrain.engine.metrics.means import MetricBuffer
 from drivetrain.engine.token_weight import first_step
+from drivetrain.engine.updater import Updater
 from drivetrain.engine.weighting import StepResult
 from drivetrain.run.run import Run
 from drivetrain.run.state import Evaluation
@@ -163,6 +164,7 @@ def _end_update(run: Run, epoch_ended: bool) -> bool:
         if run.requests:
             later = _requests(run, "log", "validate", "end_epoch")  # it has ended
             _log_and_validate(run, later - asked)
+        _pass_to_schedules(run, lambda updater: updater.end_epoch(progress.epoch, run.metrics))
         progress.position = progress.epoch_updates = progress.epoch_batches = 0
     if run.postponed is not None:
         run.stop_if_postponed()
@@ -212,10 +214,18 @@ def validate(run: Run) -> None:
         evaluator = run.evaluator
         values = evaluate(run, "validation", run.evaluation_feeds) if evaluator is None else evaluator()
     run.validated = True
-    for updater in run.engine.updaters.values():
-        updater.observe(values, run.progress.updates)
+    _pass_to_schedules(run, lambda updater: updater.observe(values, run.progress.updates))
     run.log_point(values)
     run.nonfinite.judge_values({name: each for name, each in values.items() if run.names.is_loss(name)})
+
+
+def _pass_to_schedules(run: Run, act: Callable[[Updater], None]) -> None:
+    """Step the schedules that are due; a value that was not logged ends the run once it is saved."""
+    try:
+        for updater in run.engine.updaters.values():
+            act(updater)
+    except ConfigError as error:
+        run.fail(error)
 
 
 def check_validation(run: Run, batches: int) -> None:

@@ -64,7 +64,8 @@ class TaskModule(nn.Module):
 
     may_skip: bool = False
     """Whether `training_step` may return None: the batch then counts for nothing, and an update whose batches
-    all return None is skipped. With several ranks this costs one exchange of two numbers in each update."""
+    all return None is skipped. With several ranks that are not sharded this costs one exchange of two numbers
+    in each update, during the last backward."""
 
     makes_updates: bool = False
     """Whether `training_step`, a generator without a yield, makes its updates itself by
@@ -230,7 +231,8 @@ class TaskModule(nn.Module):
         Returns:
             An `OptimizerConfig`; or a callable that takes the list of trainable parameters and returns an
             optimizer or `(optimizer, schedule)`; or a mapping of names to either for several optimizers. The
-            schedule is a `torch.optim.lr_scheduler.LRScheduler` stepped once per update.
+            schedule is a `torch.optim.lr_scheduler.LRScheduler` stepped once per update, or a `TorchSchedule`
+            stepped by epoch or with a metric.
         """
         return OptimizerConfig("adamw")
 

@@ -27,6 +27,7 @@ from drivetrain.distributed.launch.environment import may_start_again
 from drivetrain.engine.engine import Engine
 from drivetrain.engine.metrics.declared import DeclaredMetrics
 from drivetrain.engine.rank_consistency import check_same_call, check_same_optimizers
+from drivetrain.engine.updater import check_watched
 from drivetrain.loggers.base import build_loggers
 from drivetrain.run.hooks import HOOKS
 from drivetrain.run.ledger import fit_began
@@ -262,6 +263,7 @@ def _fit_run(
         show=settings.progress_bar,
     )
     check_same_optimizers(task, engine.updaters, totals.updates, engine.ranks)
+    check_watched(engine.updaters, bool(feeds))
     run_dir = engine.ranks.first(lambda: pick_run_dir(settings, task))
     saver = None
     if settings.checkpoint is not False:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any
 
@@ -11,9 +11,12 @@ from drivetrain.callbacks import EarlyStopping, LearningRateMonitor, ModelSummar
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.intervals import Every
+from drivetrain.core.messages import logger
 from drivetrain.integrations.lightning.arguments_table import CALLBACKS, LOGGERS, REFUSED, Row
-from drivetrain.integrations.lightning.kinds import is_theirs
+from drivetrain.integrations.lightning.kinds import is_overridden, is_theirs
 from drivetrain.loggers import CSVLogger, TensorBoardLogger
+
+_LOG = logger(__name__)
 
 Note = Callable[[str, str, Any], None]
 
@@ -51,13 +54,56 @@ def refuse_configuration(name: str, value: Any) -> None:
             )
 
 
-def take_callbacks(given: Any, enabled: bool, note: Note) -> TakenCallbacks:
+def module_callbacks(module: Any) -> list[Any]:
+    """Return the counterparts of what a module's `configure_callbacks` returns, which join the Trainer's.
+
+    Raises:
+        ConfigError: A callback of Lightning without a counterpart, or one that is an argument of the Trainer
+            here; says what to write.
+    """
+    if not is_overridden(module, "configure_callbacks"):
+        return []
+    where = f"{type(module).__name__}.configure_callbacks"
+    given = _listed(module.configure_callbacks())
+    for each in given:
+        row = _row(each, CALLBACKS, where)
+        name = None if row is None else row.name
+        if name in ("ModelCheckpoint", "Timer"):
+            what = "max_time=..." if name == "Timer" else _written(_policy(each, _unsaid))
+            raise ConfigError(
+                f"{where} has a {name}, which is an argument of the Trainer here: give it {what}, and leave"
+                f" the {name} out"
+            )
+    return take_callbacks(
+        given, False, lambda _, text, name: _LOG.info("%s has %s: %s", where, name, text), where
+    ).callbacks
+
+
+def _written(policy: CheckpointConfig) -> str:
+    """Return a policy as the argument that makes it."""
+    chosen = {
+        each.name: value
+        for each in fields(policy)
+        if each.init and (value := getattr(policy, each.name)) != each.default
+    }
+    listed = ", ".join(
+        f"{name}={str(value)!r}" if isinstance(value, Every) else f"{name}={value!r}"
+        for name, value in chosen.items()
+    )
+    return f"checkpoint=CheckpointConfig({listed})"
+
+
+def _unsaid(*_: Any) -> None: ...
+
+
+def take_callbacks(given: Any, enabled: bool, note: Note, where: str = "callbacks") -> TakenCallbacks:
     """Return the counterparts of Lightning's callbacks; all others are passed on.
 
     Args:
         given: A callback, a list of them, or None.
         enabled: Whether checkpoints are saved.
         note: Takes the name, the difference and the object.
+        where: The name of what has the callbacks, for messages.
 
     Raises:
         ConfigError: A callback of Lightning without a counterpart; names what to use.
@@ -65,7 +111,7 @@ def take_callbacks(given: Any, enabled: bool, note: Note) -> TakenCallbacks:
     taken = TakenCallbacks()
     policies: list[CheckpointConfig] = []
     for each in _listed(given):
-        row = _row(each, CALLBACKS, "callbacks")
+        row = _row(each, CALLBACKS, where)
         if row is None:
             taken.callbacks.append(each)
             continue

@@ -15,7 +15,6 @@ from drivetrain.core.totals import Totals
 from drivetrain.run.metric_names import MetricNames
 from drivetrain.run.settings import RunSettings
 from drivetrain.task.optim.config import OptimizerConfig
-from drivetrain.task.optim.schedules import PlateauSchedule
 from drivetrain.task.task import TaskModule
 from drivetrain.trainer.assembly import every
 from drivetrain.trainer.plan.counts import Epoch, Firings
@@ -110,8 +109,8 @@ def validation_conflicts(
     for who, name in watched:
         if name is not None and names.stage_of(name) == "validation":
             yield f"{who} decides by {name!r}, which never comes, for there is no validation. {fix}"
-    if any(isinstance(each.schedule, PlateauSchedule) for each in built.updaters.values()):
-        yield f"the schedule 'reduce_on_plateau' never acts, for there is no validation. {fix}"
+    if any(each.watched() for each in built.updaters.values()):
+        yield f"a schedule that follows the validations never acts, for there is no validation. {fix}"
 
 
 def module_conflicts(task: TaskModule, epoch: Epoch, built: Built) -> Iterator[str]:
