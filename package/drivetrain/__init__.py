@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         ProgressBar,
         Throughput,
         WeightAverage,
+        WeightHistograms,
         XLAReport,
     )
     from drivetrain.checkpoint import CheckpointConfig
@@ -88,6 +89,7 @@ _HOMES = {
         "ProgressBar",
         "Throughput",
         "WeightAverage",
+        "WeightHistograms",
         "XLAReport",
     ),
     "drivetrain.checkpoint": ("CheckpointConfig",),
@@ -188,6 +190,7 @@ __all__ = [
     "Totals",
     "Trainer",
     "WeightAverage",
+    "WeightHistograms",
     "XLAConfig",
     "XLAFSDPConfig",
     "XLAFSDPv2Config",
