@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         ProgressBar,
         Throughput,
         WeightAverage,
+        WeightHistograms,
         XLAReport,
     )
     from drivetrain.checkpoint import CheckpointConfig
@@ -89,6 +90,7 @@ _HOMES = {
         "ProgressBar",
         "Throughput",
         "WeightAverage",
+        "WeightHistograms",
         "XLAReport",
     ),
     "drivetrain.checkpoint": ("CheckpointConfig",),
@@ -191,6 +193,7 @@ __all__ = [
     "Totals",
     "Trainer",
     "WeightAverage",
+    "WeightHistograms",
     "XLAConfig",
     "XLAFSDPConfig",
     "XLAFSDPv2Config",

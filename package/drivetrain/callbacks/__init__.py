@@ -9,13 +9,14 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.compile_time import CompileTime
     from drivetrain.callbacks.early_stopping import EarlyStopping
     from drivetrain.callbacks.empty_cache import EmptyCache
-    from drivetrain.callbacks.gradient_norms import GradientNorms
     from drivetrain.callbacks.lambda_callback import LambdaCallback
     from drivetrain.callbacks.learning_rate import LearningRateMonitor
     from drivetrain.callbacks.loss_spike import LossSpike
     from drivetrain.callbacks.memory_report import MemoryReport
     from drivetrain.callbacks.nonfinite_detector import NonFiniteDetector
     from drivetrain.callbacks.progress_bar import ProgressBar
+    from drivetrain.callbacks.statistics.gradient_norms import GradientNorms
+    from drivetrain.callbacks.statistics.weight_histograms import WeightHistograms
     from drivetrain.callbacks.summary import ModelSummary, summarize
     from drivetrain.callbacks.throughput import Throughput
     from drivetrain.callbacks.weight_average import WeightAverage
@@ -28,7 +29,7 @@ else:
             "drivetrain.callbacks.compile_time": ("CompileTime",),
             "drivetrain.callbacks.early_stopping": ("EarlyStopping",),
             "drivetrain.callbacks.empty_cache": ("EmptyCache",),
-            "drivetrain.callbacks.gradient_norms": ("GradientNorms",),
+            "drivetrain.callbacks.statistics.gradient_norms": ("GradientNorms",),
             "drivetrain.callbacks.lambda_callback": ("LambdaCallback",),
             "drivetrain.callbacks.learning_rate": ("LearningRateMonitor",),
             "drivetrain.callbacks.loss_spike": ("LossSpike",),
@@ -38,6 +39,7 @@ else:
             "drivetrain.callbacks.summary": ("ModelSummary", "summarize"),
             "drivetrain.callbacks.throughput": ("Throughput",),
             "drivetrain.callbacks.weight_average": ("WeightAverage",),
+            "drivetrain.callbacks.statistics.weight_histograms": ("WeightHistograms",),
             "drivetrain.callbacks.xla_report": ("XLAReport",),
         },
     )
@@ -58,6 +60,7 @@ __all__ = [
     "ProgressBar",
     "Throughput",
     "WeightAverage",
+    "WeightHistograms",
     "XLAReport",
     "summarize",
 ]

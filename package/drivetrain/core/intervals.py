@@ -86,6 +86,22 @@ def _parse(spec: object) -> tuple[float, str]:
     )
 
 
+def steps_or_epochs(argument: str, value: str | int | float | timedelta | Every) -> Every:
+    """Return an interval of steps or whole epochs.
+
+    Args:
+        argument: The user's name for it, such as "WeightAverage(every=)".
+        value: What the user gave.
+
+    Raises:
+        ConfigError: It is another interval.
+    """
+    every = Every(value)
+    if every.unit not in ("steps", "epochs") or every.amount != int(every.amount):
+        raise ConfigError(f"{argument} takes steps or whole epochs, such as '2 epochs', not {value!r}")
+    return every
+
+
 def exact(amount: float) -> Fraction:
     """Return a number of epochs as the exact fraction that was meant: 0.333... is 1/3."""
     return Fraction(amount).limit_denominator(1_000_000)

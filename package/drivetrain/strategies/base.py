@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from drivetrain.core.registry import is_installed
 from drivetrain.distributed.failure.named_places import named_place
 from drivetrain.distributed.ranks import ALONE, Ranks
+from drivetrain.distributed.tensors import held_here
 from drivetrain.strategies.loss_scale import LossScale
 from drivetrain.strategies.optimizer_step import step
 from drivetrain.strategies.precision.base import Precision
@@ -240,6 +241,19 @@ class Strategy(ABC):
         """
         whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         return whole
+
+    def local_part(self, tensor: Tensor) -> tuple[Tensor, float]:
+        """Return this process's part of a tensor without gathering it, and the part's share.
+
+        A part that n processes hold has the share 1/n. So the sum over all processes of what each computes
+        from its part, times the share, counts every element once.
+
+        Args:
+            tensor: A parameter of the prepared task, or its gradient.
+        """
+        placed: Any = tensor.detach()
+        part: Tensor = placed.to_local() if hasattr(placed, "to_local") else placed
+        return part, held_here(tensor, self.world_size)
 
     def restore(self) -> None:
         """Turn the prepared module back into an ordinary one with all of its values. Called on all processes

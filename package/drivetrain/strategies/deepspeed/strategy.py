@@ -263,6 +263,12 @@ class DeepSpeed(Strategy):
             return self._state.gathered(tensor).to(tensor.device)
         return super().full_tensor(tensor)
 
+    def local_part(self, tensor: Tensor) -> tuple[Tensor, float]:
+        """Return this process's part of a parameter's exact values; no other process has that part."""
+        if self._state is not None and self._state.knows(tensor):
+            return self._state.part(tensor), 1.0
+        return super().local_part(tensor)
+
     def restore(self) -> None:
         """Gather the whole values in the host's memory, unless `gather_at_end` is off."""
         before, state, self._before = self._before, self._state, None
