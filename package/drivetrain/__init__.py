@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from drivetrain.engine.engine import Engine
     from drivetrain.engine.memory import MemoryConfig
     from drivetrain.engine.memory_profile import MemoryUse
+    from drivetrain.engine.metrics.over_all import OverAll
     from drivetrain.engine.weighting import StepResult
     from drivetrain.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
     from drivetrain.run.preemption import PreemptionConfig
@@ -72,7 +73,7 @@ if TYPE_CHECKING:
     from drivetrain.task.optim.torch_schedule import TorchSchedule
     from drivetrain.task.task import TaskModule
     from drivetrain.trainer.plan.plan import Plan
-    from drivetrain.trainer.trainer import FitResult, Trainer
+    from drivetrain.trainer.trainer import FitResult, PredictResult, Trainer
 
 _HOMES = {
     "drivetrain.callbacks": (
@@ -114,6 +115,7 @@ _HOMES = {
     "drivetrain.loggers": ("CSVLogger", "JSONLinesLogger", "TensorBoardLogger"),
     "drivetrain.engine.memory": ("MemoryConfig",),
     "drivetrain.engine.memory_profile": ("MemoryUse",),
+    "drivetrain.engine.metrics.over_all": ("OverAll",),
     "drivetrain.core.mps_fallback": ("enable_mps_fallback",),
     "drivetrain.task.optim.config": ("OptimizerConfig",),
     "drivetrain.task.optim.groups": ("ParameterGroup",),
@@ -131,7 +133,7 @@ _HOMES = {
     "drivetrain.strategies.xla.fsdp_v1": ("XLAFSDPConfig",),
     "drivetrain.strategies.xla.fsdp_v2": ("XLAFSDPv2Config",),
     "drivetrain.task.task": ("TaskModule",),
-    "drivetrain.trainer.trainer": ("FitResult", "Trainer"),
+    "drivetrain.trainer.trainer": ("FitResult", "PredictResult", "Trainer"),
     "drivetrain.core.intervals": ("Every",),
     "drivetrain.core.totals": ("Totals",),
     "drivetrain.core.types": ("StepOutput",),
@@ -174,9 +176,11 @@ __all__ = [
     "NonFiniteDetector",
     "NonFiniteError",
     "OptimizerConfig",
+    "OverAll",
     "ParameterGroup",
     "Plan",
     "Precision",
+    "PredictResult",
     "Preempted",
     "PreemptionConfig",
     "Progress",

@@ -81,6 +81,16 @@ def test_predictions_are_printed_or_written(drive, here):
     assert len(list((here / "outputs").glob("*.safetensors"))) == 2
 
 
+def test_predictions_have_the_metrics_of_a_validation_where_they_are_asked_for(drive):
+    code, out, _ = drive("predict", f"{SHAPES} --metrics")
+    assert code == 0
+    assert out.count("tensor(") == 2
+    assert out.splitlines()[-1].startswith("validation/loss  0.")
+    code, out, _ = drive("predict", f"{SHAPES} --metrics --json")
+    assert (code, json.loads(out)["batches"]) == (0, 2)
+    assert "validation/loss" in json.loads(out)["metrics"]
+
+
 def test_a_plan_is_printed_and_nothing_is_written(drive, here):
     before = sorted(here.iterdir())
     code, out, _ = drive("plan", f"{FIT} --trainer.log_every 500")

@@ -44,17 +44,25 @@ def evaluate(stage: str) -> Callable[[Settings, bool], None]:
 
 
 def predict(settings: Settings, as_json: bool) -> None:
-    """Predict, and print the outputs, or the number of files written."""
+    """Predict; print the outputs or the number of files written, and the metrics if they are asked for."""
     trainer, task = _trainer_and_task(settings)
     data, save_to = _evaluation_data(settings, "predict"), settings.option("save_to")
-    outputs = trainer.predict(task, data, checkpoint=settings.option("checkpoint"), save_to=save_to)
+    metrics = bool(settings.option("metrics"))
+    found = trainer.predict(
+        task, data, checkpoint=settings.option("checkpoint"), save_to=save_to, metrics=metrics
+    )
+    outputs = found.outputs if metrics else found
     if as_json:
-        print_json({"files": [str(each) for each in outputs]} if save_to else {"batches": len(outputs)})
-    elif save_to:
+        made = {"files": [str(each) for each in outputs]} if save_to else {"batches": len(outputs)}
+        print_json({**made, "metrics": found.metrics} if metrics else made)
+        return
+    if save_to:
         print(f"{len(outputs)} files in {save_to}")
     else:
         for each in outputs:
             print(each)
+    if metrics:
+        _print_table(found.metrics)
 
 
 def plan(settings: Settings, as_json: bool) -> None:

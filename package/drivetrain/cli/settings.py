@@ -59,6 +59,9 @@ _OPTIONS = {
         ("validate", "test", "predict"),
     ),
     "--save-to": _Option("DIR", "write the outputs to files in this directory", ("predict",)),
+    "--metrics": _Option(
+        None, "compute the values of a validation too; the data needs targets", ("predict",)
+    ),
     "--mps-fallback": _Option(
         None, "on a Mac: run operations that MPS lacks on the CPU", ("fit", "validate", "test", "predict")
     ),

@@ -94,7 +94,7 @@ SYNONYMS: dict[str, dict[str, str]] = {
         "ckpt_path": "fit.resume | test.checkpoint",
         "compile_config": "Trainer.compile",
         "compute_loss_func": "the task's loss(outputs, batch)",
-        "compute_metrics": "the task's metrics(): objects with update, compute and reset, by name; or "
+        "compute_metrics": "the task's metrics(): objects with update, compute and reset, by name, or OverAll(function) of all outputs and targets; or "
         + _OF_HF.format("compute_metrics=..."),
         "cpu": 'Trainer.strategy="cpu"',
         "cpu_offload": "FSDPConfig.cpu_offload=True",

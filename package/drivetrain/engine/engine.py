@@ -292,7 +292,7 @@ class Engine:
         if self._scaled or self.gate or self.begins_again:
             seen.append(inputs)
         else:  # at once, so that one micro-batch's outputs are held, and not those of the whole window
-            self.train_metrics.update(inputs)  # type: ignore[union-attr]
+            self.train_metrics.update(inputs, self.progress.micro_batches)  # type: ignore[union-attr]
 
     def update(
         self, updater: Updater, rows: Sequence[Row], parameters: Sequence[Tensor]
@@ -339,7 +339,7 @@ class Engine:
         total: Everywhere | None,
     ) -> StepResult:
         """Count an update, made or skipped, with its batches; update its metrics."""
-        progress, update = self.progress, self.progress.updates
+        progress, update, before = self.progress, self.progress.updates, self.progress.micro_batches
         for micro_batch in micro_batches:
             progress.position += micro_batch.advance
         for counted in micro_batches if total is None else (total,):
@@ -354,18 +354,18 @@ class Engine:
         progress.epoch_updates += 1
         self.buffer.add(rows, update)
         for inputs in seen:
-            self.train_metrics.update(inputs)  # type: ignore[union-attr]
+            self.train_metrics.update(inputs, before)  # type: ignore[union-attr]
         for updater in self._moving:
             updater.advance(update + 1)
         return StepResult(rows, True, norm, update)
 
     @contextmanager
-    def evaluating(self, stage: str) -> Iterator[None]:
-        """Run the block with the step of "validation", "test" or "predict", without gradients."""
+    def evaluating(self, step: Callable[..., Any]) -> Iterator[None]:
+        """Run the block with a step of an evaluation or prediction, without gradients."""
         self.synchronize_buffers()
         precision = self.evaluation_precision
         stored = nullcontext() if precision is None else stored_in(precision, self.step_module, self.device)
-        with stored, self.step_module.evaluating(getattr(self.task, f"{stage}_step")) as run_step:
+        with stored, self.step_module.evaluating(step) as run_step:
             self.evaluate_step = self.model if self.strategy.sharded else run_step
             yield
 

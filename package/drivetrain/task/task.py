@@ -71,6 +71,9 @@ class TaskModule(nn.Module):
     """Whether `training_step`, a generator without a yield, makes its updates itself by
     `Engine.update_inside`. Each of its batches counts as an update."""
 
+    no_predict_metrics: str = ""
+    """Why `Trainer.predict(metrics=True)` cannot run this task; empty if it can."""
+
     totals: Totals = Totals()
     """The planned length of the fit in progress, from before `configure_optimizers` until the fit has ended.
     Outside of a fit nothing is known, and every field is None."""

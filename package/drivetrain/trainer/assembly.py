@@ -245,7 +245,7 @@ def _fit_run(
         if declared and settings.train_metrics
         else None
     )
-    feeds = evaluation_feeds(settings, engine, task, validation_data, "validation", changes)
+    feeds = evaluation_feeds(settings, engine, task, validation_data, "validation", changes, declared)
     check_data([feed, *(each for _, each in feeds)], engine.ranks)
     triggers = make_triggers(settings, totals.updates_per_epoch, validates=bool(feeds))
     size = settings.batch_size if settings.batch_size is not None else getattr(train_data, "batch_size", None)
@@ -283,9 +283,7 @@ def _fit_run(
         train_feed=feed,
         evaluation_feeds=feeds,
         train_metrics=train_metrics,
-        evaluation_metrics=DeclaredMetrics(task.metrics(), engine.device, engine.data_ranks)
-        if feeds and declared
-        else None,
+        evaluation_metrics=_evaluation_metrics(engine, task, declared) if feeds and declared else None,
         on_save_error=settings.on_save_error,
         frozen=frozen,
     )
@@ -300,6 +298,18 @@ def _fit_run(
     if run.hooks.on_before_optimizer_step:
         engine.before_optimizer_step = lambda: run.call(run.hooks.on_before_optimizer_step)
     return run, saver
+
+
+def _evaluation_metrics(engine: Engine, task: TaskModule, of_training: Mapping[str, Any]) -> DeclaredMetrics:
+    """Return the metrics of a fit's evaluations.
+
+    A task that keeps its metrics returns those of training again: an evaluation in the middle of a log
+    interval must not reset them.
+    """
+    metrics = task.metrics()
+    made = DeclaredMetrics(metrics, engine.device, engine.data_ranks)
+    shared = any(each is of_training.get(name) for name, each in metrics.items())
+    return made.copies() if shared else made
 
 
 def frozen_parameters(settings: RunSettings, engine: Engine, task: TaskModule) -> FrozenParameters | None:
@@ -431,19 +441,36 @@ def describe_task(task: TaskModule) -> dict[str, Any]:
     return {"class": type(task).__name__, "hparams": hparams}
 
 
-def build_evaluation(settings: RunSettings, task: Any, data: Any, stage: str, checkpoint: str | None) -> Run:
+def build_evaluation(
+    settings: RunSettings, task: Any, data: Any, stage: str, checkpoint: str | None, metrics: bool = True
+) -> Run:
     """Build the run of a validation, test or prediction outside a fit: no loggers, no files.
+
+    Args:
+        settings: The settings.
+        task: The task.
+        data: The data, as given.
+        stage: "validation", "test" or "predict".
+        checkpoint: As given to the verb.
+        metrics: Whether metrics are computed.
 
     Raises:
         ConfigError: Named loaders to predict; a prediction has one order.
     """
     task = check_task(task)
-    with setting_up(settings, task, _VERBS.get(stage, stage), checkpoint=checkpoint) as engine:
-        return _evaluation_run(settings, engine, task, data, stage, checkpoint)
+    verb = _VERBS.get(stage, stage)
+    with setting_up(settings, task, verb, checkpoint=checkpoint, metrics=metrics) as engine:
+        return _evaluation_run(settings, engine, task, data, stage, checkpoint, metrics)
 
 
 def _evaluation_run(
-    settings: RunSettings, engine: Engine, task: TaskModule, data: Any, stage: str, checkpoint: str | None
+    settings: RunSettings,
+    engine: Engine,
+    task: TaskModule,
+    data: Any,
+    stage: str,
+    checkpoint: str | None,
+    metrics: bool,
 ) -> Run:
     engine.closing.enter_context(begun(_VERBS.get(stage, stage), task, data))
     callbacks: Sequence[Any] = (*task.run_callbacks(stage), *settings.callbacks)
@@ -458,17 +485,22 @@ def _evaluation_run(
         kept = read_frozen(path, task)
         load_module_state(task, tensors, extras, where=path, adopt_dtypes=True, kept=kept)
     data = pick_data(data, stage)
+    if stage == "predict" and metrics and task.no_predict_metrics:
+        raise ConfigError(
+            f"predict(metrics=True) with a {type(task).__name__}: {task.no_predict_metrics}. Call validate"
+            " for the values, and predict for the outputs"
+        )
     if stage == "predict" and isinstance(data, Mapping):
         raise ConfigError("predict takes one loader, not a mapping; call it once for each")
     engine.prepare_task(task, training=False, micro_batch=settings.micro_batch, show=settings.progress_bar)
-    feeds = evaluation_feeds(settings, engine, task, data, stage)
+    declared = task.metrics() if metrics else None
+    feeds = evaluation_feeds(settings, engine, task, data, stage, declared=declared)
     if not feeds:
         raise ConfigError(
             f"no data to {stage}: give a DataLoader, a Dataset, an iterable of batches or a mapping of named"
             " loaders"
         )
     check_data([each for _, each in feeds], engine.ranks)
-    declared = task.metrics() if stage != "predict" else {}
     callbacks = with_defaults(settings, callbacks, None)
     return Run(
         task,

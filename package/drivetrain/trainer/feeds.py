@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from drivetrain.core.errors import StrategyError
 from drivetrain.data import Feed, Transfer, as_source, evaluation_sources, pin_memory_for
 from drivetrain.engine.engine import Engine
+from drivetrain.engine.metrics.over_all import OverAll
 from drivetrain.run.hooks import HOOKS
 from drivetrain.run.settings import RunSettings
 from drivetrain.task.task import TaskModule, measure_of
@@ -55,9 +56,25 @@ def train_feed(
 
 
 def evaluation_feeds(
-    settings: RunSettings, engine: Engine, task: TaskModule, data: Any, stage: str, changes: bool = False
+    settings: RunSettings,
+    engine: Engine,
+    task: TaskModule,
+    data: Any,
+    stage: str,
+    changes: bool = False,
+    declared: Mapping[str, Any] | None = None,
 ) -> list[tuple[str | None, Feed]]:
-    """Return evaluation or prediction data by loader name; an empty result for None."""
+    """Return evaluation or prediction data by loader name; an empty result for None.
+
+    Args:
+        settings: The settings.
+        engine: The engine.
+        task: The task.
+        data: The user's data.
+        stage: "validation", "test" or "predict".
+        changes: Whether the user's code may change it during the run.
+        declared: The task's metrics; None for a prediction without them.
+    """
     if data is None:
         return []
     sources = evaluation_sources(
@@ -67,7 +84,7 @@ def evaluation_feeds(
         batch_size=settings.evaluation_batch_size or settings.batch_size,
         num_workers=settings.num_workers,
         collate=settings.collate or task.collate_function(),
-        in_order=stage == "predict" or reads_all(task),
+        in_order=stage == "predict" or reads_all(task, declared),
         every_sample=True,
         pin_memory=pin_memory_for(engine.device),
         share=engine.share,
@@ -76,7 +93,7 @@ def evaluation_feeds(
     )
     limit = getattr(settings, f"limit_{stage}_batches")
     # `loss_weight` may count labels, which data to predict may lack.
-    measure = None if stage == "predict" else measure_of(task)
+    measure = None if stage == "predict" and declared is None else measure_of(task)
     precision, transfer = engine.evaluation_precision, engine.transfer
     if precision is not None:
         transfer = Transfer(engine.device, precision.input_dtype, engine.strategy.place)
@@ -86,8 +103,10 @@ def evaluation_feeds(
     return feeds
 
 
-def reads_all(task: TaskModule) -> bool:
+def reads_all(task: TaskModule, declared: Mapping[str, Any] | None) -> bool:
     """Return whether something reads a whole evaluation, in sample order."""
+    if any(isinstance(each, OverAll) for each in (declared or {}).values()):
+        return True
     reader = task.evaluation_reader()
     if reader is None:
         return False

@@ -15,7 +15,7 @@ import torch
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.progress import Progress
 from drivetrain.core.synonyms import missing
-from drivetrain.core.validation import by_name
+from drivetrain.core.validation import by_name, flag
 from drivetrain.distributed.launch.environment import detect
 from drivetrain.distributed.launch.programs import rerun_obstacle
 from drivetrain.engine.weighting import StepResult
@@ -79,6 +79,19 @@ class FitResult:
                 " fit had neither. Give the Trainer loggers='csv'"
             )
         return read_history(Path(self.history_path))
+
+
+@dataclass(frozen=True)
+class PredictResult:
+    """The result of `Trainer.predict(..., metrics=True)`.
+
+    Attributes:
+        outputs: What `predict` returns without metrics: the outputs of each batch, or the list of files.
+        metrics: What `validate` returns on the same data.
+    """
+
+    outputs: list[Any]
+    metrics: dict[str, float]
 
 
 @by_name
@@ -331,6 +344,7 @@ class Trainer(RunSettings):
         *,
         checkpoint: str | None = None,
         save_to: str | os.PathLike[str] | None = None,
+        metrics: bool = False,
     ) -> Any:
         """Return the outputs of `predict_step` for every batch, on the CPU, in the order of the dataset.
 
@@ -339,38 +353,56 @@ class Trainer(RunSettings):
             data: As in `fit`, or an object with `predict_data()`.
             checkpoint: As in `validate`.
             save_to: A directory to stream the outputs to, one file a batch, so that memory stays flat.
+            metrics: Whether to return the values of a validation of the same pass too. The data needs
+                targets. A task with a `validation_step` or `predict_step` of its own runs both on each batch;
+                any other runs its forward once.
 
         Returns:
-            A list with the outputs of each batch, or, with `save_to`, the list of files.
+            A list with the outputs of each batch, or, with `save_to`, the list of files. With `metrics` a
+            `PredictResult` of it and the values.
+
+        Raises:
+            DataError: `metrics` is given, and the data lacks targets.
         """
+        flag("predict(metrics=)", metrics)
         if self._has_to_fork():
-            return self._forked(lambda: self.predict(task, data, checkpoint=checkpoint, save_to=save_to))
+            return self._forked(
+                lambda: self.predict(task, data, checkpoint=checkpoint, save_to=save_to, metrics=metrics)
+            )
+        values: dict[str, float] | None = {} if metrics else None
         # Closed at once even when writing fails: a suspended pass would leave gradients disabled for the
         # caller.
         with (
-            self._begin_evaluation("predict", task, data, checkpoint) as run,
-            closing(predict(run, run.evaluation_feeds[0][1])) as outputs,
+            self._begin_evaluation("predict", task, data, checkpoint, metrics) as run,
+            closing(predict(run, run.evaluation_feeds[0][1], values)) as outputs,
         ):
-            if save_to is None:
-                return list(outputs)
-            if writes_nothing(self):
-                for _ in outputs:
-                    pass
-                return []
-            from drivetrain.checkpoint.prediction_files import write_predictions
+            found = self._collected(run, outputs, save_to)
+        return found if values is None else PredictResult(found, values)
 
-            return write_predictions(outputs, Path(save_to), run.engine.ranks)
+    def _collected(
+        self, run: Run, outputs: Iterator[Any], save_to: str | os.PathLike[str] | None
+    ) -> list[Any]:
+        """Return all outputs, or write them and return the files."""
+        if save_to is None:
+            return list(outputs)
+        if writes_nothing(self):
+            for _ in outputs:
+                pass
+            return []
+        from drivetrain.checkpoint.prediction_files import write_predictions
+
+        return write_predictions(outputs, Path(save_to), run.engine.ranks)
 
     @contextmanager
     def _begin_evaluation(
-        self, stage: str, task: TaskModule, data: Any, checkpoint: str | None
+        self, stage: str, task: TaskModule, data: Any, checkpoint: str | None, metrics: bool = True
     ) -> Iterator[Run]:
         """Build a validation, test or prediction, and run the block inside its error boundary."""
         trainer, _ = observed(self)
         trainer = as_tried(trainer, stage)
         if trainer.try_out is not None and checkpoint in ("best", "last"):
             checkpoint = None  # the trial of a fit has saved none
-        run = build_evaluation(trainer, task, data, stage, checkpoint)
+        run = build_evaluation(trainer, task, data, stage, checkpoint, metrics)
         with boundary(trainer, run):
             yield run
 

@@ -17,8 +17,8 @@ transformers = pytest.importorskip("transformers")
 
 from tests.integrations.transformers.families import loader, model, rows  # noqa: E402
 
+from drivetrain.engine.metrics.arrays import Arrays  # noqa: E402
 from drivetrain.integrations.transformers import TransformersTask  # noqa: E402
-from drivetrain.integrations.transformers.arrays import Arrays  # noqa: E402
 from drivetrain.integrations.transformers.generation import is_sharded  # noqa: E402
 
 pytestmark = pytest.mark.full

@@ -72,6 +72,8 @@ class LightningTask(TaskModule):
         """Run the module's forward."""
         return self.module(*args, **kwargs)
 
+    no_predict_metrics = "its validation_step logs values itself, in an evaluation of its own"
+
     def take_data_module(self, data_module: Any) -> None:
         """Show a data module as `self.trainer.datamodule`; `as_data` calls it when a run begins.
 
