@@ -145,7 +145,7 @@ def _packed(value: Any) -> Json:
 
 
 @cache  # it takes half a millisecond, and every save asks
-def _dataclasses_of(cls: type[nn.Module]) -> dict[str, list[type]]:
+def _dataclasses_of(cls: type[Any]) -> dict[str, list[type]]:
     """Return the dataclasses that a constructor's annotations name, alone or in a union, by argument.
 
     A checkpoint holds only the name of the class, for comparison. Nothing is imported by a name from a file.
