@@ -545,8 +545,14 @@ def _logging(value: Any = 1.0, **options: Any) -> Any:
 
 def _sharded(kind: str) -> str:
     torch.set_num_threads(1)
-    module = made(modules.GAN if kind == "manual" else modules.Classifier)
-    _, result = under_ours(module, max_epochs=1, strategy="fsdp")
+    if kind == "manual":
+        under_ours(made(modules.GAN), max_epochs=1, strategy="fsdp")
+    norms = [
+        under_ours(made(modules.WarmUp), max_epochs=1, strategy=each)[1].metrics["grad_norm"]
+        for each in ("fsdp", "ddp")
+    ]
+    assert norms[0] == pytest.approx(norms[1], abs=1e-6)
+    _, result = under_ours(made(modules.Classifier), max_epochs=1, strategy="fsdp")
     return str(result.progress.updates)
 
 

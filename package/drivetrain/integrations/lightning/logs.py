@@ -339,6 +339,8 @@ def as_scalar(name: str, value: Any) -> Tensor:
         if isinstance(value, Tensor)
         else torch.tensor(float(value), dtype=torch.get_default_dtype())
     )
+    if hasattr(tensor, "placements"):  # a DTensor, such as the norm of a sharded gradient; all ranks log it
+        tensor = tensor.full_tensor()
     if tensor.dtype is not torch.float32 and tensor.dtype is not torch.float64:
         tensor = tensor.to(torch.get_default_dtype())
     if tensor.ndim:
