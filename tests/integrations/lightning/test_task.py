@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torchmetrics
@@ -241,6 +242,33 @@ def test_every_method_logs_what_it_logs_in_lightning_or_is_refused_in_both(name:
             logged.pop("x_step", None)
             found.pop("x_step", None)
         assert found == logged
+
+
+class Numbers(Bare):
+    """Logs numbers of several kinds, and the number of its rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log_dict({"numpy": np.float32(batch_idx), "whole": batch_idx, "tensor": torch.tensor(batch_idx)})
+        self.log("first", self.global_rank + 1.0, rank_zero_only=True)
+        self.log("first_epoch", self.global_rank + 1.0, rank_zero_only=True, on_step=False, on_epoch=True)
+        self.log("mean", self.global_rank + 1.0, sync_dist=True)
+        if self.trainer.is_global_zero:
+            self.log("only", 5.0, rank_zero_only=True, logger=False)
+        return super().training_step(batch, batch_idx)
+
+
+def _numbers(strategy: str) -> dict[str, float]:
+    torch.set_num_threads(1)
+    _, result = under_ours(made(Numbers), max_epochs=1, strategy=strategy)
+    return dict(result.metrics)
+
+
+def test_numbers_are_those_of_all_ranks_or_of_the_first() -> None:
+    logged = under_lightning(made(Numbers), max_epochs=1)
+    found, _ = under_ours(made(Numbers), max_epochs=1)
+    assert found == logged
+    for values in run_distributed(_numbers, "ddp", timeout=120):
+        assert (values["first"], values["first_epoch"], values["mean"], values["only"]) == (1, 1, 1.5, 5)
 
 
 @pytest.mark.parametrize("verb", ["validate", "test", "predict"])
@@ -481,7 +509,13 @@ def test_what_a_run_cannot_serve_is_refused() -> None:
     _ends("reduce_fx='median'", _logging(reduce_fx="median"))
     _ends("one number, not a tensor of shape", _logging(torch.ones(2)))
     _ends("was given a str", _logging("high"))
+    _ends("training_step called self.log.'x', .*with other options", _overriding("training_step", _log_twice))
     _ends("logs nothing", _logging(on_step=False, on_epoch=False))
+
+
+def _log_twice(self: Any, batch: Any, batch_idx: int) -> None:
+    self.log("x", 1.0)
+    self.log("x", 1.0, on_epoch=True)
 
 
 def _twice(self: Any, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
@@ -511,8 +545,14 @@ def _logging(value: Any = 1.0, **options: Any) -> Any:
 
 def _sharded(kind: str) -> str:
     torch.set_num_threads(1)
-    module = made(modules.GAN if kind == "manual" else modules.Classifier)
-    _, result = under_ours(module, max_epochs=1, strategy="fsdp")
+    if kind == "manual":
+        under_ours(made(modules.GAN), max_epochs=1, strategy="fsdp")
+    norms = [
+        under_ours(made(modules.WarmUp), max_epochs=1, strategy=each)[1].metrics["grad_norm"]
+        for each in ("fsdp", "ddp")
+    ]
+    assert norms[0] == pytest.approx(norms[1], abs=1e-6)
+    _, result = under_ours(made(modules.Classifier), max_epochs=1, strategy="fsdp")
     return str(result.progress.updates)
 
 
