@@ -33,7 +33,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass
 class Layer:
-    """What one batch is and costs in a module.
+    """A module's shapes and floating-point operations for one batch.
 
     Attributes:
         inputs: The shapes of the tensors that its forward first got.

@@ -240,10 +240,10 @@ def summarize(task: nn.Module, depth: int = 1, *, batch: Any = None) -> Summary:
     first; the others show it as shared. A lazy parameter without a shape counts as nothing and is shown as
     lazy.
 
-    With a batch, a row also has the shapes of what the module first gets and returns, and the floating-point
-    operations of its forwards and backwards: matrix products, convolutions and attention, 2 for each
-    multiplication with its addition. Nothing is computed for that: forward, loss and backward run on tensors
-    without values, and the module and the random streams stay as they are.
+    With a batch, a row also has the shapes of what the module first gets and returns, and its floating-point
+    operations in forward and backward. Counted are matrix products, convolutions and attention, 2 operations
+    for each multiplication with its addition. Nothing is computed: forward, loss and backward run on tensors
+    without values. The module and the random streams stay as they are.
 
     Args:
         task: Any module.
