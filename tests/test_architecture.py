@@ -59,6 +59,7 @@ OPTIONAL_OR_HEAVY = {
 # Modules of ours that are imported inside a function: a Trainer that needs no plan, checkpoint or copy of the
 # process starts without loading them.
 LOADED_WHEN_USED = {
+    "callbacks.layers",
     "checkpoint.prediction_files",
     "checkpoint.saving.io",
     "checkpoint.weights.load",

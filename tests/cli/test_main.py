@@ -102,6 +102,21 @@ def test_a_plan_is_printed_and_nothing_is_written(drive, here):
     assert [each for each in sorted(here.iterdir()) if each.name != "__pycache__"] == before
 
 
+def test_a_summary_has_shapes_where_data_is_given(drive, here):
+    before = sorted(here.iterdir())
+    code, out, _ = drive("summary", "--task shapes.Shapes --depth 2")
+    assert code == 0
+    assert "parameters" in out
+    assert "operations" not in out
+    code, out, _ = drive("summary", f"{SHAPES} --json")
+    found = json.loads(out)
+    assert found["total"]["forward_flops"] > 0
+    assert found["modules"][0]["inputs"] is not None
+    assert [each for each in sorted(here.iterdir()) if each.name != "__pycache__"] == before
+    code, _, err = drive("summary", "--task shapes.Shapes --depth x")
+    assert (code, "--depth must be a whole number, at least 0, not 'x'" in err) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("data", "updates"),
     [

@@ -151,11 +151,22 @@ class RunSettings:
             if limit is not None and not (isinstance(limit, float) and 0 < limit < 1):
                 if isinstance(limit, float):
                     raise ConfigError(
-                        f"{name} must be a number of batches, or a fraction below 1, not {limit}"
+                        f"{name} must be a number of batches, a fraction below 1, or None for all, not"
+                        f" {limit}"
                     )
                 count(name, limit, at_least=1)
         if self.sanity_validation not in (None, "auto"):
+            if isinstance(self.sanity_validation, str) or self.sanity_validation < 1:
+                raise ConfigError(
+                    "sanity_validation must be a number of batches, 'auto', or None for no such validation,"
+                    f" not {self.sanity_validation!r}"
+                )
             count("sanity_validation", self.sanity_validation, at_least=1)
+            if self.validate_every is None:
+                raise ConfigError(
+                    f"sanity_validation={self.sanity_validation} with validate_every=None: a fit that never"
+                    " validates needs no check of it. Leave one of them out"
+                )
         if self.try_out not in (None, "batches", "overfit"):
             if isinstance(self.try_out, str):
                 raise ConfigError(

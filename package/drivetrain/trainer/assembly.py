@@ -21,7 +21,7 @@ from drivetrain.core.totals import Totals
 from drivetrain.core.validation import duration
 from drivetrain.data import Feed
 from drivetrain.data.consistency import check_data
-from drivetrain.data.reading import check_settings_used
+from drivetrain.data.reading import check_evaluation_size, check_settings_used
 from drivetrain.distributed.failure.channel import FailureChannel
 from drivetrain.distributed.launch.environment import may_start_again
 from drivetrain.engine.engine import Engine
@@ -492,6 +492,8 @@ def _evaluation_run(
         )
     if stage == "predict" and isinstance(data, Mapping):
         raise ConfigError("predict takes one loader, not a mapping; call it once for each")
+    loaders = [*data.values()] if isinstance(data, Mapping) else [data]
+    check_evaluation_size(loaders, stage, settings.evaluation_batch_size)
     engine.prepare_task(task, training=False, micro_batch=settings.micro_batch, show=settings.progress_bar)
     declared = task.metrics() if metrics else None
     feeds = evaluation_feeds(settings, engine, task, data, stage, declared=declared)

@@ -57,6 +57,8 @@ def as_tried(settings: Settings, verb: str) -> Settings:
 
 
 def _count(batches: float) -> str:
+    if batches < 1:
+        return f"a share of {batches} of the batches"
     return f"{batches} batch{'' if batches == 1 else 'es'}"
 
 
