@@ -107,6 +107,8 @@ PRIVATE = {
     "_dynamo": "compiled modules, and the errors of compiling",
     "_inductor": "the options that `torch.compile` takes",
     "_compiled_call_impl": "whether a module was compiled in place",
+    "_C": "holds `_current_graph_task_id`",
+    "_current_graph_task_id": "whether a forward is recomputed, inside of a backward",
     # Of torch, data.
     "_iterator": "a loader's persistent workers are ended",
     "_on_queue_feeder_error": "a batch that cannot be sent is reported, where Python prints and goes on",

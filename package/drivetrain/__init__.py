@@ -13,6 +13,7 @@ from drivetrain.core.version import __version__
 
 if TYPE_CHECKING:
     from drivetrain.callbacks import (
+        ActivationStats,
         Callback,
         CompileTime,
         EarlyStopping,
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "drivetrain.callbacks": (
+        "ActivationStats",
         "Callback",
         "CompileTime",
         "EarlyStopping",
@@ -144,6 +146,7 @@ if not TYPE_CHECKING:
 
 __all__ = [
     "AccelerateConfig",
+    "ActivationStats",
     "CSVLogger",
     "Callback",
     "CheckpointConfig",

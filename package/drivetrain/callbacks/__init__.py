@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.memory_report import MemoryReport
     from drivetrain.callbacks.nonfinite_detector import NonFiniteDetector
     from drivetrain.callbacks.progress_bar import ProgressBar
+    from drivetrain.callbacks.statistics.activation_stats import ActivationStats
     from drivetrain.callbacks.statistics.gradient_norms import GradientNorms
     from drivetrain.callbacks.statistics.weight_histograms import WeightHistograms
     from drivetrain.callbacks.summary import ModelSummary, summarize
@@ -29,6 +30,7 @@ else:
             "drivetrain.callbacks.compile_time": ("CompileTime",),
             "drivetrain.callbacks.early_stopping": ("EarlyStopping",),
             "drivetrain.callbacks.empty_cache": ("EmptyCache",),
+            "drivetrain.callbacks.statistics.activation_stats": ("ActivationStats",),
             "drivetrain.callbacks.statistics.gradient_norms": ("GradientNorms",),
             "drivetrain.callbacks.lambda_callback": ("LambdaCallback",),
             "drivetrain.callbacks.learning_rate": ("LearningRateMonitor",),
@@ -46,6 +48,7 @@ else:
 
 __all__ = [
     "HOOKS",
+    "ActivationStats",
     "Callback",
     "CompileTime",
     "EarlyStopping",

@@ -37,8 +37,9 @@ class WeightHistograms(Callback):
     own shards; nothing is gathered, and the counts are those of one process.
 
     Weights are counted at the log point, after its update. Gradients are counted before they are clipped, in
-    the updates that a log point may follow. With `log_every` in steps or epochs these are few; with another
-    interval it is every update. Counts stay on the device until the log point.
+    the updates that a log point may follow: few with `log_every` in steps or epochs, all with another
+    interval. Counts stay on the device until the log point. With gradients, a log point of a validation alone
+    gets no histograms.
 
     The loggers "tensorboard" and "jsonl" take histograms, and any with
     `log_histograms(histograms, step)`; see `drivetrain.loggers.HistogramLogger`.
@@ -71,6 +72,7 @@ class WeightHistograms(Callback):
         self._parameters: dict[str, nn.Parameter] = {}
         self._of_gradients: list[_Counts] = []
         self._taken_at = -1
+        self._is_counted = False
         if not gradients:  # no hook reads gradients, so that they may be released early
             vars(self)["on_before_optimizer_step"] = super().on_before_optimizer_step
 
@@ -106,7 +108,7 @@ class WeightHistograms(Callback):
             ConfigError: A pattern matches no parameter, or a parameter is complex.
         """
         self._points.begin(run)
-        self._of_gradients = []
+        self._of_gradients, self._is_counted = [], False
         found = select_parameters(run.task, None, self.patterns, "WeightHistograms(patterns=)")
         self._parameters = {each.names[0]: each.parameter for each in found}
         for name, each in self._parameters.items():
@@ -123,7 +125,8 @@ class WeightHistograms(Callback):
         """Count the gradients, on the device, if they may be logged."""
         if self._taken_at != run.progress.micro_batches:  # else another optimizer of the same update
             self._of_gradients, self._taken_at = [], run.progress.micro_batches
-        if self._points.may_follow(run):
+        self._is_counted = self._points.may_follow(run)
+        if self._is_counted:
             trained = {name: each for name, each in self._parameters.items() if each.requires_grad}
             parts = {name: _part_of_gradient(run, each) for name, each in trained.items()}
             self._of_gradients += [_Counts(run, parts, self.bins)] if parts else []
@@ -131,6 +134,9 @@ class WeightHistograms(Callback):
     def on_log(self, run: Run) -> None:
         """Count the weights, and give the loggers the histograms."""
         of_gradients, self._of_gradients = self._of_gradients, []
+        is_counted, self._is_counted = self._is_counted, False
+        if self.gradients and not is_counted:  # a log point of a validation alone, say
+            return
         if not self._points.take(run):
             return
         parts = {
