@@ -72,7 +72,7 @@ def test_the_best_are_kept_apart_from_the_newest(directory, save):
     assert [each.is_keeper for each in saved] == [True, True, True, False, False]
     assert updates(manager) == [1, 2, 4]
     assert manager.best() == saved[1].path
-    assert [(entry.resume, entry.keeper) for entry in manager.entries()] == [
+    assert [(bool(entry.resume), bool(entry.keeper)) for entry in manager.entries()] == [
         (False, True),
         (False, True),
         (True, False),
@@ -83,7 +83,7 @@ def test_a_keeper_need_not_be_a_resume_point(directory, save):
     manager = open_manager(directory, keep_last=1)
     save(manager, 1)
     save(manager, 2, 0.5, resume=False, keeper=True)
-    assert [(entry.update, entry.resume, entry.keeper) for entry in manager.entries()] == [
+    assert [(entry.update, bool(entry.resume), bool(entry.keeper)) for entry in manager.entries()] == [
         (1, True, False),
         (2, False, True),
     ]
@@ -142,7 +142,7 @@ def test_a_second_save_at_an_update_adds_its_purpose_and_writes_nothing(director
     assert (second.path, second.is_keeper) == (first.path, True)
     assert os.stat(os.path.join(first.path, "manifest.json")).st_mtime_ns == before.st_mtime_ns
     (entry,) = open_manager(directory).entries()
-    assert (entry.resume, entry.keeper, entry.metrics) == (True, True, {LOSS: 0.5})
+    assert (entry.resume, entry.keeper, entry.metrics) == (("",), {LOSS: "min"}, {LOSS: 0.5})
 
 
 def test_a_run_that_resumed_and_had_nothing_to_do_writes_nothing(directory, save):
@@ -182,7 +182,7 @@ def test_a_moved_run_directory_stays_valid(directory, save, tmp_path):
 def test_the_index_is_strict_json(directory, save):
     save(open_manager(directory), 3, math.inf, keeper=True)
     content = json.loads((directory / "index.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
-    assert content["format_version"] == 2
+    assert content["format_version"] == 3
     assert content["checkpoints"] == [
         {
             "name": "update-00000003",
@@ -190,8 +190,8 @@ def test_the_index_is_strict_json(directory, save):
             "update": 3,
             "epoch": 0,
             "metrics": {LOSS: "inf"},
-            "resume": True,
-            "keeper": True,
+            "resume": [""],
+            "keeper": {LOSS: "min"},
         }
     ]
 
