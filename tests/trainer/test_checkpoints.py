@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain import CheckpointConfig, CheckpointError, ConfigError, LambdaCallback, Trainer
 from drivetrain.checkpoint import load_weights, resolve
+from drivetrain.checkpoint.saving.index import read_index, write_index
 from drivetrain.checkpoint.storage import files as checkpoint_files
 
 
@@ -210,3 +212,18 @@ def test_the_best_is_found_again_whose_loss_on_a_named_loader_ranked(tmp_path: P
     quiet(run_dir=tmp_path / "max", checkpoint=True).validate(other, loaders, checkpoint="best")
     assert str(given.best_checkpoint).endswith("update-00000015")
     assert weights(other) == weights(best)
+
+
+def test_the_best_of_several_whose_direction_an_older_version_did_not_record_needs_the_policy(
+    tmp_path: Path,
+) -> None:
+    keepers = CheckpointConfig(every=None, best=2, by="train/loss")
+    quiet(max_epochs=2, run_dir=tmp_path, checkpoint=keepers).fit(Regression(), pairs())
+    directory = str(tmp_path / "checkpoints")
+    entries = read_index(directory) or []
+    write_index(directory, [dataclasses.replace(each, keeper={"train/loss": ""}) for each in entries])
+    with pytest.raises(CheckpointError, match=r"CheckpointConfig\(by='train/loss', mode=\.\.\.\)"):
+        quiet(run_dir=tmp_path).validate(Regression(), pairs(), checkpoint="best")
+    quiet(run_dir=tmp_path, checkpoint=keepers).validate(Regression(), pairs(), checkpoint="best")
+    write_index(directory, [dataclasses.replace(entries[-1], keeper={"train/loss": ""})])
+    quiet(run_dir=tmp_path).validate(Regression(), pairs(), checkpoint="best")

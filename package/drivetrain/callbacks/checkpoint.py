@@ -101,9 +101,9 @@ class CheckpointSaver(Callback):
             run.frozen.watch(run.task)
         self._unsaved_tensors = None
         self._triggers = {
-            str(each.interval): Trigger(each.interval, run.totals.updates_per_epoch)
+            each.interval_name: Trigger(each.interval, run.totals.updates_per_epoch)
             for each in self.policies
-            if each.interval is not None
+            if each.interval_name is not None
         }
         for trigger in self._triggers.values():
             trigger.start(run.progress)

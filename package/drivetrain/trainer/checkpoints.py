@@ -285,8 +285,8 @@ def named_checkpoint(settings: RunSettings, checkpoint: str) -> str:
 def _best(entries: Sequence[Entry], settings: RunSettings, by: str, root: str) -> Entry:
     """Return the best keeper by a metric, or by the only one that ranks if none is named.
 
-    The Trainer's policies say by which metrics it ranks, and with the default policy the index does: a run
-    with named loaders, or one that other policies made.
+    The metrics that rank are those of the Trainer's policies. With the default policy they come from the
+    index, because the run may have had named loaders, or other policies.
     """
     asked = {name: each.mode for name, each in rankings(chosen_policies(settings.checkpoint)).items()}
     recorded = {name: mode for each in entries for name, mode in each.keeper.items()}

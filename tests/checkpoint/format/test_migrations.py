@@ -169,3 +169,30 @@ def test_formats_1_and_2_are_compared_with_one_another():
         found = compare(str(CORPUS / "v1" / name), str(CORPUS / "v2" / name))
         assert not found.tensors
         assert found.same
+
+
+def test_an_index_of_format_2_keeps_its_purposes(tmp_path):
+    directory = shutil.copytree(CORPUS / "v2" / "run" / "checkpoints", tmp_path / "checkpoints")
+    policy = CheckpointConfig(every="4 steps", keep_last=2, best=1)
+    from_index = CheckpointManager(str(directory), policy).entries()
+    assert [(each.update, each.resume, each.keeper) for each in from_index] == [
+        (8, ("",), {}),
+        (10, ("",), {"validation/loss": ""}),
+    ]
+    (directory / "index.json").unlink()
+    rebuilt = CheckpointManager(str(directory), policy)
+    assert [(each.update, each.resume) for each in rebuilt.entries()] == [(8, ("",)), (10, ("",))]
+    rebuilt.save(12, 2, {"validation/loss": 99.0}, Snapshot, resume=["4 steps"], keeper=True)
+    assert [(each.update, bool(each.keeper)) for each in rebuilt.entries()] == [(10, True), (12, False)]
+
+
+@pytest.mark.parametrize("entry", [3, [], {"resume": 1, "keeper": True, "metrics": {}}, {"resume": True}])
+def test_an_entry_of_format_2_that_makes_no_sense_is_damage(tmp_path, entry):
+    body = {"format_version": 2, "checkpoints": [entry]}
+    (tmp_path / "index.json").write_bytes(seal(body, "it"))
+    with pytest.raises(DamagedCheckpointError, match="an entry is not an object with a name"):
+        index.read_index(str(tmp_path))
+    named = {"name": "a", "order": 1, "update": 1, "epoch": 0, "resume": 1, "keeper": True, "metrics": {}}
+    (tmp_path / "index.json").write_bytes(seal({**body, "checkpoints": [named]}, "it"))
+    with pytest.raises(DamagedCheckpointError, match="resume must be a list of intervals"):
+        index.read_index(str(tmp_path))

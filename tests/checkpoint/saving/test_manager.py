@@ -129,6 +129,23 @@ def test_a_metric_that_does_not_exist_is_refused_with_those_that_do(directory, s
     assert not open_manager(directory, by=None).should_keep(metrics)
 
 
+def test_a_purpose_that_no_policy_has_is_refused(directory):
+    policies = [CheckpointConfig(every="5 steps", best=0), CheckpointConfig(every=None, best=1, by=LOSS)]
+    manager = CheckpointManager(str(directory), policies)
+    with pytest.raises(ConfigError, match=r"interval '5 step'. Did you mean '5 steps'"):
+        manager.save(1, 0, {}, Snapshot, resume=["5 step"])
+    for act in (
+        lambda: manager.save(1, 0, {"validation/los": 1.0}, Snapshot, keeper=["validation/los"]),
+        lambda: manager.should_keep({LOSS: 1.0}, "validation/los"),
+        lambda: manager.best("validation/los"),
+    ):
+        with pytest.raises(ConfigError, match=r"best by 'validation/los'. Did you mean 'validation/loss'"):
+            act()
+    assert not directory.exists()
+    with pytest.raises(ConfigError, match="takes one CheckpointConfig or more"):
+        CheckpointManager(str(directory), [])
+
+
 def test_a_save_without_a_purpose_is_refused(directory, save):
     with pytest.raises(ConfigError, match="needs a purpose"):
         save(open_manager(directory), 1, resume=False)

@@ -200,8 +200,8 @@ def oldest_first(entries: Iterable[Entry]) -> list[Entry]:
 def keepers(entries: Sequence[Entry], policies: Sequence[CheckpointConfig]) -> dict[str, list[Entry]]:
     """Return the keepers of each metric that ranks, best first.
 
-    Those of metrics that no policy ranks by (another policy chose them) come last in the first ranking, so
-    that each stays until one with a value takes its place.
+    A keeper by a metric that no policy ranks by (another policy chose it) comes last in the first ranking,
+    where it stays until one with a value takes its place.
 
     Args:
         entries: The entries, oldest first.

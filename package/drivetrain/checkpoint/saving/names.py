@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from drivetrain.core.errors import ConfigError
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._=+-]")
-"""What some file system or object store does not take in a name."""
+"""Characters that some file system or object store refuses in a name."""
 
 _LONGEST = 100
 
