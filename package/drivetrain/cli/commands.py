@@ -152,6 +152,7 @@ def _fit_json(result: FitResult) -> dict[str, Any]:
         "progress": result.progress.to_json(),
         "metrics": result.metrics,
         **_files(result),
+        "best_checkpoints": result.best_checkpoints,
     }
 
 

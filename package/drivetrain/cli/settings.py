@@ -56,7 +56,7 @@ _OPTIONS = {
     "--validation-data": _Option("NAME", "the same, for validation alone", ("fit", "plan", "validate")),
     "--resume": _Option("auto|PATH", "resume from run_dir's newest checkpoint, or from a path", ("fit",)),
     "--checkpoint": _Option(
-        "PATH|best|last",
+        "PATH|best|best:METRIC|last",
         "weights to load: a path, or run_dir's best or last",
         ("validate", "test", "predict"),
     ),

@@ -12,6 +12,7 @@ from typing import Any
 
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.checkpoint.saving.assets import Assets, checked_assets
+from drivetrain.checkpoint.saving.config import as_policies
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.intervals import Every
 from drivetrain.core.types import Logger
@@ -95,7 +96,7 @@ class RunSettings:
     validate_from: Interval | None = None
     log_every: Interval | None = "50 steps"
     log_first_step: bool = False
-    checkpoint: bool | str | CheckpointConfig = True
+    checkpoint: bool | str | CheckpointConfig | Sequence[CheckpointConfig] = True
     assets: Assets = ()
     callbacks: Sequence[Any] = ()
     loggers: str | Logger | Sequence[str | Logger] = ("tensorboard", "csv")
@@ -305,14 +306,19 @@ def check_callbacks(settings: RunSettings, strategy: Strategy) -> None:
 
 
 def checkpoint_policy(spec: object) -> object:
-    """Return the policy after a check.
+    """Return what the Trainer was given as `checkpoint` after a check; several policies as a tuple.
 
     Raises:
-        ConfigError: It is no policy.
+        ConfigError: It is no policy, or several contradict each other.
     """
     if isinstance(spec, (bool, CheckpointConfig)) or spec == "async":
         return spec
-    raise ConfigError(f"checkpoint must be True, False, 'async' or a CheckpointConfig, not {spec!r}")
+    if isinstance(spec, (list, tuple)):
+        policies = as_policies(spec)
+        return policies if len(policies) > 1 else policies[0]
+    raise ConfigError(
+        f"checkpoint must be True, False, 'async', a CheckpointConfig or a list of them, not {spec!r}"
+    )
 
 
 def plain(value: Any) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain import callbacks as built_in
-from drivetrain.checkpoint import CheckpointConfig
+from drivetrain.checkpoint.saving.config import chosen_policies
 from drivetrain.checkpoint.weights.frozen import FrozenParameters, check_storable, fingerprints
 from drivetrain.checkpoint.weights.module_state import has_extras, load_module_state
 from drivetrain.core.errors import ConfigError
@@ -314,10 +314,9 @@ def _evaluation_metrics(engine: Engine, task: TaskModule, of_training: Mapping[s
 
 def frozen_parameters(settings: RunSettings, engine: Engine, task: TaskModule) -> FrozenParameters | None:
     """Return the frozen parameters that the checkpoints leave out, or None; before they are sharded."""
-    policy = settings.checkpoint
-    chosen = policy.parameters if isinstance(policy, CheckpointConfig) else None
+    chosen = next((each.parameters for each in chosen_policies(settings.checkpoint)), None)
     names = None if chosen == "trainable" else task.left_out_of_checkpoints()
-    if policy is False:
+    if settings.checkpoint is False:
         return None
     if chosen == "all" or (names is not None and not names):
         check_storable(task)
@@ -389,7 +388,7 @@ def start_from(settings: RunSettings, run: Run, saver: CheckpointSaver | None, r
         if asks:
             report_start(settings, run, resume)
     # Values that cannot be stored are found now, not at a save.
-    snapshot = None if saver is None else snapshot_run(run, saver.config.resumable)
+    snapshot = None if saver is None else snapshot_run(run, saver.policies[0].resumable)
     run.nonfinite.note_weights(snapshot if run.frozen is None else None)
     run.engine.set_rates()
     run.triggers.log.start(run.progress)
@@ -479,7 +478,7 @@ def _evaluation_run(
         from drivetrain.task.stored import read_extras, read_frozen
         from drivetrain.trainer.checkpoints import named_checkpoint
 
-        path = engine.ranks.first(lambda: named_checkpoint(settings, task, checkpoint))
+        path = engine.ranks.first(lambda: named_checkpoint(settings, checkpoint))
         tensors = load_weights(path)
         extras = read_extras(path) if has_extras(task) else {}
         kept = read_frozen(path, task)

@@ -6,7 +6,7 @@ import gc
 import os
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -22,7 +22,7 @@ from drivetrain.engine.weighting import StepResult
 from drivetrain.loggers.files import check_results_path, write_results
 from drivetrain.loggers.history import read_history, table_of
 from drivetrain.run.loop import evaluate, predict, train_steps
-from drivetrain.run.messages import as_given
+from drivetrain.run.messages import as_given, is_resumable
 from drivetrain.run.preemption import Preemption
 from drivetrain.run.run import Run
 from drivetrain.run.session import boundary, left_with_program
@@ -49,9 +49,10 @@ class FitResult:
         stop_reason: Why training ended.
         run_dir: Where files went, or None when none were asked for.
         last_checkpoint: The newest checkpoint, or None.
-        best_checkpoint: The best keeper, or None.
+        best_checkpoint: The best keeper, or None; of several policies the best by the first that keeps any.
         model_path: The finished weights: the file, or the folder that the task writes; or None.
         history_path: The file that `history` reads, or None.
+        best_checkpoints: The best keeper by each metric that ranks keepers and has had a value.
     """
 
     metrics: dict[str, float]
@@ -62,6 +63,7 @@ class FitResult:
     best_checkpoint: str | None
     model_path: str | None
     history_path: str | None = None
+    best_checkpoints: dict[str, str] = field(default_factory=dict)
 
     @property
     def history(self) -> list[dict[str, float]]:
@@ -129,7 +131,8 @@ class Trainer(RunSettings):
         log_every: When to log.
         log_first_step: Whether to log after the first update of the run too.
         checkpoint: True for the default policy (with named validation loaders the first one's loss ranks),
-            "async" for the same in the background, False for none, or a `CheckpointConfig`.
+            "async" for the same in the background, False for none, a `CheckpointConfig`, or a list of several
+            that all apply.
         assets: Files to store beside the weights in each checkpoint: a list, or a mapping of names, of paths,
             objects with `save_pretrained(folder)`, or functions of the folder to write into.
         callbacks: Objects with hooks; see `drivetrain.callbacks.Callback`.
@@ -222,25 +225,27 @@ class Trainer(RunSettings):
         with self._begin(task, train_data, validation_data, resume) as (trainer, run, saver):
             for _ in train_steps(run):
                 pass
-        best = saver.manager.best() if saver else None
+        best = saver.best_checkpoints() if saver else {}
         directory = run.run_dir if run.run_dir is not None and run.run_dir.exists() else None
         weights = saver.weights if saver and run.nonfinite.spoiled is None else None
         assert run.stop_reason is not None
         table = table_of(trainer.loggers, run.run_dir)
         table = table if table is not None and run.metrics else None
-        last, best, weights, history = (
+        last, weights, history = (
             as_given(trainer, path)
-            for path in (run.last_checkpoint, best, weights, None if table is None else str(table))
+            for path in (run.last_checkpoint, weights, None if table is None else str(table))
         )
+        best = {by: as_given(trainer, path) or path for by, path in best.items()}
         return FitResult(
             dict(run.metrics),
             run.progress,
             run.stop_reason,
             None if directory is None else Path(as_given(trainer, str(directory)) or directory),
             last,
-            best,
+            next(iter(best.values()), None),
             weights,
             history,
+            best,
         )
 
     @by_name
@@ -279,7 +284,7 @@ class Trainer(RunSettings):
             run, saver = build_fit(trainer, task, train_data, validation_data, resume, body)
             with boundary(trainer, run):
                 start_from(trainer, run, saver, resume)
-                preemption.attach(run)
+                preemption.attach(run, is_resumable(trainer))
                 yield trainer, run, saver
 
     @by_name
@@ -296,7 +301,8 @@ class Trainer(RunSettings):
         Args:
             task: The task.
             data: As in `fit`, or an object with `validation_data()`.
-            checkpoint: Weights to load first: a path, or "best" or "last" of `run_dir`.
+            checkpoint: Weights to load first: a path, or "best" or "last" of `run_dir`; where several metrics
+                rank, "best:validation/loss".
             save_to: A file to write the values to as JSON too, such as "results.json"; it replaces one of
                 that name.
 
@@ -400,7 +406,7 @@ class Trainer(RunSettings):
         """Build a validation, test or prediction, and run the block inside its error boundary."""
         trainer, _ = observed(self)
         trainer = as_tried(trainer, stage)
-        if trainer.try_out is not None and checkpoint in ("best", "last"):
+        if trainer.try_out is not None and str(checkpoint).partition(":")[0] in ("best", "last"):
             checkpoint = None  # the trial of a fit has saved none
         run = build_evaluation(trainer, task, data, stage, checkpoint, metrics)
         with boundary(trainer, run):

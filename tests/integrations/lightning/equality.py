@@ -81,12 +81,11 @@ def under_lightning(module: Any, **options: Any) -> dict[str, list[float]]:
             accelerator="cpu",
             devices=1,
             logger=recorder,
-            enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
             num_sanity_val_steps=0,
             log_every_n_steps=1,
-            **options,
+            **{"enable_checkpointing": False, **options},
         )
         trainer.fit(module, *data_of(module))
     return dict(recorder.recorder.values)

@@ -210,11 +210,16 @@ def test_a_precision_is_that_of_the_same_numbers(name: str) -> None:
             {"callbacks": [theirs.StochasticWeightAveraging(0.1)]},
             "callbacks has StochasticWeightAveraging: give Trainer",
         ),
-        ({"callbacks": [theirs.ModelCheckpoint(), theirs.ModelCheckpoint("a")]}, "has 2 ModelCheckpoints"),
+        (
+            {"callbacks": [theirs.ModelCheckpoint("b"), theirs.ModelCheckpoint("a")]},
+            "a' in number 2. directory is of the run: give all the same",
+        ),
+        (
+            {"callbacks": [theirs.ModelCheckpoint(), theirs.ModelCheckpoint(save_weights_only=True)]},
+            "resumable=True in the first",
+        ),
         ({"callbacks": theirs.ModelCheckpoint(), "enable_checkpointing": False}, "checkpoints are off"),
         ({"callbacks": theirs.ModelCheckpoint(), "barebones": True}, "checkpoints are off"),
-        ({"callbacks": theirs.EarlyStopping("x", divergence_threshold=1.0)}, "callbacks.LossSpike"),
-        ({"callbacks": theirs.EarlyStopping("x", strict=False)}, "the metric must be logged"),
         ({"callbacks": theirs.LearningRateMonitor(log_momentum=True)}, "run.log(name, value)"),
         ({"logger": loggers.CSVLogger("a", prefix="p")}, "CSVLogger(prefix='p') has no counterpart"),
     ],
@@ -241,13 +246,39 @@ def test_a_model_checkpoint_is_a_policy(tmp_path: Path) -> None:
     assert str(policy(every_n_epochs=2).every) == "2 epochs"
     assert str(policy(train_time_interval=timedelta(minutes=5)).every) == "300 seconds"
     assert policy(save_top_k=0).every is None
-    named = from_lightning_arguments(max_epochs=1, callbacks=theirs.ModelCheckpoint(filename="{epoch}"))
-    assert "filename='{epoch}' is not used" in "\n".join(map(str, named.differences))
+    assert policy(filename="{epoch:02d}-{val/loss:.2f}").name == "epoch={epoch:02d}-val_loss={val/loss:.2f}"
+    assert policy(filename="a-{step}-{v}", auto_insert_metric_name=False).name == "a-{v}"
+    assert policy(filename="{step}").name is None
+    named = from_lightning_arguments(max_epochs=1, callbacks=theirs.ModelCheckpoint(filename="a/{epoch}"))
+    assert "filename='a/{epoch}' is not used" in "\n".join(map(str, named.differences))
+
+
+def test_several_model_checkpoints_are_several_policies() -> None:
+    given = from_lightning_arguments(
+        max_epochs=1,
+        callbacks=[
+            theirs.ModelCheckpoint(monitor="val_loss", save_top_k=3, filename="a"),
+            theirs.ModelCheckpoint(every_n_epochs=10, save_top_k=-1, filename="b"),
+        ],
+    )
+    first, second = given.trainer.checkpoint
+    assert (first.by, first.best, first.keep_last, first.name) == ("val_loss", 3, 1, None)
+    assert (second.by, str(second.every), second.keep_last) == (None, "10 epochs", None)
+    assert "their filenames differ" in "\n".join(map(str, given.differences))
 
 
 def test_other_callbacks_and_loggers_are_ours(tmp_path: Path) -> None:
     own = LambdaCallback(on_fit_end=lambda run: None)
-    stopping = theirs.EarlyStopping("val_loss", min_delta=0.1, patience=0, mode="max", stopping_threshold=2.0)
+    stopping = theirs.EarlyStopping(
+        "val_loss",
+        min_delta=0.1,
+        patience=0,
+        mode="max",
+        stopping_threshold=2.0,
+        divergence_threshold=-1.0,
+        strict=False,
+        check_finite=False,
+    )
     trainer = mapped(
         callbacks=[stopping, theirs.LearningRateMonitor(), theirs.Timer("00:00:30:00"), own],
         max_time="00:01:00:00",
@@ -258,6 +289,7 @@ def test_other_callbacks_and_loggers_are_ours(tmp_path: Path) -> None:
     assert (first.metric, first.mode, first.patience, first.threshold, first.stop_at) == (
         "val_loss", "max", 1, 0.1, 2.0,
     )  # fmt: skip
+    assert (first.diverged_at, first.strict, first.check_finite) == (-1.0, False, False)
     assert isinstance(second, LearningRateMonitor)
     assert third is own
     assert trainer.max_time == pytest.approx(1800, abs=1)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any
 
 from drivetrain.callbacks import EarlyStopping, LearningRateMonitor, ModelSummary, ProgressBar
 from drivetrain.checkpoint import CheckpointConfig
+from drivetrain.checkpoint.saving.config import as_policies
+from drivetrain.checkpoint.saving.names import check_name
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.intervals import Every
 from drivetrain.core.messages import logger
@@ -29,12 +32,12 @@ class TakenCallbacks:
     """The counterparts of callbacks.
 
     Attributes:
-        checkpoint: The policy of a `ModelCheckpoint`, or Lightning's default, or False.
+        checkpoint: The policy of each `ModelCheckpoint`, or Lightning's default, or False.
         callbacks: Callbacks of drivetrain.
         max_time: The time of a `Timer`.
     """
 
-    checkpoint: bool | CheckpointConfig = True
+    checkpoint: bool | tuple[CheckpointConfig, ...] = True
     callbacks: list[Any] = field(default_factory=list)
     max_time: timedelta | None = None
 
@@ -133,14 +136,12 @@ def take_callbacks(given: Any, enabled: bool, note: Note, where: str = "callback
             taken.max_time = None if left is None else timedelta(seconds=left)
         else:
             taken.callbacks.append(ModelSummary() if "Summary" in row.name else ProgressBar())
-    if len(policies) > 1:
-        raise ConfigError(
-            f"callbacks has {len(policies)} ModelCheckpoints; a Trainer has one policy here: the best by one"
-            " metric, and the newest. Give one of them"
-        )
+    if len({each.name for each in policies}) > 1:
+        note("callbacks", "their filenames differ, and one file serves all: none is used", "ModelCheckpoint")
+        policies = [replace(each, name=None) for each in policies]
     if policies and not enabled:
         raise ConfigError("checkpoints are off, but callbacks has a ModelCheckpoint. Give one of the two")
-    taken.checkpoint = (policies or [_DEFAULT])[0] if enabled else False
+    taken.checkpoint = as_policies(policies or [_DEFAULT]) if enabled else False
     return taken
 
 
@@ -216,14 +217,13 @@ def _policy(given: Any, note: Note) -> CheckpointConfig:
             "save_on_train_epoch_end: saves follow the validation of the same epoch",
             "ModelCheckpoint",
         )
-    if given.filename is not None:
-        note("callbacks", f"filename={given.filename!r} is not used", "ModelCheckpoint")
     if given.save_on_exception:
         note(
             "callbacks",
             "save_on_exception: signals save and end a run; an error does not save",
             "ModelCheckpoint",
         )
+    name = _name(given, note)
     if given.monitor is None:
         everything = given.save_top_k == -1
         if given.save_top_k == 0 and not given.save_last:
@@ -235,6 +235,7 @@ def _policy(given: Any, note: Note) -> CheckpointConfig:
             by=None,
             directory=given.dirpath,
             resumable=not given.save_weights_only,
+            name=name,
         )
     return CheckpointConfig(
         every=every,
@@ -244,21 +245,30 @@ def _policy(given: Any, note: Note) -> CheckpointConfig:
         mode=given.mode,
         directory=given.dirpath,
         resumable=not given.save_weights_only,
+        name=name,
     )
 
 
+def _name(given: Any, note: Note) -> str | None:
+    """Return the template of a ModelCheckpoint's filename, without the step, which begins each name here."""
+    text = re.sub(r"[-_]?\{step[^}]*\}", "", given.filename or "").strip("-_")
+    if given.auto_insert_metric_name:
+        text = re.sub(r"\{([^}:]+)", lambda found: f"{found[1].replace('/', '_')}={found[0]}", text)
+    try:
+        if text:
+            check_name(text)
+    except ConfigError:
+        note("callbacks", f"filename={given.filename!r} is not used", "ModelCheckpoint")
+        return None
+    return text or None
+
+
 def _early_stopping(given: Any, note: Note) -> EarlyStopping:
-    if given.divergence_threshold is not None:
-        raise ConfigError(
-            f"EarlyStopping(divergence_threshold={given.divergence_threshold}) has no counterpart:"
-            " callbacks.LossSpike acts on losses that jump"
-        )
-    if not given.strict:
-        raise ConfigError("EarlyStopping(strict=False): here the metric must be logged; leave it out")
     if not given.check_finite:
         note(
             "callbacks",
-            'check_finite=False is Trainer(on_nonfinite="skip"), which also skips updates',
+            "check_finite=False: a loss of a validation that is not finite still does as"
+            " Trainer(on_nonfinite=) says",
             "EarlyStopping",
         )
     return EarlyStopping(
@@ -267,4 +277,7 @@ def _early_stopping(given: Any, note: Note) -> EarlyStopping:
         patience=max(1, given.patience),  # 0 and 1 mean the same there
         threshold=abs(given.min_delta),
         stop_at=given.stopping_threshold,
+        diverged_at=given.divergence_threshold,
+        check_finite=given.check_finite,
+        strict=given.strict,
     )

@@ -208,9 +208,10 @@ CALLBACKS: Mapping[str, Row] = {
     for each in (
         _mapped(
             "ModelCheckpoint",
-            "`Trainer(checkpoint=CheckpointConfig(...))`",
+            "`Trainer(checkpoint=CheckpointConfig(...))`, several as a list",
             None,
-            "a checkpoint is a directory named after its update, and the newest is always kept",
+            "a checkpoint is a directory whose name begins with its update, one serves all, and the newest is"
+            " always kept",
         ),
         _mapped(
             "EarlyStopping",

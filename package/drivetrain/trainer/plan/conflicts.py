@@ -9,7 +9,7 @@ from typing import Any
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from drivetrain.callbacks import EarlyStopping
-from drivetrain.checkpoint import CheckpointConfig
+from drivetrain.checkpoint.saving.config import chosen_policies, rankings
 from drivetrain.core.intervals import Every, exact
 from drivetrain.core.totals import Totals
 from drivetrain.run.metric_names import MetricNames
@@ -67,20 +67,20 @@ def schedule_conflicts(built: Built, totals: Totals) -> Iterator[str]:
 
 
 def interval_conflicts(
-    settings: RunSettings, updates: int | None, validation: Firings, logging: Firings, resume_points: Firings
+    settings: RunSettings,
+    updates: int | None,
+    validation: Firings,
+    logging: Firings,
+    resume_points: Sequence[Firings],
 ) -> Iterator[str]:
     # The default policy also saves at the end; nobody chose its interval.
-    asked = isinstance(settings.checkpoint, CheckpointConfig)
+    asked = resume_points if chosen_policies(settings.checkpoint) else ()
     for name, points, instead in (
         ("validate_every", validation, "the only validation is the one at the end"),
         ("log_every", logging, "training is logged once, at the end"),
-        (
-            "the checkpoint's every",
-            resume_points if asked else None,
-            "the only resume point is the one at the end",
-        ),
+        *(("the checkpoint's every", each, "the only resume point is the one at the end") for each in asked),
     ):
-        if points is not None and points.every is not None and points.times == 0:
+        if points.every is not None and points.times == 0:
             yield (
                 f"{name}={points.every} is longer than the run of {updates} updates: {instead}. "
                 "Choose a shorter interval"
@@ -96,14 +96,9 @@ def validation_conflicts(
     default: Any = type(settings).__dataclass_fields__["validate_every"].default  # was not asked for
     if settings.validate_every is not None and every(settings.validate_every) != Every(default):
         yield f"validate_every={settings.validate_every} was asked for, but there is no validation. {fix}"
-    policy = settings.checkpoint
     watched = [
         *(("early stopping", each.metric) for each in settings.callbacks if isinstance(each, EarlyStopping)),
-        *(
-            [("CheckpointConfig", policy.by)]
-            if isinstance(policy, CheckpointConfig) and policy.keepers
-            else []
-        ),
+        *(("CheckpointConfig", by) for by in rankings(chosen_policies(settings.checkpoint))),
     ]
     names = MetricNames(task)
     for who, name in watched:

@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from drivetrain.callbacks.summary import sized
 from drivetrain.checkpoint import CheckpointConfig
+from drivetrain.checkpoint.saving.config import chosen_policies
 from drivetrain.core.random_streams import preserved
 from drivetrain.core.totals import Totals
 from drivetrain.data import evaluation_sources
@@ -43,7 +44,7 @@ class Plan:
         rates: By the names that a run logs them under: "lr", "lr/<optimizer>", "lr/<group>".
         validation: When it validates.
         logging: When it logs.
-        saving: When it saves; the end of the run counts.
+        saving: When it saves, by the first policy; the end of the run counts.
         device: Where the model runs.
         strategy: The strategy's name, with the stage under "deepspeed".
         processes: How many processes train together.
@@ -52,6 +53,7 @@ class Plan:
         memory: Bytes of "parameters", "gradients" and "optimizer" (its state), of the whole model also where
             "fsdp" gives each process a share.
         warnings: Conflicts, each with what to do about it.
+        also_saving: When it saves by the other policies.
     """
 
     task: str
@@ -72,6 +74,7 @@ class Plan:
     trainable: int
     memory: dict[str, int | None]
     warnings: tuple[str, ...]
+    also_saving: tuple[Firings, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields by name, with lists in place of tuples."""
@@ -93,6 +96,7 @@ class Plan:
             ("validates every", str(self.validation)),
             ("logs every", str(self.logging)),
             ("saves every", str(self.saving)),
+            *(("", str(each)) for each in self.also_saving),
             ("device", f"{self.device}, strategy {self.strategy}{several}"),
             ("parameters", f"{self.parameters:,}, trainable {self.trainable:,}"),
             *((f"memory: {what}", _memory_text(size)) for what, size in self.memory.items()),
@@ -142,12 +146,13 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
             evaluation_sources(validation_data, "validation", settings.seed, batch_size=size)
         with known_fit(task, totals):
             built = Built(settings, task, totals)
-        policy = settings.checkpoint
-        config = policy if isinstance(policy, CheckpointConfig) else CheckpointConfig()
-        save_every = config.interval if policy else None
+        policies = chosen_policies(settings.checkpoint) or (CheckpointConfig(),) * bool(settings.checkpoint)
+        save_every = dict.fromkeys(each.interval for each in policies)
         validate_every = every(settings.validate_every) if validates else None
         validation = firings(validate_every, epoch, totals, begins=every(settings.validate_from))
-        resume_points = firings(save_every, epoch, totals)
+        resume_points = [firings(each, epoch, totals) for each in save_every] or [
+            firings(None, epoch, totals)
+        ]
         parameters = [each for each in built.module.parameters() if not is_lazy(each)]
         plan = Plan(
             task=type(task).__name__,
@@ -160,7 +165,7 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
             rates=built.rates(totals.updates),
             validation=validation,
             logging=firings(every(settings.log_every), epoch, totals, first=settings.log_first_step),
-            saving=and_at_the_end(resume_points, totals.updates) if policy else resume_points,
+            saving=and_at_the_end(resume_points[0], totals.updates) if policies else resume_points[0],
             device=str(strategy.device),
             strategy=strategy.title,
             processes=strategy.world_size,
@@ -168,6 +173,7 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
             trainable=sum(each.numel() for each in parameters if each.requires_grad),
             memory=built.memory(),
             warnings=(),
+            also_saving=tuple(each for each in resume_points[1:] if each.every is not None),
         )
         conflicts = (
             *length_conflicts(settings, epoch, totals),
