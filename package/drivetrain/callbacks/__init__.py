@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.memory_report import MemoryReport
     from drivetrain.callbacks.nonfinite_detector import NonFiniteDetector
     from drivetrain.callbacks.progress_bar import ProgressBar
+    from drivetrain.callbacks.sequence_length import SequenceLength
     from drivetrain.callbacks.summary import ModelSummary, summarize
     from drivetrain.callbacks.throughput import Throughput
     from drivetrain.callbacks.weight_average import WeightAverage
@@ -35,6 +36,7 @@ else:
             "drivetrain.callbacks.memory_report": ("MemoryReport",),
             "drivetrain.callbacks.nonfinite_detector": ("NonFiniteDetector",),
             "drivetrain.callbacks.progress_bar": ("ProgressBar",),
+            "drivetrain.callbacks.sequence_length": ("SequenceLength",),
             "drivetrain.callbacks.summary": ("ModelSummary", "summarize"),
             "drivetrain.callbacks.throughput": ("Throughput",),
             "drivetrain.callbacks.weight_average": ("WeightAverage",),
@@ -56,6 +58,7 @@ __all__ = [
     "ModelSummary",
     "NonFiniteDetector",
     "ProgressBar",
+    "SequenceLength",
     "Throughput",
     "WeightAverage",
     "XLAReport",

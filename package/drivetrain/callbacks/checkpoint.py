@@ -89,7 +89,7 @@ class CheckpointSaver(Callback):
         if run.frozen is not None:
             run.frozen.watch(run.task)
         self._unsaved_tensors = None
-        self._trigger = Trigger(self.config.interval, run.totals.updates_per_epoch)
+        self._trigger = Trigger(self.config.interval, run.totals.per_epoch)
         self._trigger.start(run.progress)
         run.by_time = run.by_time or self._trigger.by_time
 
