@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         ModelSummary,
         NonFiniteDetector,
         ProgressBar,
+        SequenceLength,
         Throughput,
         WeightAverage,
         WeightHistograms,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from drivetrain.core.intervals import Every
     from drivetrain.core.mps_fallback import enable_mps_fallback
     from drivetrain.core.progress import Progress
+    from drivetrain.core.stages import ramp
     from drivetrain.core.totals import Totals
     from drivetrain.core.types import StepOutput
     from drivetrain.data.split_source import already_split
@@ -91,6 +93,7 @@ _HOMES = {
         "ModelSummary",
         "NonFiniteDetector",
         "ProgressBar",
+        "SequenceLength",
         "Throughput",
         "WeightAverage",
         "WeightHistograms",
@@ -137,6 +140,7 @@ _HOMES = {
     "drivetrain.task.task": ("TaskModule",),
     "drivetrain.trainer.trainer": ("FitResult", "PredictResult", "Trainer"),
     "drivetrain.core.intervals": ("Every",),
+    "drivetrain.core.stages": ("ramp",),
     "drivetrain.core.totals": ("Totals",),
     "drivetrain.core.types": ("StepOutput",),
     "drivetrain.engine.weighting": ("StepResult",),
@@ -190,6 +194,7 @@ __all__ = [
     "ProgressBar",
     "RankFailure",
     "Run",
+    "SequenceLength",
     "StepOutput",
     "StepResult",
     "StrategyError",
@@ -210,6 +215,7 @@ __all__ = [
     "enable_mps_fallback",
     "local_rank",
     "one_at_a_time",
+    "ramp",
     "rank",
     "world_size",
 ]

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.memory_report import MemoryReport
     from drivetrain.callbacks.nonfinite_detector import NonFiniteDetector
     from drivetrain.callbacks.progress_bar import ProgressBar
+    from drivetrain.callbacks.sequence_length import SequenceLength
     from drivetrain.callbacks.statistics.activation_stats import ActivationStats
     from drivetrain.callbacks.statistics.gradient_norms import GradientNorms
     from drivetrain.callbacks.statistics.weight_histograms import WeightHistograms
@@ -38,6 +39,7 @@ else:
             "drivetrain.callbacks.memory_report": ("MemoryReport",),
             "drivetrain.callbacks.nonfinite_detector": ("NonFiniteDetector",),
             "drivetrain.callbacks.progress_bar": ("ProgressBar",),
+            "drivetrain.callbacks.sequence_length": ("SequenceLength",),
             "drivetrain.callbacks.summary": ("ModelSummary", "summarize"),
             "drivetrain.callbacks.throughput": ("Throughput",),
             "drivetrain.callbacks.weight_average": ("WeightAverage",),
@@ -61,6 +63,7 @@ __all__ = [
     "ModelSummary",
     "NonFiniteDetector",
     "ProgressBar",
+    "SequenceLength",
     "Throughput",
     "WeightAverage",
     "WeightHistograms",

@@ -101,7 +101,7 @@ class CheckpointSaver(Callback):
             run.frozen.watch(run.task)
         self._unsaved_tensors = None
         self._triggers = {
-            each.interval_name: Trigger(each.interval, run.totals.updates_per_epoch)
+            each.interval_name: Trigger(each.interval, run.totals.per_epoch)
             for each in self.policies
             if each.interval_name is not None
         }

@@ -432,6 +432,7 @@ def _parameters(function: Any) -> Collection[str]:
 
 _MODE = "drivetrain"
 _WORDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a text"}
+_WORDS |= {"collections.abc.Mapping": "a mapping ({a: 1, b: 2})"}
 _WORDS |= {"NoneType": "none", "list": "a list (a,b,c)", "tuple": "a list (a,b,c)"}
 
 set_loader(_MODE, read_value, (yaml.YAMLError,))

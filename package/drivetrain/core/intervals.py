@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from fractions import Fraction
@@ -18,6 +19,9 @@ _INTERVAL = re.compile(
     rf"((?:{_DIGITS}\.?(?:{_DIGITS})?|\.{_DIGITS})(?:e[+-]?\d+)?)?\s*([a-z]+)?", re.ASCII | re.IGNORECASE
 )
 """A number as Python writes it, underscores included, and a unit; either may be missing, not both."""
+PerEpoch = int | Callable[[int], int]
+"""The updates of an epoch: a number, or a function of the epoch."""
+
 _SYNONYMS = {"updates": "steps", "step": "steps", "update": "steps"}
 
 
@@ -118,14 +122,16 @@ class Trigger:
 
     Args:
         every: The interval; None is never due.
-        updates_per_epoch: Needed for fractions of an epoch; None if the data's length is not known.
+        updates_per_epoch: Needed for fractions of an epoch: the number, or a function of the epoch that
+            returns it; None if the data's length is not known.
 
     Raises:
         ConfigError: A fraction of an epoch of unknown length.
     """
 
-    def __init__(self, every: Every | None, updates_per_epoch: int | None = None) -> None:
+    def __init__(self, every: Every | None, updates_per_epoch: PerEpoch | None = None) -> None:
         self.every = every
+        self._by_epoch: Callable[[int], int] | None = None
         self._steps = 0
         self._within_epoch: tuple[int, int] | None = None
         self._per_epoch = 0
@@ -145,18 +151,23 @@ class Trigger:
             self._counter = _COUNTS.get(every.unit, "seconds")
             self._amount = every.seconds or every.amount
 
-    def _set_epochs(self, every: Every, updates_per_epoch: int | None) -> None:
+    def _set_epochs(self, every: Every, updates_per_epoch: PerEpoch | None) -> None:
         if every.amount == int(every.amount):
             self._epochs = int(every.amount)
         elif every.amount < 1 and updates_per_epoch is not None:
-            self._within_epoch = part_of_epoch(every, updates_per_epoch).as_integer_ratio()
-            self._per_epoch = updates_per_epoch
+            if callable(updates_per_epoch):
+                self._by_epoch, updates_per_epoch = updates_per_epoch, updates_per_epoch(0)
+            self._set_part(every, updates_per_epoch)
         else:
             raise ConfigError(
                 f"an interval of {every} needs"
                 f" {'data of known length' if every.amount < 1 else 'whole epochs'}; give a number of steps"
                 " instead"
             )
+
+    def _set_part(self, every: Every, updates_per_epoch: int) -> None:
+        self._within_epoch = part_of_epoch(every, updates_per_epoch).as_integer_ratio()
+        self._per_epoch = updates_per_epoch
 
     @property
     def by_time(self) -> bool:
@@ -175,6 +186,10 @@ class Trigger:
         if self._epochs:
             return epoch_ended and progress.epoch % self._epochs == 0
         if self._within_epoch is not None:
+            if self._by_epoch is not None:
+                per_epoch = self._by_epoch(progress.epoch - epoch_ended)
+                if per_epoch != self._per_epoch and self.every is not None:
+                    self._set_part(self.every, per_epoch)
             # Count from the last call: nobody calls after a skipped update, and savers call when
             # `epoch_updates` is already 0, that of the next epoch.
             before, done = self._position, self._per_epoch if epoch_ended else progress.epoch_updates
@@ -217,7 +232,7 @@ class DelayedTrigger(Trigger):
         ConfigError: The point is in the middle of an epoch of unknown length.
     """
 
-    def __init__(self, every: Every | None, begins: Every, updates_per_epoch: int | None = None) -> None:
+    def __init__(self, every: Every | None, begins: Every, updates_per_epoch: PerEpoch | None = None) -> None:
         super().__init__(every, updates_per_epoch)
         self._begins = begins
         self._whole, part = divmod(exact(begins.amount), 1)
@@ -225,6 +240,8 @@ class DelayedTrigger(Trigger):
             raise ConfigError(
                 f"{begins} from the start need data of known length; give whole epochs or a number of steps"
             )
+        if callable(updates_per_epoch):
+            updates_per_epoch = updates_per_epoch(int(self._whole))
         self._part = part * (updates_per_epoch or 0)
 
     @property
@@ -247,7 +264,7 @@ class DelayedTrigger(Trigger):
 class FirstUpdateTrigger(Trigger):
     """A trigger that is also due after the first update of a run."""
 
-    def __init__(self, every: Every | None, updates_per_epoch: int | None = None) -> None:
+    def __init__(self, every: Every | None, updates_per_epoch: PerEpoch | None = None) -> None:
         super().__init__(every, updates_per_epoch)
         self._awaited = True
 

@@ -15,6 +15,7 @@ from drivetrain.checkpoint.saving.assets import Assets, checked_assets
 from drivetrain.checkpoint.saving.config import as_policies
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.intervals import Every
+from drivetrain.core.stages import Stages, most, stages_or_number
 from drivetrain.core.types import Logger
 from drivetrain.core.validation import count, duration, flag, number, one_of
 from drivetrain.engine.evaluation_precision import check_evaluation_precision
@@ -88,7 +89,7 @@ class RunSettings:
     num_nodes: int = 1
     precision: str | int | Precision = "auto"
     evaluation_precision: str | int | Precision | None = None
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: int | Mapping[Any, int] = 1
     max_grad_norm: float | None = None
     max_grad_value: float | None = None
     micro_batch: int | str | None = None
@@ -112,7 +113,7 @@ class RunSettings:
     hang_timeout: str | float | timedelta | None = 600.0
     on_nonfinite: str = "raise"
     preemption: bool | Mapping[str, Any] | PreemptionConfig = True
-    batch_size: int | None = None
+    batch_size: int | Mapping[Any, int] | None = None
     evaluation_batch_size: int | None = None
     collate: Callable[[list[Any]], Any] | None = None
     group_by_length: str | Callable[[Any], int] | None = None
@@ -135,7 +136,6 @@ class RunSettings:
             "max_steps",
             "min_epochs",
             "min_steps",
-            "batch_size",
             "evaluation_batch_size",
         ):
             if getattr(self, name) is not None:
@@ -174,7 +174,10 @@ class RunSettings:
                     f"try_out must be 'batches', a number of them, or 'overfit', not {self.try_out!r}"
                 )
             count("try_out", self.try_out, at_least=1)
-        count("gradient_accumulation_steps", self.gradient_accumulation_steps, at_least=1)
+        for name in ("gradient_accumulation_steps", "batch_size"):
+            if (given := getattr(self, name)) is not None:
+                object.__setattr__(self, name, stages_or_number(name, given))
+        check_stages(self)
         count("num_workers", self.num_workers)
         count("seed", self.seed)
         if self.data_seed is not None:
@@ -246,6 +249,41 @@ class RunSettings:
     def to_json(self) -> dict[str, Any]:
         """Return all arguments for a log, objects as text."""
         return {field.name: plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+
+
+def check_stages(settings: RunSettings) -> None:
+    """Check that the other arguments fit numbers that change during a run.
+
+    Raises:
+        ConfigError: One does not; says what to do.
+    """
+    for name, stages in stages_of(settings).items():
+        if settings.group_by_length is not None:
+            raise ConfigError(
+                f"group_by_length puts samples of similar lengths into the same update, and {name}={stages!r}"
+                " changes how many an update has. Give one number, or"
+                " DataLoader(..., sampler=drivetrain.data.LengthGroupedSampler(lengths, group_size))"
+            )
+        check_samples(settings, name, stages)
+
+
+def stages_of(settings: RunSettings) -> dict[str, Stages]:
+    """Return the numbers that change during a run, by argument."""
+    given = {name: getattr(settings, name) for name in ("gradient_accumulation_steps", "batch_size")}
+    return {name: each for name, each in given.items() if isinstance(each, Stages)}
+
+
+def check_samples(settings: RunSettings, name: str, stages: Stages) -> None:
+    """Check that the samples before each stage are known beforehand, if its points count them.
+
+    Raises:
+        ConfigError: Some may be left out.
+    """
+    if stages.unit == "samples" and settings.on_bad_batch == "skip":
+        raise ConfigError(
+            f"{name}={stages!r} changes after samples, and on_bad_batch='skip' leaves some out. Give"
+            " the points in steps or epochs, or use on_bad_batch='raise'"
+        )
 
 
 def same_on_all_ranks(settings: RunSettings) -> dict[str, Any]:
@@ -352,7 +390,7 @@ def check_memory_settings(settings: RunSettings, strategy: Strategy) -> None:
     if not config.release_gradients:
         return
     reason = ""
-    if settings.gradient_accumulation_steps > 1:
+    if most(settings.gradient_accumulation_steps) > 1:
         reason = (
             f"gradient_accumulation_steps={settings.gradient_accumulation_steps}: gradients have to be kept"
         )
@@ -385,7 +423,7 @@ def check_strategy_settings(settings: RunSettings, strategy: Strategy, batch_siz
         ConfigError: The strategy's own configuration contradicts them.
     """
     asked = Settings(
-        batch_size if isinstance(batch_size, int) else None,
+        batch_size if isinstance(batch_size, (int, Mapping)) else None,
         settings.gradient_accumulation_steps,
         settings.max_grad_norm,
         strategy.world_size,

@@ -81,14 +81,14 @@ class Settings(NamedTuple):
     """Settings of a Trainer that a strategy's own configuration may contain too.
 
     Attributes:
-        batch_size: Samples in a micro-batch on each rank; None if it is not known.
-        gradient_accumulation_steps: Micro-batches in an update on each rank.
+        batch_size: Samples in a micro-batch on each rank, or their stages; None if it is not known.
+        gradient_accumulation_steps: Micro-batches in an update on each rank, or their stages.
         max_grad_norm: The norm that gradients are clipped to; None disables clipping.
         world_size: The number of processes.
     """
 
-    batch_size: int | None
-    gradient_accumulation_steps: int
+    batch_size: int | Mapping[Any, int] | None
+    gradient_accumulation_steps: int | Mapping[Any, int]
     max_grad_norm: float | None
     world_size: int
 

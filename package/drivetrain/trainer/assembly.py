@@ -14,8 +14,9 @@ from drivetrain.checkpoint.saving.config import chosen_policies
 from drivetrain.checkpoint.weights.frozen import FrozenParameters, check_storable, fingerprints
 from drivetrain.checkpoint.weights.module_state import has_extras, load_module_state
 from drivetrain.core.errors import ConfigError
-from drivetrain.core.intervals import DelayedTrigger, Every, FirstUpdateTrigger, Trigger, exact
+from drivetrain.core.intervals import DelayedTrigger, Every, FirstUpdateTrigger, PerEpoch, Trigger, exact
 from drivetrain.core.random_streams import preserved
+from drivetrain.core.stages import at_start
 from drivetrain.core.synonyms import check_task_names, foreign
 from drivetrain.core.totals import Totals
 from drivetrain.core.validation import duration
@@ -38,7 +39,7 @@ from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.transforms.compile import as_compile
 from drivetrain.task.task import TaskModule, known_fit
 from drivetrain.trainer.data_objects import DataObject, begun, fit_data, pick_data, state_of
-from drivetrain.trainer.feeds import evaluation_feeds, may_change_data, starts_early, train_feed
+from drivetrain.trainer.feeds import batch_sizes, evaluation_feeds, may_change_data, starts_early, train_feed
 from drivetrain.trainer.try_out import overfitting
 
 if TYPE_CHECKING:
@@ -101,6 +102,24 @@ def setting_up(settings: RunSettings, task: TaskModule, verb: str, **arguments: 
         raise
 
 
+def _in_epochs(feed: Feed, max_epochs: float) -> tuple[int, tuple[int, int]] | None:
+    """Return the updates of so many epochs, and where they end: the epoch, and the micro-batches of it that
+    are trained on. None if the length of an epoch is unknown.
+    """
+    epochs, per_epoch, plan = math.ceil(max_epochs), feed.updates_per_epoch, feed.plan
+    whole = epochs, 0
+    if per_epoch is not None:
+        updates = math.ceil(exact(max_epochs) * per_epoch)
+        if updates == epochs * per_epoch:
+            return updates, whole
+        return updates, (epochs - 1, (updates - (epochs - 1) * per_epoch) * feed.accumulation)
+    if plan is None or not plan.knows_length:
+        return None
+    before, last = plan.windows_before(epochs - 1), plan.windows_in(epochs - 1)
+    updates = before + math.ceil((1 - epochs + exact(max_epochs)) * last)
+    return updates, whole if updates == before + last else (epochs - 1, plan.after(updates).rounds)
+
+
 def planned_totals(settings: RunSettings, feed: Feed, world_size: int) -> Totals:
     """Return the length of a fit, as far as it is known.
 
@@ -114,17 +133,16 @@ def planned_totals(settings: RunSettings, feed: Feed, world_size: int) -> Totals
     """
     if settings.max_epochs is None and settings.max_steps is None and settings.max_time is None:
         raise ConfigError("how long to train? Give the Trainer max_epochs, max_steps or max_time")
-    per_epoch, max_epochs = feed.updates_per_epoch, settings.max_epochs
+    max_epochs, plan = settings.max_epochs, feed.plan
     known = [] if settings.max_steps is None else [settings.max_steps]
     epochs = end = None
     if max_epochs is not None:
         epochs = math.ceil(max_epochs)
         end = epochs, 0
-        if per_epoch is not None:
-            updates = math.ceil(exact(max_epochs) * per_epoch)
-            known.append(updates)
-            if updates < epochs * per_epoch:
-                end = epochs - 1, (updates - (epochs - 1) * per_epoch) * feed.accumulation
+        in_epochs = _in_epochs(feed, max_epochs)
+        if in_epochs is not None:
+            known.append(in_epochs[0])
+            end = in_epochs[1]
         elif max_epochs != epochs:
             raise ConfigError(
                 f"max_epochs={max_epochs} needs training data of known length. Give whole epochs,"
@@ -133,16 +151,17 @@ def planned_totals(settings: RunSettings, feed: Feed, world_size: int) -> Totals
     return Totals(
         updates=min(known) if known else None,
         epochs=epochs,
-        updates_per_epoch=per_epoch,
+        updates_per_epoch=feed.updates_per_epoch,
         max_updates=settings.max_steps,
         max_seconds=duration("max_time", settings.max_time),
         max_epochs=max_epochs,
         end=end,
-        gradient_accumulation_steps=settings.gradient_accumulation_steps,
+        gradient_accumulation_steps=feed.accumulation,
         samples_per_update=feed.samples_per_update,
         world_size=world_size,
         min_updates=settings.min_steps or 0,
         min_epochs=settings.min_epochs or 0,
+        updates_in=plan.windows_in if plan is not None and plan.varies and plan.knows_length else None,
     )
 
 
@@ -151,7 +170,7 @@ def every(interval: Any) -> Every | None:
     return None if interval is None else Every(interval)
 
 
-def make_triggers(settings: RunSettings, updates_per_epoch: int | None, validates: bool) -> Triggers:
+def make_triggers(settings: RunSettings, updates_per_epoch: PerEpoch | None, validates: bool) -> Triggers:
     """Return the triggers of logging and validation.
 
     Raises:
@@ -175,10 +194,11 @@ def checked_fit_data(settings: RunSettings, train_data: Any, validation_data: An
         ConfigError: A data object lacks a method, or settings would not be used.
     """
     train_data, validation_data = fit_data(train_data, validation_data)
+    batch_sizes(settings, train_data)
     check_settings_used(
         train_data,
         validation_data,
-        settings.batch_size,
+        at_start(settings.batch_size),
         settings.num_workers,
         settings.evaluation_batch_size,
         settings.collate,
@@ -247,7 +267,7 @@ def _fit_run(
     )
     feeds = evaluation_feeds(settings, engine, task, validation_data, "validation", changes, declared)
     check_data([feed, *(each for _, each in feeds)], engine.ranks)
-    triggers = make_triggers(settings, totals.updates_per_epoch, validates=bool(feeds))
+    triggers = make_triggers(settings, totals.per_epoch, validates=bool(feeds))
     size = settings.batch_size if settings.batch_size is not None else getattr(train_data, "batch_size", None)
     check_strategy_settings(settings, engine.strategy, size)
     if resume is None and not may_start_again() and starts_early(callbacks):

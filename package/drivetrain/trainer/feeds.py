@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from drivetrain.core.errors import StrategyError
+from torch.utils.data import IterableDataset
+
+from drivetrain.core.errors import ConfigError, StrategyError
+from drivetrain.core.stages import Stages, at_start, most
 from drivetrain.data import Feed, Transfer, as_source, evaluation_sources, pin_memory_for
+from drivetrain.data.reading import is_dataset
 from drivetrain.engine.engine import Engine
 from drivetrain.engine.metrics.over_all import OverAll
 from drivetrain.run.hooks import HOOKS
@@ -26,11 +30,12 @@ def train_feed(
         data: The user's data.
         changes: Whether the user's code may change it during the run.
     """
+    steps, sizes = settings.gradient_accumulation_steps, settings.batch_size
     source = as_source(
         engine.strategy.prepare_data(data),
         "training",
         settings.seed if settings.data_seed is None else settings.data_seed,
-        batch_size=settings.batch_size,
+        batch_size=at_start(sizes),
         num_workers=settings.num_workers,
         shuffle=True,
         pin_memory=pin_memory_for(engine.device),
@@ -39,10 +44,17 @@ def train_feed(
         changes=changes,
         collate=settings.collate or task.collate_function(),
         group_by_length=settings.group_by_length,
-        accumulation=settings.gradient_accumulation_steps,
+        accumulation=most(steps),
     )
-    steps = settings.gradient_accumulation_steps
-    feed = Feed(source, engine.transfer, measure_of(task), steps, settings.limit_train_batches)
+    feed = Feed(
+        source,
+        engine.transfer,
+        measure_of(task),
+        steps,
+        settings.limit_train_batches,
+        batch_sizes(settings, data),
+        engine.progress,
+    )
     if settings.on_bad_batch == "skip":
         if engine.data_ranks.copies > 1:
             raise StrategyError(
@@ -81,7 +93,7 @@ def evaluation_feeds(
         engine.strategy.prepare_data(data),
         stage,
         settings.seed,
-        batch_size=settings.evaluation_batch_size or settings.batch_size,
+        batch_size=evaluation_batch_size(settings),
         num_workers=settings.num_workers,
         collate=settings.collate or task.collate_function(),
         in_order=stage == "predict" or reads_all(task, declared),
@@ -101,6 +113,41 @@ def evaluation_feeds(
     for _, feed in feeds:
         engine.closing.callback(feed.close)
     return feeds
+
+
+def batch_sizes(settings: RunSettings, data: Any) -> Stages | None:
+    """Return the stages of the training data's batch size; None if it does not change.
+
+    Raises:
+        ConfigError: The data has a batch size of its own.
+    """
+    sizes = settings.batch_size
+    if not isinstance(sizes, Stages):
+        return None
+    if not is_dataset(data) or isinstance(data, IterableDataset):
+        raise ConfigError(
+            f"batch_size={sizes!r} changes during the run, which needs training data that is given as a"
+            f" dataset with a length, but it is a {type(data).__name__}. Pass the dataset itself, and its"
+            " options to the Trainer (num_workers, collate); or change gradient_accumulation_steps"
+        )
+    own = getattr(data, "batch_size", None)
+    if own is not None:
+        raise ConfigError(
+            f"batch_size={sizes!r} changes during the run, but the dataset ({type(data).__name__}) has an"
+            f" attribute batch_size={own!r}, which would be used instead. Remove one of them"
+        )
+    if isinstance(settings.limit_train_batches, float):
+        raise ConfigError(
+            f"limit_train_batches={settings.limit_train_batches} is a fraction of an epoch's batches, whose"
+            f" number changes with batch_size={sizes!r}. Give a number of batches"
+        )
+    return sizes
+
+
+def evaluation_batch_size(settings: RunSettings) -> int | None:
+    """Return the batch size of evaluation data: where that of training changes, the largest."""
+    size = settings.evaluation_batch_size or settings.batch_size
+    return None if size is None else most(size)
 
 
 def reads_all(task: TaskModule, declared: Mapping[str, Any] | None) -> bool:

@@ -119,7 +119,9 @@ class Trainer(RunSettings):
         evaluation_precision: The precision that weights are stored in during evaluations and predictions,
             also those of a fit: "bf16-true", "16-true" or "64"; the weights of before return bitwise. None
             evaluates in `precision`.
-        gradient_accumulation_steps: Micro-batches per update.
+        gradient_accumulation_steps: Micro-batches per update: a number, or numbers by points of the run, such
+            as {0: 8, "4 epochs": 4}. Points are intervals from its start in steps, whole epochs or samples;
+            see `ramp`.
         max_grad_norm: Clip the gradient's global norm to this; None disables clipping.
         max_grad_value: Clip each element of the gradient to between minus this and this, instead of the norm.
         micro_batch: Samples of a batch that are run at once: a number, "auto" for half as many whenever
@@ -161,8 +163,10 @@ class Trainer(RunSettings):
         preemption: Whether signals such as SIGTERM and SIGINT end a fit in order, saved and with an exit code
             that says so; or a `PreemptionConfig`, or a mapping of its options.
         batch_size: For data given as a bare Dataset. The items of an `IterableDataset` are samples with it,
-            and ready batches without.
-        evaluation_batch_size: The same, for evaluations and predictions; None takes `batch_size`.
+            and ready batches without. Numbers by points of the run, as for `gradient_accumulation_steps`, for
+            training data with a length.
+        evaluation_batch_size: The number for evaluations and predictions; None takes `batch_size`, and of
+            several numbers the largest.
         collate: A function that makes a batch from a list of samples, for data given as a bare Dataset; None
             takes torch's default.
         group_by_length: Put samples of similar lengths into the same update, for training data given as a

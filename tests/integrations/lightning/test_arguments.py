@@ -144,6 +144,14 @@ def test_the_defaults_are_lightnings() -> None:
             {"gradient_clip_val": 2, "gradient_clip_algorithm": "value"},
             {"max_grad_value": 2, "max_grad_norm": None},
         ),
+        (
+            {"callbacks": theirs.GradientAccumulationScheduler({0: 8, 4: 4}), "val_check_interval": 0.5},
+            {"gradient_accumulation_steps": {0: 8, "4 epochs": 4}, "validate_every": "0.5 epochs"},
+        ),
+        (
+            {"callbacks": theirs.GradientAccumulationScheduler({2: 4})},
+            {"gradient_accumulation_steps": {0: 1, "2 epochs": 4}},
+        ),
         ({"fast_dev_run": True}, {"try_out": "batches"}),
         ({"fast_dev_run": 3}, {"try_out": 3}),
         ({"overfit_batches": 2}, {"try_out": "overfit", "limit_train_batches": 2}),
@@ -188,6 +196,14 @@ def test_a_precision_is_that_of_the_same_numbers(name: str) -> None:
         ({"limit_val_batches": 2.5}, "which must be whole"),
         ({"val_check_interval": 0.5, "check_val_every_n_epoch": 2}, "give one of the two"),
         ({"val_check_interval": 10, "accumulate_grad_batches": 4}, "a multiple of accumulate_grad_batches=4"),
+        (
+            {"callbacks": theirs.GradientAccumulationScheduler({2: 4}), "accumulate_grad_batches": 4},
+            "leave one of the two out, as in Lightning",
+        ),
+        (
+            {"callbacks": theirs.GradientAccumulationScheduler({2: 4}), "val_check_interval": 10},
+            "a changing number of updates",
+        ),
         ({"val_check_interval": 0.5, "check_val_every_n_epoch": None}, "give a number of batches"),
         ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "both"}, "gradient_clip_algorithm='both'"),
         ({"deterministic": "warn"}, "warn_only=True"),

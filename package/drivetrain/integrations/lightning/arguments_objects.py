@@ -35,11 +35,13 @@ class TakenCallbacks:
         checkpoint: The policy of each `ModelCheckpoint`, or Lightning's default, or False.
         callbacks: Callbacks of drivetrain.
         max_time: The time of a `Timer`.
+        accumulation: The stages of a `GradientAccumulationScheduler`, or None.
     """
 
     checkpoint: bool | tuple[CheckpointConfig, ...] = True
     callbacks: list[Any] = field(default_factory=list)
     max_time: timedelta | None = None
+    accumulation: dict[Any, int] | None = None
 
 
 def refuse_configuration(name: str, value: Any) -> None:
@@ -134,6 +136,8 @@ def take_callbacks(given: Any, enabled: bool, note: Note, where: str = "callback
         elif row.name == "Timer":
             left = each.time_remaining()
             taken.max_time = None if left is None else timedelta(seconds=left)
+        elif row.name == "GradientAccumulationScheduler":
+            taken.accumulation = {f"{epoch} epochs": steps for epoch, steps in each.scheduling.items()}
         else:
             taken.callbacks.append(ModelSummary() if "Summary" in row.name else ProgressBar())
     if len({each.name for each in policies}) > 1:

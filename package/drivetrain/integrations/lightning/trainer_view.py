@@ -134,6 +134,9 @@ class TrainerView:
     @property
     def accumulate_grad_batches(self) -> int:
         """The number of batches in an update."""
+        run = self._state.run
+        if run is not None and run.train_feed is not None:
+            return run.train_feed.current_accumulation
         return self._state.totals.gradient_accumulation_steps or 1
 
     # Processes.

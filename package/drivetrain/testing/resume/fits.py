@@ -15,6 +15,7 @@ from drivetrain.callbacks import unsaved_tensors
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.checkpoint.saving.config import chosen_policies
 from drivetrain.core.messages import logger
+from drivetrain.core.stages import most
 from drivetrain.testing.resume.digests import short
 from drivetrain.testing.resume.recording import KILLED, RESUMED, Recorder, Recording, first_update
 
@@ -68,7 +69,7 @@ class RunRecorder:
         changes["callbacks"] = (*trainer.callbacks, self._recorder)
         changes["log_every"] = f"{recording.log_every} steps"
         if recording.epoch is not None:
-            batches = recording.epoch * trainer.gradient_accumulation_steps
+            batches = recording.epoch * most(trainer.gradient_accumulation_steps)
             changes["limit_train_batches"] = min(batches, trainer.limit_train_batches or batches)
         if recording.kind == RESUMED:
             changes["resume"] = "auto"

@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from drivetrain.callbacks import EarlyStopping
 from drivetrain.checkpoint.saving.config import chosen_policies, rankings
 from drivetrain.core.intervals import Every, exact
+from drivetrain.core.stages import most
 from drivetrain.core.totals import Totals
 from drivetrain.run.metric_names import MetricNames
 from drivetrain.run.settings import RunSettings
@@ -37,7 +38,7 @@ def length_conflicts(settings: RunSettings, epoch: Epoch, totals: Totals) -> Ite
                 f"max_epochs={max_epochs} is not reached: max_steps={max_steps} ends the run in its epoch "
                 f"{-(-max_steps // per_epoch)}. Give one of them"
             )
-    accumulation = settings.gradient_accumulation_steps
+    accumulation = most(settings.gradient_accumulation_steps)
     if epoch.batches is not None and accumulation > epoch.batches:
         yield (
             f"gradient_accumulation_steps={accumulation} is more than the {epoch.batches} micro-batches of "

@@ -12,12 +12,14 @@ from drivetrain.callbacks.summary import sized
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.checkpoint.saving.config import chosen_policies
 from drivetrain.core.random_streams import preserved
+from drivetrain.core.stages import at_start
 from drivetrain.core.totals import Totals
 from drivetrain.data import evaluation_sources
-from drivetrain.run.settings import RunSettings
+from drivetrain.run.settings import RunSettings, stages_of
 from drivetrain.task.task import known_fit
 from drivetrain.trainer.assembly import check_task, checked_fit_data, every, planned_totals
 from drivetrain.trainer.data_objects import begun
+from drivetrain.trainer.feeds import evaluation_batch_size
 from drivetrain.trainer.plan.conflicts import (
     interval_conflicts,
     length_conflicts,
@@ -38,8 +40,10 @@ class Plan:
         updates: Updates in all; with `max_time` the most that there can be.
         updates_per_epoch: Updates in an epoch.
         unknown: Why a length is not known or not certain, or "".
-        micro_batches_per_update: Micro-batches in a full window.
-        samples_per_update: Samples in a full window, of all processes: the effective batch.
+        micro_batches_per_update: Micro-batches in a full window, at the start of the run.
+        samples_per_update: Samples in a full window, of all processes, at the start of the run: the effective
+            batch.
+        stages: Arguments whose number changes during the run, with its stages.
         last_window: Micro-batches and samples in an epoch's last window.
         rates: By the names that a run logs them under: "lr", "lr/<optimizer>", "lr/<group>".
         validation: When it validates.
@@ -62,6 +66,7 @@ class Plan:
     unknown: str
     micro_batches_per_update: int
     samples_per_update: int | None
+    stages: dict[str, str]
     last_window: tuple[int | None, int | None]
     rates: dict[str, Rate]
     validation: Firings
@@ -85,13 +90,15 @@ class Plan:
         last, rest = self.last_window
         sizes = [each for each in self.memory.values() if each is not None]
         complete = len(sizes) == len(self.memory)
+        first = ", at the start" if self.stages else ""
         several = f", {self.processes} processes" if self.processes > 1 else ""
         rows = [
             ("updates", f"{_number(self.updates)} in all, {_number(self.updates_per_epoch)} per epoch"),
             ("", self.unknown),
-            ("effective batch", f"{_number(self.samples_per_update)} samples per update"),
+            ("effective batch", f"{_number(self.samples_per_update)} samples per update{first}"),
             ("", f"in {self.micro_batches_per_update} batch(es) of the data per update"),
-            ("last window", f"{_number(last)} batch(es), {_number(rest)} samples"),
+            *((f"changes: {name}", stages) for name, stages in self.stages.items()),
+            ("last window", "" if self.stages else f"{_number(last)} batch(es), {_number(rest)} samples"),
             *((name, _rate_text(rate)) for name, rate in self.rates.items()),
             ("validates every", str(self.validation)),
             ("logs every", str(self.logging)),
@@ -142,7 +149,7 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
         totals = planned_totals(settings, epoch.feed, strategy.world_size)
         validates = validation_data is not None
         if validates:  # for its errors: an empty loader, or one without a batch size
-            size = settings.evaluation_batch_size or settings.batch_size
+            size = evaluation_batch_size(settings)
             evaluation_sources(validation_data, "validation", settings.seed, batch_size=size)
         with known_fit(task, totals):
             built = Built(settings, task, totals)
@@ -159,8 +166,9 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
             updates=totals.updates,
             updates_per_epoch=totals.updates_per_epoch,
             unknown=_why_unknown(epoch, totals),
-            micro_batches_per_update=settings.gradient_accumulation_steps,
+            micro_batches_per_update=at_start(settings.gradient_accumulation_steps),
             samples_per_update=epoch.window(0),
+            stages={name: str(each) for name, each in stages_of(settings).items()},
             last_window=epoch.last_window,
             rates=built.rates(totals.updates),
             validation=validation,
@@ -191,6 +199,8 @@ def _why_unknown(epoch: Epoch, totals: Totals) -> str:
         reasons.append("the training data has no length")
     elif not epoch.exact:
         reasons.append("the length is what the training data says of itself")
+    if totals.updates_in is not None:
+        reasons.append("epochs differ in their updates")
     if totals.max_seconds is not None:
         reasons.append(f"max_time ends the run after {totals.max_seconds:g} seconds at the latest")
     return "; ".join(reasons)
