@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.compile_time import CompileTime
     from drivetrain.callbacks.early_stopping import EarlyStopping
     from drivetrain.callbacks.empty_cache import EmptyCache
+    from drivetrain.callbacks.freeze import Freeze
     from drivetrain.callbacks.lambda_callback import LambdaCallback
     from drivetrain.callbacks.learning_rate import LearningRateMonitor
     from drivetrain.callbacks.loss_spike import LossSpike
@@ -33,6 +34,7 @@ else:
             "drivetrain.callbacks.empty_cache": ("EmptyCache",),
             "drivetrain.callbacks.statistics.activation_stats": ("ActivationStats",),
             "drivetrain.callbacks.statistics.gradient_norms": ("GradientNorms",),
+            "drivetrain.callbacks.freeze": ("Freeze",),
             "drivetrain.callbacks.lambda_callback": ("LambdaCallback",),
             "drivetrain.callbacks.learning_rate": ("LearningRateMonitor",),
             "drivetrain.callbacks.loss_spike": ("LossSpike",),
@@ -55,6 +57,7 @@ __all__ = [
     "CompileTime",
     "EarlyStopping",
     "EmptyCache",
+    "Freeze",
     "GradientNorms",
     "LambdaCallback",
     "LearningRateMonitor",

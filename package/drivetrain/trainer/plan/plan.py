@@ -17,7 +17,7 @@ from drivetrain.core.totals import Totals
 from drivetrain.data import evaluation_sources
 from drivetrain.run.settings import RunSettings, stages_of
 from drivetrain.task.task import known_fit
-from drivetrain.trainer.assembly import check_task, checked_fit_data, every, planned_totals
+from drivetrain.trainer.assembly import check_task, checked_fit_data, every, planned_totals, preparing
 from drivetrain.trainer.data_objects import begun
 from drivetrain.trainer.feeds import evaluation_batch_size
 from drivetrain.trainer.plan.conflicts import (
@@ -151,7 +151,7 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
         if validates:  # for its errors: an empty loader, or one without a batch size
             size = evaluation_batch_size(settings)
             evaluation_sources(validation_data, "validation", settings.seed, batch_size=size)
-        with known_fit(task, totals):
+        with known_fit(task, totals), preparing((*task.run_callbacks("train"), *settings.callbacks), task):
             built = Built(settings, task, totals)
         policies = chosen_policies(settings.checkpoint) or (CheckpointConfig(),) * bool(settings.checkpoint)
         save_every = dict.fromkeys(each.interval for each in policies)
