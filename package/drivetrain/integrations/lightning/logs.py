@@ -233,8 +233,8 @@ class Logs:
             parts[name] = (each.reduction, value * weight if each.reduction == "mean" else value, weight)
         values = _over_ranks(parts, ranks)
         found = {each: values.pop(name) for name, each in fresh.items()}
-        for name, value in values.items():  # logged by other ranks alone
-            found[Entry(name, True, False, "mean", True, False)] = value
+        for name, of_others in values.items():  # logged by other ranks alone
+            found[Entry(name, True, False, "mean", True, False)] = of_others
         return found
 
     def take_epoch(self, ranks: Ranks) -> dict[Entry, float]:
@@ -334,7 +334,7 @@ def as_scalar(name: str, value: Any) -> Tensor:
     Raises:
         ConfigError: It has several numbers.
     """
-    tensor = (
+    tensor: Any = (
         value.detach()
         if isinstance(value, Tensor)
         else torch.tensor(float(value), dtype=torch.get_default_dtype())
@@ -350,7 +350,8 @@ def as_scalar(name: str, value: Any) -> Tensor:
                 " its mean, or each of its numbers under a name of its own"
             )
         tensor = tensor.reshape(())
-    return tensor
+    found: Tensor = tensor
+    return found
 
 
 def _reduced(reduction: str, first: Tensor, second: Tensor) -> Tensor:
