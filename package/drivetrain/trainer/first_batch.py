@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from drivetrain.core.random_streams import preserved
+from drivetrain.core.stages import at_start
 from drivetrain.core.types import Batch
 from drivetrain.data import Feed, Transfer, as_source
 from drivetrain.run.settings import RunSettings
@@ -30,7 +31,7 @@ def first_batch(
             data,
             "training",
             settings.seed,
-            batch_size=settings.batch_size,
+            batch_size=at_start(settings.batch_size),
             in_order=True,
             collate=settings.collate or task.collate_function(),
         )
