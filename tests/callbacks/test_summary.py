@@ -2,6 +2,7 @@
 
 import json
 import logging
+import random
 
 import pytest
 import torch
@@ -203,14 +204,16 @@ def test_nothing_is_computed_or_changed():
             self.net = nn.Sequential(nn.Linear(FEATURES, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
 
         def forward(self, x):
+            random.random()
             return self.net(x)
 
     model, batch = Noted(), torch.randn(2, FEATURES)
     before = {name: each.clone() for name, each in model.state_dict().items()}
-    stream = torch.get_rng_state()
+    stream, of_python = torch.get_rng_state(), random.getstate()
     summarize(model, batch=batch)
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), stream)
+    assert random.getstate() == of_python
     assert all(type(each) is nn.Parameter and each.grad is None for each in model.parameters())
     assert not any(each._forward_hooks for each in model.modules())
 
