@@ -117,6 +117,14 @@ class Ranks(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+def test_a_module_that_may_not_skip_is_told() -> None:
+    task = as_task(made(modules.Skipping))
+    task.may_skip = False
+    trainer = Trainer(strategy="cpu", max_epochs=1, checkpoint=False, loggers=(), progress_bar=False)
+    with pytest.raises(ConfigError, match=r"Skipping.training_step returned no loss"):
+        trainer.fit(task, modules.loader())
+
+
 def _skips(manual: bool) -> tuple[Any, int, Any]:
     torch.set_num_threads(1)
     module = made(modules.GAN if manual else Ranks)
