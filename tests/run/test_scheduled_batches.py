@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,9 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
+QUICK = [(0, "accumulation by epochs"), (0, "batch size by samples"), (2, "batch size by steps")]
+
+
 def test_accumulation_by_epochs_makes_the_windows_of_each_epoch() -> None:
     seen, _, result = fitted(max_epochs=3, **SCHEDULES["accumulation by epochs"])
     assert [len(each) for each in seen.sizes(0)] == [4, 4, 4]
@@ -118,10 +122,12 @@ def test_every_schedule_reads_the_same_order_and_the_totals_are_those_made(optio
 @pytest.mark.parametrize(
     ("workers", "name"),
     [
-        (0, "accumulation by epochs"),
-        (0, "batch size by samples"),
-        (2, "batch size by steps"),
-        *(pytest.param(workers, name, marks=pytest.mark.full) for workers in (0, 2) for name in SCHEDULES),
+        *QUICK,
+        *(
+            pytest.param(workers, name, marks=pytest.mark.full)
+            for workers, name in itertools.product((0, 2), SCHEDULES)
+            if (workers, name) not in QUICK
+        ),
     ],
 )
 def test_a_run_resumed_after_any_update_is_bitwise_the_uninterrupted_one(
@@ -219,6 +225,15 @@ def test_a_skipped_update_moves_no_point() -> None:
     assert sizes == [1] * 6 + [3] * 5 + [2]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_that_a_callback_ends_moves_no_point(workers: int) -> None:
+    ends = LambdaCallback(on_step_end=lambda run: run.end_epoch() if run.progress.updates == 2 else None)
+    options = {"batch_size": {0: 2, 4: 4, 7: 3}, "max_epochs": 2, "num_workers": workers}
+    seen, _, _ = fitted(callbacks=[ends], **options)
+    assert [window[0] for window in seen.sizes()] == [2, 2, 2, 2, 4, 4, 4, 3, 3, 1]
+    assert sorted(seen.order(1)) == list(range(SAMPLES))
+
+
 @pytest.mark.parametrize(
     ("options", "data", "told"),
     [
@@ -295,7 +310,13 @@ def _sharded(folder: str, devices: Any, options: Any, epochs: float, resume: str
 
 
 @pytest.mark.parametrize("name", ["accumulation by steps", "batch size by steps"])
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "ddp",
+        *(pytest.param(each, marks=pytest.mark.full) for each in ("fsdp", "zero3", "accelerate")),
+    ],
+)
 def test_two_ranks_read_each_sample_once_and_resume_bitwise_also_on_one(
     strategy: str, name: str, tmp_path: Path
 ) -> None:
