@@ -106,6 +106,7 @@ PRIVATE = {
     "_dynamo": "compiled modules, and the errors of compiling",
     "_inductor": "the options that `torch.compile` takes",
     "_compiled_call_impl": "whether a module was compiled in place",
+    "_remove_autograd_hooks": "gradients go to a new wrapper of DDP's, and not to the old one too",
     # Of torch, data.
     "_iterator": "a loader's persistent workers are ended",
     "_on_queue_feeder_error": "a batch that cannot be sent is reported, where Python prints and goes on",

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.compile_time import CompileTime
     from drivetrain.callbacks.early_stopping import EarlyStopping
     from drivetrain.callbacks.empty_cache import EmptyCache
+    from drivetrain.callbacks.freeze import Freeze
     from drivetrain.callbacks.gradient_norms import GradientNorms
     from drivetrain.callbacks.lambda_callback import LambdaCallback
     from drivetrain.callbacks.learning_rate import LearningRateMonitor
@@ -28,6 +29,7 @@ else:
             "drivetrain.callbacks.compile_time": ("CompileTime",),
             "drivetrain.callbacks.early_stopping": ("EarlyStopping",),
             "drivetrain.callbacks.empty_cache": ("EmptyCache",),
+            "drivetrain.callbacks.freeze": ("Freeze",),
             "drivetrain.callbacks.gradient_norms": ("GradientNorms",),
             "drivetrain.callbacks.lambda_callback": ("LambdaCallback",),
             "drivetrain.callbacks.learning_rate": ("LearningRateMonitor",),
@@ -48,6 +50,7 @@ __all__ = [
     "CompileTime",
     "EarlyStopping",
     "EmptyCache",
+    "Freeze",
     "GradientNorms",
     "LambdaCallback",
     "LearningRateMonitor",

@@ -71,6 +71,10 @@ class Callback:
     A callback with `saving(run)`, a context manager, changes what a checkpoint holds: the checkpoint is
     taken inside it.
 
+    A callback with `preparing(task)`, a context manager, changes the task before a fit places it and builds
+    its optimizers: the fit, like `Trainer.plan`, runs inside it, and the fit's parameters may be other
+    objects.
+
     A callback that does not fit every Trainer also has `check_trainer(trainer, strategy)`, which raises when
     the Trainer is made.
 

@@ -64,7 +64,8 @@ class GradientNorms(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         """Look up the trained parameters and their layers."""
-        named = [(each, name) for each, name in parameter_names(run.task).items() if each.requires_grad]
+        trainable = set(run.engine.trainable)  # with those that are frozen for now
+        named = [(each, name) for each, name in parameter_names(run.task).items() if each in trainable]
         self._parameters = [each for each, _ in named]
         layers = [name.rpartition(".")[0] or "(own)" for _, name in named]
         self._layers = list(dict.fromkeys(layers))

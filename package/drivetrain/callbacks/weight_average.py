@@ -267,20 +267,25 @@ class WeightAverage(Callback):
         """Make the batch norms' statistics those of the training data under the average."""
         engine, feed = run.engine, run.train_feed
         assert feed is not None
-        norms = list(_norms(run.task))
-        momenta = [each.momentum for each in norms]
         training = run.task.training
+        modes = [(each, each.training) for each in run.task.modules()]
+        norms = [each for each in _norms(run.task) if each.training or not training]
+        fixed = [each for each in _norms(run.task) if each not in norms]  # those of frozen parts
+        momenta = [each.momentum for each in norms]
         for each in norms:
             each.reset_running_stats()
             each.momentum = None  # a cumulative mean
         try:
             run.task.train()
+            for each in fixed:
+                each.eval()
             with shielded():
                 for micro_batch in feed.micro_batches(run.progress.epoch):
                     engine.run_step(micro_batch.batch)
                     run.report_progress()
         finally:
-            run.task.train(training)
+            for module, mode in modes:
+                module.training = mode
             for each, momentum in zip(norms, momenta, strict=True):
                 each.momentum = momentum
         for each in norms:

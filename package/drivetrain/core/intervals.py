@@ -189,6 +189,35 @@ class Trigger:
             self._done = int(getattr(progress, self._counter) / self._amount)
 
 
+class Point:
+    """A point of a run, given as the interval from its start. It follows from the progress alone.
+
+    Args:
+        begins: The interval.
+        updates_per_epoch: Needed for fractions of an epoch; None if the data's length is not known.
+
+    Raises:
+        ConfigError: The point is in the middle of an epoch of unknown length.
+    """
+
+    def __init__(self, begins: Every, updates_per_epoch: int | None = None) -> None:
+        self.begins = begins
+        self._whole, part = divmod(exact(begins.amount), 1)
+        if part and begins.unit == "epochs" and updates_per_epoch is None:
+            raise ConfigError(
+                f"{begins} from the start need data of known length; give whole epochs or a number of steps"
+            )
+        self._part = part * (updates_per_epoch or 0)
+
+    def reached(self, progress: Progress, epoch_ended: bool = False) -> bool:
+        """Return whether the run is at the point, or past it; see `Trigger.due`."""
+        if self.begins.unit == "epochs":
+            done = 0 if epoch_ended else progress.epoch_updates
+            return (progress.epoch, done) >= (self._whole, self._part)
+        counter = _COUNTS.get(self.begins.unit, "seconds")
+        return bool(getattr(progress, counter) >= (self.begins.seconds or self.begins.amount))
+
+
 class DelayedTrigger(Trigger):
     """A trigger that is not due before a point of the run.
 
@@ -203,29 +232,16 @@ class DelayedTrigger(Trigger):
 
     def __init__(self, every: Every | None, begins: Every, updates_per_epoch: int | None = None) -> None:
         super().__init__(every, updates_per_epoch)
-        self._begins = begins
-        self._whole, part = divmod(exact(begins.amount), 1)
-        if part and begins.unit == "epochs" and updates_per_epoch is None:
-            raise ConfigError(
-                f"{begins} from the start need data of known length; give whole epochs or a number of steps"
-            )
-        self._part = part * (updates_per_epoch or 0)
+        self._begins = Point(begins, updates_per_epoch)
 
     @property
     def by_time(self) -> bool:
         """Whether `due` depends on the run's seconds."""
-        return super().by_time or self._begins.seconds is not None
+        return super().by_time or self._begins.begins.seconds is not None
 
     def due(self, progress: Progress, epoch_ended: bool) -> bool:
         """Return whether the interval ends with the last update, at or after the point."""
-        return super().due(progress, epoch_ended) and self._has_begun(progress, epoch_ended)
-
-    def _has_begun(self, progress: Progress, epoch_ended: bool) -> bool:
-        if self._begins.unit == "epochs":
-            done = 0 if epoch_ended else progress.epoch_updates
-            return (progress.epoch, done) >= (self._whole, self._part)
-        counter = _COUNTS.get(self._begins.unit, "seconds")
-        return bool(getattr(progress, counter) >= (self._begins.seconds or self._begins.amount))
+        return super().due(progress, epoch_ended) and self._begins.reached(progress, epoch_ended)
 
 
 class FirstUpdateTrigger(Trigger):

@@ -450,7 +450,7 @@ SYNONYMS: dict[str, dict[str, str]] = {
         "dtype": "next(self.parameters()).dtype",
         "example_input_array": "none: nothing traces the task",
         "fabric": "Engine, for a loop of your own",
-        "freeze": "self.requires_grad_(False) and self.eval()",
+        "freeze": "Freeze(...), for Trainer(callbacks=...); or self.requires_grad_(False) and self.eval()",
         "from_datasets": "DataLoader(dataset, batch_size=...)",
         "global_rank": "drivetrain.rank()",
         "global_step": "self.progress.updates, in a fit; run.progress.updates in a callback's hook",
@@ -473,7 +473,7 @@ SYNONYMS: dict[str, dict[str, str]] = {
         "to_torchscript": "torch.jit.trace(task, inputs)",
         "toggle_optimizer toggled_optimizer untoggle_optimizer": "a generator step: each yield lets gradients flow to its optimizer's parameters alone",
         "trainer": "the run, which callbacks are given; a task knows no trainer, and drivetrain.rank() and drivetrain.world_size() work anywhere",
-        "unfreeze": "self.requires_grad_(True) and self.train()",
+        "unfreeze": "Freeze(..., until=...), for Trainer(callbacks=...); or self.requires_grad_(True) and self.train()",
     },
     # A task's own methods, which have the same names here.
     "method": {
@@ -485,7 +485,7 @@ SYNONYMS: dict[str, dict[str, str]] = {
         "Accelerator Fabric": "Engine",
         "AdvancedProfiler PassThroughProfiler Profiler PyTorchProfiler SimpleProfiler XLAProfiler": "Throughput and MemoryReport, callbacks, or torch.profiler around trainer.steps(...)",
         "AsyncCheckpointIO": 'Trainer(checkpoint="async")',
-        "BackboneFinetuning BaseFinetuning": "a callback that calls requires_grad_(True) in on_epoch_start; frozen parameters that train later belong in configure_optimizers from the start",
+        "BackboneFinetuning BaseFinetuning": "Freeze, with until=",
         "BasePredictionWriter": "trainer.predict(..., save_to=directory)",
         "BatchSizeFinder": 'Trainer(micro_batch="auto"), which splits a batch that does not fit',
         "BitsandbytesPrecision": 'OptimizerConfig("adamw8bit"), for the optimizer; weights of 8 bits are not offered',

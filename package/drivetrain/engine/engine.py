@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Self
 
@@ -41,6 +41,7 @@ from drivetrain.engine.weighting import OpenWindow, StepResult, Weighted, leave_
 from drivetrain.strategies import Strategy, StrategyConfig, select_precision, select_strategy
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.transforms.compile import Compilation, CompileConfig
+from drivetrain.task.optim.groups import named_parameters
 from drivetrain.task.optim.low_precision import WeightUpdates
 from drivetrain.task.output import StepValues, no_loss, read_output, without_other_graphs
 from drivetrain.task.task import StepModule, TaskModule
@@ -174,7 +175,8 @@ class Engine:
 
         self.model = self.strategy.prepare(self.step_module, make_optimizers, self.precision).model
         self.memory.attach_task(self.step_module, self.updaters, self.interleaved, self.progress)
-        self.parameters = [p for p in task.parameters() if p.requires_grad]
+        self.trainable = [p for p in task.parameters() if p.requires_grad]
+        self.parameters = self.trainable  # without those that `freeze` has frozen for now
         for parameter in self.parameters:  # an old gradient would count into the first update
             parameter.grad = None
         self._moving = [each for each in self.updaters.values() if each.schedule or each.scheduler]
@@ -197,6 +199,24 @@ class Engine:
         if unwrapped or self.splitter is not None:
             run_step = step if self.step_module.context is None else self.step_module.forward
         self.run_step = run_step
+
+    def freeze(self, names: Collection[str]) -> None:
+        """Freeze the parameters with these names from the next update on, and train all other ones that the
+        optimizers have. All ranks call it together, between updates.
+
+        Args:
+            names: Clean names.
+        """
+        self.strategy.settle(self.model)
+        trainable = {id(each) for each in self.trainable}
+        for each in named_parameters(self.task):
+            if id(each.parameter) in trainable:
+                each.parameter.requires_grad_(not any(name in names for name in each.names))
+        self.parameters = [each for each in self.trainable if each.requires_grad]
+        for updater in self.updaters.values():
+            updater.leave_out_frozen()
+        self.model = self.strategy.retrain(self.model)
+        self._choose_step()
 
     def set_rates(self) -> None:
         """Set the learning rates of the next update."""

@@ -14,7 +14,13 @@ from drivetrain.checkpoint.weights.module_state import clean_name
 from drivetrain.checkpoint.weights.module_state import parameter_names as parameter_names_of
 from drivetrain.core.errors import CheckpointError, ConfigError, StrategyError
 from drivetrain.strategies import Strategy
-from drivetrain.task.optim.build import apply_factor, build_optimizer, build_schedule, remember_base_rates
+from drivetrain.task.optim.build import (
+    apply_factor,
+    build_optimizer,
+    build_schedule,
+    remember_base_rates,
+    start_momenta,
+)
 from drivetrain.task.optim.config import OptimizerConfig
 from drivetrain.task.optim.low_precision import WeightUpdates
 from drivetrain.task.optim.schedules import PlateauSchedule, Schedule
@@ -32,7 +38,7 @@ class Updater:
     Attributes:
         name: Its name in `configure_optimizers`; "default" for an only one.
         optimizer: The optimizer.
-        parameters: The parameters it trains.
+        parameters: The parameters it trains now.
         schedule: The factor of the base rate as a function of the update, or None when it is always 1.
         scheduler: A torch scheduler that the user made, or None.
         max_grad_norm: The limit of the gradient's norm; None disables clipping.
@@ -52,6 +58,16 @@ class Updater:
         self.schedule = schedule
         self.scheduler = scheduler
         self.max_grad_norm = max_grad_norm
+
+    def leave_out_frozen(self) -> None:
+        """Take the parameters of the optimizer that require gradients now as those to train.
+
+        Raises:
+            ConfigError: The optimizer cannot begin to train parameters later.
+        """
+        groups = self.optimizer.param_groups
+        self.parameters = [each for group in groups for each in group["params"] if each.requires_grad]
+        start_momenta(self.optimizer)
 
     def set_rate(self, update: int) -> None:
         """Set the learning rate for `update`; does nothing without a schedule of ours."""
@@ -294,8 +310,8 @@ def check_trained(task: nn.Module, trained: Sequence[nn.Parameter], settle: Call
         raise ConfigError(
             f"the parameter {clean_name(late)!r} was added to {type(task).__name__}, replaced or unfrozen"
             " after the run began. It would not be trained, or differently on each process. Create it in the"
-            " constructor. To train it only later, freeze it in on_fit_start, on several processes with"
-            " DDPConfig(find_unused_parameters=True) or 'fsdp'. Otherwise call requires_grad_(False) on it"
+            " constructor. To train it only later, give the Trainer the callback"
+            f" Freeze({clean_name(late)!r}, until='1 epoch'). Otherwise call requires_grad_(False) on it"
         )
 
 

@@ -132,6 +132,7 @@ class Strategy(ABC):
         no_skipping: Why an update cannot be skipped once its gradients exist.
         no_evaluation_precision: Why the weights cannot be stored in another dtype for an evaluation.
         no_value_clipping: Why gradients cannot be clipped by value.
+        no_unfreezing: Why the trained parameters cannot change between updates.
         no_choice_of_gpus: Why a process cannot take another GPU than that of its local rank.
         gpus: The GPU of each process on a machine, by index; None gives each that of its local rank.
         inexact: Why its numbers differ from those of one process on the whole batch; empty where they are
@@ -154,6 +155,7 @@ class Strategy(ABC):
     no_skipping: str = "it does not declare that an update can be skipped once its gradients exist"
     no_evaluation_precision: str = "it does not declare that weights can be replaced for an evaluation"
     no_value_clipping: str = "it does not declare that the parameters' gradients are those of the update"
+    no_unfreezing: str = "it does not declare that the trained parameters may change between updates"
     no_choice_of_gpus: str = "it does not declare that a process can take another GPU than its local rank's"
     gpus: Sequence[int] | None = None
     inexact: str = ""
@@ -250,6 +252,17 @@ class Strategy(ABC):
         """Put the parameters that `prepare` left back into the model, if a forward has replaced them. Called
         on all processes between updates.
         """
+
+    def retrain(self, model: nn.Module) -> nn.Module:
+        """Return the prepared model, adapted to the parameters that require gradients now.
+
+        Called on all processes between updates, after `settle`, when the `requires_grad` of parameters that
+        the optimizers train has changed.
+
+        Args:
+            model: The model of `prepare`, or of the last call.
+        """
+        return model
 
     def prepare_data(self, data: Any) -> Any:
         """Return a user's loader adapted to this rank; the default is the loader unchanged."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -251,6 +251,7 @@ def _fit_run(
     check_strategy_settings(settings, engine.strategy, size)
     if resume is None and not may_start_again() and starts_early(callbacks):
         feed.begin(until=totals.epochs_until(engine.progress))  # which is at its beginning
+    engine.closing.enter_context(preparing(callbacks, task))
     frozen = frozen_parameters(settings, engine, task)
     engine.prepare_task(
         task,
@@ -298,6 +299,16 @@ def _fit_run(
     if run.hooks.on_before_optimizer_step:
         engine.before_optimizer_step = lambda: run.call(run.hooks.on_before_optimizer_step)
     return run, saver
+
+
+@contextmanager
+def preparing(callbacks: Sequence[Any], task: TaskModule) -> Iterator[None]:
+    """Run the block, a fit, inside `preparing(task)` of the callbacks that have it."""
+    with ExitStack() as stack:
+        for each in callbacks:
+            if (enter := getattr(each, "preparing", None)) is not None:
+                stack.enter_context(enter(task))
+        yield
 
 
 def frozen_parameters(settings: RunSettings, engine: Engine, task: TaskModule) -> FrozenParameters | None:

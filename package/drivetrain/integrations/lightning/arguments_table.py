@@ -225,8 +225,8 @@ CALLBACKS: Mapping[str, Row] = {
         _mapped("TQDMProgressBar", "`ProgressBar`", None, "its options are its own"),
         _mapped("RichProgressBar", "`ProgressBar`", None, "its options are its own"),
         _mapped("Timer", "`Trainer(max_time=)`", None, "the time counts over all restarts"),
-        _refused("BackboneFinetuning", "freeze with requires_grad_(False) in a callback's on_epoch_start"),
-        _refused("BaseFinetuning", "freeze with requires_grad_(False) in a callback's on_epoch_start"),
+        _refused("BackboneFinetuning", "give Trainer(callbacks=[Freeze(...)]); see docs/how-to/freeze.md"),
+        _refused("BaseFinetuning", "give Trainer(callbacks=[Freeze(...)]); see docs/how-to/freeze.md"),
         _refused("BasePredictionWriter", "use trainer.predict(..., save_to=directory)"),
         _refused(
             "BatchSizeFinder", 'use Trainer(micro_batch="auto"), which splits a batch that does not fit'

@@ -79,6 +79,13 @@ class DeepSpeed(Strategy):
         self.device = torch.device(device)
         self.world_size = world_size
         self.sharded = self.config.stage == 3
+        if self.config.stage:
+            self.no_unfreezing = (
+                "DeepSpeed updates the parameters of a group in one flat tensor, so that weight decay moves"
+                " those without a gradient, and Adam counts their updates"
+            )
+        else:
+            self.no_unfreezing = ""
         if self.sharded:
             self.no_compile = "DeepSpeed gathers the parameters of each layer inside a block"
         self._asked = Settings(None, 1, None, world_size)
@@ -241,6 +248,13 @@ class DeepSpeed(Strategy):
 
         blocks = units(module.task, "auto")
         Materialization(module).run([*blocks, module], self.device, self.world_size, divide)
+
+    def retrain(self, model: nn.Module) -> nn.Module:
+        """Expect gradients of the parameters that are trained now in the first update."""
+        if self._used is not None:
+            self._used.stop()
+            self._used = UsedParameters(self._engine.module.task)
+        return model
 
     @contextmanager
     def exchanged(

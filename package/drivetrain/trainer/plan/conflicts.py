@@ -137,8 +137,8 @@ def module_conflicts(task: TaskModule, epoch: Epoch, built: Built) -> Iterator[s
     ]
     if left:
         yield (
-            f"no optimizer trains {_some(left)}. Configure one, or call requires_grad_(False) to save "
-            "their gradients"
+            f"no optimizer trains {_some(left)}. Configure one, or save their gradients by the callback "
+            "Freeze(...) or requires_grad_(False)"
         )
 
 

@@ -15,7 +15,7 @@ from drivetrain.core.totals import Totals
 from drivetrain.data import evaluation_sources
 from drivetrain.run.settings import RunSettings
 from drivetrain.task.task import known_fit
-from drivetrain.trainer.assembly import check_task, checked_fit_data, every, planned_totals
+from drivetrain.trainer.assembly import check_task, checked_fit_data, every, planned_totals, preparing
 from drivetrain.trainer.data_objects import begun
 from drivetrain.trainer.plan.conflicts import (
     interval_conflicts,
@@ -140,7 +140,7 @@ def make_plan(settings: RunSettings, task: Any, train_data: Any, validation_data
         if validates:  # for its errors: an empty loader, or one without a batch size
             size = settings.evaluation_batch_size or settings.batch_size
             evaluation_sources(validation_data, "validation", settings.seed, batch_size=size)
-        with known_fit(task, totals):
+        with known_fit(task, totals), preparing((*task.run_callbacks("train"), *settings.callbacks), task):
             built = Built(settings, task, totals)
         policy = settings.checkpoint
         config = policy if isinstance(policy, CheckpointConfig) else CheckpointConfig()
