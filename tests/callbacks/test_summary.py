@@ -241,10 +241,11 @@ def test_what_cannot_be_followed_without_values_is_refused():
         ModelSummary(sizes="yes")
 
 
-def test_the_callback_shows_them_in_a_fit():
+@pytest.mark.parametrize("precision", ["32", "bf16-mixed", "bf16-true"])
+def test_the_callback_shows_them_in_a_fit(precision):
     summary = ModelSummary(batch=next(iter(pairs(6, 6))))
     with heard(level=logging.INFO) as texts:
-        quiet(max_steps=1, callbacks=[summary]).fit(Regression(), pairs())
+        quiet(max_steps=1, precision=precision, callbacks=[summary]).fit(Regression(), pairs())
     assert "48 forward, 48 backward" in texts[0]
     assert summary.summary.total.forward_flops == 48
 
