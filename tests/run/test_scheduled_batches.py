@@ -174,14 +174,23 @@ def test_a_fraction_of_an_epoch_is_one_of_its_own_updates(
     assert [len(each) for each in seen.sizes(result.progress.epoch)] == last
 
 
-def test_intervals_in_parts_of_an_epoch_follow_the_updates_of_each_epoch() -> None:
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ({0: 4, "1 epoch": 2, "2 epochs": 1}, [2, 3, 6, 9, 15, 21]),  # of 3, 6 and 12 updates
+        ({0: 1, "1 epoch": 6}, [6, 12, 13, 14, 15, 16]),  # of 12, 2 and 2
+    ],
+)
+def test_intervals_in_parts_of_an_epoch_follow_the_updates_of_each_epoch(
+    steps: dict[Any, int], expected: list[int]
+) -> None:
     validated: list[int] = []
     watch = LambdaCallback(on_evaluation_end=lambda run: validated.append(run.progress.updates))
     quiet(
         max_epochs=3, batch_size=2, validate_every="0.5 epochs", callbacks=[watch],
-        **SCHEDULES["accumulation by epochs"],
+        gradient_accumulation_steps=steps,
     ).fit(task(), Numbered(), Numbered(4))  # fmt: skip
-    assert validated == [2, 3, 6, 9, 15, 21]  # of 3, 6 and 12 updates
+    assert validated == expected
 
 
 def test_max_steps_ends_at_its_update_and_validate_from_counts_from_the_schedule() -> None:
@@ -219,10 +228,10 @@ def test_a_skipped_update_moves_no_point() -> None:
 
     sizes: list[int] = []
     watch = LambdaCallback(on_step_start=lambda run: sizes.append(len(run.window.micro_batches[0].batch[2])))
-    settings: dict[str, Any] = {"batch_size": {0: 1, 6: 3}, "on_nonfinite": "skip", "max_epochs": 1}
+    settings: dict[str, Any] = {"batch_size": {0: 1, 24: 3}, "on_nonfinite": "skip", "max_epochs": 2}
     result = quiet(callbacks=[watch], **settings).fit(task(), Broken())
-    assert result.progress.skipped == 2
-    assert sizes == [1] * 6 + [3] * 5 + [2]
+    assert result.progress.skipped == 4
+    assert sizes == [1] * 23 + [1] + [3] * 7 + [1]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
