@@ -24,6 +24,7 @@ def test_numbers_are_those_of_the_cpu_on_two_devices() -> None:
         "same_as_the_big_batch",
         "a_process_may_begin_with_padding",
         "frozen_and_tied",
+        "parameters_may_be_unfrozen",
         "generator_steps",
         "evaluation_counts_each_sample_once",
         "resume_is_bitwise",
