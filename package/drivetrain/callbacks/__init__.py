@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.loss_spike import LossSpike
     from drivetrain.callbacks.memory_report import MemoryReport
     from drivetrain.callbacks.nonfinite_detector import NonFiniteDetector
+    from drivetrain.callbacks.profile import Profile
     from drivetrain.callbacks.progress_bar import ProgressBar
     from drivetrain.callbacks.summary import ModelSummary, summarize
     from drivetrain.callbacks.throughput import Throughput
@@ -34,6 +35,7 @@ else:
             "drivetrain.callbacks.loss_spike": ("LossSpike",),
             "drivetrain.callbacks.memory_report": ("MemoryReport",),
             "drivetrain.callbacks.nonfinite_detector": ("NonFiniteDetector",),
+            "drivetrain.callbacks.profile": ("Profile",),
             "drivetrain.callbacks.progress_bar": ("ProgressBar",),
             "drivetrain.callbacks.summary": ("ModelSummary", "summarize"),
             "drivetrain.callbacks.throughput": ("Throughput",),
@@ -55,6 +57,7 @@ __all__ = [
     "MemoryReport",
     "ModelSummary",
     "NonFiniteDetector",
+    "Profile",
     "ProgressBar",
     "Throughput",
     "WeightAverage",

@@ -69,7 +69,8 @@ class Callback:
     `drivetrain.core.types.Stateful`).
 
     A callback with `saving(run)`, a context manager, changes what a checkpoint holds: the checkpoint is
-    taken inside it.
+    taken inside it. One with `around(run)`, a context manager too, has the whole run inside it, from before a
+    checkpoint is loaded until after the last hook, `on_exception` included.
 
     A callback that does not fit every Trainer also has `check_trainer(trainer, strategy)`, which raises when
     the Trainer is made.

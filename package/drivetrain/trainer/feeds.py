@@ -8,7 +8,7 @@ from typing import Any
 from drivetrain.core.errors import StrategyError
 from drivetrain.data import Feed, Transfer, as_source, evaluation_sources, pin_memory_for
 from drivetrain.engine.engine import Engine
-from drivetrain.run.hooks import HOOKS
+from drivetrain.run.hooks import HOOKS, is_used
 from drivetrain.run.settings import RunSettings
 from drivetrain.task.task import TaskModule, measure_of
 
@@ -116,7 +116,7 @@ def _calls_user(callbacks: Iterable[Any], hooks: Iterable[str]) -> bool:
     for callback in callbacks:
         for name in hooks:
             hook = getattr(callback, name, None)
-            if hook is None or getattr(hook, "__unused_hook__", False):
+            if not is_used(hook):
                 continue
             of_user = not str(getattr(hook, "__module__", "")).startswith("drivetrain.")
             if of_user or getattr(callback, "calls_user", False):
