@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import gzip
 import json
 import pstats
@@ -307,6 +308,14 @@ def test_a_profiler_that_is_active_is_an_error_and_goes_on(tmp_path: Path) -> No
     ):
         fitted(Profile(ONE, folder=tmp_path))
     assert "aten::addmm" in {each.key for each in outer.key_averages()}
+    of_python = cProfile.Profile()
+    of_python.enable()
+    try:
+        with pytest.raises(ConfigError, match="cannot record the Python functions of update 2: "):
+            fitted(Profile(ONE, "python", folder=tmp_path))
+    finally:
+        of_python.disable()
+    assert "mse_loss" in {key[2] for key in pstats.Stats(of_python).stats}  # type: ignore[attr-defined]
 
 
 def test_an_evaluation_outside_a_fit_is_not_profiled(tmp_path: Path) -> None:

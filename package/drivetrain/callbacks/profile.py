@@ -6,6 +6,7 @@ import cProfile
 import json
 import os
 import pstats
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -262,11 +263,20 @@ class _Session:
             self._profiler.start_trace()
             self.phases.traced = True
         if "python" in self._profile.kinds:
-            self._python = cProfile.Profile()
-            try:
-                self._python.enable()
-            except ValueError as error:  # from Python 3.12 on
-                raise ConfigError(f"Profile cannot use cProfile: {error}") from error
+            self._start_python()
+
+    def _start_python(self) -> None:
+        found = cProfile.Profile()
+        try:
+            if sys.getprofile() is not None:  # which Python 3.11 would replace
+                raise ValueError("another profiling tool is active")
+            found.enable()
+        except ValueError as error:
+            raise ConfigError(
+                f"Profile cannot record the Python functions of update {self._number}: {error}. End it,"
+                " or leave 'python' out of kinds"
+            ) from error
+        self._python = found
 
     def _finish(self, last: int) -> None:
         """End to record, and write the files of the updates up to `last`."""
