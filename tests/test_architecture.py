@@ -59,6 +59,7 @@ OPTIONAL_OR_HEAVY = {
 # Modules of ours that are imported inside a function: a Trainer that needs no plan, checkpoint or copy of the
 # process starts without loading them.
 LOADED_WHEN_USED = {
+    "callbacks.layers",
     "checkpoint.prediction_files",
     "checkpoint.saving.io",
     "checkpoint.weights.load",
@@ -108,6 +109,8 @@ PRIVATE = {
     "_dynamo": "compiled modules, and the errors of compiling",
     "_inductor": "the options that `torch.compile` takes",
     "_compiled_call_impl": "whether a module was compiled in place",
+    "_C": "holds `_current_graph_task_id`",
+    "_current_graph_task_id": "whether a forward is recomputed, inside of a backward",
     # Of torch, data.
     "_iterator": "a loader's persistent workers are ended",
     "_on_queue_feeder_error": "a batch that cannot be sent is reported, where Python prints and goes on",

@@ -13,10 +13,12 @@ from drivetrain.core.version import __version__
 
 if TYPE_CHECKING:
     from drivetrain.callbacks import (
+        ActivationStats,
         Callback,
         CompileTime,
         EarlyStopping,
         EmptyCache,
+        Freeze,
         GradientNorms,
         LambdaCallback,
         LearningRateMonitor,
@@ -26,8 +28,10 @@ if TYPE_CHECKING:
         NonFiniteDetector,
         Profile,
         ProgressBar,
+        SequenceLength,
         Throughput,
         WeightAverage,
+        WeightHistograms,
         XLAReport,
     )
     from drivetrain.checkpoint import CheckpointConfig
@@ -46,6 +50,7 @@ if TYPE_CHECKING:
     from drivetrain.core.intervals import Every
     from drivetrain.core.mps_fallback import enable_mps_fallback
     from drivetrain.core.progress import Progress
+    from drivetrain.core.stages import ramp
     from drivetrain.core.totals import Totals
     from drivetrain.core.types import StepOutput
     from drivetrain.data.split_source import already_split
@@ -53,6 +58,7 @@ if TYPE_CHECKING:
     from drivetrain.engine.engine import Engine
     from drivetrain.engine.memory import MemoryConfig
     from drivetrain.engine.memory_profile import MemoryUse
+    from drivetrain.engine.metrics.over_all import OverAll
     from drivetrain.engine.weighting import StepResult
     from drivetrain.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
     from drivetrain.run.preemption import PreemptionConfig
@@ -69,16 +75,19 @@ if TYPE_CHECKING:
     from drivetrain.strategies.xla.single import XLAConfig
     from drivetrain.task.optim.config import OptimizerConfig
     from drivetrain.task.optim.groups import ParameterGroup
+    from drivetrain.task.optim.torch_schedule import TorchSchedule
     from drivetrain.task.task import TaskModule
     from drivetrain.trainer.plan.plan import Plan
-    from drivetrain.trainer.trainer import FitResult, Trainer
+    from drivetrain.trainer.trainer import FitResult, PredictResult, Trainer
 
 _HOMES = {
     "drivetrain.callbacks": (
+        "ActivationStats",
         "Callback",
         "CompileTime",
         "EarlyStopping",
         "EmptyCache",
+        "Freeze",
         "GradientNorms",
         "LambdaCallback",
         "LearningRateMonitor",
@@ -88,8 +97,10 @@ _HOMES = {
         "NonFiniteDetector",
         "Profile",
         "ProgressBar",
+        "SequenceLength",
         "Throughput",
         "WeightAverage",
+        "WeightHistograms",
         "XLAReport",
     ),
     "drivetrain.checkpoint": ("CheckpointConfig",),
@@ -113,9 +124,11 @@ _HOMES = {
     "drivetrain.loggers": ("CSVLogger", "JSONLinesLogger", "TensorBoardLogger"),
     "drivetrain.engine.memory": ("MemoryConfig",),
     "drivetrain.engine.memory_profile": ("MemoryUse",),
+    "drivetrain.engine.metrics.over_all": ("OverAll",),
     "drivetrain.core.mps_fallback": ("enable_mps_fallback",),
     "drivetrain.task.optim.config": ("OptimizerConfig",),
     "drivetrain.task.optim.groups": ("ParameterGroup",),
+    "drivetrain.task.optim.torch_schedule": ("TorchSchedule",),
     "drivetrain.trainer.plan.plan": ("Plan",),
     "drivetrain.strategies.precision.base": ("Precision",),
     "drivetrain.run.preemption": ("PreemptionConfig",),
@@ -129,8 +142,9 @@ _HOMES = {
     "drivetrain.strategies.xla.fsdp_v1": ("XLAFSDPConfig",),
     "drivetrain.strategies.xla.fsdp_v2": ("XLAFSDPv2Config",),
     "drivetrain.task.task": ("TaskModule",),
-    "drivetrain.trainer.trainer": ("FitResult", "Trainer"),
+    "drivetrain.trainer.trainer": ("FitResult", "PredictResult", "Trainer"),
     "drivetrain.core.intervals": ("Every",),
+    "drivetrain.core.stages": ("ramp",),
     "drivetrain.core.totals": ("Totals",),
     "drivetrain.core.types": ("StepOutput",),
     "drivetrain.engine.weighting": ("StepResult",),
@@ -140,6 +154,7 @@ if not TYPE_CHECKING:
 
 __all__ = [
     "AccelerateConfig",
+    "ActivationStats",
     "CSVLogger",
     "Callback",
     "CheckpointConfig",
@@ -159,6 +174,7 @@ __all__ = [
     "FSDPConfig",
     "FitResult",
     "Float8",
+    "Freeze",
     "GradientNorms",
     "JSONLinesLogger",
     "LambdaCallback",
@@ -172,9 +188,11 @@ __all__ = [
     "NonFiniteDetector",
     "NonFiniteError",
     "OptimizerConfig",
+    "OverAll",
     "ParameterGroup",
     "Plan",
     "Precision",
+    "PredictResult",
     "Preempted",
     "PreemptionConfig",
     "Profile",
@@ -182,15 +200,18 @@ __all__ = [
     "ProgressBar",
     "RankFailure",
     "Run",
+    "SequenceLength",
     "StepOutput",
     "StepResult",
     "StrategyError",
     "TaskModule",
     "TensorBoardLogger",
     "Throughput",
+    "TorchSchedule",
     "Totals",
     "Trainer",
     "WeightAverage",
+    "WeightHistograms",
     "XLAConfig",
     "XLAFSDPConfig",
     "XLAFSDPv2Config",
@@ -200,6 +221,7 @@ __all__ = [
     "enable_mps_fallback",
     "local_rank",
     "one_at_a_time",
+    "ramp",
     "rank",
     "world_size",
 ]

@@ -3,9 +3,12 @@
 import math
 
 import pytest
+from tests.support.outcome import weights
+from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain.callbacks import EarlyStopping
 from drivetrain.core.errors import ConfigError, NonFiniteError
+from drivetrain.testing.distributed import run_distributed
 
 
 def losses(*values):
@@ -96,6 +99,104 @@ def test_reaching_a_value_that_is_good_enough_stops_at_once(drive):
     assert run.stopped_early == "early stopping: validation/loss is 0.25 and reached 0.25"
 
 
+@pytest.mark.parametrize(
+    ("mode", "limit", "values", "epoch"),
+    [
+        ("min", 0.6, (0.5, 0.55, 0.6, 0.1), 3),
+        ("max", 0.125, (0.5, 0.25, 0.125, 0.9), 3),
+        ("min", 9.0, (8.9,), 1),
+    ],
+)
+def test_a_value_that_is_bad_enough_stops_at_once(drive, mode, limit, values, epoch):
+    run = fit(drive, EarlyStopping(mode=mode, patience=9, diverged_at=limit), *values)
+    assert run.progress.epoch == epoch
+    told = f"early stopping: validation/loss is {limit:.6g} and diverged beyond {limit:.6g}"
+    assert run.stopped_early == (told if len(values) > 1 else None)
+
+
+def test_a_run_that_diverged_stays_stopped_when_it_is_resumed(drive, tmp_path):
+    stopping = lambda: EarlyStopping(patience=9, diverged_at=5.0)  # noqa: E731
+    assert fit(drive, stopping(), 0.5, 6.0, 0.1, run_dir=tmp_path).progress.epoch == 2
+    resumed = drive(stopping(), epochs=9, updates_per_epoch=1, results=losses(0.1), run_dir=tmp_path)
+    assert resumed.fit(resume="auto").progress.epoch == 2
+
+
+def test_without_check_finite_a_metric_that_is_not_finite_is_no_improvement(drive):
+    values = [{"loss": 1.0, "f1": each} for each in (0.5, math.nan, math.inf, 0.7)]
+    stopping = EarlyStopping("validation/f1", mode="max", patience=2, check_finite=False, stop_at=0.9)
+    run = drive(stopping, epochs=4, updates_per_epoch=1, results=values).fit()
+    assert run.progress.epoch == 3
+    assert run.stopped_early.endswith("did not improve on 0.5 for 2 evaluations; it is inf now")
+
+
+def test_a_loss_of_a_validation_that_is_not_finite_ends_the_fit_in_any_case(drive):
+    with pytest.raises(NonFiniteError, match="'validation/loss' is nan"):
+        fit(drive, EarlyStopping(check_finite=False), 0.5, math.nan, 0.1)
+
+
+def test_a_metric_that_need_not_be_logged_is_judged_where_it_is(drive):
+    assert fit(drive, EarlyStopping("validation/f1", strict=False), 0.5, 0.6).stopped_early is None
+    values = [{"loss": 1.0}, {"loss": 1.0, "f1": 0.5}, {"loss": 1.0}, {"loss": 1.0, "f1": 0.6}]
+    run = drive(
+        EarlyStopping("validation/f1", patience=1, strict=False),
+        epochs=4,
+        updates_per_epoch=1,
+        results=values,
+    ).fit()
+    assert run.progress.epoch == 4
+    assert run.stopped_early == "early stopping: validation/f1 did not improve on 0.5 for 1 evaluation"
+    assert drive(EarlyStopping(strict=False)).fit().stopped_early is None, "it never validates"
+
+
+def stop_on_two(run_dir):
+    class Uneven(Regression):
+        def training_step(self, batch):
+            return self(batch[0]).square().mean()  # other values on each rank
+
+    stopping = EarlyStopping("train/loss", patience=2, threshold=10.0)
+    trainer = quiet(
+        strategy="ddp",
+        devices=2,
+        max_epochs=4,
+        log_every=1,
+        callbacks=[stopping],
+        run_dir=run_dir,
+        checkpoint=True,
+    )
+    result = trainer.fit(Uneven(), pairs(12))
+    return result.progress.updates, result.stop_reason
+
+
+def test_all_ranks_stop_after_the_same_update(tmp_path):
+    first, second = run_distributed(stop_on_two, tmp_path, world_size=2)
+    assert first == second
+    assert first[0] == 3
+    assert "did not improve" in first[1]
+
+
+def test_a_resumed_fit_stops_where_the_undisturbed_one_does_with_the_same_weights(tmp_path):
+    def stopped(name, **options):
+        task = Regression(dropout=0.5)
+        trainer = quiet(
+            **{
+                "max_epochs": 20,
+                "log_every": "2 steps",
+                "run_dir": tmp_path / name,
+                "checkpoint": True,
+                **options,
+            },
+            callbacks=[EarlyStopping("train/loss", patience=4)],
+        )
+        result = trainer.fit(task, pairs(), resume="auto")
+        return result.progress.updates, result.stop_reason, weights(task)
+
+    straight = stopped("straight")
+    assert "did not improve" in straight[1]
+    for updates in range(3, straight[0], 4):
+        stopped("parts", max_steps=updates)
+    assert stopped("parts") == straight
+
+
 def test_no_stop_before_min_epochs(drive):
     run = fit(drive, EarlyStopping(patience=1, min_epochs=4), 0.5, 0.6, 0.6, 0.6, 0.6)
     assert run.progress.epoch == 4
@@ -177,6 +278,15 @@ def test_a_metric_of_training_that_is_not_logged_is_told_the_nearest(drive):
         ({"threshold_mode": "relative"}, r"threshold_mode='relative'.*Allowed: 'abs', 'rel'"),
         ({"patience": 0}, "patience=0; give at least 1"),
         ({"threshold": -0.1}, "threshold=-0.1; give a finite number, at least 0"),
+        ({"stop_at": "low"}, "stop_at.*'low'"),
+        ({"diverged_at": math.nan}, "diverged_at.*nan"),
+        ({"strict": 1}, "strict.*1"),
+        ({"check_finite": None}, "check_finite.*None"),
+        ({"stop_at": 0.5, "diverged_at": 0.5}, "diverged_at is the worse of the two"),
+        ({"stop_at": 0.5, "diverged_at": 0.9, "mode": "max"}, "diverged_at is the worse of the two"),
+        ({"min_delta": 0.1}, "threshold"),
+        ({"stopping_threshold": 0.1}, "stop_at"),
+        ({"divergence_threshold": 9.0}, "diverged_at"),
     ],
 )
 def test_wrong_arguments_are_refused_with_what_is_allowed(arguments, message):

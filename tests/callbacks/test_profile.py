@@ -17,7 +17,7 @@ from tests.support.messages import heard, warned
 from tests.support.outcome import weights
 from tests.support.tasks import Duel, Regression, duels, pairs, quiet
 
-from drivetrain import CompileConfig, ConfigError, EarlyStopping, LambdaCallback, Profile
+from drivetrain import CompileConfig, ConfigError, EarlyStopping, Freeze, LambdaCallback, Profile
 from drivetrain.core.registry import is_installed
 from drivetrain.testing import run_distributed
 
@@ -213,6 +213,11 @@ def test_several_optimizers_parts_of_batches_and_transfers_are_counted(tmp_path:
     assert found["forward"] == found["backward"] == 2 * found["optimizer"] == 10
     fitted(Profile(kinds="table", folder=tmp_path / "cast"), 5, precision="bf16-true")
     assert calls(tmp_path / "cast")["transfer"] == 5  # to bfloat16
+
+
+def test_updates_after_parameters_are_unfrozen_are_counted(tmp_path: Path) -> None:
+    fitted(Profile(kinds="table", folder=tmp_path), 8, callbacks=[Freeze("line.bias", until="4 steps")])
+    assert calls(tmp_path)["forward"] == 8
 
 
 def test_saves_in_the_background_are_counted(tmp_path: Path) -> None:

@@ -1,14 +1,20 @@
 """The table of what a task is made of."""
 
+import json
 import logging
 
 import pytest
 import torch
 from tests.support.messages import heard, unconfigured
+from tests.support.tasks import FEATURES, Regression, pairs, quiet
 from torch import nn
+from torch.nn import functional as F
 
 from drivetrain.callbacks import ModelSummary, summarize
-from drivetrain.core.errors import ConfigError
+from drivetrain.callbacks.layers import layers_of
+from drivetrain.callbacks.summary import RankSizes
+from drivetrain.core.errors import ConfigError, StrategyError
+from drivetrain.testing import run_distributed
 
 
 def rows(text: str) -> dict[str, list[str]]:
@@ -28,7 +34,7 @@ class Tied(nn.Module):
 
 
 def test_each_module_has_its_parameters_and_the_totals_are_below():
-    text = summarize(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2, bias=False)))
+    text = str(summarize(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2, bias=False))))
     assert rows(text) == {
         "0": ["Linear", "15", "15", "float32"],
         "1": ["ReLU", "0", "0"],
@@ -38,7 +44,7 @@ def test_each_module_has_its_parameters_and_the_totals_are_below():
 
 
 def test_tied_parameters_count_once():
-    text = summarize(Tied())
+    text = str(summarize(Tied()))
     assert rows(text)["embed"][1] == "800"
     assert rows(text)["head"][1] == "100 + 800 shared"
     assert text.endswith("988 parameters, 988 trainable, 4.0 kB")
@@ -47,23 +53,23 @@ def test_tied_parameters_count_once():
 def test_frozen_parameters_are_not_trainable():
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     model[0].requires_grad_(False)
-    text = summarize(model)
+    text = str(summarize(model))
     assert rows(text)["0"][1:3] == ["15", "0"]
     assert "23 parameters, 8 trainable" in text
 
 
 def test_depth_shows_more_levels_and_none_shows_the_totals_alone():
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-    assert list(rows(summarize(model, depth=1))) == ["0"]
-    assert list(rows(summarize(model, depth=2))) == ["0", "0.0", "0.1"]
-    assert summarize(model, depth=0) == "12 parameters, 12 trainable, 48 bytes"
+    assert list(rows(str(summarize(model, depth=1)))) == ["0"]
+    assert list(rows(str(summarize(model, depth=2)))) == ["0", "0.0", "0.1"]
+    assert str(summarize(model, depth=0)) == "12 parameters, 12 trainable, 48 bytes"
 
 
 def test_mixed_dtypes_and_buffers_are_named():
     model = nn.Sequential(
         nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to(torch.bfloat16)), nn.BatchNorm1d(2)
     )
-    text = summarize(model)
+    text = str(summarize(model))
     assert rows(text)["0"][-1] == "float32, bfloat16"
     assert "52 bytes and 24 bytes of buffers" in text
 
@@ -75,17 +81,17 @@ def test_parameters_of_the_task_itself_have_a_row():
             self.scale = nn.Parameter(torch.ones(5))
             self.net = nn.Linear(1, 1)
 
-    assert rows(summarize(Scale()))["(own)"] == ["Scale", "5", "5", "float32"]
+    assert rows(str(summarize(Scale())))["(own)"] == ["Scale", "5", "5", "float32"]
 
 
 def test_lazy_parameters_are_shown_as_such():
-    text = summarize(nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1)))
+    text = str(summarize(nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1))))
     assert rows(text)["0"][1] == "0 + 2 lazy"
     assert "4 parameters, 4 trainable, 16 bytes; 2 more tensors are lazy" in text
 
 
 def test_a_task_without_parameters_has_a_summary():
-    assert "0 parameters" in summarize(nn.Sequential(nn.ReLU()))
+    assert "0 parameters" in str(summarize(nn.Sequential(nn.ReLU())))
 
 
 def test_the_callback_prints_the_table_with_where_it_runs_once_and_not_to_stdout(drive, capsys):
@@ -113,3 +119,179 @@ def test_other_ranks_report_nothing(drive):
 def test_a_negative_depth_is_refused():
     with pytest.raises(ConfigError, match="depth=-1; give 0"):
         ModelSummary(depth=-1)
+
+
+# Shapes and operations for a batch.
+
+BATCH, TOKENS, WIDTH, HEADS = 3, 5, 8, 2
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens):
+        heads = [each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in self.inside(tokens).chunk(3, -1)]
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def test_operations_of_linear_layers_are_those_of_their_products():
+    layers = layers_of(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(5, 8))
+    first, second = 2 * 5 * 8 * 16, 2 * 5 * 16 * 4
+    counts = {name: (each.forward_flops, each.backward_flops) for name, each in layers.items()}
+    # The input needs no gradient: the first layer has one product in backward, and every other one two.
+    assert counts == {
+        "": (first + second, first + 2 * second),
+        "0": (first, first),
+        "1": (0, 0),
+        "2": (second, 2 * second),
+    }
+
+
+def test_operations_of_a_convolution_are_those_of_its_windows():
+    model = nn.Sequential(nn.Conv2d(3, 6, 3, stride=2, padding=1, groups=3), nn.Conv2d(6, 4, 1))
+    layers = layers_of(model, torch.randn(2, 3, 8, 8))
+    first, second = 2 * 2 * (4 * 4 * 6) * (3 * 3 * 1), 2 * 2 * (4 * 4 * 4) * 6
+    assert (layers["0"].forward_flops, layers["1"].forward_flops) == (first, second)
+    assert layers["1"].backward_flops == 2 * second
+    assert (layers["0"].inputs, layers["0"].outputs) == (((2, 3, 8, 8),), ((2, 6, 4, 4),))
+
+
+def test_operations_of_attention_are_those_of_its_two_products():
+    layers = layers_of(Attention(), torch.randn(BATCH, TOKENS, WIDTH))
+    inside, out = (2 * BATCH * TOKENS * WIDTH * each for each in (3 * WIDTH, WIDTH))
+    products = 2 * (2 * BATCH * TOKENS * TOKENS * WIDTH)
+    assert (layers["inside"].forward_flops, layers["out"].forward_flops) == (inside, out)
+    assert layers[""].forward_flops == inside + products + out
+    assert layers[""].backward_flops == inside + 2 * products + 2 * out
+
+
+def test_a_module_that_is_called_twice_counts_twice_and_one_that_is_not_called_has_no_shapes():
+    class Reused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = self.again = nn.Linear(4, 4)
+            self.idle = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.again(self.first(x))
+
+    summary = summarize(Reused(), batch=torch.randn(2, 4))
+    by_name = {each.name: each for each in summary.modules}
+    assert by_name["first"].forward_flops == 2 * (2 * 2 * 4 * 4)
+    assert by_name["idle"].forward_flops is by_name["idle"].inputs is None
+    assert by_name["idle"].parameters == 20
+
+
+def test_a_batch_adds_shapes_and_operations_to_the_table_and_to_its_data():
+    task = Regression()
+    summary = summarize(task, batch=next(iter(pairs(6, 6))))
+    assert " ".join(str(summary).splitlines()[2].split()) == "line Linear 5 5 float32 [6, 4] [6, 1] 48 48"
+    assert str(summary).endswith("floating-point operations for this batch: 48 forward, 48 backward")
+    found = json.loads(json.dumps(summary.to_json()))
+    line = next(each for each in found["modules"] if each["name"] == "line")
+    assert (line["inputs"], line["outputs"], line["forward_flops"]) == ([[6, 4]], [[6, 1]], 48)
+    assert (found["total"]["parameters"], found["total"]["bytes"], found["buffer_bytes"]) == (5, 20, 0)
+
+
+def test_nothing_is_computed_or_changed():
+    class Noted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(FEATURES, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+
+        def forward(self, x):
+            return self.net(x)
+
+    model, batch = Noted(), torch.randn(2, FEATURES)
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    stream = torch.get_rng_state()
+    summarize(model, batch=batch)
+    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), stream)
+    assert all(type(each) is nn.Parameter and each.grad is None for each in model.parameters())
+    assert not any(each._forward_hooks for each in model.modules())
+
+
+def test_arguments_may_be_a_tuple_or_a_mapping():
+    bilinear = nn.Bilinear(2, 3, 4)
+    x, y = torch.randn(5, 2), torch.randn(5, 3)
+    for batch in ((x, y), {"input1": x, "input2": y}):
+        assert layers_of(bilinear, batch)[""].inputs == ((5, 2), (5, 3))
+
+
+class Branches(Regression):
+    def forward(self, features):
+        return self.line(features) if features.sum() > 0 else features[:, :1]
+
+
+def test_what_cannot_be_followed_without_values_is_refused():
+    with pytest.raises(ConfigError, match=r"layers of a Branches cannot be followed.*must not branch on one"):
+        summarize(Branches(), batch=next(iter(pairs())))
+    with pytest.raises(ConfigError, match="lazy module has no shapes"):
+        summarize(nn.LazyLinear(3), batch=torch.ones(2, 2))
+    with pytest.raises(StrategyError, match=r"strategy 'fsdp'.*print\(summarize"):
+        quiet(strategy="fsdp", devices=2, callbacks=[ModelSummary(batch=torch.ones(1))])
+    with pytest.raises(ConfigError, match="sizes must be True or False"):
+        ModelSummary(sizes="yes")
+
+
+def test_the_callback_shows_them_in_a_fit():
+    summary = ModelSummary(batch=next(iter(pairs(6, 6))))
+    with heard(level=logging.INFO) as texts:
+        quiet(max_steps=1, callbacks=[summary]).fit(Regression(), pairs())
+    assert "48 forward, 48 backward" in texts[0]
+    assert summary.summary.total.forward_flops == 48
+
+
+# The sizes of each rank.
+
+
+class Wide(Regression):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(FEATURES, 100)
+        self.norm = nn.BatchNorm1d(100, affine=False)
+
+    def forward(self, features):
+        return self.norm(self.line(features)).mean(1, keepdim=True)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam
+
+
+def sizes_on(strategy, devices="auto"):
+    summary = ModelSummary(sizes=True)
+    quiet(max_steps=2, strategy=strategy, devices=devices, callbacks=[summary]).fit(Wide(), pairs(8))
+    return summary.sizes
+
+
+WEIGHTS = 4 * (4 * 100 + 100)
+STEPS = 2 * 4
+"""Adam's count of updates for each tensor."""
+
+
+def test_sizes_are_those_of_parameters_gradients_state_and_buffers():
+    with heard(level=logging.INFO) as texts:
+        assert sizes_on("cpu") == (RankSizes(WEIGHTS, WEIGHTS, 2 * WEIGHTS + STEPS, 2 * 400 + 8),)
+    assert texts[1].splitlines()[0] == "sizes after the first update"
+    assert " ".join(texts[1].splitlines()[-1].split()) == "0 2.0 kB 2.0 kB 4.0 kB 808 bytes"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "parameters", "gradients", "state"),
+    [
+        ("ddp", WEIGHTS, WEIGHTS, 2 * WEIGHTS),
+        ("fsdp", WEIGHTS / 2, WEIGHTS / 2, WEIGHTS),
+        pytest.param("zero1", WEIGHTS, None, 3 * WEIGHTS / 2, marks=pytest.mark.full),
+        pytest.param("zero3", WEIGHTS / 2, None, 3 * WEIGHTS / 2, marks=pytest.mark.full),
+    ],
+)
+def test_a_sharding_strategy_gives_each_rank_its_part(strategy, parameters, gradients, state):
+    first, second = run_distributed(sizes_on, strategy, 2)
+    assert first == second
+    for each in first:
+        assert (each.parameters, each.gradients) == (parameters, gradients)
+        assert state <= each.optimizer_state <= state + 2 * STEPS

@@ -72,9 +72,12 @@ def sharded(path: str) -> None:
 
 
 def run(directory: Path) -> None:
-    """A run of two epochs with a keeper."""
-    config = CheckpointConfig(every="4 steps", keep_last=2, best=1)
-    trainer = quiet(max_epochs=2, run_dir=directory, checkpoint=config, max_grad_norm=1.0)
+    """A run of two epochs with a keeper, and with two policies."""
+    policies = [
+        CheckpointConfig(every="4 steps", keep_last=2, best=1),
+        CheckpointConfig(every="1 epoch", keep_last=None, by="train/loss", best=1),
+    ]
+    trainer = quiet(max_epochs=2, run_dir=directory, checkpoint=policies, max_grad_norm=1.0)
     trainer.fit(Regression(), pairs(), pairs(4, seed=1))
 
 

@@ -126,7 +126,7 @@ def test_show_says_what_a_checkpoint_is(capsys, run_dir):
     assert found["path"].endswith("update-00000015")
     assert found["progress"]["updates"] == 15
     assert found["saved_by"]["task"] == "Regression"
-    assert found["purpose"]["keeper"] is True
+    assert found["purpose"]["keeper"] == {"validation/loss": "min"}
     assert found["hparams"]["dropout"] == 0.0
     assert found["groups"]["model"] == {"tensors": 2, "elements": 5, "bytes": 20, "dtypes": {"F32": 5}}
     assert found["optimizers"]["default"]["optimizer"] == "SGD"

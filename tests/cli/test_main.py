@@ -81,6 +81,16 @@ def test_predictions_are_printed_or_written(drive, here):
     assert len(list((here / "outputs").glob("*.safetensors"))) == 2
 
 
+def test_predictions_have_the_metrics_of_a_validation_where_they_are_asked_for(drive):
+    code, out, _ = drive("predict", f"{SHAPES} --metrics")
+    assert code == 0
+    assert out.count("tensor(") == 2
+    assert out.splitlines()[-1].startswith("validation/loss  0.")
+    code, out, _ = drive("predict", f"{SHAPES} --metrics --json")
+    assert (code, json.loads(out)["batches"]) == (0, 2)
+    assert "validation/loss" in json.loads(out)["metrics"]
+
+
 def test_a_plan_is_printed_and_nothing_is_written(drive, here):
     before = sorted(here.iterdir())
     code, out, _ = drive("plan", f"{FIT} --trainer.log_every 500")
@@ -90,6 +100,21 @@ def test_a_plan_is_printed_and_nothing_is_written(drive, here):
     code, out, _ = drive("plan", f"{FIT} --json")
     assert json.loads(out)["updates"] == 10
     assert [each for each in sorted(here.iterdir()) if each.name != "__pycache__"] == before
+
+
+def test_a_summary_has_shapes_where_data_is_given(drive, here):
+    before = sorted(here.iterdir())
+    code, out, _ = drive("summary", "--task shapes.Shapes --depth 2")
+    assert code == 0
+    assert "parameters" in out
+    assert "operations" not in out
+    code, out, _ = drive("summary", f"{SHAPES} --json")
+    found = json.loads(out)
+    assert found["total"]["forward_flops"] > 0
+    assert found["modules"][0]["inputs"] is not None
+    assert [each for each in sorted(here.iterdir()) if each.name != "__pycache__"] == before
+    code, _, err = drive("summary", "--task shapes.Shapes --depth x")
+    assert (code, "--depth must be a whole number, at least 0, not 'x'" in err) == (2, True)
 
 
 @pytest.mark.parametrize(

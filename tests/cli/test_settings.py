@@ -259,6 +259,15 @@ def test_what_is_printed_is_what_was_given_and_reads_back_as_the_same(drive, her
     assert drive("fit", "--config config.yaml --print-config")[1] == out
 
 
+def test_several_policies_are_a_list_in_a_file(drive, here):
+    given = {"checkpoint": [{"every": "3 steps", "best": 0}, {"best": 2, "by": "train/loss"}]}
+    (here / "config.json").write_text(json.dumps({"trainer": given}), encoding="utf-8")
+    first, second = settings("--config config.json --trainer.max_epochs 1").trainer().checkpoint
+    assert (str(first.every), first.best, second.best, second.by) == ("3 steps", 0, 2, "train/loss")
+    printed = drive("fit", f"{FIT} --config config.json --print-config")[1]
+    assert yaml.safe_load(printed)["trainer"]["checkpoint"] == given["checkpoint"]
+
+
 JSON = {
     "task": "shapes.Shapes",
     "data": {"class_path": "shapes.Data", "init_args": {"count": 4}},
@@ -333,6 +342,7 @@ def test_what_replaces_an_object_of_the_file_comes_without_its_arguments(here):
         ('{"resume": 3}', "resume must be a text"),
         ("trainer: {max_epoch: 3}", "Did you mean 'max_epochs'?"),
         ("trainer: {checkpoint: {evry: 3}}", "Did you mean 'every'?"),
+        ("trainer: {checkpoint: [{every: 3, best: 0}, {evry: 3}]}", "Did you mean 'every'?"),
         ("trainer: {max_epochs: three}", "--trainer.max_epochs must be a number or none, not 'three'"),
         ("trainer: {seed: 1, seed: 2}", "'seed' is given twice"),
         ('{"trainer": {"seed": 1, "seed": 2}}', "'seed' is given twice"),

@@ -22,7 +22,7 @@ from tests.support.messages import warned
 from tests.support.outcome import weights
 from tests.support.tasks import Regression, pairs, quiet
 
-from drivetrain import ConfigError, LambdaCallback, Preempted, PreemptionConfig, Trainer
+from drivetrain import CheckpointConfig, ConfigError, LambdaCallback, Preempted, PreemptionConfig, Trainer
 from drivetrain.checkpoint.locate import CHECKPOINTS
 from drivetrain.checkpoint.saving.index import read_index
 from drivetrain.distributed import signals
@@ -526,3 +526,12 @@ def test_the_launcher_passes_a_signal_on_and_starts_nothing_again() -> None:
     assert code == 75, errors
     assert errors[-1].endswith("exit code 75")
     assert not any("started again" in each for each in errors)
+
+
+def test_a_run_that_nothing_can_resume_is_not_to_be_started_again(tmp_path: Path) -> None:
+    policy = CheckpointConfig(resumable=False, by=None)
+    trainer = quiet(max_epochs=3, run_dir=tmp_path, checkpoint=policy, callbacks=[sends(signal.SIGTERM)])
+    with pytest.raises(KeyboardInterrupt, match="ended by SIGTERM") as caught:
+        trainer.fit(Regression(), pairs())
+    assert saved_at(tmp_path) >= 3
+    assert any("no run can go on from it" in note for note in caught.value.__notes__)

@@ -106,6 +106,30 @@ def test_ranks_whose_steps_return_none_agree() -> None:
     assert torch.allclose(torch.tensor(weights), _by_hand([[0], [2, 3]]), rtol=0, atol=1e-6)
 
 
+def _exchanges(strategy: str) -> list[int]:
+    """The collectives of six updates of a task that may skip, and of one that may not."""
+    counts, reduce = [], torch.distributed.all_reduce
+
+    def counted(*args: Any, **options: Any) -> Any:
+        counts[-1] += 1
+        return reduce(*args, **options)
+
+    torch.distributed.all_reduce = counted
+    for may_skip in (True, False):
+        counts.append(0)
+        task = Line()
+        task.may_skip = may_skip
+        _fit(task, strategy=strategy, max_epochs=2)
+    return counts
+
+
+def test_a_task_that_may_skip_costs_one_exchange_in_an_update_and_none_where_it_is_sharded() -> None:
+    for may_skip, other in run_distributed(_exchanges, "ddp", timeout=120):
+        assert may_skip - other == 6
+    for may_skip, other in run_distributed(_exchanges, "fsdp", timeout=120):
+        assert may_skip == other
+
+
 def test_a_task_that_may_not_skip_is_told() -> None:
     task = Line((1,))
     task.may_skip = False

@@ -177,7 +177,10 @@ def train(
         gradient_accumulation_steps=ACCUMULATION,
         max_grad_norm=0.5,
         log_every="3 steps",
-        checkpoint=CheckpointConfig(every="2 steps", keep_last=2, best=1, asynchronous=asynchronous),
+        checkpoint=[
+            CheckpointConfig(every="2 steps", keep_last=2, best=1, asynchronous=asynchronous),
+            CheckpointConfig(every="3 steps", best=1, by="train/loss", asynchronous=asynchronous),
+        ],
         callbacks=callbacks,
         loggers=("csv", "jsonl"),
         progress_bar=False,

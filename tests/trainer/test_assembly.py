@@ -281,6 +281,12 @@ def test_a_bare_dataset_has_its_own_batch_size_and_collation_in_evaluations() ->
     with pytest.raises(ConfigError, match=r"evaluation_batch_size=5\) is for data.*batch_size=5"):
         trainer.fit(Regression(), dataset(), pairs(batch_size=2))
     trainer.fit(Regression(), dataset(), pairs(batch_size=5))
+    for verb, stage_name in ((trainer.validate, "validation"), (trainer.predict, "predict")):
+        with pytest.raises(
+            ConfigError, match=rf"evaluation_batch_size=5\) is for data.*the {stage_name} data"
+        ):
+            verb(Regression(), pairs(batch_size=2))
+    trainer.validate(Regression(), {"a": dataset(), "b": pairs(batch_size=2)})
 
 
 def test_a_collation_of_a_stream_that_is_read_as_batches_is_refused() -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.support.messages import heard, warned
+from tests.support.outcome import weights
 from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain import CheckpointConfig, CheckpointError, ConfigError, LambdaCallback, Trainer
 from drivetrain.checkpoint import load_weights, resolve
+from drivetrain.checkpoint.saving.index import read_index, write_index
 from drivetrain.checkpoint.storage import files as checkpoint_files
 
 
@@ -183,3 +187,43 @@ def test_a_program_that_is_started_again_needs_a_place_to_go_on_from(may_start_a
     with pytest.raises(ConfigError, match="would begin from the start each time: give the Trainer a run_dir"):
         quiet(max_epochs=1, checkpoint=True).fit(Regression(), pairs())
     quiet(max_epochs=1).fit(Regression(), pairs())
+
+
+def test_the_best_is_found_again_whose_loss_on_a_named_loader_ranked(tmp_path: Path) -> None:
+    losses = [1.0, 9.0, 2.0, 8.0, 3.0, 7.0]  # on two loaders, epoch after epoch
+
+    class Planted(Regression):
+        def validation_step(self, batch: Any) -> Any:
+            return torch.tensor(losses.pop(0))
+
+    loaders = {"near": pairs(2), "far": pairs(2, seed=1)}
+    trainer = quiet(max_epochs=3, run_dir=tmp_path, checkpoint=True)
+    result = trainer.fit(Planted(), pairs(), loaders)
+    best, other = Regression(), Regression()
+    best.load_weights(str(result.best_checkpoint))
+    trainer.validate(other, loaders, checkpoint="best")
+    assert result.best_checkpoint == str(tmp_path / "checkpoints" / "update-00000005")
+    assert weights(other) == weights(best)
+    # Kept by a policy whose direction nobody has to repeat.
+    losses[:] = [1.0, 1.0, 3.0, 2.0, 5.0, 3.0]
+    policy = CheckpointConfig(every=None, by="validation/near/loss", mode="max", best=2)
+    given = quiet(max_epochs=3, run_dir=tmp_path / "max", checkpoint=policy).fit(Planted(), pairs(), loaders)
+    best.load_weights(str(given.best_checkpoint))
+    quiet(run_dir=tmp_path / "max", checkpoint=True).validate(other, loaders, checkpoint="best")
+    assert str(given.best_checkpoint).endswith("update-00000015")
+    assert weights(other) == weights(best)
+
+
+def test_the_best_of_several_whose_direction_an_older_version_did_not_record_needs_the_policy(
+    tmp_path: Path,
+) -> None:
+    keepers = CheckpointConfig(every=None, best=2, by="train/loss")
+    quiet(max_epochs=2, run_dir=tmp_path, checkpoint=keepers).fit(Regression(), pairs())
+    directory = str(tmp_path / "checkpoints")
+    entries = read_index(directory) or []
+    write_index(directory, [dataclasses.replace(each, keeper={"train/loss": ""}) for each in entries])
+    with pytest.raises(CheckpointError, match=r"CheckpointConfig\(by='train/loss', mode=\.\.\.\)"):
+        quiet(run_dir=tmp_path).validate(Regression(), pairs(), checkpoint="best")
+    quiet(run_dir=tmp_path, checkpoint=keepers).validate(Regression(), pairs(), checkpoint="best")
+    write_index(directory, [dataclasses.replace(entries[-1], keeper={"train/loss": ""})])
+    quiet(run_dir=tmp_path).validate(Regression(), pairs(), checkpoint="best")

@@ -130,6 +130,7 @@ def test_a_wrong_argument_is_refused_at_construction(name: str, value: Any, mess
     ("given", "message"),
     [
         ({"validate_every": None, "validate_from": "1 epoch"}, "no validation to delay"),
+        ({"validate_every": None, "sanity_validation": 2}, "needs no check of it"),
         ({"micro_batch": 2, "evaluation_precision": "bf16-true"}, "with micro_batch=2"),
         ({"max_grad_norm": 1.0, "max_grad_value": 1.0}, "two ways to clip"),
         (

@@ -48,6 +48,12 @@ class Evaluations(Callback):
 # A trial.
 
 
+def test_a_share_of_the_batches_to_overfit_is_called_one() -> None:
+    with heard("try_out", logging.INFO) as said:
+        quiet(max_epochs=1, try_out="overfit", limit_train_batches=0.4).fit(Regression(), pairs())
+    assert "trains and validates on a share of 0.4 of the batches of the training data" in said[0]
+
+
 @pytest.mark.parametrize(("asked", "batches"), [("batches", 1), (3, 3)])
 def test_a_trial_takes_a_few_batches_in_every_verb_and_writes_nothing(
     asked: Any, batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

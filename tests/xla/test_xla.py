@@ -29,6 +29,7 @@ CHECKS = [
     "same_as_the_big_batch",
     "a_process_may_begin_with_padding",
     "frozen_and_tied",
+    "parameters_may_be_unfrozen",
     "generator_steps",
     "evaluation_counts_each_sample_once",
     "checkpoints_have_plain_names",

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.compile_time import CompileTime
     from drivetrain.callbacks.early_stopping import EarlyStopping
     from drivetrain.callbacks.empty_cache import EmptyCache
-    from drivetrain.callbacks.gradient_norms import GradientNorms
+    from drivetrain.callbacks.freeze import Freeze
     from drivetrain.callbacks.lambda_callback import LambdaCallback
     from drivetrain.callbacks.learning_rate import LearningRateMonitor
     from drivetrain.callbacks.loss_spike import LossSpike
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.nonfinite_detector import NonFiniteDetector
     from drivetrain.callbacks.profile import Profile
     from drivetrain.callbacks.progress_bar import ProgressBar
+    from drivetrain.callbacks.sequence_length import SequenceLength
+    from drivetrain.callbacks.statistics.activation_stats import ActivationStats
+    from drivetrain.callbacks.statistics.gradient_norms import GradientNorms
+    from drivetrain.callbacks.statistics.weight_histograms import WeightHistograms
     from drivetrain.callbacks.summary import ModelSummary, summarize
     from drivetrain.callbacks.throughput import Throughput
     from drivetrain.callbacks.weight_average import WeightAverage
@@ -29,7 +33,9 @@ else:
             "drivetrain.callbacks.compile_time": ("CompileTime",),
             "drivetrain.callbacks.early_stopping": ("EarlyStopping",),
             "drivetrain.callbacks.empty_cache": ("EmptyCache",),
-            "drivetrain.callbacks.gradient_norms": ("GradientNorms",),
+            "drivetrain.callbacks.statistics.activation_stats": ("ActivationStats",),
+            "drivetrain.callbacks.statistics.gradient_norms": ("GradientNorms",),
+            "drivetrain.callbacks.freeze": ("Freeze",),
             "drivetrain.callbacks.lambda_callback": ("LambdaCallback",),
             "drivetrain.callbacks.learning_rate": ("LearningRateMonitor",),
             "drivetrain.callbacks.loss_spike": ("LossSpike",),
@@ -37,19 +43,23 @@ else:
             "drivetrain.callbacks.nonfinite_detector": ("NonFiniteDetector",),
             "drivetrain.callbacks.profile": ("Profile",),
             "drivetrain.callbacks.progress_bar": ("ProgressBar",),
+            "drivetrain.callbacks.sequence_length": ("SequenceLength",),
             "drivetrain.callbacks.summary": ("ModelSummary", "summarize"),
             "drivetrain.callbacks.throughput": ("Throughput",),
             "drivetrain.callbacks.weight_average": ("WeightAverage",),
+            "drivetrain.callbacks.statistics.weight_histograms": ("WeightHistograms",),
             "drivetrain.callbacks.xla_report": ("XLAReport",),
         },
     )
 
 __all__ = [
     "HOOKS",
+    "ActivationStats",
     "Callback",
     "CompileTime",
     "EarlyStopping",
     "EmptyCache",
+    "Freeze",
     "GradientNorms",
     "LambdaCallback",
     "LearningRateMonitor",
@@ -59,8 +69,10 @@ __all__ = [
     "NonFiniteDetector",
     "Profile",
     "ProgressBar",
+    "SequenceLength",
     "Throughput",
     "WeightAverage",
+    "WeightHistograms",
     "XLAReport",
     "summarize",
 ]

@@ -72,6 +72,10 @@ class Callback:
     taken inside it. One with `around(run)`, a context manager too, has the whole run inside it, from before a
     checkpoint is loaded until after the last hook, `on_exception` included.
 
+    A callback with `preparing(task)`, a context manager, changes the task before a fit places it and builds
+    its optimizers: the fit, like `Trainer.plan`, runs inside it, and the fit's parameters may be other
+    objects.
+
     A callback that does not fit every Trainer also has `check_trainer(trainer, strategy)`, which raises when
     the Trainer is made.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,8 @@ from drivetrain.checkpoint.assets import write_assets
 from drivetrain.checkpoint.format import strict_json
 from drivetrain.checkpoint.format.assets import ASSETS
 from drivetrain.checkpoint.saving.assets import Assets, checked_assets, make_assets
+from drivetrain.checkpoint.saving.config import rankings
+from drivetrain.checkpoint.saving.names import metrics_of
 from drivetrain.checkpoint.storage.filesystem import StorageError
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.files import MODEL
@@ -35,16 +37,16 @@ register_opaque(__file__)
 
 
 class CheckpointSaver(Callback):
-    """Saves resume points at an interval, and the best checkpoints by a metric (keepers).
+    """Saves resume points at intervals, and the best checkpoints by a metric (keepers).
 
     The Trainer makes one from `checkpoint=`. It acts in `on_save`, after all other hooks of an update, so
     that their changes are in the file. A run that stops itself is saved once more, unless it was just saved.
 
     Args:
-        config: The policy.
+        policies: The policies; one save serves all that ask for one at an update.
         manager: The checkpoints of the run directory.
         root: The directory or address for the finished weights.
-        metric_required: Whether a run without the metric that ranks keepers is an error. It is not for the
+        metric_required: Whether a run without a metric that ranks keepers is an error. It is not for the
             default policy.
         assets: `Trainer(assets=...)`; rank 0 writes them, with those of the task and of the callbacks.
 
@@ -54,44 +56,58 @@ class CheckpointSaver(Callback):
 
     def __init__(
         self,
-        config: CheckpointConfig,
+        policies: Sequence[CheckpointConfig],
         manager: CheckpointManager,
         root: str,
         *,
         metric_required: bool = True,
         assets: Assets = (),
     ) -> None:
-        self.config = config
+        self.policies = tuple(policies)
         self._given = assets
         self._assets: dict[str, bytes] = {}
         self.weights: str | None = None
         self.manager = manager
         self.root = root
-        self._watched = Watched(
-            config.by or "",
-            "CheckpointConfig ranks checkpoints by",
-            "With by=None none is kept as the best",
-            required=metric_required and config.keepers > 0,
-        )
-        self._trigger = Trigger(None)
+        self._watched = {
+            by: Watched(
+                by,
+                "CheckpointConfig ranks checkpoints by",
+                "With by=None none is kept as the best",
+                required=metric_required,
+            )
+            for by in rankings(policies)
+        }
+        self._named = [
+            Watched(each, "CheckpointConfig(name=...) names checkpoints by")
+            for each in metrics_of(policies[0].name)
+        ]
+        self._triggers: dict[str, Trigger] = {}
         self._saving_update = -1
         self._unsaved: StorageError | None = None
         self._unsaved_tensors: UnsavedTensors | None = None
         self._must_save = False
 
     def on_fit_start(self, run: Run) -> None:
-        """Start the save interval at the run's progress, and make the assets.
+        """Start the save intervals at the run's progress, and make the assets.
 
         Raises:
-            ConfigError: This run cannot produce the metric that ranks keepers, or the assets are malformed.
+            ConfigError: This run cannot produce a metric that ranks or names checkpoints, or the assets are
+                malformed.
         """
-        self._watched.begin(run)
+        for watched in self._all_watched():
+            watched.begin(run)
         if run.frozen is not None:
             run.frozen.watch(run.task)
         self._unsaved_tensors = None
-        self._trigger = Trigger(self.config.interval, run.totals.updates_per_epoch)
-        self._trigger.start(run.progress)
-        run.by_time = run.by_time or self._trigger.by_time
+        self._triggers = {
+            each.interval_name: Trigger(each.interval, run.totals.per_epoch)
+            for each in self.policies
+            if each.interval_name is not None
+        }
+        for trigger in self._triggers.values():
+            trigger.start(run.progress)
+            run.by_time = run.by_time or trigger.by_time
 
         with preserved():  # code that draws random numbers must not change the run
             self._assets = {}
@@ -105,6 +121,14 @@ class CheckpointSaver(Callback):
             ("Trainer(assets=)", self._given),
         )
 
+    def _all_watched(self) -> list[Watched]:
+        return [*self._watched.values(), *self._named]
+
+    def best_checkpoints(self) -> dict[str, str]:
+        """Return the paths of the best keepers, by the metrics that rank; the first policy's first."""
+        found = {by: self.manager.best(by) for by in rankings(self.policies)}
+        return {by: path for by, path in found.items() if path is not None}
+
     def settle(self, run: Run) -> None:
         """Wait for a save in progress."""
         self._attempt(run, self.manager.wait)
@@ -112,13 +136,15 @@ class CheckpointSaver(Callback):
     def after_rollback(self, run: Run) -> None:
         """Save at the end of this update, because the run was rolled back."""
         self.manager.forget_matching()
-        self._trigger.start(run.progress)
-        self._watched.forget()
+        for trigger in self._triggers.values():
+            trigger.start(run.progress)
+        for watched in self._all_watched():
+            watched.forget()
         self._must_save = True
 
     @named_place("in a save")
     def on_save(self, run: Run) -> None:
-        """Save if the interval ends here, the metrics are among the best, or the run is about to end."""
+        """Save if an interval ends here, a metric is among the best, or the run is about to end."""
         if self._unsaved_tensors is None and run.step is not None:  # the first update of this program
             self._unsaved_tensors = UnsavedTensors(run.task)
             _check_extent(run)
@@ -127,29 +153,35 @@ class CheckpointSaver(Callback):
         progress = run.progress
         epoch_ended = progress.epoch_batches == 0
         applied = run.step is None or run.step.applied
-        due = (applied or epoch_ended) and self._trigger.due(progress, epoch_ended)
-        keeper = run.latest_at == progress.updates and self._is_among_best(run)
-        resume = due or self._must_save or run.saves_now or run.stop_reason is not None
-        if not (resume or keeper) or run.nonfinite.spoiled:
+        due: list[str] = []
+        if applied or epoch_ended:
+            due = [name for name, each in self._triggers.items() if each.due(progress, epoch_ended)]
+        best = self._best_by(run) if run.latest_at == progress.updates else []
+        if self._must_save or run.saves_now or run.stop_reason is not None:
+            due.append("")
+        if not (due or best) or run.nonfinite.spoiled:
             return
         if run.nonfinite.rolls_back():  # the metrics belong to the weights before the roll back
-            resume, keeper = True, False
+            due, best = [*due, ""], []
         self._must_save = False
-        self._save(run, resume, keeper)
+        self._save(run, due, best)
         if self._must_save:  # the run was rolled back
             self.on_save(run)
 
-    def _is_among_best(self, run: Run) -> bool:
-        """Return whether the metric that ranks keepers has a new value among the best."""
-        return self._watched.has_new_value(run) and self.manager.should_keep(run.metrics)
+    def _best_by(self, run: Run) -> list[str]:
+        """Return the metrics that rank keepers and have a new value among the best."""
+        for watched in self._named:
+            watched.has_new_value(run)  # ends the run if the name is wrong
+        fresh = [by for by, watched in self._watched.items() if watched.has_new_value(run)]
+        return [by for by in fresh if self.manager.should_keep(run.metrics, by)]
 
-    def _save(self, run: Run, resume: bool, keeper: bool) -> None:
+    def _save(self, run: Run, resume: Sequence[str], keeper: Sequence[str]) -> None:
         progress = run.progress
 
         held: set[str] = set()
 
         def snapshot() -> Snapshot:
-            taken = snapshot_to_save(run, self.config.resumable)
+            taken = snapshot_to_save(run, self.policies[0].resumable)
             held.update(taken.tensors["model"])
             taken.assets = self._assets
             return taken
@@ -209,11 +241,12 @@ class CheckpointSaver(Callback):
             StorageError: The end of the run is not saved. It is raised even if save errors are tolerated,
                 because no later save can follow.
         """
-        if run.nonfinite.spoiled is None and self._is_among_best(run):
-            self._save(run, resume=False, keeper=True)  # by the last log point, which comes after the saves
+        if run.nonfinite.spoiled is None and (best := self._best_by(run)):
+            self._save(run, (), best)  # by the last log point, which comes after the saves
         with run.timed("save"):
             self.settle(run)
-        self._watched.end(run)
+        for watched in self._all_watched():
+            watched.end(run)
         if run.nonfinite.spoiled is not None:
             return
         with run.engine.exchanged():

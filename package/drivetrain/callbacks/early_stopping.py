@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.watched import Watched
 from drivetrain.core.errors import ConfigError, nearest
-from drivetrain.core.validation import by_name
+from drivetrain.core.validation import by_name, flag, number
 
 if TYPE_CHECKING:
     from drivetrain.run.run import Run
@@ -25,8 +25,8 @@ class EarlyStopping(Callback):
 
     A value improves when it beats the best so far by more than the threshold; in "rel" mode the threshold is
     a fraction of the best value's magnitude. `Trainer(on_nonfinite=...)` decides about a NaN or an infinity;
-    with "skip" it counts as no improvement. The count and the best value are saved in checkpoints; a new fit
-    starts without them.
+    with "skip", or without `check_finite`, it counts as no improvement. The count and the best value are
+    saved in checkpoints; a new fit starts without them.
 
     Args:
         metric: The name of a logged value.
@@ -37,10 +37,14 @@ class EarlyStopping(Callback):
         min_epochs: The number of complete epochs before the first possible stop, as by
             `Trainer(min_epochs=...)` for all callbacks.
         stop_at: A target value: reaching it stops the fit at once.
+        diverged_at: A value so bad that reaching it stops the fit at once; None disables it.
+        check_finite: Whether a NaN or an infinity ends the fit as `Trainer(on_nonfinite=...)` says. A loss of
+            a validation always does.
+        strict: Whether a metric that the fit does not log is an error. Otherwise it is never judged.
 
     Raises:
         ConfigError: An argument is out of its range; at the start of a fit, the fit cannot give the metric;
-            or, after the run is saved, the metric is not logged.
+            or, after the run is saved, the metric is not logged (unless not `strict`).
     """
 
     def __init__(
@@ -52,6 +56,9 @@ class EarlyStopping(Callback):
         threshold_mode: str = "abs",
         min_epochs: int = 0,
         stop_at: float | None = None,
+        diverged_at: float | None = None,
+        check_finite: bool = True,
+        strict: bool = True,
     ) -> None:
         for name, value, allowed in (
             ("mode", mode, ("min", "max")),
@@ -63,6 +70,19 @@ class EarlyStopping(Callback):
             raise ConfigError(f"early stopping has patience={patience!r}; give at least 1 validation")
         if not (threshold >= 0 and math.isfinite(threshold)):
             raise ConfigError(f"early stopping has threshold={threshold!r}; give a finite number, at least 0")
+        for name, target in (("stop_at", stop_at), ("diverged_at", diverged_at)):
+            if target is not None:
+                number(f"EarlyStopping: {name}", target)
+        better = diverged_at if mode == "max" else stop_at
+        worse = stop_at if mode == "max" else diverged_at
+        if better is not None and worse is not None and better >= worse:
+            raise ConfigError(
+                f"early stopping has stop_at={stop_at} and diverged_at={diverged_at} with mode={mode!r}: each"
+                " value would stop the fit. diverged_at is the worse of the two"
+            )
+        self.check_finite = flag("EarlyStopping: check_finite", check_finite)
+        self.strict = flag("EarlyStopping: strict", strict)
+        self.diverged_at = diverged_at
         self.metric = metric
         self.mode = mode
         self.patience = patience
@@ -72,7 +92,7 @@ class EarlyStopping(Callback):
         self.stop_at = stop_at
         self.best: float | None = None
         self.without_improvement = 0
-        self._watched = Watched(metric, "early stopping watches")
+        self._watched = Watched(metric, "early stopping watches", required=strict)
         self._loaded = False
 
     def on_fit_start(self, run: Run) -> None:
@@ -94,7 +114,8 @@ class EarlyStopping(Callback):
             self._judge(run, run.metrics[self.metric])
 
     def _judge(self, run: Run, value: float) -> None:
-        run.nonfinite.judge_values({self.metric: value})
+        if self.check_finite:
+            run.nonfinite.judge_values({self.metric: value})
         if self._improves(value):
             self.best = value
             self.without_improvement = 0
@@ -107,6 +128,10 @@ class EarlyStopping(Callback):
             return
         if self._reached(value):
             run.stop(f"early stopping: {self.metric} is {value:.6g} and reached {self.stop_at:.6g}")
+        elif self._diverged(value):
+            run.stop(
+                f"early stopping: {self.metric} is {value:.6g} and diverged beyond {self.diverged_at:.6g}"
+            )
         elif self.without_improvement >= self.patience:
             of = "evaluation" if run.names.stage_of(self.metric) == "validation" else "log point"
             run.stop(f"early stopping: {self._reason(value, of)}")
@@ -141,8 +166,13 @@ class EarlyStopping(Callback):
         margin = self.threshold * (abs(self.best) if self.threshold_mode == "rel" else 1.0)
         return value < self.best - margin if self.mode == "min" else value > self.best + margin
 
+    def _diverged(self, value: float) -> bool:
+        if self.diverged_at is None:
+            return False
+        return value >= self.diverged_at if self.mode == "min" else value <= self.diverged_at
+
     def _reached(self, value: float) -> bool:
-        if self.stop_at is None:
+        if self.stop_at is None or not math.isfinite(value):
             return False
         return value <= self.stop_at if self.mode == "min" else value >= self.stop_at
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.checkpoint import CheckpointSaver
-from drivetrain.checkpoint import CheckpointConfig
+from drivetrain.checkpoint.saving.config import chosen_policies
 from drivetrain.core.errors import ConfigError, DivergenceError, NonFiniteError, nearest
 from drivetrain.core.messages import logger
 from drivetrain.core.validation import count, flag, number
@@ -126,7 +126,7 @@ class LossSpike(Callback):
                     "LossSpike(action='rollback') rolls a run back to a checkpoint, but checkpoint=False."
                     " Give a CheckpointConfig, or action='skip'"
                 )
-            if isinstance(trainer.checkpoint, CheckpointConfig) and not trainer.checkpoint.resumable:
+            if not all(each.resumable for each in chosen_policies(trainer.checkpoint)):
                 raise ConfigError(
                     "LossSpike(action='rollback') resumes from a checkpoint, which"
                     " CheckpointConfig(resumable=False) does not allow. Leave one of them out"

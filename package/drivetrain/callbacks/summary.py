@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.checkpoint.weights.module_state import elements
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.messages import logger
+from drivetrain.core.validation import by_name, flag
 from drivetrain.strategies.precision.base import Precision
 
 if TYPE_CHECKING:
+    from drivetrain.callbacks.layers import Layer, Shapes
     from drivetrain.run.run import Run
+    from drivetrain.run.settings import RunSettings
+    from drivetrain.strategies import Strategy
 
 _LOG = logger(__name__)
-
-_HEADER = ("module", "type", "parameters", "trainable", "dtype")
-_NUMBERS = (2, 3)
 
 _DTYPES = {
     "storage": "weights, gradients",
@@ -31,6 +33,96 @@ _DTYPES = {
 """The label of each of a precision's dtypes."""
 
 
+@dataclass(frozen=True)
+class ModuleSummary:
+    """One module of a summary. Everything below the module counts.
+
+    Attributes:
+        name: Its name; "(own)" for the parameters that the whole holds itself.
+        type: Its class.
+        parameters: The number of its parameters.
+        trainable: The number of those that are trained.
+        bytes: The memory of its parameters.
+        dtypes: The dtypes of its parameters.
+        shared: The number of parameters that count elsewhere, at the module that has them first.
+        lazy: Its parameters without a shape.
+        inputs: The shapes of the tensors that its forward first got; None without a batch, or if the batch
+            does not reach it.
+        outputs: The shapes of the tensors that its forward returned, likewise.
+        forward_flops: The floating-point operations of its forwards, likewise.
+        backward_flops: Those of backward, likewise.
+    """
+
+    name: str
+    type: str
+    parameters: int
+    trainable: int
+    bytes: int
+    dtypes: tuple[str, ...]
+    shared: int = 0
+    lazy: int = 0
+    inputs: Shapes | None = None
+    outputs: Shapes | None = None
+    forward_flops: int | None = None
+    backward_flops: int | None = None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A summary of a module; its text is a table.
+
+    Attributes:
+        modules: The modules that are shown.
+        total: The whole, under the name "".
+        buffer_bytes: The memory of its buffers.
+        has_layers: Whether a batch was given, so that shapes and operations are known.
+    """
+
+    modules: tuple[ModuleSummary, ...]
+    total: ModuleSummary
+    buffer_bytes: int
+    has_layers: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all fields by name, in JSON's types."""
+        return cast("dict[str, Any]", _listed(dataclasses.asdict(self)))
+
+    def __str__(self) -> str:
+        header = ["module", "type", "parameters", "trainable", "dtype"]
+        header += ["input", "output", "forward", "backward"] if self.has_layers else []
+        rows = [_cells(each, self.has_layers) for each in self.modules]
+        lines = _table(header, rows) if rows else []
+        total = self.total
+        lazy = f"; {total.lazy} more tensors are lazy and have no shape yet" if total.lazy else ""
+        memory = sized(total.bytes) + (
+            f" and {sized(self.buffer_bytes)} of buffers" if self.buffer_bytes else ""
+        )
+        lines.append(f"{total.parameters:,} parameters, {total.trainable:,} trainable, {memory}{lazy}")
+        if self.has_layers:
+            forward, backward = _flops(total.forward_flops), _flops(total.backward_flops)
+            lines.append(f"floating-point operations for this batch: {forward} forward, {backward} backward")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class RankSizes:
+    """Bytes of a task in one process, its shards where the strategy shards.
+
+    Attributes:
+        parameters: Its parameters.
+        gradients: The gradients of an update; None if the strategy does not show them, as DeepSpeed's.
+        optimizer_state: The optimizers' state after an update; under ZeRO with the float32 copies of the
+            parameters that it steps.
+        buffers: Its buffers.
+    """
+
+    parameters: int
+    gradients: int | None
+    optimizer_state: int
+    buffers: int
+
+
+@by_name
 class ModelSummary(Callback):
     """Prints a table of the task's parameters by module when a fit starts, on the main rank, to stderr.
 
@@ -39,17 +131,44 @@ class ModelSummary(Callback):
 
     Args:
         depth: The levels of modules to show; 0 shows the totals alone.
+        batch: A batch of the training data, to show each module's shapes and floating-point operations too;
+            see `summarize`.
+        sizes: Whether to print the bytes of parameters, gradients, optimizer state and buffers of each rank
+            after the first update.
+
+    Attributes:
+        summary: The table as data; None before a fit.
+        sizes: The bytes of each rank, in rank order, on all ranks; empty before the first update.
 
     Raises:
         ConfigError: A negative depth.
     """
 
-    def __init__(self, depth: int = 1) -> None:
+    def __init__(self, depth: int = 1, batch: Any = None, sizes: bool = False) -> None:
         _check_depth(depth)
         self.depth = depth
+        self.batch = batch
+        self.summary: Summary | None = None
+        self.sizes: tuple[RankSizes, ...] = ()
+        self._gradients: int | None = None
+        if flag("sizes", sizes):  # else a run never calls these
+            vars(self).update(on_before_optimizer_step=self._note_gradients, on_step_end=self._note_sizes)
+
+    def check_trainer(self, trainer: RunSettings, strategy: Strategy) -> None:
+        """Check that the layers can be followed.
+
+        Raises:
+            StrategyError: A batch is given, and the strategy changes the forward of the layers.
+        """
+        if self.batch is not None and (strategy.sharded or strategy.device.type == "xla"):
+            raise StrategyError(
+                f"ModelSummary(batch=...) with strategy {strategy.name!r}: its layers hold shards, whose"
+                " forward needs all ranks. Call print(summarize(task, batch=...)) before the fit"
+            )
 
     def on_fit_start(self, run: Run) -> None:
         """Print the table."""
+        self.sizes, self._gradients = (), None
         if not run.is_main:
             return
         engine = run.engine
@@ -58,8 +177,53 @@ class ModelSummary(Callback):
         )
         if engine.splitter is not None:
             where += f" | micro-batch {engine.splitter}"
-        parts = (summarize(run.task, self.depth), _dtype_table(engine.precision), where)
-        _LOG.info("\n\n".join(parts))
+        self.summary = summarize(run.task, self.depth, batch=self.batch)
+        _LOG.info("\n\n".join((str(self.summary), _dtype_table(engine.precision), where)))
+
+    def _note_gradients(self, run: Run) -> None:
+        if not self.sizes and run.engine.strategy.name != "deepspeed":
+            # Several optimizers step one after the other, each with its own gradients.
+            now = _local_bytes(each.grad for each in run.engine.parameters)
+            self._gradients = max(self._gradients or 0, now)
+
+    def _note_sizes(self, run: Run) -> None:
+        """Exchange the sizes after the first update, and print them."""
+        if self.sizes or run.step is None or not run.step.applied:
+            return
+        engine, task = run.engine, run.task
+        has_copies = engine.strategy.name == "deepspeed"  # ZeRO's float32 copies, which its optimizer steps
+        parameters = _local_bytes(getattr(each, "ds_tensor", each) for each in task.parameters())
+        with engine.exchanged() as optimizers:
+            states = [state for each in optimizers.values() for state in each.state.values()]
+            kept = _local_bytes(value for state in states for value in state.values())
+            kept += _local_bytes(task.parameters()) if has_copies else 0
+        mine = RankSizes(parameters, self._gradients, kept, _local_bytes(task.buffers()))
+        self.sizes = tuple(engine.ranks.all_gather(mine))
+        if run.is_main:
+            _LOG.info(_sizes_table(self.sizes))
+
+
+def _local_bytes(values: Iterable[Any]) -> int:
+    """Return the bytes of tensors in this process: of a sharded one its shard, of a quantized one its
+    parts.
+    """
+    total = 0
+    for value in values:
+        if hasattr(value, "__tensor_flatten__"):
+            total += _local_bytes(getattr(value, name) for name in value.__tensor_flatten__()[0])
+        elif isinstance(value, Tensor):
+            total += value.numel() * value.element_size()
+    return total
+
+
+def _sizes_table(sizes: Sequence[RankSizes]) -> str:
+    names = [each.name for each in dataclasses.fields(RankSizes)]
+    rows = []
+    for rank, each in enumerate(sizes):
+        values = [getattr(each, name) for name in names]
+        rows.append((str(rank), *("unknown" if value is None else sized(value) for value in values)))
+    header = ["rank", *(name.replace("_", " ") for name in names)]
+    return "\n".join(["sizes after the first update", *_table(header, rows, range(1, len(header)))[:-1]])
 
 
 def _dtype_table(precision: Precision) -> str:
@@ -69,35 +233,52 @@ def _dtype_table(precision: Precision) -> str:
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
 
 
-def summarize(task: nn.Module, depth: int = 1) -> str:
-    """Return a table of `task`'s parameters by module, and their totals.
+def summarize(task: nn.Module, depth: int = 1, *, batch: Any = None) -> Summary:
+    """Return a table of `task`'s parameters by module, and their totals; print it, or read its fields.
 
     A row counts everything below its module. A parameter that several modules share counts where it appears
     first; the others show it as shared. A lazy parameter without a shape counts as nothing and is shown as
     lazy.
 
+    With a batch, a row also has the shapes of what the module first gets and returns, and its floating-point
+    operations in forward and backward. Counted are matrix products, convolutions and attention, 2 operations
+    for each multiplication with its addition. Nothing is computed: forward, loss and backward run on tensors
+    without values. The module and the random streams stay as they are.
+
     Args:
         task: Any module.
         depth: The levels of modules to show; 0 shows the totals alone.
+        batch: For a task a batch of its data; for another module the only argument of its forward, or a tuple
+            or mapping of its arguments. None shows parameters alone.
 
     Raises:
-        ConfigError: A negative depth.
+        ConfigError: A negative depth, or the forward cannot be followed without values.
     """
     _check_depth(depth)
+    layers: dict[str, Layer] = {}
+    if batch is not None:
+        from drivetrain.callbacks.layers import layers_of
+
+        layers = layers_of(task, batch)
     owned = _owned(task)
     rows = [
-        _row(name, type(module).__name__, _count(module, name, owned))
+        _row(name, type(module).__name__, _count(module, name, owned), layers.get(name))
         for name, module in task.named_modules(remove_duplicate=False)
         if name and name.count(".") < depth
     ]
     own = _Count()
     own.add_all(task.parameters(recurse=False))
     if depth and own.tensors:
-        rows.insert(0, _row("(own)", type(task).__name__, own))
+        rows.insert(0, _row("(own)", type(task).__name__, own, None))
     total = _Count()
     total.add_all(task.parameters())
-    lines = _table(rows) if rows else []
-    return "\n".join([*lines, _totals(total, task)])
+    buffers = [each for each in task.buffers() if not isinstance(each, nn.UninitializedBuffer)]
+    return Summary(
+        tuple(rows),
+        _row("", type(task).__name__, total, layers.get("")),
+        sum(each.numel() * each.element_size() for each in buffers),
+        batch is not None,
+    )
 
 
 @dataclass(slots=True)
@@ -152,38 +333,56 @@ def _count(module: nn.Module, name: str, owned: dict[int, str]) -> _Count:
     return count
 
 
-def _row(name: str, kind: str, count: _Count) -> tuple[str, ...]:
-    notes = []
-    if count.lazy:
-        notes.append(f"+ {count.lazy} lazy")
-    if count.shared:
-        notes.append(f"+ {count.shared:,} shared")
-    parameters = " ".join([f"{count.elements:,}", *notes])
-    return name, kind, parameters, f"{count.trainable:,}", ", ".join(count.dtypes)
+def _row(name: str, kind: str, count: _Count, layer: Layer | None) -> ModuleSummary:
+    counts = (count.elements, count.trainable, count.bytes, tuple(count.dtypes), count.shared, count.lazy)
+    return ModuleSummary(name, kind, *counts, **({} if layer is None else vars(layer)))
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in [_HEADER, *rows]) for column in range(len(_HEADER))]
+def _cells(row: ModuleSummary, has_layers: bool) -> list[str]:
+    notes = [f"+ {row.lazy} lazy"] if row.lazy else []
+    notes += [f"+ {row.shared:,} shared"] if row.shared else []
+    parameters = " ".join([f"{row.parameters:,}", *notes])
+    cells = [row.name, row.type, parameters, f"{row.trainable:,}", ", ".join(row.dtypes)]
+    if has_layers:
+        cells += [_shape_text(row.inputs), _shape_text(row.outputs)]
+        cells += [_flops(row.forward_flops), _flops(row.backward_flops)]
+    return cells
+
+
+def _shape_text(shapes: Shapes | None) -> str:
+    return ", ".join(str(list(each)) for each in shapes or ())
+
+
+def _flops(count: int | None) -> str:
+    if count is None:
+        return ""
+    size = float(count)
+    for unit in ("", " k", " M", " G", " T"):
+        if size < 1000:
+            return f"{size:.0f}" if not unit else f"{size:.3g}{unit}"
+        size /= 1000
+    return f"{size:.3g} P"
+
+
+def _listed(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _listed(each) for name, each in value.items()}
+    return [_listed(each) for each in value] if isinstance(value, (tuple, list)) else value
+
+
+def _table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[int] = (2, 3, 7, 8)
+) -> list[str]:
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
 
     def line(row: Sequence[str]) -> str:
         cells = [
-            cell.rjust(width) if column in _NUMBERS else cell.ljust(width)
+            cell.rjust(width) if column in numbers else cell.ljust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         return "  ".join(cells).rstrip()
 
-    return [line(_HEADER), "  ".join("-" * width for width in widths), *(line(row) for row in rows), ""]
-
-
-def _totals(total: _Count, task: nn.Module) -> str:
-    lazy = f"; {total.lazy} more tensors are lazy and have no shape yet" if total.lazy else ""
-    sizes = [
-        buffer.numel() * buffer.element_size()
-        for buffer in task.buffers()
-        if not isinstance(buffer, nn.UninitializedBuffer)
-    ]
-    memory = sized(total.bytes) + (f" and {sized(sum(sizes))} of buffers" if sizes else "")
-    return f"{total.elements:,} parameters, {total.trainable:,} trainable, {memory}{lazy}"
+    return [line(header), "  ".join("-" * width for width in widths), *(line(row) for row in rows), ""]
 
 
 def sized(size: float) -> str:

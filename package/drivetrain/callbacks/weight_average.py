@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.core.errors import ConfigError, StrategyError
-from drivetrain.core.intervals import Every
+from drivetrain.core.intervals import steps_or_epochs
 from drivetrain.core.random_streams import shielded
 from drivetrain.core.validation import by_name, count, flag, number, one_of
 from drivetrain.task.optim.state import AVERAGE, TRAINED, take_averages
@@ -75,8 +75,8 @@ class WeightAverage(Callback):
         self.decay = number("decay", decay, above=0)
         if self.decay >= 1:
             raise ConfigError(f"decay must be below 1, not {decay}: the average would never change")
-        self.every = _interval("every", _EVERY[kind] if every is None else every)
-        self.start = None if start is None else _interval("start", start)
+        self.every = steps_or_epochs("WeightAverage(every=)", _EVERY[kind] if every is None else every)
+        self.start = None if start is None else steps_or_epochs("WeightAverage(start=)", start)
         self.window = count("window", window, at_least=1)
         self.evaluate = flag("evaluate", evaluate)
         self.save = flag("save", save)
@@ -267,20 +267,25 @@ class WeightAverage(Callback):
         """Make the batch norms' statistics those of the training data under the average."""
         engine, feed = run.engine, run.train_feed
         assert feed is not None
-        norms = list(_norms(run.task))
-        momenta = [each.momentum for each in norms]
         training = run.task.training
+        modes = [(each, each.training) for each in run.task.modules()]
+        norms = [each for each in _norms(run.task) if each.training or not training]
+        fixed = [each for each in _norms(run.task) if each not in norms]  # those of frozen parts
+        momenta = [each.momentum for each in norms]
         for each in norms:
             each.reset_running_stats()
             each.momentum = None  # a cumulative mean
         try:
             run.task.train()
+            for each in fixed:
+                each.eval()
             with shielded():
                 for micro_batch in feed.micro_batches(run.progress.epoch):
                     engine.run_step(micro_batch.batch)
                     run.report_progress()
         finally:
-            run.task.train(training)
+            for module, mode in modes:
+                module.training = mode
             for each, momentum in zip(norms, momenta, strict=True):
                 each.momentum = momentum
         for each in norms:
@@ -307,15 +312,6 @@ class WeightAverage(Callback):
                 " WeightAverage({!r}, window={}). Resume with the same".format(*stored, *own)
             )
         self.averaged = int(state["averaged"])
-
-
-def _interval(name: str, value: Interval) -> Every:
-    every = Every(value)
-    if every.unit not in ("steps", "epochs") or every.amount != int(every.amount):
-        raise ConfigError(
-            f"WeightAverage({name}=) takes steps or whole epochs, such as '2 epochs', not {value!r}"
-        )
-    return every
 
 
 def _optimizers(run: Run) -> list[Optimizer]:

@@ -1,14 +1,16 @@
-"""The commands `fit`, `validate`, `test`, `predict` and `plan`, given their settings."""
+"""The commands `fit`, `validate`, `test`, `predict`, `plan` and `summary`, given their settings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from drivetrain.callbacks.summary import summarize
 from drivetrain.cli.printing import print_json
 from drivetrain.cli.settings import Settings
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.random_streams import seed_host
+from drivetrain.trainer.first_batch import first_batch
 from drivetrain.trainer.plan.plan import make_plan
 from drivetrain.trainer.trainer import FitResult, Trainer
 
@@ -44,17 +46,25 @@ def evaluate(stage: str) -> Callable[[Settings, bool], None]:
 
 
 def predict(settings: Settings, as_json: bool) -> None:
-    """Predict, and print the outputs, or the number of files written."""
+    """Predict; print the outputs or the number of files written, and the metrics if they are asked for."""
     trainer, task = _trainer_and_task(settings)
     data, save_to = _evaluation_data(settings, "predict"), settings.option("save_to")
-    outputs = trainer.predict(task, data, checkpoint=settings.option("checkpoint"), save_to=save_to)
+    metrics = bool(settings.option("metrics"))
+    found = trainer.predict(
+        task, data, checkpoint=settings.option("checkpoint"), save_to=save_to, metrics=metrics
+    )
+    outputs = found.outputs if metrics else found
     if as_json:
-        print_json({"files": [str(each) for each in outputs]} if save_to else {"batches": len(outputs)})
-    elif save_to:
+        made = {"files": [str(each) for each in outputs]} if save_to else {"batches": len(outputs)}
+        print_json({**made, "metrics": found.metrics} if metrics else made)
+        return
+    if save_to:
         print(f"{len(outputs)} files in {save_to}")
     else:
         for each in outputs:
             print(each)
+    if metrics:
+        _print_table(found.metrics)
 
 
 def plan(settings: Settings, as_json: bool) -> None:
@@ -67,12 +77,28 @@ def plan(settings: Settings, as_json: bool) -> None:
         print(found)
 
 
+def summary(settings: Settings, as_json: bool) -> None:
+    """Print the summary of a task; with data, for the first batch that it trains on."""
+    trainer, task = _trainer_and_task(settings)
+    depth = settings.option("depth") or "1"
+    if not depth.isdecimal():
+        raise ConfigError(f"--depth must be a whole number, at least 0, not {depth!r}")
+    has_data = settings.option("data") is not None or settings.option("train_data") is not None
+    batch = first_batch(trainer, task, *_fit_data(settings)) if has_data else None
+    found = summarize(task, int(depth), batch=batch)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        print(found)
+
+
 COMMANDS: Mapping[str, Callable[[Settings, bool], None]] = {
     "fit": fit,
     "validate": evaluate("validation"),
     "test": evaluate("test"),
     "predict": predict,
     "plan": plan,
+    "summary": summary,
 }
 """The function for each command. It takes the settings, and whether to print JSON."""
 
@@ -126,6 +152,7 @@ def _fit_json(result: FitResult) -> dict[str, Any]:
         "progress": result.progress.to_json(),
         "metrics": result.metrics,
         **_files(result),
+        "best_checkpoints": result.best_checkpoints,
     }
 
 

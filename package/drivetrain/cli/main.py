@@ -26,6 +26,7 @@ _RUNS = {
     "test": "evaluate a task on test data",
     "predict": "write or print a task's predictions",
     "plan": "say what a fit would do, without training",
+    "summary": "show a task's parameters, shapes and operations by module",
 }
 _LISTS = {
     "env": "say what is installed and which devices there are",

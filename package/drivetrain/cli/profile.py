@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from drivetrain.callbacks import Profile
-from drivetrain.checkpoint import CheckpointConfig
+from drivetrain.checkpoint.saving.config import as_policies
 from drivetrain.cli.parser import Parser
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.validation import count
@@ -91,14 +91,14 @@ class _FirstFit:
         self.evaluates(trainer)
         self.has_begun = True
         others = [each for each in trainer.callbacks if not isinstance(each, Profile)]
-        policy = trainer.checkpoint
-        if isinstance(policy, CheckpointConfig):
-            policy = dataclasses.replace(policy, directory=None)
+        policies: Any = trainer.checkpoint
+        if not isinstance(policies, (bool, str)):
+            policies = [dataclasses.replace(each, directory=None) for each in as_policies(policies)]
         return {
             **dict.fromkeys(("max_epochs", "max_time", "min_epochs", "min_steps", "try_out", "resume")),
             "max_steps": self._steps,
             "callbacks": (*others, self._profile),
-            "checkpoint": policy,
+            "checkpoint": policies,
             "run_dir": self._run_dir,
         }
 

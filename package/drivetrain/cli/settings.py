@@ -1,4 +1,4 @@
-"""The settings of `fit`, `validate`, `test`, `predict` and `plan`, and the objects that they describe.
+"""The settings of the commands that make a task, and the objects that they describe.
 
 The command line overrides the configuration file; together they are one tree of names and texts. For each
 class in the tree, jsonargparse converts the texts to the types in its signature, and prints the help.
@@ -34,7 +34,7 @@ from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.registry import config_type, configure
 from drivetrain.trainer.trainer import Trainer
 
-_ALL = ("fit", "validate", "test", "predict", "plan")
+_ALL = ("fit", "validate", "test", "predict", "plan", "summary")
 
 
 class _Option(NamedTuple):
@@ -50,15 +50,21 @@ _OPTIONS = {
     "--data": _Option(
         "NAME", "an object with train_data() and so on, its class, or a function that returns one"
     ),
-    "--train-data": _Option("NAME", "a loader, dataset or function, for training alone", ("fit", "plan")),
+    "--train-data": _Option(
+        "NAME", "a loader, dataset or function, for training alone", ("fit", "plan", "summary")
+    ),
     "--validation-data": _Option("NAME", "the same, for validation alone", ("fit", "plan", "validate")),
     "--resume": _Option("auto|PATH", "resume from run_dir's newest checkpoint, or from a path", ("fit",)),
     "--checkpoint": _Option(
-        "PATH|best|last",
+        "PATH|best|best:METRIC|last",
         "weights to load: a path, or run_dir's best or last",
         ("validate", "test", "predict"),
     ),
     "--save-to": _Option("DIR", "write the outputs to files in this directory", ("predict",)),
+    "--metrics": _Option(
+        None, "compute the values of a validation too; the data needs targets", ("predict",)
+    ),
+    "--depth": _Option("NUMBER", "the levels of modules to show, 1 by default", ("summary",)),
     "--mps-fallback": _Option(
         None, "on a Mac: run operations that MPS lacks on the CPU", ("fit", "validate", "test", "predict")
     ),
@@ -89,7 +95,7 @@ class Settings:
     """The settings of one command, checked and typed, and the objects that they describe.
 
     Args:
-        command: "fit", "validate", "test", "predict" or "plan".
+        command: "fit", "validate", "test", "predict", "plan" or "summary".
         purpose: The command's purpose, for its help.
         words: The words after the command.
 
@@ -426,6 +432,7 @@ def _parameters(function: Any) -> Collection[str]:
 
 _MODE = "drivetrain"
 _WORDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a text"}
+_WORDS |= {"collections.abc.Mapping": "a mapping ({a: 1, b: 2})"}
 _WORDS |= {"NoneType": "none", "list": "a list (a,b,c)", "tuple": "a list (a,b,c)"}
 
 set_loader(_MODE, read_value, (yaml.YAMLError,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from fractions import Fraction
@@ -18,6 +19,9 @@ _INTERVAL = re.compile(
     rf"((?:{_DIGITS}\.?(?:{_DIGITS})?|\.{_DIGITS})(?:e[+-]?\d+)?)?\s*([a-z]+)?", re.ASCII | re.IGNORECASE
 )
 """A number as Python writes it, underscores included, and a unit; either may be missing, not both."""
+PerEpoch = int | Callable[[int], int]
+"""The updates of an epoch: a number, or a function of the epoch."""
+
 _SYNONYMS = {"updates": "steps", "step": "steps", "update": "steps"}
 
 
@@ -86,6 +90,22 @@ def _parse(spec: object) -> tuple[float, str]:
     )
 
 
+def steps_or_epochs(argument: str, value: str | int | float | timedelta | Every) -> Every:
+    """Return an interval of steps or whole epochs.
+
+    Args:
+        argument: The user's name for it, such as "WeightAverage(every=)".
+        value: What the user gave.
+
+    Raises:
+        ConfigError: It is another interval.
+    """
+    every = Every(value)
+    if every.unit not in ("steps", "epochs") or every.amount != int(every.amount):
+        raise ConfigError(f"{argument} takes steps or whole epochs, such as '2 epochs', not {value!r}")
+    return every
+
+
 def exact(amount: float) -> Fraction:
     """Return a number of epochs as the exact fraction that was meant: 0.333... is 1/3."""
     return Fraction(amount).limit_denominator(1_000_000)
@@ -102,14 +122,16 @@ class Trigger:
 
     Args:
         every: The interval; None is never due.
-        updates_per_epoch: Needed for fractions of an epoch; None if the data's length is not known.
+        updates_per_epoch: Needed for fractions of an epoch: the number, or a function of the epoch that
+            returns it; None if the data's length is not known.
 
     Raises:
         ConfigError: A fraction of an epoch of unknown length.
     """
 
-    def __init__(self, every: Every | None, updates_per_epoch: int | None = None) -> None:
+    def __init__(self, every: Every | None, updates_per_epoch: PerEpoch | None = None) -> None:
         self.every = every
+        self._by_epoch: Callable[[int], int] | None = None
         self._steps = 0
         self._within_epoch: tuple[int, int] | None = None
         self._per_epoch = 0
@@ -129,18 +151,23 @@ class Trigger:
             self._counter = _COUNTS.get(every.unit, "seconds")
             self._amount = every.seconds or every.amount
 
-    def _set_epochs(self, every: Every, updates_per_epoch: int | None) -> None:
+    def _set_epochs(self, every: Every, updates_per_epoch: PerEpoch | None) -> None:
         if every.amount == int(every.amount):
             self._epochs = int(every.amount)
         elif every.amount < 1 and updates_per_epoch is not None:
-            self._within_epoch = part_of_epoch(every, updates_per_epoch).as_integer_ratio()
-            self._per_epoch = updates_per_epoch
+            if callable(updates_per_epoch):
+                self._by_epoch, updates_per_epoch = updates_per_epoch, updates_per_epoch(0)
+            self._set_part(every, updates_per_epoch)
         else:
             raise ConfigError(
                 f"an interval of {every} needs"
                 f" {'data of known length' if every.amount < 1 else 'whole epochs'}; give a number of steps"
                 " instead"
             )
+
+    def _set_part(self, every: Every, updates_per_epoch: int) -> None:
+        self._within_epoch = part_of_epoch(every, updates_per_epoch).as_integer_ratio()
+        self._per_epoch = updates_per_epoch
 
     @property
     def by_time(self) -> bool:
@@ -159,6 +186,10 @@ class Trigger:
         if self._epochs:
             return epoch_ended and progress.epoch % self._epochs == 0
         if self._within_epoch is not None:
+            if self._by_epoch is not None:
+                per_epoch = self._by_epoch(progress.epoch - epoch_ended)
+                if per_epoch != self._per_epoch and self.every is not None:
+                    self._set_part(self.every, per_epoch)
             # Count from the last call: nobody calls after a skipped update, and savers call when
             # `epoch_updates` is already 0, that of the next epoch.
             before, done = self._position, self._per_epoch if epoch_ended else progress.epoch_updates
@@ -189,6 +220,37 @@ class Trigger:
             self._done = int(getattr(progress, self._counter) / self._amount)
 
 
+class Point:
+    """A point of a run, given as the interval from its start. It follows from the progress alone.
+
+    Args:
+        begins: The interval.
+        updates_per_epoch: As for `Trigger`.
+
+    Raises:
+        ConfigError: The point is in the middle of an epoch of unknown length.
+    """
+
+    def __init__(self, begins: Every, updates_per_epoch: PerEpoch | None = None) -> None:
+        self.begins = begins
+        self._whole, part = divmod(exact(begins.amount), 1)
+        if part and begins.unit == "epochs" and updates_per_epoch is None:
+            raise ConfigError(
+                f"{begins} from the start need data of known length; give whole epochs or a number of steps"
+            )
+        if callable(updates_per_epoch):
+            updates_per_epoch = updates_per_epoch(int(self._whole))
+        self._part = part * (updates_per_epoch or 0)
+
+    def reached(self, progress: Progress, epoch_ended: bool = False) -> bool:
+        """Return whether the run is at the point, or past it; see `Trigger.due`."""
+        if self.begins.unit == "epochs":
+            done = 0 if epoch_ended else progress.epoch_updates
+            return (progress.epoch, done) >= (self._whole, self._part)
+        counter = _COUNTS.get(self.begins.unit, "seconds")
+        return bool(getattr(progress, counter) >= (self.begins.seconds or self.begins.amount))
+
+
 class DelayedTrigger(Trigger):
     """A trigger that is not due before a point of the run.
 
@@ -201,37 +263,24 @@ class DelayedTrigger(Trigger):
         ConfigError: The point is in the middle of an epoch of unknown length.
     """
 
-    def __init__(self, every: Every | None, begins: Every, updates_per_epoch: int | None = None) -> None:
+    def __init__(self, every: Every | None, begins: Every, updates_per_epoch: PerEpoch | None = None) -> None:
         super().__init__(every, updates_per_epoch)
-        self._begins = begins
-        self._whole, part = divmod(exact(begins.amount), 1)
-        if part and begins.unit == "epochs" and updates_per_epoch is None:
-            raise ConfigError(
-                f"{begins} from the start need data of known length; give whole epochs or a number of steps"
-            )
-        self._part = part * (updates_per_epoch or 0)
+        self._begins = Point(begins, updates_per_epoch)
 
     @property
     def by_time(self) -> bool:
         """Whether `due` depends on the run's seconds."""
-        return super().by_time or self._begins.seconds is not None
+        return super().by_time or self._begins.begins.seconds is not None
 
     def due(self, progress: Progress, epoch_ended: bool) -> bool:
         """Return whether the interval ends with the last update, at or after the point."""
-        return super().due(progress, epoch_ended) and self._has_begun(progress, epoch_ended)
-
-    def _has_begun(self, progress: Progress, epoch_ended: bool) -> bool:
-        if self._begins.unit == "epochs":
-            done = 0 if epoch_ended else progress.epoch_updates
-            return (progress.epoch, done) >= (self._whole, self._part)
-        counter = _COUNTS.get(self._begins.unit, "seconds")
-        return bool(getattr(progress, counter) >= (self._begins.seconds or self._begins.amount))
+        return super().due(progress, epoch_ended) and self._begins.reached(progress, epoch_ended)
 
 
 class FirstUpdateTrigger(Trigger):
     """A trigger that is also due after the first update of a run."""
 
-    def __init__(self, every: Every | None, updates_per_epoch: int | None = None) -> None:
+    def __init__(self, every: Every | None, updates_per_epoch: PerEpoch | None = None) -> None:
         super().__init__(every, updates_per_epoch)
         self._awaited = True
 

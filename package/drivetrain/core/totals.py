@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from drivetrain.core.intervals import PerEpoch
 from drivetrain.core.progress import Progress
 
 
@@ -14,16 +16,18 @@ class Totals:
     Attributes:
         updates: Updates in the whole run.
         epochs: Epochs in the whole run, the last of them begun.
-        updates_per_epoch: Updates in an epoch.
+        updates_per_epoch: Updates in an epoch, if all have as many.
         max_updates: The limit that was set, if one was.
         max_seconds: The limit of wall time, if one was set.
         max_epochs: The limit of epochs that was set, if one was; it may be a fraction.
         end: The epoch, and the micro-batches of it, after which that limit is reached.
-        gradient_accumulation_steps: Micro-batches per update on each process, if a fit has begun.
-        samples_per_update: Samples of a full update over all processes.
+        gradient_accumulation_steps: Micro-batches per update on each process, if a fit has begun; the most of
+            them if their number changes.
+        samples_per_update: Samples of a full update over all processes, at the start if they change.
         world_size: The number of processes, if a fit has begun.
         min_updates: The updates before which no callback stops the fit.
         min_epochs: The epochs before which no callback stops the fit.
+        updates_in: Returns the updates of an epoch by its number, if epochs differ.
     """
 
     updates: int | None = None
@@ -38,6 +42,12 @@ class Totals:
     world_size: int | None = None
     min_updates: int = 0
     min_epochs: int = 0
+    updates_in: Callable[[int], int] | None = None
+
+    @property
+    def per_epoch(self) -> PerEpoch | None:
+        """The updates of an epoch for a `Trigger`: a number, a function of the epoch, or None."""
+        return self.updates_per_epoch if self.updates_in is None else self.updates_in
 
     def is_early(self, progress: Progress) -> bool:
         """Return whether callbacks may not stop the fit yet."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice, repeat
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.core.intervals import exact
+from drivetrain.core.progress import Progress
+from drivetrain.core.stages import Stages, most
 from drivetrain.core.types import Batch
 from drivetrain.data.batch import batch_size
 from drivetrain.data.rank_rounds import Evidence, SharedBatch
@@ -20,10 +22,14 @@ from drivetrain.data.skipped_batches import BAD
 from drivetrain.data.sources import Source
 from drivetrain.data.split_source import check_division
 from drivetrain.data.transfer import MicroBatch, Transfer
+from drivetrain.data.window_plan import Place, WindowPlan
 from drivetrain.data.workers.pool import LookAhead
 
 Count = Callable[[Batch], Any]
 Compare = Callable[[Evidence | None], None]
+Cut = Callable[[Batch, int], Batch]
+
+_STEPS = "gradient_accumulation_steps"
 
 
 @dataclass(frozen=True)
@@ -58,11 +64,18 @@ class Feed:
         source: The batches.
         transfer: Moves them to the device.
         measure: Counts them.
-        accumulation: Micro-batches per window.
+        accumulation: Micro-batches per window, or their stages.
         limit: The maximum number of micro-batches in an epoch, or the fraction of them; None for all.
+        batch_sizes: The stages of the source's batch size; None if it does not change.
+        progress: The run's progress, for what changes during it; None for a run at its start.
+
+    Attributes:
+        accumulation: The largest number of micro-batches per window.
+        plan: The sizes of the windows, if anything changes during a run.
 
     Raises:
-        ConfigError: A fraction of data whose length is not known.
+        ConfigError: A fraction of data whose length is not known, or stages in samples of data whose samples
+            are not known.
     """
 
     def __init__(
@@ -70,11 +83,13 @@ class Feed:
         source: Source,
         transfer: Transfer,
         measure: Measure | None = None,
-        accumulation: int = 1,
+        accumulation: int | Mapping[Any, int] = 1,
         limit: float | None = None,
+        batch_sizes: Stages | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self.source = source
-        self.accumulation = accumulation
+        self.accumulation = most(accumulation)
         self._transfer = transfer
         self._measure = measure or Measure()
         self._limit = None if limit is None else _whole(limit, source)
@@ -83,6 +98,11 @@ class Feed:
         self._begun_at = (0, 0)
         self._waits_for: int | None = None  # a batch's number, counted from `_begun_at`
         self.skips_bad_batches = False
+        self._progress = Progress() if progress is None else progress
+        self._cut: Cut | None = None
+        self.plan: WindowPlan | None = None
+        if batch_sizes is not None or isinstance(accumulation, Mapping):
+            self.plan = self._make_plan(accumulation, batch_sizes)
 
     def skip_bad_batches(self) -> None:
         """Give a micro-batch of weight zero for one that cannot be made; all processes take part in it.
@@ -102,15 +122,66 @@ class Feed:
         """Call `compare` with the evidence of the first round, or with None if there is no batch."""
         self._compare, self.source.needs_evidence = compare, True
 
+    def _make_plan(
+        self, accumulation: int | Mapping[Any, int], batch_sizes: Stages | None = None
+    ) -> WindowPlan:
+        source = self.source
+        samples, size = source.samples_per_epoch, 1
+        if samples is not None and source.batch_size is not None:
+            size = source.batch_size
+        plan = WindowPlan(
+            Stages(_STEPS, accumulation),
+            batch_sizes or Stages("batch_size", size),
+            samples=samples,
+            rounds=None if samples is not None else source.count(),
+            shares=source.share.size,
+            limit=self._limit,
+        )
+        if batch_sizes is not None:
+            source.follow(plan)
+        _check_unit(_STEPS, plan.batches, plan)
+        return plan
+
+    def cut(self, lengths: Stages, cut: Cut, name: str) -> None:
+        """Pass each batch, with the number that holds for it, through a function before it is counted.
+
+        Args:
+            lengths: The numbers.
+            cut: Returns the batch to use instead.
+            name: The name of the numbers, for messages.
+
+        Raises:
+            ConfigError: They change after samples, and the samples of this data are not known; or batches are
+                cut already.
+        """
+        if self._cut is not None:
+            raise ConfigError(f"two {name}s would cut the same batches. Give one")
+        plan = self._make_plan(self.accumulation) if self.plan is None else self.plan
+        _check_unit(name, lengths, plan)
+        plan.lengths = lengths
+        self.plan, self._cut = plan, cut
+
+    @property
+    def current_accumulation(self) -> int:
+        """The number of micro-batches of the window that is next."""
+        if self.plan is None:
+            return self.accumulation
+        return self.plan.batches_at(self._place(self._progress.epoch, 0, 0))
+
     @property
     def samples_per_update(self) -> int | None:
-        """The number of samples of a whole window over all processes; None if unknown."""
+        """The number of samples of a whole window over all processes, at the start of a run; None if
+        unknown.
+        """
         size, share = self.source.batch_size, self.source.share.size
-        return None if size is None else size * share * self.accumulation
+        steps = self.accumulation if self.plan is None else self.plan.batches.first
+        return None if size is None else size * share * steps
 
     @property
     def batches_per_epoch(self) -> int | None:
-        """The number of micro-batches in an epoch; None if unknown."""
+        """The number of micro-batches in an epoch, of the current one if it changes; None if unknown."""
+        if self.plan is not None and len(self.plan.batch_size) > 1:
+            return self.plan.rounds_in(self._progress.epoch)
         count = self.source.count()
         if self._limit is None or count is None:
             return count
@@ -118,7 +189,9 @@ class Feed:
 
     @property
     def updates_per_epoch(self) -> int | None:
-        """The number of windows in an epoch; None if unknown."""
+        """The number of windows in an epoch; None if unknown, or if `plan` has it by epoch."""
+        if self.plan is not None and self.plan.varies:
+            return None
         count = self.batches_per_epoch
         return None if count is None else -(-count // self.accumulation)
 
@@ -128,11 +201,22 @@ class Feed:
         Raises:
             DataError: The sampler raised, or the workers cannot be started.
         """
-        self._begin(epoch, position, self._left(done), until)
+        self._begin(epoch, position, self._left(done), until, done)
 
-    def _begin(self, epoch: int, position: int, limit: int | None, until: int | None) -> None:
+    def _begin(self, epoch: int, position: int, limit: int | None, until: int | None, done: int = 0) -> None:
+        if self.plan is not None:
+            self.plan.begin(self._place(epoch, position, done))
         if limit is None or limit > 0:
             self.source.begin(epoch, position, limit, LookAhead(until, self._limit))
+
+    def _place(self, epoch: int, position: int, done: int) -> Place:
+        """Return a position of an epoch as a place in the plan."""
+        progress, plan = self._progress, self.plan
+        assert plan is not None
+        if not plan.counts_samples:  # positions of such data are its own
+            left = self.source.count(position) if self.source.exact else None
+            position = done if left is None else (self.source.count() or 0) - left
+        return Place(epoch, position, done, progress.updates + progress.skipped, progress.samples)
 
     def _left(self, done: int) -> int | None:
         return None if self._limit is None else self._limit - done
@@ -147,11 +231,16 @@ class Feed:
         self.source.close()
 
     def micro_batches(
-        self, epoch: int = 0, position: int = 0, limit: int | None = None, until: int | None = 0
+        self,
+        epoch: int = 0,
+        position: int = 0,
+        limit: int | None = None,
+        until: int | None = 0,
+        done: int = 0,
     ) -> Iterator[MicroBatch]:
         """Return the counted micro-batches of an epoch from a position on, on the device."""
         limit = self._limit if limit is None else limit
-        self._begin(epoch, position, limit, until)
+        self._begin(epoch, position, limit, until, done)
         read = self._counted if self.source.share.size == 1 else self._counted_of_all
         counted = read(epoch, position, limit)
         return self._transfer.ahead(counted, early=not self.source.stateful)
@@ -175,10 +264,15 @@ class Feed:
         left = self.source.count(position) if self.source.exact else None
         if left is not None and limit is not None:
             left = min(left, limit)
-        micro_batches = self.micro_batches(epoch, position, limit, until)
-        size = self.accumulation
+        micro_batches = self.micro_batches(epoch, position, limit, until, done)
+        size, plan = self.accumulation, self.plan
         if left is None:
-            yield from self._looking_ahead(micro_batches, size)
+            sizes = repeat(size) if plan is None else plan.endless()
+            yield from self._looking_ahead(micro_batches, sizes)
+            return
+        if plan is not None:
+            for size, last in plan.windows():
+                yield Window(list(islice(micro_batches, size)), last)
             return
         window: list[MicroBatch] = []
         for micro_batch in micro_batches:
@@ -188,15 +282,17 @@ class Feed:
                 yield Window(window, left == 0)
                 window = []
 
-    def _looking_ahead(self, micro_batches: Iterator[MicroBatch], size: int) -> Generator[Window, None, None]:
+    def _looking_ahead(
+        self, micro_batches: Iterator[MicroBatch], sizes: Iterator[int]
+    ) -> Generator[Window, None, None]:
         # Without a length, only asking for the next batch shows whether a window is the last. The data's
         # state is taken before that, because it must not count a batch that no update has used.
         window: list[MicroBatch] = []
-        self._state = self.source.snapshot()
+        self._state, size = self.source.snapshot(), next(sizes)
         for micro_batch in micro_batches:
             if len(window) == size:
                 yield Window(window, False)
-                window = []
+                window, size = [], next(sizes)
             window.append(micro_batch)
             if len(window) == size:
                 self._state = self.source.snapshot()
@@ -223,18 +319,22 @@ class Feed:
         self.source.restore(state)
 
     def _counted(self, epoch: int, position: int, limit: int | None) -> Iterator[MicroBatch]:
-        weigh, count_tokens = self._measure.weight, self._measure.tokens
+        weigh, count_tokens, cut = self._measure.weight, self._measure.tokens, self._cut
         number = 0
         if limit is not None and limit <= 0:
             return
+        lengths = self._lengths()
         self._begun_at, self._waits_for = (epoch, position), 0
         fetched: Iterator[tuple[Batch, int, int | None]] = self.source.batches(epoch, position)  # type: ignore[assignment]
         try:
             for batch, advance, samples in fetched:
                 self._waits_for = None
+                length = 0 if cut is None else next(lengths)
                 if batch is BAD:
                     counted = MicroBatch(None, 0.0, 0, 0, advance, True, None, True)
                 else:
+                    if cut is not None:
+                        batch = cut(batch, length)
                     if samples is None:
                         samples = batch_size(batch)
                         if samples is None:
@@ -259,11 +359,16 @@ class Feed:
         number = 0
         if limit is not None and limit <= 0:
             return
+        lengths = self._lengths()
         self._begun_at, self._waits_for = (epoch, position), 0
         rounds: Iterator[SharedBatch] = self.source.batches(epoch, position)  # type: ignore[assignment]
         try:
             for fetched in rounds if self._compare is None else self._compared(rounds, self._compare):
                 self._waits_for = None
+                if self._cut is not None:
+                    length = next(lengths)
+                    if fetched.batch is not BAD:
+                        fetched = fetched._replace(batch=self._cut(fetched.batch, length))
                 counted = self._of_round(fetched, epoch, position, number)
                 number += 1
                 yield counted
@@ -295,6 +400,10 @@ class Feed:
         if is_placeholder:  # multiplied, because a weight may be a tensor on the device
             weight, samples, tokens = weight * 0, 0, 0
         return MicroBatch(batch, weight, samples, tokens, advance, is_placeholder, everywhere)
+
+    def _lengths(self) -> Iterator[int]:
+        plan = self.plan
+        return iter(()) if plan is None else plan.lengths_from(self.source.exact)
 
     def _compared(self, rounds: Iterator[SharedBatch], compare: Compare) -> Iterator[SharedBatch]:
         self._compare = None
@@ -333,6 +442,14 @@ class Feed:
             f" {type(batch).__name__}{inside} with no tensor whose first dimension could count samples."
             " A batch is a tensor, a mapping, a sequence or a dataclass of tensors; use a collate_fn that"
             " makes one"
+        )
+
+
+def _check_unit(name: str, stages: Stages, plan: WindowPlan) -> None:
+    if stages.unit == "samples" and not plan.counts_samples:
+        raise ConfigError(
+            f"{name}={stages!r} changes after samples, which needs training data that is a dataset with a"
+            " length, read without a batch sampler of your own. Give the points in steps or epochs"
         )
 
 

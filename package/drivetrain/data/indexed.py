@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from drivetrain.data.rank_rounds import Evidence, SharedBatch, Slice, drawn, gro
 from drivetrain.data.shard import WHOLE, Share
 from drivetrain.data.skipped_batches import BAD, BadBatchSkipper, Raised
 from drivetrain.data.sources import Fetched, Source
+from drivetrain.data.window_plan import WindowPlan
 from drivetrain.data.workers.ends import lacks_shared_memory
 from drivetrain.data.workers.pool import LookAhead, RequestedBatches, Workers
 
@@ -95,12 +96,16 @@ class IndexedSource(Source):
         batch_size = described.batch_size or getattr(loader.batch_sampler, "batch_size", None)
         self.batch_size = batch_size if isinstance(batch_size, int) and not ready else None
         self._batch_size: int = self.batch_size or 1
+        self._plan: WindowPlan | None = None  # of the batch sizes, if they change
         self._numbers: dict[int, int] = {}  # for a user's batch sampler: each batch's number by its start
         self._drop_last = bool(described.drop_last) and not ready and not every_sample
         self._knows_samples = not ready
         self._noted: tuple[str, int] | None = None
         # The length of a user's own sampler may be a guess; that of torch's two is exact.
         self.exact = self._batch_sampler is None and self._order.known
+        length = self._order.length() if self.batch_size is not None and self._batch_sampler is None else None
+        if length is not None:
+            self.samples_per_epoch = length - (length % self._batch_size if self._drop_last else 0)
         self._collate: Callable[[Any], Any] = SingleItem(loader.collate_fn) if ready else loader.collate_fn
         self._pin_memory = pin_memory
         # A user's sampler runs when its epoch begins, because it may depend on what was done until then.
@@ -177,7 +182,8 @@ class IndexedSource(Source):
             def take(start: int, stop: int) -> Any:
                 return order[start:stop]
 
-        return sliced(take, position, self._batch_size, self._drop_last, self.share)
+        sizes = repeat(self._batch_size) if self._plan is None else self._plan.batch_sizes(epoch)
+        return sliced(take, position, sizes, self._drop_last, self.share)
 
     def _keyed(self, slices: Iterator[tuple[int, Any]], epoch: int) -> Iterator[IndexBatch]:
         stream = batch_stream(self._batch_seed, epoch)
@@ -192,11 +198,18 @@ class IndexedSource(Source):
         if self._order.length() is None:
             return self._streamed(epoch, position)
         order, size = self._order.indices(epoch), self._batch_size
+        if self._plan is not None:
+            return self._of_sizes(order, position, self._plan.batch_sizes(epoch))
         end = len(order) - size + 1 if self._drop_last else len(order)
         starts = range(position, end, size)
         # Python's own iterators: a generator here would be one more call in every step.
         ends = range(position + size, end + size, size)
         return zip(starts, map(order.__getitem__, map(slice, starts, ends)), strict=True)
+
+    def _of_sizes(self, order: Any, position: int, sizes: Iterator[int]) -> Iterator[tuple[int, Any]]:
+        for size in sizes:
+            yield position, order[position : position + size]
+            position += size
 
     def _streamed(self, epoch: int, position: int) -> Iterator[tuple[int, Any]]:
         indices = islice(self._order.drawn(self._order.sampler, epoch), position, None)
@@ -216,6 +229,10 @@ class IndexedSource(Source):
                 self._numbers[start + used] = number
                 yield start + used, indices[used:] if used else indices
             start = end
+
+    def follow(self, plan: WindowPlan) -> None:
+        """Make batches of the sizes of a plan."""
+        self._plan = plan
 
     def begin(self, epoch: int, position: int, limit: int | None, following: LookAhead) -> None:
         """Let the workers, if any, make the batches that are read next."""
@@ -330,6 +347,8 @@ class IndexedSource(Source):
 
     def number(self, position: int) -> int:
         """Return a batch's number. A user's batch sampler must have been drawn that far."""
+        if self._plan is not None:
+            return self._plan.batches_before(position)
         return self._numbers.get(position, position // self._batch_size)
 
     def count(self, position: int = 0) -> int | None:
@@ -359,7 +378,7 @@ class IndexedSource(Source):
         return {
             "kind": "a dataset",
             "the number of samples in its dataset": len(self._dataset),
-            "its batch size": self._batch_size,
+            "its batch size": self._batch_size if self._plan is None else repr(self._plan.batch_size),
             "its drop_last": self._drop_last,
             "its sampler": type(getattr(described, "sampler", described)).__name__,
             "its number of samples in an epoch": self._order.length(),

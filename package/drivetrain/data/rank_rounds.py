@@ -71,19 +71,23 @@ class Evidence(NamedTuple):
 
 
 def sliced(
-    take: Callable[[int, int], Sequence[Any]], position: int, size: int, drop_last: bool, share: Share
+    take: Callable[[int, int], Sequence[Any]],
+    position: int,
+    sizes: Iterable[int],
+    drop_last: bool,
+    share: Share,
 ) -> Iterator[Slice]:
     """Yield one process's slices of an order, from a position on.
 
     Args:
         take: Returns the indices between two positions, fewer if the order ends.
         position: Where to begin.
-        size: The number of samples of a process's batch.
+        sizes: The number of samples of a process's batch, for each round; enough for the whole order.
         drop_last: Whether a shorter batch is left out.
         share: The process's shard.
     """
-    whole = size * share.size
-    while True:
+    for size in sizes:
+        whole = size * share.size
         indices = take(position, position + whole)
         count = len(indices)
         if drop_last:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -262,14 +262,7 @@ def check_settings_used(
             "Trainer(collate=...) makes a batch of samples, but without batch_size an IterableDataset"
             f" ({type(streams[0]).__name__}) is read as ready batches. Give Trainer(batch_size=...)"
         )
-    sizes = {getattr(each, "batch_size", None) for each in others if isinstance(each, DataLoader)}
-    unused = sizes not in (set(), {evaluation_batch_size}) and not any(map(is_dataset, others))
-    if evaluation_batch_size is not None and unused:
-        raise ConfigError(
-            f"Trainer(evaluation_batch_size={evaluation_batch_size}) is for data that is given as a dataset,"
-            " but the validation data is a DataLoader. Pass"
-            f" DataLoader(..., batch_size={evaluation_batch_size}), or the dataset itself"
-        )
+    check_evaluation_size(others, "validation", evaluation_batch_size)
     if is_dataset(loader) or any(is_dataset(each) for each in others) or not _gives_batches(loader):
         return
     if collate is not None and getattr(loader, "collate_fn", None) is not collate:
@@ -296,6 +289,26 @@ def check_settings_used(
                 f" {type(loader).__name__}, which is read as ready batches. Leave {name} out, or, if its"
                 f" items are samples, pass DataLoader(data, {name}={value})"
             )
+
+
+def check_evaluation_size(loaders: Collection[Any], stage: str, size: int | None) -> None:
+    """Refuse a batch size of evaluations if all data of a stage is in loaders with another one.
+
+    Args:
+        loaders: The data.
+        stage: Its name, for the message.
+        size: The Trainer's `evaluation_batch_size`.
+
+    Raises:
+        ConfigError: The size would not be used.
+    """
+    sizes = {getattr(each, "batch_size", None) for each in loaders if isinstance(each, DataLoader)}
+    if size is None or sizes in (set(), {size}) or any(map(is_dataset, loaders)):
+        return
+    raise ConfigError(
+        f"Trainer(evaluation_batch_size={size}) is for data that is given as a dataset, but the {stage} data"
+        f" is a DataLoader. Pass DataLoader(..., batch_size={size}), or the dataset itself"
+    )
 
 
 def pin_memory_for(device: torch.device) -> bool:

@@ -24,6 +24,7 @@ from drivetrain.data.fingerprint import fingerprint
 from drivetrain.data.rank_rounds import Evidence, SharedBatch, rounds
 from drivetrain.data.shard import WHOLE, Share
 from drivetrain.data.skipped_batches import BadBatchSkipper
+from drivetrain.data.window_plan import WindowPlan
 from drivetrain.data.workers.ends import WorkerEnded, how_ended, note_on, raised_in_worker, workers_of
 from drivetrain.data.workers.pool import LookAhead
 from drivetrain.data.workers.signals import aside, end, watch_workers, workers_ignoring_signals
@@ -45,6 +46,8 @@ class Source(ABC):
         one_shot: Whether it is an iterator, which can be read once.
         share: The shard of every round that is read here.
         batch_size: The number of samples of a whole batch of one process, if known.
+        samples_per_epoch: The number of samples of an epoch, if positions count them and every batch is of
+            `batch_size`.
         is_split: Whether each process reads data of its own, rather than its part of common data.
         needs_evidence: Whether the next round must come with its `Evidence`.
         skipper: Replaces a batch that cannot be made by `BAD`; None raises.
@@ -57,6 +60,7 @@ class Source(ABC):
     one_shot: bool = False
     share: Share = WHOLE
     batch_size: int | None = None
+    samples_per_epoch: int | None = None
     is_split: bool = False
     needs_evidence: bool = False
     skipper: BadBatchSkipper | None = None
@@ -68,6 +72,10 @@ class Source(ABC):
         Raises:
             DataError: The data cannot be read on after such a batch.
         """
+
+    def follow(self, plan: WindowPlan) -> None:
+        """Make batches of the sizes of a plan; only for a source with `samples_per_epoch`."""
+        raise NotImplementedError
 
     def waiting(self, epoch: int, number: int) -> str:
         """Describe a batch that is waited for, and who makes it; any thread may call this."""

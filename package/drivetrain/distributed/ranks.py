@@ -121,25 +121,43 @@ class Ranks:
 
     def total(self, numbers: Sequence[float]) -> list[float]:
         """Return the sums over all ranks, equal on each to the last bit."""
+        return self.begin_total(numbers)()
+
+    def begin_total(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
+        """Begin `total`, and return a function that waits for it."""
         if self.alone:
-            return list(numbers)
+            return lambda: list(numbers)
         sums = torch.tensor(numbers, dtype=torch.float64)
         if self.copy:
             sums.zero_()
-        torch.distributed.all_reduce(sums, group=self.group)
-        summed: list[float] = sums.tolist()
-        return summed
+        work = torch.distributed.all_reduce(sums, group=self.group, async_op=True)
+
+        def total() -> list[float]:
+            work.wait()
+            summed: list[float] = sums.tolist()
+            return summed
+
+        return total
 
     def add(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over these ranks, in place and on its device, without a host sync."""
         if self.copy:
             tensor.zero_()
         if not self.alone:
-            # An accelerator's tensor uses the job's group, whose back end needs no copy to the host.
-            is_job = torch.distributed.get_world_size() == self.size * self.copies
-            on_host = tensor.device.type == "cpu"
-            torch.distributed.all_reduce(tensor, group=None if is_job and not on_host else self.group)
+            torch.distributed.all_reduce(tensor, group=self._group_for(tensor))
         return tensor
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        """Take the largest value of each element over these ranks, in place, as `add` sums them."""
+        if not self.alone:
+            operation = torch.distributed.ReduceOp.MAX
+            torch.distributed.all_reduce(tensor, operation, group=self._group_for(tensor))
+        return tensor
+
+    def _group_for(self, tensor: Tensor) -> ProcessGroup | None:
+        # An accelerator's tensor uses the job's group, whose back end needs no copy to the host.
+        is_job = torch.distributed.get_world_size() == self.size * self.copies
+        return None if is_job and tensor.device.type != "cpu" else self.group
 
     def first(self, act: Callable[[], T]) -> T:
         """Run `act` on rank 0 and return its result on all ranks; the others only wait.

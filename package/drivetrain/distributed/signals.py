@@ -76,6 +76,7 @@ class Signals:
         self._until: float | None = None
         self._ask: Callable[[signal.Signals], None] | None = None
         self._where: Callable[[], str] = str
+        self._code = EXIT_REQUEUE
         self._interrupted: float | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._ends: tuple[socket.socket, socket.socket] | None = None
@@ -108,14 +109,20 @@ class Signals:
         self._thread = threading.Thread(target=self._listen, name="drivetrain-signals", daemon=True)
         self._thread.start()
 
-    def attach(self, ask: Callable[[signal.Signals], None], where: Callable[[], str]) -> None:
+    def attach(
+        self,
+        ask: Callable[[signal.Signals], None],
+        where: Callable[[], str],
+        code: int = EXIT_REQUEUE,
+    ) -> None:
         """Pass the first signal to `ask` from now on, so that the run can finish in order.
 
         Args:
             ask: Called in a thread with the first signal.
             where: Called in a thread; says what is saved if the run cannot finish.
+            code: The exit code after a second signal, or a deadline.
         """
-        self._where, self._ask = where, ask
+        self._where, self._ask, self._code = where, ask, code
 
     def close(self) -> None:
         """Stop the thread and restore the handlers, except those that were set meanwhile."""
@@ -228,9 +235,9 @@ class Signals:
 
     def _end(self, why: str) -> None:
         try:
-            self._say(f"{why}; exit code {EXIT_REQUEUE}")
+            self._say(f"{why}; exit code {self._code}")
         finally:
-            end_now(EXIT_REQUEUE)
+            end_now(self._code)
 
     def leave_to_parent(self) -> None:
         """Close the sockets in a forked process, which would report its own signals to its parent."""

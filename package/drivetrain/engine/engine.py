@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Self
 
@@ -37,10 +37,11 @@ from drivetrain.engine.placeholder import Placeholders
 from drivetrain.engine.skip import UpdateGate
 from drivetrain.engine.splitting import MicroBatches
 from drivetrain.engine.updater import DEFAULT, Updater, build_updaters, configured_specs, is_interleaved
-from drivetrain.engine.weighting import OpenWindow, StepResult, Weighted, leave_out, take_part, weigh
+from drivetrain.engine.weighting import OpenWindow, Skipped, StepResult, Weighted, take_part, weigh
 from drivetrain.strategies import Strategy, StrategyConfig, select_precision, select_strategy
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.transforms.compile import Compilation, CompileConfig
+from drivetrain.task.optim.groups import named_parameters
 from drivetrain.task.optim.low_precision import WeightUpdates
 from drivetrain.task.output import StepValues, no_loss, read_output, without_other_graphs
 from drivetrain.task.task import StepModule, TaskModule
@@ -174,10 +175,11 @@ class Engine:
 
         self.model = self.strategy.prepare(self.step_module, make_optimizers, self.precision).model
         self.memory.attach_task(self.step_module, self.updaters, self.interleaved, self.progress)
-        self.parameters = [p for p in task.parameters() if p.requires_grad]
+        self.trainable = [p for p in task.parameters() if p.requires_grad]
+        self.parameters = self.trainable  # without those that `freeze` has frozen for now
         for parameter in self.parameters:  # an old gradient would count into the first update
             parameter.grad = None
-        self._moving = [each for each in self.updaters.values() if each.schedule or each.scheduler]
+        self._moving = [each for each in self.updaters.values() if each.follows_updates]
         self.only_updater = next(iter(self.updaters.values()))
         self.splitter = None if micro_batch is None else MicroBatches(micro_batch, self, show)
         self._choose_step()
@@ -197,6 +199,24 @@ class Engine:
         if unwrapped or self.splitter is not None:
             run_step = step if self.step_module.context is None else self.step_module.forward
         self.run_step = run_step
+
+    def freeze(self, names: Collection[str]) -> None:
+        """Freeze the parameters with these names from the next update on, and train all other ones that the
+        optimizers have. All ranks call it together, between updates.
+
+        Args:
+            names: Clean names.
+        """
+        self.strategy.settle(self.model)
+        trainable = {id(each) for each in self.trainable}
+        for each in named_parameters(self.task):
+            if id(each.parameter) in trainable:
+                each.parameter.requires_grad_(not any(name in names for name in each.names))
+        self.parameters = [each for each in self.trainable if each.requires_grad]
+        for updater in self.updaters.values():
+            updater.leave_out_frozen()
+        self.model = self.strategy.retrain(self.model)
+        self._choose_step()
 
     def set_rates(self) -> None:
         """Set the learning rates of the next update."""
@@ -231,18 +251,24 @@ class Engine:
         strategy, run_step = self.strategy, self.run_step
         rows: list[Row] = []
         seen: list[Any] = []
-        skipped: list[MicroBatch] = []
+        skipped = Skipped(pairs, strategy, self.sharing) if self.may_skip and pairs else None
         for micro_batch, share in pairs:
             self.passes += 1
             if self._calls_microbatch:
                 strategy.microbatch(self.model, micro_batch is pairs[-1][0])
             if micro_batch.is_placeholder:
+                if skipped is not None and micro_batch is pairs[-1][0]:
+                    skipped.forwards_are_over()
                 rows.append(self.placeholders.run(self.task, strategy, run_step, micro_batch, share))
                 continue
             loss, names, values, outputs = read_output(run_step(micro_batch.batch))
+            if skipped is not None:
+                if loss is None:
+                    skipped.add(micro_batch)
+                if micro_batch is pairs[-1][0]:
+                    skipped.forwards_are_over()
             if loss is None or values is None or not loss.requires_grad:
                 if loss is None and self.may_skip:
-                    skipped.append(micro_batch)
                     take_part(strategy, self.parameters)
                     continue
                 raise no_loss(self.task, loss)
@@ -252,8 +278,8 @@ class Engine:
                 self.show_metrics(outputs, micro_batch.batch, seen)
             if self.micro_batch_end is not None:
                 self.micro_batch_end()
-        if self.may_skip:
-            self.nothing_left = not leave_out(skipped, pairs, strategy, self.sharing, self.parameters)
+        if skipped is not None:
+            self.nothing_left = not skipped.leave_out(self.parameters)
         return rows, seen
 
     def update_inside(self, name: str) -> bool:
@@ -286,7 +312,7 @@ class Engine:
         if self._scaled or self.gate or self.begins_again:
             seen.append(inputs)
         else:  # at once, so that one micro-batch's outputs are held, and not those of the whole window
-            self.train_metrics.update(inputs)  # type: ignore[union-attr]
+            self.train_metrics.update(inputs, self.progress.micro_batches)  # type: ignore[union-attr]
 
     def update(
         self, updater: Updater, rows: Sequence[Row], parameters: Sequence[Tensor]
@@ -333,7 +359,7 @@ class Engine:
         total: Everywhere | None,
     ) -> StepResult:
         """Count an update, made or skipped, with its batches; update its metrics."""
-        progress, update = self.progress, self.progress.updates
+        progress, update, before = self.progress, self.progress.updates, self.progress.micro_batches
         for micro_batch in micro_batches:
             progress.position += micro_batch.advance
         for counted in micro_batches if total is None else (total,):
@@ -348,18 +374,18 @@ class Engine:
         progress.epoch_updates += 1
         self.buffer.add(rows, update)
         for inputs in seen:
-            self.train_metrics.update(inputs)  # type: ignore[union-attr]
+            self.train_metrics.update(inputs, before)  # type: ignore[union-attr]
         for updater in self._moving:
             updater.advance(update + 1)
         return StepResult(rows, True, norm, update)
 
     @contextmanager
-    def evaluating(self, stage: str) -> Iterator[None]:
-        """Run the block with the step of "validation", "test" or "predict", without gradients."""
+    def evaluating(self, step: Callable[..., Any]) -> Iterator[None]:
+        """Run the block with a step of an evaluation or prediction, without gradients."""
         self.synchronize_buffers()
         precision = self.evaluation_precision
         stored = nullcontext() if precision is None else stored_in(precision, self.step_module, self.device)
-        with stored, self.step_module.evaluating(getattr(self.task, f"{stage}_step")) as run_step:
+        with stored, self.step_module.evaluating(step) as run_step:
             self.evaluate_step = self.model if self.strategy.sharded else run_step
             yield
 

@@ -36,10 +36,12 @@ class Placeholders:
 
     Attributes:
         bad: The number of micro-batches of the last window that could not be made, on all ranks.
+        is_running: Whether the forward in progress is a placeholder's.
     """
 
     def __init__(self, transfer: Transfer) -> None:
         self.bad = 0
+        self.is_running = False
         self._transfer = transfer
         self._last: MicroBatch | None = None
         self._buffers = KeptBuffers()
@@ -88,8 +90,12 @@ class Placeholders:
 
     def forward(self, task: nn.Module, run_step: Callable[[Any], Any], given: Any) -> Any:
         """Run a placeholder's forward, or a generator step to its next yield; restore the buffers."""
-        with self._buffers_unchanged(task):
-            return run_step(given)
+        self.is_running = True
+        try:
+            with self._buffers_unchanged(task):
+                return run_step(given)
+        finally:
+            self.is_running = False
 
     def backward(
         self,

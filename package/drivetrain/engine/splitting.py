@@ -284,10 +284,31 @@ class MicroBatches:
         run_step = self._engine.evaluate_step
         return self._each(micro_batch, number, lambda part: read_output(run_step(part.batch)), self._weigh)
 
-    def predict_step(self, micro_batch: MicroBatch, number: int) -> Any:
-        """Run `Engine.predict_step` on a batch or its parts; return the joined outputs on the host."""
+    def predict_step(
+        self,
+        micro_batch: MicroBatch,
+        number: int,
+        take: Callable[[MicroBatch, int, StepValues], None] | None = None,
+    ) -> Any:
+        """Run the step of a prediction on a batch or its parts; return the joined outputs on the host.
+
+        Args:
+            micro_batch: The batch.
+            number: Its number.
+            take: Called with each part, the number, and the evaluation that the step returns before its
+                outputs; None if it returns the outputs alone.
+        """
         run_step, outputs, sizes = self._engine.evaluate_step, [], []
-        for part, output in self._each(micro_batch, number, lambda part: to_host(run_step(part.batch)), None):
+
+        def run(part: MicroBatch) -> tuple[StepValues | None, Any]:
+            returned = run_step(part.batch)
+            evaluated, made = (None, returned) if take is None else returned
+            return None if take is None else read_output(evaluated), to_host(made)
+
+        weigh = None if take is None else self._weigh
+        for part, (evaluated, output) in self._each(micro_batch, number, run, weigh):
+            if take is not None and evaluated is not None:
+                take(part, number, evaluated)
             outputs.append(output)
             sizes.append(part.samples)
         return join_outputs(outputs, sizes)

@@ -14,11 +14,20 @@ from drivetrain.checkpoint.weights.module_state import clean_name
 from drivetrain.checkpoint.weights.module_state import parameter_names as parameter_names_of
 from drivetrain.core.errors import CheckpointError, ConfigError, StrategyError
 from drivetrain.strategies import Strategy
-from drivetrain.task.optim.build import apply_factor, build_optimizer, build_schedule, remember_base_rates
+from drivetrain.task.optim.build import (
+    apply_factor,
+    build_optimizer,
+    build_schedule,
+    remember_base_rates,
+    start_momenta,
+)
 from drivetrain.task.optim.config import OptimizerConfig
 from drivetrain.task.optim.low_precision import WeightUpdates
 from drivetrain.task.optim.schedules import PlateauSchedule, Schedule
+from drivetrain.task.optim.torch_schedule import TorchSchedule
 from drivetrain.task.task import TaskModule
+
+_NO_VALUES: Mapping[str, float] = {}
 
 DEFAULT = "default"
 """The name of the only optimizer of a task that configures one."""
@@ -32,9 +41,9 @@ class Updater:
     Attributes:
         name: Its name in `configure_optimizers`; "default" for an only one.
         optimizer: The optimizer.
-        parameters: The parameters it trains.
+        parameters: The parameters it trains now.
         schedule: The factor of the base rate as a function of the update, or None when it is always 1.
-        scheduler: A torch scheduler that the user made, or None.
+        torch_schedule: A torch scheduler that the user made and when it is stepped, or None.
         max_grad_norm: The limit of the gradient's norm; None disables clipping.
     """
 
@@ -43,15 +52,43 @@ class Updater:
         name: str,
         optimizer: Optimizer,
         schedule: Schedule | PlateauSchedule | None = None,
-        scheduler: LRScheduler | None = None,
+        torch_schedule: TorchSchedule | None = None,
         max_grad_norm: float | None = None,
     ) -> None:
         self.name = name
         self.optimizer = optimizer
         self.parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         self.schedule = schedule
-        self.scheduler = scheduler
+        self.torch_schedule = torch_schedule
         self.max_grad_norm = max_grad_norm
+
+    @property
+    def scheduler(self) -> Any:
+        """The torch scheduler that the user made, or None."""
+        return None if self.torch_schedule is None else self.torch_schedule.scheduler
+
+    @property
+    def follows_updates(self) -> bool:
+        """Whether anything is to be done after each update."""
+        timed = self.torch_schedule
+        return self.schedule is not None or (timed is not None and timed.unit == "steps")
+
+    def watched(self) -> str | None:
+        """Return the name of the value of validations that the schedule depends on, or None."""
+        if isinstance(self.schedule, PlateauSchedule):
+            return self.schedule.metric
+        timed = self.torch_schedule
+        return timed.metric if timed is not None and timed.unit == "validations" else None
+
+    def leave_out_frozen(self) -> None:
+        """Take the parameters of the optimizer that require gradients now as those to train.
+
+        Raises:
+            ConfigError: The optimizer cannot begin to train parameters later.
+        """
+        groups = self.optimizer.param_groups
+        self.parameters = [each for group in groups for each in group["params"] if each.requires_grad]
+        start_momenta(self.optimizer)
 
     def set_rate(self, update: int) -> None:
         """Set the learning rate for `update`; does nothing without a schedule of ours."""
@@ -62,14 +99,21 @@ class Updater:
         """After an update, set the rate of the next one, number `update`."""
         if self.schedule is not None:
             apply_factor(self.optimizer, self.schedule(update))
-        if self.scheduler is not None:
-            self.scheduler.step()
+        if self.torch_schedule is not None:
+            self.torch_schedule.step("steps", update, _NO_VALUES)
 
     def observe(self, metrics: Mapping[str, float], update: int) -> None:
         """After an evaluation, pass the metrics to a schedule that uses them; `update` is the next one."""
         if isinstance(self.schedule, PlateauSchedule):
             self.schedule.observe(metrics)
             self.set_rate(update)
+        if self.torch_schedule is not None:
+            self.torch_schedule.step("validations", 1, metrics)
+
+    def end_epoch(self, epoch: int, metrics: Mapping[str, float]) -> None:
+        """After epoch number `epoch`, from 1, step a schedule by epoch."""
+        if self.torch_schedule is not None:
+            self.torch_schedule.step("epochs", epoch, metrics)
 
     def rates(self) -> dict[str, float]:
         """Return the learning rate now, by group where groups differ."""
@@ -131,7 +175,7 @@ def optimizer_specs(configured: Any) -> dict[str, OptimizerSpec]:
                 raise ConfigError(
                     f"configure_optimizers returned a {type(spec).__name__} for {name!r}; allowed are an"
                     " OptimizerConfig, or a function of the parameters that returns an optimizer or"
-                    " (optimizer, scheduler), the scheduler stepped once per update"
+                    " (optimizer, scheduler), the scheduler stepped once per update, or a TorchSchedule"
                 )
             specs[name] = spec
         return specs
@@ -140,7 +184,7 @@ def optimizer_specs(configured: Any) -> dict[str, OptimizerSpec]:
     raise ConfigError(
         f"configure_optimizers returned a {type(configured).__name__}; allowed are an OptimizerConfig, a"
         " mapping of names to them, or a function of the parameters that returns an optimizer or"
-        " (optimizer, scheduler), the scheduler stepped once per update"
+        " (optimizer, scheduler), the scheduler stepped once per update, or a TorchSchedule"
     )
 
 
@@ -225,7 +269,7 @@ def build_updaters(
 
 def made_by(
     factory: Callable[[list[nn.Parameter]], Any], module: nn.Module, weight_updates: WeightUpdates
-) -> tuple[Optimizer, LRScheduler | None]:
+) -> tuple[Optimizer, TorchSchedule | None]:
     """Call a user's factory with a module's trained parameters; see `from_factory`."""
     with weight_updates.building(module) as finish:
         made, scheduler = from_factory(factory, [each for each in module.parameters() if each.requires_grad])
@@ -234,7 +278,7 @@ def made_by(
 
 def from_factory(
     factory: Callable[[list[nn.Parameter]], Any], parameters: Sequence[nn.Parameter]
-) -> tuple[Optimizer, LRScheduler | None]:
+) -> tuple[Optimizer, TorchSchedule | None]:
     """Call a user's factory with parameters, and check the result.
 
     Raises:
@@ -257,17 +301,36 @@ def from_factory(
             " through a closure, and between the loss and the update there may be accumulation, scaling and"
             " clipping"
         )
+    if isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau):
+        scheduler = TorchSchedule(scheduler)
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ConfigError(
-            "ReduceLROnPlateau steps on a metric; use OptimizerConfig(schedule='reduce_on_plateau',"
-            " schedule_options={...})"
+            "a ReduceLROnPlateau needs the name of the value that it watches: return (optimizer,"
+            " TorchSchedule(scheduler, metric='validation/loss')), or use"
+            " OptimizerConfig(schedule='reduce_on_plateau', schedule_options={...})"
         )
-    if scheduler is not None and not isinstance(scheduler, LRScheduler):
+    if scheduler is not None and not isinstance(scheduler, TorchSchedule):
         raise ConfigError(
-            f"a schedule must be a torch.optim.lr_scheduler.LRScheduler, not a {type(scheduler).__name__}"
+            "a schedule must be a torch.optim.lr_scheduler.LRScheduler, or a TorchSchedule with one, not a"
+            f" {type(scheduler).__name__}"
         )
     remember_base_rates(made)
-    return made, scheduler
+    return made, None if scheduler is None else scheduler.made(made)
+
+
+def check_watched(updaters: Mapping[str, Updater], validates: bool) -> None:
+    """Check that a schedule that follows the validations has some to follow.
+
+    Raises:
+        ConfigError: The fit has no validation data.
+    """
+    name = next((name for each in updaters.values() if (name := each.watched()) is not None), None)
+    if name is not None and not validates:
+        raise ConfigError(
+            f"a schedule watches {name!r} at each validation, and this fit has no validation data. Give it to"
+            " trainer.fit, or watch a value of training: TorchSchedule(scheduler, every='1 epoch',"
+            " metric='train/loss')"
+        )
 
 
 def check_trained(task: nn.Module, trained: Sequence[nn.Parameter], settle: Callable[[], object]) -> None:
@@ -294,8 +357,8 @@ def check_trained(task: nn.Module, trained: Sequence[nn.Parameter], settle: Call
         raise ConfigError(
             f"the parameter {clean_name(late)!r} was added to {type(task).__name__}, replaced or unfrozen"
             " after the run began. It would not be trained, or differently on each process. Create it in the"
-            " constructor. To train it only later, freeze it in on_fit_start, on several processes with"
-            " DDPConfig(find_unused_parameters=True) or 'fsdp'. Otherwise call requires_grad_(False) on it"
+            " constructor. To train it only later, give the Trainer the callback"
+            f" Freeze({clean_name(late)!r}, until='1 epoch'). Otherwise call requires_grad_(False) on it"
         )
 
 

@@ -54,6 +54,13 @@ def check_loggers(spec: LoggerSpec) -> list[str | Logger]:
     return specs
 
 
+def takes_histograms(spec: str | Logger) -> bool:
+    """Return whether a logger, or the one that a name stands for, takes histograms."""
+    made = LOGGERS[spec] if isinstance(spec, str) else spec
+    # What a function makes is not known before.
+    return hasattr(made, "log_histograms") or (isinstance(spec, str) and not isinstance(made, type))
+
+
 def build_loggers(spec: LoggerSpec, run_dir: Path | None) -> list[Logger]:
     """Return the loggers that `spec` asks for, in its order. No file is made before something is logged.
 

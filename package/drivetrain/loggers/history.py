@@ -9,6 +9,7 @@ from pathlib import Path
 from drivetrain.core.errors import ConfigError
 from drivetrain.loggers.base import LoggerSpec, check_loggers
 from drivetrain.loggers.files import FileLogger
+from drivetrain.loggers.jsonl import HISTOGRAMS
 
 TABLES = {"csv": "metrics.csv", "jsonl": "metrics.jsonl"}
 """The files of the named loggers that can be read back."""
@@ -37,7 +38,7 @@ def read_history(path: Path) -> list[dict[str, float]]:
 
     Returns:
         A mapping for each log point: "step", the number of updates made, and the values by name. A last line
-        that a kill has cut short is left out.
+        that a kill has cut short is left out, and so are histograms.
 
     Raises:
         ConfigError: There is no such file.
@@ -49,7 +50,7 @@ def read_history(path: Path) -> list[dict[str, float]]:
     lines = text[: text.rfind("\n") + 1].splitlines()
     rows: list[dict[str, str]]
     rows = [json.loads(each) for each in lines] if text.startswith("{") else list(csv.DictReader(lines))
-    return [_row(each) for each in rows]
+    return [_row(each) for each in rows if HISTOGRAMS not in each]
 
 
 def _row(values: dict[str, str]) -> dict[str, float]:

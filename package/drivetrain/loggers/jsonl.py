@@ -5,15 +5,23 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, final
 
+from drivetrain.core.types import Histogram
 from drivetrain.loggers.files import FileLogger, naming, to_json
+
+HISTOGRAMS = "histograms"
+"""The name of a log point's histograms."""
 
 
 @final
 class JSONLinesLogger(FileLogger):
     """Writes one JSON object per log point: ``{"step": 50, "train/loss": 0.512}``.
+
+    Histograms of a log point are an object of their own: ``{"step": 50, "histograms": {name: {"edges": [...],
+    "counts": [...], ...}}}``, with the fields of `drivetrain.loggers.Histogram`.
 
     The JSON is strict. Non-finite numbers become the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``,
     which Python's ``float`` and most other parsers of numbers accept. Finite numbers have all their digits,
@@ -35,10 +43,17 @@ class JSONLinesLogger(FileLogger):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Write one line; `step` is the number of updates made."""
+        self._write({"step": step, **{name: to_json(float(value)) for name, value in metrics.items()}})
+
+    def log_histograms(self, histograms: Mapping[str, Histogram], step: int) -> None:
+        """Write one line; `step` is the number of updates made."""
+        named = {name: to_json(asdict(each)) for name, each in histograms.items()}
+        self._write({"step": step, HISTOGRAMS: named})
+
+    def _write(self, row: Mapping[str, Any]) -> None:
         file = self._open()
         if file.is_empty:
             self._lines = 0
-        row = {"step": step, **{name: to_json(float(value)) for name, value in metrics.items()}}
         file.write(f"{json.dumps(row, allow_nan=False)}\n".encode())
         file.flush()
         self._lines += 1

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.messages import logger
-from drivetrain.core.types import Json
+from drivetrain.core.types import Histogram, Json
 from drivetrain.loggers.files import Appended, to_json
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ _PATTERN = "events.out.tfevents.*"
 
 
 class TensorBoardLogger:
-    """Writes scalars, and the configuration as a text and for the tab HParams, to an event file for
-    TensorBoard.
+    """Writes scalars and histograms, and the configuration as a text and for the tab HParams, to an event
+    file for TensorBoard.
 
     The tab shows a row for each run, with its configuration and the last value of each of its metrics.
 
@@ -60,6 +60,13 @@ class TensorBoardLogger:
         """Write the scalars as one event; `step` is the number of updates made."""
         self._write_config()
         values = [{"tag": name, "simple_value": float(value)} for name, value in metrics.items()]
+        self._write(step=step, summary={"value": values})
+        self._step = max(self._step, step)
+
+    def log_histograms(self, histograms: Mapping[str, Histogram], step: int) -> None:
+        """Write the histograms as one event; `step` is the number of updates made."""
+        self._write_config()
+        values = [{"tag": name, "histo": _histogram_value(each)} for name, each in histograms.items()]
         self._write(step=step, summary={"value": values})
         self._step = max(self._step, step)
 
@@ -176,6 +183,20 @@ def _flat(value: Json, name: str = "") -> Iterator[tuple[str, bool | float | str
             yield from _flat(each, f"{name}.{key}" if name else key)
     elif value is not None:
         yield name, json.dumps(value) if isinstance(value, list) else value
+
+
+def _histogram_value(histogram: Histogram) -> dict[str, Any]:
+    """Return the value of an event that shows a histogram, as `SummaryWriter.add_histogram` of torch does."""
+    return {
+        "min": histogram.minimum,
+        "max": histogram.maximum,
+        "num": sum(histogram.counts),
+        "sum": histogram.sum,
+        "sum_squares": histogram.sum_of_squares,
+        # TensorBoard knows the right edge of each bucket. So an empty one comes first, for the left edge.
+        "bucket_limit": list(histogram.edges),
+        "bucket": [0, *histogram.counts],
+    }
 
 
 def _hparams_value(config: Json) -> dict[str, Any]:

@@ -6,13 +6,13 @@ the same code. Evaluation and prediction are plain passes over their data.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
-from drivetrain.core.errors import DataError
+from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.core.random_streams import shielded
 from drivetrain.core.types import EvaluationReader
 from drivetrain.data import Feed, MicroBatch, to_host
@@ -20,10 +20,11 @@ from drivetrain.distributed.failure.last_words import set_training
 from drivetrain.engine.metrics.declared import joined
 from drivetrain.engine.metrics.means import MetricBuffer
 from drivetrain.engine.token_weight import first_step
+from drivetrain.engine.updater import Updater
 from drivetrain.engine.weighting import StepResult
 from drivetrain.run.run import Run
 from drivetrain.run.state import Evaluation
-from drivetrain.task.output import StepValues
+from drivetrain.task.output import StepValues, read_output
 
 Feeds = Sequence[tuple[str | None, Feed]]
 
@@ -163,6 +164,7 @@ def _end_update(run: Run, epoch_ended: bool) -> bool:
         if run.requests:
             later = _requests(run, "log", "validate", "end_epoch")  # it has ended
             _log_and_validate(run, later - asked)
+        _pass_to_schedules(run, lambda updater: updater.end_epoch(progress.epoch, run.metrics))
         progress.position = progress.epoch_updates = progress.epoch_batches = 0
     if run.postponed is not None:
         run.stop_if_postponed()
@@ -212,10 +214,18 @@ def validate(run: Run) -> None:
         evaluator = run.evaluator
         values = evaluate(run, "validation", run.evaluation_feeds) if evaluator is None else evaluator()
     run.validated = True
-    for updater in run.engine.updaters.values():
-        updater.observe(values, run.progress.updates)
+    _pass_to_schedules(run, lambda updater: updater.observe(values, run.progress.updates))
     run.log_point(values)
     run.nonfinite.judge_values({name: each for name, each in values.items() if run.names.is_loss(name)})
+
+
+def _pass_to_schedules(run: Run, act: Callable[[Updater], None]) -> None:
+    """Step the schedules that are due; a value that was not logged ends the run once it is saved."""
+    try:
+        for updater in run.engine.updaters.values():
+            act(updater)
+    except ConfigError as error:
+        run.fail(error)
 
 
 def check_validation(run: Run, batches: int) -> None:
@@ -258,121 +268,221 @@ def evaluate(run: Run, stage: str, feeds: Feeds, sanity_batches: int | None = No
     engine, hooks = run.engine, run.hooks
     values: dict[str, float] = {}
     before, run.stage = run.stage, stage
-    with engine.evaluating(stage), run.collecting() as logged:
+    with engine.evaluating(getattr(run.task, f"{stage}_step")), run.collecting() as logged:
         run.evaluation = Evaluation(is_sanity_check=sanity_batches is not None)
         run.call(hooks.on_evaluation_start)
         passes: list[Evaluation] = []
         for loader, feed in feeds:
             start = perf_counter()
-            reader = run.task.evaluation_reader() if sanity_batches is None else None
-            with nullcontext() if reader is None else closing(reader):
-                found = _evaluate_loader(run, loader, feed, reader, sanity_batches)
-            named = run.names.named(found, stage, loader)
+            named = run.names.named(_evaluate_loader(run, loader, feed, sanity_batches), stage, loader)
             run.evaluation.seconds = perf_counter() - start
             passes.append(replace(run.evaluation, values=named))
             values.update(named)
-        run.metrics.update(values)
-        run.evaluation = replace(run.evaluation, values=values, passes=passes)
-        run.call(hooks.on_evaluation_end)
-        values.update(engine.ranks.first(lambda: logged))
-        run.metrics.update(values)
+        _end_evaluation(run, values, passes, logged)
     run.stage = before  # not after an error, whose report names the stage
     return values
 
 
-def _evaluate_loader(
-    run: Run, loader: str | None, feed: Feed, reader: EvaluationReader | None, limit: int | None
-) -> dict[str, float]:
-    engine, task, declared, hooks = (
-        run.engine,
-        run.task,
-        run.evaluation_metrics,
-        run.hooks.on_evaluation_step_end,
-    )
-    step, metric_inputs, add, splitter = (
-        engine.evaluation_step,
-        task.metric_inputs,
-        (buffer := MetricBuffer(engine.data_ranks)).add,
-        engine.splitter,
-    )
-    if declared:
-        declared.reset()
+def _end_evaluation(
+    run: Run, values: dict[str, float], passes: Sequence[Evaluation], logged: Mapping[str, float]
+) -> None:
+    """Give the hooks an evaluation's values, and add what they log to them."""
+    run.metrics.update(values)
+    run.evaluation = replace(run.evaluation, values=values, passes=passes)
+    run.call(run.hooks.on_evaluation_end)
+    values.update(run.engine.ranks.first(lambda: dict(logged)))
+    run.metrics.update(values)
+
+
+class _Pass:
+    """One pass over a loader: it takes what the steps return, and computes the values.
+
+    Args:
+        run: The run.
+        whole: Whether the pass is a whole one, for what computes from all samples at once.
+        stack: Closes and resets what the pass has used.
+    """
+
+    def __init__(self, run: Run, whole: bool, stack: ExitStack) -> None:
+        engine, declared = run.engine, run.evaluation_metrics
+        self._ranks = engine.data_ranks
+        self._buffer = MetricBuffer(self._ranks)
+        self._metric_inputs = run.task.metric_inputs
+        self._whole = whole
+        self._declared = declared
+        if declared:
+            declared.reset()
+            stack.callback(declared.reset)
+        self._passes_on = declared is not None and declared.reads_all and whole
+        self._reader: EvaluationReader | None = run.task.evaluation_reader() if whole else None
+        if self._reader is not None:
+            stack.enter_context(closing(self._reader))
+        self._records: list[Any] = []
+
+    def take(self, part: MicroBatch, number: int, returned: StepValues) -> None:
+        """Take what a step has returned for a batch, or for a part of it."""
+        loss, names, scalars, outputs = returned
+        if scalars is not None:
+            self._buffer.add([(names, scalars, part.weight)], number)
+        if self._declared and outputs is not None:
+            self._declared.update(self._metric_inputs(outputs, part.batch))
+        if self._reader is not None:
+            loss = None if loss is None else loss.detach()
+            self._records.append(self._reader.record(loss, outputs, part.batch))
+
+    def end_round(self) -> None:
+        """Give rank 0 what needs all samples. In a round the ranks have consecutive ones."""
+        if self._passes_on:
+            self._declared.pass_on()  # type: ignore[union-attr]
+        if self._reader is not None:
+            records, self._records = self._records, []
+            for each in self._ranks.gather_first(records) or ():
+                for record in each:
+                    self._reader.add(record)
+
+    def values(self) -> dict[str, float]:
+        """Return the values by the names that the task gives them; all ranks call it together."""
+        # A loss that is NaN here is reported as NaN; a fit then does what `on_nonfinite` says.
+        values = self._buffer.means(refuse_nonfinite=False)
+        if self._declared:
+            values = joined(values, self._declared.compute(self._whole))
+        if (reader := self._reader) is not None:
+            values = joined(values, self._ranks.first(lambda: dict(reader.compute())))
+        return values
+
+
+def _evaluate_loader(run: Run, loader: str | None, feed: Feed, limit: int | None) -> dict[str, float]:
+    engine, hooks = run.engine, run.hooks.on_evaluation_step_end
+    step, splitter, sharded = engine.evaluation_step, engine.splitter, engine.strategy.sharded
     batches = feed.batches_per_epoch
     if limit is not None:
         batches = limit = min(limit, batches or limit)
     run.evaluation = Evaluation(loader, 0, batches, is_sanity_check=limit is not None)
     run.milestones += 1
-    sharded = engine.strategy.sharded
-    for number, micro_batch in enumerate(feed.micro_batches(limit=limit)):
-        run.evaluation.batch = number
-        records: list[Any] = []
-        if (
-            micro_batch.is_placeholder
-        ):  # this rank has no samples left; of a sharded model all run every forward
-            if sharded:
-                run.evaluation.is_placeholder = True
-                step(micro_batch, number)
-                run.evaluation.is_placeholder = False
-            if reader is not None:
-                _pass_on(run, reader, records)
-            continue
-        parts: Iterable[tuple[MicroBatch, StepValues]]
-        if splitter is None:
-            parts = ((micro_batch, step(micro_batch, number)),)
-        else:
-            parts = splitter.evaluation_steps(micro_batch, number)
-        run.evaluation.samples += micro_batch.samples
-        for part, (loss, names, scalars, outputs) in parts:
-            if scalars is not None:
-                add([(names, scalars, part.weight)], number)
-            if declared and outputs is not None:
-                declared.update(metric_inputs(outputs, part.batch))
-            if reader is not None:
-                records.append(reader.record(None if loss is None else loss.detach(), outputs, part.batch))
-        if reader is not None:
-            _pass_on(run, reader, records)
-        if hooks:
-            run.call(hooks)
-    # A loss that is NaN here is reported as NaN; a fit then does what `on_nonfinite` says.
-    values = buffer.means(refuse_nonfinite=False)
-    if declared:
-        values = joined(values, declared.compute())
-        declared.reset()
-    if reader is not None:
-        values = joined(values, engine.data_ranks.first(lambda: dict(reader.compute())))
-    return values
+    with ExitStack() as stack:
+        made = _Pass(run, limit is None, stack)
+        take, end_round = made.take, made.end_round
+        for number, micro_batch in enumerate(feed.micro_batches(limit=limit)):
+            run.evaluation.batch = number
+            if (
+                micro_batch.is_placeholder
+            ):  # this rank has no samples left; of a sharded model all run every forward
+                if sharded:
+                    run.evaluation.is_placeholder = True
+                    step(micro_batch, number)
+                    run.evaluation.is_placeholder = False
+                end_round()
+                continue
+            parts: Iterable[tuple[MicroBatch, StepValues]]
+            if splitter is None:
+                parts = ((micro_batch, step(micro_batch, number)),)
+            else:
+                parts = splitter.evaluation_steps(micro_batch, number)
+            run.evaluation.samples += micro_batch.samples
+            for part, returned in parts:
+                take(part, number, returned)
+            end_round()
+            if hooks:
+                run.call(hooks)
+        return made.values()
 
 
-def _pass_on(run: Run, reader: EvaluationReader, records: list[Any]) -> None:
-    """Give rank 0's reader the records of a round. In a round the ranks have consecutive samples."""
-    for each in run.engine.data_ranks.gather_first(records) or ():
-        for record in each:
-            reader.add(record)
+def predict(run: Run, feed: Feed, values: dict[str, float] | None = None) -> Generator[Any, None, None]:
+    """Yield the outputs of every batch, on the CPU, in the data's order, those of all ranks on every rank.
 
-
-def predict(run: Run, feed: Feed) -> Generator[Any, None, None]:
-    """Yield the outputs of every batch, on the CPU, in the data's order, those of all ranks on every rank."""
-    engine, splitter, after_step = run.engine, run.engine.splitter, run.hooks.on_evaluation_step_end
+    Args:
+        run: The run.
+        feed: The data.
+        values: Gets the values of a validation on the same data, by name, at the end; None makes none.
+    """
+    engine, after_step = run.engine, run.hooks.on_evaluation_step_end
     ranks, sharded, alone = engine.data_ranks, engine.strategy.sharded, engine.data_ranks.alone
     run.stage = "predict"
-    with engine.evaluating("predict"):
-        seed, step = engine.streams.seed_evaluation, engine.evaluate_step
+    step = run.task.predict_step if values is None else _validating(run)
+    with engine.evaluating(step), run.collecting() as logged, ExitStack() as stack:
         run.evaluation = evaluation = Evaluation(None, 0, feed.batches_per_epoch)
         run.call(run.hooks.on_evaluation_start)
-        for number, micro_batch in enumerate(feed.micro_batches()):
+        made = None if values is None else _Pass(run, True, stack)
+        micro_batches = feed.micro_batches()
+        for number, micro_batch in enumerate(micro_batches if made is None else _weighed(micro_batches)):
             mine, evaluation.batch = None, number
             evaluation.is_placeholder = micro_batch.is_placeholder
             if sharded or not micro_batch.is_placeholder:
-                if splitter is None:
-                    seed(number)
-                    outputs = to_host(step(micro_batch.batch))
-                else:
-                    outputs = splitter.predict_step(micro_batch, number)
+                outputs = _predicted(run, micro_batch, number, made)
                 mine = None if micro_batch.is_placeholder else (outputs,)
+            if made is not None:
+                made.end_round()
             if after_step:
                 run.call(after_step)
             # In one round the ranks hold consecutive samples: their order is the data's.
             for each in (mine,) if alone else ranks.all_gather(mine):
                 if each is not None:
                     yield each[0]
-        run.call(run.hooks.on_evaluation_end)
+        if made is None or values is None:
+            run.call(run.hooks.on_evaluation_end)
+        else:
+            values.update(run.names.named(made.values(), "validation", None))
+            _end_evaluation(run, values, (), logged)
+
+
+def _validating(run: Run) -> Callable[[Any], tuple[Any, Any]]:
+    """Return a step that returns what `validation_step` and `predict_step` return; a task with neither of its
+    own runs its forward once.
+    """
+    task, engine = run.task, run.engine
+
+    def once(batch: Any) -> tuple[Any, Any]:
+        evaluated = task.validation_step(batch)
+        return evaluated, evaluated.outputs
+
+    def both(batch: Any) -> tuple[Any, Any]:
+        evaluated = task.validation_step(batch)
+        if engine.splitter is None:  # each draws as it does alone
+            engine.streams.seed_evaluation(run.evaluation.batch)
+        return evaluated, task.predict_step(batch)
+
+    return both if task.overrides("validation_step") or task.overrides("predict_step") else once
+
+
+def _predicted(run: Run, micro_batch: MicroBatch, number: int, made: _Pass | None) -> Any:
+    """Return the outputs for a batch on the host; a pass takes what is returned for its values."""
+    engine, splitter = run.engine, run.engine.splitter
+    if made is None:
+        if splitter is not None:
+            return splitter.predict_step(micro_batch, number)
+        engine.streams.seed_evaluation(number)
+        return to_host(engine.evaluate_step(micro_batch.batch))
+    with _needing_targets():
+        if splitter is not None:
+            return splitter.predict_step(
+                micro_batch, number, None if micro_batch.is_placeholder else made.take
+            )
+        engine.streams.seed_evaluation(number)
+        evaluated, outputs = engine.evaluate_step(micro_batch.batch)
+        if not micro_batch.is_placeholder:
+            run.evaluation.samples += micro_batch.samples
+            made.take(micro_batch, number, read_output(evaluated))
+        return to_host(outputs)
+
+
+def _weighed(micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    """Yield the micro-batches, whose weight `loss_weight` may have to read from targets."""
+    while True:
+        with _needing_targets():
+            micro_batch = next(micro_batches, None)
+        if micro_batch is None:
+            return
+        yield micro_batch
+
+
+@contextmanager
+def _needing_targets() -> Iterator[None]:
+    """Run the block, and say why targets are needed if it fails for lack of a column."""
+    needed = "predict(metrics=True) needs data with targets, as validate does; leave metrics out without them"
+    try:
+        yield
+    except LookupError as error:
+        raise DataError(f"the task raised {type(error).__name__}: {error}. {needed}") from error
+    except DataError as error:
+        error.add_note(f"drivetrain: {needed}")
+        raise

@@ -5,16 +5,25 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from drivetrain.checkpoint.saving.config import chosen_policies
 from drivetrain.run.settings import RunSettings
 
 
 def may_resume_by_itself(settings: RunSettings) -> bool:
     """Return whether resume="auto" works: the next run of the program finds the same directory."""
-    return settings.run_dir is not None or getattr(settings.checkpoint, "directory", None) is not None
+    policies = chosen_policies(settings.checkpoint)
+    return settings.run_dir is not None or any(each.directory is not None for each in policies)
+
+
+def is_resumable(settings: RunSettings) -> bool:
+    """Return whether a run can go on from the checkpoints that these settings save."""
+    return all(each.resumable for each in chosen_policies(settings.checkpoint))
 
 
 def what_goes_on(settings: RunSettings, newest: str) -> str:
     """Return the argument of `fit` that resumes from a checkpoint, as the end of a sentence."""
+    if not is_resumable(settings):
+        return "it holds weights alone, and no run can go on from it"
     if may_resume_by_itself(settings):
         return "resume='auto' goes on from it"
     return f"fit(..., resume={newest!r}) goes on from it, or resume='auto' once the Trainer has a run_dir"

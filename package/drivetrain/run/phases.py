@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -149,7 +149,6 @@ def phases_of(run: Run, phases: Phases, before_update: Callable[[int], None]) ->
     with ExitStack() as stack:
         for owner, method, name in (
             (stepping, "train_step", "step"),
-            (engine, "run_step", "forward"),
             (engine, "evaluation_step", "step"),
             (engine.transfer, "moved", "transfer"),
             (engine.transfer, "started", "transfer"),
@@ -166,6 +165,7 @@ def phases_of(run: Run, phases: Phases, before_update: Callable[[int], None]) ->
                 _watch_feed(stack, run, phases, feed)
         if run.train_feed is not None:
             _watch_updates(stack, run.train_feed, before_update)
+        _watch_forward(stack, run, phases)
         _watch_blocks(stack, run, phases)
         _watch_hooks(stack, run, phases)
         yield
@@ -184,6 +184,24 @@ def _replace(stack: ExitStack, owner: Any, name: str, new: Any) -> None:
 def _name_in_stage(run: Run, name: str) -> Callable[[], str]:
     """Return a function that gives the name with the stage in it: "data" in training, "validation data"."""
     return lambda: name if run.stage == "train" else f"{run.stage} {name}"
+
+
+def _watch_forward(stack: ExitStack, run: Run, phases: Phases) -> None:
+    engine, freeze, named = run.engine, run.engine.freeze, _name_in_stage(run, "forward")
+
+    def watch() -> None:
+        engine.run_step = phases.around(named, engine.run_step)
+
+    def leave() -> None:
+        engine.run_step = getattr(engine.run_step, "__wrapped__", engine.run_step)
+
+    def frozen(names: Collection[str]) -> None:  # it chooses another step
+        freeze(names)
+        watch()
+
+    watch()
+    stack.callback(leave)
+    _replace(stack, engine, "freeze", frozen)
 
 
 def _watch_feed(stack: ExitStack, run: Run, phases: Phases, feed: Feed) -> None:

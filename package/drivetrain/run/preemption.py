@@ -40,7 +40,8 @@ class PreemptionConfig:
 
     Attributes:
         requeue: Signals after which the program should start again: `fit` raises `Preempted`, so that it ends
-            with exit code 75. SLURM sends a warning as `--signal=USR1@300`.
+            with exit code 75. SLURM sends a warning as `--signal=USR1@300`. With
+            `CheckpointConfig(resumable=False)` they count as those of `stop`.
         stop: Signals after which it should not: `fit` raises `KeyboardInterrupt`, so that it ends with 130.
         deadline: The time from a signal of `requeue` to the end of the process, saved or not: seconds, a
             timedelta, or a text such as "2 minutes". "auto" is 25 seconds after SIGTERM, because systems then
@@ -170,18 +171,25 @@ class Preemption:
         self._signals.open()
         return self
 
-    def attach(self, run: Run) -> None:
-        """Let signals end this run."""
+    def attach(self, run: Run, resumable: bool = True) -> None:
+        """Let signals end this run.
+
+        Args:
+            run: The run.
+            resumable: Whether a run can go on from its checkpoints. Otherwise each signal is one of `stop`: a
+                program that is started again would fail at its start.
+        """
         config, self._run = self._config, run
         if config is None:
             return
         stopping = run.stopping
+        again = EXIT_REQUEUE if resumable else EXIT_STOPPED
         stopping.signals = {
-            **{_reason(each): EXIT_REQUEUE for each in config.requeues},
+            **{_reason(each): again for each in config.requeues},
             **{_reason(each): EXIT_STOPPED for each in config.stops},
         }
         if self._signals is not None:
-            self._signals.attach(self._ask, self._where)
+            self._signals.attach(self._ask, self._where, again)
 
     def _ask(self, received: signal.Signals) -> None:
         assert self._run is not None
@@ -245,5 +253,5 @@ def _reason(name: str) -> str:
 
 
 def _say(text: str) -> None:
-    if rank() == 0 or text.endswith(str(EXIT_REQUEUE)):
+    if rank() == 0 or text.endswith((str(EXIT_REQUEUE), str(EXIT_STOPPED))):
         write_now(f"drivetrain: {text}\n")

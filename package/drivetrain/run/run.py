@@ -19,7 +19,7 @@ from drivetrain.core.errors import ConfigError, NonFiniteError
 from drivetrain.core.random_streams import load_host_state, shielded
 from drivetrain.core.synonyms import Elsewhere, missing
 from drivetrain.core.totals import Totals
-from drivetrain.core.types import Logger
+from drivetrain.core.types import Histogram, HistogramLogger, Logger
 from drivetrain.data import Feed
 from drivetrain.distributed.failure.named_places import named_place
 from drivetrain.engine.engine import Engine
@@ -125,6 +125,7 @@ class Run(RunState):
             self.totals.max_seconds is not None or self.triggers.log.by_time or self.triggers.validate.by_time
         )
         self._values: dict[str, float] = {}
+        self._histograms: dict[str, Histogram] = {}
         self._logging = False
         self._assets: list[Assets] | None = []
         self.origin = perf_counter()
@@ -247,6 +248,16 @@ class Run(RunState):
                 )
         (self.logged if self._logging else self._values)[name] = float(value)
 
+    def log_histogram(self, name: str, histogram: Histogram) -> None:
+        """Give the loggers that take histograms one at this log point; for `on_log`. Rank 0's counts.
+
+        Raises:
+            ConfigError: There is no log point now.
+        """
+        if not self._logging:
+            raise ConfigError(f"run.log_histogram({name!r}, ...) is for on_log: there is no log point now")
+        self._histograms[name] = histogram
+
     @contextmanager
     def collecting(self) -> Iterator[dict[str, float]]:
         """Collect what is logged inside the block; the next log point does not get it."""
@@ -312,7 +323,7 @@ class Run(RunState):
             ConfigError: A parameter was added, replaced or unfrozen since; names it.
         """
         engine = self.engine
-        check_trained(self.task, engine.parameters, lambda: engine.strategy.settle(engine.model))
+        check_trained(self.task, engine.trainable, lambda: engine.strategy.settle(engine.model))
 
     # Log points.
 
@@ -374,6 +385,7 @@ class Run(RunState):
         self.latest.update(self.logged)
 
     def _publish(self) -> None:
+        self._histograms = {}
         with shielded():
             self.call(self.hooks.on_log)
             if self.hooks.on_log:  # the same on all ranks, unlike loggers
@@ -382,6 +394,8 @@ class Run(RunState):
             for logger in self.loggers if self.is_main else ():
                 with self.logging_to(logger, f"what {type(logger).__name__} logs at update"):
                     logger.log_metrics(self.logged, self.progress.updates)
+                    if self._histograms and isinstance(logger, HistogramLogger):
+                        logger.log_histograms(self._histograms, self.progress.updates)
 
     @contextmanager
     def logging_to(self, logger: Logger, lost: str) -> Iterator[None]:

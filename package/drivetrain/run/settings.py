@@ -12,8 +12,10 @@ from typing import Any
 
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.checkpoint.saving.assets import Assets, checked_assets
+from drivetrain.checkpoint.saving.config import as_policies
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.intervals import Every
+from drivetrain.core.stages import Stages, most, stages_or_number
 from drivetrain.core.types import Logger
 from drivetrain.core.validation import count, duration, flag, number, one_of
 from drivetrain.engine.evaluation_precision import check_evaluation_precision
@@ -87,7 +89,7 @@ class RunSettings:
     num_nodes: int = 1
     precision: str | int | Precision = "auto"
     evaluation_precision: str | int | Precision | None = None
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: int | Mapping[Any, int] = 1
     max_grad_norm: float | None = None
     max_grad_value: float | None = None
     micro_batch: int | str | None = None
@@ -95,7 +97,7 @@ class RunSettings:
     validate_from: Interval | None = None
     log_every: Interval | None = "50 steps"
     log_first_step: bool = False
-    checkpoint: bool | str | CheckpointConfig = True
+    checkpoint: bool | str | CheckpointConfig | Sequence[CheckpointConfig] = True
     assets: Assets = ()
     callbacks: Sequence[Any] = ()
     loggers: str | Logger | Sequence[str | Logger] = ("tensorboard", "csv")
@@ -111,7 +113,7 @@ class RunSettings:
     hang_timeout: str | float | timedelta | None = 600.0
     on_nonfinite: str = "raise"
     preemption: bool | Mapping[str, Any] | PreemptionConfig = True
-    batch_size: int | None = None
+    batch_size: int | Mapping[Any, int] | None = None
     evaluation_batch_size: int | None = None
     collate: Callable[[list[Any]], Any] | None = None
     group_by_length: str | Callable[[Any], int] | None = None
@@ -134,7 +136,6 @@ class RunSettings:
             "max_steps",
             "min_epochs",
             "min_steps",
-            "batch_size",
             "evaluation_batch_size",
         ):
             if getattr(self, name) is not None:
@@ -151,18 +152,32 @@ class RunSettings:
             if limit is not None and not (isinstance(limit, float) and 0 < limit < 1):
                 if isinstance(limit, float):
                     raise ConfigError(
-                        f"{name} must be a number of batches, or a fraction below 1, not {limit}"
+                        f"{name} must be a number of batches, a fraction below 1, or None for all, not"
+                        f" {limit}"
                     )
                 count(name, limit, at_least=1)
         if self.sanity_validation not in (None, "auto"):
+            if isinstance(self.sanity_validation, str) or self.sanity_validation < 1:
+                raise ConfigError(
+                    "sanity_validation must be a number of batches, 'auto', or None for no such validation,"
+                    f" not {self.sanity_validation!r}"
+                )
             count("sanity_validation", self.sanity_validation, at_least=1)
+            if self.validate_every is None:
+                raise ConfigError(
+                    f"sanity_validation={self.sanity_validation} with validate_every=None: a fit that never"
+                    " validates needs no check of it. Leave one of them out"
+                )
         if self.try_out not in (None, "batches", "overfit"):
             if isinstance(self.try_out, str):
                 raise ConfigError(
                     f"try_out must be 'batches', a number of them, or 'overfit', not {self.try_out!r}"
                 )
             count("try_out", self.try_out, at_least=1)
-        count("gradient_accumulation_steps", self.gradient_accumulation_steps, at_least=1)
+        for name in ("gradient_accumulation_steps", "batch_size"):
+            if (given := getattr(self, name)) is not None:
+                object.__setattr__(self, name, stages_or_number(name, given))
+        check_stages(self)
         count("num_workers", self.num_workers)
         count("seed", self.seed)
         if self.data_seed is not None:
@@ -236,6 +251,41 @@ class RunSettings:
         return {field.name: plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
 
+def check_stages(settings: RunSettings) -> None:
+    """Check that the other arguments fit numbers that change during a run.
+
+    Raises:
+        ConfigError: One does not; says what to do.
+    """
+    for name, stages in stages_of(settings).items():
+        if settings.group_by_length is not None:
+            raise ConfigError(
+                f"group_by_length puts samples of similar lengths into the same update, and {name}={stages!r}"
+                " changes how many an update has. Give one number, or"
+                " DataLoader(..., sampler=drivetrain.data.LengthGroupedSampler(lengths, group_size))"
+            )
+        check_samples(settings, name, stages)
+
+
+def stages_of(settings: RunSettings) -> dict[str, Stages]:
+    """Return the numbers that change during a run, by argument."""
+    given = {name: getattr(settings, name) for name in ("gradient_accumulation_steps", "batch_size")}
+    return {name: each for name, each in given.items() if isinstance(each, Stages)}
+
+
+def check_samples(settings: RunSettings, name: str, stages: Stages) -> None:
+    """Check that the samples before each stage are known beforehand, if its points count them.
+
+    Raises:
+        ConfigError: Some may be left out.
+    """
+    if stages.unit == "samples" and settings.on_bad_batch == "skip":
+        raise ConfigError(
+            f"{name}={stages!r} changes after samples, and on_bad_batch='skip' leaves some out. Give"
+            " the points in steps or epochs, or use on_bad_batch='raise'"
+        )
+
+
 def same_on_all_ranks(settings: RunSettings) -> dict[str, Any]:
     """Return the arguments that must be equal on all ranks."""
     return {name: getattr(settings, name) for name in _SAME_ON_ALL_RANKS}
@@ -301,14 +351,19 @@ def check_callbacks(settings: RunSettings, strategy: Strategy) -> None:
 
 
 def checkpoint_policy(spec: object) -> object:
-    """Return the policy after a check.
+    """Return what the Trainer was given as `checkpoint` after a check; several policies as a tuple.
 
     Raises:
-        ConfigError: It is no policy.
+        ConfigError: It is no policy, or several contradict each other.
     """
     if isinstance(spec, (bool, CheckpointConfig)) or spec == "async":
         return spec
-    raise ConfigError(f"checkpoint must be True, False, 'async' or a CheckpointConfig, not {spec!r}")
+    if isinstance(spec, (list, tuple)):
+        policies = as_policies(spec)
+        return policies if len(policies) > 1 else policies[0]
+    raise ConfigError(
+        f"checkpoint must be True, False, 'async', a CheckpointConfig or a list of them, not {spec!r}"
+    )
 
 
 def plain(value: Any) -> Any:
@@ -342,7 +397,7 @@ def check_memory_settings(settings: RunSettings, strategy: Strategy) -> None:
     if not config.release_gradients:
         return
     reason = ""
-    if settings.gradient_accumulation_steps > 1:
+    if most(settings.gradient_accumulation_steps) > 1:
         reason = (
             f"gradient_accumulation_steps={settings.gradient_accumulation_steps}: gradients have to be kept"
         )
@@ -374,7 +429,7 @@ def check_strategy_settings(settings: RunSettings, strategy: Strategy, batch_siz
         ConfigError: The strategy's own configuration contradicts them.
     """
     asked = Settings(
-        batch_size if isinstance(batch_size, int) else None,
+        batch_size if isinstance(batch_size, (int, Mapping)) else None,
         settings.gradient_accumulation_steps,
         settings.max_grad_norm,
         strategy.world_size,

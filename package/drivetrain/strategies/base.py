@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from drivetrain.core.registry import is_installed
 from drivetrain.distributed.failure.named_places import named_place
 from drivetrain.distributed.ranks import ALONE, Ranks
+from drivetrain.distributed.tensors import held_here
 from drivetrain.strategies.loss_scale import LossScale
 from drivetrain.strategies.optimizer_step import step
 from drivetrain.strategies.precision.base import Precision
@@ -80,14 +81,14 @@ class Settings(NamedTuple):
     """Settings of a Trainer that a strategy's own configuration may contain too.
 
     Attributes:
-        batch_size: Samples in a micro-batch on each rank; None if it is not known.
-        gradient_accumulation_steps: Micro-batches in an update on each rank.
+        batch_size: Samples in a micro-batch on each rank, or their stages; None if it is not known.
+        gradient_accumulation_steps: Micro-batches in an update on each rank, or their stages.
         max_grad_norm: The norm that gradients are clipped to; None disables clipping.
         world_size: The number of processes.
     """
 
-    batch_size: int | None
-    gradient_accumulation_steps: int
+    batch_size: int | Mapping[Any, int] | None
+    gradient_accumulation_steps: int | Mapping[Any, int]
     max_grad_norm: float | None
     world_size: int
 
@@ -132,6 +133,7 @@ class Strategy(ABC):
         no_skipping: Why an update cannot be skipped once its gradients exist.
         no_evaluation_precision: Why the weights cannot be stored in another dtype for an evaluation.
         no_value_clipping: Why gradients cannot be clipped by value.
+        no_unfreezing: Why the trained parameters cannot change between updates.
         no_choice_of_gpus: Why a process cannot take another GPU than that of its local rank.
         gpus: The GPU of each process on a machine, by index; None gives each that of its local rank.
         inexact: Why its numbers differ from those of one process on the whole batch; empty where they are
@@ -154,6 +156,7 @@ class Strategy(ABC):
     no_skipping: str = "it does not declare that an update can be skipped once its gradients exist"
     no_evaluation_precision: str = "it does not declare that weights can be replaced for an evaluation"
     no_value_clipping: str = "it does not declare that the parameters' gradients are those of the update"
+    no_unfreezing: str = "it does not declare that the trained parameters may change between updates"
     no_choice_of_gpus: str = "it does not declare that a process can take another GPU than its local rank's"
     gpus: Sequence[int] | None = None
     inexact: str = ""
@@ -241,6 +244,19 @@ class Strategy(ABC):
         whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         return whole
 
+    def local_part(self, tensor: Tensor) -> tuple[Tensor, float]:
+        """Return this process's part of a tensor without gathering it, and the part's share.
+
+        A part that n processes hold has the share 1/n. So the sum over all processes of what each computes
+        from its part, times the share, counts every element once.
+
+        Args:
+            tensor: A parameter of the prepared task, or its gradient.
+        """
+        placed: Any = tensor.detach()
+        part: Tensor = placed.to_local() if hasattr(placed, "to_local") else placed
+        return part, held_here(tensor, self.world_size)
+
     def restore(self) -> None:
         """Turn the prepared module back into an ordinary one with all of its values. Called on all processes
         after a run that ended without an error.
@@ -250,6 +266,17 @@ class Strategy(ABC):
         """Put the parameters that `prepare` left back into the model, if a forward has replaced them. Called
         on all processes between updates.
         """
+
+    def retrain(self, model: nn.Module) -> nn.Module:
+        """Return the prepared model, adapted to the parameters that require gradients now.
+
+        Called on all processes between updates, after `settle`, when the `requires_grad` of parameters that
+        the optimizers train has changed.
+
+        Args:
+            model: The model of `prepare`, or of the last call.
+        """
+        return model
 
     def prepare_data(self, data: Any) -> Any:
         """Return a user's loader adapted to this rank; the default is the loader unchanged."""

@@ -132,6 +132,7 @@ class DDP(Strategy):
     no_skipping = ""
     no_evaluation_precision = ""
     no_value_clipping = ""
+    no_unfreezing = ""
     no_choice_of_gpus = ""
 
     def __init__(self, config: DDPConfig | None = None, *, device: str = "cpu", world_size: int = 1) -> None:
@@ -187,10 +188,7 @@ class DDP(Strategy):
         module.to(self.device)
         module.context = precision.forward_context(self.device)
         self._scale = LossScale(self.device) if precision.loss_scaling else None
-        trained = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
-        self._names = [name.removeprefix("task.") for name, _ in trained]
-        self._parameters = [each for _, each in trained]
-        self._sparse = trained_sparsely(module.task)
+        self._note(module)
         if make_optimizers is None or not self._parameters:
             broadcast_module(module, self.world_size)
             return Prepared(module, make_optimizers(module) if make_optimizers else {})
@@ -200,9 +198,33 @@ class DDP(Strategy):
             refuse_sparse(module.task, self.name, reason)
         if self.device.type == "cuda" and self.world_size > 1:
             refuse_sparse(module.task, self.name, "NCCL cannot reduce them")
+        return Prepared(self._wrap(module), make_optimizers(module))
+
+    def retrain(self, model: nn.Module) -> nn.Module:
+        """Wrap the module again: the wrapper waits for the gradients of those that were trained before.
+
+        Nothing is sent: all processes have the same parameters by now.
+        """
+        wrapped = self._wrapped
+        if wrapped is None:
+            return model
+        wrapped.reducer._remove_autograd_hooks()  # else a second wrapper's gradients would go to it too
+        self._note(wrapped.module)
+        self._unlearned = self.config.static_graph
+        return self._wrap(wrapped.module, init_sync=False)
+
+    def _note(self, module: StepModule) -> None:
+        trained = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
+        self._names = [name.removeprefix("task.") for name, _ in trained]
+        self._parameters = [each for _, each in trained]
+        self._sparse = trained_sparsely(module.task)
+
+    def _wrap(self, module: StepModule, init_sync: bool = True) -> DistributedDataParallel:
+        config = self.config
         buffers: dict[str, Any] = {_BUFFERS: config.broadcast_buffers}
         self._wrapped = wrapped = DistributedDataParallel(
             module,
+            init_sync=init_sync,
             device_ids=[self.device] if self.device.type == "cuda" else None,
             process_group=uncompared(),
             bucket_cap_mb=config.bucket_mb,
@@ -215,7 +237,7 @@ class DDP(Strategy):
         if self.world_size > 1 and not (config.static_graph or config.find_unused_parameters):
             settle_buckets(wrapped, self._parameters)
         self._register_hook(wrapped)  # last, so that a hook with state only gets the training's gradients
-        return Prepared(wrapped, make_optimizers(module))
+        return wrapped
 
     def _register_hook(self, wrapped: DistributedDataParallel) -> None:
         hook = self.config.communication

@@ -65,6 +65,7 @@ class SingleDevice(Strategy):
     no_skipping = ""
     no_evaluation_precision = ""
     no_value_clipping = ""
+    no_unfreezing = ""
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = _existing(device)

@@ -30,8 +30,8 @@ def check_used(names: Sequence[str], parameters: Sequence[nn.Parameter], allow: 
     frozen = [names[index] for index in without if not parameters[index].requires_grad]
     if frozen:
         raise ConfigError(
-            f"parameters were frozen after the run had started: {', '.join(frozen[:8])}. Freeze them before"
-            f" the run, or give {allow}"
+            f"parameters were frozen after the run had started: {', '.join(frozen[:8])}. Freeze them by the"
+            f" callback Freeze(...), or before the run, or give {allow}"
         )
     listed = ", ".join(names[index] for index in without[:8])
     more = f" and {len(without) - 8} more" if len(without) > 8 else ""
@@ -56,14 +56,18 @@ class UsedParameters:
             for each in self._names
         ]
 
+    def stop(self) -> None:
+        """Stop recording."""
+        for each in self._handles:
+            each.remove()
+
     def check(self) -> None:
         """Check that all parameters have got a gradient, and stop recording.
 
         Raises:
             ConfigError: Some have not; the message names them.
         """
-        for each in self._handles:
-            each.remove()
+        self.stop()
         unused = [name for each, name in self._names.items() if each not in self._used]
         if unused:
             more = f" and {len(unused) - 8} more" if len(unused) > 8 else ""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
 
 from torch import nn
 
 from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.task.blocks import is_called, repeated_blocks, separate
+from drivetrain.task.optim.groups import names_matching
 
 Wrap = str | int | tuple[str, ...] | Callable[[nn.Module], bool]
 """A user's choice of modules; see `FSDPConfig.wrap`."""
@@ -99,21 +99,7 @@ def ignored_names(model: nn.Module, patterns: Sequence[str]) -> frozenset[str]:
     Raises:
         ConfigError: A pattern matches nothing; the message gives the nearest name.
     """
-    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    modules = [
-        name for name, module in model.named_modules() if name and any(True for _ in module.parameters())
-    ]
-    chosen: set[str] = set()
-    for pattern in patterns:
-        holders = tuple(f"{name}." for name in modules if fnmatchcase(name, pattern))
-        found = {name for name in parameters if fnmatchcase(name, pattern) or name.startswith(holders)}
-        if not found:
-            raise ConfigError(
-                f"ignored={pattern!r} matches no parameter, and no module with parameters."
-                f" {nearest(pattern, {*parameters, *modules})}"
-            )
-        chosen |= found
-    return frozenset(chosen)
+    return frozenset().union(*(names_matching(model, each, f"ignored={each!r}") for each in patterns))
 
 
 def scalar_names(model: nn.Module) -> frozenset[str]:

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import typing
 from collections.abc import Collection, Iterable, Mapping
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -63,7 +64,7 @@ class StoredTask:
         if self.is_foreign:
             arguments, lacking = self._taken(cls, set(overrides))
         lacking -= set(overrides)
-        kinds = _dataclasses_of(cls)
+        kinds = _dataclasses_of(cls)  # type: ignore[arg-type]  # mypy takes no class of modules for hashable
         for name, stored in self.dataclasses.items():
             if name not in overrides:
                 made = _make(kinds.get(name, ()), stored, f"the argument {name!r} of {self.path}")
@@ -110,7 +111,7 @@ def pack_hparams(task: nn.Module) -> Json:
     """
     cls = type(task)
     defaults = {each.name: each.default for each in parameters_of(cls)}
-    kinds = _dataclasses_of(cls)
+    kinds = _dataclasses_of(cls)  # type: ignore[arg-type]  # mypy takes no class of modules for hashable
     values: dict[str, Json] = {}
     made: dict[str, Json] = {}
     unstored: list[Json] = []
@@ -143,6 +144,7 @@ def _packed(value: Any) -> Json:
     return packed
 
 
+@cache  # it takes half a millisecond, and every save asks
 def _dataclasses_of(cls: type[nn.Module]) -> dict[str, list[type]]:
     """Return the dataclasses that a constructor's annotations name, alone or in a union, by argument.
 

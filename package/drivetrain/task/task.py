@@ -64,11 +64,15 @@ class TaskModule(nn.Module):
 
     may_skip: bool = False
     """Whether `training_step` may return None: the batch then counts for nothing, and an update whose batches
-    all return None is skipped. With several ranks this costs one exchange of two numbers in each update."""
+    all return None is skipped. With several ranks that are not sharded this costs one exchange of two numbers
+    in each update, during the last backward."""
 
     makes_updates: bool = False
     """Whether `training_step`, a generator without a yield, makes its updates itself by
     `Engine.update_inside`. Each of its batches counts as an update."""
+
+    no_predict_metrics: str = ""
+    """Why `Trainer.predict(metrics=True)` cannot run this task; empty if it can."""
 
     totals: Totals = Totals()
     """The planned length of the fit in progress, from before `configure_optimizers` until the fit has ended.
@@ -230,7 +234,8 @@ class TaskModule(nn.Module):
         Returns:
             An `OptimizerConfig`; or a callable that takes the list of trainable parameters and returns an
             optimizer or `(optimizer, schedule)`; or a mapping of names to either for several optimizers. The
-            schedule is a `torch.optim.lr_scheduler.LRScheduler` stepped once per update.
+            schedule is a `torch.optim.lr_scheduler.LRScheduler` stepped once per update, or a `TorchSchedule`
+            stepped by epoch or with a metric.
         """
         return OptimizerConfig("adamw")
 

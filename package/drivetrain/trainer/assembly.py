@@ -5,28 +5,30 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain import callbacks as built_in
-from drivetrain.checkpoint import CheckpointConfig
+from drivetrain.checkpoint.saving.config import chosen_policies
 from drivetrain.checkpoint.weights.frozen import FrozenParameters, check_storable, fingerprints
 from drivetrain.checkpoint.weights.module_state import has_extras, load_module_state
 from drivetrain.core.errors import ConfigError
-from drivetrain.core.intervals import DelayedTrigger, Every, FirstUpdateTrigger, Trigger, exact
+from drivetrain.core.intervals import DelayedTrigger, Every, FirstUpdateTrigger, PerEpoch, Trigger, exact
 from drivetrain.core.random_streams import preserved
+from drivetrain.core.stages import at_start
 from drivetrain.core.synonyms import check_task_names, foreign
 from drivetrain.core.totals import Totals
 from drivetrain.core.validation import duration
 from drivetrain.data import Feed
 from drivetrain.data.consistency import check_data
-from drivetrain.data.reading import check_settings_used
+from drivetrain.data.reading import check_evaluation_size, check_settings_used
 from drivetrain.distributed.failure.channel import FailureChannel
 from drivetrain.distributed.launch.environment import may_start_again
 from drivetrain.engine.engine import Engine
 from drivetrain.engine.metrics.declared import DeclaredMetrics
 from drivetrain.engine.rank_consistency import check_same_call, check_same_optimizers
+from drivetrain.engine.updater import check_watched
 from drivetrain.loggers.base import build_loggers
 from drivetrain.run.hooks import HOOKS
 from drivetrain.run.ledger import fit_began
@@ -37,7 +39,7 @@ from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.transforms.compile import as_compile
 from drivetrain.task.task import TaskModule, known_fit
 from drivetrain.trainer.data_objects import DataObject, begun, fit_data, pick_data, state_of
-from drivetrain.trainer.feeds import evaluation_feeds, may_change_data, starts_early, train_feed
+from drivetrain.trainer.feeds import batch_sizes, evaluation_feeds, may_change_data, starts_early, train_feed
 from drivetrain.trainer.try_out import overfitting
 
 if TYPE_CHECKING:
@@ -100,6 +102,24 @@ def setting_up(settings: RunSettings, task: TaskModule, verb: str, **arguments: 
         raise
 
 
+def _in_epochs(feed: Feed, max_epochs: float) -> tuple[int, tuple[int, int]] | None:
+    """Return the updates of so many epochs, and where they end: the epoch, and the micro-batches of it that
+    are trained on. None if the length of an epoch is unknown.
+    """
+    epochs, per_epoch, plan = math.ceil(max_epochs), feed.updates_per_epoch, feed.plan
+    whole = epochs, 0
+    if per_epoch is not None:
+        updates = math.ceil(exact(max_epochs) * per_epoch)
+        if updates == epochs * per_epoch:
+            return updates, whole
+        return updates, (epochs - 1, (updates - (epochs - 1) * per_epoch) * feed.accumulation)
+    if plan is None or not plan.knows_length:
+        return None
+    before, last = plan.windows_before(epochs - 1), plan.windows_in(epochs - 1)
+    updates = before + math.ceil((1 - epochs + exact(max_epochs)) * last)
+    return updates, whole if updates == before + last else (epochs - 1, plan.after(updates).rounds)
+
+
 def planned_totals(settings: RunSettings, feed: Feed, world_size: int) -> Totals:
     """Return the length of a fit, as far as it is known.
 
@@ -113,17 +133,16 @@ def planned_totals(settings: RunSettings, feed: Feed, world_size: int) -> Totals
     """
     if settings.max_epochs is None and settings.max_steps is None and settings.max_time is None:
         raise ConfigError("how long to train? Give the Trainer max_epochs, max_steps or max_time")
-    per_epoch, max_epochs = feed.updates_per_epoch, settings.max_epochs
+    max_epochs, plan = settings.max_epochs, feed.plan
     known = [] if settings.max_steps is None else [settings.max_steps]
     epochs = end = None
     if max_epochs is not None:
         epochs = math.ceil(max_epochs)
         end = epochs, 0
-        if per_epoch is not None:
-            updates = math.ceil(exact(max_epochs) * per_epoch)
-            known.append(updates)
-            if updates < epochs * per_epoch:
-                end = epochs - 1, (updates - (epochs - 1) * per_epoch) * feed.accumulation
+        in_epochs = _in_epochs(feed, max_epochs)
+        if in_epochs is not None:
+            known.append(in_epochs[0])
+            end = in_epochs[1]
         elif max_epochs != epochs:
             raise ConfigError(
                 f"max_epochs={max_epochs} needs training data of known length. Give whole epochs,"
@@ -132,16 +151,17 @@ def planned_totals(settings: RunSettings, feed: Feed, world_size: int) -> Totals
     return Totals(
         updates=min(known) if known else None,
         epochs=epochs,
-        updates_per_epoch=per_epoch,
+        updates_per_epoch=feed.updates_per_epoch,
         max_updates=settings.max_steps,
         max_seconds=duration("max_time", settings.max_time),
         max_epochs=max_epochs,
         end=end,
-        gradient_accumulation_steps=settings.gradient_accumulation_steps,
+        gradient_accumulation_steps=feed.accumulation,
         samples_per_update=feed.samples_per_update,
         world_size=world_size,
         min_updates=settings.min_steps or 0,
         min_epochs=settings.min_epochs or 0,
+        updates_in=plan.windows_in if plan is not None and plan.varies and plan.knows_length else None,
     )
 
 
@@ -150,7 +170,7 @@ def every(interval: Any) -> Every | None:
     return None if interval is None else Every(interval)
 
 
-def make_triggers(settings: RunSettings, updates_per_epoch: int | None, validates: bool) -> Triggers:
+def make_triggers(settings: RunSettings, updates_per_epoch: PerEpoch | None, validates: bool) -> Triggers:
     """Return the triggers of logging and validation.
 
     Raises:
@@ -174,10 +194,11 @@ def checked_fit_data(settings: RunSettings, train_data: Any, validation_data: An
         ConfigError: A data object lacks a method, or settings would not be used.
     """
     train_data, validation_data = fit_data(train_data, validation_data)
+    batch_sizes(settings, train_data)
     check_settings_used(
         train_data,
         validation_data,
-        settings.batch_size,
+        at_start(settings.batch_size),
         settings.num_workers,
         settings.evaluation_batch_size,
         settings.collate,
@@ -244,13 +265,14 @@ def _fit_run(
         if declared and settings.train_metrics
         else None
     )
-    feeds = evaluation_feeds(settings, engine, task, validation_data, "validation", changes)
+    feeds = evaluation_feeds(settings, engine, task, validation_data, "validation", changes, declared)
     check_data([feed, *(each for _, each in feeds)], engine.ranks)
-    triggers = make_triggers(settings, totals.updates_per_epoch, validates=bool(feeds))
+    triggers = make_triggers(settings, totals.per_epoch, validates=bool(feeds))
     size = settings.batch_size if settings.batch_size is not None else getattr(train_data, "batch_size", None)
     check_strategy_settings(settings, engine.strategy, size)
     if resume is None and not may_start_again() and starts_early(callbacks):
         feed.begin(until=totals.epochs_until(engine.progress))  # which is at its beginning
+    engine.closing.enter_context(preparing(callbacks, task))
     frozen = frozen_parameters(settings, engine, task)
     engine.prepare_task(
         task,
@@ -262,6 +284,7 @@ def _fit_run(
         show=settings.progress_bar,
     )
     check_same_optimizers(task, engine.updaters, totals.updates, engine.ranks)
+    check_watched(engine.updaters, bool(feeds))
     run_dir = engine.ranks.first(lambda: pick_run_dir(settings, task))
     saver = None
     if settings.checkpoint is not False:
@@ -281,9 +304,7 @@ def _fit_run(
         train_feed=feed,
         evaluation_feeds=feeds,
         train_metrics=train_metrics,
-        evaluation_metrics=DeclaredMetrics(task.metrics(), engine.device, engine.data_ranks)
-        if feeds and declared
-        else None,
+        evaluation_metrics=_evaluation_metrics(engine, task, declared) if feeds and declared else None,
         on_save_error=settings.on_save_error,
         frozen=frozen,
     )
@@ -300,12 +321,33 @@ def _fit_run(
     return run, saver
 
 
+def _evaluation_metrics(engine: Engine, task: TaskModule, of_training: Mapping[str, Any]) -> DeclaredMetrics:
+    """Return the metrics of a fit's evaluations.
+
+    A task that keeps its metrics returns those of training again: an evaluation in the middle of a log
+    interval must not reset them.
+    """
+    metrics = task.metrics()
+    made = DeclaredMetrics(metrics, engine.device, engine.data_ranks)
+    shared = any(each is of_training.get(name) for name, each in metrics.items())
+    return made.copies() if shared else made
+
+
+@contextmanager
+def preparing(callbacks: Sequence[Any], task: TaskModule) -> Iterator[None]:
+    """Run the block, a fit, inside `preparing(task)` of the callbacks that have it."""
+    with ExitStack() as stack:
+        for each in callbacks:
+            if (enter := getattr(each, "preparing", None)) is not None:
+                stack.enter_context(enter(task))
+        yield
+
+
 def frozen_parameters(settings: RunSettings, engine: Engine, task: TaskModule) -> FrozenParameters | None:
     """Return the frozen parameters that the checkpoints leave out, or None; before they are sharded."""
-    policy = settings.checkpoint
-    chosen = policy.parameters if isinstance(policy, CheckpointConfig) else None
+    chosen = next((each.parameters for each in chosen_policies(settings.checkpoint)), None)
     names = None if chosen == "trainable" else task.left_out_of_checkpoints()
-    if policy is False:
+    if settings.checkpoint is False:
         return None
     if chosen == "all" or (names is not None and not names):
         check_storable(task)
@@ -373,7 +415,7 @@ def start_from(settings: RunSettings, run: Run, saver: CheckpointSaver | None, r
         if asks:
             report_start(settings, run, resume)
     # Values that cannot be stored are found now, not at a save.
-    snapshot = None if saver is None else snapshot_run(run, saver.config.resumable)
+    snapshot = None if saver is None else snapshot_run(run, saver.policies[0].resumable)
     run.nonfinite.note_weights(snapshot if run.frozen is None else None)
     run.engine.set_rates()
     run.triggers.log.start(run.progress)
@@ -425,19 +467,36 @@ def describe_task(task: TaskModule) -> dict[str, Any]:
     return {"class": type(task).__name__, "hparams": hparams}
 
 
-def build_evaluation(settings: RunSettings, task: Any, data: Any, stage: str, checkpoint: str | None) -> Run:
+def build_evaluation(
+    settings: RunSettings, task: Any, data: Any, stage: str, checkpoint: str | None, metrics: bool = True
+) -> Run:
     """Build the run of a validation, test or prediction outside a fit: no loggers, no files.
+
+    Args:
+        settings: The settings.
+        task: The task.
+        data: The data, as given.
+        stage: "validation", "test" or "predict".
+        checkpoint: As given to the verb.
+        metrics: Whether metrics are computed.
 
     Raises:
         ConfigError: Named loaders to predict; a prediction has one order.
     """
     task = check_task(task)
-    with setting_up(settings, task, _VERBS.get(stage, stage), checkpoint=checkpoint) as engine:
-        return _evaluation_run(settings, engine, task, data, stage, checkpoint)
+    verb = _VERBS.get(stage, stage)
+    with setting_up(settings, task, verb, checkpoint=checkpoint, metrics=metrics) as engine:
+        return _evaluation_run(settings, engine, task, data, stage, checkpoint, metrics)
 
 
 def _evaluation_run(
-    settings: RunSettings, engine: Engine, task: TaskModule, data: Any, stage: str, checkpoint: str | None
+    settings: RunSettings,
+    engine: Engine,
+    task: TaskModule,
+    data: Any,
+    stage: str,
+    checkpoint: str | None,
+    metrics: bool,
 ) -> Run:
     engine.closing.enter_context(begun(_VERBS.get(stage, stage), task, data))
     callbacks: Sequence[Any] = (*task.run_callbacks(stage), *settings.callbacks)
@@ -446,23 +505,30 @@ def _evaluation_run(
         from drivetrain.task.stored import read_extras, read_frozen
         from drivetrain.trainer.checkpoints import named_checkpoint
 
-        path = engine.ranks.first(lambda: named_checkpoint(settings, task, checkpoint))
+        path = engine.ranks.first(lambda: named_checkpoint(settings, checkpoint))
         tensors = load_weights(path)
         extras = read_extras(path) if has_extras(task) else {}
         kept = read_frozen(path, task)
         load_module_state(task, tensors, extras, where=path, adopt_dtypes=True, kept=kept)
     data = pick_data(data, stage)
+    if stage == "predict" and metrics and task.no_predict_metrics:
+        raise ConfigError(
+            f"predict(metrics=True) with a {type(task).__name__}: {task.no_predict_metrics}. Call validate"
+            " for the values, and predict for the outputs"
+        )
     if stage == "predict" and isinstance(data, Mapping):
         raise ConfigError("predict takes one loader, not a mapping; call it once for each")
+    loaders = [*data.values()] if isinstance(data, Mapping) else [data]
+    check_evaluation_size(loaders, stage, settings.evaluation_batch_size)
     engine.prepare_task(task, training=False, micro_batch=settings.micro_batch, show=settings.progress_bar)
-    feeds = evaluation_feeds(settings, engine, task, data, stage)
+    declared = task.metrics() if metrics else None
+    feeds = evaluation_feeds(settings, engine, task, data, stage, declared=declared)
     if not feeds:
         raise ConfigError(
             f"no data to {stage}: give a DataLoader, a Dataset, an iterable of batches or a mapping of named"
             " loaders"
         )
     check_data([each for _, each in feeds], engine.ranks)
-    declared = task.metrics() if stage != "predict" else {}
     callbacks = with_defaults(settings, callbacks, None)
     return Run(
         task,

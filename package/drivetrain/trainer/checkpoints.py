@@ -17,11 +17,12 @@ from drivetrain.checkpoint import (
     resolve,
 )
 from drivetrain.checkpoint.locate import CHECKPOINTS
-from drivetrain.checkpoint.saving.index import rank, read_index
+from drivetrain.checkpoint.saving.config import chosen_policies, rankings
+from drivetrain.checkpoint.saving.index import Entry, rank, read_index
 from drivetrain.checkpoint.storage.filesystem import FileSystem, StorageError, os_errors
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.load import is_weight_file
-from drivetrain.core.errors import CheckpointError, ConfigError
+from drivetrain.core.errors import CheckpointError, ConfigError, nearest
 from drivetrain.core.messages import logger
 from drivetrain.distributed.launch.environment import is_started_again, may_start_again
 from drivetrain.distributed.ranks import ALONE, Ranks
@@ -37,9 +38,8 @@ _DEFAULT = CheckpointConfig()
 
 
 def checkpoint_root(settings: RunSettings, run_dir: str | os.PathLike[str] | None) -> str | None:
-    """Return the root of checkpoints and weights: the policy's directory or address, or the run directory."""
-    policy = settings.checkpoint
-    own = policy.directory if isinstance(policy, CheckpointConfig) else None
+    """Return the root of checkpoints and weights: the policies' directory, or the run directory."""
+    own = _directory(settings)
     root = own if own is not None else run_dir
     return None if root is None else file_system(os.fspath(root)).absolute(os.fspath(root))
 
@@ -53,7 +53,7 @@ def make_saver(
     ranks: Ranks,
     closing: ExitStack,
 ) -> CheckpointSaver | None:
-    """Build the saver that the Trainer's policy asks for.
+    """Build the saver that the Trainer's policies ask for.
 
     Args:
         settings: The settings.
@@ -72,14 +72,15 @@ def make_saver(
     root = checkpoint_root(settings, run_dir)
     if settings.checkpoint is False or root is None:
         return None
-    config = _policy(settings, task, loaders[0] if loaders else None)
-    manager = _manager(root, config, ranks)
-    if may_start_again() and settings.run_dir is None and not _has_directory(settings):
+    chosen = chosen_policies(settings.checkpoint)
+    policies = chosen or (_default_policy(settings, task, loaders[0] if loaders else None),)
+    manager = _manager(root, policies, ranks)
+    if may_start_again() and settings.run_dir is None and _directory(settings) is None:
         raise ConfigError(
             "the launcher may start this program again (--max-restarts), and without a run_dir it would begin"
             " from the start each time: give the Trainer a run_dir, or checkpoint=False"
         )
-    if may_start_again() and not config.resumable:
+    if may_start_again() and not policies[0].resumable:
         raise ConfigError(
             "the launcher may start this program again (--max-restarts), and a run cannot resume from"
             " checkpoints of CheckpointConfig(resumable=False). Leave one of them out"
@@ -95,12 +96,10 @@ def make_saver(
             f" {manager.entries()[-1].update}). To go on from there, fit(..., resume='auto'); for a new run"
             " choose another run_dir"
         )
-    asked = isinstance(settings.checkpoint, CheckpointConfig)
     validates = bool(loaders) and settings.validate_every is not None
-    chosen = config.best is not None or config.by != _DEFAULT.by  # the default may go without its metric
-    return CheckpointSaver(
-        config, manager, root, metric_required=asked and (validates or chosen), assets=settings.assets
-    )
+    # The default may go without its metric.
+    required = any(validates or each.best is not None or each.by != _DEFAULT.by for each in chosen)
+    return CheckpointSaver(policies, manager, root, metric_required=required, assets=settings.assets)
 
 
 def fetching_callback(settings: RunSettings, resume: object) -> Any:
@@ -132,20 +131,18 @@ def _goes_on(ranks: Ranks) -> bool:
     return may_start_again() and any(ranks.all_gather(is_started_again()))
 
 
-def _has_directory(settings: RunSettings) -> bool:
-    return isinstance(settings.checkpoint, CheckpointConfig) and settings.checkpoint.directory is not None
+def _directory(settings: RunSettings) -> str | os.PathLike[str] | None:
+    return next((each.directory for each in chosen_policies(settings.checkpoint)), None)
 
 
-def _policy(settings: RunSettings, task: TaskModule, first_loader: str | None = None) -> CheckpointConfig:
-    """Return the policy; the default policy ranks by the loss on the first loader."""
-    if isinstance(settings.checkpoint, CheckpointConfig):
-        return settings.checkpoint
+def _default_policy(settings: RunSettings, task: TaskModule, first_loader: str | None) -> CheckpointConfig:
+    """Return the default policy, which ranks by the loss on the first loader."""
     loss = task.metric_name("validation", first_loader, "loss")
     return CheckpointConfig(asynchronous=settings.checkpoint == "async", by=loss)
 
 
-def _manager(root: str, config: CheckpointConfig, ranks: Ranks = ALONE) -> CheckpointManager:
-    return CheckpointManager(file_system(root).join(root, CHECKPOINTS), config, ranks=ranks)
+def _manager(root: str, policies: Sequence[CheckpointConfig], ranks: Ranks = ALONE) -> CheckpointManager:
+    return CheckpointManager(file_system(root).join(root, CHECKPOINTS), policies, ranks=ranks)
 
 
 def find_checkpoint(
@@ -186,7 +183,7 @@ def find_checkpoint(
     root = checkpoint_root(settings, None if settings.run_dir is None else run.run_dir)  # rank 0's
     if root is None:
         raise ConfigError("resume='auto' takes the newest checkpoint of run_dir: give the Trainer a run_dir")
-    manager = saver.manager if saver else _manager(root, CheckpointConfig(), run.engine.ranks)
+    manager = saver.manager if saver else _manager(root, (_DEFAULT,), run.engine.ranks)
     return manager.load_latest(like)
 
 
@@ -239,8 +236,9 @@ def _check_resume(resume: str | os.PathLike[str]) -> None:
     files = file_system(given)
     with os_errors("read", given):
         kind = files.kind(files.absolute(given))
-    if given in ("last", "best", "newest", "latest") and kind is None:
-        what = "best_checkpoint" if given == "best" else "last_checkpoint"
+    word = given.partition(":")[0]
+    if word in ("last", "best", "newest", "latest") and kind is None:
+        what = "best_checkpoint" if word == "best" else "last_checkpoint"
         raise ConfigError(
             f"resume={given!r} is neither 'auto', which takes the newest checkpoint of run_dir, nor the path"
             f" of a checkpoint. For another one give its path, such as the {what} of fit's result"
@@ -256,16 +254,19 @@ def _check_resume(resume: str | os.PathLike[str]) -> None:
         )
 
 
-def named_checkpoint(settings: RunSettings, task: TaskModule, checkpoint: str) -> str:
-    """Return the path of a checkpoint or of a file of weights, given as a path, "best" or "last".
+def named_checkpoint(settings: RunSettings, checkpoint: str) -> str:
+    """Return the path of a checkpoint or of a file of weights, given as a path, "last", "best", or
+    "best:<metric>".
 
     Raises:
-        ConfigError: "best" or "last" without a run directory, or no path at all.
+        ConfigError: A word without a run directory, "best" with several metrics that rank, a metric that
+            ranks nothing, or no path at all.
         CheckpointError: There is none.
     """
     if not isinstance(checkpoint, (str, os.PathLike)):
         raise ConfigError(f"checkpoint={checkpoint!r}. Give 'best' or 'last' of run_dir, or a path")
-    if checkpoint not in ("best", "last"):
+    word, _, by = os.fspath(checkpoint).partition(":")
+    if word != "best" and checkpoint != "last":
         path = os.fspath(checkpoint)
         return path if is_weight_file(path) else resolve(path)
     root = checkpoint_root(settings, settings.run_dir)
@@ -275,14 +276,42 @@ def named_checkpoint(settings: RunSettings, task: TaskModule, checkpoint: str) -
         )
     if checkpoint == "last":
         return resolve(root)
-    policy = _policy(settings, task)
     # Only read: a manager would tidy the directory, and another process may be training in it.
     files = file_system(root)
     directory = files.join(root, CHECKPOINTS)
-    keepers = rank(read_index(directory, files) or [], policy)
-    if not keepers:
-        raise CheckpointError(
-            f"{root} has no best checkpoint: no evaluation gave a value of {policy.by!r}. Use"
-            " checkpoint='last', or a path"
+    return files.join(directory, _best(read_index(directory, files) or [], settings, by, root).name)
+
+
+def _best(entries: Sequence[Entry], settings: RunSettings, by: str, root: str) -> Entry:
+    """Return the best keeper by a metric, or by the only one that ranks if none is named.
+
+    The metrics that rank are those of the Trainer's policies. With the default policy they come from the
+    index, because the run may have had named loaders, or other policies.
+    """
+    asked = {name: each.mode for name, each in rankings(chosen_policies(settings.checkpoint)).items()}
+    recorded = {name: mode for each in entries for name, mode in each.keeper.items()}
+    modes = recorded | asked
+    choices = [f"best:{name}" for name in (asked or recorded)]
+    if not by and len(choices) > 1:
+        raise ConfigError(
+            f"checkpoint='best' could mean several: this run ranks by {len(choices)} metrics. Give one of"
+            f" {', '.join(map(repr, choices))}"
         )
-    return files.join(directory, keepers[0].name)
+    if by and by not in modes and modes:
+        raise ConfigError(
+            f"checkpoint='best:{by}': no checkpoint is ranked by {by!r}."
+            f" {nearest(f'best:{by}', [f'best:{name}' for name in modes])}"
+        )
+    by = by or next(iter(asked or recorded), "")
+    ranked = rank(entries, by, modes.get(by, ""))
+    if not ranked:
+        what = f"a value of {by!r}" if by else "a value that ranks"
+        raise CheckpointError(
+            f"{root} has no best checkpoint: no evaluation gave {what}. Use checkpoint='last', or a path"
+        )
+    if not modes[by] and len(ranked) > 1:  # kept by a version that did not record the direction
+        raise CheckpointError(
+            f"{root} keeps several checkpoints by {by!r}, and not whether more or less is better: give the"
+            f" Trainer the policy of the fit, CheckpointConfig(by={by!r}, mode=...)"
+        )
+    return ranked[0]

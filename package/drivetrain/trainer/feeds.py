@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from drivetrain.core.errors import StrategyError
+from torch.utils.data import IterableDataset
+
+from drivetrain.core.errors import ConfigError, StrategyError
+from drivetrain.core.stages import Stages, at_start, most
 from drivetrain.data import Feed, Transfer, as_source, evaluation_sources, pin_memory_for
+from drivetrain.data.reading import is_dataset
 from drivetrain.engine.engine import Engine
+from drivetrain.engine.metrics.over_all import OverAll
 from drivetrain.run.hooks import HOOKS, is_used
 from drivetrain.run.settings import RunSettings
 from drivetrain.task.task import TaskModule, measure_of
@@ -25,11 +30,12 @@ def train_feed(
         data: The user's data.
         changes: Whether the user's code may change it during the run.
     """
+    steps, sizes = settings.gradient_accumulation_steps, settings.batch_size
     source = as_source(
         engine.strategy.prepare_data(data),
         "training",
         settings.seed if settings.data_seed is None else settings.data_seed,
-        batch_size=settings.batch_size,
+        batch_size=at_start(sizes),
         num_workers=settings.num_workers,
         shuffle=True,
         pin_memory=pin_memory_for(engine.device),
@@ -38,10 +44,17 @@ def train_feed(
         changes=changes,
         collate=settings.collate or task.collate_function(),
         group_by_length=settings.group_by_length,
-        accumulation=settings.gradient_accumulation_steps,
+        accumulation=most(steps),
     )
-    steps = settings.gradient_accumulation_steps
-    feed = Feed(source, engine.transfer, measure_of(task), steps, settings.limit_train_batches)
+    feed = Feed(
+        source,
+        engine.transfer,
+        measure_of(task),
+        steps,
+        settings.limit_train_batches,
+        batch_sizes(settings, data),
+        engine.progress,
+    )
     if settings.on_bad_batch == "skip":
         if engine.data_ranks.copies > 1:
             raise StrategyError(
@@ -55,19 +68,35 @@ def train_feed(
 
 
 def evaluation_feeds(
-    settings: RunSettings, engine: Engine, task: TaskModule, data: Any, stage: str, changes: bool = False
+    settings: RunSettings,
+    engine: Engine,
+    task: TaskModule,
+    data: Any,
+    stage: str,
+    changes: bool = False,
+    declared: Mapping[str, Any] | None = None,
 ) -> list[tuple[str | None, Feed]]:
-    """Return evaluation or prediction data by loader name; an empty result for None."""
+    """Return evaluation or prediction data by loader name; an empty result for None.
+
+    Args:
+        settings: The settings.
+        engine: The engine.
+        task: The task.
+        data: The user's data.
+        stage: "validation", "test" or "predict".
+        changes: Whether the user's code may change it during the run.
+        declared: The task's metrics; None for a prediction without them.
+    """
     if data is None:
         return []
     sources = evaluation_sources(
         engine.strategy.prepare_data(data),
         stage,
         settings.seed,
-        batch_size=settings.evaluation_batch_size or settings.batch_size,
+        batch_size=evaluation_batch_size(settings),
         num_workers=settings.num_workers,
         collate=settings.collate or task.collate_function(),
-        in_order=stage == "predict" or reads_all(task),
+        in_order=stage == "predict" or reads_all(task, declared),
         every_sample=True,
         pin_memory=pin_memory_for(engine.device),
         share=engine.share,
@@ -76,7 +105,7 @@ def evaluation_feeds(
     )
     limit = getattr(settings, f"limit_{stage}_batches")
     # `loss_weight` may count labels, which data to predict may lack.
-    measure = None if stage == "predict" else measure_of(task)
+    measure = None if stage == "predict" and declared is None else measure_of(task)
     precision, transfer = engine.evaluation_precision, engine.transfer
     if precision is not None:
         transfer = Transfer(engine.device, precision.input_dtype, engine.strategy.place)
@@ -86,8 +115,45 @@ def evaluation_feeds(
     return feeds
 
 
-def reads_all(task: TaskModule) -> bool:
+def batch_sizes(settings: RunSettings, data: Any) -> Stages | None:
+    """Return the stages of the training data's batch size; None if it does not change.
+
+    Raises:
+        ConfigError: The data has a batch size of its own.
+    """
+    sizes = settings.batch_size
+    if not isinstance(sizes, Stages):
+        return None
+    if not is_dataset(data) or isinstance(data, IterableDataset):
+        raise ConfigError(
+            f"batch_size={sizes!r} changes during the run, which needs training data that is given as a"
+            f" dataset with a length, but it is a {type(data).__name__}. Pass the dataset itself, and its"
+            " options to the Trainer (num_workers, collate); or change gradient_accumulation_steps"
+        )
+    own = getattr(data, "batch_size", None)
+    if own is not None:
+        raise ConfigError(
+            f"batch_size={sizes!r} changes during the run, but the dataset ({type(data).__name__}) has an"
+            f" attribute batch_size={own!r}, which would be used instead. Remove one of them"
+        )
+    if isinstance(settings.limit_train_batches, float):
+        raise ConfigError(
+            f"limit_train_batches={settings.limit_train_batches} is a fraction of an epoch's batches, whose"
+            f" number changes with batch_size={sizes!r}. Give a number of batches"
+        )
+    return sizes
+
+
+def evaluation_batch_size(settings: RunSettings) -> int | None:
+    """Return the batch size of evaluation data: where that of training changes, the largest."""
+    size = settings.evaluation_batch_size or settings.batch_size
+    return None if size is None else most(size)
+
+
+def reads_all(task: TaskModule, declared: Mapping[str, Any] | None) -> bool:
     """Return whether something reads a whole evaluation, in sample order."""
+    if any(isinstance(each, OverAll) for each in (declared or {}).values()):
+        return True
     reader = task.evaluation_reader()
     if reader is None:
         return False

@@ -6,7 +6,7 @@ import gc
 import os
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -15,14 +15,14 @@ import torch
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.progress import Progress
 from drivetrain.core.synonyms import missing
-from drivetrain.core.validation import by_name
+from drivetrain.core.validation import by_name, flag
 from drivetrain.distributed.launch.environment import detect
 from drivetrain.distributed.launch.programs import rerun_obstacle
 from drivetrain.engine.weighting import StepResult
 from drivetrain.loggers.files import check_results_path, write_results
 from drivetrain.loggers.history import read_history, table_of
 from drivetrain.run.loop import evaluate, predict, train_steps
-from drivetrain.run.messages import as_given
+from drivetrain.run.messages import as_given, is_resumable
 from drivetrain.run.preemption import Preemption
 from drivetrain.run.run import Run
 from drivetrain.run.session import boundary, left_with_program
@@ -49,9 +49,10 @@ class FitResult:
         stop_reason: Why training ended.
         run_dir: Where files went, or None when none were asked for.
         last_checkpoint: The newest checkpoint, or None.
-        best_checkpoint: The best keeper, or None.
+        best_checkpoint: The best keeper, or None; of several policies the best by the first that keeps any.
         model_path: The finished weights: the file, or the folder that the task writes; or None.
         history_path: The file that `history` reads, or None.
+        best_checkpoints: The best keeper by each metric that ranks keepers and has had a value.
     """
 
     metrics: dict[str, float]
@@ -62,6 +63,7 @@ class FitResult:
     best_checkpoint: str | None
     model_path: str | None
     history_path: str | None = None
+    best_checkpoints: dict[str, str] = field(default_factory=dict)
 
     @property
     def history(self) -> list[dict[str, float]]:
@@ -79,6 +81,19 @@ class FitResult:
                 " fit had neither. Give the Trainer loggers='csv'"
             )
         return read_history(Path(self.history_path))
+
+
+@dataclass(frozen=True)
+class PredictResult:
+    """The result of `Trainer.predict(..., metrics=True)`.
+
+    Attributes:
+        outputs: What `predict` returns without metrics: the outputs of each batch, or the list of files.
+        metrics: What `validate` returns on the same data.
+    """
+
+    outputs: list[Any]
+    metrics: dict[str, float]
 
 
 @by_name
@@ -104,7 +119,9 @@ class Trainer(RunSettings):
         evaluation_precision: The precision that weights are stored in during evaluations and predictions,
             also those of a fit: "bf16-true", "16-true" or "64"; the weights of before return bitwise. None
             evaluates in `precision`.
-        gradient_accumulation_steps: Micro-batches per update.
+        gradient_accumulation_steps: Micro-batches per update: a number, or numbers by points of the run, such
+            as {0: 8, "4 epochs": 4}. Points are intervals from its start in steps, whole epochs or samples;
+            see `ramp`.
         max_grad_norm: Clip the gradient's global norm to this; None disables clipping.
         max_grad_value: Clip each element of the gradient to between minus this and this, instead of the norm.
         micro_batch: Samples of a batch that are run at once: a number, "auto" for half as many whenever
@@ -116,7 +133,8 @@ class Trainer(RunSettings):
         log_every: When to log.
         log_first_step: Whether to log after the first update of the run too.
         checkpoint: True for the default policy (with named validation loaders the first one's loss ranks),
-            "async" for the same in the background, False for none, or a `CheckpointConfig`.
+            "async" for the same in the background, False for none, a `CheckpointConfig`, or a list of several
+            that all apply.
         assets: Files to store beside the weights in each checkpoint: a list, or a mapping of names, of paths,
             objects with `save_pretrained(folder)`, or functions of the folder to write into.
         callbacks: Objects with hooks; see `drivetrain.callbacks.Callback`.
@@ -145,8 +163,10 @@ class Trainer(RunSettings):
         preemption: Whether signals such as SIGTERM and SIGINT end a fit in order, saved and with an exit code
             that says so; or a `PreemptionConfig`, or a mapping of its options.
         batch_size: For data given as a bare Dataset. The items of an `IterableDataset` are samples with it,
-            and ready batches without.
-        evaluation_batch_size: The same, for evaluations and predictions; None takes `batch_size`.
+            and ready batches without. Numbers by points of the run, as for `gradient_accumulation_steps`, for
+            training data with a length.
+        evaluation_batch_size: The number for evaluations and predictions; None takes `batch_size`, and of
+            several numbers the largest.
         collate: A function that makes a batch from a list of samples, for data given as a bare Dataset; None
             takes torch's default.
         group_by_length: Put samples of similar lengths into the same update, for training data given as a
@@ -209,25 +229,27 @@ class Trainer(RunSettings):
         with self._begin(task, train_data, validation_data, resume) as (trainer, run, saver):
             for _ in train_steps(run):
                 pass
-        best = saver.manager.best() if saver else None
+        best = saver.best_checkpoints() if saver else {}
         directory = run.run_dir if run.run_dir is not None and run.run_dir.exists() else None
         weights = saver.weights if saver and run.nonfinite.spoiled is None else None
         assert run.stop_reason is not None
         table = table_of(trainer.loggers, run.run_dir)
         table = table if table is not None and run.metrics else None
-        last, best, weights, history = (
+        last, weights, history = (
             as_given(trainer, path)
-            for path in (run.last_checkpoint, best, weights, None if table is None else str(table))
+            for path in (run.last_checkpoint, weights, None if table is None else str(table))
         )
+        best = {by: as_given(trainer, path) or path for by, path in best.items()}
         return FitResult(
             dict(run.metrics),
             run.progress,
             run.stop_reason,
             None if directory is None else Path(as_given(trainer, str(directory)) or directory),
             last,
-            best,
+            next(iter(best.values()), None),
             weights,
             history,
+            best,
         )
 
     @by_name
@@ -266,7 +288,7 @@ class Trainer(RunSettings):
             run, saver = build_fit(trainer, task, train_data, validation_data, resume, body)
             with boundary(trainer, run):
                 start_from(trainer, run, saver, resume)
-                preemption.attach(run)
+                preemption.attach(run, is_resumable(trainer))
                 yield trainer, run, saver
 
     @by_name
@@ -283,7 +305,8 @@ class Trainer(RunSettings):
         Args:
             task: The task.
             data: As in `fit`, or an object with `validation_data()`.
-            checkpoint: Weights to load first: a path, or "best" or "last" of `run_dir`.
+            checkpoint: Weights to load first: a path, or "best" or "last" of `run_dir`; where several metrics
+                rank, "best:validation/loss".
             save_to: A file to write the values to as JSON too, such as "results.json"; it replaces one of
                 that name.
 
@@ -331,6 +354,7 @@ class Trainer(RunSettings):
         *,
         checkpoint: str | None = None,
         save_to: str | os.PathLike[str] | None = None,
+        metrics: bool = False,
     ) -> Any:
         """Return the outputs of `predict_step` for every batch, on the CPU, in the order of the dataset.
 
@@ -339,38 +363,56 @@ class Trainer(RunSettings):
             data: As in `fit`, or an object with `predict_data()`.
             checkpoint: As in `validate`.
             save_to: A directory to stream the outputs to, one file a batch, so that memory stays flat.
+            metrics: Whether to return the values of a validation of the same pass too. The data needs
+                targets. A task with a `validation_step` or `predict_step` of its own runs both on each batch;
+                any other runs its forward once.
 
         Returns:
-            A list with the outputs of each batch, or, with `save_to`, the list of files.
+            A list with the outputs of each batch, or, with `save_to`, the list of files. With `metrics` a
+            `PredictResult` of it and the values.
+
+        Raises:
+            DataError: `metrics` is given, and the data lacks targets.
         """
+        flag("predict(metrics=)", metrics)
         if self._has_to_fork():
-            return self._forked(lambda: self.predict(task, data, checkpoint=checkpoint, save_to=save_to))
+            return self._forked(
+                lambda: self.predict(task, data, checkpoint=checkpoint, save_to=save_to, metrics=metrics)
+            )
+        values: dict[str, float] | None = {} if metrics else None
         # Closed at once even when writing fails: a suspended pass would leave gradients disabled for the
         # caller.
         with (
-            self._begin_evaluation("predict", task, data, checkpoint) as run,
-            closing(predict(run, run.evaluation_feeds[0][1])) as outputs,
+            self._begin_evaluation("predict", task, data, checkpoint, metrics) as run,
+            closing(predict(run, run.evaluation_feeds[0][1], values)) as outputs,
         ):
-            if save_to is None:
-                return list(outputs)
-            if writes_nothing(self):
-                for _ in outputs:
-                    pass
-                return []
-            from drivetrain.checkpoint.prediction_files import write_predictions
+            found = self._collected(run, outputs, save_to)
+        return found if values is None else PredictResult(found, values)
 
-            return write_predictions(outputs, Path(save_to), run.engine.ranks)
+    def _collected(
+        self, run: Run, outputs: Iterator[Any], save_to: str | os.PathLike[str] | None
+    ) -> list[Any]:
+        """Return all outputs, or write them and return the files."""
+        if save_to is None:
+            return list(outputs)
+        if writes_nothing(self):
+            for _ in outputs:
+                pass
+            return []
+        from drivetrain.checkpoint.prediction_files import write_predictions
+
+        return write_predictions(outputs, Path(save_to), run.engine.ranks)
 
     @contextmanager
     def _begin_evaluation(
-        self, stage: str, task: TaskModule, data: Any, checkpoint: str | None
+        self, stage: str, task: TaskModule, data: Any, checkpoint: str | None, metrics: bool = True
     ) -> Iterator[Run]:
         """Build a validation, test or prediction, and run the block inside its error boundary."""
         trainer, _ = observed(self)
         trainer = as_tried(trainer, stage)
-        if trainer.try_out is not None and checkpoint in ("best", "last"):
+        if trainer.try_out is not None and str(checkpoint).partition(":")[0] in ("best", "last"):
             checkpoint = None  # the trial of a fit has saved none
-        run = build_evaluation(trainer, task, data, stage, checkpoint)
+        run = build_evaluation(trainer, task, data, stage, checkpoint, metrics)
         with boundary(trainer, run):
             yield run
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.intervals import Every
 from drivetrain.core.messages import logger
+from drivetrain.core.stages import at_start
 from drivetrain.data import Feed, as_source
 from drivetrain.data.split_source import already_split
 from drivetrain.engine.engine import Engine
@@ -57,6 +58,8 @@ def as_tried(settings: Settings, verb: str) -> Settings:
 
 
 def _count(batches: float) -> str:
+    if batches < 1:
+        return f"a share of {batches} of the batches"
     return f"{batches} batch{'' if batches == 1 else 'es'}"
 
 
@@ -83,7 +86,7 @@ def overfitting(
         engine.strategy.prepare_data(train_data),
         "training",
         settings.seed,
-        batch_size=settings.batch_size,
+        batch_size=at_start(settings.batch_size),
         in_order=True,
         share=engine.share,
         ranks=engine.data_ranks,

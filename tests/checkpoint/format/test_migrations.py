@@ -37,25 +37,25 @@ def saved(tmp_path):
 
 @pytest.fixture
 def newer(monkeypatch):
-    """A drivetrain two formats on: 3 renamed counts and a value of the state, 4 changed the index."""
+    """A drivetrain two formats on: 4 renamed counts and a value of the state, 5 changed the index."""
 
-    def to_three(fields):
+    def to_four(fields):
         fields["progress"] = {f"{name}_made": count for name, count in fields["progress"].items()}
         return fields
 
-    def state_to_three(name, value):
+    def state_to_four(name, value):
         return {"learning_rate": value.pop("rate"), **value} if name == "state" else value
 
-    def index_to_four(fields):
+    def index_to_five(fields):
         fields["checkpoints"] = fields.pop("entries", fields.get("checkpoints"))
         for entry in fields["checkpoints"]:
             entry["epoch"] += 100
         return fields
 
-    monkeypatch.setitem(migrations.STEPS, 2, Step(manifest=to_three, object=state_to_three))
-    monkeypatch.setitem(migrations.STEPS, 3, Step(index=index_to_four))
+    monkeypatch.setitem(migrations.STEPS, 3, Step(manifest=to_four, object=state_to_four))
+    monkeypatch.setitem(migrations.STEPS, 4, Step(index=index_to_five))
     for module in (format, index, reading):
-        monkeypatch.setattr(module, "FORMAT_VERSION", 4)
+        monkeypatch.setattr(module, "FORMAT_VERSION", 5)
 
 
 def test_an_older_checkpoint_is_brought_up_to_date_as_it_is_read(saved, newer):
@@ -75,15 +75,15 @@ def test_what_is_of_the_newest_format_takes_no_step(tmp_path, newer):
     io = DirectoryCheckpointIO()
     io.save(str(tmp_path / "c"), Snapshot({}, {"state": {"rate": 1}}, {"updates": 1}))
     content = json.loads((tmp_path / "c" / "manifest.json").read_text(encoding="utf-8"))
-    assert content["format_version"] == 4
+    assert content["format_version"] == 5
     found = io.load(str(tmp_path / "c"))
     assert found.progress == {"updates": 1}
     assert found.objects == {"state": {"rate": 1}}
 
 
 def test_a_missing_step_is_an_error_and_no_damage(saved, newer, monkeypatch):
-    monkeypatch.delitem(migrations.STEPS, 3)
-    with pytest.raises(CheckpointError, match=r"has format 2, and .* cannot convert format 3 to 4") as caught:
+    monkeypatch.delitem(migrations.STEPS, 4)
+    with pytest.raises(CheckpointError, match=r"has format 3, and .* cannot convert format 4 to 5") as caught:
         DirectoryCheckpointIO().load(str(saved / "update-00000004"))
     assert not isinstance(caught.value, DamagedCheckpointError)
 
@@ -104,9 +104,9 @@ def test_steps_are_taken_in_order():
 def test_a_newer_format_is_refused_with_the_way_out(saved, file):
     path = saved / file
     body = unseal(path.read_bytes(), "it")
-    body["format_version"] = 3
+    body["format_version"] = 4
     path.write_bytes(seal(body, "it"))
-    text = r"newer drivetrain: format 3.* reads 2.*pip install --upgrade"
+    text = r"newer drivetrain: format 4.* reads 3.*pip install --upgrade"
     with pytest.raises(CheckpointError, match=text) as caught:
         CheckpointManager(str(saved), CheckpointConfig()).load_latest()
     assert not isinstance(caught.value, DamagedCheckpointError)
@@ -169,3 +169,30 @@ def test_formats_1_and_2_are_compared_with_one_another():
         found = compare(str(CORPUS / "v1" / name), str(CORPUS / "v2" / name))
         assert not found.tensors
         assert found.same
+
+
+def test_an_index_of_format_2_keeps_its_purposes(tmp_path):
+    directory = shutil.copytree(CORPUS / "v2" / "run" / "checkpoints", tmp_path / "checkpoints")
+    policy = CheckpointConfig(every="4 steps", keep_last=2, best=1)
+    from_index = CheckpointManager(str(directory), policy).entries()
+    assert [(each.update, each.resume, each.keeper) for each in from_index] == [
+        (8, ("",), {}),
+        (10, ("",), {"validation/loss": ""}),
+    ]
+    (directory / "index.json").unlink()
+    rebuilt = CheckpointManager(str(directory), policy)
+    assert [(each.update, each.resume) for each in rebuilt.entries()] == [(8, ("",)), (10, ("",))]
+    rebuilt.save(12, 2, {"validation/loss": 99.0}, Snapshot, resume=["4 steps"], keeper=True)
+    assert [(each.update, bool(each.keeper)) for each in rebuilt.entries()] == [(10, True), (12, False)]
+
+
+@pytest.mark.parametrize("entry", [3, [], {"resume": 1, "keeper": True, "metrics": {}}, {"resume": True}])
+def test_an_entry_of_format_2_that_makes_no_sense_is_damage(tmp_path, entry):
+    body = {"format_version": 2, "checkpoints": [entry]}
+    (tmp_path / "index.json").write_bytes(seal(body, "it"))
+    with pytest.raises(DamagedCheckpointError, match="an entry is not an object with a name"):
+        index.read_index(str(tmp_path))
+    named = {"name": "a", "order": 1, "update": 1, "epoch": 0, "resume": 1, "keeper": True, "metrics": {}}
+    (tmp_path / "index.json").write_bytes(seal({**body, "checkpoints": [named]}, "it"))
+    with pytest.raises(DamagedCheckpointError, match="resume must be a list of intervals"):
+        index.read_index(str(tmp_path))

@@ -19,7 +19,17 @@ from drivetrain.core.intervals import Every
 
 def test_the_defaults_are_those_of_the_design():
     config = CheckpointConfig()
-    assert dataclasses.astuple(config)[1:] == (2, None, "validation/loss", "min", False, None, None, True)
+    assert dataclasses.astuple(config)[1:] == (
+        2,
+        None,
+        "validation/loss",
+        "min",
+        False,
+        None,
+        None,
+        True,
+        None,
+    )
     assert config.interval == Every("1 epoch")
 
 

@@ -24,13 +24,19 @@ def snapshot(update):
     weights = {str(part): torch.full((40_000,), float(update + part)) for part in range(4)}
     return Snapshot({"model": weights}, {"state": [update]}, {"updates": update, "epoch": 0})
 
+POLICIES = [
+    CheckpointConfig(keep_last=2, best=1), CheckpointConfig(every="7 steps", keep_last=5, best=0)
+]
+
 def work(directory, acknowledged):
-    manager = CheckpointManager(directory, CheckpointConfig(keep_last=2, best=1))
+    manager = CheckpointManager(directory, POLICIES)
     found = manager.load_latest()
     update = found[1].progress["updates"] if found else 0
     while True:
         update += 1
-        manager.save(update, 0, {"validation/loss": update * 37 % 101}, lambda: snapshot(update), keeper=True)
+        resume = ["", "7 steps"] if update % 7 == 0 else True
+        metrics = {"validation/loss": update * 37 % 101}
+        manager.save(update, 0, metrics, lambda: snapshot(update), resume=resume, keeper=True)
         os.write(acknowledged, b"%d\\n" % update)
 
 acknowledged = os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -76,7 +82,11 @@ def test_after_any_kill_the_newest_complete_checkpoint_is_found(tmp_path):
 
 def check(directory, acknowledged):
     lines = acknowledged.read_text(encoding="ascii").split() if acknowledged.exists() else []
-    manager = CheckpointManager(str(directory), CheckpointConfig(keep_last=2, best=1))
+    policies = [
+        CheckpointConfig(keep_last=2, best=1),
+        CheckpointConfig(every="7 steps", keep_last=5, best=0),
+    ]
+    manager = CheckpointManager(str(directory), policies)
     found = manager.load_latest()  # a checkpoint set aside would warn, and warnings are errors
     if found is None:
         assert not lines
@@ -90,6 +100,8 @@ def check(directory, acknowledged):
         assert bool((tensor == update + int(part)).all())
     best = min(range(1, update + 1), key=lambda each: each * 37 % 101)
     assert manager.best() == str(directory / f"update-{best:08d}")
+    sevenths = {entry.update for entry in manager.entries() if "7 steps" in entry.resume}
+    assert sevenths >= {*range(7, update + 1, 7)[-5:]}
     for entry in manager.entries():
         verify(str(directory / entry.name))
     assert not [name for name in os.listdir(directory) if name.startswith(".")]

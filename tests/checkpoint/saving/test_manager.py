@@ -72,7 +72,7 @@ def test_the_best_are_kept_apart_from_the_newest(directory, save):
     assert [each.is_keeper for each in saved] == [True, True, True, False, False]
     assert updates(manager) == [1, 2, 4]
     assert manager.best() == saved[1].path
-    assert [(entry.resume, entry.keeper) for entry in manager.entries()] == [
+    assert [(bool(entry.resume), bool(entry.keeper)) for entry in manager.entries()] == [
         (False, True),
         (False, True),
         (True, False),
@@ -83,7 +83,7 @@ def test_a_keeper_need_not_be_a_resume_point(directory, save):
     manager = open_manager(directory, keep_last=1)
     save(manager, 1)
     save(manager, 2, 0.5, resume=False, keeper=True)
-    assert [(entry.update, entry.resume, entry.keeper) for entry in manager.entries()] == [
+    assert [(entry.update, bool(entry.resume), bool(entry.keeper)) for entry in manager.entries()] == [
         (1, True, False),
         (2, False, True),
     ]
@@ -129,6 +129,23 @@ def test_a_metric_that_does_not_exist_is_refused_with_those_that_do(directory, s
     assert not open_manager(directory, by=None).should_keep(metrics)
 
 
+def test_a_purpose_that_no_policy_has_is_refused(directory):
+    policies = [CheckpointConfig(every="5 steps", best=0), CheckpointConfig(every=None, best=1, by=LOSS)]
+    manager = CheckpointManager(str(directory), policies)
+    with pytest.raises(ConfigError, match=r"interval '5 step'. Did you mean '5 steps'"):
+        manager.save(1, 0, {}, Snapshot, resume=["5 step"])
+    for act in (
+        lambda: manager.save(1, 0, {"validation/los": 1.0}, Snapshot, keeper=["validation/los"]),
+        lambda: manager.should_keep({LOSS: 1.0}, "validation/los"),
+        lambda: manager.best("validation/los"),
+    ):
+        with pytest.raises(ConfigError, match=r"best by 'validation/los'. Did you mean 'validation/loss'"):
+            act()
+    assert not directory.exists()
+    with pytest.raises(ConfigError, match="takes one CheckpointConfig or more"):
+        CheckpointManager(str(directory), [])
+
+
 def test_a_save_without_a_purpose_is_refused(directory, save):
     with pytest.raises(ConfigError, match="needs a purpose"):
         save(open_manager(directory), 1, resume=False)
@@ -142,7 +159,7 @@ def test_a_second_save_at_an_update_adds_its_purpose_and_writes_nothing(director
     assert (second.path, second.is_keeper) == (first.path, True)
     assert os.stat(os.path.join(first.path, "manifest.json")).st_mtime_ns == before.st_mtime_ns
     (entry,) = open_manager(directory).entries()
-    assert (entry.resume, entry.keeper, entry.metrics) == (True, True, {LOSS: 0.5})
+    assert (entry.resume, entry.keeper, entry.metrics) == (("",), {LOSS: "min"}, {LOSS: 0.5})
 
 
 def test_a_run_that_resumed_and_had_nothing_to_do_writes_nothing(directory, save):
@@ -182,7 +199,7 @@ def test_a_moved_run_directory_stays_valid(directory, save, tmp_path):
 def test_the_index_is_strict_json(directory, save):
     save(open_manager(directory), 3, math.inf, keeper=True)
     content = json.loads((directory / "index.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
-    assert content["format_version"] == 2
+    assert content["format_version"] == 3
     assert content["checkpoints"] == [
         {
             "name": "update-00000003",
@@ -190,8 +207,8 @@ def test_the_index_is_strict_json(directory, save):
             "update": 3,
             "epoch": 0,
             "metrics": {LOSS: "inf"},
-            "resume": True,
-            "keeper": True,
+            "resume": [""],
+            "keeper": {LOSS: "min"},
         }
     ]
 

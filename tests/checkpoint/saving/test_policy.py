@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,17 +38,35 @@ METRICS = st.one_of(
     st.fixed_dictionaries({LOSS: VALUES, ACCURACY: VALUES}),
     st.fixed_dictionaries({}, optional={LOSS: VALUES, ACCURACY: VALUES}),
 )
-PURPOSES = st.sampled_from([(True, False), (False, True), (True, True)])
+PURPOSES = st.sampled_from(
+    [(True, False), (False, True), (True, True), ("each", False), ("last", "last"), ("last", True)]
+)
+"""What a save is for: True and False as a loop of one's own gives them, and the intervals and metrics of each
+policy, or of the last."""
 SAVE = st.tuples(st.integers(0, 2), METRICS, PURPOSES, st.sampled_from([False, False, False, True]))
 SAVES = st.lists(SAVE, min_size=1, max_size=5)
-CONFIGS = st.builds(
-    CheckpointConfig,
-    keep_last=st.integers(0, 3),
-    best=st.integers(0, 3),
-    by=st.sampled_from([LOSS, LOSS, ACCURACY, None]),
-    mode=st.sampled_from(["min", "max"]),
-    asynchronous=st.sampled_from([False, False, True]),
-)
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> tuple[CheckpointConfig, ...]:
+    """One policy, or several that go together."""
+    modes = {by: draw(st.sampled_from(["min", "max"])) for by in (LOSS, ACCURACY)}
+    asynchronous = draw(st.sampled_from([False, False, True]))
+    metrics = draw(st.lists(st.sampled_from([LOSS, LOSS, ACCURACY, None]), min_size=1, max_size=3))
+    return tuple(
+        CheckpointConfig(
+            every=draw(st.sampled_from(["1 epoch", "2 steps", None])),
+            keep_last=draw(st.sampled_from([0, 1, 2, 3, None] if number else [0, 1, 2, 3])),
+            best=draw(st.integers(0, 3)),
+            by=by,
+            mode=modes.get(by or "", "min"),
+            asynchronous=asynchronous,
+        )
+        for number, by in enumerate(metrics)
+    )
+
+
+CONFIGS = policies()
 
 
 class Life(RuleBasedStateMachine):
@@ -70,7 +89,7 @@ class Life(RuleBasedStateMachine):
         return Path(self.outer.name, f"run-{self.moves}", "checkpoints")
 
     def manager(self) -> CheckpointManager:
-        return CheckpointManager(str(self.directory), self.oracle.config)
+        return CheckpointManager(str(self.directory), self.oracle.policies)
 
     @contextmanager
     def warned(self) -> Iterator[None]:
@@ -82,13 +101,14 @@ class Life(RuleBasedStateMachine):
         assert [len(each) for each in found] == [1] * len(texts), (texts, self.oracle.warnings)
 
     @initialize(config=CONFIGS)
-    def start(self, config: CheckpointConfig) -> None:
-        self.oracle.config = config
+    def start(self, config: tuple[CheckpointConfig, ...]) -> None:
+        self.oracle.policies = config
         self.run = self.manager()
 
     @rule(saves=SAVES)
-    def train(self, saves: Sequence[tuple[int, dict[str, float], tuple[bool, bool], bool]]) -> None:
-        for steps, metrics, (resume, keeper), fails in saves:
+    def train(self, saves: Sequence[tuple[int, dict[str, float], tuple[Any, Any], bool]]) -> None:
+        for steps, metrics, purposes, fails in saves:
+            resume, keeper = self.purposes(*purposes)
             self.update += steps
             if not self.is_ranked(metrics):
                 self.refuse(metrics, resume, keeper)
@@ -98,22 +118,30 @@ class Life(RuleBasedStateMachine):
                 self.save(metrics, resume, keeper)
             self.the_run_and_the_oracle_agree()
 
-    def is_ranked(self, metrics: dict[str, float]) -> bool:
-        """Whether the metric that ranks keepers, if one does, is there."""
-        return not self.oracle.config.keepers or self.oracle.config.by in metrics
+    def purposes(self, resume: Any, keeper: Any) -> tuple[Any, Any]:
+        """The intervals and the metrics that words mean."""
+        names = [str(each.every) for each in self.oracle.policies if each.every is not None]
+        metrics = self.oracle.metrics()
+        resume = {"each": ["", *names], "last": names[-1:] or [""]}.get(resume, resume)
+        return resume, {"last": metrics[-1:]}.get(keeper, keeper)
 
-    def refuse(self, metrics: dict[str, float], resume: bool, keeper: bool) -> None:
-        """Without the metric nothing can be ranked, but a resume point can be saved."""
-        lacking = f"metric '{self.oracle.config.by}', which this run has not logged so far"
+    def is_ranked(self, metrics: dict[str, float]) -> bool:
+        """Whether the metrics that rank keepers are there."""
+        return all(by in metrics for by in self.oracle.metrics())
+
+    def refuse(self, metrics: dict[str, float], resume: Any, keeper: Any) -> None:
+        """Without the metrics nothing can be ranked, but a resume point can be saved."""
+        missing = next(by for by in self.oracle.metrics() if by not in metrics)
+        lacking = f"metric '{missing}', which this run has not logged so far"
         with pytest.raises(ConfigError, match=f"{lacking}.*Allowed: {', '.join(map(repr, metrics))}"):
             self.run.should_keep(metrics)
-        if keeper:
+        if keeper is True or missing in (keeper or ()):
             with pytest.raises(ConfigError, match=lacking):
                 self.run.save(self.update, 0, metrics, pytest.fail, resume=resume, keeper=True)
-        else:
-            self.save(metrics, resume, keeper)
+        elif resume:
+            self.save(metrics, resume, False)
 
-    def fail(self, metrics: dict[str, float], resume: bool, keeper: bool) -> None:
+    def fail(self, metrics: dict[str, float], resume: Any, keeper: Any) -> None:
         """A save that fails half-way leaves everything as it was."""
         with pytest.raises(CheckpointError, match="cannot be written as strict JSON"):
             self.commit(metrics, self.unstorable, resume, keeper)
@@ -121,9 +149,11 @@ class Life(RuleBasedStateMachine):
     def unstorable(self) -> Snapshot:
         return Snapshot(tensors={"model": {"number": torch.tensor([-1])}}, objects={"state": math.nan})
 
-    def save(self, metrics: dict[str, float], resume: bool, keeper: bool) -> None:
+    def save(self, metrics: dict[str, float], resume: Any, keeper: Any) -> None:
         if self.is_ranked(metrics):
-            assert self.run.should_keep(metrics) == self.oracle.is_wanted(metrics)
+            wanted = [by for by in self.oracle.metrics() if self.oracle.is_wanted(metrics, by)]
+            assert [by for by in self.oracle.metrics() if self.run.should_keep(metrics, by)] == wanted
+            assert self.run.should_keep(metrics) == bool(wanted)
         there = self.oracle.here(self.update)
         names = self.names()
         result = self.commit(metrics, self.snapshot, resume, keeper)
@@ -131,12 +161,15 @@ class Life(RuleBasedStateMachine):
         assert path.parent == self.directory
         assert (path.name == there.name) if there else (path.name not in names)
         saved = there or Saved(path.name, self.written, self.update)
-        self.oracle.save(saved, metrics, resume, keeper)
-        assert result.is_keeper == (saved in self.oracle.keepers)
+        points = resume if isinstance(resume, list) else [""] * resume
+        self.oracle.save(
+            saved, metrics, points, keeper if isinstance(keeper, list) else self.oracle.metrics() * keeper
+        )
+        assert result.is_keeper == bool(saved.best)
         self.written += there is None
 
     def commit(
-        self, metrics: dict[str, float], snapshot: Callable[[], Snapshot], resume: bool, keeper: bool
+        self, metrics: dict[str, float], snapshot: Callable[[], Snapshot], resume: Any, keeper: Any
     ) -> SavedCheckpoint:
         """Save, and wait for what is written in the background."""
         epoch = self.update // 3
@@ -151,7 +184,7 @@ class Life(RuleBasedStateMachine):
 
     @precondition(lambda self: self.written)
     @rule(config=st.none() | CONFIGS)
-    def go_on(self, config: CheckpointConfig | None) -> None:
+    def go_on(self, config: tuple[CheckpointConfig, ...] | None) -> None:
         """A kill, and a restart that resumes from the newest, perhaps under another policy."""
         self.reopen(config)
 
@@ -207,12 +240,12 @@ class Life(RuleBasedStateMachine):
 
     def reopen(
         self,
-        config: CheckpointConfig | None = None,
+        config: tuple[CheckpointConfig, ...] | None = None,
         *,
         back_to: Saved | None = None,
         lost: str | None = None,
     ) -> None:
-        self.oracle.config = config or self.oracle.config
+        self.oracle.policies = config or self.oracle.policies
         self.run = self.manager()
         with self.warned():
             self.run.entries()
@@ -241,18 +274,22 @@ class Life(RuleBasedStateMachine):
         self.run.entries()
         index = {"index.json"} if oracle.has_index else set()
         assert self.names() == {each.name for each in oracle.all} | oracle.others | index
-        expected = [
-            (each.name, each.update, each.update // 3, repr(each.metrics), oracle.purposes(each))
-            for each in oracle.all
-        ]
-        best = next(iter(oracle.ranking()), None)
+        expected = [each.known() for each in oracle.all]
+        best = {by: oracle.best_by(by) for by in oracle.metrics()}
         again = self.manager()  # another process finds the same
         for manager in (self.run, again):
             assert [
-                (each.name, each.update, each.epoch, repr(each.metrics), (each.resume, each.keeper))
+                (
+                    *(each.name, each.update, repr(sorted(each.metrics.items()))),
+                    *(frozenset(each.resume), frozenset(each.keeper)),
+                )
                 for each in manager.entries()
             ] == expected
-            assert manager.best() == (str(self.directory / best.name) if best else None)
+            assert all(each.epoch == each.update // 3 for each in manager.entries())
+            for by, found in best.items():
+                assert manager.best(by) == (str(self.directory / found.name) if found else None)
+            first = next(iter(best.values()), None)
+            assert manager.best() == (str(self.directory / first.name) if first else None)
         newest = oracle.all[-1] if oracle.all else None
         if newest is None or newest.damage is None:
             self.check_content(again.load_latest(), newest)

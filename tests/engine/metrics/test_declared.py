@@ -14,7 +14,7 @@ import torch
 from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor, nn
 
-from drivetrain import CheckpointError, ConfigError, LambdaCallback
+from drivetrain import CheckpointError, ConfigError, LambdaCallback, OverAll
 from drivetrain.checkpoint import pack, unpack
 from drivetrain.engine.metrics.declared import DeclaredMetrics
 from drivetrain.strategies.ddp import DDP
@@ -131,11 +131,19 @@ KINDS = [
     "a wrapper in a collection",
     "no library's",
     "a module of torch's",
+    "of all samples at once",
 ]
 
 
 def make(kind: str) -> DeclaredMetrics:
-    makers = {**of_torchmetrics(), "no library's": Largest, "a module of torch's": Share}
+    makers = {
+        **of_torchmetrics(),
+        "no library's": Largest,
+        "a module of torch's": Share,
+        "of all samples at once": lambda: OverAll(
+            lambda outputs, target: float(outputs[target % 2 == 0, 0].sum())
+        ),
+    }
     assert sorted(makers) == sorted(KINDS)
     return DeclaredMetrics({"it": makers[kind]()}, CPU)
 

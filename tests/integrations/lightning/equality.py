@@ -1,16 +1,29 @@
-"""One module under Lightning's Trainer and under ours, on the same data."""
+"""One module under Lightning's Trainer and under ours, on the same data. As a program it prints tables:
+
+PYTHONPATH=package .venv-hf/bin/python -m tests.integrations.lightning.equality
+"""
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections import defaultdict
 from typing import Any
 
 import torch
+from tests.integrations.lightning import modules
 from tests.integrations.lightning.modules import Segmenter, loader
 
 from drivetrain import Trainer
-from drivetrain.integrations.lightning import as_task
+from drivetrain.integrations.lightning import as_data, as_task
+from drivetrain.integrations.lightning.kinds import is_overridden
+
+# What a module's own trainer logs otherwise, each with the reason.
+EXPLAINED = {
+    modules.Skipping: {"loss_step"},  # Lightning logs the value before again where a step returned None
+    modules.WGAN: {"generator_loss"},  # the same, where a step logged nothing
+    modules.Finetuning: {"val/loss_step"},  # ours is the last batch's, which has a place among updates
+}
 
 
 class Recorder:
@@ -33,10 +46,15 @@ def made(kind: Any) -> Any:
     return kind()
 
 
-def data_of(module: Any) -> tuple[Any, Any]:
+def data_of(module: Any) -> tuple[Any, ...]:
+    """Return what Lightning's `fit` is given after the module: loaders, a data module, or nothing."""
+    if hasattr(module, "data"):
+        return None, None, module.data()
+    if is_overridden(module, "train_dataloader"):
+        return ()
     if isinstance(module, Segmenter):
         return loader(), [loader(9, 1), loader(6, 2)]
-    return loader(), loader(9, 1) if hasattr(type(module), "validation_step") else None
+    return loader(), loader(9, 1) if is_overridden(module, "validation_step") else None
 
 
 def under_lightning(module: Any, **options: Any) -> dict[str, list[float]]:
@@ -57,31 +75,26 @@ def under_lightning(module: Any, **options: Any) -> dict[str, list[float]]:
         def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
 
     recorder = Theirs()
-    train, validation = data_of(module)
-    if not any("validation_step" in vars(kind) for kind in type(module).__mro__[:-8]):
-        validation = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=1,
             logger=recorder,
-            enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
             num_sanity_val_steps=0,
             log_every_n_steps=1,
-            **options,
+            **{"enable_checkpointing": False, **options},
         )
-        trainer.fit(module, train, validation)
+        trainer.fit(module, *data_of(module))
     return dict(recorder.recorder.values)
 
 
-def under_ours(module: Any, validation: bool = True, resume: str | None = None, **options: Any) -> Any:
+def under_ours(module: Any, resume: str | None = None, **options: Any) -> Any:
     """Fit under ours, and return the logged values and the result."""
-    train, evaluated = data_of(module)
-    if not any("validation_step" in vars(kind) for kind in type(module).__mro__[:-8]):
-        evaluated = None
+    given = data_of(module)
+    train, evaluated = given if len(given) == 2 else (as_data(given[2] if given else module), None)
     if isinstance(evaluated, list):
         evaluated = {f"dataloader_idx_{number}": each for number, each in enumerate(evaluated)}
     recorder = Recorder()
@@ -105,3 +118,77 @@ def differences(first: dict[str, list[float]], second: dict[str, list[float]]) -
 
 def weights_of(module: Any) -> torch.Tensor:
     return torch.cat([each.detach().reshape(-1).double() for each in module.state_dict().values()])
+
+
+def _table(header: str, rows: list[list[str]]) -> None:
+    columns = header.split("|")
+    print(f"\n| {' | '.join(each.strip() for each in columns)} |\n|{' --- |' * len(columns)}")
+    for row in rows:
+        print(f"| {' | '.join(row)} |")
+
+
+def _compared(kind: Any) -> list[str]:
+    theirs, ours = made(kind), made(kind)
+    logged, (found, _) = under_lightning(theirs, max_epochs=3), under_ours(ours, max_epochs=3)
+    unequal = differences(logged, found).keys()
+    assert unequal <= EXPLAINED.get(kind, set())
+    loss = next(
+        name for name in logged if "loss" in name or name == "contrastive" or "reconstruction" in name
+    )
+    others = [name for name in logged if name.startswith("val")] or [*logged]
+    value = next((name for name in others if name != loss), loss)
+    largest = (weights_of(theirs) - weights_of(ours)).abs().max()
+    cells = [f"{name} {logged[name][-1]:.6f} / {found[name][-1]:.6f}" for name in (loss, value)]
+    return [kind.__name__, *cells, f"{largest:.1e}", ", ".join(sorted(unequal)) or "none"]
+
+
+_OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "accumulation 3, whole windows": ({"accumulate_grad_batches": 3}, {"gradient_accumulation_steps": 3}, 24),
+    "accumulation 4, short windows": ({"accumulate_grad_batches": 4}, {"gradient_accumulation_steps": 4}, 24),
+    "bf16-mixed": ({"precision": "bf16-mixed"}, {"precision": "bf16-mixed"}, 24),
+    "clipping": ({"gradient_clip_val": 0.05}, {"max_grad_norm": 0.05}, 24),
+}
+
+
+def _under_options() -> list[list[str]]:
+    rows = []
+    for name, (their_options, our_options, samples) in _OPTIONS.items():
+        modules.loader.__defaults__ = (samples, 0, 4)
+        row = [name]
+        for kind in (modules.Classifier, modules.Segmenter, modules.Template, modules.Autoencoder):
+            theirs, ours = made(kind), made(kind)
+            under_lightning(theirs, max_epochs=3, **their_options)
+            under_ours(ours, max_epochs=3, **our_options)
+            row.append(f"{(weights_of(theirs) - weights_of(ours)).abs().max():.1e}")
+        rows.append(row)
+    return rows
+
+
+def _hooks() -> list[list[str]]:
+    from tests.integrations.lightning.recording import Recording
+
+    theirs, ours = made(Recording), made(Recording)
+    under_lightning(
+        theirs, max_epochs=1, accumulate_grad_batches=2, limit_train_batches=4, limit_val_batches=1
+    )
+    under_ours(
+        ours, max_epochs=1, gradient_accumulation_steps=2, limit_train_batches=4, limit_validation_batches=1
+    )
+    return [[f"`{each}`" for each in pair] for pair in zip(theirs.calls, ours.calls, strict=True)]
+
+
+def main() -> None:
+    """Print the tables of docs/explanation/lightning-numbers.md."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    _table(
+        "module | a loss: Lightning / drivetrain | a value | difference of weights | logged otherwise",
+        [_compared(kind) for kind in modules.MODULES],
+    )
+    _table("difference of weights | Classifier | Segmenter | Template | Autoencoder", _under_options())
+    _table("Lightning | drivetrain", _hooks())
+
+
+if __name__ == "__main__":
+    main()

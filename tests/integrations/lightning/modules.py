@@ -8,12 +8,14 @@ import math
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MaxMetric, MeanMetric
-from torchmetrics.classification import BinaryF1Score, MulticlassAccuracy
+from torch.utils.data import DataLoader, Subset, TensorDataset
+from torchmetrics import MaxMetric, MeanMetric, MetricCollection, SumMetric
+from torchmetrics.classification import BinaryAccuracy, BinaryF1Score, BinaryJaccardIndex, MulticlassAccuracy
+from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError, R2Score
 
 
 def loader(samples: int = 22, seed: int = 0, batch_size: int = 4) -> DataLoader[Any]:
@@ -438,6 +440,399 @@ class Finetuning(LightningModule):
         return torch.optim.SGD(groups, lr=0.1)
 
 
+class VAE(LightningModule):
+    """A variational autoencoder with loaders of its own; KL's weight grows with the epochs."""
+
+    example_input_array = torch.zeros(1, 4)
+
+    def __init__(self, width: int = 2, **kwargs: Any):
+        super().__init__()
+        self.save_hyperparameters()
+        self.encoder = nn.Linear(4, 2 * self.hparams.width)
+        self.decoder = nn.Sequential(nn.Linear(self.hparams.width, 8), nn.ELU(), nn.Linear(8, 4))
+
+    def forward(self, x):
+        mean, log_variance = self.encoder(x).chunk(2, dim=1)
+        # Of its own seed: the two Trainers draw other numbers from the global stream.
+        noise = torch.randn(mean.shape, generator=torch.Generator().manual_seed(self.global_step))
+        return self.decoder(mean + noise * (log_variance / 2).exp()), mean, log_variance
+
+    def losses(self, batch):
+        found, mean, log_variance = self(batch[0])
+        reconstruction = F.mse_loss(found, batch[0])
+        kl = -0.5 * (1 + log_variance - mean**2 - log_variance.exp()).sum(1).mean()
+        weight = min(1.0, (self.current_epoch + 1) / self.trainer.max_epochs)
+        return {"loss": reconstruction + 0.01 * weight * kl, "reconstruction": reconstruction, "kl": kl}
+
+    def training_step(self, batch, batch_idx):
+        losses = self.losses(batch)
+        self.log_dict({name: value.item() for name, value in losses.items()}, sync_dist=True)
+        return losses["loss"]
+
+    def validation_step(self, batch, batch_idx, optimizer_index=0):
+        losses = self.losses(batch)
+        self.log_dict({f"val_{name}": value.item() for name, value in losses.items()}, sync_dist=True)
+
+    def train_dataloader(self):
+        return loader()
+
+    def val_dataloader(self):
+        return [loader(9, 1)]
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.02, weight_decay=0.001)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)]
+
+
+class Tokens(LightningDataModule):
+    """Sequences whose next token follows from the last one."""
+
+    def __init__(self, batch_size: int = 4):
+        super().__init__()
+        self.save_hyperparameters()
+
+    def prepare_data(self):
+        assert self.trainer is None or self.trainer.is_global_zero
+
+    def setup(self, stage=None):
+        generator = torch.Generator().manual_seed(3)
+        start = torch.randint(0, 7, (26, 1), generator=generator)
+        self.ids = (start + torch.arange(7)) % 7
+
+    def train_dataloader(self):
+        return DataLoader([{"ids": each} for each in self.ids[:20]], self.hparams.batch_size, num_workers=0)
+
+    def val_dataloader(self):
+        return DataLoader([{"ids": each} for each in self.ids[20:]], 2 * self.hparams.batch_size)
+
+
+class LanguageModel(LightningModule):
+    """A transformer with tied embeddings, groups without decay, and a warm-up by `LambdaLR`, by step."""
+
+    data = Tokens
+
+    def __init__(self, width: int = 8, warmup: int = 4):
+        super().__init__()
+        self.save_hyperparameters()
+        self.embedding = nn.Embedding(7, width)
+        layer = nn.TransformerEncoderLayer(width, 2, 16, dropout=0.0, batch_first=True)
+        self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.tokens = SumMetric()
+
+    def forward(self, ids):
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], device=self.device)
+        return self.head(self.body(self.embedding(ids), mask=mask, is_causal=True))
+
+    def step(self, batch):
+        logits = self(batch["ids"][:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), batch["ids"][:, 1:].flatten())
+
+    def training_step(self, batch, batch_idx):
+        loss = self.step(batch)
+        self.tokens.update(batch["ids"].numel())
+        self.log("train/loss", loss, on_step=True, on_epoch=True, prog_bar=True, batch_size=len(batch["ids"]))
+        self.log("trainer/lr", self.lr_schedulers().get_last_lr()[0], on_step=True)
+        self.log("tokens", self.tokens, on_step=False, on_epoch=True)
+        return loss
+
+    def on_validation_epoch_start(self):
+        self.losses = []
+
+    def validation_step(self, batch, batch_idx):
+        self.losses.append(self.step(batch).detach())
+
+    def on_validation_epoch_end(self):
+        mean = torch.stack(self.losses).mean()
+        self.log_dict({"val/loss": mean, "val/perplexity": mean.exp()}, sync_dist=True)
+        del self.losses
+
+    def configure_optimizers(self):
+        decayed = [each for each in self.parameters() if each.ndim > 1]
+        others = [each for each in self.parameters() if each.ndim < 2]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95))
+        total = self.trainer.estimated_stepping_batches
+
+        def factor(step):
+            if step < self.hparams.warmup:
+                return (step + 1) / self.hparams.warmup
+            return max(0.1, 1 - (step - self.hparams.warmup) / (total - self.hparams.warmup))
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "lr"},
+        }
+
+
+class Images(LightningDataModule):
+    """Small images with masks, and two sets to validate on."""
+
+    def setup(self, stage):
+        generator = torch.Generator().manual_seed(5)
+        images = torch.randn(24, 1, 8, 8, generator=generator)
+        self.sets = TensorDataset(images, (images > 0.3).float())
+
+    def part(self, first, last, batch_size=3):
+        return DataLoader(Subset(self.sets, range(first, last)), batch_size, drop_last=first == 0)
+
+    def train_dataloader(self):
+        return self.part(0, 14)
+
+    def val_dataloader(self):
+        return [self.part(14, 20), self.part(20, 24, 2)]
+
+
+class UNet(LightningModule):
+    """A segmentation net with batch norms, collections of metrics, several validation sets."""
+
+    data = Images
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+        self.low = nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())
+        self.up = nn.ConvTranspose2d(4, 4, 2, stride=2)
+        self.out = nn.Conv2d(8, 1, 1)
+        metrics = MetricCollection({"iou": BinaryJaccardIndex(), "accuracy": BinaryAccuracy()})
+        self.train_metrics = metrics.clone(prefix="train/")
+        self.val_metrics = nn.ModuleList([metrics.clone(prefix=f"val_{name}/") for name in ("a", "b")])
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        images, masks = batch
+        return (images.flip(-1), masks.flip(-1)) if self.trainer.training else batch
+
+    def forward(self, images):
+        high = self.down(images)
+        return self.out(torch.cat([high, self.up(self.low(high))], dim=1))
+
+    def training_step(self, batch, batch_idx):
+        images, masks = batch
+        logits = self(images)
+        loss = F.binary_cross_entropy_with_logits(logits, masks)
+        self.log("train/loss", loss)
+        self.log_dict(self.train_metrics(logits.sigmoid(), masks.int()), on_step=True, on_epoch=False)
+        return {"loss": loss, "logits": logits.detach()}
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        images, masks = batch
+        logits = self(images)
+        self.log("val/loss", F.binary_cross_entropy_with_logits(logits, masks), prog_bar=True)
+        metrics = self.val_metrics[dataloader_idx]
+        metrics.update(logits.sigmoid(), masks.int())
+        self.log_dict(metrics, on_step=False, on_epoch=True, add_dataloader_idx=False)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+        schedule = torch.optim.lr_scheduler.PolynomialLR(optimizer, self.trainer.max_epochs, 0.9)
+        return [optimizer], [{"scheduler": schedule, "interval": "epoch"}]
+
+
+class LARS(torch.optim.Optimizer):
+    """Rates by layer, as self-supervised libraries have it."""
+
+    def __init__(self, params, lr=0.1, momentum=0.9):
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is None:
+                    continue
+                scale = each.norm() / each.grad.norm().clamp(min=1e-8) if each.ndim > 1 else 1.0
+                state = self.state[each]
+                state.setdefault("average", torch.zeros_like(each))
+                state["average"].mul_(group["momentum"]).add_(each.grad * scale)
+                each.add_(state["average"], alpha=-group["lr"])
+        return loss
+
+
+class SimCLR(LightningModule):
+    """Two views, a contrastive loss over all ranks, a probe that learns beside it, a cosine by step."""
+
+    def __init__(self, temperature: float = 0.5):
+        super().__init__()
+        self.save_hyperparameters()
+        self.backbone, self.projector = nn.Linear(4, 6), nn.Sequential(nn.ReLU(), nn.Linear(6, 3))
+        self.probe = nn.Linear(6, 2)
+        self.accuracy = MulticlassAccuracy(2)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        features = [self.backbone(x + shift) for shift in (0.1, -0.1)]
+        first, second = (F.normalize(self.projector(each), dim=1) for each in features)
+        others = self.all_gather(second.detach()).reshape(-1, second.shape[1])
+        similar = first @ second.T / self.hparams.temperature
+        target = torch.arange(len(x), device=self.device)
+        contrastive = F.cross_entropy(similar, target)
+        probe = F.cross_entropy(self.probe(features[0].detach()), y)
+        self.log_dict(
+            {"contrastive": contrastive, "probe": probe, "spread": others.std(0).mean()},
+            on_step=True,
+            on_epoch=False,
+            sync_dist=True,
+        )
+        return contrastive + probe
+
+    def validation_step(self, batch, batch_idx):
+        self.accuracy(self.probe(self.backbone(batch[0])), batch[1])
+        self.log("val_probe", self.accuracy, metric_attribute="accuracy")
+
+    def configure_optimizers(self):
+        optimizer = LARS(self.parameters(), lr=0.01)
+        steps = self.trainer.estimated_stepping_batches
+        schedule = {
+            "scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, int(steps)),
+            "interval": "step",
+        }
+        return [optimizer], [schedule]
+
+
+class Tabular(LightningModule):
+    """A regressor that watches a value of `on_validation_epoch_end`, with a collection of metrics."""
+
+    def __init__(self, embedding: nn.Module | None = None, lr: float = 0.05):
+        super().__init__()
+        self.save_hyperparameters(ignore=["embedding"])
+        self.body = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 8), nn.SiLU(), nn.Linear(8, 1))
+        metrics = MetricCollection([MeanAbsoluteError(), MeanSquaredError(squared=False), R2Score()])
+        self.train_metrics, self.val_metrics = metrics.clone(prefix="train_"), metrics.clone(prefix="val_")
+
+    def forward(self, x):
+        return self.body(x).squeeze(-1)
+
+    def shared_step(self, batch):
+        x, _ = batch
+        target = x[:, 0] * x[:, 1]
+        return self(x), target
+
+    def training_step(self, batch, batch_idx):
+        found, target = self.shared_step(batch)
+        loss = F.smooth_l1_loss(found, target)
+        self.train_metrics.update(found, target)
+        self.log("train_loss", loss, on_step=False, on_epoch=True, prog_bar=True, logger=True)
+        return loss
+
+    def on_train_epoch_end(self):
+        self.log_dict(self.train_metrics.compute())
+        self.train_metrics.reset()
+        self.log("epoch_float", float(self.current_epoch))
+
+    def validation_step(self, batch, batch_idx):
+        self.val_metrics.update(*self.shared_step(batch))
+
+    def on_validation_epoch_end(self):
+        self.log_dict(self.val_metrics.compute(), prog_bar=True)
+        self.val_metrics.reset()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.NAdam(self.parameters(), lr=self.hparams.lr)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "max", 0.5, patience=0, threshold=0.5)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": plateau, "monitor": "val_R2Score", "strict": True},
+        }
+
+    def configure_callbacks(self):
+        return [EarlyStopping("val_R2Score", mode="max", patience=5, verbose=False)]
+
+
+class WGAN(LightningModule):
+    """A critic with a gradient penalty, several steps of it for each of the generator's, schedules."""
+
+    def __init__(self, critic_steps: int = 2):
+        super().__init__()
+        self.save_hyperparameters()
+        self.automatic_optimization = False
+        self.generator, self.critic = (
+            nn.Linear(3, 4),
+            nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)),
+        )
+
+    def forward(self, noise):
+        return self.generator(noise)
+
+    def penalty(self, real, fake):
+        middle = (0.5 * real + 0.5 * fake).requires_grad_(True)
+        (gradient,) = torch.autograd.grad(self.critic(middle).sum(), middle, create_graph=True)
+        return ((gradient.norm(dim=1) - 1) ** 2).mean()
+
+    def training_step(self, batch, batch_idx):
+        real, _ = batch
+        generator, critic = self.optimizers()
+        noise = torch.cos(torch.arange(3 * len(real)).float() + batch_idx).view(-1, 3)
+        for _ in range(self.hparams.critic_steps):
+            with critic.toggle_model():
+                fake = self(noise).detach()
+                loss = self.critic(fake).mean() - self.critic(real).mean() + 10 * self.penalty(real, fake)
+                critic.zero_grad()
+                self.manual_backward(loss)
+                critic.step()
+        self.log("critic_loss", loss, prog_bar=True, on_step=True, on_epoch=True)
+        if batch_idx % 2:
+            with generator.toggle_model():
+                loss = -self.critic(self(noise)).mean()
+                generator.zero_grad()
+                self.manual_backward(loss)
+                generator.step()
+            self.log("generator_loss", loss)
+        for each in self.lr_schedulers():
+            each.step()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_critic", self.critic(batch[0]).mean())
+
+    def configure_optimizers(self):
+        found = []
+        for each in (self.generator, self.critic):
+            optimizer = torch.optim.RMSprop(each.parameters(), lr=0.005)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.9)
+            found.append(
+                {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+            )
+        return found
+
+
+class Unfreezing(LightningModule):
+    """A backbone that is frozen in the constructor, and joins in later; `configure_model` makes layers."""
+
+    def __init__(self, at: int = 1):
+        super().__init__()
+        self.save_hyperparameters()
+        self.backbone = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU()).requires_grad_(False)
+        self.head = None
+
+    def configure_model(self):
+        if self.head is None:
+            torch.manual_seed(2)
+            self.head = nn.Linear(8, 2)
+
+    def on_train_epoch_start(self):
+        self.backbone.requires_grad_(self.current_epoch >= self.hparams.at)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = F.cross_entropy(self.head(self.backbone(x)), y, label_smoothing=0.1)
+        self.log("train_loss", loss)
+        trained = sum(each.numel() for each in self.parameters() if each.requires_grad)
+        self.log("trained", float(trained), on_step=False, on_epoch=True, reduce_fx="max")
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("val_loss", F.cross_entropy(self.head(self.backbone(x)), y), on_epoch=True, sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
 MODULES = (
     Classifier,
     Template,
@@ -450,4 +845,11 @@ MODULES = (
     Skipping,
     Segmenter,
     Finetuning,
+    VAE,
+    LanguageModel,
+    UNet,
+    SimCLR,
+    Tabular,
+    WGAN,
+    Unfreezing,
 )

@@ -144,6 +144,14 @@ def test_the_defaults_are_lightnings() -> None:
             {"gradient_clip_val": 2, "gradient_clip_algorithm": "value"},
             {"max_grad_value": 2, "max_grad_norm": None},
         ),
+        (
+            {"callbacks": theirs.GradientAccumulationScheduler({0: 8, 4: 4}), "val_check_interval": 0.5},
+            {"gradient_accumulation_steps": {0: 8, "4 epochs": 4}, "validate_every": "0.5 epochs"},
+        ),
+        (
+            {"callbacks": theirs.GradientAccumulationScheduler({2: 4})},
+            {"gradient_accumulation_steps": {0: 1, "2 epochs": 4}},
+        ),
         ({"fast_dev_run": True}, {"try_out": "batches"}),
         ({"fast_dev_run": 3}, {"try_out": 3}),
         ({"overfit_batches": 2}, {"try_out": "overfit", "limit_train_batches": 2}),
@@ -188,6 +196,14 @@ def test_a_precision_is_that_of_the_same_numbers(name: str) -> None:
         ({"limit_val_batches": 2.5}, "which must be whole"),
         ({"val_check_interval": 0.5, "check_val_every_n_epoch": 2}, "give one of the two"),
         ({"val_check_interval": 10, "accumulate_grad_batches": 4}, "a multiple of accumulate_grad_batches=4"),
+        (
+            {"callbacks": theirs.GradientAccumulationScheduler({2: 4}), "accumulate_grad_batches": 4},
+            "leave one of the two out, as in Lightning",
+        ),
+        (
+            {"callbacks": theirs.GradientAccumulationScheduler({2: 4}), "val_check_interval": 10},
+            "a changing number of updates",
+        ),
         ({"val_check_interval": 0.5, "check_val_every_n_epoch": None}, "give a number of batches"),
         ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "both"}, "gradient_clip_algorithm='both'"),
         ({"deterministic": "warn"}, "warn_only=True"),
@@ -210,11 +226,16 @@ def test_a_precision_is_that_of_the_same_numbers(name: str) -> None:
             {"callbacks": [theirs.StochasticWeightAveraging(0.1)]},
             "callbacks has StochasticWeightAveraging: give Trainer",
         ),
-        ({"callbacks": [theirs.ModelCheckpoint(), theirs.ModelCheckpoint("a")]}, "has 2 ModelCheckpoints"),
+        (
+            {"callbacks": [theirs.ModelCheckpoint("b"), theirs.ModelCheckpoint("a")]},
+            "a' in number 2. directory is of the run: give all the same",
+        ),
+        (
+            {"callbacks": [theirs.ModelCheckpoint(), theirs.ModelCheckpoint(save_weights_only=True)]},
+            "resumable=True in the first",
+        ),
         ({"callbacks": theirs.ModelCheckpoint(), "enable_checkpointing": False}, "checkpoints are off"),
         ({"callbacks": theirs.ModelCheckpoint(), "barebones": True}, "checkpoints are off"),
-        ({"callbacks": theirs.EarlyStopping("x", divergence_threshold=1.0)}, "callbacks.LossSpike"),
-        ({"callbacks": theirs.EarlyStopping("x", strict=False)}, "the metric must be logged"),
         ({"callbacks": theirs.LearningRateMonitor(log_momentum=True)}, "run.log(name, value)"),
         ({"logger": loggers.CSVLogger("a", prefix="p")}, "CSVLogger(prefix='p') has no counterpart"),
     ],
@@ -241,13 +262,39 @@ def test_a_model_checkpoint_is_a_policy(tmp_path: Path) -> None:
     assert str(policy(every_n_epochs=2).every) == "2 epochs"
     assert str(policy(train_time_interval=timedelta(minutes=5)).every) == "300 seconds"
     assert policy(save_top_k=0).every is None
-    named = from_lightning_arguments(max_epochs=1, callbacks=theirs.ModelCheckpoint(filename="{epoch}"))
-    assert "filename='{epoch}' is not used" in "\n".join(map(str, named.differences))
+    assert policy(filename="{epoch:02d}-{val/loss:.2f}").name == "epoch={epoch:02d}-val_loss={val/loss:.2f}"
+    assert policy(filename="a-{step}-{v}", auto_insert_metric_name=False).name == "a-{v}"
+    assert policy(filename="{step}").name is None
+    named = from_lightning_arguments(max_epochs=1, callbacks=theirs.ModelCheckpoint(filename="a/{epoch}"))
+    assert "filename='a/{epoch}' is not used" in "\n".join(map(str, named.differences))
+
+
+def test_several_model_checkpoints_are_several_policies() -> None:
+    given = from_lightning_arguments(
+        max_epochs=1,
+        callbacks=[
+            theirs.ModelCheckpoint(monitor="val_loss", save_top_k=3, filename="a"),
+            theirs.ModelCheckpoint(every_n_epochs=10, save_top_k=-1, filename="b"),
+        ],
+    )
+    first, second = given.trainer.checkpoint
+    assert (first.by, first.best, first.keep_last, first.name) == ("val_loss", 3, 1, None)
+    assert (second.by, str(second.every), second.keep_last) == (None, "10 epochs", None)
+    assert "their filenames differ" in "\n".join(map(str, given.differences))
 
 
 def test_other_callbacks_and_loggers_are_ours(tmp_path: Path) -> None:
     own = LambdaCallback(on_fit_end=lambda run: None)
-    stopping = theirs.EarlyStopping("val_loss", min_delta=0.1, patience=0, mode="max", stopping_threshold=2.0)
+    stopping = theirs.EarlyStopping(
+        "val_loss",
+        min_delta=0.1,
+        patience=0,
+        mode="max",
+        stopping_threshold=2.0,
+        divergence_threshold=-1.0,
+        strict=False,
+        check_finite=False,
+    )
     trainer = mapped(
         callbacks=[stopping, theirs.LearningRateMonitor(), theirs.Timer("00:00:30:00"), own],
         max_time="00:01:00:00",
@@ -258,6 +305,7 @@ def test_other_callbacks_and_loggers_are_ours(tmp_path: Path) -> None:
     assert (first.metric, first.mode, first.patience, first.threshold, first.stop_at) == (
         "val_loss", "max", 1, 0.1, 2.0,
     )  # fmt: skip
+    assert (first.diverged_at, first.strict, first.check_finite) == (-1.0, False, False)
     assert isinstance(second, LearningRateMonitor)
     assert third is own
     assert trainer.max_time == pytest.approx(1800, abs=1)

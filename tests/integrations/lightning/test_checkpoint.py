@@ -75,6 +75,7 @@ def test_a_checkpoint_of_lightning_is_read_into_an_unchanged_module(tmp_path: Pa
     before = trained(path, module)
     content = torch.load(path, weights_only=False)
     content["teacher"] = Boom()
+    content["hyper_parameters"]["danger"] = {"inside": [Boom()]}
     torch.save(content, path)
     after = Module()
     loaded = load_checkpoint(path, after)
@@ -86,7 +87,7 @@ def test_a_checkpoint_of_lightning_is_read_into_an_unchanged_module(tmp_path: Pa
     assert "loaded 2 of 2 tensors: the weights of a checkpoint of Lightning" in text
     assert "hyper-parameter criterion" in text
     assert "torch.nn.modules.loss.MSELoss" in text
-    for name in ("hyper-parameter where", "optimizer_states", "loops", "teacher"):
+    for name in ("hyper-parameter where", "hyper-parameter danger", "optimizer_states", "loops", "teacher"):
         assert name in loaded.left_out
 
 
@@ -111,6 +112,11 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match=r"last\.ckpt' do not fit Module: 2 of another shape"):
         load_checkpoint(path, other)
     assert torch.equal(other.net.weight, before)
+    content = torch.load(path, weights_only=False)
+    content["state_dict"]["danger"] = Boom()
+    torch.save(content, path)
+    with pytest.raises(CheckpointError, match="as 'danger' among its weights"):
+        load_checkpoint(path, Module())
     with pytest.raises(CheckpointError, match="is no checkpoint file of Lightning"):
         load_checkpoint(tmp_path, other)
     with pytest.raises(ConfigError, match=r"fills a module, not Module\. Make one first"):

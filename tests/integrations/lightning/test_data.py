@@ -12,7 +12,15 @@ from tests.support.tasks import quiet
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from drivetrain import CheckpointConfig, ConfigError, DataError, LambdaCallback, OptimizerConfig, TaskModule
+from drivetrain import (
+    CheckpointConfig,
+    ConfigError,
+    DataError,
+    LambdaCallback,
+    OptimizerConfig,
+    TaskModule,
+    rank,
+)
 from drivetrain.testing import run_distributed
 
 pytest.importorskip("lightning")
@@ -105,6 +113,26 @@ def test_a_data_module_lives_as_in_lightning(package: Any, tmp_path: Path) -> No
     again = of_package(package)
     quiet(max_epochs=3, **options).fit(Numbers(), as_data(again), resume="auto")
     assert ("load", {"epochs": 2}) in again.calls
+
+
+def _lives(path: str) -> list[Any]:
+    torch.set_num_threads(1)
+    module = of_package(lightning)
+    module.prepare_data_per_node = False
+    module.prepare_data = lambda: Path(f"{path}/prepared-{rank()}").touch()
+    quiet(max_epochs=1, strategy="ddp").fit(Numbers(), as_data(module))
+    return module.calls
+
+
+def test_data_is_prepared_once_and_torn_down_after_an_error(tmp_path: Path) -> None:
+    for calls in run_distributed(_lives, str(tmp_path), timeout=120):
+        assert calls == [("setup", "fit"), ("teardown", "fit")]
+    assert [each.name for each in tmp_path.iterdir()] == ["prepared-0"]
+    module = of_package(lightning)
+    fails = LambdaCallback(on_epoch_end=lambda run: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        quiet(max_epochs=1, callbacks=[fails]).fit(Numbers(), as_data(module))
+    assert module.calls == ["prepare", ("setup", "fit"), ("teardown", "fit")]
 
 
 class Sampled(lightning.LightningDataModule):

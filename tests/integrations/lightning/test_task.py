@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torchmetrics
@@ -19,26 +19,23 @@ from drivetrain.testing import run_distributed
 
 pl = pytest.importorskip("lightning.pytorch")
 
+from lightning.pytorch import callbacks as theirs_callbacks  # noqa: E402
 from tests.integrations.lightning import modules  # noqa: E402
 from tests.integrations.lightning.equality import (  # noqa: E402
+    EXPLAINED,
     differences,
     made,
     under_lightning,
     under_ours,
     weights_of,
 )
+from tests.integrations.lightning.recording import ManualRecording, Recording  # noqa: E402
 
 from drivetrain.integrations.lightning import LightningTask, as_data, as_task  # noqa: E402
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore::Warning")]
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-
-# What a module's own trainer logs otherwise, each with the reason.
-EXPLAINED = {
-    modules.Skipping: {"loss_step"},  # Lightning logs the value before again where a step returned None
-    modules.Finetuning: {"val/loss_step"},  # ours is the last batch's, which has a place among updates
-}
 
 
 @pytest.mark.parametrize("kind", modules.MODULES, ids=lambda kind: kind.__name__)
@@ -81,7 +78,10 @@ def _on_two_ranks(kind: Any) -> tuple[Any, Any]:
     return values, weights_of(module).tolist()  # a tensor's memory would end with its process
 
 
-@pytest.mark.parametrize("kind", [modules.Classifier, modules.Template, modules.Autoencoder, modules.WarmUp])
+_ON_TWO_RANKS = ["Classifier", "Template", "Autoencoder", "WarmUp", "OneCycle", "Finetuning"]
+
+
+@pytest.mark.parametrize("kind", [getattr(modules, name) for name in _ON_TWO_RANKS])
 def test_two_ranks_equal_lightning_with_the_double_batch(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     monkeypatch.setattr(modules.loader, "__defaults__", (24, 0, 4))
     (values, weights), (others, other_weights) = run_distributed(_on_two_ranks, kind, timeout=180)
@@ -172,82 +172,6 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(kind: Any, tmp_path: Pat
         assert resumed.best == whole.best
 
 
-class Recording(pl.LightningModule):
-    """Notes each of its hooks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = modules.body()
-        self.calls: list[str] = []
-
-    def note(self, name: str) -> None:
-        trainer = self._trainer
-        where = "" if trainer is None else f" {self.current_epoch} {self.global_step}"
-        self.calls.append(name + where)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.note(f"training_step {batch_idx}")
-        return F.cross_entropy(self.net(batch[0]), batch[1])
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.note(f"validation_step {batch_idx}")
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.note(f"test_step {batch_idx}")
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        self.note(f"predict_step {batch_idx}")
-        return batch[1]
-
-    def configure_optimizers(self) -> Any:
-        self.calls.append("configure_optimizers")
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
-        optimizer.step(closure=optimizer_closure)
-        self.note(f"optimizer_step {epoch} {batch_idx}")
-
-
-def _noting(name: str) -> Callable[..., None]:
-    def hook(self: Any, *arguments: Any, **options: Any) -> None:
-        indices = [each for each in arguments if type(each) is int]
-        self.note(
-            " ".join(
-                map(str, [name, *indices, *(str(getattr(each, "value", each)) for each in options.values())])
-            )
-        )
-
-    return hook
-
-
-_NOTED = [
-    f"on_{stage}{at}" for stage in ("train", "validation", "test", "predict") for at in ("_start", "_end")
-]
-_NOTED += [each.replace("_start", "_epoch_start").replace("_end", "_epoch_end") for each in _NOTED]
-_NOTED += [
-    f"on_{stage}_batch_{at}"
-    for stage in ("train", "validation", "test", "predict")
-    for at in ("start", "end")
-]
-_NOTED += ["on_fit_start", "on_fit_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"]
-_NOTED += ["on_before_optimizer_step", "prepare_data", "setup", "teardown", "configure_model"]
-for _name in _NOTED:
-    setattr(Recording, _name, _noting(_name))
-
-
-def _lr_scheduler_step(self: Any, scheduler: Any, metric: Any) -> None:
-    scheduler.step()
-    self.note("lr_scheduler_step")
-
-
-def _configure_gradient_clipping(self: Any, optimizer: Any, **_: Any) -> None:
-    self.note("configure_gradient_clipping")
-
-
-Recording.lr_scheduler_step = _lr_scheduler_step
-Recording.configure_gradient_clipping = _configure_gradient_clipping
-
 # In Lightning training_step, backward and their hooks run inside of the optimizer's step, and so inside of
 # optimizer_step. Each hook still comes in the same order.
 
@@ -258,6 +182,93 @@ def test_hooks_come_in_lightnings_order(accumulation: int) -> None:
     under_lightning(theirs, max_epochs=2, accumulate_grad_batches=accumulation)
     under_ours(ours, max_epochs=2, gradient_accumulation_steps=accumulation)
     assert ours.calls == theirs.calls
+
+
+def test_hooks_of_manual_optimization_come_in_lightnings_order() -> None:
+    theirs, ours = made(ManualRecording), made(ManualRecording)
+    under_lightning(theirs, max_epochs=2)
+    under_ours(ours, max_epochs=2)
+    assert ours.calls == theirs.calls
+
+
+_LOGGING = (
+    *("on_fit_start", "on_train_start", "on_train_epoch_start"),
+    *("on_train_batch_start", "on_before_zero_grad", "on_before_backward"),
+    *("on_after_backward", "on_before_optimizer_step", "on_train_batch_end"),
+    *("on_train_epoch_end", "on_train_end", "on_fit_end"),
+    *("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start"),
+    *("on_validation_batch_end", "on_validation_epoch_end", "on_validation_end"),
+    *("configure_gradient_clipping", "optimizer_step", "lr_scheduler_step"),
+    *("on_after_batch_transfer", "optimizer_zero_grad", "setup"),
+    *("configure_optimizers", "teardown", "prepare_data"),
+)
+
+
+class Bare(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = modules.body()
+        self.calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+@pytest.mark.parametrize("name", _LOGGING)
+def test_every_method_logs_what_it_logs_in_lightning_or_is_refused_in_both(name: str) -> None:
+    for options in ({}, {"on_step": True, "on_epoch": True}, {"on_step": False, "on_epoch": True}):
+
+        def logging_method(self: Any, *args: Any, options: Any = options, **kwargs: Any) -> Any:
+            self.calls += 1
+            self.log("x", float(self.calls), **options)
+            return getattr(Bare, name)(self, *args, **kwargs)
+
+        kind = type("Net", (Bare,), {name: logging_method})
+        try:
+            logged = under_lightning(made(kind), max_epochs=2, limit_train_batches=2, limit_val_batches=2)
+        except Exception:
+            with pytest.raises(ConfigError, match=r"self.log\('x'"):
+                under_ours(made(kind), max_epochs=2)
+            continue
+        limits = {"limit_train_batches": 2, "limit_validation_batches": 2}
+        found, _ = under_ours(made(kind), max_epochs=2, **limits)
+        if "validation" in name:  # each batch's value has no place among updates; see EXPLAINED
+            logged.pop("x_step", None)
+            found.pop("x_step", None)
+        assert found == logged
+
+
+class Numbers(Bare):
+    """Logs numbers of several kinds, and the number of its rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log_dict({"numpy": np.float32(batch_idx), "whole": batch_idx, "tensor": torch.tensor(batch_idx)})
+        self.log("first", self.global_rank + 1.0, rank_zero_only=True)
+        self.log("first_epoch", self.global_rank + 1.0, rank_zero_only=True, on_step=False, on_epoch=True)
+        self.log("mean", self.global_rank + 1.0, sync_dist=True)
+        if self.trainer.is_global_zero:
+            self.log("only", 5.0, rank_zero_only=True, logger=False)
+        return super().training_step(batch, batch_idx)
+
+
+def _numbers(strategy: str) -> dict[str, float]:
+    torch.set_num_threads(1)
+    _, result = under_ours(made(Numbers), max_epochs=1, strategy=strategy)
+    return dict(result.metrics)
+
+
+def test_numbers_are_those_of_all_ranks_or_of_the_first() -> None:
+    logged = under_lightning(made(Numbers), max_epochs=1)
+    found, _ = under_ours(made(Numbers), max_epochs=1)
+    assert found == logged
+    for values in run_distributed(_numbers, "ddp", timeout=120):
+        assert (values["first"], values["first_epoch"], values["mean"], values["only"]) == (1, 1, 1.5, 5)
 
 
 @pytest.mark.parametrize("verb", ["validate", "test", "predict"])
@@ -335,6 +346,113 @@ def test_a_data_module_is_set_up_and_shown() -> None:
     assert torch.equal(weights_of(theirs), weights_of(ours))
 
 
+class Divided(pl.LightningDataModule):
+    """Divides the batch among the processes, as the hydra template does, and changes batches."""
+
+    def setup(self, stage: str) -> None:
+        assert self.trainer is not None
+        self.size = 8 // self.trainer.world_size
+
+    def train_dataloader(self) -> Any:
+        return modules.loader(24, 0, self.size)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        assert self.trainer.lightning_module is not None
+        x, y = batch
+        return -x, y
+
+
+def _divided(strategy: str) -> Any:
+    torch.set_num_threads(1)
+    module, data = made(modules.Skipping), Divided()
+    options = {"checkpoint": False, "loggers": (), "progress_bar": False}
+    Trainer(strategy=strategy, max_epochs=2, **options).fit(as_task(module), as_data(data))
+    assert data.trainer is None
+    return weights_of(module).tolist()
+
+
+def test_a_data_module_knows_its_trainer_and_changes_batches() -> None:
+    theirs = made(modules.Skipping)
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    pl.Trainer(accelerator="cpu", devices=1, max_epochs=2, **options).fit(theirs, datamodule=Divided())
+    assert _divided("cpu") == weights_of(theirs).tolist()
+    for weights in run_distributed(_divided, "ddp", timeout=180):
+        assert torch.allclose(weights_of(theirs), torch.tensor(weights).double(), rtol=0, atol=1e-6)
+
+
+def _with_callbacks(*callbacks: Any) -> Any:
+    return type("Net", (modules.Tabular,), {"configure_callbacks": lambda self: list(callbacks)})
+
+
+def test_a_module_brings_its_callbacks() -> None:
+    stopping = theirs_callbacks.EarlyStopping("val_R2Score", mode="max", patience=1, min_delta=10.0)
+    theirs, ours = made(_with_callbacks(stopping)), made(_with_callbacks(stopping, _Stop(11)))
+    under_lightning(theirs, max_epochs=5)
+    _, result = under_ours(ours, max_epochs=5)
+    assert result.progress.updates == 11  # by the callback of ours, in the second epoch
+    again = made(_with_callbacks(stopping, theirs_callbacks.LearningRateMonitor("step")))
+    values, result = under_ours(again, max_epochs=5)
+    assert result.progress.updates == 12
+    assert torch.equal(weights_of(theirs), weights_of(again))
+    assert values["lr"][:12] == [0.05] * 12
+
+
+def test_callbacks_of_a_module_that_have_no_place_are_refused_with_what_to_write(tmp_path: Path) -> None:
+    saver = theirs_callbacks.ModelCheckpoint(tmp_path, monitor="val_R2Score", mode="max", save_top_k=2)
+    _ends(
+        r"Net.configure_callbacks has a ModelCheckpoint.*checkpoint=CheckpointConfig\(every='1 epochs?',"
+        r" keep_last=1, best=2, by='val_R2Score', mode='max', directory=.*leave the ModelCheckpoint out",
+        made(_with_callbacks(saver)),
+    )
+    _ends("has a Timer.*max_time=", made(_with_callbacks(theirs_callbacks.Timer("00:01:00:00"))))
+    swa = theirs_callbacks.StochasticWeightAveraging(0.1)
+    _ends(
+        "Net.configure_callbacks has StochasticWeightAveraging: .*WeightAverage", made(_with_callbacks(swa))
+    )
+    mine = type("Mine", (pl.Callback,), {})()
+    _ends("Net.configure_callbacks has Mine, a subclass of Lightning's Callback", made(_with_callbacks(mine)))
+
+
+def test_a_run_is_named_after_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    logged: list[Any] = []
+
+    class Configuration:
+        def log_metrics(self, metrics: Any, step: int) -> None: ...
+
+        def log_config(self, config: Any) -> None:
+            logged.append(config["task"])
+
+        def close(self) -> None: ...
+
+    trainer = Trainer(
+        strategy="cpu", max_epochs=1, checkpoint=True, loggers=[Configuration()], progress_bar=False
+    )
+    result = trainer.fit(as_task(modules.Classifier(hidden=4)), modules.loader())
+    assert Path(result.last_checkpoint).parts[-3].startswith("Classifier-")
+    (task,) = logged
+    assert task["class"] == "Classifier"
+    assert (task["hparams"]["hidden"], task["hparams"]["lr"]) == (4, 0.1)
+    again = LightningTask.from_checkpoint(result.last_checkpoint, module=modules.Classifier(hidden=4))
+    assert again.hparams["hidden"] == 4
+
+
+def _unfreezing(strategy: str) -> None:
+    torch.set_num_threads(1)
+    under_ours(made(modules.Unfreezing), max_epochs=2, strategy=strategy)
+
+
+def test_a_parameter_that_is_unfrozen_later_is_refused_by_name_where_it_would_not_be_trained() -> None:
+    with pytest.raises(RuntimeError, match=r"'backbone.0.weight' was added to Unfreezing, .*or unfrozen"):
+        run_distributed(_unfreezing, "ddp", timeout=180)
+
+    class WithoutIt(modules.Unfreezing):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.head.parameters(), lr=0.1)
+
+    _ends("'backbone.0.weight' was added to WithoutIt", made(WithoutIt), max_epochs=2)
+
+
 def _overriding(name: str, method: Any = lambda self, *_, **__: None) -> Any:
     return type("Net", (modules.OneCycle,), {name: method})()
 
@@ -343,7 +461,6 @@ def _overriding(name: str, method: Any = lambda self, *_, **__: None) -> Any:
     ("name", "what"),
     [
         ("backward", "manual_backward"),
-        ("configure_callbacks", "callbacks="),
         ("transfer_batch_to_device", "to\\(device\\)"),
         ("on_before_batch_transfer", "collate_fn"),
         ("validation_epoch_end", "on_validation_epoch_end"),
@@ -372,7 +489,7 @@ def test_what_cannot_be_a_task_is_refused() -> None:
 
 def _ends(match: str, module: Any, error: Any = ConfigError, **options: Any) -> None:
     with pytest.raises(error, match=match):
-        under_ours(module, max_epochs=1, **options)
+        under_ours(module, **{"max_epochs": 1, **options})
 
 
 def test_what_a_run_cannot_serve_is_refused() -> None:
@@ -387,11 +504,23 @@ def test_what_a_run_cannot_serve_is_refused() -> None:
         AttributeError,
     )
     _ends("returned -1", _overriding("on_train_batch_start", lambda self, batch, batch_idx: -1))
-    _ends("watches 'nothing', which was not logged. Logged: ", _plateau())
+    _ends("watches 'nothing', which was not logged. Logged: .*'strict': False", _plateau())
+    _ends("optimizer_step called its closure twice", _overriding("optimizer_step", _twice))
     _ends("reduce_fx='median'", _logging(reduce_fx="median"))
     _ends("one number, not a tensor of shape", _logging(torch.ones(2)))
     _ends("was given a str", _logging("high"))
+    _ends("training_step called self.log.'x', .*with other options", _overriding("training_step", _log_twice))
     _ends("logs nothing", _logging(on_step=False, on_epoch=False))
+
+
+def _log_twice(self: Any, batch: Any, batch_idx: int) -> None:
+    self.log("x", 1.0)
+    self.log("x", 1.0, on_epoch=True)
+
+
+def _twice(self: Any, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+    optimizer_closure()
+    optimizer.step(closure=optimizer_closure)
 
 
 def _plateau() -> Any:
@@ -416,8 +545,14 @@ def _logging(value: Any = 1.0, **options: Any) -> Any:
 
 def _sharded(kind: str) -> str:
     torch.set_num_threads(1)
-    module = made(modules.GAN if kind == "manual" else modules.Classifier)
-    _, result = under_ours(module, max_epochs=1, strategy="fsdp")
+    if kind == "manual":
+        under_ours(made(modules.GAN), max_epochs=1, strategy="fsdp")
+    norms = [
+        under_ours(made(modules.WarmUp), max_epochs=1, strategy=each)[1].metrics["grad_norm"]
+        for each in ("fsdp", "ddp")
+    ]
+    assert norms[0] == pytest.approx(norms[1], abs=1e-6)
+    _, result = under_ours(made(modules.Classifier), max_epochs=1, strategy="fsdp")
     return str(result.progress.updates)
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.tasks import quiet
+from tests.support.tasks import Regression, pairs, quiet
 
+from drivetrain import OverAll
 from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.testing import run_distributed
 
@@ -17,8 +18,8 @@ transformers = pytest.importorskip("transformers")
 
 from tests.integrations.transformers.families import loader, model, rows  # noqa: E402
 
+from drivetrain.engine.metrics.arrays import Arrays  # noqa: E402
 from drivetrain.integrations.transformers import TransformersTask  # noqa: E402
-from drivetrain.integrations.transformers.arrays import Arrays  # noqa: E402
 from drivetrain.integrations.transformers.generation import is_sharded  # noqa: E402
 
 pytestmark = pytest.mark.full
@@ -184,3 +185,32 @@ def test_ranks_with_uneven_data_generate_together(strategy: str, family: str) ->
         assert first[1] == second[1]
         assert first[0]["validation/rows"] == count
         assert len(first[1]) == count
+
+
+def test_a_metric_of_evaluate_is_called_over_all_samples(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # its thread would outlive the test
+    evaluate = pytest.importorskip("evaluate")
+    datasets = pytest.importorskip("datasets")
+
+    class Wrong(evaluate.Metric):
+        def _info(self) -> Any:
+            features = datasets.Features(
+                {each: datasets.Value("int64") for each in ("predictions", "references")}
+            )
+            return evaluate.MetricInfo("", "", features=features)
+
+        def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
+            return {"wrong": float(sum(p != r for p, r in zip(predictions, references, strict=True)))}
+
+    class Lines(Regression):
+        def metrics(self) -> dict[str, Any]:
+            function = Wrong(cache_dir=str(tmp_path)).compute
+            return {"all": OverAll(function, transform=lambda o, t: (o[:, 0] > 0, t[:, 0] > 0))}
+
+    task, data = Lines(), pairs(9)
+    features, target = data.dataset.tensors
+    with torch.no_grad():
+        right = float(((task(features) > 0) != (target > 0)).sum())
+    assert quiet().validate(task, data)["validation/all/wrong"] == right > 0

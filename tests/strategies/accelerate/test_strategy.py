@@ -110,21 +110,22 @@ def test_the_options_of_the_fsdp_plugin_conform(name: str) -> None:
     def make(world_size: int) -> Accelerate:
         return Accelerate(plugin(**OPTIONS[name]), world_size=world_size)
 
-    check_strategy(make, checks=["same_as_the_big_batch", "frozen_and_tied"])
+    check_strategy(make, checks=["same_as_the_big_batch", "frozen_and_tied", "parameters_may_be_unfrozen"])
 
 
 @pytest.mark.parametrize("options", [{"static_graph": True}, {"find_unused_parameters": True}], ids=str)
 def test_the_options_of_data_parallelism_conform(options: dict[str, Any]) -> None:
     config = AccelerateConfig(options={"kwargs_handlers": [DistributedDataParallelKwargs(**options)]})
-    check_strategy(
-        lambda world_size: Accelerate(config, world_size=world_size), checks=["same_as_the_big_batch"]
-    )
+    checks = ["same_as_the_big_batch", "parameters_may_be_unfrozen"]
+    check_strategy(lambda world_size: Accelerate(config, world_size=world_size), checks=checks)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", MAKERS)
 def test_mixed_precision_conforms(kind: str) -> None:
     checks = ["same_as_the_big_batch", "resume_is_bitwise"]
+    unfrozen = ["parameters_may_be_unfrozen"]
+    check_strategy(MAKERS[kind], checks=unfrozen, precision="bf16-mixed", tolerance=0.05)
     check_strategy(MAKERS[kind], checks=checks, precision="bf16-mixed", tolerance=5e-3)
 
 

@@ -20,6 +20,7 @@ from drivetrain import (
     ConfigError,
     DeepSpeedConfig,
     Engine,
+    Freeze,
     LambdaCallback,
     OptimizerConfig,
     StrategyError,
@@ -65,6 +66,15 @@ CHECKED = [name for name in CHECKS if name != "generator_steps"]
 )
 def test_every_stage_conforms(stage: int, world_size: int) -> None:
     check_strategy(zero(stage), world_size, checks=CHECKED)
+
+
+def test_parameters_are_unfrozen_in_stage_0_only() -> None:
+    check_strategy(zero(0), checks=["parameters_may_be_unfrozen"])
+    for stage in (1, 2, 3):
+        strategy = DeepSpeedConfig(stage=stage)
+        Trainer(strategy=strategy, max_epochs=1, callbacks=[Freeze("encoder")])
+        with pytest.raises(StrategyError, match=r"'deepspeed': DeepSpeed updates .*flat tensor.*until=None"):
+            Trainer(strategy=strategy, max_epochs=1, callbacks=[Freeze("encoder", until=3)])
 
 
 def test_shards_of_the_weights_give_the_same_updates_and_resume_to_the_bit() -> None:

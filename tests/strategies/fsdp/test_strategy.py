@@ -57,7 +57,7 @@ def test_the_options_of_fsdp_change_no_number(name: str) -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_options_of_fsdp_conform(name: str) -> None:
     config = FSDPConfig(**OPTIONS[name])
-    checks = ["frozen_and_tied", "resume_is_bitwise"]
+    checks = ["frozen_and_tied", "parameters_may_be_unfrozen", "resume_is_bitwise"]
     check_strategy(lambda world_size: FSDP(config, world_size=world_size), checks=checks)
 
 
@@ -73,7 +73,12 @@ def test_shards_may_be_replicated() -> None:
     ("precision", "tolerance"), [("64", 1e-6), ("bf16-mixed", 0.05), ("bf16-true", 0.1), ("16-mixed", 0.05)]
 )
 def test_fsdp_conforms_in_every_precision(precision: str, tolerance: float) -> None:
-    checks = ["same_as_the_big_batch", "all_ranks_see_the_same", "resume_is_bitwise"]
+    checks = [
+        "same_as_the_big_batch",
+        "parameters_may_be_unfrozen",
+        "all_ranks_see_the_same",
+        "resume_is_bitwise",
+    ]
     check_strategy(fsdp, checks=checks, precision=precision, tolerance=tolerance)
 
 

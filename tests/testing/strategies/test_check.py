@@ -63,7 +63,7 @@ def test_the_options_of_ddp_conform(config: DDPConfig) -> None:
     tolerance = 1e-6 if config.communication is None else 2e-3
     check_strategy(
         lambda world_size: DDP(config, world_size=world_size),
-        checks=["same_as_the_big_batch"],
+        checks=["same_as_the_big_batch", "parameters_may_be_unfrozen"],
         tolerance=tolerance,
     )
 
@@ -124,6 +124,13 @@ class Thawing(DDP):
     def prepare(self, module: Any, make_optimizers: Any, precision: Any) -> Any:
         module.requires_grad_(True)
         return super().prepare(module, make_optimizers, precision)
+
+
+class Waiting(DDP):
+    """Waits for the gradients of all that it once trained."""
+
+    def retrain(self, model: Any) -> Any:
+        return model
 
 
 class Untying(DDP):
@@ -204,6 +211,7 @@ FAULTS: list[tuple[type[DDP | FSDP], str, str]] = [
     (Unweighted, "a_process_may_begin_with_padding", ""),
     (Thawing, "frozen_and_tied", "the weights .*frozen.* on rank"),
     (Untying, "frozen_and_tied", "the weights .*tied.* on rank"),
+    (Waiting, "parameters_may_be_unfrozen", "parameters were frozen after the run had started"),
     (Deaf, "generator_steps", "the weights .* on rank"),
     (Parroting, "each_rank_draws_for_itself", "with dropout.* on rank"),
     (Rereading, "evaluation_counts_each_sample_once", "sum of 1-by-1 on rank"),

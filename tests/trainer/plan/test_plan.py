@@ -344,7 +344,7 @@ VALIDATION = Unreadable(10, 5)
         ("validate_every=2 steps was asked for", {"validate_every": 2}),
         ("CheckpointConfig decides by 'validation/f1'", {"checkpoint": CheckpointConfig(by="validation/f1")}),
         ("early stopping decides by 'validation/loss'", {"callbacks": [EarlyStopping()]}),
-        ("'reduce_on_plateau' never acts", {"task": sgd(schedule="reduce_on_plateau")}),
+        ("follows the validations never acts", {"task": sgd(schedule="reduce_on_plateau")}),
         ("gradient_accumulation_steps=9 is more than the 6", {"gradient_accumulation_steps": 9}),
         ("batch norm (net.1) meets", {"task": Classifier(norm=True), "data": Unreadable(21, 4)}),
         ("in eval mode at the start of training: net.1", {"task": evaluating()}),

@@ -45,7 +45,7 @@ from drivetrain.core.errors import CheckpointError
 from drivetrain.core.types import Json
 from drivetrain.core.version import __version__
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """The version that this drivetrain writes, and the newest that it reads."""
 
 MANIFEST = "manifest.json"

@@ -101,7 +101,29 @@ def _manifest_to_2(fields: Fields) -> Fields:
     return {**fields, "processes": processes, "files": files, "layouts": layouts, "tensors": tensors}
 
 
-STEPS: dict[int, Step] = {1: Step(manifest=_manifest_to_2)}
+def _entry_to_3(entry: Json) -> Json:
+    """Convert an entry of version 2, whose run had one policy: two flags, and the one metric that ranks."""
+    if not isinstance(entry, dict):
+        return entry
+    resume, keeper, metrics = (entry.get(name) for name in ("resume", "keeper", "metrics"))
+    if not (isinstance(resume, bool) and isinstance(keeper, bool) and isinstance(metrics, dict)):
+        return entry  # no entry, or a malformed one, which its reader refuses
+    return {**entry, "resume": [""] if resume else [], "keeper": dict.fromkeys(metrics if keeper else (), "")}
+
+
+def _index_to_3(fields: Fields) -> Fields:
+    listed = fields.get("checkpoints")
+    return {**fields, "checkpoints": [*map(_entry_to_3, listed)] if isinstance(listed, list) else listed}
+
+
+def _object_to_3(name: str, value: Json) -> Json:
+    return _entry_to_3(value) if name == "checkpoint" else value
+
+
+STEPS: dict[int, Step] = {
+    1: Step(manifest=_manifest_to_2),
+    2: Step(index=_index_to_3, object=_object_to_3),
+}
 """The steps, by the version that they start from."""
 
 

@@ -1,17 +1,22 @@
-"""The policy of a run's checkpoints: when to save, and what to keep."""
+"""The policies of a run's checkpoints: when to save, and what to keep."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+from drivetrain.checkpoint.saving.names import check_name
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.intervals import Every
 from drivetrain.core.validation import by_name, count, flag, one_of
 
 _MODES = ("min", "max")
+
+_OF_RUN = ("asynchronous", "parameters", "directory", "resumable", "name")
+"""The fields that all policies of a run share, because one file serves them all."""
 
 # Two letters at least: one is a drive of Windows.
 _MANGLED = re.compile(r"[a-z][a-z0-9+.-]+:[/\\](?![/\\])", re.ASCII | re.IGNORECASE)
@@ -25,6 +30,12 @@ class CheckpointConfig:
 
     *Resume points* are saved at an interval, and the newest few are kept, so that a run can resume. *Keepers*
     are the best few by a metric, so that the best model still exists at the end.
+
+    A run may have several policies: `Trainer(checkpoint=[CheckpointConfig(...), ...])`. Policies that ask for
+    a checkpoint at the same update share one, and it is deleted once none of them keeps it. Each has its own
+    `every`, `keep_last`, `best`, `by` and `mode`; the other fields are of the run, and must be equal in all.
+    Each says how many it keeps: `best`, or `by=None`. A save at no interval (the end of the run, a signal,
+    `run.save()`) is a resume point of the first.
 
     Attributes:
         every: The interval between resume points ("500 steps", "1 epoch", "10 minutes"...); None saves only
@@ -48,6 +59,9 @@ class CheckpointConfig:
             directory: a path, or an address such as "s3://bucket/run".
         resumable: Whether a run can resume from its checkpoints. Without it they hold the weights and the
             task's arguments alone: no optimizer state, and nothing else that a run needs to go on.
+        name: What to add to the names of the directories, "update-00000048": a text with values in braces,
+            such as "epoch={epoch}-loss={validation/loss:.3f}". A value is `epoch` or the latest of a logged
+            name; one that has not come yet is "none". Names are for people: no lookup reads them.
 
     Raises:
         ConfigError: A value that is not allowed.
@@ -62,6 +76,7 @@ class CheckpointConfig:
     parameters: str | None = None
     directory: str | os.PathLike[str] | None = None
     resumable: bool = True
+    name: str | None = None
 
     def __post_init__(self) -> None:
         """Check each value, and parse the interval."""
@@ -79,6 +94,8 @@ class CheckpointConfig:
                 f"CheckpointConfig: by must be a metric's name such as 'validation/loss', or None; not {by!r}"
             )
         _check_directory(self.directory)
+        if self.name is not None:
+            check_name(self.name)
         if self.every is not None:
             object.__setattr__(self, "every", Every(self.every))
 
@@ -86,6 +103,11 @@ class CheckpointConfig:
     def interval(self) -> Every | None:
         """The parsed interval `every`; None saves only at the end."""
         return None if self.every is None else Every(self.every)
+
+    @property
+    def interval_name(self) -> str | None:
+        """The interval as the index of checkpoints has it, such as "500 steps"."""
+        return None if self.every is None else str(self.every)
 
     @property
     def keepers(self) -> int:
@@ -112,3 +134,54 @@ def _check_directory(directory: object) -> None:
             f"CheckpointConfig: directory={directory!r} is not an address, because a Path keeps only one of"
             " two slashes. Give an address as a text, such as 's3://bucket/run'"
         )
+
+
+def as_policies(given: CheckpointConfig | Sequence[CheckpointConfig]) -> tuple[CheckpointConfig, ...]:
+    """Return one policy or several as a tuple, after a check that they go together.
+
+    Raises:
+        ConfigError: There is none, one is no policy, or they contradict each other; says which.
+    """
+    policies = (given,) if isinstance(given, CheckpointConfig) else tuple(given)
+    wrong = [each for each in policies if not isinstance(each, CheckpointConfig)]
+    if wrong or not policies:
+        raise ConfigError(
+            "checkpoint as a list takes one CheckpointConfig or more, not"
+            f" {wrong[0] if wrong else 'an empty list; checkpoint=False saves none'!r}"
+        )
+    first, modes = policies[0], dict[str, str]()
+    for number, each in enumerate(policies if len(policies) > 1 else (), start=1):
+        for name in _OF_RUN:
+            mine, theirs = getattr(each, name), getattr(first, name)
+            if mine != theirs:
+                raise ConfigError(
+                    f"the policies of checkpoint= contradict each other: {name}={theirs!r} in the first, and"
+                    f" {name}={mine!r} in number {number}. {name} is of the run: give all the same"
+                )
+        if each.by is not None and each.best is None:
+            raise ConfigError(
+                f"policy number {number} of checkpoint= does not say how many it keeps by {each.by!r}. Of"
+                " several policies each does: best=1, or best=0 for none"
+            )
+        if each.by is not None and each.keepers and modes.setdefault(each.by, each.mode) != each.mode:
+            raise ConfigError(
+                f"the policies of checkpoint= contradict each other: they rank by {each.by!r} with mode='min'"
+                " and with mode='max'. Give one of them"
+            )
+    return policies
+
+
+def chosen_policies(checkpoint: object) -> tuple[CheckpointConfig, ...]:
+    """Return the policies that a user has written as `Trainer(checkpoint=)`; none for a bool or "async"."""
+    if isinstance(checkpoint, CheckpointConfig):
+        return (checkpoint,)
+    return checkpoint if isinstance(checkpoint, tuple) else ()
+
+
+def rankings(policies: Sequence[CheckpointConfig]) -> dict[str, CheckpointConfig]:
+    """Return the policies that keep the best, by their metrics; of equal metrics the one that keeps most."""
+    found: dict[str, CheckpointConfig] = {}
+    for each in policies:
+        if each.by is not None and each.keepers > (found[each.by].keepers if each.by in found else 0):
+            found[each.by] = each
+    return found

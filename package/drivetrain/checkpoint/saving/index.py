@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from drivetrain.checkpoint.format.manifest import (
@@ -16,7 +16,7 @@ from drivetrain.checkpoint.format.manifest import (
 )
 from drivetrain.checkpoint.format.migrations import steps_from
 from drivetrain.checkpoint.format.strict_json import seal, unseal
-from drivetrain.checkpoint.saving.config import CheckpointConfig
+from drivetrain.checkpoint.saving.config import CheckpointConfig, rankings
 from drivetrain.checkpoint.storage.files import HashedReader, write_atomically
 from drivetrain.checkpoint.storage.filesystem import LOCAL, DamagedCheckpointError, FileSystem, os_errors
 from drivetrain.core.types import Json
@@ -38,9 +38,11 @@ class Entry:
             when a run resumes from an earlier checkpoint.
         update: The number of updates made before it.
         epoch: The number of epochs made before it.
-        metrics: The metric that ranks keepers, if it was known.
-        resume: Whether it is one of the rolling resume points.
-        keeper: Whether it is one of the best.
+        metrics: The metrics that rank keepers, as far as they were known.
+        resume: The intervals that it is a rolling resume point of, such as "500 steps"; "" is a save at no
+            interval, or at one that was not recorded.
+        keeper: The metrics that it is among the best by, each with "min" or "max"; "" if that was not
+            recorded.
     """
 
     name: str
@@ -48,8 +50,8 @@ class Entry:
     update: int
     epoch: int
     metrics: dict[str, float] = field(default_factory=dict)
-    resume: bool = True
-    keeper: bool = False
+    resume: tuple[str, ...] = ("",)
+    keeper: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Json]:
         """Return the entry as strict JSON."""
@@ -59,8 +61,8 @@ class Entry:
             "update": self.update,
             "epoch": self.epoch,
             "metrics": dump_metrics(self.metrics),
-            "resume": self.resume,
-            "keeper": self.keeper,
+            "resume": list(self.resume),
+            "keeper": dict(self.keeper),
         }
 
 
@@ -112,16 +114,18 @@ def _entry(value: Json, path: str) -> Entry:
 
 def _with_fields(entry: Entry, fields: dict[str, Json], what: str) -> Entry:
     resume, keeper = fields.get("resume"), fields.get("keeper")
-    if not isinstance(resume, bool) or not isinstance(keeper, bool):
-        raise DamagedCheckpointError(f"{what}: resume and keeper must be true or false")
+    if not isinstance(resume, list) or not all(isinstance(each, str) for each in resume):
+        raise DamagedCheckpointError(f"{what}: resume must be a list of intervals")
+    if not isinstance(keeper, dict) or not all(mode in ("min", "max", "") for mode in keeper.values()):
+        raise DamagedCheckpointError(f"{what}: keeper must have 'min', 'max' or '' for each metric")
     return replace(
         entry,
         order=_count(fields, "order", what),
         update=_count(fields, "update", what),
         epoch=_count(fields, "epoch", what),
         metrics=load_metrics(fields.get("metrics"), f"{what}: metrics"),
-        resume=resume,
-        keeper=keeper,
+        resume=tuple(str(each) for each in resume),
+        keeper={name: str(mode) for name, mode in keeper.items()},
     )
 
 
@@ -148,22 +152,40 @@ def entry_from_snapshot(name: str, snapshot: Snapshot) -> Entry:
     return Entry(name, 0, update if isinstance(update, int) else 0, epoch if isinstance(epoch, int) else 0)
 
 
-def retain(entries: Sequence[Entry], config: CheckpointConfig) -> tuple[list[Entry], list[Entry]]:
-    """Apply the policy: the newest `keep_last` resume points, the best keepers, and always the newest of all.
+def retain(entries: Sequence[Entry], policies: Sequence[CheckpointConfig]) -> tuple[list[Entry], list[Entry]]:
+    """Apply the policies: each keeps its newest resume points and its best; the newest of all always stays.
+
+    Resume points of an interval that no policy has, and saves at no interval, count for the first policy.
 
     Args:
         entries: The entries, oldest first.
-        config: The policy.
+        policies: The policies.
 
     Returns:
-        The entries to keep, with flags for their remaining purposes, and those to remove; both oldest first.
+        The entries to keep, with their remaining purposes, and those to remove; both oldest first.
     """
-    points = [entry.name for entry in entries if entry.resume]
-    if config.keep_last is not None:
-        points = points[max(0, len(points) - config.keep_last) :]
-    best = {entry.name for entry in rank(entries, config)[: config.keepers]}
-    flagged = [replace(entry, resume=entry.name in points, keeper=entry.name in best) for entry in entries]
-    stays = [entry.resume or entry.keeper or entry is flagged[-1] for entry in flagged]
+    resume: dict[str, set[str]] = {entry.name: set() for entry in entries}
+    keeper: dict[str, dict[str, str]] = {entry.name: {} for entry in entries}
+    known = {policy.interval_name for policy in policies}
+    for policy in policies:
+        own = set() if policy.interval_name is None else {policy.interval_name}
+        if policy is policies[0]:
+            own |= {each for entry in entries for each in entry.resume if each not in known}
+        points = [entry for entry in entries if not own.isdisjoint(entry.resume)]
+        for entry in points if policy.keep_last is None else points[max(0, len(points) - policy.keep_last) :]:
+            resume[entry.name] |= own.intersection(entry.resume)
+    for by, policy in rankings(policies).items():
+        for entry in keepers(entries, policies)[by][: policy.keepers]:
+            keeper[entry.name] |= {by: policy.mode} if by in entry.keeper else entry.keeper
+    flagged = [
+        replace(
+            entry,
+            resume=tuple(each for each in entry.resume if each in resume[entry.name]),
+            keeper=keeper[entry.name],
+        )
+        for entry in entries
+    ]
+    stays = [bool(entry.resume or entry.keeper) or entry is flagged[-1] for entry in flagged]
     return (
         [entry for entry, stay in zip(flagged, stays, strict=True) if stay],
         [entry for entry, stay in zip(flagged, stays, strict=True) if not stay],
@@ -175,18 +197,35 @@ def oldest_first(entries: Iterable[Entry]) -> list[Entry]:
     return sorted(entries, key=lambda entry: (entry.order, entry.update))
 
 
-def rank(entries: Sequence[Entry], config: CheckpointConfig) -> list[Entry]:
-    """Return the keepers by the configured metric, best first; of equal ones, the earlier first.
+def keepers(entries: Sequence[Entry], policies: Sequence[CheckpointConfig]) -> dict[str, list[Entry]]:
+    """Return the keepers of each metric that ranks, best first.
+
+    A keeper by a metric that no policy ranks by (another policy chose it) comes last in the first ranking,
+    where it stays until one with a value takes its place.
 
     Args:
-        entries: The entries, oldest first. A keeper without the metric (it was chosen by another) comes last.
-        config: The policy, with the metric and its direction.
+        entries: The entries, oldest first.
+        policies: The policies.
     """
-    keepers = [entry for entry in entries if entry.keeper]
-    sign = 1.0 if config.mode == "min" else -1.0
+    ranks = rankings(policies)
+    found = {by: rank(entries, by, policy.mode) for by, policy in ranks.items()}
+    for ranked in list(found.values())[:1]:
+        ranked += [each for each in entries if each.keeper and ranks.keys().isdisjoint(each.keeper)]
+    return found
+
+
+def rank(entries: Sequence[Entry], by: str, mode: str) -> list[Entry]:
+    """Return the keepers by a metric, best first; of equal ones, the earlier first.
+
+    Args:
+        entries: The entries, oldest first.
+        by: The metric.
+        mode: "min" or "max".
+    """
+    sign = 1.0 if mode == "min" else -1.0
 
     def key(entry: Entry) -> tuple[bool, float]:
-        value = entry.metrics.get(config.by or "", math.nan)
+        value = entry.metrics.get(by, math.nan)
         return (True, 0.0) if math.isnan(value) else (False, sign * value)
 
-    return sorted(keepers, key=key)
+    return sorted((entry for entry in entries if by in entry.keeper), key=key)

@@ -295,19 +295,15 @@ class Place:
                 file = f"{check_part_name(name, 'an object')}.json"
                 data = dump_json(value, f"the object {name!r}")
                 written[file] = FileRecord(self._write(file, [data]), xxhash.xxh3_128_hexdigest(data))
-        manifest = Manifest(
-            written, plan.records, snapshot.progress, snapshot.metrics, processes=plan.processes
-        )
-        manifest.saved_by["task"] = snapshot.task
-        data = manifest.dump()
-        # Sync the directories first: otherwise the disk could keep a manifest without the names of its files.
+            manifest = Manifest(
+                written, plan.records, snapshot.progress, snapshot.metrics, processes=plan.processes
+            )
+            manifest.saved_by["task"] = snapshot.task
+            # Last, because in an object store it is the commit.
+            self._write(MANIFEST, [manifest.dump()])
         for folder in [*folders, ""]:
             with os_errors("write", self.files.join(self.final, folder or MANIFEST)):
                 self.files.sync(self.files.join(self.directory, folder) if folder else self.directory)
-        with self._durable():
-            self._write(MANIFEST, [data])
-        with os_errors("write", self.files.join(self.final, MANIFEST)):
-            self.files.sync(self.directory)
 
 
 def read_manifest(path: str) -> Manifest:

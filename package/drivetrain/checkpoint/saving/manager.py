@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from drivetrain.checkpoint.format.manifest import Snapshot
 from drivetrain.checkpoint.saving.background import Background, HostBuffers
-from drivetrain.checkpoint.saving.config import CheckpointConfig
-from drivetrain.checkpoint.saving.index import PURPOSE, Entry, oldest_first, rank, retain, write_index
+from drivetrain.checkpoint.saving.config import CheckpointConfig, as_policies, rankings
+from drivetrain.checkpoint.saving.index import (
+    PURPOSE,
+    Entry,
+    keepers,
+    oldest_first,
+    rank,
+    retain,
+    write_index,
+)
 from drivetrain.checkpoint.saving.io import CheckpointIO, DirectoryCheckpointIO
 from drivetrain.checkpoint.saving.lock import DirectoryLock
+from drivetrain.checkpoint.saving.names import rendered_name
 from drivetrain.checkpoint.saving.recovery import load_together, recover, removed, set_aside
 from drivetrain.checkpoint.saving.sharding import Like, plan_save
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, FileSystem, os_errors
@@ -29,7 +38,7 @@ class SavedCheckpoint:
 
     Attributes:
         path: The checkpoint's directory.
-        is_keeper: Whether it is now among the best.
+        is_keeper: Whether it is now among the best by a metric.
     """
 
     path: str
@@ -78,8 +87,8 @@ class CheckpointManager:
 
     Args:
         directory: The directory of the checkpoints and their index; created by the first save.
-        config: The policy. With `asynchronous`, `save` returns once the state is copied to the host's memory,
-            and the next call of `save`, `poll` or `wait` raises any error of the write.
+        config: The policy, or several. With `asynchronous`, `save` returns once the state is copied to the
+            host's memory, and the next call of `save`, `poll` or `wait` raises any error of the write.
         io: The storage; None uses directories.
         files: The file system of the directory; None chooses it by the path.
         ranks: The processes of the job.
@@ -88,18 +97,18 @@ class CheckpointManager:
     def __init__(
         self,
         directory: str,
-        config: CheckpointConfig,
+        config: CheckpointConfig | Sequence[CheckpointConfig],
         io: CheckpointIO | None = None,
         *,
         files: FileSystem | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
         self.directory = directory
-        self.config = config
+        self.policies = as_policies(config)
         self.files = file_system(directory) if files is None else files
         self.ranks = ranks
         # A background save must not share a process group with the training: their messages would mix.
-        self._behind = ranks.sibling() if config.asynchronous else ranks
+        self._behind = ranks.sibling() if self._is_asynchronous else ranks
         self.io: CheckpointIO = DirectoryCheckpointIO(self.files, self._behind) if io is None else io
         self._entries: list[Entry] = []
         self._opened = False
@@ -110,6 +119,10 @@ class CheckpointManager:
         self._buffers = HostBuffers()
         self._in_flight: _Job | None = None
         self._committed: str | None = None
+
+    @property
+    def _is_asynchronous(self) -> bool:
+        return self.policies[0].asynchronous
 
     def lock(self) -> None:
         """Keep other jobs out of the directory until `release`, or until this process ends; `fit` calls this.
@@ -132,11 +145,20 @@ class CheckpointManager:
         self._open()
         return tuple(self._entries)
 
-    def best(self) -> str | None:
-        """Return the path of the best keeper, unverified, or None if there is none."""
+    def best(self, by: str | None = None) -> str | None:
+        """Return the path of the best keeper, unverified, or None if there is none.
+
+        Args:
+            by: The metric that ranks; None takes that of the first policy that keeps the best.
+
+        Raises:
+            ConfigError: No policy ranks by this metric; lists the others.
+        """
         self._open()
-        ranked = rank(self._entries, self.config)
-        return self._path(ranked[0].name) if ranked else None
+        for name, policy in self._rankings(by).items():
+            ranked = rank(self._entries, name, policy.mode)
+            return self._path(ranked[0].name) if ranked else None
+        return None
 
     def latest(self) -> str | None:
         """Return the path of the newest good checkpoint, verified; `load_latest` also returns its content."""
@@ -175,28 +197,23 @@ class CheckpointManager:
         """Forget which checkpoints match the run's state at their update: it has rolled back, and differs."""
         self._matching.clear()
 
-    def should_keep(self, metrics: Mapping[str, float]) -> bool:
+    def should_keep(self, metrics: Mapping[str, float], by: str | None = None) -> bool:
         """Return whether a checkpoint with these metrics would be among the best.
 
         Args:
             metrics: The metrics of the last evaluation, by full name.
+            by: The metric to rank by; None tries that of each policy.
 
         Raises:
-            ConfigError: The metric that ranks keepers is missing; lists the others.
+            ConfigError: A metric that ranks keepers is missing; lists the others.
         """
         self._open()
-        count = self.config.keepers
-        if not count:
-            return False
-        value = self._ranking_value(metrics)
-        self._forget_removed()
-        ranked = rank(self._entries, self.config)
-        if math.isnan(value):
-            return False
-        if len(ranked) < count:
-            return True
-        worst = ranked[count - 1].metrics.get(self.config.by or "", math.nan)
-        return math.isnan(worst) or self.config.is_better(value, worst)
+        ranks = self._rankings(by)
+        values = {name: _ranking_value(name, metrics) for name in ranks}
+        if ranks:
+            self._forget_removed()
+        ranked = keepers(self._entries, self.policies)
+        return any(_belongs(values[name], ranked[name], name, policy) for name, policy in ranks.items())
 
     def save(
         self,
@@ -205,10 +222,10 @@ class CheckpointManager:
         metrics: Mapping[str, float],
         snapshot_factory: Callable[[], Snapshot],
         *,
-        resume: bool = True,
-        keeper: bool = False,
+        resume: bool | Collection[str] = True,
+        keeper: bool | Collection[str] = False,
     ) -> SavedCheckpoint:
-        """Commit a checkpoint, then remove those that the policy no longer keeps.
+        """Commit a checkpoint, then remove those that no policy keeps.
 
         A second save at an update that this manager has just saved, or resumed from, writes nothing: the
         existing checkpoint gets the additional purpose.
@@ -216,44 +233,56 @@ class CheckpointManager:
         Args:
             update: The number of updates made.
             epoch: The number of epochs made.
-            metrics: The latest metrics; the index stores the one that ranks keepers.
+            metrics: The latest metrics; the index stores those that rank keepers.
             snapshot_factory: Returns the content; called only if something is written.
-            resume: Save as a resume point.
-            keeper: Save as one of the best, if `should_keep` would return True.
+            resume: Save as a resume point: of the first policy, or of the intervals that are given as the
+                policies' `interval_name`; "" is the first policy.
+            keeper: Save as one of the best, if `should_keep` would return True: by each metric that ranks, or
+                by those given.
 
         Raises:
             CheckpointError: The write failed, or the background write before it did. Earlier checkpoints and
                 the index are unchanged.
-            ConfigError: Neither purpose is given, a keeper's metric is missing, or another job has locked the
-                directory.
+            ConfigError: Neither purpose is given, no policy has it, a keeper's metric is missing, or another
+                job has locked the directory.
         """
         if not (resume or keeper):
             raise ConfigError("save() needs a purpose: resume=True, keeper=True, or both")
+        intervals = self._intervals(resume)
         self.wait()  # never two at a time: they would need twice the memory, and could finish out of order
         self._open()
         if self._lock is not None:
             self.ranks.first(self._lock.confirm)
         self._forget_removed()
         # The pruning, which ranks it with the others, decides whether it is good enough; NaN never is.
-        keeper = keeper and self.config.keepers > 0 and not math.isnan(self._ranking_value(metrics))
-        by = self.config.by
-        ranked = {by: float(metrics[by])} if by is not None and by in metrics else {}
+        ranks = self._rankings() if keeper is True else {}
+        for by in keeper if not isinstance(keeper, bool) else ():
+            ranks |= self._rankings(by)
+        best = {
+            by: policy.mode for by, policy in ranks.items() if not math.isnan(_ranking_value(by, metrics))
+        }
+        ranking = [each.by for each in self.policies if each.by is not None]
+        known = {by: float(metrics[by]) for by in ranking if by in metrics}
         same = next(
             (each for each in self._entries if each.update == update and each.name in self._matching), None
         )
         snapshot = None
         if same is None:
             order = max((each.order for each in self._entries), default=0) + 1
-            name = self.ranks.first(lambda: self._free_name(update))
-            entry = Entry(name, order, update, epoch, ranked, resume, keeper)
+            name = self.ranks.first(lambda: self._free_name(update, epoch, metrics))
+            entry = Entry(name, order, update, epoch, known, intervals, best)
             snapshot = self._with_purpose(entry, snapshot_factory())
         else:
-            known = ranked if keeper or not same.metrics else same.metrics
-            entry = replace(same, metrics=known, resume=same.resume or resume, keeper=same.keeper or keeper)
+            entry = replace(
+                same,
+                metrics={**known, **same.metrics, **{by: known[by] for by in best}},
+                resume=tuple(dict.fromkeys((*same.resume, *intervals))),
+                keeper={**same.keeper, **best},
+            )
         every = oldest_first([*(each for each in self._entries if each is not same), entry])
-        job = _Job(entry, self._entries, every, *retain(every, self.config), is_written=same is not None)
+        job = _Job(entry, self._entries, every, *retain(every, self.policies), is_written=same is not None)
         self._begin(job, snapshot)
-        is_keeper = any(each.name == entry.name and each.keeper for each in job.stays)
+        is_keeper = any(each.name == entry.name and bool(each.keeper) for each in job.stays)
         return SavedCheckpoint(self._path(entry.name), is_keeper)
 
     @property
@@ -289,7 +318,7 @@ class CheckpointManager:
         return self._path(job.entry.name)
 
     def _begin(self, job: _Job, snapshot: Snapshot | None) -> None:
-        if not self.config.asynchronous:
+        if not self._is_asynchronous:
             try:
                 self._perform(job, snapshot)
             finally:
@@ -345,7 +374,7 @@ class CheckpointManager:
         if not gone:
             return
         if self.ranks.rank == 0:
-            _warn(removed(self.directory, gone, self._entries, self.config))
+            _warn(removed(self.directory, gone, self._entries, self.policies))
         self._entries = [each for each in self._entries if each.name not in gone]
 
     def _settle(self, job: _Job) -> None:
@@ -358,9 +387,9 @@ class CheckpointManager:
     def _path(self, name: str) -> str:
         return self.files.join(self.directory, name)
 
-    def _free_name(self, update: int) -> str:
+    def _free_name(self, update: int, epoch: int, metrics: Mapping[str, float]) -> str:
         # The name is taken if the run resumed from an earlier checkpoint, and reaches this update again.
-        name = base = f"update-{update:08d}"
+        name = base = f"update-{update:08d}{rendered_name(self.policies[0].name, metrics, epoch)}"
         number = 1
         with os_errors("write to", self.directory):
             while self.files.kind(self._path(name)) is not None:
@@ -368,14 +397,23 @@ class CheckpointManager:
                 name = f"{base}-{number}"
         return name
 
-    def _ranking_value(self, metrics: Mapping[str, float]) -> float:
-        by = self.config.by or ""
-        if by not in metrics:
-            raise ConfigError(
-                f"checkpoints are ranked by the metric {by!r}, which this run has not logged so far. "
-                f"{nearest(by, metrics)} Set CheckpointConfig(by=...), or by=None to rank none"
-            )
-        return float(metrics[by])
+    def _rankings(self, by: str | None = None) -> dict[str, CheckpointConfig]:
+        """Return the policies that keep the best, by their metrics; or only the one for a metric."""
+        ranks = rankings(self.policies)
+        if by is None:
+            return ranks
+        if by not in ranks:
+            raise ConfigError(f"no policy keeps the best by {by!r}. {nearest(by, ranks)}")
+        return {by: ranks[by]}
+
+    def _intervals(self, resume: bool | Collection[str]) -> tuple[str, ...]:
+        if isinstance(resume, bool):
+            return ("",) if resume else ()
+        known = ["", *(each.interval_name for each in self.policies if each.interval_name is not None)]
+        for each in resume:
+            if each not in known:
+                raise ConfigError(f"no policy has the interval {each!r}. {nearest(each, known)}")
+        return tuple(resume)
 
     def _with_purpose(self, entry: Entry, snapshot: Snapshot) -> Snapshot:
         purpose = entry.to_json()
@@ -406,6 +444,26 @@ class CheckpointManager:
         text = self.ranks.first(act)
         if self.ranks.rank == 0:
             _warn(text)
+
+
+def _ranking_value(by: str, metrics: Mapping[str, float]) -> float:
+    if by not in metrics:
+        raise ConfigError(
+            f"checkpoints are ranked by the metric {by!r}, which this run has not logged so far. "
+            f"{nearest(by, metrics)} Set CheckpointConfig(by=...), or by=None to rank none"
+        )
+    return float(metrics[by])
+
+
+def _belongs(value: float, ranked: Sequence[Entry], by: str, policy: CheckpointConfig) -> bool:
+    """Return whether a value would be among a policy's best; its keepers are ranked."""
+    if math.isnan(value):
+        return False
+    if len(ranked) < policy.keepers:
+        return True
+    worst = ranked[policy.keepers - 1]
+    known = worst.metrics.get(by, math.nan) if by in worst.keeper else math.nan
+    return math.isnan(known) or policy.is_better(value, known)
 
 
 def _warn(text: str) -> None:

@@ -12,8 +12,8 @@ from drivetrain.checkpoint.saving.index import (
     INDEX,
     Entry,
     entry_from_snapshot,
+    keepers,
     oldest_first,
-    rank,
     read_index,
     write_index,
 )
@@ -129,16 +129,18 @@ def set_aside(path: str, error: DamagedCheckpointError, files: FileSystem) -> tu
     return True, f"the checkpoint {path!r} is damaged and was set aside as {aside!r}: {error}"
 
 
-def removed(directory: str, gone: Collection[str], entries: Sequence[Entry], config: CheckpointConfig) -> str:
+def removed(
+    directory: str, gone: Collection[str], entries: Sequence[Entry], policies: Sequence[CheckpointConfig]
+) -> str:
     """Return a warning for checkpoints that someone has removed during the run.
 
     Args:
         directory: Their directory.
         gone: Their names.
         entries: All checkpoints known to the run, including these.
-        config: The policy, which ranks them.
+        policies: The policies, which rank them.
     """
-    best = {each.name for each in rank(entries, config)[:1]}
+    best = {each.name for ranked in keepers(entries, policies).values() for each in ranked[:1]}
     named = ", ".join(f"{each} (the best)" if each in best else each for each in gone)
     left = ", ".join(each.name for each in entries if each.name not in gone)
     return (

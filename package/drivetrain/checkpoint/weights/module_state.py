@@ -30,6 +30,8 @@ def elements(parameter: nn.Parameter) -> int:
 
 def clean_name(name: str) -> str:
     """Return the name of a parameter, buffer or module without the parts that wrappers add."""
+    if "._" not in name and not name.startswith("_"):  # as all of these parts do: 0.1 us, not 2
+        return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 

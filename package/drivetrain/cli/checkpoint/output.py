@@ -81,7 +81,9 @@ def _row(each: Listed, now: float, is_one_metric: bool) -> tuple[str, ...]:
     entry = each.entry
     if entry is None:
         return each.name, "", "", "", f"[{each.condition}]", "", size, age
-    purposes = [name for name, has in (("resume", entry.resume), ("keeper", entry.keeper)) if has]
+    purposes = ["resume"] * bool(entry.resume)
+    if entry.keeper:
+        purposes.append("keeper" if is_one_metric else f"keeper({', '.join(entry.keeper)})")
     kept = " ".join(purposes) or "newest"
     metrics = ", ".join(
         f"{value:.4g}" if is_one_metric else f"{name} {value:.4g}" for name, value in entry.metrics.items()

@@ -16,6 +16,7 @@ from torch import Tensor
 from drivetrain.checkpoint.format.tree import well_formed
 from drivetrain.core.errors import CheckpointError, ConfigError
 from drivetrain.distributed.ranks import ALONE, Ranks
+from drivetrain.engine.metrics.over_all import OverAll
 from drivetrain.engine.metrics.states import (
     check_joinable,
     joined_states,
@@ -69,27 +70,37 @@ class DeclaredMetrics:
                     f"metrics()[{name!r}] is a {type(metric).__name__} without {', '.join(lacking)}; a metric"
                     " has update, compute and reset, as torchmetrics' have"
                 )
+        self._device, self._ranks = device, ranks
         self._metrics = {name: _moved(metric, device) for name, metric in metrics.items()}
-        self._updates = tuple(metric.update for metric in self._metrics.values())
-        self._ranks = ranks
+        self._over_all = {name: each for name, each in self._metrics.items() if isinstance(each, OverAll)}
+        self._added_up = {name: each for name, each in self._metrics.items() if name not in self._over_all}
+        self._updates = tuple(metric.update for metric in self._added_up.values())
         turn_synchronisation_off(self._metrics)
         if not ranks.alone:
-            check_joinable(self._metrics)
-        self.updated = False
+            check_joinable(self._added_up)
+        self.updated = self._passed_on = False
 
     def __bool__(self) -> bool:
         return bool(self._metrics)
 
     def copies(self) -> DeclaredMetrics:
         """Return a fresh, reset copy, for another loader."""
-        other = copy.copy(self)
-        other._metrics = {name: copy.deepcopy(metric) for name, metric in self._metrics.items()}
-        other._updates = tuple(metric.update for metric in other._metrics.values())
+        copied = {name: copy.deepcopy(metric) for name, metric in self._metrics.items()}
+        other = DeclaredMetrics(copied, self._device, self._ranks)
         other.reset()
         return other
 
-    def update(self, inputs: Sequence[Any]) -> None:
+    @property
+    def reads_all(self) -> bool:
+        """Whether one is an `OverAll`, which needs all samples in order."""
+        return bool(self._over_all)
+
+    def update(self, inputs: Sequence[Any], number: int = 0) -> None:
         """Update every metric with the same inputs, without gradients.
+
+        Args:
+            inputs: The arguments of each metric's `update`.
+            number: The number of the round, equal on all ranks, that the inputs belong to.
 
         Raises:
             ConfigError: The inputs are no tuple or list.
@@ -102,28 +113,64 @@ class DeclaredMetrics:
         with torch.no_grad():
             for update in self._updates:
                 update(*inputs)
+            for metric in self._over_all.values():
+                metric.keep(inputs, (number, self._ranks.rank))
         self.updated = True
 
-    def compute(self) -> dict[str, float]:
+    def pass_on(self) -> None:
+        """Give rank 0 what each `OverAll` has kept on any rank; all ranks call it together."""
+        self._add([metric.taken() for metric in self._over_all.values()])
+        self._passed_on = True
+
+    def _add(self, records: list[Any]) -> None:
+        gathered = self._ranks.gather_first(records)
+        if gathered is not None:
+            for metric, of_ranks in zip(self._over_all.values(), zip(*gathered, strict=True), strict=True):
+                metric.add(of_ranks)
+
+    def compute(self, whole: bool = True) -> dict[str, float]:
         """Return all values as floats: a mapping or a vector gives one for each entry, `name/key` or
         `name/0`.
+
+        Args:
+            whole: Whether to compute each `OverAll` too.
         """
-        if not self._ranks.alone:
-            with joined_states(list(self._metrics.values()), self.updated, self._ranks) as updated:
-                return self._values() if updated else {}
-        return self._values() if self.updated else {}
+        if self._ranks.alone:
+            values = self._values() if self.updated else {}
+        else:
+            with joined_states(list(self._added_up.values()), self.updated, self._ranks) as updated:
+                values = self._values() if updated else {}
+        if whole and self._over_all:
+            values |= self._values_over_all()
+        return values
 
     def _values(self) -> dict[str, float]:
         values: dict[str, float] = {}
-        for name, metric in self._metrics.items():
+        for name, metric in self._added_up.items():
             values.update(_floats(name, metric.compute()))
         return values
+
+    def _values_over_all(self) -> dict[str, float]:
+        def values() -> dict[str, float]:
+            results = {name: each.result() for name, each in self._over_all.items() if each.has_rows}
+            return {
+                key: value for name, each in results.items() for key, value in _floats(name, each).items()
+            }
+
+        if self._passed_on:
+            return self._ranks.first(values)
+        try:
+            self._add([metric.held() for metric in self._over_all.values()])
+            return self._ranks.first(values)
+        finally:
+            for metric in self._over_all.values():
+                metric.drop()
 
     def reset(self) -> None:
         """Begin anew."""
         for metric in self._metrics.values():
             metric.reset()
-        self.updated = False
+        self.updated = self._passed_on = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all metrics, copied.
@@ -164,9 +211,11 @@ class DeclaredMetrics:
         for state in states:
             self.load_state_dict(state)
             updated = updated or self.updated
-            together.append(registered_states(list(self._metrics.values())))
+            together.append(registered_states(list(self._added_up.values())))
         if len(states) > 1:
-            take_joined(list(self._metrics.values()), together)
+            take_joined(list(self._added_up.values()), together)
+            for name, metric in self._over_all.items():
+                metric.load_states([state["metrics"][name]["own"] for state in states])
         self.updated = updated
 
 

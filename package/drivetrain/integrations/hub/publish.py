@@ -12,7 +12,7 @@ from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.checkpoint import CheckpointConfig
+from drivetrain.checkpoint.saving.config import chosen_policies
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.core.errors import ConfigError, Preempted, nearest
 from drivetrain.core.messages import logger
@@ -108,10 +108,9 @@ class Publish(Callback):
             ConfigError: It does not.
         """
         self._settings = trainer.to_json()
-        policy = trainer.checkpoint
-        if policy is False:
+        if trainer.checkpoint is False:
             raise ConfigError("Publish uploads a run's checkpoints, and checkpoint=False saves none")
-        directory = policy.directory if isinstance(policy, CheckpointConfig) else None
+        directory = next((each.directory for each in chosen_policies(trainer.checkpoint)), None)
         if directory is not None and not file_system(os.fspath(directory)).renames:
             raise ConfigError(
                 f"Publish uploads from a local disk, and the checkpoints go to {os.fspath(directory)!r}."

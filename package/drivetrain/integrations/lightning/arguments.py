@@ -119,8 +119,9 @@ def from_lightning_arguments(**arguments: Any) -> MappedTrainer:
 
     Arguments that are left out have Lightning's defaults: 1000 epochs, a validation and a checkpoint after
     each epoch, and logs for TensorBoard. The newest checkpoint is kept. The callbacks `ModelCheckpoint`,
-    `EarlyStopping`, `LearningRateMonitor`, `Timer`, and those that show something, are mapped. Callbacks of
-    drivetrain are passed on. docs/reference/lightning-arguments.md lists every argument.
+    `EarlyStopping`, `LearningRateMonitor`, `Timer`, `GradientAccumulationScheduler`, and those that show
+    something, are mapped. Callbacks of drivetrain are passed on. docs/reference/lightning-arguments.md lists
+    every argument.
 
     Args:
         **arguments: Arguments of `lightning.Trainer`.
@@ -162,6 +163,8 @@ def from_lightning_arguments(**arguments: Any) -> MappedTrainer:
     if callbacks.max_time is not None:
         limit = options["max_time"]
         options["max_time"] = callbacks.max_time if limit is None else min(limit, callbacks.max_time)
+    if callbacks.accumulation is not None:
+        _accumulate(given, options, callbacks.accumulation)
     _trial(given, options)
     return MappedTrainer(Trainer(**options), tuple(given.notes))
 
@@ -316,6 +319,23 @@ def _step(given: _Given) -> dict[str, Any]:
         "max_grad_value": clip if kind == "value" else None,
         "deterministic": bool(given["deterministic"]),
     }
+
+
+def _accumulate(given: _Given, options: dict[str, Any], stages: dict[Any, int]) -> None:
+    """Set the stages of a GradientAccumulationScheduler."""
+    if given["accumulate_grad_batches"] != 1:
+        raise given.refuse(
+            "accumulate_grad_batches",
+            "callbacks has a GradientAccumulationScheduler too; leave one of the two out, as in Lightning",
+        )
+    every = options["validate_every"]
+    if every is not None and every.unit == "steps":
+        raise given.refuse(
+            "val_check_interval",
+            "a number of batches is a changing number of updates with a GradientAccumulationScheduler. Give a"
+            " part of an epoch, or dataclasses.replace(trainer, validate_every=...)",
+        )
+    options["gradient_accumulation_steps"] = stages
 
 
 def _evaluation(given: _Given) -> dict[str, Any]:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any
 
 from drivetrain.callbacks import EarlyStopping, LearningRateMonitor, ModelSummary, Profile, ProgressBar
 from drivetrain.checkpoint import CheckpointConfig
+from drivetrain.checkpoint.saving.config import as_policies
+from drivetrain.checkpoint.saving.names import check_name
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.intervals import Every
+from drivetrain.core.messages import logger
 from drivetrain.core.validation import one_of
 from drivetrain.integrations.lightning.arguments_table import CALLBACKS, LOGGERS, PROFILERS, REFUSED, Row
-from drivetrain.integrations.lightning.kinds import is_theirs
+from drivetrain.integrations.lightning.kinds import is_overridden, is_theirs
 from drivetrain.loggers import CSVLogger, TensorBoardLogger
+
+_LOG = logger(__name__)
 
 Note = Callable[[str, str, Any], None]
 
@@ -27,14 +33,16 @@ class TakenCallbacks:
     """The counterparts of callbacks.
 
     Attributes:
-        checkpoint: The policy of a `ModelCheckpoint`, or Lightning's default, or False.
+        checkpoint: The policy of each `ModelCheckpoint`, or Lightning's default, or False.
         callbacks: Callbacks of drivetrain.
         max_time: The time of a `Timer`.
+        accumulation: The stages of a `GradientAccumulationScheduler`, or None.
     """
 
-    checkpoint: bool | CheckpointConfig = True
+    checkpoint: bool | tuple[CheckpointConfig, ...] = True
     callbacks: list[Any] = field(default_factory=list)
     max_time: timedelta | None = None
+    accumulation: dict[Any, int] | None = None
 
 
 def refuse_configuration(name: str, value: Any) -> None:
@@ -74,13 +82,56 @@ def take_profiler(given: Any) -> list[Profile]:
     return [Profile(kinds=PROFILERS[name], folder=given.dirpath)]
 
 
-def take_callbacks(given: Any, enabled: bool, note: Note) -> TakenCallbacks:
+def module_callbacks(module: Any) -> list[Any]:
+    """Return the counterparts of what a module's `configure_callbacks` returns, which join the Trainer's.
+
+    Raises:
+        ConfigError: A callback of Lightning without a counterpart, or one that is an argument of the Trainer
+            here; says what to write.
+    """
+    if not is_overridden(module, "configure_callbacks"):
+        return []
+    where = f"{type(module).__name__}.configure_callbacks"
+    given = _listed(module.configure_callbacks())
+    for each in given:
+        row = _row(each, CALLBACKS, where)
+        name = None if row is None else row.name
+        if name in ("ModelCheckpoint", "Timer"):
+            what = "max_time=..." if name == "Timer" else _written(_policy(each, _unsaid))
+            raise ConfigError(
+                f"{where} has a {name}, which is an argument of the Trainer here: give it {what}, and leave"
+                f" the {name} out"
+            )
+    return take_callbacks(
+        given, False, lambda _, text, name: _LOG.info("%s has %s: %s", where, name, text), where
+    ).callbacks
+
+
+def _written(policy: CheckpointConfig) -> str:
+    """Return a policy as the argument that makes it."""
+    chosen = {
+        each.name: value
+        for each in fields(policy)
+        if each.init and (value := getattr(policy, each.name)) != each.default
+    }
+    listed = ", ".join(
+        f"{name}={str(value)!r}" if isinstance(value, Every) else f"{name}={value!r}"
+        for name, value in chosen.items()
+    )
+    return f"checkpoint=CheckpointConfig({listed})"
+
+
+def _unsaid(*_: Any) -> None: ...
+
+
+def take_callbacks(given: Any, enabled: bool, note: Note, where: str = "callbacks") -> TakenCallbacks:
     """Return the counterparts of Lightning's callbacks; all others are passed on.
 
     Args:
         given: A callback, a list of them, or None.
         enabled: Whether checkpoints are saved.
         note: Takes the name, the difference and the object.
+        where: The name of what has the callbacks, for messages.
 
     Raises:
         ConfigError: A callback of Lightning without a counterpart; names what to use.
@@ -88,7 +139,7 @@ def take_callbacks(given: Any, enabled: bool, note: Note) -> TakenCallbacks:
     taken = TakenCallbacks()
     policies: list[CheckpointConfig] = []
     for each in _listed(given):
-        row = _row(each, CALLBACKS, "callbacks")
+        row = _row(each, CALLBACKS, where)
         if row is None:
             taken.callbacks.append(each)
             continue
@@ -108,16 +159,16 @@ def take_callbacks(given: Any, enabled: bool, note: Note) -> TakenCallbacks:
         elif row.name == "Timer":
             left = each.time_remaining()
             taken.max_time = None if left is None else timedelta(seconds=left)
+        elif row.name == "GradientAccumulationScheduler":
+            taken.accumulation = {f"{epoch} epochs": steps for epoch, steps in each.scheduling.items()}
         else:
             taken.callbacks.append(ModelSummary() if "Summary" in row.name else ProgressBar())
-    if len(policies) > 1:
-        raise ConfigError(
-            f"callbacks has {len(policies)} ModelCheckpoints; a Trainer has one policy here: the best by one"
-            " metric, and the newest. Give one of them"
-        )
+    if len({each.name for each in policies}) > 1:
+        note("callbacks", "their filenames differ, and one file serves all: none is used", "ModelCheckpoint")
+        policies = [replace(each, name=None) for each in policies]
     if policies and not enabled:
         raise ConfigError("checkpoints are off, but callbacks has a ModelCheckpoint. Give one of the two")
-    taken.checkpoint = (policies or [_DEFAULT])[0] if enabled else False
+    taken.checkpoint = as_policies(policies or [_DEFAULT]) if enabled else False
     return taken
 
 
@@ -193,14 +244,13 @@ def _policy(given: Any, note: Note) -> CheckpointConfig:
             "save_on_train_epoch_end: saves follow the validation of the same epoch",
             "ModelCheckpoint",
         )
-    if given.filename is not None:
-        note("callbacks", f"filename={given.filename!r} is not used", "ModelCheckpoint")
     if given.save_on_exception:
         note(
             "callbacks",
             "save_on_exception: signals save and end a run; an error does not save",
             "ModelCheckpoint",
         )
+    name = _name(given, note)
     if given.monitor is None:
         everything = given.save_top_k == -1
         if given.save_top_k == 0 and not given.save_last:
@@ -212,6 +262,7 @@ def _policy(given: Any, note: Note) -> CheckpointConfig:
             by=None,
             directory=given.dirpath,
             resumable=not given.save_weights_only,
+            name=name,
         )
     return CheckpointConfig(
         every=every,
@@ -221,21 +272,30 @@ def _policy(given: Any, note: Note) -> CheckpointConfig:
         mode=given.mode,
         directory=given.dirpath,
         resumable=not given.save_weights_only,
+        name=name,
     )
 
 
+def _name(given: Any, note: Note) -> str | None:
+    """Return the template of a ModelCheckpoint's filename, without the step, which begins each name here."""
+    text = re.sub(r"[-_]?\{step[^}]*\}", "", given.filename or "").strip("-_")
+    if given.auto_insert_metric_name:
+        text = re.sub(r"\{([^}:]+)", lambda found: f"{found[1].replace('/', '_')}={found[0]}", text)
+    try:
+        if text:
+            check_name(text)
+    except ConfigError:
+        note("callbacks", f"filename={given.filename!r} is not used", "ModelCheckpoint")
+        return None
+    return text or None
+
+
 def _early_stopping(given: Any, note: Note) -> EarlyStopping:
-    if given.divergence_threshold is not None:
-        raise ConfigError(
-            f"EarlyStopping(divergence_threshold={given.divergence_threshold}) has no counterpart:"
-            " callbacks.LossSpike acts on losses that jump"
-        )
-    if not given.strict:
-        raise ConfigError("EarlyStopping(strict=False): here the metric must be logged; leave it out")
     if not given.check_finite:
         note(
             "callbacks",
-            'check_finite=False is Trainer(on_nonfinite="skip"), which also skips updates',
+            "check_finite=False: a loss of a validation that is not finite still does as"
+            " Trainer(on_nonfinite=) says",
             "EarlyStopping",
         )
     return EarlyStopping(
@@ -244,4 +304,7 @@ def _early_stopping(given: Any, note: Note) -> EarlyStopping:
         patience=max(1, given.patience),  # 0 and 1 mean the same there
         threshold=abs(given.min_delta),
         stop_at=given.stopping_threshold,
+        diverged_at=given.divergence_threshold,
+        check_finite=given.check_finite,
+        strict=given.strict,
     )

@@ -46,6 +46,10 @@ def _refused(name: str, text: str) -> Row:
     return Row(name, REFUSED, text)
 
 
+_SHORT_WINDOW = (
+    "a short last window of an epoch is weighted by its samples; Lightning divides by the full number"
+)
+
 _ARGUMENTS = (
     _mapped("accelerator", "the device of `Trainer(strategy=)`", "cpu"),
     _mapped("strategy", "`Trainer(strategy=)`; the names are below", "ddp_find_unused_parameters_true"),
@@ -102,7 +106,7 @@ _ARGUMENTS = (
         "accumulate_grad_batches",
         "`Trainer(gradient_accumulation_steps=)`",
         4,
-        "a short last window of an epoch is weighted by its samples; Lightning divides by the full number",
+        _SHORT_WINDOW,
     ),
     _mapped("gradient_clip_val", "`Trainer(max_grad_norm=)` or `max_grad_value`; 0 disables it", 0.5),
     _mapped("gradient_clip_algorithm", "which of the two the value is", "value", gradient_clip_val=0.5),
@@ -211,9 +215,10 @@ CALLBACKS: Mapping[str, Row] = {
     for each in (
         _mapped(
             "ModelCheckpoint",
-            "`Trainer(checkpoint=CheckpointConfig(...))`",
+            "`Trainer(checkpoint=CheckpointConfig(...))`, several as a list",
             None,
-            "a checkpoint is a directory named after its update, and the newest is always kept",
+            "a checkpoint is a directory whose name begins with its update, one serves all, and the newest is"
+            " always kept",
         ),
         _mapped(
             "EarlyStopping",
@@ -228,8 +233,14 @@ CALLBACKS: Mapping[str, Row] = {
         _mapped("TQDMProgressBar", "`ProgressBar`", None, "its options are its own"),
         _mapped("RichProgressBar", "`ProgressBar`", None, "its options are its own"),
         _mapped("Timer", "`Trainer(max_time=)`", None, "the time counts over all restarts"),
-        _refused("BackboneFinetuning", "freeze with requires_grad_(False) in a callback's on_epoch_start"),
-        _refused("BaseFinetuning", "freeze with requires_grad_(False) in a callback's on_epoch_start"),
+        _mapped(
+            "GradientAccumulationScheduler",
+            '`Trainer(gradient_accumulation_steps={0: 8, "4 epochs": 4})`',
+            None,
+            _SHORT_WINDOW,
+        ),
+        _refused("BackboneFinetuning", "give Trainer(callbacks=[Freeze(...)]); see docs/how-to/freeze.md"),
+        _refused("BaseFinetuning", "give Trainer(callbacks=[Freeze(...)]); see docs/how-to/freeze.md"),
         _refused("BasePredictionWriter", "use trainer.predict(..., save_to=directory)"),
         _refused(
             "BatchSizeFinder", 'use Trainer(micro_batch="auto"), which splits a batch that does not fit'
@@ -244,7 +255,6 @@ CALLBACKS: Mapping[str, Row] = {
             "EMAWeightAveraging",
             "give Trainer(callbacks=[WeightAverage(...)]); see docs/how-to/average-weights.md",
         ),
-        _refused("GradientAccumulationScheduler", "gradient_accumulation_steps is one number for a fit"),
         _refused("LambdaCallback", "use drivetrain.LambdaCallback, whose hooks are each given the run"),
         _refused(
             "LearningRateFinder", "compare short fits, Trainer(max_steps=..., loggers=()), at several rates"

@@ -25,7 +25,6 @@ _NOT_CALLED = {
     "on_exception": "write a callback with on_exception(run), for Trainer(callbacks=[...])",
     "transfer_batch_to_device": "give the batch's class a method to(device)",
     "on_before_batch_transfer": "let the loader's collate_fn do it",
-    "on_after_batch_transfer": "override it in the module, or let the loader's collate_fn do it",
 }
 """Methods of a data module that nothing here calls, and what to do instead."""
 
@@ -74,6 +73,7 @@ class LightningData:
         """Call `teardown`."""
         if self.is_data_module:
             self.module.teardown(stage=verb)
+            self.module.trainer = None
 
 
 def as_data(module: Any) -> LightningData:

@@ -23,11 +23,7 @@ from drivetrain.integrations.lightning.kinds import is_kind, is_overridden
 from drivetrain.integrations.lightning.logs import Entry, Logs
 from drivetrain.integrations.lightning.manual import Manual
 from drivetrain.integrations.lightning.methods import takes
-from drivetrain.integrations.lightning.optimizers import (
-    OptimizerView,
-    read_optimizers,
-    step_schedules,
-)
+from drivetrain.integrations.lightning.optimizers import OptimizerView, read_optimizers
 from drivetrain.integrations.lightning.state import ModuleState
 from drivetrain.integrations.lightning.trainer_view import TrainerView
 from drivetrain.run.run import Run
@@ -87,9 +83,11 @@ class ModuleHooks(ModuleState, Callback):
         self._step = module.training_step
         self._takes_index = takes(self._step, "batch_idx", 2)
         self._transfer = self.hook("on_after_batch_transfer")
+        data = task.datamodule
+        if data is not None and is_overridden(data, "on_after_batch_transfer"):  # it wins in Lightning too
+            self._transfer = data.on_after_batch_transfer
         self._batch_start = self.hook("on_train_batch_start")
         self._batch_end = self.hook("on_train_batch_end")
-        self._before_zero = self.hook("on_before_zero_grad")
         self._zero = self.hook("optimizer_zero_grad")
         self._before_backward = self.hook("on_before_backward")
         self._after_backward = self.hook("on_after_backward")
@@ -112,6 +110,8 @@ class ModuleHooks(ModuleState, Callback):
         """Give the module `self.trainer`, and the methods that belong to a run."""
         own = vars(self.module)
         self.module.trainer = self._view
+        if self.task.datamodule is not None:
+            self.task.datamodule.trainer = self._view
         own["log"], own["log_dict"] = self._log, self._log_dict
         own["all_gather"] = self._all_gather
         own["optimizers"] = self._optimizers
@@ -223,11 +223,27 @@ class ModuleHooks(ModuleState, Callback):
 
             @functools.wraps(step)  # with the mark that torch's schedulers leave on it
             def overridden() -> Any:
-                return self.module.optimizer_step(self.epoch, self._index - 1, view, lambda: self.loss)
+                with self.inside("optimizer_step", self._batch, is_batch=True):
+                    return self._call_optimizer_step(view)
 
             # On the object, as torch's own schedulers do.
             vars(optimizer)["step"] = overridden
         return optimizer
+
+    def _call_optimizer_step(self, view: OptimizerView) -> Any:
+        """Call the module's `optimizer_step`, with a closure that returns the loss of the last batch."""
+        loss: list[Tensor | None] = [self.loss]
+
+        def closure() -> Tensor | None:
+            if not loss:
+                raise ConfigError(
+                    f"{type(self.module).__name__}.optimizer_step called its closure twice: forward and"
+                    " backward have run before, once. Set self.automatic_optimization = False, and call"
+                    " self.manual_backward as often as needed"
+                )
+            return loss.pop()
+
+        return self.module.optimizer_step(self.epoch, self._index - 1, view, closure)
 
     # Training.
 
@@ -258,6 +274,12 @@ class ModuleHooks(ModuleState, Callback):
                 "a ReduceLROnPlateau with interval 'step' is not offered. Use interval 'epoch', with"
                 " validate_every='1 epoch'"
             )
+        if engine.strategy.name == "single":
+            # What is frozen now may be unfrozen in a later epoch, if the module's optimizer has it.
+            of_optimizer = {id(each) for updater in updaters for each in updater.parameters}
+            engine.parameters = [
+                each for each in run.task.parameters() if each.requires_grad or id(each) in of_optimizer
+            ]
         self.call("on_fit_start")
 
     def on_epoch_start(self, run: Run) -> None:
@@ -283,12 +305,12 @@ class ModuleHooks(ModuleState, Callback):
         if self._is_first:
             self._is_first = False
             optimizer = self.optimizers[0]
-            if self._before_zero is not None:
-                self._before_zero(optimizer)
+            self.call("on_before_zero_grad", optimizer, batch=self._batch, is_batch=True)
             if self._zero is not None:
-                self._zero(self.epoch, self._index - 1, optimizer)
+                with self.inside("optimizer_zero_grad", self._batch, is_batch=True):
+                    self._zero(self.epoch, self._index - 1, optimizer)
         if self._before_backward is not None:
-            with _no_autocast(loss):
+            with self.inside("on_before_backward", self._batch, is_batch=True), _no_autocast(loss):
                 self._before_backward(loss)
         self.loss = loss
         return loss
@@ -393,9 +415,9 @@ class ModuleHooks(ModuleState, Callback):
         """Step schedules, and call `on_train_batch_end` of the window's last batch."""
         assert run.step is not None
         if self.schedules and not self.is_manual and run.step.applied:
-            self._step_schedules("step", self._index, plateau=False)
+            self._step_schedules("steps", self._index, plateau=False)
             if run.window.last:
-                self._step_schedules("epoch", run.progress.epoch + 1, plateau=False)
+                self._step_schedules("epochs", run.progress.epoch + 1, plateau=False)
         if self._batch_end is not None:
             self._end_batch()
         self.loss = None
@@ -407,9 +429,14 @@ class ModuleHooks(ModuleState, Callback):
         self._batch = self._outputs = None
 
     def _step_schedules(self, interval: str, number: int, plateau: bool) -> None:
-        step_schedules(
-            self.module, self.schedules, interval, number, plateau, self.values() if plateau else {}
-        )
+        assert self.run is not None
+        values = self.values() if plateau else {}
+        try:
+            for each in self.schedules:
+                if each.timed is not None and each.reduce_on_plateau == plateau:
+                    each.timed.step(interval, number, values, self.module.lr_scheduler_step)
+        except ConfigError as error:
+            self.run.fail(ConfigError(f"{error} Validate before that, or give the schedule 'strict': False"))
 
     def on_log(self, run: Run) -> None:
         """Add the last values of training to its log points."""
@@ -446,7 +473,7 @@ class ModuleHooks(ModuleState, Callback):
             self._publish(run, values, of_step=False)
             run.log_training()  # a log point of its own, also where this update has had one
         if self.schedules and not self.is_manual:
-            self._step_schedules("epoch", run.progress.epoch, plateau=True)
+            self._step_schedules("epochs", run.progress.epoch, plateau=True)
         self.ended = 0
 
     def on_fit_end(self, run: Run) -> None:
@@ -542,7 +569,6 @@ class ModuleHooks(ModuleState, Callback):
             ranks = run.engine.data_ranks
             self._publish(run, logs.take_latest(ranks), of_step=True)
             self._publish(run, logs.take_epoch(ranks), of_step=False)
-        logs.hook = ""
         self.call(f"on_{stage}_end")
         self.logs, self.stage, self.ended = self.training_logs, self._before, 0
         self._skips_log = run.train_feed is not None and not run.evaluation.is_sanity_check

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Number
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from drivetrain.core.errors import ConfigError
 from drivetrain.data.batch import batch_size as size_of
+from drivetrain.distributed.processes import rank
 from drivetrain.distributed.ranks import Ranks
 from drivetrain.engine.metrics.states import joined_states, members, turn_synchronisation_off
 
@@ -32,11 +34,13 @@ class Entry:
         metric: The torchmetrics object, or None.
         value: The reduction so far, before the division of a mean; None before the first value.
         weight: The weight of a mean so far.
+        asked: The options that the module gave; empty for an entry from a checkpoint.
         latest: The last value, until a log point takes it.
         latest_weight: Its weight.
     """
 
     __slots__ = (
+        "asked",
         "latest",
         "latest_weight",
         "metric",
@@ -60,6 +64,7 @@ class Entry:
         self.to_loggers = to_loggers
         self.prog_bar = prog_bar
         self.metric: Any = None
+        self.asked: tuple[Any, ...] = ()
         self.value: Tensor | None = None
         self.weight = 0.0
         self.latest: Tensor | None = None
@@ -112,9 +117,12 @@ class Logs:
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Log a value; see `LightningModule.log`. Values are always those of all ranks."""
+        """Log a value; see `LightningModule.log`. Values are those of all ranks, or of rank 0."""
+        if rank_zero_only and rank():
+            return
         if self.loader is not None and add_dataloader_idx:
             name = f"{name}/dataloader_idx_{self.loader}"
+        asked = (prog_bar, logger, on_step, on_epoch, reduce_fx)
         entry = self.entries.get((self.hook, name))
         if entry is None:
             if enable_graph or sync_dist_group is not None:
@@ -123,8 +131,16 @@ class Logs:
                     " graph, and are those of all ranks. Leave the argument out"
                 )
             entry = self._new(name, prog_bar, logger, on_step, on_epoch, reduce_fx)
+            entry.asked = asked
             self.entries[self.hook, name] = entry
-        if type(value) is not Tensor and not isinstance(value, (Tensor, int, float)):
+        elif entry.asked != asked:
+            if entry.asked:
+                raise ConfigError(
+                    f"{self.hook} called self.log({name!r}, ...) with other options than before. Give it the"
+                    " same prog_bar, logger, on_step, on_epoch and reduce_fx each time, or another name"
+                )
+            entry.asked = asked  # the entry came from a checkpoint
+        if type(value) is not Tensor and not isinstance(value, (Tensor, Number)):
             self._log_metric(entry, value)
             return
         tensor = as_scalar(name, value)
@@ -216,7 +232,10 @@ class Logs:
             each.latest = None
             parts[name] = (each.reduction, value * weight if each.reduction == "mean" else value, weight)
         values = _over_ranks(parts, ranks)
-        return {each: values[name] for name, each in fresh.items()}
+        found = {each: values.pop(name) for name, each in fresh.items()}
+        for name, of_others in values.items():  # logged by other ranks alone
+            found[Entry(name, True, False, "mean", True, False)] = of_others
+        return found
 
     def take_epoch(self, ranks: Ranks) -> dict[Entry, float]:
         """Return the reductions over the epoch or evaluation, and begin anew. All ranks call this."""
@@ -315,11 +334,13 @@ def as_scalar(name: str, value: Any) -> Tensor:
     Raises:
         ConfigError: It has several numbers.
     """
-    tensor = (
+    tensor: Any = (
         value.detach()
         if isinstance(value, Tensor)
         else torch.tensor(float(value), dtype=torch.get_default_dtype())
     )
+    if hasattr(tensor, "placements"):  # a DTensor, such as the norm of a sharded gradient; all ranks log it
+        tensor = tensor.full_tensor()
     if tensor.dtype is not torch.float32 and tensor.dtype is not torch.float64:
         tensor = tensor.to(torch.get_default_dtype())
     if tensor.ndim:
@@ -329,7 +350,8 @@ def as_scalar(name: str, value: Any) -> Tensor:
                 " its mean, or each of its numbers under a name of its own"
             )
         tensor = tensor.reshape(())
-    return tensor
+    found: Tensor = tensor
+    return found
 
 
 def _reduced(reduction: str, first: Tensor, second: Tensor) -> Tensor:

@@ -77,8 +77,10 @@ class Manual:
             raise ConfigError(
                 "self.manual_backward takes a loss and retain_graph; other arguments are not offered"
             )
-        run = self._state.run
+        run, call = self._state.run, self._state.call
         assert run is not None
+        batch = self._state.training_logs.batch
+        call("on_before_backward", loss, batch=batch, is_batch=True)
         strategy = run.engine.strategy
         trained = [each for each in run.engine.parameters if each.requires_grad]
         if retain_graph:
@@ -94,7 +96,7 @@ class Manual:
             strategy.backward(loss, None, trained)
         strategy.synchronize(trained)
         self._pending = set(range(len(self._state.optimizers)))
-        self._state.call("on_after_backward")
+        call("on_after_backward", batch=batch, is_batch=True)
 
     def _step(self, number: int) -> None:
         run = self._state.run

@@ -19,8 +19,8 @@ CALLED = frozenset(
     f"""forward training_step validation_step test_step predict_step configure_optimizers {_HOOKS}
     on_fit_start on_fit_end on_before_zero_grad on_before_backward on_after_backward on_before_optimizer_step
     optimizer_step optimizer_zero_grad lr_scheduler_step configure_gradient_clipping on_after_batch_transfer
-    on_save_checkpoint on_load_checkpoint prepare_data setup teardown configure_model train_dataloader
-    val_dataloader test_dataloader predict_dataloader""".split()
+    configure_callbacks on_save_checkpoint on_load_checkpoint prepare_data setup teardown configure_model
+    train_dataloader val_dataloader test_dataloader predict_dataloader""".split()
 )
 """The methods that are called here, if a module overrides them. `as_data` calls the loaders."""
 
@@ -37,7 +37,6 @@ _OF_USERS = frozenset(
 _INSTEAD = {
     "backward": "the engine runs backward on what training_step returns. Change the loss there, or gradients"
     " in on_after_backward; or call self.manual_backward(loss) with self.automatic_optimization = False",
-    "configure_callbacks": "give drivetrain's callbacks to Trainer(callbacks=[...])",
     "configure_sharded_model": "Lightning has replaced it by configure_model",
     "transfer_batch_to_device": "give the batch's class a method to(device)",
     "on_before_batch_transfer": "let the loader's collate_fn do it",

@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.intervals import Every
+from drivetrain.task.optim.torch_schedule import TorchSchedule, check_stateful
 
 
 @dataclass
@@ -35,6 +37,16 @@ class ScheduleConfig:
     reduce_on_plateau: bool = False
     monitor: str | None = None
     strict: bool = True
+
+    def __post_init__(self) -> None:
+        self.timed: TorchSchedule | None = None
+
+    def prepare(self, optimizer: Optimizer) -> None:
+        """Make the schedule one of ours, `timed`, which steps it when it is due."""
+        metric = self.monitor if self.reduce_on_plateau else None
+        timed = TorchSchedule(self.scheduler, Every(self.frequency, self.interval), metric, self.strict)
+        self.timed = timed.made(optimizer)
+        self.scheduler = self.timed.scheduler
 
 
 _KEYS = tuple(each.name for each in fields(ScheduleConfig))
@@ -60,18 +72,15 @@ def read_optimizers(module: Any) -> tuple[list[Optimizer], list[ScheduleConfig]]
         owner = getattr(each.scheduler, "optimizer", None)
         if owner is not None and not any(owner is known for known in optimizers):
             raise ConfigError(f"{name} returned a schedule of an optimizer that it did not return")
-        if not callable(getattr(each.scheduler, "state_dict", None)) or not callable(
-            getattr(each.scheduler, "load_state_dict", None)
-        ):
+        check_stateful(each.scheduler)
+    if module.automatic_optimization:
+        if len(optimizers) > 1:
             raise ConfigError(
-                f"{name}: the schedule {type(each.scheduler).__name__} has no state_dict and load_state_dict,"
-                " so that no checkpoint could hold it"
+                f"{name} returned {len(optimizers)} optimizers. Set self.automatic_optimization = False and"
+                " step them in training_step, as Lightning 2 asks for too"
             )
-    if len(optimizers) > 1 and module.automatic_optimization:
-        raise ConfigError(
-            f"{name} returned {len(optimizers)} optimizers. Set self.automatic_optimization = False and step"
-            " them in training_step, as Lightning 2 asks for too"
-        )
+        for each in configs:
+            each.prepare(optimizers[0])
     return optimizers, configs
 
 
@@ -166,45 +175,6 @@ def _config(given: Any, monitor: str | None, name: str, automatic: bool) -> Sche
     if type(config.frequency) is not int or config.frequency < 1:
         raise ConfigError(f"{name}: frequency={config.frequency!r} must be a whole number from 1")
     return config
-
-
-def step_schedules(
-    module: Any,
-    configs: list[ScheduleConfig],
-    interval: str,
-    number: int,
-    plateau: bool,
-    values: Mapping[str, float],
-) -> None:
-    """Step the schedules that are due, by the module's `lr_scheduler_step`.
-
-    Args:
-        module: The module.
-        configs: The schedules.
-        interval: "step" or "epoch".
-        number: The number of the batch in its epoch, or of the epoch, from 1.
-        plateau: Whether those are due that watch a value, or the others.
-        values: The logged values.
-
-    Raises:
-        ConfigError: A value that a schedule watches was not logged.
-    """
-    for config in configs:
-        if config.interval != interval or config.reduce_on_plateau != plateau or number % config.frequency:
-            continue
-        value = None
-        if config.reduce_on_plateau:
-            assert config.monitor is not None
-            if config.monitor not in values:
-                if config.strict:
-                    raise ConfigError(
-                        f"the schedule {type(config.scheduler).__name__} watches {config.monitor!r}, which"
-                        f" was not logged. Logged: {', '.join(sorted(values)) or 'nothing'}. Validate before"
-                        " the schedule is due, or set 'strict': False"
-                    )
-                continue
-            value = values[config.monitor]
-        module.lr_scheduler_step(config.scheduler, value)
 
 
 class OptimizerView:

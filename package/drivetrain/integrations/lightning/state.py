@@ -14,6 +14,15 @@ from drivetrain.integrations.lightning.logs import Logs
 from drivetrain.integrations.lightning.optimizers import ScheduleConfig
 from drivetrain.run.run import Run
 
+_NOT_LOGGING = frozenset(
+    (
+        *("on_fit_start", "on_train_end", "on_fit_end", "on_validation_end", "on_test_end", "predict_step"),
+        *(f"on_predict_{each}" for each in ("start", "epoch_start", "batch_start", "batch_end")),
+        *("on_predict_epoch_end", "on_predict_end"),
+    )
+)
+"""The methods that have no log point after them."""
+
 
 class ModuleState:
     """A module in a run.
@@ -51,10 +60,14 @@ class ModuleState:
         self.training_logs.steps_by_default = True
         self.logs = self.training_logs
         self.ended = 0
+        self._hooks: dict[str, Callable[..., Any] | None] = {}
 
     def hook(self, name: str) -> Callable[..., Any] | None:
         """Return a hook of the module; None if the module does not override it."""
-        return getattr(self.module, name) if is_overridden(self.module, name) else None
+        if name not in self._hooks:
+            overridden = is_overridden(self.module, name)
+            self._hooks[name] = getattr(self.module, name) if overridden else None
+        return self._hooks[name]
 
     @property
     def totals(self) -> Totals:
@@ -86,8 +99,10 @@ class ModuleState:
 
     @contextmanager
     def inside(self, name: str, batch: Any = None, is_batch: bool = False) -> Iterator[None]:
-        """Run the block, a method of the module, which logs under its name."""
+        """Run the block, a method of the module, which logs under its name if Lightning lets it log."""
         logs = self.logs
+        if name in _NOT_LOGGING:
+            name = ""
         before = logs.hook, logs.batch, logs.is_batch, logs.steps_by_default
         logs.hook, logs.batch, logs.is_batch = name, batch, is_batch
         logs.steps_by_default = is_batch and logs is self.training_logs

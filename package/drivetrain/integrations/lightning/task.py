@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from drivetrain.core.types import Batch
+from drivetrain.integrations.lightning.arguments_objects import module_callbacks
 from drivetrain.integrations.lightning.hooks import ModuleHooks
 from drivetrain.integrations.lightning.methods import check_module
+from drivetrain.integrations.lightning.state import ModuleState
+from drivetrain.integrations.lightning.trainer_view import TrainerView
 from drivetrain.task.task import TaskModule
 
 _SHARED = (
@@ -69,15 +72,21 @@ class LightningTask(TaskModule):
         """Run the module's forward."""
         return self.module(*args, **kwargs)
 
+    no_predict_metrics = "its validation_step logs values itself, in an evaluation of its own"
+
     def take_data_module(self, data_module: Any) -> None:
-        """Show a data module as `self.trainer.datamodule`; `as_data` calls it when a run begins."""
+        """Show a data module as `self.trainer.datamodule`; `as_data` calls it when a run begins.
+
+        The data module's own `self.trainer` knows the processes from then on, and all else with the run.
+        """
         self.datamodule = data_module
+        data_module.trainer = TrainerView(ModuleState(self, self.module, "train"))
 
     def run_callbacks(self, stage: str) -> Sequence[Any]:
         """Set the module up for a run, and return the callback that calls its hooks."""
         hooks = ModuleHooks(self, self.module, stage)
         vars(self)["hooks"] = hooks
-        return [hooks]
+        return [hooks, *module_callbacks(self.module)]
 
     def configure_optimizers(self) -> Any:
         """Return a function that makes the module's own optimizers."""
@@ -137,7 +146,10 @@ def as_task(module: Any) -> LightningTask:
         name: value for name, value in dict(module.hparams).items() if name != "module" and _is_plain(value)
     }
     kind = LightningTask if module.automatic_optimization else ManualTask
-    return kind(module, **saved)
+    # Messages, run directories and logged configurations name a task by its class.
+    named = type(type(module).__name__, (kind,), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    found: LightningTask = named(module, **saved)
+    return found
 
 
 def _is_plain(value: Any) -> bool:

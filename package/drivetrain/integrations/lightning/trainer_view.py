@@ -85,6 +85,11 @@ class TrainerView:
         return self._state.stage == "predict"
 
     @property
+    def evaluating(self) -> bool:
+        """Whether data is evaluated."""
+        return self._state.stage in ("validation", "test")
+
+    @property
     def sanity_checking(self) -> bool:
         """Whether this is the short validation before training."""
         run = self._state.run
@@ -129,6 +134,9 @@ class TrainerView:
     @property
     def accumulate_grad_batches(self) -> int:
         """The number of batches in an update."""
+        run = self._state.run
+        if run is not None and run.train_feed is not None:
+            return run.train_feed.current_accumulation
         return self._state.totals.gradient_accumulation_steps or 1
 
     # Processes.
@@ -195,6 +203,12 @@ class TrainerView:
         return {name: torch.tensor(value) for name, value in self._state.values().items()}
 
     logged_metrics = callback_metrics
+
+    @property
+    def log_dir(self) -> str | None:
+        """The run's directory, or None."""
+        run = self._state.run
+        return None if run is None or run.run_dir is None else str(run.run_dir)
 
     @property
     def logger(self) -> Any:

@@ -17,6 +17,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import speed_metrics
 
 from drivetrain.callbacks.base import Callback as OwnCallback
+from drivetrain.checkpoint.saving.config import rankings
 from drivetrain.core.errors import ConfigError, StrategyError, nearest
 from drivetrain.core.messages import logger
 from drivetrain.core.types import Stateful
@@ -517,7 +518,7 @@ class CallbackAdapter(OwnCallback):
     def on_checkpoint_saved(self, run: Run) -> None:
         """Call `on_save`."""
         saver, state = saver_of(run), self.state
-        if saver is not None and saver.config.keepers:
+        if saver is not None and rankings(saver.policies):
             state.best_model_checkpoint = saver.manager.best()
         elif state.best_global_step == run.progress.updates:
             state.best_model_checkpoint = run.last_checkpoint

@@ -12,7 +12,7 @@ from transformers import EvalPrediction
 from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.core.validation import check_names
 from drivetrain.data.batch import batch_size
-from drivetrain.integrations.transformers.arrays import Arrays, as_arrays
+from drivetrain.engine.metrics.arrays import Arrays, as_arrays
 from drivetrain.integrations.transformers.columns import Columns
 
 INCLUDED = ("inputs", "loss")

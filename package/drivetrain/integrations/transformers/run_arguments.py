@@ -8,6 +8,7 @@ import torch
 from transformers import TrainingArguments
 
 from drivetrain.callbacks.checkpoint import CheckpointSaver
+from drivetrain.checkpoint.saving.config import rankings
 from drivetrain.core.intervals import Every
 from drivetrain.distributed.processes import local_rank, rank, world_size
 from drivetrain.integrations.transformers.log_names import to_transformers
@@ -60,11 +61,12 @@ def arguments_of(run: Run) -> TrainingArguments:
         for each in (
             run.triggers.log.every,
             run.triggers.validate.every,
-            saver.config.interval if saver else None,
+            saver.policies[0].interval if saver else None,
         )
     )
     loaders = [name for name, _ in run.evaluation_feeds]
-    ranked = saver.config.by if saver is not None and saver.config.keepers else None
+    # transformers has one of each; of several policies the first counts.
+    ranked = next(iter(rankings(saver.policies).values()), None) if saver is not None else None
     feed, updater = run.train_feed, next(iter(engine.updaters.values()), None)
     arguments = RunArguments(
         output_dir=str(run.run_dir or "trainer_output"),
@@ -81,8 +83,10 @@ def arguments_of(run: Run) -> TrainingArguments:
         eval_steps=evaluate[1],
         save_strategy=save[0],
         save_steps=save[1],
-        metric_for_best_model=None if ranked is None else to_transformers(ranked, loaders),
-        greater_is_better=None if ranked is None or saver is None else saver.config.mode == "max",
+        metric_for_best_model=None
+        if ranked is None or ranked.by is None
+        else to_transformers(ranked.by, loaders),
+        greater_is_better=None if ranked is None else ranked.mode == "max",
         report_to="none",
         use_cpu=engine.device.type == "cpu",
     )

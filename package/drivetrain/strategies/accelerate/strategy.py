@@ -34,7 +34,7 @@ from drivetrain.strategies.base import (
 from drivetrain.strategies.checks import check_values
 from drivetrain.strategies.ddp import settle_buckets
 from drivetrain.strategies.fsdp.clipping import clip_by_global_norm
-from drivetrain.strategies.fsdp.unshard import OriginalModules, forget_meshes
+from drivetrain.strategies.fsdp.unshard import OriginalModules, forget_meshes, renew_dtypes
 from drivetrain.strategies.loss_scale import LossScale
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.sparse import refuse_sparse
@@ -67,6 +67,7 @@ class Accelerate(Strategy):
     needs = "the package accelerate; processes on CPUs (gloo) or CUDA GPUs (NCCL)"
     no_skipping = ""
     no_value_clipping = ""
+    no_unfreezing = ""
     no_choice_of_gpus = "Accelerate takes the GPU of each process's local rank"
 
     def __init__(
@@ -87,7 +88,7 @@ class Accelerate(Strategy):
         self._synchronized = True
         self._unlearned = False
         self._may_leave_out = False
-        self._has_buffers = False
+        self._has_buffers = self._has_run = False
         if self.sharded and self.device.type == "cpu" and torch.accelerator.is_available():
             raise StrategyError(
                 "accelerate's FSDP plugin shards over this machine's accelerators, not over its CPUs; use"
@@ -184,7 +185,7 @@ class Accelerate(Strategy):
         broadcast_module(module, self.world_size)
         module.context = self._session.autocast() or precision.forward_context(self.device)
         self._scale = self._loss_scale(accelerator) if precision.loss_scaling else None
-        self._synchronized = True
+        self._synchronized, self._has_run = True, False
         model: nn.Module = module
         if before is not None:
             shard(module, accelerator)
@@ -195,7 +196,20 @@ class Accelerate(Strategy):
             model = self._replicate(module, accelerator)
         return Prepared(model, make_optimizers(module) if make_optimizers else {})
 
-    def _note(self, module: StepModule) -> None:
+    def retrain(self, model: nn.Module) -> nn.Module:
+        """Let the Accelerator wrap the module again; a sharded one only has its trained parameters noted."""
+        if self._wrapped is None:
+            if self.sharded and self._has_run:
+                renew_dtypes(model)
+            self._note(model)
+            return model
+        assert self._session is not None
+        self._wrapped.reducer._remove_autograd_hooks()
+        module = self._wrapped.module
+        self._note(module)
+        return self._replicate(module, self._session.accelerator)
+
+    def _note(self, module: nn.Module) -> None:
         trained = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
         self._names = [name.removeprefix("task.") for name, _ in trained]
         self._parameters = [each for _, each in trained]
@@ -273,6 +287,7 @@ class Accelerate(Strategy):
             check_used(self._names, self._parameters, _UNUSED)
 
     def _backward_to_shards(self, loss: Tensor, root: Tensor | None, inputs: Sequence[Tensor] | None) -> None:
+        self._has_run = True
         with gradients_of(inputs, self._parameters):
             loss.backward(root)  # type: ignore[no-untyped-call]
         if inputs is None and self._synchronized and self._whole:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drivetrain.core.errors import ConfigError
+from drivetrain.core.stages import most
 from drivetrain.core.validation import by_name
 from drivetrain.strategies.base import Settings
 from drivetrain.strategies.checks import check_options
@@ -154,7 +155,7 @@ def realise(config: DeepSpeedConfig, precision: Precision, asked: Settings) -> d
         "zero_force_ds_cpu_optimizer": False,
         **made,
         "zero_allow_untested_optimizer": True,  # `check_optimizer` refuses those that cannot be sharded
-        "train_micro_batch_size_per_gpu": asked.batch_size or 1,
+        "train_micro_batch_size_per_gpu": most(asked.batch_size or 1),
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,
     }
@@ -174,7 +175,9 @@ def check_contradictions(config: DeepSpeedConfig, precision: Precision, asked: S
     given = config.mapping
     size, steps = asked.batch_size, asked.gradient_accumulation_steps
     norm = asked.max_grad_norm or 0.0
-    total = None if size is None else size * steps * asked.world_size
+    total: Any = None
+    if isinstance(size, int):
+        total = size * steps * asked.world_size if isinstance(steps, int) else steps
     wanted: list[tuple[str, Any, str]] = [
         ("gradient_accumulation_steps", steps, f"Trainer(gradient_accumulation_steps={steps})"),
         ("gradient_clipping", norm, f"Trainer(max_grad_norm={asked.max_grad_norm})"),

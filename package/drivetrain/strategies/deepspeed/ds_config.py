@@ -38,7 +38,10 @@ REFUSED = {
     " with FSDPConfig(tensor_parallel=...)",
     "sequence_parallel_size": "splits sequences over processes, which the data's shards do not support",
     "expert_parallel": "replaces modules, so that checkpoints would fit no other strategy",
-    "data_efficiency": "changes the data behind the engine's back; do it in the data set",
+    "curriculum_learning": "passes a length to the model's forward; give the Trainer the callback"
+    " SequenceLength(ramp(...)), which cuts the batches",
+    "data_efficiency": "changes the data behind the engine's back; do it in the data set, or give the Trainer"
+    " SequenceLength(...) or batch_size={...}",
     "hybrid_engine": "replaces modules to generate text, so that checkpoints would fit no other strategy",
     "torch_autocast": "is the Trainer's: give precision='bf16-mixed'",
     "autotuning": "runs the program many times over to try batch sizes; give the one that you want",

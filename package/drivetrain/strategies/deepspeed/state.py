@@ -111,6 +111,14 @@ class ZeroState:
         """Return a whole parameter on the host, in its stored dtype; all processes must call it."""
         return self._joined(self._weights(parameter), parameter, self._stored[parameter])
 
+    def knows(self, tensor: Any) -> bool:
+        """Return whether a tensor is a parameter of the task."""
+        return tensor in self._stored
+
+    def part(self, parameter: Any) -> Tensor:
+        """Return this process's part of a parameter, flat; the parts of all processes are disjoint."""
+        return self._weights(parameter)[1]
+
     def is_incomplete(self, tensor: Any) -> bool:
         """Return whether a tensor is a parameter that is sharded or rounded, so that `gathered` has more."""
         stored = self._stored.get(tensor)

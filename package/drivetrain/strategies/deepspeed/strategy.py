@@ -79,6 +79,13 @@ class DeepSpeed(Strategy):
         self.device = torch.device(device)
         self.world_size = world_size
         self.sharded = self.config.stage == 3
+        if self.config.stage:
+            self.no_unfreezing = (
+                "DeepSpeed updates the parameters of a group in one flat tensor, so that weight decay moves"
+                " those without a gradient, and Adam counts their updates"
+            )
+        else:
+            self.no_unfreezing = ""
         if self.sharded:
             self.no_compile = "DeepSpeed gathers the parameters of each layer inside a block"
         self._asked = Settings(None, 1, None, world_size)
@@ -242,6 +249,13 @@ class DeepSpeed(Strategy):
         blocks = units(module.task, "auto")
         Materialization(module).run([*blocks, module], self.device, self.world_size, divide)
 
+    def retrain(self, model: nn.Module) -> nn.Module:
+        """Expect gradients of the parameters that are trained now in the first update."""
+        if self._used is not None:
+            self._used.stop()
+            self._used = UsedParameters(self._engine.module.task)
+        return model
+
     @contextmanager
     def exchanged(
         self, optimizers: Mapping[str, Optimizer], write: bool = False
@@ -262,6 +276,12 @@ class DeepSpeed(Strategy):
         if self._state is not None and self._state.is_incomplete(tensor):
             return self._state.gathered(tensor).to(tensor.device)
         return super().full_tensor(tensor)
+
+    def local_part(self, tensor: Tensor) -> tuple[Tensor, float]:
+        """Return this process's part of a parameter's exact values; no other process has that part."""
+        if self._state is not None and self._state.knows(tensor):
+            return self._state.part(tensor), 1.0
+        return super().local_part(tensor)
 
     def restore(self) -> None:
         """Gather the whole values in the host's memory, unless `gather_at_end` is off."""

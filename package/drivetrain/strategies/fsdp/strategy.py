@@ -33,7 +33,7 @@ from drivetrain.strategies.checks import check_dimensions, check_values
 from drivetrain.strategies.fsdp.clipping import clip_by_global_norm
 from drivetrain.strategies.fsdp.config import FSDPConfig
 from drivetrain.strategies.fsdp.tensor_parallel import Planned, TensorParallel, planned
-from drivetrain.strategies.fsdp.unshard import OriginalModules, forget_meshes
+from drivetrain.strategies.fsdp.unshard import OriginalModules, forget_meshes, renew_dtypes
 from drivetrain.strategies.loss_scale import LossScale
 from drivetrain.strategies.meta_device import Materialization, on_meta
 from drivetrain.strategies.precision.base import Precision
@@ -60,6 +60,7 @@ class FSDP(Strategy):
     no_skipping = ""
     no_evaluation_precision = "shards are gathered in the precision of training"
     no_value_clipping = ""
+    no_unfreezing = ""
     no_choice_of_gpus = ""
     no_micro_batch = (
         "all processes gather parameters during a forward, so when one runs out of memory the others would"
@@ -76,6 +77,8 @@ class FSDP(Strategy):
         self._member: Member | None = None
         self._parameters: list[nn.Parameter] = []
         self._ignored: list[nn.Parameter] = []
+        self._kept: set[nn.Parameter] = set()
+        self._has_run = False
         self._data_ranks = ALONE
         self._sharded: list[OriginalModules] = []
         self._synchronized = True
@@ -166,13 +169,20 @@ class FSDP(Strategy):
         module.context = precision.forward_context(self.device)
         self._scale = LossScale(self.device, self._agree) if precision.loss_scaling else None
         self._shard(module, precision, values, whole, plan)
-        self._parameters = [each for each in module.parameters() if each.requires_grad]
-        kept = parameters_named(task, whole)
-        self._ignored = [each for each in self._parameters if each in kept]
+        self._kept, self._has_run = parameters_named(task, whole), False
+        self.retrain(module)
         self._synchronized = True
         self._has_buffers = self.config.broadcast_buffers and any(True for _ in module.buffers())
         self._sharded.append(before)
         return Prepared(module, make_optimizers(module) if make_optimizers else {})
+
+    def retrain(self, model: nn.Module) -> nn.Module:
+        """Note the trained parameters; torch gives those that are gathered the flag of their shards."""
+        if self._has_run:
+            renew_dtypes(model)
+        self._parameters = [each for each in model.parameters() if each.requires_grad]
+        self._ignored = [each for each in self._parameters if each in self._kept]
+        return model
 
     def settle(self, model: nn.Module) -> None:
         """Free parameters that a forward without a backward, or a callback, has gathered."""
@@ -297,6 +307,7 @@ class FSDP(Strategy):
         self, loss: Tensor, share: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
     ) -> None:
         """Run backward with the share as the gradient of the loss."""
+        self._has_run = True
         if self._scale is not None:
             loss = self._scale.scale(loss)
         root = None if share is None else torch.as_tensor(share, dtype=loss.dtype, device=loss.device)

@@ -63,6 +63,20 @@ def _gathered(parameter: nn.Parameter, whole: dict[int, nn.Parameter]) -> nn.Par
     return whole[id(parameter)]
 
 
+def renew_dtypes(model: nn.Module) -> None:
+    """Let torch look up again in which dtypes it reduces gradients, by gathering each part once.
+
+    It does so before the first forward, and then leaves out a part whose parameters are all frozen. All
+    processes must call it together, after a forward.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for each in model.modules():
+        if isinstance(each, FSDPModule):
+            each.unshard()
+            each.reshard()
+
+
 def forget_meshes() -> None:
     """Clear torch's caches of operations on shards.
 

@@ -215,6 +215,7 @@ class OnXLA(Strategy):
     config_type: type[Any]
     no_compile = "XLA compiles every update as it is, and torch.compile loses what is sharded or freed there"
     no_value_clipping = ""
+    no_unfreezing = ""
     no_skipping = "XLA runs what it traced of an update as a whole, before which no gradient is looked at"
 
     def __init__(self, config: Any = None, *, device: str = "xla", world_size: int = 1) -> None:

@@ -99,6 +99,9 @@ class XLAFSDP(OnXLA):
     config_type = XLAFSDPConfig
     needs = "torch_xla, and a TPU or a CPU; one process that has one device"
     sharded = True
+    no_unfreezing = (
+        "torch_xla's gathered parameters keep the requires_grad that they had when it sharded them"
+    )
 
     def supports(self, precision: Precision) -> Support:
         """Support parameters in float32, with compute in float32 or bfloat16."""

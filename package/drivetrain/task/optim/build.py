@@ -17,6 +17,7 @@ from drivetrain.task.optim.config import OptimizerConfig, OptimizerFactory, opti
 from drivetrain.task.optim.groups import make_groups, select_parameters, sparse_parameters
 from drivetrain.task.optim.quantized import check_quantized
 from drivetrain.task.optim.schedules import PlateauSchedule, Schedule, bent_warmup, make_schedule, warmed_up
+from drivetrain.task.optim.state import WEIGHT_UPDATES
 
 # Devices with fused kernels; they are the same for all floating-point dtypes.
 _FUSED_DEVICES = frozenset({"cpu", "cuda", "mps"})
@@ -133,6 +134,35 @@ def _can_fuse(factory: OptimizerFactory, parameter: Tensor) -> bool:
     # without an error; seen in torch 2.13 and reported as https://github.com/pytorch/pytorch/issues/191763.
     is_sgd = kind is not None and issubclass(kind, torch.optim.SGD)
     return not (is_sgd and parameter.device.type == "cpu" and parameter.itemsize < 4)
+
+
+def start_momenta(optimizer: Optimizer) -> None:
+    """Give the parameters that begin to train now a momentum of zero, where others have one already.
+
+    The fused kernel of torch's SGD takes the momenta of all parameters or of none. Without dampening, a first
+    step from zero makes the gradient the momentum, as a first step from none does.
+
+    Raises:
+        ConfigError: There is dampening.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        if not (group["fused"] and group["momentum"]):
+            continue
+        if group["dampening"]:
+            raise ConfigError(
+                "torch's fused SGD with dampening cannot begin to train parameters in the middle of a fit."
+                " Give OptimizerConfig('sgd', fused=False), or no dampening"
+            )
+        trained = [each for each in group["params"] if each.requires_grad]
+        lacking = [each for each in trained if optimizer.state.get(each, {}).get("momentum_buffer") is None]
+        if len(lacking) == len(trained):
+            continue
+        wide = torch.float32 if group.get(WEIGHT_UPDATES, "nearest") != "nearest" else None
+        for each in lacking:
+            dtype = wide if each.itemsize < 4 else None
+            optimizer.state[each]["momentum_buffer"] = torch.zeros_like(each.detach(), dtype=dtype)
 
 
 def _is_sharded(parameter: Tensor) -> bool:

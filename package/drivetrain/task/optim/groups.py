@@ -93,6 +93,34 @@ def named_parameters(module: nn.Module) -> list[NamedParameter]:
     return [NamedParameter(tuple(known), parameter) for parameter, known in names.items()]
 
 
+def matches_part(name: str, pattern: str) -> bool:
+    """Return whether a glob matches the clean name of a parameter or buffer, or of a module that holds it."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[:count]), pattern) for count in range(len(parts), 0, -1))
+
+
+def names_matching(module: nn.Module, pattern: str, what: str) -> set[str]:
+    """Return the clean names of the parameters that match a glob, or belong to a module that does.
+
+    Args:
+        module: The module that holds the parameters.
+        pattern: The glob.
+        what: The user's argument, for the message.
+
+    Raises:
+        ConfigError: The pattern matches nothing; names the nearest.
+    """
+    names = [name for each in named_parameters(module) for name in each.names]
+    found = {name for name in names if matches_part(name, pattern)}
+    if not found:
+        modules = {name.rpartition(".")[0] for name in names} - {""}
+        raise ConfigError(
+            f"{what} matches no parameter, and no module with parameters."
+            f" {nearest(pattern, {*names, *modules})}"
+        )
+    return found
+
+
 def select_parameters(
     module: nn.Module,
     names: Collection[str] | None,
@@ -220,7 +248,7 @@ def _nothing_to_train(selected: Sequence[NamedParameter]) -> str:
         return "the optimizer has nothing to train: the module has no parameters"
     return (
         f"the optimizer has nothing to train: none of its {len(selected)} parameters requires gradients. "
-        "Unfreeze some with requires_grad_(True)"
+        "Unfreeze some with requires_grad_(True), or leave some out of Freeze(...)"
     )
 
 

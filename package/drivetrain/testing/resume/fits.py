@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from drivetrain.callbacks import unsaved_tensors
 from drivetrain.checkpoint import CheckpointConfig
+from drivetrain.checkpoint.saving.config import chosen_policies
 from drivetrain.core.messages import logger
+from drivetrain.core.stages import most
 from drivetrain.testing.resume.digests import short
 from drivetrain.testing.resume.recording import KILLED, RESUMED, Recorder, Recording, first_update
 
@@ -61,13 +63,13 @@ class RunRecorder:
         every = None
         if recording.kind == KILLED:  # the interval must pass once after the first update
             every = f"{first_update(recording.directory) + (recording.save_after or 0)} steps"
-        policy = self._policy(trainer, f"fit-{self._fits}")
-        changes["checkpoint"] = dataclasses.replace(policy, every=every, best=0, by=None)
+        policy = self._policies(trainer, f"fit-{self._fits}")[0]
+        changes["checkpoint"] = dataclasses.replace(policy, every=every, best=0, by=None, name=None)
         self._recorder = Recorder(recording, data, tuple(trainer.callbacks))
         changes["callbacks"] = (*trainer.callbacks, self._recorder)
         changes["log_every"] = f"{recording.log_every} steps"
         if recording.epoch is not None:
-            batches = recording.epoch * trainer.gradient_accumulation_steps
+            batches = recording.epoch * most(trainer.gradient_accumulation_steps)
             changes["limit_train_batches"] = min(batches, trainer.limit_train_batches or batches)
         if recording.kind == RESUMED:
             changes["resume"] = "auto"
@@ -98,8 +100,8 @@ class RunRecorder:
         changes: dict[str, Any] = {}
         if trainer.run_dir is not None:
             changes["run_dir"] = self._place(trainer.run_dir, "")
-        if isinstance(trainer.checkpoint, CheckpointConfig) and trainer.checkpoint.directory is not None:
-            changes["checkpoint"] = self._policy(trainer, "")
+        if any(each.directory is not None for each in chosen_policies(trainer.checkpoint)):
+            changes["checkpoint"] = self._policies(trainer, "")
         return changes
 
     def _end_program(self) -> NoReturn:
@@ -111,13 +113,16 @@ class RunRecorder:
         self._has_ended = True
         raise SystemExit(0)
 
-    def _policy(self, trainer: RunSettings, name: str) -> CheckpointConfig:
-        policy = trainer.checkpoint
-        if not isinstance(policy, CheckpointConfig):
-            return CheckpointConfig(asynchronous=policy == "async")
-        if policy.directory is None:
-            return policy
-        return dataclasses.replace(policy, directory=self._place(policy.directory, name))
+    def _policies(self, trainer: RunSettings, name: str) -> list[CheckpointConfig]:
+        policies = chosen_policies(trainer.checkpoint)
+        if not policies:
+            return [CheckpointConfig(asynchronous=trainer.checkpoint == "async")]
+        return [
+            each
+            if each.directory is None
+            else dataclasses.replace(each, directory=self._place(each.directory, name))
+            for each in policies
+        ]
 
     def _place(self, given: Any, name: str) -> Path:
         """Return a temporary directory for a user's directory; equal paths give equal ones."""

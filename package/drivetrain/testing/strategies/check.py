@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain.callbacks import LambdaCallback
+from drivetrain.callbacks import Freeze, LambdaCallback
 from drivetrain.checkpoint import load_weights
 from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.run.loop import predict
@@ -32,7 +32,13 @@ from drivetrain.testing.strategies.decisions import (
     callbacks_decide_the_same,
     one_rank_can_stop_all,
 )
-from drivetrain.testing.strategies.job import Job, MakeStrategy, assert_same_on_all_ranks, whole_state
+from drivetrain.testing.strategies.job import (
+    Job,
+    MakeStrategy,
+    Outcome,
+    assert_same_on_all_ranks,
+    whole_state,
+)
 from drivetrain.testing.strategies.resume import resume_is_bitwise, resume_on_another_number_of_processes
 from drivetrain.testing.strategies.streams import each_rank_draws_for_itself
 from drivetrain.testing.strategies.tasks import (
@@ -117,6 +123,34 @@ def frozen_and_tied(job: Job) -> None:
             assert tied, f"tied weights differ on rank {job.rank}"
 
 
+def parameters_may_be_unfrozen(job: Job) -> None:
+    """Parameters that are frozen until a point of the fit do not change before it, and train afterwards.
+
+    A strategy whose `no_unfreezing` gives a reason is not checked.
+    """
+    if job.make(job.world_size).no_unfreezing:
+        return
+    names = ("blocks.0.0.weight", "embedding.weight")
+    start = whole_state(Tokens())
+
+    def frozen(run: Any) -> None:
+        if run.progress.updates == 2:  # the first epoch has at least three
+            for name in names:
+                now = run.full_tensor(run.task.get_parameter(name)).detach().double().cpu()
+                job.assert_close(now, start[name], f"{name}, which is frozen,")
+
+    def fit(alone: bool) -> Outcome:
+        freeze = Freeze({"blocks.0": "4 steps", "embedding": "1 epoch"})
+        callbacks = [freeze, LambdaCallback(on_step_end=frozen)]
+        return job.fit(alone, Tokens(), job.sequences(alone), max_grad_norm=0.3, callbacks=callbacks)
+
+    alone, found = fit(True), fit(False)
+    job.assert_equals_one_process(found.weights, alone.weights, "the weights")
+    job.assert_equals_one_process(found.record.norms, alone.record.norms, "the gradient's norm")
+    for name in names:
+        assert not torch.equal(found.weights[name], start[name]), f"{name} did not train on rank {job.rank}"
+
+
 def generator_steps(job: Job) -> None:
     """A generator step with several optimizers works, with and without accumulation."""
     generator = torch.Generator().manual_seed(2)
@@ -197,6 +231,7 @@ CHECKS: dict[str, Callable[[Job], None]] = {
         all_begin_with_the_weights_of_rank_0,
         a_process_may_begin_with_padding,
         frozen_and_tied,
+        parameters_may_be_unfrozen,
         generator_steps,
         each_rank_draws_for_itself,
         evaluation_counts_each_sample_once,

@@ -9,13 +9,13 @@ from typing import Any
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from drivetrain.callbacks import EarlyStopping
-from drivetrain.checkpoint import CheckpointConfig
+from drivetrain.checkpoint.saving.config import chosen_policies, rankings
 from drivetrain.core.intervals import Every, exact
+from drivetrain.core.stages import most
 from drivetrain.core.totals import Totals
 from drivetrain.run.metric_names import MetricNames
 from drivetrain.run.settings import RunSettings
 from drivetrain.task.optim.config import OptimizerConfig
-from drivetrain.task.optim.schedules import PlateauSchedule
 from drivetrain.task.task import TaskModule
 from drivetrain.trainer.assembly import every
 from drivetrain.trainer.plan.counts import Epoch, Firings
@@ -38,7 +38,7 @@ def length_conflicts(settings: RunSettings, epoch: Epoch, totals: Totals) -> Ite
                 f"max_epochs={max_epochs} is not reached: max_steps={max_steps} ends the run in its epoch "
                 f"{-(-max_steps // per_epoch)}. Give one of them"
             )
-    accumulation = settings.gradient_accumulation_steps
+    accumulation = most(settings.gradient_accumulation_steps)
     if epoch.batches is not None and accumulation > epoch.batches:
         yield (
             f"gradient_accumulation_steps={accumulation} is more than the {epoch.batches} micro-batches of "
@@ -68,20 +68,20 @@ def schedule_conflicts(built: Built, totals: Totals) -> Iterator[str]:
 
 
 def interval_conflicts(
-    settings: RunSettings, updates: int | None, validation: Firings, logging: Firings, resume_points: Firings
+    settings: RunSettings,
+    updates: int | None,
+    validation: Firings,
+    logging: Firings,
+    resume_points: Sequence[Firings],
 ) -> Iterator[str]:
     # The default policy also saves at the end; nobody chose its interval.
-    asked = isinstance(settings.checkpoint, CheckpointConfig)
+    asked = resume_points if chosen_policies(settings.checkpoint) else ()
     for name, points, instead in (
         ("validate_every", validation, "the only validation is the one at the end"),
         ("log_every", logging, "training is logged once, at the end"),
-        (
-            "the checkpoint's every",
-            resume_points if asked else None,
-            "the only resume point is the one at the end",
-        ),
+        *(("the checkpoint's every", each, "the only resume point is the one at the end") for each in asked),
     ):
-        if points is not None and points.every is not None and points.times == 0:
+        if points.every is not None and points.times == 0:
             yield (
                 f"{name}={points.every} is longer than the run of {updates} updates: {instead}. "
                 "Choose a shorter interval"
@@ -97,21 +97,16 @@ def validation_conflicts(
     default: Any = type(settings).__dataclass_fields__["validate_every"].default  # was not asked for
     if settings.validate_every is not None and every(settings.validate_every) != Every(default):
         yield f"validate_every={settings.validate_every} was asked for, but there is no validation. {fix}"
-    policy = settings.checkpoint
     watched = [
         *(("early stopping", each.metric) for each in settings.callbacks if isinstance(each, EarlyStopping)),
-        *(
-            [("CheckpointConfig", policy.by)]
-            if isinstance(policy, CheckpointConfig) and policy.keepers
-            else []
-        ),
+        *(("CheckpointConfig", by) for by in rankings(chosen_policies(settings.checkpoint))),
     ]
     names = MetricNames(task)
     for who, name in watched:
         if name is not None and names.stage_of(name) == "validation":
             yield f"{who} decides by {name!r}, which never comes, for there is no validation. {fix}"
-    if any(isinstance(each.schedule, PlateauSchedule) for each in built.updaters.values()):
-        yield f"the schedule 'reduce_on_plateau' never acts, for there is no validation. {fix}"
+    if any(each.watched() for each in built.updaters.values()):
+        yield f"a schedule that follows the validations never acts, for there is no validation. {fix}"
 
 
 def module_conflicts(task: TaskModule, epoch: Epoch, built: Built) -> Iterator[str]:
@@ -137,8 +132,8 @@ def module_conflicts(task: TaskModule, epoch: Epoch, built: Built) -> Iterator[s
     ]
     if left:
         yield (
-            f"no optimizer trains {_some(left)}. Configure one, or call requires_grad_(False) to save "
-            "their gradients"
+            f"no optimizer trains {_some(left)}. Configure one, or save their gradients by the callback "
+            "Freeze(...) or requires_grad_(False)"
         )
 
 

@@ -13,11 +13,14 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from drivetrain.core.intervals import Every, exact, part_of_epoch
+from drivetrain.core.stages import at_start
 from drivetrain.core.totals import Totals
 from drivetrain.data import Feed, Share, Transfer, as_source, batch_size
 from drivetrain.data.split_source import AlreadySplit
+from drivetrain.data.window_plan import WindowPlan
 from drivetrain.run.settings import RunSettings
 from drivetrain.task.task import TaskModule, measure_of
+from drivetrain.trainer.feeds import batch_sizes
 
 _AT_END = "the end of the run"
 _ENDLESS = 2**40  # updates of a run of unknown length
@@ -57,25 +60,27 @@ class Epoch:
 
     Attributes:
         feed: The data as a run would feed it.
-        batches: Micro-batches, or None.
+        batches: Micro-batches, or None; those of the first epoch if they change.
         updates: Windows, or None.
+        plan: The windows, if they change by schedule.
         exact: Whether the data's length can be relied on.
     """
 
     def __init__(self, settings: RunSettings, task: TaskModule, data: Any) -> None:
         self._processes = settings.select_strategy().data_size
+        size, sizes = at_start(settings.batch_size), batch_sizes(settings, data)
         source = as_source(
-            data, "training", settings.seed, batch_size=settings.batch_size, shuffle=True,
-            share=Share(0, self._processes),
-        )  # fmt: skip
-        self._accumulation = settings.gradient_accumulation_steps
-        transfer = Transfer(torch.device("cpu"))
-        self.feed = Feed(source, transfer, measure_of(task), self._accumulation, settings.limit_train_batches)
+            data, "training", settings.seed, batch_size=size, shuffle=True, share=Share(0, self._processes)
+        )
+        transfer, steps = Transfer(torch.device("cpu")), settings.gradient_accumulation_steps
+        self.feed = Feed(source, transfer, measure_of(task), steps, settings.limit_train_batches, sizes)
+        self.plan = self.feed.plan
+        self._accumulation = self.feed.accumulation
         self.batches = self.feed.batches_per_epoch
         self.updates = self.feed.updates_per_epoch
         self.exact = source.exact and not source.is_split  # the other processes' parts are not known here
         data = data.data if isinstance(data, AlreadySplit) else data
-        self._samples_in = _sample_counter(data, settings.batch_size) if self.exact else None
+        self._samples_in = _sample_counter(data, size) if self.exact and sizes is None else None
 
     def windows_samples(self, windows: int) -> int | None:
         """Return the samples of all processes in an epoch's first windows; None when unknown."""
@@ -85,6 +90,10 @@ class Epoch:
 
     def window(self, number: int) -> int | None:
         """Return the samples in window `number`, which counts from 0."""
+        if self.plan is not None:
+            if not (self.exact and self.plan.counts_samples):
+                return None
+            return self.plan.after(number + 1).samples - self.plan.after(number).samples
         before, after = self.windows_samples(number), self.windows_samples(number + 1)
         return None if before is None or not after else after - before
 
@@ -161,6 +170,8 @@ def _passed(interval: Every, epoch: Epoch, per_epoch: int | None) -> Callable[[i
     """Return a function from updates made to the times that an interval was due; None when unknown."""
     if interval.unit == "steps":
         return lambda updates: updates // int(interval.amount)
+    if epoch.plan is not None:
+        return _passed_by_plan(interval, epoch.plan)
     if per_epoch is None or epoch.updates is None:
         return None
     if interval.unit == "samples":
@@ -177,6 +188,14 @@ def _passed(interval: Every, epoch: Epoch, per_epoch: int | None) -> Callable[[i
         return lambda updates: updates // per_epoch // int(interval.amount)
     part: Fraction = part_of_epoch(interval, per_epoch)
     return lambda updates: updates // per_epoch * int(per_epoch / part) + int(updates % per_epoch / part)
+
+
+def _passed_by_plan(interval: Every, plan: WindowPlan) -> Callable[[int], int] | None:
+    """Do what `_passed` does where windows change by schedule."""
+    whole = interval.amount == int(interval.amount)
+    if interval.unit == "epochs" and whole and plan.knows_length:
+        return lambda updates: plan.after(updates).epoch // int(interval.amount)
+    return None
 
 
 def _passed_since(

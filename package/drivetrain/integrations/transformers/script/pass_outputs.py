@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import EvalPrediction, GenerationConfig
 
 from drivetrain.distributed.ranks import Ranks
-from drivetrain.integrations.transformers.arrays import Arrays
+from drivetrain.engine.metrics.arrays import Arrays
 from drivetrain.integrations.transformers.evaluation import MetricsReader
 
 Compute = Callable[..., Mapping[str, Any]]

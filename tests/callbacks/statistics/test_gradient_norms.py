@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
-from tests.support.tasks import pairs, quiet
+from tests.support.tasks import Duel, duels, pairs, quiet
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from drivetrain import Callback, GradientNorms, OptimizerConfig, Run, StrategyError, TaskModule
 from drivetrain.strategies.registry import STRATEGIES
@@ -97,6 +99,15 @@ def test_norms_are_taken_in_updates_that_are_logged_and_in_no_other(
     quiet(max_steps=9, log_every="4 steps", callbacks=[GradientNorms(), by_hand]).fit(Layers(), pairs(40))
     assert len(taken) == 4
     assert [set(each) for each in by_hand.logged] == [{"gradients/norm"}] * 3
+
+
+def test_of_several_optimizers_each_layer_has_the_norm_of_its_step() -> None:
+    result = quiet(max_steps=2, callbacks=[GradientNorms(per_layer=True)]).fit(
+        Duel(), DataLoader(duels(), batch_size=2)
+    )
+    norms = [result.metrics[f"gradients/norm/{name}"] for name in ("generator", "discriminator")]
+    assert all(each > 0.01 for each in norms)
+    assert result.metrics["gradients/norm"] == pytest.approx(math.hypot(*norms))
 
 
 def _on_a_rank(strategy: str) -> list[dict[str, float]]:

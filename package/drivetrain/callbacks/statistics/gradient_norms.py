@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain.callbacks.base import Callback
+from drivetrain.callbacks.statistics.log_points import may_be_logged
 from drivetrain.checkpoint.weights.module_state import parameter_names
 from drivetrain.core.errors import StrategyError
 from drivetrain.core.validation import by_name, flag
-from drivetrain.distributed.tensors import held_here
 
 if TYPE_CHECKING:
     from drivetrain.run.run import Run
@@ -43,7 +43,8 @@ class GradientNorms(Callback):
         self._parameters: list[nn.Parameter] = []
         self._layers: list[str] = []
         self._layer_of: list[int] = []
-        self._norms: list[tuple[Sequence[Tensor], list[tuple[int, float]]]] | None = None
+        self._norms: list[tuple[Sequence[Tensor], list[tuple[int, float]]]] = []
+        self._taken_at = -1
 
     def check_trainer(self, trainer: RunSettings, strategy: Strategy) -> None:
         """Check that the parameters' gradients are those of the update.
@@ -64,55 +65,46 @@ class GradientNorms(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         """Look up the trained parameters and their layers."""
-        named = [(each, name) for each, name in parameter_names(run.task).items() if each.requires_grad]
+        trainable = set(run.engine.trainable)  # with those that are frozen for now
+        named = [(each, name) for each, name in parameter_names(run.task).items() if each in trainable]
         self._parameters = [each for each, _ in named]
         layers = [name.rpartition(".")[0] or "(own)" for _, name in named]
         self._layers = list(dict.fromkeys(layers))
         self._layer_of = [self._layers.index(each) for each in layers]
-        self._norms = None
+        self._norms = []
 
     def on_before_optimizer_step(self, run: Run) -> None:
         """Take the norm of this process's part of each gradient, on the device, if it may be logged."""
-        self._norms = None
-        if not _may_be_logged(run):
+        if self._taken_at != run.progress.micro_batches:  # else another optimizer of the same update
+            self._norms, self._taken_at = [], run.progress.micro_batches
+        if not may_be_logged(run):
             return
-        ranks = run.engine.ranks.size
+        strategy = run.engine.strategy
         kinds: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[tuple[int, float]]]] = {}
         for parameter, layer in zip(self._parameters, self._layer_of, strict=True):
-            gradient: Any = parameter.grad
-            if gradient is None:
+            if parameter.grad is None:
                 continue
-            share = held_here(gradient, ranks)
-            local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+            local, share = strategy.local_part(parameter.grad)
             local = local.coalesce().values() if local.is_sparse else local
             gradients, places = kinds.setdefault((local.device, local.dtype), ([], []))
-            gradients.append(local.detach())
+            gradients.append(local)
             places.append((layer, share))
-        self._norms = [
+        self._norms += [
             (torch._foreach_norm(gradients, 2, dtype=torch.promote_types(dtype, torch.float32)), places)
             for (_, dtype), (gradients, places) in kinds.items()
         ]
 
     def on_log(self, run: Run) -> None:
         """Sum the parts of all ranks, and log the norms of the last update."""
-        if self._norms is None:
+        if not self._norms:
             return
         squares = [0.0] * len(self._layers)
         for norms, places in self._norms:
             for norm, (layer, share) in zip(torch.stack(list(norms)).tolist(), places, strict=True):
                 squares[layer] += norm * norm * share
-        self._norms = None
+        self._norms = []
         squares = run.engine.ranks.total(squares)
         run.log("gradients/norm", sum(squares) ** 0.5)
         if self.per_layer:
             for name, square in zip(self._layers, squares, strict=True):
                 run.log(f"gradients/norm/{name}", square**0.5)
-
-
-def _may_be_logged(run: Run) -> bool:
-    """Return whether a log point may follow the update that is being made."""
-    every, update = run.triggers.log.every, run.progress.updates + 1
-    if every is not None and every.unit != "steps":
-        return True
-    due = every is not None and update % int(every.amount) == 0
-    return due or update in (1, run.totals.updates) or run.totals.updates is None

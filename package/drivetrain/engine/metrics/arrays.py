@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drivetrain.core.errors import DataError
+
 PADDING = -100
 """The value that fills up shorter rows; losses and metrics leave it out."""
 
@@ -32,28 +34,36 @@ class Arrays:
 
     Args:
         limit: Bytes to hold in memory; None sets no limit.
+        padding: The value that fills up shorter rows; None refuses rows of different shapes.
     """
 
-    def __init__(self, limit: int | None) -> None:
+    def __init__(self, limit: int | None, padding: float | None = PADDING) -> None:
         self._limit = limit
+        self._padding = padding
         self._held = 0
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._tree: Any = None
         self._leaves: list[_Pieces] = []
 
     def add(self, tree: Any) -> None:
-        """Add a batch: arrays in tuples and mappings to any depth."""
+        """Add a batch: arrays in tuples and mappings to any depth.
+
+        Raises:
+            ValueError: The batch has another number of arrays than the ones before.
+            DataError: Its rows have another shape, and there is no padding.
+        """
         leaves: list[np.ndarray[Any, Any]] = []
-        structure = _mapped(leaves.append, tree)
+        _mapped(leaves.append, tree)
         if not self._leaves:
             self._tree, self._leaves = tree, [_Pieces() for _ in leaves]
-            del structure
         if len(leaves) != len(self._leaves):
             raise ValueError(
                 f"the outputs of one batch have {len(leaves)} arrays, those of another {len(self._leaves)};"
                 " a metric over the whole set needs the same ones from each"
             )
         for pieces, leaf in zip(self._leaves, leaves, strict=True):
+            if self._padding is None:
+                pieces.check_rows(leaf)
             pieces.add(leaf)
             self._held += leaf.nbytes
         if self._limit is not None and self._held > self._limit:
@@ -63,12 +73,19 @@ class Arrays:
                 pieces.spill(Path(self._directory.name) / f"{number}.bin")
             self._held = 0
 
+    @property
+    def empty(self) -> bool:
+        """Whether no batch was added."""
+        return not self._leaves
+
     def joined(self) -> Any:
         """Return the whole arrays in the structure of a batch, shorter rows padded; maps of files above the
         limit.
         """
         directory = None if self._directory is None else Path(self._directory.name)
-        whole = iter([each.joined(directory, number) for number, each in enumerate(self._leaves)])
+        whole = iter(
+            [each.joined(directory, number, self._padding) for number, each in enumerate(self._leaves)]
+        )
         return _mapped(lambda _: next(whole), self._tree)
 
     def close(self) -> None:
@@ -88,16 +105,26 @@ def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 class _Pieces:
-    """The batches of one array: their shapes, and their contents in memory or in a file."""
+    """The batches of one array: their shapes and dtypes, and their contents in memory or in a file."""
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, ...]] = []
+        self._dtypes: list[Any] = []
         self.dtype: Any = None
         self._held: list[np.ndarray[Any, Any]] = []
         self._file: Path | None = None
         self._spilled = 0  # batches in the file
 
+    def check_rows(self, array: np.ndarray[Any, Any]) -> None:
+        first = self.shapes[0][1:] if self.shapes else array.shape[1:]
+        if array.shape[1:] != first:
+            raise DataError(
+                f"the rows of one batch have the shape {first}, those of another {array.shape[1:]}, and no"
+                " padding is given to make one array of them"
+            )
+
     def add(self, array: np.ndarray[Any, Any]) -> None:
+        self._dtypes.append(array.dtype)
         self.dtype = array.dtype if self.dtype is None else np.promote_types(self.dtype, array.dtype)
         self.shapes.append(array.shape)
         self._held.append(array)
@@ -106,19 +133,19 @@ class _Pieces:
         self._file = path
         with path.open("ab") as file:
             for each in self._held:
-                file.write(np.ascontiguousarray(each, self.dtype).tobytes())
+                file.write(each.tobytes())
         self._spilled += len(self._held)
         self._held = []
 
     def _each(self) -> Any:
         if self._file is not None:
             with self._file.open("rb") as file:
-                for shape in self.shapes[: self._spilled]:
-                    content = file.read(math.prod(shape) * self.dtype.itemsize)
-                    yield np.frombuffer(content, self.dtype).reshape(shape)
+                for shape, dtype in zip(self.shapes[: self._spilled], self._dtypes, strict=False):
+                    content = file.read(math.prod(shape) * dtype.itemsize)
+                    yield np.frombuffer(content, dtype).reshape(shape)
         yield from self._held
 
-    def joined(self, directory: Path | None, number: int) -> np.ndarray[Any, Any]:
+    def joined(self, directory: Path | None, number: int, padding: float | None) -> np.ndarray[Any, Any]:
         if directory is None and len({shape[1:] for shape in self.shapes}) == 1:
             return np.concatenate(self._held)
         shape = (
@@ -134,7 +161,7 @@ class _Pieces:
         for each in self._each():
             rows = whole[row : row + len(each)]
             if rows.shape != each.shape:
-                rows[...] = PADDING
+                rows[...] = padding
             rows[tuple(map(slice, each.shape))] = each
             row += len(each)
         return whole

@@ -1,0 +1,176 @@
+"""The length of training sequences by schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from drivetrain.callbacks.base import Callback
+from drivetrain.core.containers import opened
+from drivetrain.core.errors import ConfigError, nearest
+from drivetrain.core.stages import Stages
+from drivetrain.core.types import Batch
+from drivetrain.core.validation import by_name
+from drivetrain.run.settings import check_samples
+
+if TYPE_CHECKING:
+    from drivetrain.run.run import Run
+    from drivetrain.run.settings import RunSettings
+    from drivetrain.strategies import Strategy
+
+_HINT = (
+    "Name the tensors to cut: SequenceLength(..., fields=('tokens', 'labels')), with the dimensions to cut"
+    " where they are not the second: fields={'tokens': 1, 'mask': (2, 3)}. Those of a tuple have numbers"
+)
+
+
+@by_name
+class SequenceLength(Callback):
+    """Cuts the sequences of training batches to a length that changes during the run.
+
+    Short sequences at first make early updates cheaper and steadier (Li et al., "The Stability-Efficiency
+    Dilemma: Investigating Sequence Length Warmup for Training GPT Models", 2022). Each batch is cut at its
+    end, on the host, before its tokens and the weight of its loss are counted. Evaluations are not cut.
+
+    Without `fields`, they are found in the first batch: "input_ids", or the first integer tensor of two
+    dimensions, all tensors whose second dimension is as long, and masks of queries by keys.
+
+    Args:
+        lengths: The longest sequence in tokens, by points of the run: ``{0: 64, "1000 steps": 256}`` or the
+            result of `ramp`; or one number. Points are in steps, whole epochs, or samples of all processes.
+        fields: The names of the tensors to cut, of fields of the batch or positions of a tuple; or a mapping
+            of them to the dimension to cut, or several. The dimension is 1 if it is not given.
+
+    Raises:
+        ConfigError: An argument that is not allowed; or, at the first batch, tensors that are not found or
+            unclear, or nothing to cut.
+    """
+
+    def __init__(
+        self,
+        lengths: int | Mapping[Any, int],
+        *,
+        fields: str | Sequence[str | int] | Mapping[Any, int | Sequence[int]] | None = None,
+    ) -> None:
+        self.lengths = Stages("SequenceLength", lengths)
+        self.fields = None if fields is None else _checked(fields)
+        self._found: Mapping[Any, Sequence[int]] | None = None
+        self._is_first = True
+
+    def check_trainer(self, trainer: RunSettings, strategy: Strategy) -> None:
+        """Check that the samples before each stage are known beforehand, if its points count them.
+
+        Raises:
+            ConfigError: Some may be left out.
+        """
+        check_samples(trainer, "SequenceLength", self.lengths)
+
+    def on_fit_start(self, run: Run) -> None:
+        """Let the training data pass through `cut`."""
+        assert run.train_feed is not None
+        self._found = self.fields
+        self._is_first = run.progress.updates + run.progress.skipped == 0
+        run.train_feed.cut(self.lengths, self._cut, "SequenceLength")
+
+    def _cut(self, batch: Batch, length: int) -> Batch:
+        """Return a batch with sequences of at most `length` tokens."""
+        container = None if isinstance(batch, Tensor) else opened(batch)
+        names: Sequence[Any] = [0] if container is None else container.names
+        entries = [batch] if container is None else list(container.entries)
+        if self._found is None or self._is_first:
+            self._begin(dict(zip(names, entries, strict=True)), length)
+        assert self._found is not None
+        for place, name in enumerate(names):
+            for dimension in self._found.get(name, ()):
+                if entries[place].shape[dimension] > length:
+                    # Whole, because a loss may call `view`.
+                    entries[place] = entries[place].narrow(dimension, 0, length).contiguous()
+        return entries[0] if container is None else container.rebuild(entries)
+
+    def _begin(self, batch: Mapping[Any, Any], length: int) -> None:
+        """Find the fields in the first batch of this program, and check that the first of the run is cut."""
+        tensors = {name: each for name, each in batch.items() if isinstance(each, Tensor)}
+        shown = ", ".join(f"{name}: {tuple(each.shape)}" for name, each in tensors.items()) or "no tensors"
+        if self._found is None:
+            self._found = _find(tensors, shown)
+        for name, dimensions in self._found.items():
+            if name not in tensors:
+                raise ConfigError(
+                    f"SequenceLength(fields=...) has {name!r}, which is no tensor of the batch ({shown})."
+                    f" {nearest(str(name), map(str, tensors))}"
+                )
+            if max(dimensions) >= tensors[name].ndim:
+                raise ConfigError(
+                    f"SequenceLength cuts dimension {max(dimensions)} of {name!r}, which has the shape"
+                    f" {tuple(tensors[name].shape)}. {_HINT}"
+                )
+        longest = max(tensors[name].shape[each] for name, cut in self._found.items() for each in cut)
+        if self._is_first and longest <= length:
+            raise ConfigError(
+                f"SequenceLength has nothing to cut in the first batch: its sequences have {longest} tokens,"
+                f" and the first length is {length} ({shown}). Give a shorter first length, or name the right"
+                " tensors: SequenceLength(..., fields=...)"
+            )
+        mask = tensors.get("attention_mask")
+        if mask is not None and mask.ndim == 2 and not mask[:, 0].all():
+            raise ConfigError(
+                "SequenceLength cuts sequences at their end, and this batch has padding at their beginning"
+                " (attention_mask). Pad on the right: tokenizer.padding_side = 'right'"
+            )
+        self._is_first = False
+
+
+def _checked(fields: Any) -> dict[Any, tuple[int, ...]]:
+    """Return the dimensions to cut by field."""
+    if isinstance(fields, (str, int)):
+        fields = (fields,)
+    if not isinstance(fields, Mapping):
+        fields = dict.fromkeys(fields, 1)
+    found = {
+        name: (each,) if isinstance(each, int) else tuple(each) if isinstance(each, Sequence) else ()
+        for name, each in fields.items()
+    }
+    for name, dimensions in found.items():
+        if not dimensions or not all(isinstance(each, int) and each >= 1 for each in dimensions):
+            raise ConfigError(
+                f"SequenceLength(fields=...) has {fields[name]!r} for {name!r}; allowed are dimensions from 1"
+                " on, such as 1 or (2, 3). Dimension 0 counts samples"
+            )
+    if not found:
+        raise ConfigError("SequenceLength(fields=...) is empty. Name the tensors to cut, or give None")
+    return found
+
+
+def _find(tensors: Mapping[Any, Tensor], shown: str) -> dict[Any, tuple[int, ...]]:
+    """Return the dimensions of the tokens by field.
+
+    Raises:
+        ConfigError: They are not found, or unclear.
+    """
+    tokens = tensors.get("input_ids")
+    if tokens is None or tokens.ndim != 2:
+        tokens = next((each for each in tensors.values() if _has_tokens(each)), None)
+    if tokens is None:
+        raise ConfigError(f"SequenceLength found no tensor of tokens in the batch ({shown}). {_HINT}")
+    length = tokens.shape[1]
+    found: dict[Any, tuple[int, ...]] = {}
+    unclear = []
+    for name, each in tensors.items():
+        if each.ndim >= 3 and tuple(each.shape[-2:]) == (length, length):
+            found[name] = (each.ndim - 2, each.ndim - 1)
+        elif each.ndim >= 2 and each.shape[1] == length and length not in each.shape[2:]:
+            found[name] = (1,)
+        elif _has_tokens(each) or length in each.shape[1:] or "cu_seq" in str(name):
+            unclear.append(name)
+    if unclear:
+        raise ConfigError(
+            f"SequenceLength cannot tell whether {', '.join(map(repr, unclear))} of the batch ({shown}) is to"
+            f" be cut with the {length} tokens. {_HINT}"
+        )
+    return found
+
+
+def _has_tokens(tensor: Tensor) -> bool:
+    return tensor.ndim == 2 and not tensor.is_floating_point() and not tensor.is_complex()

@@ -1,0 +1,1 @@
+"""Statistics of weights, gradients, activations and the machine, at log points."""

@@ -1,0 +1,273 @@
+"""A metric of all samples at once: one function gets the outputs and targets of all ranks, in order."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from drivetrain.core.errors import ConfigError, DataError
+from drivetrain.core.validation import count, flag, number
+from drivetrain.engine.metrics.arrays import Arrays, as_arrays
+
+_TRUE_FIRST = ("y_true", "labels_true")
+"""Names of a first parameter that takes the target, as in scikit-learn."""
+
+_BY_NAME = ("predictions", "references")
+"""The parameters of a metric of Hugging Face's evaluate."""
+
+Place: TypeAlias = tuple[int, int]
+"""Where an update belongs: the number of its round, and the rank."""
+
+Record: TypeAlias = tuple[Place, Any]
+"""The inputs of one update, with their place."""
+
+
+class OverAll:
+    """A metric that calls a function once, with the outputs and targets of all samples.
+
+    It is for values that no metric can add up batch by batch, such as those of scikit-learn or evaluate. Each
+    sample counts once, on any number of ranks. In an evaluation the samples are in the order of the data set.
+    In training they are those of the log interval in the order of the updates, and within one update rank by
+    rank. The function is called on rank 0, and all ranks get its result, or raise its error.
+
+    An evaluation moves every batch to the host of rank 0 at once. Training keeps the inputs of a log interval
+    on the device, and in checkpoints.
+
+    Args:
+        function: Called with NumPy arrays of shape [samples, ...]; returns a number, or a mapping or sequence
+            of numbers. It gets what `TaskModule.metric_inputs` returns, the outputs and then the target. A
+            function whose first parameter is `y_true`, as scikit-learn's are, gets the target first. One with
+            parameters `predictions` and `references`, such as the `compute` of a metric of evaluate, gets
+            them by name.
+        transform: Called with the inputs of each batch on the device, such as
+            `lambda outputs, target: (outputs.argmax(-1), target)`. Its result is kept in their place, which
+            takes less memory.
+        padding: The value that fills up shorter rows if batches differ in another dimension than the first,
+            such as -100 for token labels. None refuses such batches.
+        tensors: Whether the function gets tensors on the host instead of arrays.
+        memory: Bytes of an evaluation that rank 0 holds in memory; above it they go to a temporary directory,
+            and the function gets maps of its files.
+
+    Raises:
+        ConfigError: The function or another argument is not what is allowed.
+
+    Example:
+        ```python
+        def metrics(self):
+            return {"auc": OverAll(roc_auc_score, transform=lambda logits, target: (logits[:, 1], target))}
+        ```
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        transform: Callable[..., Any] | None = None,
+        padding: float | None = None,
+        tensors: bool = False,
+        memory: int = 1 << 30,
+    ) -> None:
+        if not callable(function):
+            has_compute = callable(getattr(function, "compute", None))
+            fix = (
+                "Give its method compute" if has_compute else "Give a function of the outputs and the target"
+            )
+            raise ConfigError(f"OverAll takes a function, not a {type(function).__name__}. {fix}")
+        if isinstance(function, type):
+            raise ConfigError(f"OverAll takes a function, not the class {function.__name__}")
+        if transform is not None and not callable(transform):
+            raise ConfigError(
+                f"OverAll(transform=) must be a function of a batch's inputs, not {transform!r}"
+            )
+        flag("tensors", tensors)
+        self.function = function
+        self.transform = transform
+        self.padding = None if padding is None else number("padding", padding)
+        self.tensors = tensors
+        self.memory = count("memory", memory)
+        self._records: list[Record] = []
+        self._arrays: Arrays | None = None
+
+    # As any metric.
+
+    def update(self, *inputs: Any) -> None:
+        """Keep the inputs of a batch.
+
+        Raises:
+            DataError: They hold something other than tensors and numbers; names it.
+        """
+        self.keep(inputs, (0, 0))
+
+    def compute(self) -> Any:
+        """Return the function's result for what this process has been given.
+
+        In a run the results are those of all ranks together; see `drivetrain.TaskModule.metrics`.
+
+        Raises:
+            DataError: There was no update, or batches that differ in shape cannot be joined.
+        """
+        if not self._records:
+            raise DataError("OverAll.compute() without an update: there are no samples to compute from")
+        try:
+            self.add([self.held()])
+            return self.result()
+        finally:
+            self.drop()
+
+    def reset(self) -> None:
+        """Forget all samples."""
+        self._records = []
+        self.drop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the inputs of the updates since the last reset."""
+        return {"records": [[list(place), inputs] for place, inputs in self._records]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self.load_states([state])
+
+    # Over the ranks of a run; `DeclaredMetrics` calls these.
+
+    def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take over the states of several processes, as if this one had made their updates."""
+        self.reset()
+        records = [
+            ((int(n), int(rank)), inputs) for state in states for (n, rank), inputs in state["records"]
+        ]
+        self._records = sorted(records, key=_place)
+
+    def keep(self, inputs: Sequence[Any], place: Place) -> None:
+        """Keep the inputs of a batch.
+
+        Args:
+            inputs: Tensors and numbers, in tuples and mappings to any depth.
+            place: The round of the batch, equal on all ranks, and this rank.
+
+        Raises:
+            DataError: As `update`.
+        """
+        if self.transform is not None:
+            found = self.transform(*inputs)
+            inputs = found if isinstance(found, tuple) else (found,)
+        self._records.append((place, tuple(_kept(each) for each in inputs)))
+
+    def held(self) -> list[Record]:
+        """Return what was kept, as arrays on the host."""
+        return [(place, as_arrays(inputs)) for place, inputs in self._records]
+
+    def taken(self) -> list[Record]:
+        """Return what was kept, as arrays on the host, and forget it here."""
+        held = self.held()
+        self._records = []
+        return held
+
+    def add(self, records_of_ranks: Sequence[Sequence[Record]]) -> None:
+        """Add the records of all ranks, in the order of their places.
+
+        Raises:
+            DataError: Batches differ in shape or structure, and there is no padding.
+        """
+        if self._arrays is None:
+            self._arrays = Arrays(self.memory, self.padding)
+        together = [each for records in records_of_ranks for each in records]
+        for _, inputs in sorted(together, key=_place):
+            try:
+                self._arrays.add(inputs)
+            except (DataError, ValueError) as error:
+                raise DataError(
+                    f"OverAll({_name(self.function)}): {error}. OverAll(padding=...) fills up shorter rows,"
+                    " and OverAll(transform=...) makes inputs of one shape"
+                ) from error
+
+    def drop(self) -> None:
+        """Release what was added."""
+        if self._arrays is not None:
+            self._arrays.close()
+            self._arrays = None
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether anything was added."""
+        return self._arrays is not None and not self._arrays.empty
+
+    def result(self) -> Any:
+        """Return the function's result for everything that was added."""
+        assert self._arrays is not None
+        inputs = self._arrays.joined()
+        if self.tensors:
+            inputs = _as_tensors(inputs)
+        first, named = _arguments(self.function, inputs)
+        try:
+            return self.function(*first, **named)
+        except Exception as error:
+            shapes = ", ".join(map(_described, (*first, *named.values())))
+            error.add_note(f"drivetrain: raised by OverAll({_name(self.function)}), which was given {shapes}")
+            raise
+
+
+def _place(record: Record) -> Place:
+    return record[0]
+
+
+def _kept(value: Any) -> Any:
+    """Return a copy: of a view only what it shows is kept, and a compiled step may reuse its outputs' memory.
+
+    Raises:
+        DataError: Something in it is no tensor or number.
+    """
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, (np.ndarray, np.generic)):
+        return torch.tensor(value)
+    if isinstance(value, (bool, int, float)) or _is_column(value):
+        return torch.tensor(value)
+    if isinstance(value, Mapping):
+        return {name: _kept(each) for name, each in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_kept(each) for each in value)
+    what = f"list of {type(value[0]).__name__}" if isinstance(value, list) and value else type(value).__name__
+    raise DataError(
+        f"OverAll keeps tensors and numbers, and was given a {what}. Choose or make tensors of it:"
+        " OverAll(transform=...), or TaskModule.metric_inputs"
+    )
+
+
+def _is_column(value: Any) -> bool:
+    """Return whether it is a list with one number for each sample."""
+    return isinstance(value, list) and all(isinstance(each, (bool, int, float)) for each in value)
+
+
+def _as_tensors(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _as_tensors(each) for name, each in value.items()}
+    return tuple(map(_as_tensors, value)) if isinstance(value, tuple) else torch.from_numpy(value)
+
+
+def _arguments(function: Callable[..., Any], inputs: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Return the arguments of the function, by position and by name."""
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (ValueError, TypeError):  # a builtin without a signature
+        names = []
+    if len(inputs) == 2 and set(_BY_NAME) <= set(names):
+        return (), dict(zip(_BY_NAME, inputs, strict=True))
+    if len(inputs) > 1 and names and names[0] in _TRUE_FIRST:
+        return (inputs[1], inputs[0], *inputs[2:]), {}
+    return inputs, {}
+
+
+def _name(function: Any) -> str:
+    function = getattr(function, "func", function)  # of a partial
+    return str(getattr(function, "__qualname__", type(function).__name__))
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, (np.ndarray, Tensor)):
+        return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,154 @@
+"""A scheduler of torch, and when it is stepped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from drivetrain.core.errors import ConfigError, nearest
+from drivetrain.core.intervals import Every
+
+_VALIDATIONS = "validations"
+
+
+@final
+@dataclass(frozen=True)
+class TorchSchedule:
+    """A scheduler of torch, stepped after updates, after epochs, or after validations with a metric.
+
+    ::
+
+        def configure_optimizers(self):
+            return self.make_optimizer
+
+
+        def make_optimizer(self, parameters):
+            optimizer = torch.optim.SGD(parameters, lr=0.1)
+            return optimizer, TorchSchedule(StepLR(optimizer, step_size=30), every="1 epoch")
+
+    Its state is in the checkpoints.
+
+    Attributes:
+        scheduler: An `LRScheduler`, or another object with `step`, `state_dict` and `load_state_dict`; or a
+            function of the optimizer that makes one, such as ``functools.partial(StepLR, step_size=30)``.
+        every: The interval of its steps, in updates or epochs, such as "1 epoch". None steps it after each
+            update, and one with a metric after each validation.
+        metric: The full name of the value that its `step` is given, such as "validation/loss". After a
+            validation it is a value of that validation; after updates or epochs, the latest of its name.
+        required: Whether it is an error if the value was not logged; if not, that step is left out.
+
+    Raises:
+        ConfigError: An interval of another unit, a ReduceLROnPlateau without a metric, or a metric for a
+            scheduler that takes none.
+    """
+
+    scheduler: Any
+    every: str | int | Every | None = None
+    metric: str | None = None
+    required: bool = True
+
+    def __post_init__(self) -> None:
+        if self.every is not None:
+            every = Every(self.every)
+            if every.unit not in ("steps", "epochs") or every.amount != int(every.amount):
+                raise ConfigError(
+                    f"TorchSchedule(every={str(self.every)!r}) must be whole updates or epochs, such as"
+                    " '1 epoch' or '100 steps'"
+                )
+            object.__setattr__(self, "every", every)  # the class is frozen
+        kind = self.scheduler if isinstance(self.scheduler, type) else type(self.scheduler)
+        kind = getattr(self.scheduler, "func", kind)  # of a functools.partial
+        is_plateau = isinstance(kind, type) and issubclass(kind, ReduceLROnPlateau)
+        if is_plateau and self.metric is None:
+            raise ConfigError(
+                "a ReduceLROnPlateau needs the name of the value that it watches:"
+                " TorchSchedule(scheduler, metric='validation/loss')"
+            )
+        of_torch = isinstance(kind, type) and kind.__module__ == LRScheduler.__module__
+        if self.metric is not None and of_torch and not is_plateau:
+            raise ConfigError(
+                f"TorchSchedule(metric={self.metric!r}) is for schedulers whose step takes a value, and"
+                f" {kind.__name__}.step takes none. Leave the metric out"
+            )
+
+    @property
+    def unit(self) -> str:
+        """What its steps follow: "steps", "epochs" or "validations"."""
+        if self.every is None:
+            return "steps" if self.metric is None else _VALIDATIONS
+        assert isinstance(self.every, Every)
+        return self.every.unit
+
+    def made(self, optimizer: Optimizer) -> TorchSchedule:
+        """Return this schedule with its scheduler made, if it is a function of the optimizer.
+
+        Raises:
+            ConfigError: There is no scheduler, one of another optimizer, or one whose state cannot be kept.
+        """
+        found = self.scheduler
+        if not callable(getattr(found, "step", None)) or isinstance(found, type):
+            found = found(optimizer) if callable(found) else found
+        what = type(found).__name__
+        if not callable(getattr(found, "step", None)):
+            raise ConfigError(
+                f"TorchSchedule takes a scheduler of torch.optim.lr_scheduler, or a function of the optimizer"
+                f" that makes one; it was given a {what}"
+            )
+        check_stateful(found)
+        if getattr(found, "optimizer", optimizer) is not optimizer:
+            raise ConfigError(f"the schedule {what} is one of another optimizer than that beside it")
+        return replace(self, scheduler=found)
+
+    def step(
+        self,
+        unit: str,
+        number: int,
+        metrics: Mapping[str, float],
+        step: Callable[[Any, float | None], None] | None = None,
+    ) -> None:
+        """Step the scheduler if it is due.
+
+        Args:
+            unit: What has just ended: "steps", "epochs" or "validations".
+            number: Its number, from 1.
+            metrics: The values by name; the same on all ranks.
+            step: Steps it with the value, or None; by default its own `step`.
+
+        Raises:
+            ConfigError: The value was not logged, and it is required.
+        """
+        if unit != self.unit or (isinstance(self.every, Every) and number % int(self.every.amount)):
+            return
+        value = None
+        if self.metric is not None:
+            if self.metric not in metrics:
+                if self.required:
+                    raise ConfigError(
+                        f"the schedule {type(self.scheduler).__name__} watches {self.metric!r}, which was not"
+                        f" logged. {nearest(self.metric, metrics).replace('Allowed:', 'Logged:')}"
+                    )
+                return
+            value = metrics[self.metric]
+        if step is not None:
+            step(self.scheduler, value)
+        elif value is None:
+            self.scheduler.step()
+        else:
+            self.scheduler.step(value)
+
+
+def check_stateful(scheduler: Any) -> None:
+    """Check that a scheduler's state can be kept.
+
+    Raises:
+        ConfigError: It has no `state_dict` or no `load_state_dict`.
+    """
+    if not all(callable(getattr(scheduler, each, None)) for each in ("state_dict", "load_state_dict")):
+        raise ConfigError(
+            f"the schedule {type(scheduler).__name__} has no state_dict and load_state_dict, so that no"
+            " checkpoint could hold it"
+        )

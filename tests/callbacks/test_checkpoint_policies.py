@@ -1,0 +1,299 @@
+"""Several policies of checkpoints in one run: what each keeps, and that one save serves them all."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.callbacks.test_checkpoint import saved
+from tests.support.messages import heard
+from tests.support.outcome import weights
+from tests.support.tasks import FEATURES, Regression, pairs, quiet
+from torch import Tensor, nn
+
+from drivetrain import CheckpointConfig, CheckpointError, ConfigError, LambdaCallback, Trainer
+from drivetrain.checkpoint import CheckpointManager, DirectoryCheckpointIO
+from drivetrain.checkpoint.saving.index import read_index
+from drivetrain.checkpoint.saving.names import rendered_name
+from drivetrain.testing.distributed import run_distributed
+
+LOSS, ACCURACY = "validation/loss", "validation/accuracy"
+
+ACCURATE = CheckpointConfig(every=None, keep_last=0, best=2, by=ACCURACY, mode="max")
+LOWEST = CheckpointConfig(every=None, keep_last=0, best=1, by=LOSS)
+ROLLING = CheckpointConfig(every="3 steps", keep_last=2, best=0)
+FOR_EVER = CheckpointConfig(every="2 epochs", keep_last=None, best=0)
+ALL = [ROLLING, ACCURATE, LOWEST, FOR_EVER]
+
+LOSSES = (5.0, 1.0, 3.0, 2.0, 4.0, 6.0)
+ACCURACIES = (0.5, 0.2, 0.9, 0.1, 0.7, 0.3)
+
+
+class Planted(Regression):
+    """Validations with known values, by the epoch; and weights that two ranks can divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(FEATURES, 2)
+        nn.init.ones_(self.line.weight)
+        nn.init.zeros_(self.line.bias)
+        self.epoch = 0
+
+    def forward(self, features: Tensor) -> Tensor:
+        return super().forward(features).mean(1, keepdim=True)
+
+    def validation_step(self, batch: Any) -> dict[str, Tensor]:
+        loss, accuracy = LOSSES[self.epoch - 1], ACCURACIES[self.epoch - 1]
+        return {"loss": torch.tensor(loss), "accuracy": torch.tensor(accuracy)}
+
+
+def note_epoch(run: Any) -> None:
+    run.task.epoch = run.progress.updates // 5
+
+
+def fit(run_dir: Path, policies: Any, resume: str | None = None, **options: Any) -> Any:
+    """A run of 5 updates an epoch, 6 epochs, with a validation after each."""
+    given = {"max_epochs": 6, **options, "checkpoint": policies, "run_dir": run_dir}
+    callbacks = [LambdaCallback(on_evaluation_start=note_epoch), *given.pop("callbacks", ())]
+    trainer = quiet(**given, callbacks=callbacks)
+    data = pairs(10 * given.get("devices", 1))
+    return trainer.fit(Planted(), data, pairs(4), resume=resume)
+
+
+def kept(run_dir: Path) -> dict[int, tuple[set[str], set[str]]]:
+    entries = read_index(str(run_dir / "checkpoints")) or []
+    return {entry.update: (set(entry.resume), set(entry.keeper)) for entry in entries}
+
+
+KEPT = {
+    10: ({"2 epochs"}, {LOSS}),
+    15: (set(), {ACCURACY}),
+    20: ({"2 epochs"}, set()),
+    25: (set(), {ACCURACY}),
+    27: ({"3 steps"}, set()),
+    30: ({"3 steps", "2 epochs", ""}, set()),
+}
+"""What the four policies keep of the whole run."""
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_each_policy_keeps_its_own_and_one_save_serves_them_all(
+    tmp_path: Path, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    save = DirectoryCheckpointIO.save
+
+    def noted(self: Any, path: str, snapshot: Any) -> None:
+        written.append(Path(path).name)
+        save(self, path, snapshot)
+
+    monkeypatch.setattr(DirectoryCheckpointIO, "save", noted)
+    policies = [dataclasses.replace(each, asynchronous=asynchronous) for each in ALL]
+    result = fit(tmp_path, policies)
+    assert kept(tmp_path) == KEPT
+    assert saved(tmp_path) == [*KEPT]
+    assert len(written) == len(set(written)), "an update was written twice"
+    assert [int(name.split("-")[1]) for name in written] == sorted({*range(3, 31, 3), 5, 10, 15, 20, 25})
+    path = {number: str(tmp_path / "checkpoints" / f"update-{number:08d}") for number in KEPT}
+    assert result.best_checkpoints == {ACCURACY: path[15], LOSS: path[10]}
+    assert result.best_checkpoint == path[15]
+
+
+def test_a_checkpoint_goes_when_the_last_policy_lets_it_go(tmp_path: Path) -> None:
+    there: list[list[int]] = []
+    note = LambdaCallback(on_checkpoint_saved=lambda run: there.append(saved(tmp_path)))
+    policies = [ROLLING, LOWEST]
+    fit(tmp_path, policies, callbacks=[note])
+    assert there[:5] == [[3], [3, 5], [3, 5, 6], [5, 6, 9], [6, 9, 10]], "5 was the best until 10 was"
+
+
+@pytest.mark.parametrize("stop", [7, 10, 17, 25])
+def test_a_resumed_run_keeps_what_the_undisturbed_one_keeps(tmp_path: Path, stop: int) -> None:
+    fit(tmp_path / "straight", ALL)
+    fit(tmp_path / "parts", ALL, max_steps=stop)
+    result = fit(tmp_path / "parts", ALL, resume="auto")
+    assert kept(tmp_path / "parts") == kept(tmp_path / "straight")
+    task, straight = Planted(), Planted()
+    task.load_weights(result.last_checkpoint)
+    straight.load_weights(tmp_path / "straight")
+    assert weights(task) == weights(straight)
+
+
+def test_a_run_goes_on_under_other_policies(tmp_path: Path) -> None:
+    fit(tmp_path, CheckpointConfig(every="1 epoch", keep_last=2, best=1, by=LOSS), max_epochs=3)
+    assert kept(tmp_path) == {10: ({"1 epoch"}, {LOSS}), 15: ({"1 epoch", ""}, set())}
+    # More policies: what no interval of now has made counts for the first.
+    fit(tmp_path, [ROLLING, ACCURATE, LOWEST], max_epochs=5, resume="auto")
+    assert kept(tmp_path) == {
+        10: (set(), {LOSS}),
+        20: (set(), {ACCURACY}),
+        24: ({"3 steps"}, set()),
+        25: ({""}, {ACCURACY}),
+    }
+    # Another metric alone: the keepers of before stay until a better one takes their places.
+    by = CheckpointConfig(every=None, keep_last=1, best=3, by="train/loss")
+    fit(tmp_path, by, max_epochs=6, resume="auto")
+    assert kept(tmp_path) == {10: (set(), {LOSS}), 20: (set(), {ACCURACY}), 30: ({""}, {"train/loss"})}
+
+
+def test_the_best_is_asked_for_by_its_metric_where_several_rank(tmp_path: Path) -> None:
+    result = fit(tmp_path, ALL)
+    for trainer in (quiet(run_dir=tmp_path, checkpoint=ALL), quiet(run_dir=tmp_path, checkpoint=True)):
+        a, b = (f"'best:{by}'" for by in (ACCURACY, LOSS))
+        with pytest.raises(ConfigError, match=f"ranks by 2 metrics. Give one of ({a}, {b}|{b}, {a})"):
+            trainer.validate(Planted(), pairs(2), checkpoint="best")
+        with pytest.raises(ConfigError, match="Did you mean 'best:validation/loss'"):
+            trainer.validate(Planted(), pairs(2), checkpoint="best:validation/los")
+        for by, path in result.best_checkpoints.items():
+            task, expected = Planted(), Planted()
+            trainer.predict(task, pairs(2), checkpoint=f"best:{by}")
+            expected.load_weights(path)
+            assert weights(task) == weights(expected)
+    other = CheckpointConfig(by="train/loss", best=1)
+    with pytest.raises(CheckpointError, match="no evaluation gave a value of 'train/loss'"):
+        quiet(run_dir=tmp_path, checkpoint=other).validate(Planted(), pairs(2), checkpoint="best")
+    with pytest.raises(ConfigError, match="best_checkpoint of fit's result"):
+        quiet(run_dir=tmp_path, max_epochs=1).fit(Regression(), pairs(), resume=f"best:{LOSS}")
+
+
+@pytest.mark.parametrize(
+    ("policies", "message"),
+    [
+        ([], "an empty list; checkpoint=False saves none"),
+        ([ROLLING, "async"], "takes one CheckpointConfig or more, not 'async'"),
+        ([ROLLING, dataclasses.replace(LOWEST, asynchronous=True)], "asynchronous=False in the first"),
+        ([ROLLING, dataclasses.replace(LOWEST, directory="x")], "directory=None in the first.*number 2"),
+        ([ROLLING, dataclasses.replace(LOWEST, resumable=False)], "resumable=True in the first"),
+        ([ROLLING, dataclasses.replace(LOWEST, parameters="trainable")], "parameters=None in the first"),
+        ([ROLLING, dataclasses.replace(LOWEST, name="{epoch}")], "name=None in the first"),
+        ([ROLLING, CheckpointConfig()], "number 2 of checkpoint= does not say how many it keeps by"),
+        ([LOWEST, dataclasses.replace(LOWEST, mode="max")], "rank by 'validation/loss' with mode='min' and"),
+    ],
+)  # fmt: skip
+def test_policies_that_do_not_go_together_are_refused(policies: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Trainer(max_epochs=1, checkpoint=policies)
+
+
+def test_a_list_of_one_is_that_one() -> None:
+    assert Trainer(max_epochs=1, checkpoint=[CheckpointConfig()]).checkpoint == CheckpointConfig()
+
+
+def test_a_misspelt_metric_of_any_policy_ends_the_run_saved(tmp_path: Path) -> None:
+    wrong = CheckpointConfig(every=None, keep_last=0, best=1, by="validation/acuracy")
+    with pytest.raises(ConfigError, match=r"'validation/acuracy'.*Did you mean 'validation/accuracy'"):
+        fit(tmp_path, [ROLLING, LOWEST, wrong])
+    assert saved(tmp_path)[-1] == 5
+
+
+def test_a_metric_of_training_and_one_of_validation_rank_side_by_side(tmp_path: Path) -> None:
+    training = CheckpointConfig(every=None, keep_last=0, best=1, by="train/loss")
+    result = fit(tmp_path, [LOWEST, training], log_every="2 steps", max_epochs=2)
+    assert set(result.best_checkpoints) == {LOSS, "train/loss"}
+    assert kept(tmp_path)[10][1] >= {LOSS}
+
+
+def test_the_plan_shows_each_interval(tmp_path: Path) -> None:
+    plan = quiet(max_epochs=6, checkpoint=ALL).plan(Planted(), pairs(10), pairs(2))
+    assert [str(each.every) for each in (plan.saving, *plan.also_saving)] == [
+        "3 steps and the end of the run",
+        "2 epochs",
+    ]
+    long = CheckpointConfig(every="20 epochs", best=0)
+    plan = quiet(max_epochs=6, checkpoint=[ROLLING, long]).plan(Planted(), pairs(10), pairs(2))
+    assert any("every=20 epochs is longer than the run" in each for each in plan.warnings)
+
+
+# Names.
+
+
+def test_names_have_values_and_nothing_is_looked_up_by_them(tmp_path: Path) -> None:
+    named = CheckpointConfig(
+        every="5 steps", keep_last=None, best=1, by=LOSS, name="epoch={epoch:02d}-{validation/loss:.3f}"
+    )
+    result = fit(tmp_path, named, max_epochs=3)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").glob("update-*"))
+    assert names == [
+        "update-00000005-epoch=01-5.000",
+        "update-00000010-epoch=02-1.000",
+        "update-00000015-epoch=03-3.000",
+    ]
+    assert Path(result.best_checkpoint).name == names[1]
+    assert fit(tmp_path, named, max_epochs=4, resume="auto").progress.updates == 20
+    (tmp_path / "checkpoints" / names[1]).rename(tmp_path / "moved")  # as a user who renames one
+    (tmp_path / "moved").rename(tmp_path / "checkpoints" / "my-favourite")
+    with heard() as told:
+        found = CheckpointManager(str(tmp_path / "checkpoints"), named)
+        assert found.best() == str(tmp_path / "checkpoints" / "my-favourite")
+        assert str(found.latest()).endswith("update-00000020-epoch=04-2.000")
+    assert [text for text in told if "is in the index, but not on the disk" in text]
+
+
+def test_a_value_that_has_not_come_is_none_and_one_that_is_odd_is_made_safe(tmp_path: Path) -> None:
+    named = CheckpointConfig(every="3 steps", keep_last=None, best=0, name="loss={validation/loss}")
+    fit(tmp_path, named, max_steps=6)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").glob("update-*"))
+    assert names == ["update-00000003-loss=none", "update-00000006-loss=5"]
+    assert rendered_name("{a:,.0f}", {"a": 12345.0}, 0) == "-12_345"
+    assert rendered_name("{a:.1f}", {"a": math.nan}, 0) == "-nan"
+    assert len(rendered_name("{a:.1f}", {"a": 1e300}, 0)) == 101
+    assert rendered_name(None, {}, 0) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", "must be a text"),
+        (3, "must be a text"),
+        ("{epoch", "is malformed"),
+        ("{}", "a pair of braces must have a name"),
+        ("{epoch!r}", "must have a name, and at most a format"),
+        ("{validation/loss:d}", "is malformed.*Unknown format code 'd'"),
+        ("a/b", "adds 'a/b'"),
+        ("../{epoch}", "letters, digits and '_=\\+-'"),
+        ("{epoch}.bad", "adds '0.bad'"),
+        ("x" * 101, "at most 100 letters"),
+        ("{step}", r"leave out \{step\}: each name begins with the update's number"),
+    ],
+)
+def test_a_name_that_no_directory_may_have_is_refused(name: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CheckpointConfig(name=name)
+
+
+def test_a_name_with_a_misspelt_metric_ends_the_run_saved(tmp_path: Path) -> None:
+    named = CheckpointConfig(best=0, name="{validation/acuracy:.2f}")
+    with pytest.raises(
+        ConfigError, match=r"names checkpoints by 'validation/acuracy'.*Did you mean 'validation/acc"
+    ):
+        fit(tmp_path, named)
+    assert saved(tmp_path)[-1] == 5
+
+
+# Several ranks.
+
+
+def fit_on_two(run_dir: Path, asynchronous: bool) -> tuple[dict[str, str], str]:
+    policies = [dataclasses.replace(each, asynchronous=asynchronous) for each in ALL]
+    result = fit(run_dir, policies, strategy="fsdp", devices=2, max_epochs=6)
+    return result.best_checkpoints, str(result.last_checkpoint)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_two_ranks_that_save_their_shards_keep_the_same(tmp_path: Path, asynchronous: bool) -> None:
+    first, second = run_distributed(fit_on_two, tmp_path, asynchronous, world_size=2)
+    assert first == second
+    assert kept(tmp_path) == KEPT
+    entries = read_index(str(tmp_path / "checkpoints")) or []
+    assert {path.name for path in (tmp_path / "checkpoints").glob("update-*")} == {
+        each.name for each in entries
+    }
+    for each in entries:
+        assert len(list((tmp_path / "checkpoints" / each.name).glob("model-0000?-of-00002.safetensors"))) == 2
+    for path in first[0].values():
+        Planted().load_weights(path)

@@ -1,0 +1,97 @@
+"""The sizes of windows by schedule, against a run that is counted window by window."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drivetrain.core.stages import Stages
+from drivetrain.data.window_plan import Place, WindowPlan
+
+
+class Counted(NamedTuple):
+    """One window of a run that is counted one by one."""
+
+    place: Place
+    batches: int
+    sizes: list[int]
+    last: bool
+
+
+def counted(
+    epochs: int, batches: Stages, sizes: Stages, samples: int, shares: int, limit: int | None
+) -> list[Counted]:
+    found: list[Counted] = []
+    windows = seen = 0
+    for epoch in range(epochs):
+        position = rounds = 0
+        while position < samples and (limit is None or rounds < limit):
+            done = {"steps": windows, "epochs": epoch, "samples": seen}
+            place, each = Place(epoch, position, rounds, windows, seen), sizes.at(done[sizes.unit])
+            number = 0
+            for _ in range(batches.at(done[batches.unit])):
+                step = min(each * shares, samples - position)
+                if not step or (limit is not None and rounds == limit):
+                    break
+                position, rounds, seen, number = position + step, rounds + 1, seen + step, number + 1
+            last = position == samples or rounds == limit
+            found.append(Counted(place, number, [each] * number, last))
+            windows += 1
+    return found
+
+
+def points() -> Any:
+    unit = st.sampled_from(["steps", "epochs", "samples"])
+    later = st.dictionaries(st.integers(1, 60), st.integers(1, 5), max_size=4)
+    return st.builds(
+        lambda first, rest, unit: Stages("n", {0: first, **{f"{at} {unit}": n for at, n in rest.items()}}),
+        st.integers(1, 5),
+        later,
+        unit,
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    batches=points(), sizes=points(), samples=st.integers(1, 40), shares=st.integers(1, 3),
+    limit=st.none() | st.integers(1, 6), epochs=st.integers(1, 8),
+)  # fmt: skip
+def test_places_and_totals_are_those_of_a_run_counted_one_by_one(
+    batches: Stages, sizes: Stages, samples: int, shares: int, limit: int | None, epochs: int
+) -> None:
+    plan = WindowPlan(batches, sizes, samples=samples, shares=shares, limit=limit)
+    windows = counted(epochs, batches, sizes, samples, shares, limit)
+    assert plan.windows_before(epochs) == len(windows)
+    for number, each in enumerate(windows):
+        assert plan.after(number) == each.place
+    for epoch in range(epochs):
+        own = [each for each in windows if each.place.epoch == epoch]
+        assert plan.windows_in(epoch) == len(own)
+        assert plan.rounds_in(epoch) == sum(each.batches for each in own)
+    for number, each in enumerate(windows):  # as a run that is resumed there
+        rest = [other for other in windows[number:] if other.place.epoch == each.place.epoch]
+        plan.begin(each.place)
+        assert list(plan.windows()) == [(other.batches, other.last) for other in rest]
+        assert list(plan.batch_sizes(each.place.epoch)) == [size for other in rest for size in other.sizes]
+        later = [other for other in windows if other.place.epoch == each.place.epoch + 1]
+        if later:  # which workers prepare before its epoch begins
+            sizes_ahead = [size for other in later for size in other.sizes]
+            assert list(plan.batch_sizes(each.place.epoch + 1)) == sizes_ahead
+
+
+def test_a_run_of_any_length_is_counted_by_division() -> None:
+    plan = WindowPlan(
+        Stages("steps", {0: 8, "1_000_000_000 steps": 4, "3_000_000_000 steps": 1}),
+        Stages("size", 1),
+        rounds=100,
+    )
+    # 13 windows of an epoch with 8 micro-batches, 25 with 4, 100 with 1. One epoch has both of two numbers.
+    first = 1_000_000_000 // 13
+    mixed = 1_000_000_000 - 13 * first
+    rest = -(-(100 - 8 * mixed) // 4)
+    assert plan.windows_in(first) == mixed + rest
+    assert plan.windows_before(first + 1) == first * 13 + mixed + rest
+    assert plan.windows_in(10**15) == 100
+    assert plan.after(10**18).windows == 10**18
