@@ -111,6 +111,7 @@ PRIVATE = {
     "_compiled_call_impl": "whether a module was compiled in place",
     "_C": "holds `_current_graph_task_id`",
     "_current_graph_task_id": "whether a forward is recomputed, inside of a backward",
+    "_remove_autograd_hooks": "gradients go to a new wrapper of DDP's, and not to the old one too",
     # Of torch, data.
     "_iterator": "a loader's persistent workers are ended",
     "_on_queue_feeder_error": "a batch that cannot be sent is reported, where Python prints and goes on",

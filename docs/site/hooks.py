@@ -1,4 +1,4 @@
-"""MkDocs hooks: pages of files outside docs/, tables of names, the command's help, a check of docstrings.
+"""MkDocs hooks: pages of notebooks and of files outside docs/, tables of names, help, a check of docstrings.
 
 A page may contain, each on a line of its own:
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import json
 import logging
 import os
 import posixpath
@@ -51,9 +52,12 @@ def on_config(config: MkDocsConfig) -> None:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages at the root, and a page for every other file of the repository that a page links to."""
+    """Add pages of the files at the root, of notebooks, and of every other file that a page links to."""
     for name, uri in ROOT_PAGES.items():
         files.append(File.generated(config, uri, content=(ROOT / name).read_text(encoding="utf-8")))
+    for file in [each for each in files if each.src_uri.endswith(".ipynb")]:  # which itself can be downloaded
+        uri = file.src_uri.removesuffix(".ipynb") + ".md"
+        files.append(File.generated(config, uri, content=_notebook_page(file)))
     linked = {source for file in files.documentation_pages() for source in _sources(file)}
     for source in sorted(linked):
         page = File.generated(
@@ -81,6 +85,22 @@ def _outside(page: str, target: str) -> str | None:
     return None if path.startswith(("docs/", "../")) else path
 
 
+def _notebook_page(file: File) -> str:
+    """Return a notebook with its stored outputs as Markdown, and a link to the file itself."""
+    parts = []
+    for cell in json.loads(file.content_string)["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] != "code":
+            parts.append(source)
+            continue
+        parts.append(f"```python\n{source}\n```")
+        outputs = [each.get("text") or each["data"]["text/plain"] for each in cell["outputs"]]
+        if text := "\n".join("".join(each).rstrip() for each in outputs):
+            parts.append(f"```output\n{text}\n```")
+    parts.append(f"[This page as a notebook]({posixpath.basename(file.src_uri)})")
+    return "\n\n".join(parts) + "\n"
+
+
 def _source_page(source: str) -> str:
     path = ROOT / source
     if path.is_dir():
@@ -102,6 +122,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     def moved(match: re.Match[str]) -> str:
         outside = _outside(uri, match[0])
         path, hash, anchor = match[0].partition("#")
+        name, kind = posixpath.splitext(path)
+        if kind == ".ipynb" and posixpath.basename(uri) != posixpath.basename(f"{name}.md"):
+            path = f"{name}.md"
         if outside is None:  # a page of docs/, to which a page of the root links by that name
             return (path.removeprefix("docs/") if uri in ROOT_PAGES.values() else path) + hash + anchor
         home = ROOT_PAGES.get(outside, f"source/{outside}.md")

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.callbacks.test_checkpoint import saved
+from tests.support.failing import undisturbed
+from tests.support.forked import Forked
 from tests.support.messages import heard
 from tests.support.outcome import weights
 from tests.support.tasks import FEATURES, Regression, pairs, quiet
@@ -297,3 +301,62 @@ def test_two_ranks_that_save_their_shards_keep_the_same(tmp_path: Path, asynchro
         assert len(list((tmp_path / "checkpoints" / each.name).glob("model-0000?-of-00002.safetensors"))) == 2
     for path in first[0].values():
         Planted().load_weights(path)
+
+
+# Kills both ranks when rank 0 is about to commit or to remove a checkpoint.
+KILLED = """
+import dataclasses, os, signal, sys
+from pathlib import Path
+from tests.callbacks.test_checkpoint_policies import ALL, fit
+from drivetrain.checkpoint.saving import io
+
+moment, name, asynchronous = sys.argv[1:]
+
+def deadly(act):
+    def wrapped(*arguments):
+        if name in str([getattr(each, "final", each) for each in arguments]):
+            os.killpg(0, signal.SIGKILL)
+        return act(*arguments)
+    return wrapped
+
+if moment == "commit":
+    io._commit = deadly(io._commit)
+elif moment == "remove":
+    io.DirectoryCheckpointIO.remove = deadly(io.DirectoryCheckpointIO.remove)
+policies = [dataclasses.replace(each, asynchronous=bool(asynchronous)) for each in ALL]
+fit(Path("run"), policies, resume="auto", strategy="fsdp", devices=2)
+"""
+
+
+def run_killed(folder: Path, *words: str) -> int:
+    folder.mkdir(exist_ok=True)
+    (folder / "program.py").write_text(KILLED, encoding="utf-8")
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    process = Forked(["program.py", *words], folder, {**undisturbed(), "PYTHONPATH": path})
+    process.communicate(timeout=120)
+    return process.returncode
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+@pytest.mark.parametrize("asynchronous", ["", "1"])
+def test_ranks_that_are_killed_in_a_save_resume_to_what_the_undisturbed_ones_keep(
+    tmp_path: Path, asynchronous: str
+) -> None:
+    assert run_killed(tmp_path / "straight", "never", "", asynchronous) == 0
+    parts = tmp_path / "parts"
+    # Update 10 is for three policies at once; 5 is the best by the loss until then.
+    for moment, name in (
+        ("commit", "update-00000010"),
+        ("remove", "update-00000005"),
+        ("commit", "00000027"),
+    ):
+        assert run_killed(parts, moment, name, asynchronous) == -signal.SIGKILL
+    assert run_killed(parts, "never", "", asynchronous) == 0
+    assert kept(parts / "run") == kept(tmp_path / "straight" / "run") == KEPT
+    assert saved(parts / "run") == [*KEPT]
+    task, straight = Planted(), Planted()
+    task.load_weights(parts / "run")
+    straight.load_weights(tmp_path / "straight" / "run")
+    assert weights(task) == weights(straight)

@@ -183,9 +183,13 @@ def test_named_fields_alone_are_cut() -> None:
     [
         (batch(5), {}, "nothing to cut in the first batch: its sequences have 5 tokens"),
         ({"image": torch.zeros(2, 3, 8, 8)}, {}, "found no tensor of tokens in the batch"),
-        ({**batch(), "labels": torch.zeros(2, 6, dtype=torch.long)}, {}, "cannot tell whether 'labels'"),
-        ({**batch(), "heads": torch.zeros(2, 3, 8)}, {}, "cannot tell whether 'heads'"),
-        ({**batch(), "cu_seqlens": torch.zeros(3)}, {}, "cannot tell whether 'cu_seqlens'"),
+        (
+            {**batch(), "labels": torch.zeros(2, 6, dtype=torch.long)},
+            {},
+            "cannot tell whether to cut 'labels'",
+        ),
+        ({**batch(), "heads": torch.zeros(2, 3, 8)}, {}, "cannot tell whether to cut 'heads'"),
+        ({**batch(), "cu_seqlens": torch.zeros(3)}, {}, "cannot tell whether to cut 'cu_seqlens'"),
         (batch(), {"fields": "label"}, "has 'label', which is no tensor .* Did you mean 'labels'"),
         (batch(), {"fields": {"labels": 2}}, "cuts dimension 2 of 'labels'"),
         (

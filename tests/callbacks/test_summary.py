@@ -2,6 +2,7 @@
 
 import json
 import logging
+import random
 
 import pytest
 import torch
@@ -203,14 +204,16 @@ def test_nothing_is_computed_or_changed():
             self.net = nn.Sequential(nn.Linear(FEATURES, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
 
         def forward(self, x):
+            random.random()
             return self.net(x)
 
     model, batch = Noted(), torch.randn(2, FEATURES)
     before = {name: each.clone() for name, each in model.state_dict().items()}
-    stream = torch.get_rng_state()
+    stream, of_python = torch.get_rng_state(), random.getstate()
     summarize(model, batch=batch)
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), stream)
+    assert random.getstate() == of_python
     assert all(type(each) is nn.Parameter and each.grad is None for each in model.parameters())
     assert not any(each._forward_hooks for each in model.modules())
 
@@ -238,10 +241,11 @@ def test_what_cannot_be_followed_without_values_is_refused():
         ModelSummary(sizes="yes")
 
 
-def test_the_callback_shows_them_in_a_fit():
+@pytest.mark.parametrize("precision", ["32", "bf16-mixed", "bf16-true"])
+def test_the_callback_shows_them_in_a_fit(precision):
     summary = ModelSummary(batch=next(iter(pairs(6, 6))))
     with heard(level=logging.INFO) as texts:
-        quiet(max_steps=1, callbacks=[summary]).fit(Regression(), pairs())
+        quiet(max_steps=1, precision=precision, callbacks=[summary]).fit(Regression(), pairs())
     assert "48 forward, 48 backward" in texts[0]
     assert summary.summary.total.forward_flops == 48
 

@@ -64,6 +64,25 @@ def test_a_run_goes_on_and_is_judged_by_its_checkpoints(drive):
     assert (code, out.split()[0]) == (0, "test/loss")
 
 
+def test_a_run_with_several_policies_says_which_is_the_best_by_which_metric(drive, here):
+    policies = [{"every": "2 steps", "best": 1, "by": "train/loss"}, {"best": 1}]
+    (here / "c.json").write_text(json.dumps({"trainer": {"checkpoint": policies}}), encoding="utf-8")
+    code, out, _ = drive("fit", f"{FIT} --config c.json")
+    assert code == 0
+    lines = [line for line in out.splitlines() if line.startswith("best checkpoint by")]
+    assert [line.partition(": ")[0] for line in lines] == [
+        "best checkpoint by train/loss",
+        "best checkpoint by validation/loss",
+    ]
+    judged = f"{SHAPES} --trainer.run_dir run --checkpoint"
+    code, _, err = drive("test", f"{judged} best")
+    assert code == 2
+    assert "Give one of 'best:" in err
+    assert drive("test", f"{judged} best:train/loss")[0] == 0
+    listed = drive("checkpoint", "list run", quiet=False)[1]
+    assert "keeper(train/loss" in listed
+
+
 def test_a_second_run_in_the_same_directory_is_refused(drive):
     drive("fit", FIT)
     code, out, err = drive("fit", FIT)

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import Dataset
 
+from drivetrain.core.progress import Progress
 from drivetrain.core.stages import Stages
+from drivetrain.data import Feed, Transfer, as_source
 from drivetrain.data.window_plan import Place, WindowPlan
+
+
+class Numbers(Dataset[int]):
+    """A few numbers."""
+
+    def __len__(self) -> int:
+        return 17
+
+    def __getitem__(self, index: int) -> int:
+        return index
 
 
 class Counted(NamedTuple):
@@ -79,6 +93,34 @@ def test_places_and_totals_are_those_of_a_run_counted_one_by_one(
         if later:  # which workers prepare before its epoch begins
             sizes_ahead = [size for other in later for size in other.sizes]
             assert list(plan.batch_sizes(each.place.epoch + 1)) == sizes_ahead
+
+
+def test_workers_that_make_the_next_epoch_ahead_make_its_sizes() -> None:
+    sizes = Stages("batch_size", {0: 1, "4 steps": 3, "12 steps": 2})
+
+    def windows(workers: int) -> list[tuple[list[list[int]], bool]]:
+        progress, found = Progress(), []
+        source = as_source(Numbers(), "training", 1, batch_size=1, num_workers=workers, shuffle=True)
+        feed = Feed(
+            source,
+            Transfer(torch.device("cpu")),
+            accumulation={0: 2, 6: 1},
+            batch_sizes=sizes,
+            progress=progress,
+        )
+        for epoch in range(4):
+            for window in feed.windows(epoch, until=4):
+                found.append(([each.batch.tolist() for each in window.micro_batches], window.last))
+                progress.updates += 1
+                if window.last:
+                    break
+            progress.epoch += 1
+        feed.close()
+        return found
+
+    here = windows(0)
+    assert [[len(batch) for batch in window] for window, _ in here[:6]] == [[1, 1]] * 4 + [[3, 3], [3]]
+    assert windows(2) == here
 
 
 def test_a_run_of_any_length_is_counted_by_division() -> None:

@@ -105,13 +105,17 @@ def test_outputs_may_go_to_files(tmp_path: Path) -> None:
     )
 
 
-def test_callbacks_get_the_values_and_may_add_their_own() -> None:
+@pytest.mark.parametrize("options", [{}, {"micro_batch": 1}], ids=["whole", "in parts"])
+def test_callbacks_get_the_values_and_may_add_their_own(options: dict[str, Any]) -> None:
     class Adds(Callback):
         def on_evaluation_end(self, run: Run) -> None:
             assert (run.stage, run.evaluation.samples) == ("predict", 5)
             run.log("twice", 2 * run.evaluation.values["validation/rows"])
 
-    assert quiet(callbacks=[Adds()]).predict(Measured(), pairs(5), metrics=True).metrics["twice"] == 10
+    assert (
+        quiet(callbacks=[Adds()], **options).predict(Measured(), pairs(5), metrics=True).metrics["twice"]
+        == 10
+    )
 
 
 # Targets.

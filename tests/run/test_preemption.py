@@ -275,7 +275,7 @@ def slow(run):
 size = int(sys.argv[1])
 trainer = Trainer(
     max_epochs=1000, strategy=sys.argv[2], devices=size, progress_bar=False, loggers=(), run_dir="run",
-    checkpoint=CheckpointConfig(every="2 steps", by=None),
+    checkpoint=CheckpointConfig(every="2 steps", by=None, resumable=not os.environ.get("WEIGHTS_ALONE")),
     callbacks=[LambdaCallback(on_step_end=act, on_save=slow)], preemption={"deadline": float(sys.argv[3])},
 )
 trainer.fit(Regression(), pairs(24, num_workers=int(sys.argv[4])), resume="auto")
@@ -535,3 +535,21 @@ def test_a_run_that_nothing_can_resume_is_not_to_be_started_again(tmp_path: Path
         trainer.fit(Regression(), pairs())
     assert saved_at(tmp_path) >= 3
     assert any("no run can go on from it" in note for note in caught.value.__notes__)
+
+
+@needs_gloo
+@pytest.mark.parametrize(
+    ("words", "variables", "code"),
+    [
+        (["1", "cpu", "20", "0"], {}, -2),
+        (["2", "ddp", "20", "0"], {}, -2),
+        (["1", "cpu", "1", "0"], {"SLOW": "30"}, 130),  # the deadline passes in the save
+    ],
+)
+def test_the_exit_code_of_a_run_that_nothing_can_resume_does_not_ask_for_a_restart(
+    words: list[str], variables: dict[str, str], code: int
+) -> None:
+    found, errors, _ = ended(to_one(signal.SIGTERM), words, WEIGHTS_ALONE="1", **variables)
+    assert found == code, errors
+    assert not any("exit code 75" in each for each in errors)
+    saved_at(Path("run"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,9 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
+QUICK = [(0, "accumulation by epochs"), (0, "batch size by samples"), (2, "batch size by steps")]
+
+
 def test_accumulation_by_epochs_makes_the_windows_of_each_epoch() -> None:
     seen, _, result = fitted(max_epochs=3, **SCHEDULES["accumulation by epochs"])
     assert [len(each) for each in seen.sizes(0)] == [4, 4, 4]
@@ -118,10 +122,12 @@ def test_every_schedule_reads_the_same_order_and_the_totals_are_those_made(optio
 @pytest.mark.parametrize(
     ("workers", "name"),
     [
-        (0, "accumulation by epochs"),
-        (0, "batch size by samples"),
-        (2, "batch size by steps"),
-        *(pytest.param(workers, name, marks=pytest.mark.full) for workers in (0, 2) for name in SCHEDULES),
+        *QUICK,
+        *(
+            pytest.param(workers, name, marks=pytest.mark.full)
+            for workers, name in itertools.product((0, 2), SCHEDULES)
+            if (workers, name) not in QUICK
+        ),
     ],
 )
 def test_a_run_resumed_after_any_update_is_bitwise_the_uninterrupted_one(
@@ -168,14 +174,23 @@ def test_a_fraction_of_an_epoch_is_one_of_its_own_updates(
     assert [len(each) for each in seen.sizes(result.progress.epoch)] == last
 
 
-def test_intervals_in_parts_of_an_epoch_follow_the_updates_of_each_epoch() -> None:
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ({0: 4, "1 epoch": 2, "2 epochs": 1}, [2, 3, 6, 9, 15, 21]),  # of 3, 6 and 12 updates
+        ({0: 1, "1 epoch": 6}, [6, 12, 13, 14, 15, 16]),  # of 12, 2 and 2
+    ],
+)
+def test_intervals_in_parts_of_an_epoch_follow_the_updates_of_each_epoch(
+    steps: dict[Any, int], expected: list[int]
+) -> None:
     validated: list[int] = []
     watch = LambdaCallback(on_evaluation_end=lambda run: validated.append(run.progress.updates))
     quiet(
         max_epochs=3, batch_size=2, validate_every="0.5 epochs", callbacks=[watch],
-        **SCHEDULES["accumulation by epochs"],
+        gradient_accumulation_steps=steps,
     ).fit(task(), Numbered(), Numbered(4))  # fmt: skip
-    assert validated == [2, 3, 6, 9, 15, 21]  # of 3, 6 and 12 updates
+    assert validated == expected
 
 
 def test_max_steps_ends_at_its_update_and_validate_from_counts_from_the_schedule() -> None:
@@ -213,10 +228,19 @@ def test_a_skipped_update_moves_no_point() -> None:
 
     sizes: list[int] = []
     watch = LambdaCallback(on_step_start=lambda run: sizes.append(len(run.window.micro_batches[0].batch[2])))
-    settings: dict[str, Any] = {"batch_size": {0: 1, 6: 3}, "on_nonfinite": "skip", "max_epochs": 1}
+    settings: dict[str, Any] = {"batch_size": {0: 1, 24: 3}, "on_nonfinite": "skip", "max_epochs": 2}
     result = quiet(callbacks=[watch], **settings).fit(task(), Broken())
-    assert result.progress.skipped == 2
-    assert sizes == [1] * 6 + [3] * 5 + [2]
+    assert result.progress.skipped == 4
+    assert sizes == [1] * 23 + [1] + [3] * 7 + [1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_that_a_callback_ends_moves_no_point(workers: int) -> None:
+    ends = LambdaCallback(on_step_end=lambda run: run.end_epoch() if run.progress.updates == 2 else None)
+    options = {"batch_size": {0: 2, 4: 4, 7: 3}, "max_epochs": 2, "num_workers": workers}
+    seen, _, _ = fitted(callbacks=[ends], **options)
+    assert [window[0] for window in seen.sizes()] == [2, 2, 2, 2, 4, 4, 4, 3, 3, 1]
+    assert sorted(seen.order(1)) == list(range(SAMPLES))
 
 
 @pytest.mark.parametrize(
@@ -295,7 +319,13 @@ def _sharded(folder: str, devices: Any, options: Any, epochs: float, resume: str
 
 
 @pytest.mark.parametrize("name", ["accumulation by steps", "batch size by steps"])
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "ddp",
+        *(pytest.param(each, marks=pytest.mark.full) for each in ("fsdp", "zero3", "accelerate")),
+    ],
+)
 def test_two_ranks_read_each_sample_once_and_resume_bitwise_also_on_one(
     strategy: str, name: str, tmp_path: Path
 ) -> None:

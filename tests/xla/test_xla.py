@@ -14,7 +14,15 @@ from tests.support.xla import QUIET, Counts, apart, counts, make, trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from drivetrain import Engine, StrategyError, Trainer, XLAConfig, XLAFSDPConfig, XLAFSDPv2Config
+from drivetrain import (
+    Engine,
+    SequenceLength,
+    StrategyError,
+    Trainer,
+    XLAConfig,
+    XLAFSDPConfig,
+    XLAFSDPv2Config,
+)
 from drivetrain.callbacks import LambdaCallback
 from drivetrain.checkpoint import export_torch, load_weights
 from drivetrain.core.random_streams import device_generators
@@ -51,7 +59,7 @@ def test_precisions_are_those_of_the_cpu(precision: str, tolerance: float) -> No
 
 
 def counted(
-    name: str, devices: int, samples: int, accumulation: int, log_every: str, run_after: str = "micro_batch"
+    name: str, devices: int, samples: int, accumulation: Any, log_every: str, run_after: str = "micro_batch"
 ) -> Counts:
     """Three epochs of ragged micro-batches of four, with clipping, dropout and a rate that always changes."""
     seen = Counts()
@@ -84,6 +92,39 @@ def test_accumulation_runs_each_micro_batch_by_itself_whatever_its_share(name: s
     assert len(updates) == 9  # the third of an epoch has a micro-batch of two
     assert updates[6:] == [{"compiled": 0, "run": 2, "copied": 0}] * 3
     assert all(each["copied"] == 0 for each in updates)
+
+
+def test_accumulation_by_schedule_compiles_for_each_number_once() -> None:
+    def run() -> list[dict[str, int]]:
+        return counted("xla", 1, 16, {0: 2, "1 epoch": 1}, "1000 steps").updates
+
+    updates = apart(run)
+    assert [each["run"] for each in updates] == [2, 2, *[1] * 8]
+    assert all(each["compiled"] == 0 for each in updates[4:])
+    assert all(each["copied"] == 0 for each in updates)
+
+
+def _scheduled(name: str, devices: int) -> tuple[list[list[float]], int]:
+    options: dict[str, Any] = {
+        "gradient_accumulation_steps": {0: 2, "3 steps": 1},
+        "batch_size": {0: 2, "4 steps": 6},
+        "callbacks": [SequenceLength({0: 5, "5 steps": 9})],
+        "max_grad_norm": 0.5,
+    }
+    on_cpu = name == "cpu"
+    made = Trainer(strategy=name, **QUIET, **options) if on_cpu else trainer(name, None, devices, **options)
+    task = Tokens(schedule="cosine")
+    result = made.fit(task, Sequences())
+    return [each.detach().cpu().flatten().tolist() for each in task.parameters()], result.progress.updates
+
+
+@pytest.mark.parametrize(("name", "devices"), NAMES)
+def test_batches_by_schedule_have_the_numbers_of_the_cpu(name: str, devices: int) -> None:
+    found, updates = apart(_scheduled, name, devices)
+    expected, same = apart(_scheduled, "cpu", 1)
+    assert updates == same == 10
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize(("name", "devices"), NAMES)

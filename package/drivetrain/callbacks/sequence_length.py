@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 _HINT = (
     "Name the tensors to cut: SequenceLength(..., fields=('tokens', 'labels')), with the dimensions to cut"
-    " where they are not the second: fields={'tokens': 1, 'mask': (2, 3)}. Those of a tuple have numbers"
+    " where they are not the second: fields={'tokens': 1, 'mask': (2, 3)}. The tensors of a tuple are"
+    " numbered from 0"
 )
 
 
@@ -166,8 +167,8 @@ def _find(tensors: Mapping[Any, Tensor], shown: str) -> dict[Any, tuple[int, ...
             unclear.append(name)
     if unclear:
         raise ConfigError(
-            f"SequenceLength cannot tell whether {', '.join(map(repr, unclear))} of the batch ({shown}) is to"
-            f" be cut with the {length} tokens. {_HINT}"
+            f"SequenceLength cannot tell whether to cut {', '.join(map(repr, unclear))} of the batch"
+            f" ({shown}) with the {length} tokens. {_HINT}"
         )
     return found
 

@@ -177,7 +177,10 @@ class ModelSummary(Callback):
         )
         if engine.splitter is not None:
             where += f" | micro-batch {engine.splitter}"
-        self.summary = summarize(run.task, self.depth, batch=self.batch)
+        batch = (
+            None if self.batch is None else engine.transfer(self.batch)
+        )  # in the dtype of the run's batches
+        self.summary = summarize(run.task, self.depth, batch=batch)
         _LOG.info("\n\n".join((str(self.summary), _dtype_table(engine.precision), where)))
 
     def _note_gradients(self, run: Run) -> None:

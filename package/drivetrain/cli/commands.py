@@ -28,6 +28,9 @@ def fit(settings: Settings, as_json: bool) -> None:
     for name, path in _files(result).items():
         if path is not None:
             print(f"{name.replace('_', ' ')}: {path}")
+    if len(result.best_checkpoints) > 1:
+        for by, best in result.best_checkpoints.items():
+            print(f"best checkpoint by {by}: {best}")
 
 
 def evaluate(stage: str) -> Callable[[Settings, bool], None]:

@@ -19,12 +19,12 @@ _EXAMPLE = "{0: 8, '4 epochs': 4}"
 
 
 class Stages(Mapping[Any, int]):
-    """Whole numbers by the points of a run from which they hold; each point is counted from the run's start.
+    """Whole numbers that change at points of a run; points are counted from its start.
 
     Args:
         name: The user's name for the argument, for messages.
-        spec: A number, or a mapping of points to numbers: 0 for the start, and intervals such as "4 epochs",
-            all in one unit: updates ("steps", a plain number), whole epochs, or samples of all processes.
+        spec: A number, or a mapping of points to numbers. A point is 0 for the start, or an interval such as
+            "4 epochs". All have one unit: steps, whole epochs, or samples of all processes.
 
     Attributes:
         unit: "steps", "epochs" or "samples".

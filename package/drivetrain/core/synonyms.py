@@ -517,7 +517,7 @@ SYNONYMS: dict[str, dict[str, str]] = {
         "LightningCLI": "the command `drivetrain fit`; see docs/how-to/command-line.md",
         "LightningDataModule": "as_data(...) around it, of drivetrain.integrations.lightning, or an object with train_data(), validation_data(), test_data() and predict_data(): rename train_dataloader() and its like",
         "LightningModule": f"drivetrain.TaskModule: subclass that instead, with training_step(self, batch), or keep the module and pass as_task(module) of drivetrain.integrations.lightning; in a TaskModule each other name of Lightning's is answered with ours. See {_PAGE}",
-        "ModelPruning": "none: call torch.nn.utils.prune in a callback's on_epoch_start",
+        "ModelPruning": "none: torch.nn.utils.prune and a callback; see docs/how-to/prune.md",
         "OnExceptionCheckpoint": "Trainer(preemption=True), the default: signals save and end a fit",
         "PeftModel PreTrainedModel": "an attribute of a TaskModule: `self.model = model` in its constructor, and `def forward(self, **batch): return self.model(**batch)`; its loss is found in the outputs",
         "PrinterCallback ProgressCallback RichProgressBar TQDMProgressBar": "ProgressBar",

@@ -12,6 +12,8 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
+from torch import Tensor
+
 from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.core.random_streams import shielded
 from drivetrain.core.types import EvaluationReader
@@ -301,12 +303,18 @@ class _Pass:
         run: The run.
         whole: Whether the pass is a whole one, for what computes from all samples at once.
         stack: Closes and resets what the pass has used.
+
+    Attributes:
+        add: Adds the scalars of a step; see `MetricBuffer.add`.
+        reads: Whether something reads outputs, so that `read` must be called.
+        needs_all: Whether rank 0 needs all samples, so that `end_round` must be called.
     """
 
     def __init__(self, run: Run, whole: bool, stack: ExitStack) -> None:
         engine, declared = run.engine, run.evaluation_metrics
         self._ranks = engine.data_ranks
         self._buffer = MetricBuffer(self._ranks)
+        self.add = self._buffer.add
         self._metric_inputs = run.task.metric_inputs
         self._whole = whole
         self._declared = declared
@@ -318,12 +326,18 @@ class _Pass:
         if self._reader is not None:
             stack.enter_context(closing(self._reader))
         self._records: list[Any] = []
+        self.reads = bool(declared) or self._reader is not None
+        self.needs_all = self._passes_on or self._reader is not None
 
     def take(self, part: MicroBatch, number: int, returned: StepValues) -> None:
         """Take what a step has returned for a batch, or for a part of it."""
         loss, names, scalars, outputs = returned
         if scalars is not None:
-            self._buffer.add([(names, scalars, part.weight)], number)
+            self.add([(names, scalars, part.weight)], number)
+        self.read(part, loss, outputs)
+
+    def read(self, part: MicroBatch, loss: Tensor | None, outputs: Any) -> None:
+        """Give the metrics and the reader what a step has returned."""
         if self._declared and outputs is not None:
             self._declared.update(self._metric_inputs(outputs, part.batch))
         if self._reader is not None:
@@ -361,7 +375,7 @@ def _evaluate_loader(run: Run, loader: str | None, feed: Feed, limit: int | None
     run.milestones += 1
     with ExitStack() as stack:
         made = _Pass(run, limit is None, stack)
-        take, end_round = made.take, made.end_round
+        add, read, reads, needs_all = made.add, made.read, made.reads, made.needs_all
         for number, micro_batch in enumerate(feed.micro_batches(limit=limit)):
             run.evaluation.batch = number
             if (
@@ -371,7 +385,8 @@ def _evaluate_loader(run: Run, loader: str | None, feed: Feed, limit: int | None
                     run.evaluation.is_placeholder = True
                     step(micro_batch, number)
                     run.evaluation.is_placeholder = False
-                end_round()
+                if needs_all:
+                    made.end_round()
                 continue
             parts: Iterable[tuple[MicroBatch, StepValues]]
             if splitter is None:
@@ -379,9 +394,13 @@ def _evaluate_loader(run: Run, loader: str | None, feed: Feed, limit: int | None
             else:
                 parts = splitter.evaluation_steps(micro_batch, number)
             run.evaluation.samples += micro_batch.samples
-            for part, returned in parts:
-                take(part, number, returned)
-            end_round()
+            for part, (loss, names, scalars, outputs) in parts:
+                if scalars is not None:
+                    add([(names, scalars, part.weight)], number)
+                if reads:
+                    read(part, loss, outputs)
+            if needs_all:
+                made.end_round()
             if hooks:
                 run.call(hooks)
         return made.values()
@@ -403,14 +422,21 @@ def predict(run: Run, feed: Feed, values: dict[str, float] | None = None) -> Gen
         run.evaluation = evaluation = Evaluation(None, 0, feed.batches_per_epoch)
         run.call(run.hooks.on_evaluation_start)
         made = None if values is None else _Pass(run, True, stack)
+        splitter, seed, predict_step = engine.splitter, engine.streams.seed_evaluation, engine.evaluate_step
         micro_batches = feed.micro_batches()
         for number, micro_batch in enumerate(micro_batches if made is None else _weighed(micro_batches)):
             mine, evaluation.batch = None, number
             evaluation.is_placeholder = micro_batch.is_placeholder
             if sharded or not micro_batch.is_placeholder:
-                outputs = _predicted(run, micro_batch, number, made)
+                if made is not None:
+                    outputs = _predicted_and_evaluated(run, micro_batch, number, made)
+                elif splitter is None:
+                    seed(number)
+                    outputs = to_host(predict_step(micro_batch.batch))
+                else:
+                    outputs = splitter.predict_step(micro_batch, number)
                 mine = None if micro_batch.is_placeholder else (outputs,)
-            if made is not None:
+            if made is not None and made.needs_all:
                 made.end_round()
             if after_step:
                 run.call(after_step)
@@ -444,23 +470,18 @@ def _validating(run: Run) -> Callable[[Any], tuple[Any, Any]]:
     return both if task.overrides("validation_step") or task.overrides("predict_step") else once
 
 
-def _predicted(run: Run, micro_batch: MicroBatch, number: int, made: _Pass | None) -> Any:
-    """Return the outputs for a batch on the host; a pass takes what is returned for its values."""
+def _predicted_and_evaluated(run: Run, micro_batch: MicroBatch, number: int, made: _Pass) -> Any:
+    """Return the outputs for a batch on the host; the pass takes what its validation step returns."""
     engine, splitter = run.engine, run.engine.splitter
-    if made is None:
-        if splitter is not None:
-            return splitter.predict_step(micro_batch, number)
-        engine.streams.seed_evaluation(number)
-        return to_host(engine.evaluate_step(micro_batch.batch))
+    own = not micro_batch.is_placeholder
+    if own:
+        run.evaluation.samples += micro_batch.samples
     with _needing_targets():
         if splitter is not None:
-            return splitter.predict_step(
-                micro_batch, number, None if micro_batch.is_placeholder else made.take
-            )
+            return splitter.predict_step(micro_batch, number, made.take if own else None)
         engine.streams.seed_evaluation(number)
         evaluated, outputs = engine.evaluate_step(micro_batch.batch)
-        if not micro_batch.is_placeholder:
-            run.evaluation.samples += micro_batch.samples
+        if own:
             made.take(micro_batch, number, read_output(evaluated))
         return to_host(outputs)
 

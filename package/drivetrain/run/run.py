@@ -323,7 +323,7 @@ class Run(RunState):
             ConfigError: A parameter was added, replaced or unfrozen since; names it.
         """
         engine = self.engine
-        check_trained(self.task, engine.trainable, lambda: engine.strategy.settle(engine.model))
+        check_trained(self.task, engine.parameters, lambda: engine.strategy.settle(engine.model))
 
     # Log points.
 

@@ -117,6 +117,14 @@ class Ranks(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+def test_a_module_that_may_not_skip_is_told() -> None:
+    task = as_task(made(modules.Skipping))
+    task.may_skip = False
+    trainer = Trainer(strategy="cpu", max_epochs=1, checkpoint=False, loggers=(), progress_bar=False)
+    with pytest.raises(ConfigError, match=r"Skipping.training_step returned no loss"):
+        trainer.fit(task, modules.loader())
+
+
 def _skips(manual: bool) -> tuple[Any, int, Any]:
     torch.set_num_threads(1)
     module = made(modules.GAN if manual else Ranks)
@@ -644,6 +652,28 @@ def test_every_form_of_configure_optimizers_gives_lightnings_rates(form: Any) ->
         rates.append([])
         run(made(kind), max_epochs=3)
     assert rates[0] == rates[1]
+
+
+@pytest.mark.parametrize("frequency", [3, 6])
+def test_a_plateau_may_be_stepped_by_update(frequency: int, tmp_path: Path) -> None:
+    def configure(self: Any) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9)
+        schedule = {"scheduler": plateau, "interval": "step", "frequency": frequency, "monitor": "loss"}
+        if frequency == 6:
+            schedule["monitor"] = "val_mean"
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    kind = type("Net", (modules.OneCycle,), {"configure_optimizers": configure})
+    theirs, ours, resumed = made(kind), made(kind), made(kind)
+    logged, (found, _) = under_lightning(theirs, max_epochs=4), under_ours(ours, max_epochs=4)
+    assert not differences(logged, found)
+    assert len(set(found["lr"])) > 2
+    assert torch.equal(weights_of(theirs), weights_of(ours))
+    saves = {"checkpoint": CheckpointConfig(every="1 step", best=0), "run_dir": tmp_path}
+    under_ours(made(kind), max_epochs=4, callbacks=[_Stop(15)], **saves)
+    under_ours(resumed, max_epochs=4, resume="auto", **saves)
+    assert torch.equal(weights_of(resumed), weights_of(ours))
 
 
 def test_partial_optimizers_are_given_the_trained_parameters() -> None:

@@ -95,6 +95,32 @@ def test_a_batch_size_that_is_not_known_contradicts_nothing() -> None:
     assert realised({"train_batch_size": 640}, asked=asked)["train_micro_batch_size_per_gpu"] == 1
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"gradient_accumulation_steps": 3}, r"=3, which contradicts .*steps=\{0: 2, '4 epochs': 1\}"),
+        (
+            {"train_batch_size": 16},
+            r"=16, which contradicts \{0: 4, '8 steps': 6\} x \{0: 2, '4 epochs': 1\} x 2",
+        ),
+        (
+            {"train_micro_batch_size_per_gpu": 4},
+            r"=4, which contradicts the data's batch size \{0: 4, '8 steps': 6\}",
+        ),
+        (
+            {"curriculum_learning": {"enabled": True}},
+            r"SequenceLength\(ramp\(...\)\), which cuts the batches",
+        ),
+    ],
+)
+def test_numbers_that_change_contradict_any_single_one(given: dict[str, Any], message: str) -> None:
+    asked = ASKED._replace(batch_size={0: 4, "8 steps": 6}, gradient_accumulation_steps={0: 2, "4 epochs": 1})
+    with pytest.raises(ConfigError, match=message):
+        realised(given, asked=asked)
+    made = realised({"train_batch_size": "auto"}, asked=asked)
+    assert (made["train_micro_batch_size_per_gpu"], made["gradient_accumulation_steps"]) == (6, 1)
+
+
 def test_it_is_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}))

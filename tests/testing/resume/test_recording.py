@@ -16,6 +16,7 @@ from drivetrain import Callback, CheckpointConfig
 from drivetrain.callbacks import (
     CompileTime,
     EarlyStopping,
+    Freeze,
     GradientNorms,
     LambdaCallback,
     LearningRateMonitor,
@@ -44,6 +45,7 @@ def every_callback(pace: type[Throughput] = Throughput) -> list[Any]:
     return [
         CompileTime(),
         EarlyStopping("validation/loss", patience=9),
+        Freeze("*bias", until="3 steps"),
         GradientNorms(per_layer=True),
         LambdaCallback(on_log=lambda run: run.log("epoch", run.progress.epoch)),
         LearningRateMonitor(),

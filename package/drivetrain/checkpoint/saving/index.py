@@ -174,8 +174,9 @@ def retain(entries: Sequence[Entry], policies: Sequence[CheckpointConfig]) -> tu
         points = [entry for entry in entries if not own.isdisjoint(entry.resume)]
         for entry in points if policy.keep_last is None else points[max(0, len(points) - policy.keep_last) :]:
             resume[entry.name] |= own.intersection(entry.resume)
+    ranked = keepers(entries, policies)
     for by, policy in rankings(policies).items():
-        for entry in keepers(entries, policies)[by][: policy.keepers]:
+        for entry in ranked[by][: policy.keepers]:
             keeper[entry.name] |= {by: policy.mode} if by in entry.keeper else entry.keeper
     flagged = [
         replace(

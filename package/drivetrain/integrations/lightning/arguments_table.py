@@ -259,7 +259,7 @@ CALLBACKS: Mapping[str, Row] = {
         _refused(
             "LearningRateFinder", "compare short fits, Trainer(max_steps=..., loggers=()), at several rates"
         ),
-        _refused("ModelPruning", "call torch.nn.utils.prune in a callback's on_epoch_start"),
+        _refused("ModelPruning", "use torch.nn.utils.prune and a callback; see docs/how-to/prune.md"),
         _refused(
             "OnExceptionCheckpoint", "signals save and end a fit by Trainer(preemption=True), the default"
         ),

@@ -52,6 +52,7 @@ class ModuleHooks(ModuleState, Callback):
             each batch               on_validation_batch_start, validation_step, on_validation_batch_end
         on_evaluation_end            on_validation_epoch_end, on_validation_end
         on_epoch_end                 on_train_epoch_end, lr_scheduler_step
+        on_save                      lr_scheduler_step of a plateau by update
         on_fit_end                   on_train_end, on_fit_end, teardown
 
     Args:
@@ -217,6 +218,8 @@ class ModuleHooks(ModuleState, Callback):
     def _make_optimizer(self, _: Any) -> Optimizer:
         self.optimizers, self.schedules = read_optimizers(self.module)
         (optimizer,) = self.optimizers
+        if any(each.reduce_on_plateau and each.interval == "step" for each in self.schedules):
+            self.on_save = self._after_update  # type: ignore[method-assign]
         if is_overridden(self.module, "optimizer_step"):
             step = optimizer.step
             view = OptimizerView(optimizer, step)
@@ -265,14 +268,6 @@ class ModuleHooks(ModuleState, Callback):
             raise StrategyError(
                 f"{type(self.module).__name__}.optimizer_step is not called with strategy"
                 f" {engine.strategy.name!r}, which steps the optimizer itself. Use one of {', '.join(_PLAIN)}"
-            )
-        if (
-            any(each.reduce_on_plateau and each.interval == "step" for each in self.schedules)
-            and not self.is_manual
-        ):
-            raise ConfigError(
-                "a ReduceLROnPlateau with interval 'step' is not offered. Use interval 'epoch', with"
-                " validate_every='1 epoch'"
             )
         if engine.strategy.name == "single":
             # What is frozen now may be unfrozen in a later epoch, if the module's optimizer has it.
@@ -422,6 +417,11 @@ class ModuleHooks(ModuleState, Callback):
             self._end_batch()
         self.loss = None
 
+    def _after_update(self, run: Run) -> None:
+        """Step schedules by update that watch a value, which a validation of this update may have logged."""
+        if run.step is not None and run.step.applied:
+            self._step_schedules("steps", self._index, plateau=True)
+
     def _end_batch(self) -> None:
         if self._batch_end is not None and self._batch is not None:
             with self.inside("on_train_batch_end", self._batch, is_batch=True):
@@ -430,11 +430,13 @@ class ModuleHooks(ModuleState, Callback):
 
     def _step_schedules(self, interval: str, number: int, plateau: bool) -> None:
         assert self.run is not None
-        values = self.values() if plateau else {}
         try:
             for each in self.schedules:
-                if each.timed is not None and each.reduce_on_plateau == plateau:
-                    each.timed.step(interval, number, values, self.module.lr_scheduler_step)
+                timed = each.timed
+                if timed is None or each.reduce_on_plateau != plateau or not timed.is_due(interval, number):
+                    continue
+                values = self.values() if plateau else {}  # which waits for the device
+                timed.step(interval, number, values, self.module.lr_scheduler_step)
         except ConfigError as error:
             self.run.fail(ConfigError(f"{error} Validate before that, or give the schedule 'strict': False"))
 

@@ -103,6 +103,10 @@ class TorchSchedule:
             raise ConfigError(f"the schedule {what} is one of another optimizer than that beside it")
         return replace(self, scheduler=found)
 
+    def is_due(self, unit: str, number: int) -> bool:
+        """Return whether a step is due; see `step`."""
+        return unit == self.unit and not (isinstance(self.every, Every) and number % int(self.every.amount))
+
     def step(
         self,
         unit: str,
@@ -121,7 +125,7 @@ class TorchSchedule:
         Raises:
             ConfigError: The value was not logged, and it is required.
         """
-        if unit != self.unit or (isinstance(self.every, Every) and number % int(self.every.amount)):
+        if not self.is_due(unit, number):
             return
         value = None
         if self.metric is not None:

@@ -1,0 +1,197 @@
+"""The examples of distillation, pruning and quantisation run, resume, and agree on two ranks."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader
+
+from drivetrain import Callback, LambdaCallback, TaskModule, Trainer
+from drivetrain.testing import run_distributed
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+QUIET: dict[str, Any] = {"loggers": (), "progress_bar": False}
+
+
+def printed(name: str, *arguments: object) -> str:
+    """Run an example in a process of its own, and return what it printed."""
+    command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def accuracies(text: str) -> list[float]:
+    return [float(each) for each in re.findall(r"test accuracy (\S+)%", text)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment_is_set() -> None:
+    """The first imports of scikit-learn and torchao set variables in it, which is no leak of a test."""
+    importlib.import_module("sklearn")
+    importlib.import_module("torchao.quantization.qat")
+
+
+@pytest.fixture
+def examples(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Import the examples by their names, and forget them afterwards."""
+    names = ("digits", "distill", "prune", "quantize")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    yield
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def example(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+# The programs.
+
+
+def test_a_distilled_student_is_saved_without_its_teacher(tmp_path: Path) -> None:
+    text = printed("distill.py", "--epochs", 4, "--teacher-epochs", 1, "--run-dir", tmp_path)
+    assert text.count("as before: True") == 1
+    names = {"net.1.weight", "net.1.bias", "net.3.weight", "net.3.bias"}
+    assert load_file(tmp_path / "distilled" / "model.safetensors").keys() == names
+    stored = sorted((tmp_path / "distilled" / "checkpoints").glob("update-*/model.safetensors"))
+    assert stored
+    assert load_file(stored[-1]).keys() == names
+
+
+def test_a_pruned_task_is_exported_with_its_zeros(tmp_path: Path) -> None:
+    text = printed("prune.py", "--epochs", 4, "--run-dir", tmp_path)
+    _, pruned, loaded = accuracies(text)
+    assert loaded == pruned
+    assert "sparsity 90.0%" in text
+    weights = load_file(tmp_path / "finished.safetensors")
+    assert weights.keys() == {"net.1.weight", "net.1.bias", "net.3.weight", "net.3.bias"}
+    for name in ("net.1.weight", "net.3.weight"):
+        zeros = (weights[name] == 0).float().mean().item()
+        assert zeros == pytest.approx(0.9, abs=1e-3), name
+
+
+def test_a_task_trained_aware_of_rounding_keeps_its_outputs_when_it_is_quantised(tmp_path: Path) -> None:
+    text = printed("quantize.py", "--epochs", 2, "--run-dir", tmp_path)
+    *_, aware, quantised, loaded = accuracies(text)
+    assert aware == quantised == loaded
+    sizes = re.search(r"([\d,]+) bytes in float32, ([\d,]+) quantised", text)
+    assert sizes is not None, text
+    floats, integers = (int(each.replace(",", "")) for each in sizes.groups())
+    assert integers < floats / 2
+    weights = load_file(tmp_path / "aware" / "model.safetensors")
+    assert weights.keys() == {"net.1.weight", "net.1.bias", "net.3.weight", "net.3.bias"}
+
+
+@pytest.mark.full
+def test_the_figures_of_the_guides_hold() -> None:
+    teacher, alone, distilled, _ = accuracies(printed("distill.py"))
+    assert teacher > 94
+    assert distilled > alone + 1
+    dense, pruned, _ = accuracies(printed("prune.py"))
+    assert pruned > dense - 6
+    floats, rounded, aware, *_ = accuracies(printed("quantize.py"))
+    assert rounded < 75
+    assert aware > floats - 3
+
+
+# The strategies, and a resume.
+
+
+def task_of(kind: str, teacher: str = "") -> tuple[TaskModule, list[Callback]]:
+    torch.manual_seed(0)
+    if kind == "distill":
+        return example("distill").Distilled(teacher, hidden=16), []
+    if kind == "prune":
+        return example("prune").Pruned(16), [example("prune").GradualPruning(start=2, until=10, every=2)]
+    quantize = example("quantize")
+    task = example("digits").Digits(16)
+    scheme = quantize.IntxWeightOnlyConfig(torch.int2, quantize.PerAxis(0))
+    quantize.quantize_(task, quantize.QATConfig(scheme, step="prepare"))
+    return task, []
+
+
+def trained(
+    kind: str, strategy: str, batch_size: int, steps: int, teacher: str = ""
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Train, and return the whole weights and buffers."""
+    task, callbacks = task_of(kind, teacher)
+    part = example("digits").DigitsData().parts[1]
+    found: dict[str, np.ndarray[Any, Any]] = {}
+
+    def keep(run: Any) -> None:
+        found.update({name: each.numpy().copy() for name, each in run.full_state_dict().items()})
+
+    callbacks.append(LambdaCallback(on_fit_end=keep))
+    devices = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    trainer = Trainer(
+        max_steps=steps, strategy=strategy, devices=devices, callbacks=callbacks, checkpoint=False, **QUIET
+    )
+    trainer.fit(task, DataLoader(part, batch_size=batch_size))
+    return found
+
+
+def on_a_rank(*arguments: Any) -> dict[str, np.ndarray[Any, Any]]:
+    return trained(*arguments)
+
+
+@pytest.fixture
+def teacher(tmp_path: Path, examples: None) -> str:
+    """The run of a teacher."""
+    torch.manual_seed(1)
+    part = example("digits").DigitsData().parts[1]
+    trainer = Trainer(max_epochs=1, run_dir=tmp_path / "teacher", **QUIET)
+    trainer.fit(example("digits").Digits(32), DataLoader(part, batch_size=50))
+    return str(tmp_path / "teacher")
+
+
+# Rounding is no continuous function: after some updates the last bit of a weight may decide a whole step.
+STEPS = {"distill": 10, "prune": 10, "quantize": 3}
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "zero3"])
+@pytest.mark.parametrize("kind", list(STEPS))
+def test_two_ranks_train_what_one_process_trains(kind: str, strategy: str, teacher: str) -> None:
+    alone = trained(kind, "single", 20, STEPS[kind], teacher)
+    for found in run_distributed(on_a_rank, kind, strategy, 10, STEPS[kind], teacher, world_size=2)[:1]:
+        assert found.keys() == alone.keys()
+        for name, value in alone.items():
+            np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+    if kind == "prune":
+        assert (alone["net.1.weight_mask"] == 0).mean() == pytest.approx(0.9, abs=0.01)
+
+
+@pytest.mark.parametrize("kind", list(STEPS))
+def test_a_run_stopped_between_two_masks_resumes_bitwise(kind: str, teacher: str, tmp_path: Path) -> None:
+    data = DataLoader(example("digits").DigitsData().parts[1], batch_size=20, shuffle=True)
+
+    def fit(name: str, stop: int) -> None:
+        task, callbacks = task_of(kind, teacher)
+
+        def stop_there(run: Any) -> None:
+            if run.progress.updates == stop:
+                run.stop("there")
+
+        callbacks.append(LambdaCallback(on_step_end=stop_there))
+        Trainer(max_steps=12, callbacks=callbacks, run_dir=tmp_path / name, **QUIET).fit(
+            task, data, resume="auto"
+        )
+
+    fit("whole", -1)
+    fit("parts", 5)
+    fit("parts", -1)
+    whole, parts = ((tmp_path / each / "model.safetensors").read_bytes() for each in ("whole", "parts"))
+    assert whole == parts
