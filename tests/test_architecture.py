@@ -98,6 +98,8 @@ PRIVATE = {
     "_global_optimizer_pre_hooks": "as `_optimizer_step_pre_hooks`",
     "_global_optimizer_post_hooks": "as `_optimizer_step_pre_hooks`",
     "_is_profiler_enabled": "as `_optimizer_step_pre_hooks`",
+    "_record_memory_history": "a device's memory over time; torch has no public name for it",
+    "_dump_snapshot": "as `_record_memory_history`",
     "_local_scalar_dense": "a number read from the meta device, which has none",
     "_get_default_mps_generator": "torch has no public name for it",
     # Of torch, distributed and compilation.

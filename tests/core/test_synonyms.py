@@ -361,7 +361,7 @@ RECOMPUTED = "Trainer(memory=MemoryConfig(activation_checkpointing=True))"
             for each in ("warmup_steps", "learning_rate", "optim", "optimizer")
         ),
         ("lr_scheduler_type", "OptimizerConfig(schedule=...), returned by"),
-        ("profiler", "callbacks=[Throughput()]"),
+        ("profiler", "callbacks=[Profile()]"),
         ("fast_dev_run", 'try_out="batches"'),
         ("bf16", 'precision="bf16-mixed"'),
         *((each, 'precision="16-mixed"') for each in ("fp16", "amp", "half")),

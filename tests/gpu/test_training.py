@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import pickle
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ from drivetrain import (
     Engine,
     MemoryReport,
     OptimizerConfig,
+    Profile,
     TaskModule,
     Trainer,
 )
@@ -321,3 +326,26 @@ def test_a_batch_that_does_not_fit_is_split_until_it_does_and_trains_the_same() 
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert result.progress.updates == 2
     assert_close(weights(task), weights(expected), 1e-4)
+
+
+def test_a_profile_has_kernels_and_the_devices_memory(device: str, tmp_path: Path) -> None:
+    schedule = {"wait": 2, "warmup": 1, "active": 2, "repeat": 1}
+    profile = Profile(schedule, ("table", "trace", "memory"), folder=tmp_path, show=False)
+    Trainer(
+        max_steps=6, strategy=device, checkpoint=False, loggers=(), progress_bar=False, callbacks=[profile]
+    ).fit(Classifier(), DataLoader(samples(), BATCH))
+    files = {path.name.partition("-")[0]: path for path in profile.files}
+    with gzip.open(files["trace"], "rt", encoding="utf-8") as file:
+        found = Counter(each.get("cat") for each in json.load(file)["traceEvents"])
+    assert found["user_annotation"] >= 2 * 4
+    content = json.loads(next(tmp_path.glob("table-*.json")).read_text(encoding="utf-8"))
+    phases = {each["name"]: each["calls"] for each in content["phases"]}
+    assert phases["forward"] == 6
+    if NO_GPU:
+        assert files["memory"].name == "memory-updates-3-4-rank-0.txt"
+        return
+    assert found["kernel"] > 0
+    assert phases["transfer"] >= 6
+    assert files["memory"].name == "memory-updates-3-4-rank-0.pickle"
+    snapshot = pickle.loads(files["memory"].read_bytes())
+    assert sum(len(each) for each in snapshot["device_traces"]) > 0

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.loss_spike import LossSpike
     from drivetrain.callbacks.memory_report import MemoryReport
     from drivetrain.callbacks.nonfinite_detector import NonFiniteDetector
+    from drivetrain.callbacks.profile import Profile
     from drivetrain.callbacks.progress_bar import ProgressBar
     from drivetrain.callbacks.sequence_length import SequenceLength
     from drivetrain.callbacks.statistics.activation_stats import ActivationStats
@@ -40,6 +41,7 @@ else:
             "drivetrain.callbacks.loss_spike": ("LossSpike",),
             "drivetrain.callbacks.memory_report": ("MemoryReport",),
             "drivetrain.callbacks.nonfinite_detector": ("NonFiniteDetector",),
+            "drivetrain.callbacks.profile": ("Profile",),
             "drivetrain.callbacks.progress_bar": ("ProgressBar",),
             "drivetrain.callbacks.sequence_length": ("SequenceLength",),
             "drivetrain.callbacks.summary": ("ModelSummary", "summarize"),
@@ -65,6 +67,7 @@ __all__ = [
     "MemoryReport",
     "ModelSummary",
     "NonFiniteDetector",
+    "Profile",
     "ProgressBar",
     "SequenceLength",
     "Throughput",

@@ -69,7 +69,8 @@ class Callback:
     `drivetrain.core.types.Stateful`).
 
     A callback with `saving(run)`, a context manager, changes what a checkpoint holds: the checkpoint is
-    taken inside it.
+    taken inside it. One with `around(run)`, a context manager too, has the whole run inside it, from before a
+    checkpoint is loaded until after the last hook, `on_exception` included.
 
     A callback with `preparing(task)`, a context manager, changes the task before a fit places it and builds
     its optimizers: the fit, like `Trainer.plan`, runs inside it, and the fit's parameters may be other

@@ -35,12 +35,14 @@ _LISTS = {
 _OTHERS = {
     "launch": "start a program as several processes, on one machine or many",
     "check-resume": "kill and resume a program, and name what was not saved",
+    "profile": "train a program for some steps, and say what the time went to",
     "checkpoint": "list, show, verify, export, push, compare and import checkpoints",
     "runs": "list runs, and show what the time of one went to",
 }
 _MODULES = {
     "launch": "drivetrain.cli.launch",
     "check-resume": "drivetrain.cli.check_resume",
+    "profile": "drivetrain.cli.profile",
     "checkpoint": "drivetrain.cli.checkpoint.arguments",
     "runs": "drivetrain.cli.runs",
 }

@@ -232,7 +232,7 @@ SYNONYMS: dict[str, dict[str, str]] = {
         "prediction_loss_only": "none: a task without metrics() gives its loss alone",
         "processing_class tokenizer": "Trainer.assets=[tokenizer]; or "
         + _OF_HF.format("processing_class=tokenizer"),
-        "profiler": "callbacks=[Throughput()] for time and [MemoryReport()] for memory, or torch.profiler around trainer.steps(...)",
+        "profiler": "callbacks=[Profile()], with a table of times, traces of torch.profiler, memory and cProfile",
         "project trackio_bucket_id trackio_space_id trackio_static_space_id": "none: options of the tracker, which your logger is made with; run_name=... names the run",
         "rampup_batch_size": 'Trainer.batch_size=ramp(32, 256, over="100_000 samples", by=32)',
         "reload_dataloaders_every_n_epochs": "a callback's on_epoch_start that changes the dataset",
@@ -485,7 +485,11 @@ SYNONYMS: dict[str, dict[str, str]] = {
     # Classes and functions, as names of the `drivetrain` package and as objects given to it.
     "name": {
         "Accelerator Fabric": "Engine",
-        "AdvancedProfiler PassThroughProfiler Profiler PyTorchProfiler SimpleProfiler XLAProfiler": "Throughput and MemoryReport, callbacks, or torch.profiler around trainer.steps(...)",
+        "AdvancedProfiler": 'Profile(kinds="python"), which uses cProfile',
+        "PassThroughProfiler Profiler": "Profile, with kinds= and schedule=, for Trainer(callbacks=...)",
+        "PyTorchProfiler": 'Profile(kinds="trace"), which uses torch.profiler',
+        "SimpleProfiler": 'Profile(kinds="table")',
+        "XLAProfiler": 'torch_xla.debug.profiler; Profile(kinds="table") has the host\'s times',
         "AsyncCheckpointIO": 'Trainer(checkpoint="async")',
         "BackboneFinetuning BaseFinetuning": "Freeze, with until=",
         "BasePredictionWriter": "trainer.predict(..., save_to=directory)",

@@ -90,30 +90,36 @@ class Transfer:
         if self.idle:
             return micro_batches
         if self._stream is None or not early:
-            return (self._with(each, self(each.batch)) for each in micro_batches)
+            return map(self.moved, micro_batches)
         return self._on_own_stream(micro_batches, self._stream)
 
-    def _with(self, micro_batch: MicroBatch, moved: Batch) -> MicroBatch:
-        return micro_batch._replace(batch=moved, host=micro_batch.batch if self.keeps_host else None)
+    def moved(self, micro_batch: MicroBatch) -> MicroBatch:
+        """Return the micro-batch on the device, ready to use."""
+        host = micro_batch.batch if self.keeps_host else None
+        return micro_batch._replace(batch=self(micro_batch.batch), host=host)
+
+    def started(self, micro_batch: MicroBatch, stream: torch.cuda.Stream) -> tuple[MicroBatch, bool]:
+        """Return the micro-batch on the device, and whether a stream still copies it."""
+        beside = host_tensors_only(micro_batch.batch)
+        if not beside:
+            # On the stream of the steps: a tensor that is already on the device may still be computed
+            # there, and memory that the user's object allocates may be in use for an unknown time.
+            return self.moved(micro_batch), False
+        with torch.cuda.stream(stream):
+            moved = move(micro_batch.batch, self.device, self.dtype, non_blocking=True)
+        return micro_batch._replace(batch=moved, host=micro_batch.batch if self.keeps_host else None), True
 
     def _on_own_stream(
         self, micro_batches: Iterator[MicroBatch], stream: torch.cuda.Stream
     ) -> Iterator[MicroBatch]:
         ready: MicroBatch | None = None
         for micro_batch in micro_batches:
-            beside = host_tensors_only(micro_batch.batch)
-            if beside:
-                with torch.cuda.stream(stream):
-                    moved = move(micro_batch.batch, self.device, self.dtype, non_blocking=True)
-            else:
-                # On the stream of the steps: a tensor that is already on the device may still be computed
-                # there, and memory that the user's object allocates may be in use for an unknown time.
-                moved = move(micro_batch.batch, self.device, self.dtype)
+            started, beside = self.started(micro_batch, stream)
             if ready is not None:
                 yield ready
             if beside:
-                self._hand_over(moved, stream)
-            ready = self._with(micro_batch, moved)
+                self._hand_over(started.batch, stream)
+            ready = started
         if ready is not None:
             yield ready
 

@@ -33,6 +33,11 @@ HOOKS = (
 register_hooks(HOOKS)
 
 
+def is_used(hook: object) -> bool:
+    """Return whether a run calls a callback's attribute of a hook's name."""
+    return hook is not None and not getattr(hook, "__unused_hook__", False)
+
+
 class Hooks:
     """The callbacks' methods by hook, looked up once, so that an unused hook costs nothing.
 
@@ -63,19 +68,16 @@ class Hooks:
             warn_of_common_hooks(callback)
         for name in HOOKS:
             found = [getattr(callback, name, None) for callback in callbacks]
-            setattr(
-                self,
-                name,
-                tuple(h for h in found if h is not None and not getattr(h, "__unused_hook__", False)),
-            )
+            setattr(self, name, tuple(filter(is_used, found)))
 
     def __getattr__(self, name: str) -> tuple[Any, ...]:  # for type checkers: every hook is set above
         raise AttributeError(name)
 
 
 def _check_takes_the_run(hook: Callable[..., Any] | None, name: str) -> None:
-    if hook is None or getattr(hook, "__unused_hook__", False):
+    if not is_used(hook):
         return
+    assert hook is not None
     try:
         signature = inspect.signature(hook, follow_wrapped=False)
     except ValueError:  # as of some functions written in C

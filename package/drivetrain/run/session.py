@@ -79,7 +79,11 @@ def boundary(settings: RunSettings, run: Run) -> Iterator[None]:
             channel = stack.enter_context(_failing_together(settings, run))
         elif (limit := duration("hang_timeout", settings.hang_timeout)) is not None:
             stack.enter_context(_watchdog(limit, run))
+        around = stack.enter_context(ExitStack())
         try:
+            for each in run.callbacks:
+                if (enclosing := getattr(each, "around", None)) is not None:
+                    around.enter_context(enclosing(run))
             yield
             _restore_task(run)
         except GeneratorExit:

@@ -22,7 +22,7 @@ from drivetrain.engine.evaluation_precision import check_evaluation_precision
 from drivetrain.engine.memory import MemoryConfig, as_memory, check_memory
 from drivetrain.engine.splitting import check_micro_batch
 from drivetrain.loggers.base import check_loggers
-from drivetrain.run.hooks import Hooks
+from drivetrain.run.hooks import Hooks, is_used
 from drivetrain.run.nonfinite import check_on_nonfinite
 from drivetrain.run.preemption import PreemptionConfig, as_preemption
 from drivetrain.strategies import Settings, Strategy, StrategyConfig, select_precision, select_strategy
@@ -306,6 +306,13 @@ def check_run_dir(spec: object) -> None:
         )
 
 
+def has_run_dir(settings: RunSettings) -> bool:
+    """Return whether a fit with these settings has a run directory, given or new."""
+    named = [settings.loggers] if isinstance(settings.loggers, str) else settings.loggers
+    logs = isinstance(named, Sequence) and any(isinstance(each, str) for each in named)
+    return settings.run_dir is not None or bool(settings.checkpoint) or logs
+
+
 def check_run_name(name: object) -> None:
     """Check that a new directory may have this name, or that it is None.
 
@@ -404,8 +411,7 @@ def check_memory_settings(settings: RunSettings, strategy: Strategy) -> None:
         reason = "on_nonfinite='skip': updates are made before all gradients are there"
     for callback in settings.callbacks:
         hook = getattr(callback, "on_before_optimizer_step", None)
-        unread = getattr(hook, "__unused_hook__", False) or getattr(hook, "__no_gradients__", False)
-        if hook is not None and not unread:
+        if is_used(hook) and not getattr(hook, "__no_gradients__", False):
             reason = f"{type(callback).__name__}.on_before_optimizer_step: there is no gradient left to see"
     if reason:
         raise ConfigError(f"release_gradients with {reason}. Leave one of them out")

@@ -33,7 +33,7 @@ from drivetrain.loggers.base import build_loggers
 from drivetrain.run.hooks import HOOKS
 from drivetrain.run.ledger import fit_began
 from drivetrain.run.run import Run
-from drivetrain.run.settings import RunSettings, check_strategy_settings, same_on_all_ranks
+from drivetrain.run.settings import RunSettings, check_strategy_settings, has_run_dir, same_on_all_ranks
 from drivetrain.run.state import Triggers
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.transforms.compile import as_compile
@@ -369,11 +369,7 @@ def pick_run_dir(settings: RunSettings, task: TaskModule) -> Path | None:
         if taken is not None and not taken.is_dir():
             raise ConfigError(f"run_dir={str(settings.run_dir)!r} cannot be made: {str(taken)!r} is a file")
         return given
-    named = [settings.loggers] if isinstance(settings.loggers, str) else settings.loggers
-    writes = settings.checkpoint or (
-        isinstance(named, Sequence) and any(isinstance(each, str) for each in named)
-    )
-    if not writes:
+    if not has_run_dir(settings):
         return None
     stem = f"{settings.run_name or type(task).__name__}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in range(1000):

@@ -13,7 +13,7 @@ from drivetrain.data import Feed, Transfer, as_source, evaluation_sources, pin_m
 from drivetrain.data.reading import is_dataset
 from drivetrain.engine.engine import Engine
 from drivetrain.engine.metrics.over_all import OverAll
-from drivetrain.run.hooks import HOOKS
+from drivetrain.run.hooks import HOOKS, is_used
 from drivetrain.run.settings import RunSettings
 from drivetrain.task.task import TaskModule, measure_of
 
@@ -182,7 +182,7 @@ def _calls_user(callbacks: Iterable[Any], hooks: Iterable[str]) -> bool:
     for callback in callbacks:
         for name in hooks:
             hook = getattr(callback, name, None)
-            if hook is None or getattr(hook, "__unused_hook__", False):
+            if not is_used(hook):
                 continue
             of_user = not str(getattr(hook, "__module__", "")).startswith("drivetrain.")
             if of_user or getattr(callback, "calls_user", False):

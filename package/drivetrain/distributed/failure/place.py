@@ -7,6 +7,7 @@ after a run has shown no progress for long, or has failed.
 from __future__ import annotations
 
 import bdb
+import inspect
 import os
 import sys
 import threading
@@ -130,6 +131,7 @@ def _innermost(codes: Iterable[CodeType]) -> str:
 
 def place_of_hook(hook: Any) -> str:
     """Return where a run is while it calls a callback's hook: "in on_step_end of MyCallback"."""
+    hook = inspect.unwrap(hook)
     code = getattr(getattr(hook, "__func__", hook), "__code__", None)
     return "" if code is None or code.co_name not in named_places.hooks else _hook(code)
 

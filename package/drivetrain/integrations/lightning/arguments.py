@@ -19,6 +19,7 @@ from drivetrain.integrations.lightning.arguments_objects import (
     refuse_configuration,
     take_callbacks,
     take_loggers,
+    take_profiler,
 )
 from drivetrain.integrations.lightning.arguments_table import (
     IGNORED,
@@ -158,6 +159,7 @@ def from_lightning_arguments(**arguments: Any) -> MappedTrainer:
     callbacks = take_callbacks(given["callbacks"], saves, given.note)
     options["checkpoint"] = callbacks.checkpoint
     options["callbacks"] = [*callbacks.callbacks, *_shown(given, options, callbacks.callbacks)]
+    options["callbacks"] += take_profiler(given["profiler"])
     if callbacks.max_time is not None:
         limit = options["max_time"]
         options["max_time"] = callbacks.max_time if limit is None else min(limit, callbacks.max_time)

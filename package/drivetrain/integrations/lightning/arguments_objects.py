@@ -8,14 +8,15 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any
 
-from drivetrain.callbacks import EarlyStopping, LearningRateMonitor, ModelSummary, ProgressBar
+from drivetrain.callbacks import EarlyStopping, LearningRateMonitor, ModelSummary, Profile, ProgressBar
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.checkpoint.saving.config import as_policies
 from drivetrain.checkpoint.saving.names import check_name
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.intervals import Every
 from drivetrain.core.messages import logger
-from drivetrain.integrations.lightning.arguments_table import CALLBACKS, LOGGERS, REFUSED, Row
+from drivetrain.core.validation import one_of
+from drivetrain.integrations.lightning.arguments_table import CALLBACKS, LOGGERS, PROFILERS, REFUSED, Row
 from drivetrain.integrations.lightning.kinds import is_overridden, is_theirs
 from drivetrain.loggers import CSVLogger, TensorBoardLogger
 
@@ -57,6 +58,28 @@ def refuse_configuration(name: str, value: Any) -> None:
                 " it: from_lightning_arguments(callbacks=[EarlyStopping('val_loss')]). The command here is"
                 " `drivetrain fit`"
             )
+
+
+def take_profiler(given: Any) -> list[Profile]:
+    """Return the counterpart of Lightning's `profiler`, if there is one.
+
+    Raises:
+        ConfigError: It has none; says what to use.
+    """
+    if given is None:
+        return []
+    if given == "xla":
+        raise ConfigError(f"profiler={given!r}: use torch_xla.debug.profiler, or callbacks=[XLAReport()]")
+    if isinstance(given, str):
+        return [Profile(kinds=PROFILERS[one_of("profiler", given, PROFILERS)])]
+    names = {"SimpleProfiler": "simple", "AdvancedProfiler": "advanced"}
+    name = names.get(type(given).__name__)
+    if name is None or not is_theirs(type(given)):
+        raise ConfigError(
+            f"profiler={type(given).__name__}(...) cannot be taken over. Give callbacks=[Profile(...)] of"
+            " drivetrain, whose schedule= and options= are those of torch.profiler"
+        )
+    return [Profile(kinds=PROFILERS[name], folder=given.dirpath)]
 
 
 def module_callbacks(module: Any) -> list[Any]:

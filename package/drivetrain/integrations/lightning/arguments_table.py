@@ -120,9 +120,12 @@ _ARGUMENTS = (
         "data is divided among the ranks when it is read. For loaders that give each process its own part,"
         " pass drivetrain.already_split(loader)",
     ),
-    _refused(
+    _mapped(
         "profiler",
-        "a run's ledger and callbacks.Throughput show times; or use torch.profiler around trainer.steps(...)",
+        '`Profile`: "simple" is its table, "advanced" its kind "python", "pytorch" its trace',
+        "simple",
+        "phases and files have other names; the last two take the updates 10 to 12, or those of"
+        " `Profile(schedule=)`",
     ),
     _refused("detect_anomaly", "call torch.autograd.set_detect_anomaly(True) before the fit"),
     _mapped(
@@ -292,6 +295,9 @@ LOGGERS: Mapping[str, Row] = {
     )
 }
 """The loggers, by the names of their classes."""
+
+PROFILERS: Mapping[str, str] = {"simple": "table", "advanced": "python", "pytorch": "trace"}
+"""The kinds of `Profile` by the names of profilers."""
 
 PRECISIONS: Mapping[str, str] = {
     "32-true": "32",

@@ -92,10 +92,7 @@ def check_program(program: Sequence[str], check: Check, nproc: int | None = None
         ConfigError: The program does not exist, or makes too few updates.
         ProgramError: The program fails, or trains nothing. The message ends with its last lines of output.
     """
-    if not program or (program[0] == "-m" and len(program) < 2):
-        raise ConfigError("no program given. Give its file, or -m and a module")
-    if program[0] != "-m" and not os.path.isfile(program[0]):
-        raise ConfigError(f"no file {program[0]!r}; for a module, write -m before its name")
+    check_exists(program)
 
     def start(recording: Recording) -> tuple[int, str]:
         numbers = ["-" if each is None else str(each) for each in (recording.save_after, recording.epoch)]
@@ -120,6 +117,18 @@ def check_program(program: Sequence[str], check: Check, nproc: int | None = None
         return code, log.read_text(encoding="utf-8", errors="replace")
 
     return _check(start, check)
+
+
+def check_exists(program: Sequence[str]) -> None:
+    """Check that a program is given, and that its file exists.
+
+    Raises:
+        ConfigError: It is not, or does not.
+    """
+    if not program or (program[0] == "-m" and len(program) < 2):
+        raise ConfigError("no program given. Give its file, or -m and a module")
+    if program[0] != "-m" and not os.path.isfile(program[0]):
+        raise ConfigError(f"no file {program[0]!r}; for a module, write -m before its name")
 
 
 def assert_resumable(

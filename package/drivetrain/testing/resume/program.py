@@ -26,23 +26,35 @@ def main(words: Sequence[str]) -> None:
     directory, kind, updates, save, epoch, fit, *program = words
     save_after, short = (None if each == "-" else int(each) for each in (save, epoch))
     recording = Recording(Path(directory), kind, int(updates), save_after, short, int(fit))
-    is_module = program[0] == "-m"
-    name, *arguments = program[is_module:]
     seed_host(_SEED)
     recorder = RunRecorder(recording)
     with observing(recorder):
         try:
-            if is_module:
-                sys.argv[:] = [name, *arguments]
-                sys.path[0] = os.getcwd()
-                runpy.run_module(name, run_name="__main__", alter_sys=True)
-            else:
-                sys.argv[:] = [name, *arguments]
-                sys.path[0] = str(Path(name).absolute().parent)  # as `python name` sets it
-                runpy.run_path(name, run_name="__main__")
+            run_as_main(program)
         except BaseException as error:
             recorder.ends(error)
             raise
+
+
+def run_as_main(program: Sequence[str]) -> None:
+    """Run a program in this process as `python` does.
+
+    Args:
+        program: A file and its arguments, or "-m", a module and its arguments.
+    """
+    is_module = program[0] == "-m"
+    name, *arguments = program[is_module:]
+    argv, first = list(sys.argv), sys.path[0]
+    sys.argv[:] = [name, *arguments]
+    try:
+        if is_module:
+            sys.path[0] = os.getcwd()
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(name).absolute().parent)  # as `python name` sets it
+            runpy.run_path(name, run_name="__main__")
+    finally:
+        sys.argv[:], sys.path[0] = argv, first
 
 
 if __name__ == "__main__":

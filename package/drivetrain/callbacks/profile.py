@@ -1,0 +1,453 @@
+"""A profile of a fit: the time of its phases, and traces and memory of chosen updates."""
+
+from __future__ import annotations
+
+import cProfile
+import json
+import os
+import pstats
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.profiler import ProfilerAction, record_function
+
+from drivetrain.callbacks.base import Callback
+from drivetrain.core.errors import ConfigError, StrategyError
+from drivetrain.core.messages import logger
+from drivetrain.core.validation import by_name, check_names, count, flag, one_of
+from drivetrain.distributed.failure.named_places import register_opaque
+from drivetrain.run.phases import Phases, phases_of
+from drivetrain.run.settings import has_run_dir
+
+if TYPE_CHECKING:
+    from drivetrain.run.run import Run
+    from drivetrain.run.settings import RunSettings
+    from drivetrain.strategies import Strategy
+
+_LOG = logger(__name__)
+
+register_opaque(__file__)
+
+KINDS = ("table", "trace", "memory", "python")
+
+_SCHEDULE = {"wait": 8, "warmup": 2, "active": 3, "repeat": 1}
+
+_LEAST = {"wait": 0, "warmup": 0, "active": 1, "repeat": 0, "skip_first": 0}
+"""The smallest value of each option of a schedule."""
+
+_OPTIONS = ("record_shapes", "with_stack", "with_flops", "with_modules", "experimental_config")
+
+_ACTIVE = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
+
+_ROWS = 50
+"""The rows of a text that lists operators or functions."""
+
+Schedule = Mapping[str, int] | Callable[[int], ProfilerAction]
+
+
+@by_name
+class Profile(Callback):
+    """Profiles a fit, and writes the result to `RUN/profile`.
+
+    - "table": the time of each phase of the whole fit: waiting for data, transfer, forward, backward,
+      clipping, optimizer, each hook of each callback, log points, validation, saving. It is printed at the
+      end, and written as text and JSON.
+    - "trace": a trace of chosen updates by `torch.profiler`, with the phases as ranges, for
+      https://ui.perfetto.dev or chrome://tracing.
+    - "memory": on CUDA, a snapshot of all that chosen updates allocated and freed, for
+      https://pytorch.org/memory_viz; on a CPU, a list of the operators that allocated most.
+    - "python": the time of each Python function in chosen updates, by `cProfile`, for `python -m pstats`.
+
+    The table has the host's times: no phase waits for a device. A GPU works behind the host, and its time
+    shows where the host waits for it, as at log points. A trace has the times of both.
+
+    Updates are numbered from 0 over all restarts; a skipped one counts too. The updates that the schedule
+    chooses are slower. In the others each phase takes some 2 microseconds longer. Evaluations outside a fit
+    are not profiled. A file that cannot be written is left out with a warning.
+
+    Args:
+        schedule: The updates for "trace", "memory" and "python": a mapping of the arguments of
+            `torch.profiler.schedule`, or its result. None is
+            ``{"wait": 8, "warmup": 2, "active": 3, "repeat": 1}``, the updates 10, 11 and 12.
+        kinds: Some of "table", "trace", "memory" and "python".
+        ranks: The ranks to profile: a number, several, or "all". Each writes its own files.
+        folder: The folder for the files; None takes `profile` in the run directory.
+        options: Options of `torch.profiler.profile` for "trace": `record_shapes`, `with_stack`, `with_flops`,
+            `with_modules`, `experimental_config`.
+        show: Whether the main rank prints the table and the folder to stderr.
+
+    Attributes:
+        files: The files of the last fit: those of all ranks, or after an error those of this one.
+
+    Raises:
+        ConfigError: An argument that is not allowed or would have no effect; when a Trainer is made, no
+            directory to write to, or no such rank; in a fit, another profiler that is active.
+        StrategyError: "trace" on XLA, or "memory" on a device other than CUDA and the CPU.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule | None = None,
+        kinds: Sequence[str] = ("table", "trace"),
+        ranks: int | Sequence[int] | str = 0,
+        *,
+        folder: str | os.PathLike[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+        show: bool = True,
+    ) -> None:
+        self.kinds = _checked_kinds(kinds)
+        self.ranks = _checked_ranks(ranks)
+        self.folder = None if folder is None else Path(folder).absolute()
+        self.options = dict(options or {})
+        self.show = flag("show", show)
+        self.schedule = _checked_schedule(_SCHEDULE if schedule is None else schedule)
+        self.files: list[Path] = []
+        check_names("Profile(options=)", self.options, _OPTIONS)
+        if schedule is not None and self.kinds == ("table",):
+            raise ConfigError("Profile(schedule=) has no effect on 'table', which covers all updates")
+        if self.options and "trace" not in self.kinds:
+            raise ConfigError("Profile(options=) is for 'trace', and kinds= has no 'trace'")
+        if self.options.get("with_stack") and "python" in self.kinds:
+            raise ConfigError(
+                "Profile: 'with_stack' and the kind 'python' both need the interpreter's only slot for a"
+                " profiler. Leave one of them out"
+            )
+
+    def check_trainer(self, trainer: RunSettings, strategy: Strategy) -> None:
+        """Check that there is a directory to write to, and that all kinds and ranks can be profiled.
+
+        Raises:
+            ConfigError: There is no directory, a rank does not exist, or there are two of these callbacks.
+            StrategyError: The device cannot be profiled.
+        """
+        if self.folder is None and not has_run_dir(trainer):
+            raise _no_directory()
+        if sum(isinstance(each, Profile) for each in trainer.callbacks) > 1:
+            raise ConfigError("callbacks has two Profile. Give one, with the kinds of both")
+        late = [rank for rank in self.ranks or () if rank >= strategy.world_size]
+        if late:
+            raise ConfigError(
+                f"Profile(ranks=...) has rank {late[0]}, and this job's ranks are 0 to"
+                f" {strategy.world_size - 1}"
+            )
+        device = strategy.device.type
+        if "trace" in self.kinds and device == "xla":
+            raise StrategyError(
+                "Profile: torch.profiler cannot see the operations on XLA, which compiles each update as a"
+                " whole. Use kinds='table', XLAReport, or torch_xla.debug.profiler"
+            )
+        if "memory" in self.kinds and device not in ("cuda", "cpu"):
+            raise StrategyError(
+                f"Profile: torch has no record of the memory of {device!r}. Leave 'memory' out of kinds"
+            )
+
+    @contextmanager
+    def around(self, run: Run) -> Iterator[None]:
+        """Profile the block, if it is a fit.
+
+        Raises:
+            ConfigError: The folder cannot be made.
+        """
+        if run.train_feed is None:
+            yield
+            return
+        folder = run.run_dir / "profile" if self.folder is None and run.run_dir is not None else self.folder
+        if folder is None:
+            raise _no_directory()
+        if self.show and run.is_main:
+            _LOG.info(f"Profile writes to {folder}")
+        ranks, files = run.engine.ranks, []
+        if self.ranks is None or ranks.rank in self.ranks:
+            session = _Session(self, run, _made(folder), ranks.rank)
+            try:
+                with phases_of(run, session.phases, session.before_update):
+                    yield
+            except BaseException:
+                self.files = session.end()
+                raise
+            files = session.end()
+            session.check_recorded()
+        else:
+            yield
+        self.files = [path for own in ranks.all_gather(files) for path in own]
+
+
+class _Session:
+    """The profile of one fit on one rank.
+
+    Args:
+        profile: The callback.
+        run: The run.
+        folder: Where to write.
+        rank: The rank.
+    """
+
+    def __init__(self, profile: Profile, run: Run, folder: Path, rank: int) -> None:
+        self.phases = Phases()
+        self._profile = profile
+        self._run = run
+        self._folder = folder
+        self._rank = rank
+        self._files: list[Path] = []
+        self._began = perf_counter()
+        self._base: int | None = None
+        self._number = 0
+        self._action = ProfilerAction.NONE
+        self._first: int | None = None  # the first update of the present recording, or None
+        self._recorded = False
+        self._profiler: Any = None
+        self._python: cProfile.Profile | None = None
+        self._range: record_function | None = None
+        on_cpu = run.engine.device.type == "cpu"
+        self._lists_memory = "memory" in profile.kinds and on_cpu
+        self._snapshots_memory = "memory" in profile.kinds and not on_cpu
+        self._uses_torch = "trace" in profile.kinds or self._lists_memory
+
+    def before_update(self, made: int) -> None:
+        """Begin or end to record, as the schedule has it; the update after `made` others comes next."""
+        if self._base is None:
+            self._base = self._run.progress.updates
+        before, self._number = self._action, self._base + made
+        if self._profile.kinds == ("table",):
+            return
+        self._leave_range()
+        action = self._action = _action(self._profile.schedule, self._number)
+        goes_on = before is action or (before, action) == _ACTIVE
+        if not goes_on or before is ProfilerAction.RECORD_AND_SAVE:
+            start = perf_counter()
+            with self._not_traced():
+                self._change(before, action)
+            self._run.timing["data"] -= perf_counter() - start  # which the loop adds to it
+        if self._first is not None:
+            self._range = record_function(f"ProfilerStep#{self._number}")
+            self._range.__enter__()  # type: ignore[no-untyped-call]
+
+    def _leave_range(self) -> None:
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
+
+    def _not_traced(self) -> AbstractContextManager[None]:
+        self.phases.traced = False  # the profiler ends inside, and so would this phase's range
+        return self.phases.phase("profiling")
+
+    def _change(self, before: ProfilerAction, action: ProfilerAction) -> None:
+        if before is ProfilerAction.RECORD_AND_SAVE or action not in _ACTIVE:
+            self._finish(self._number - 1)
+        if action is not ProfilerAction.NONE:
+            self._prepare()
+        if action in _ACTIVE and self._first is None:
+            self._start()
+
+    def _prepare(self) -> None:
+        if not self._uses_torch or self._profiler is not None:
+            return
+        if torch.autograd.profiler._is_profiler_enabled:
+            raise ConfigError(
+                f"Profile cannot record update {self._number}: another profiler of torch is active, and there"
+                " can be only one. End it, or leave Profile out"
+            )
+        self._profiler = torch.profiler.profile(profile_memory=self._lists_memory, **self._profile.options)
+        self._profiler.prepare_trace()
+
+    def _start(self) -> None:
+        self._first, self._recorded = self._number, True
+        if self._snapshots_memory:
+            torch.cuda.memory._record_memory_history(stacks="python")
+        if self._profiler is not None:
+            self._profiler.start_trace()
+            self.phases.traced = True
+        if "python" in self._profile.kinds:
+            self._start_python()
+
+    def _start_python(self) -> None:
+        found = cProfile.Profile()
+        try:
+            if sys.getprofile() is not None:  # which Python 3.11 would replace
+                raise ValueError("another profiling tool is active")
+            found.enable()
+        except ValueError as error:
+            raise ConfigError(
+                f"Profile cannot record the Python functions of update {self._number}: {error}. End it,"
+                " or leave 'python' out of kinds"
+            ) from error
+        self._python = found
+
+    def _finish(self, last: int) -> None:
+        """End to record, and write the files of the updates up to `last`."""
+        first, self._first = self._first, None
+        python, self._python = self._python, None
+        profiler, self._profiler = self._profiler, None
+        if python is not None:
+            python.disable()
+        if profiler is not None:
+            if first is None:  # only prepared
+                profiler.start_trace()
+            profiler.stop_trace()
+        if first is None:
+            return
+        updates = f"updates-{first}-{last}"
+        if python is not None:
+            self._write(f"python-{updates}", ".prof", python.dump_stats)
+            self._write(f"python-{updates}", ".txt", lambda path: _list_functions(python, path))
+        if self._snapshots_memory:
+            self._write(f"memory-{updates}", ".pickle", torch.cuda.memory._dump_snapshot)
+            torch.cuda.memory._record_memory_history(enabled=None)
+        if self._lists_memory:
+            operators = profiler.key_averages().table(sort_by="self_cpu_memory_usage", row_limit=_ROWS)
+            self._write(
+                f"memory-{updates}", ".txt", lambda path: path.write_text(operators, encoding="utf-8")
+            )
+        if "trace" in self._profile.kinds:
+            self._write(f"trace-{updates}", ".json.gz", lambda path: profiler.export_chrome_trace(str(path)))
+
+    def end(self) -> list[Path]:
+        """Write what there is at the end of the fit, or after an error, and return all files."""
+        self._leave_range()
+        with self._not_traced():
+            self._finish(self._number)
+        if "table" in self._profile.kinds:
+            self._write_table()
+        return self._files
+
+    def check_recorded(self) -> None:
+        """Warn if no update was recorded."""
+        if self._base is not None and not self._recorded and self._profile.kinds != ("table",):
+            _LOG.warning(
+                f"Profile: the schedule chose none of the updates {self._base} to {self._number}, so none was"
+                " recorded. Give a schedule with a shorter wait, or train longer"
+            )
+
+    def _write_table(self) -> None:
+        first = self._run.progress.updates if self._base is None else self._base
+        last = max(self._number, first)
+        passed = perf_counter() - self._began
+        content = {
+            "rank": self._rank,
+            "device": self._run.engine.device.type,
+            "updates": [first, last],
+            "seconds": passed,
+            "phases": [
+                {"name": name, "calls": each.calls, "seconds": each.seconds, "own_seconds": each.own}
+                for name, each in self.phases.found.items()
+            ],
+        }
+        text = _table(content, self.phases)
+        if self._profile.show and self._run.is_main:
+            _LOG.info(text)
+        name = f"table-updates-{first}-{last}"
+        self._write(name, ".txt", lambda path: path.write_text(f"{text}\n", encoding="utf-8"))
+        self._write(
+            name, ".json", lambda path: path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        )
+
+    def _write(self, stem: str, ending: str, write: Callable[[Path], object]) -> None:
+        path = self._folder / f"{stem}-rank-{self._rank}{ending}"
+        partial = self._folder / f".partial-{path.name}"
+        try:
+            write(partial)
+            os.replace(partial, path)
+        except (OSError, RuntimeError) as error:  # torch's own writer raises the second
+            with suppress(OSError):
+                partial.unlink()
+            _LOG.warning(f"Profile could not write {path}: {error}. Training is not affected")
+        else:
+            self._files.append(path)
+
+
+def _no_directory() -> ConfigError:
+    return ConfigError(
+        "Profile has no directory to write to: the fit writes no checkpoints and no logs, and so has no run"
+        " directory. Give Profile(folder=...), or Trainer(run_dir=...)"
+    )
+
+
+def _made(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"Profile cannot make its folder {str(folder)!r}: {error.strerror}. Give another one,"
+            " Profile(folder=...)"
+        ) from error
+    return folder
+
+
+def _checked_kinds(kinds: object) -> tuple[str, ...]:
+    given = (kinds,) if isinstance(kinds, str) else kinds
+    if not isinstance(given, Sequence) or not given:
+        raise ConfigError(f"Profile(kinds=...) takes some of {', '.join(map(repr, KINDS))}, not {kinds!r}")
+    return tuple(dict.fromkeys(one_of("kind of profile", each, KINDS) for each in given))
+
+
+def _checked_ranks(ranks: object) -> tuple[int, ...] | None:
+    """Return the ranks, or None for all."""
+    if ranks == "all":
+        return None
+    given = ranks if isinstance(ranks, Sequence) and not isinstance(ranks, str) else [ranks]
+    if not given:
+        raise ConfigError("Profile(ranks=...) takes a rank, several, or 'all', not an empty list")
+    return tuple(count("Profile: ranks, if not 'all',", each) for each in given)
+
+
+def _checked_schedule(schedule: object) -> Callable[[int], ProfilerAction]:
+    if isinstance(schedule, Mapping):
+        check_names("Profile(schedule=)", schedule, tuple(_LEAST))
+        missing = [each for each in ("wait", "warmup", "active") if each not in schedule]
+        if missing:
+            raise ConfigError(f"Profile(schedule={dict(schedule)!r}) has no {missing[0]!r}")
+        counts = {
+            name: count(f"Profile: the schedule's {name!r}", value, at_least=_LEAST[name])
+            for name, value in schedule.items()
+        }
+        made: Callable[[int], ProfilerAction] = torch.profiler.schedule(**counts)
+        return made
+    if callable(schedule):
+        return schedule
+    raise ConfigError(
+        f"Profile(schedule=...) takes a mapping such as {_SCHEDULE!r}, or what torch.profiler.schedule"
+        f" returns, not {schedule!r}"
+    )
+
+
+def _action(schedule: Callable[[int], ProfilerAction], number: int) -> ProfilerAction:
+    action = schedule(number)
+    if not isinstance(action, ProfilerAction):
+        raise ConfigError(
+            f"Profile(schedule=...) returned {action!r} for update {number}; it must return a"
+            " torch.profiler.ProfilerAction"
+        )
+    return action
+
+
+def _list_functions(profile: cProfile.Profile, path: Path) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        pstats.Stats(profile, stream=file).sort_stats("cumulative").print_stats(_ROWS)
+
+
+def _table(content: Mapping[str, Any], phases: Phases) -> str:
+    """Return the table as a text: the phases with the longest time of their own first."""
+    whole, (first, last) = content["seconds"], content["updates"]
+    rows = [("phase", "calls", "seconds", "own", "own %", "ms a call")]
+    for name, each in sorted(phases.found.items(), key=lambda row: row[1].own, reverse=True):
+        mean = f"{1e3 * each.seconds / each.calls:.3f}" if each.calls else ""
+        rows.append((name, str(each.calls), *_seconds(each.seconds, each.own, whole), mean))
+    other = whole - phases.seconds
+    rows.append(("other", "", *_seconds(other, other, whole), ""))
+    width = max(len(name) for name, *_ in rows)
+    device, rank = content["device"], content["rank"]
+    title = f"profile of updates {first} to {last} on rank {rank}, {device!r}: {whole:.3f} s of the host"
+    lines = [
+        f"{name.ljust(width)}  {calls:>8}  {seconds:>10}  {own:>10}  {share:>6}  {mean:>10}"
+        for name, calls, seconds, own, share, mean in rows
+    ]
+    return "\n".join([title, *map(str.rstrip, lines)])
+
+
+def _seconds(seconds: float, own: float, whole: float) -> tuple[str, str, str]:
+    return f"{seconds:.3f}", f"{own:.3f}", f"{100 * own / whole:.1f}"
