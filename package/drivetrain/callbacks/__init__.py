@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.sequence_length import SequenceLength
     from drivetrain.callbacks.statistics.activation_stats import ActivationStats
     from drivetrain.callbacks.statistics.gradient_norms import GradientNorms
+    from drivetrain.callbacks.statistics.throughput import Throughput
     from drivetrain.callbacks.statistics.weight_histograms import WeightHistograms
     from drivetrain.callbacks.summary import ModelSummary, summarize
-    from drivetrain.callbacks.throughput import Throughput
     from drivetrain.callbacks.weight_average import WeightAverage
     from drivetrain.callbacks.xla_report import XLAReport
 else:
@@ -45,7 +45,7 @@ else:
             "drivetrain.callbacks.progress_bar": ("ProgressBar",),
             "drivetrain.callbacks.sequence_length": ("SequenceLength",),
             "drivetrain.callbacks.summary": ("ModelSummary", "summarize"),
-            "drivetrain.callbacks.throughput": ("Throughput",),
+            "drivetrain.callbacks.statistics.throughput": ("Throughput",),
             "drivetrain.callbacks.weight_average": ("WeightAverage",),
             "drivetrain.callbacks.statistics.weight_histograms": ("WeightHistograms",),
             "drivetrain.callbacks.xla_report": ("XLAReport",),

@@ -10,7 +10,7 @@ from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain import Engine, StrategyError, Trainer
 from drivetrain.callbacks import Callback, LambdaCallback
-from drivetrain.callbacks.throughput import Throughput
+from drivetrain.callbacks.statistics.throughput import Throughput
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.precision.tf32 import TF32
 

@@ -1,1 +1,1 @@
-"""Statistics of weights, gradients, activations and the machine, at log points."""
+"""Figures of weights, gradients, activations, speed and the machine, at log points."""

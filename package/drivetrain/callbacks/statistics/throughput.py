@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from drivetrain.callbacks.base import Callback, without_gradients
-from drivetrain.callbacks.peaks import peak_flops
+from drivetrain.callbacks.statistics.peaks import peak_flops
 from drivetrain.callbacks.stragglers import Stragglers
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.messages import logger
@@ -65,7 +65,7 @@ class Throughput(Callback):
 
     Args:
         peak_flops: The peak of one device in FLOP/s. By default that of the GPU in the precision's compute
-            dtype, from a table (`drivetrain.callbacks.peaks`).
+            dtype, from a table (`drivetrain.callbacks.statistics.peaks`).
         flops_per_sample: Floating-point operations per sample of a forward and backward pass.
         measure_flops: Whether to count them when they are not given.
         data_hint: The share of time spent on waiting for data that triggers a hint; None disables it.

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drivetrain.callbacks.peaks import peak_flops
+from drivetrain.callbacks.statistics.peaks import peak_flops
 
 
 @pytest.mark.parametrize(
