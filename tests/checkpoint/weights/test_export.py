@@ -363,3 +363,12 @@ def test_one_tensor_at_a_time_is_converted(tmp_path, limit):
 def test_a_module_in_the_place_of_its_state_is_told_so(tmp_path):
     with pytest.raises(ConfigError, match=r"are a Linear; give its state_dict\(\)"):
         export_weights(torch.nn.Linear(2, 2), tmp_path / "model.safetensors")
+
+
+def test_a_quantised_tensor_is_refused_by_name_and_nothing_is_written(tmp_path):
+    quantisation = pytest.importorskip("torchao.quantization")
+    module = torch.nn.Sequential(torch.nn.Linear(8, 4))
+    quantisation.quantize_(module, quantisation.IntxWeightOnlyConfig(torch.int4, quantisation.PerAxis(0)))
+    with pytest.raises(CheckpointError, match=r"'0\.weight': a IntxUnpacked.*export_torch"):
+        export_weights(module.state_dict(), tmp_path / "model.safetensors")
+    assert not list(tmp_path.iterdir())

@@ -93,6 +93,18 @@ def check_tensor(tensor: Tensor, where: str) -> None:
         raise CheckpointError(f"{where}: dtype {tensor.dtype} cannot be stored; allowed: {allowed}")
 
 
+def has_plain_bytes(tensor: Tensor) -> bool:
+    """Return whether a tensor's values are bytes in memory; those of torchao's quantised tensors are not."""
+    values = tensor.detach()
+    if type(values) is Tensor or values.is_meta or hasattr(values, "placements"):  # a DTensor has these
+        return True
+    try:
+        values.as_strided((0,), (1,))
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
 def plan_spans(tensors: Mapping[str, Tensor], what: str) -> list[TensorSpan]:
     """Plan the layout of a file: widest dtype first, as in the reference writer, so that each is aligned.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.checkpoint.format.manifest import MANIFEST
-from drivetrain.checkpoint.format.tensors import plan_spans, tensor_chunks
+from drivetrain.checkpoint.format.tensors import has_plain_bytes, plan_spans, tensor_chunks
 from drivetrain.checkpoint.saving.reading import Reader
 from drivetrain.checkpoint.storage.files import SAVING, Bytes, delete_if_there, replacing, write_file
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, FileSystem, os_errors
@@ -64,6 +64,12 @@ def export_weights(
     what = f"the weights for {target!r}"
     lazy: TensorSource
     lazy = tensors if isinstance(tensors, TensorSource) else LazyTensors(tensors, floating_dtype(dtype), what)
+    for name, tensor in () if isinstance(tensors, TensorSource) else tensors.items():
+        if not has_plain_bytes(tensor):
+            raise CheckpointError(
+                f"{what}, {name!r}: a {type(tensor.detach()).__qualname__} has no plain bytes for a"
+                " safetensors file. drivetrain.checkpoint.export_torch(state_dict, path) writes it"
+            )
     shares = divide(lazy.specs, parse_size(max_shard_size))
     names = [place.names.single] if len(shares) == 1 else place.names.several(len(shares))
     plans = [{name: lazy.specs[name] for name in share} for share in shares]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from drivetrain.checkpoint.format.records import as_object
-from drivetrain.checkpoint.format.tensors import bytes_of
+from drivetrain.checkpoint.format.tensors import bytes_of, has_plain_bytes
 from drivetrain.checkpoint.weights.module_state import SHOWN, clean_name
 from drivetrain.core.errors import CheckpointError, ConfigError
 from drivetrain.core.types import Json
@@ -72,19 +72,14 @@ def check_storable(module: nn.Module) -> None:
         ConfigError: A parameter is a tensor without plain bytes, such as a quantised one; names it.
     """
     for name, parameter in module.named_parameters():
-        if is_lazy(parameter) or type(values := parameter.data) is Tensor or values.is_meta:
+        if is_lazy(parameter) or has_plain_bytes(parameter):
             continue
-        if hasattr(values, "placements"):  # a DTensor, which strategies handle
-            continue
-        try:
-            values.as_strided((0,), (1,))
-        except (NotImplementedError, RuntimeError):
-            kind = f"{type(values).__module__}.{type(values).__qualname__}"
-            raise ConfigError(
-                f"checkpoints cannot hold {clean_name(name)!r}, a {kind}, which has no plain bytes. If it is"
-                " frozen, leave it out: CheckpointConfig(parameters='trainable'). Or save nothing:"
-                " checkpoint=False"
-            ) from None
+        kind = f"{type(parameter.data).__module__}.{type(parameter.data).__qualname__}"
+        raise ConfigError(
+            f"checkpoints cannot hold {clean_name(name)!r}, a {kind}, which has no plain bytes. If it is"
+            " frozen, leave it out: CheckpointConfig(parameters='trainable'). Or save nothing:"
+            " checkpoint=False"
+        )
 
 
 def has_unknown(found: Fingerprints) -> bool:
