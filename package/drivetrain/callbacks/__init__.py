@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.nonfinite_detector import NonFiniteDetector
     from drivetrain.callbacks.progress_bar import ProgressBar
     from drivetrain.callbacks.statistics.activation_stats import ActivationStats
+    from drivetrain.callbacks.statistics.device_stats import DeviceStats
     from drivetrain.callbacks.statistics.gradient_norms import GradientNorms
     from drivetrain.callbacks.statistics.weight_histograms import WeightHistograms
     from drivetrain.callbacks.summary import ModelSummary, summarize
@@ -31,6 +32,7 @@ else:
             "drivetrain.callbacks.early_stopping": ("EarlyStopping",),
             "drivetrain.callbacks.empty_cache": ("EmptyCache",),
             "drivetrain.callbacks.statistics.activation_stats": ("ActivationStats",),
+            "drivetrain.callbacks.statistics.device_stats": ("DeviceStats",),
             "drivetrain.callbacks.statistics.gradient_norms": ("GradientNorms",),
             "drivetrain.callbacks.lambda_callback": ("LambdaCallback",),
             "drivetrain.callbacks.learning_rate": ("LearningRateMonitor",),
@@ -51,6 +53,7 @@ __all__ = [
     "ActivationStats",
     "Callback",
     "CompileTime",
+    "DeviceStats",
     "EarlyStopping",
     "EmptyCache",
     "GradientNorms",

@@ -17,6 +17,7 @@ from drivetrain import (
     CheckpointConfig,
     ConfigError,
     DDPConfig,
+    DeviceStats,
     EarlyStopping,
     LambdaCallback,
     LearningRateMonitor,
@@ -249,17 +250,24 @@ def test_other_callbacks_and_loggers_are_ours(tmp_path: Path) -> None:
     own = LambdaCallback(on_fit_end=lambda run: None)
     stopping = theirs.EarlyStopping("val_loss", min_delta=0.1, patience=0, mode="max", stopping_threshold=2.0)
     trainer = mapped(
-        callbacks=[stopping, theirs.LearningRateMonitor(), theirs.Timer("00:00:30:00"), own],
+        callbacks=[
+            stopping,
+            theirs.LearningRateMonitor(),
+            theirs.Timer("00:00:30:00"),
+            own,
+            theirs.DeviceStatsMonitor(),
+        ],
         max_time="00:01:00:00",
         logger=[loggers.CSVLogger(tmp_path, "a"), loggers.TensorBoardLogger(tmp_path, "b", version=3)],
     )
-    first, second, third = trainer.callbacks
+    first, second, third, fourth = trainer.callbacks
     assert isinstance(first, EarlyStopping)
     assert (first.metric, first.mode, first.patience, first.threshold, first.stop_at) == (
         "val_loss", "max", 1, 0.1, 2.0,
     )  # fmt: skip
     assert isinstance(second, LearningRateMonitor)
     assert third is own
+    assert isinstance(fourth, DeviceStats)
     assert trainer.max_time == pytest.approx(1800, abs=1)
     table_, board = trainer.loggers
     assert table_.path.parent == tmp_path / "a" / "version_0"  # type: ignore[union-attr]

@@ -14,7 +14,9 @@ from tests.testing.resume.test_resumable import Fit, Net, loader, trainer
 import drivetrain.callbacks
 from drivetrain import Callback, CheckpointConfig
 from drivetrain.callbacks import (
+    ActivationStats,
     CompileTime,
+    DeviceStats,
     EarlyStopping,
     GradientNorms,
     LambdaCallback,
@@ -26,6 +28,7 @@ from drivetrain.callbacks import (
     ProgressBar,
     Throughput,
     WeightAverage,
+    WeightHistograms,
     stragglers,
 )
 from drivetrain.testing import assert_resumable
@@ -41,7 +44,9 @@ class Faster(Throughput):
 def every_callback(pace: type[Throughput] = Throughput) -> list[Any]:
     """One of each that the library exports."""
     return [
+        ActivationStats(),
         CompileTime(),
+        DeviceStats(),
         EarlyStopping("validation/loss", patience=9),
         GradientNorms(per_layer=True),
         LambdaCallback(on_log=lambda run: run.log("epoch", run.progress.epoch)),
@@ -53,6 +58,7 @@ def every_callback(pace: type[Throughput] = Throughput) -> list[Any]:
         ProgressBar(),
         pace(),
         WeightAverage(decay=0.9),
+        WeightHistograms(),
     ]
 
 
@@ -66,7 +72,7 @@ def test_no_callback_of_the_library_is_taken_for_something_that_was_not_saved(
     assert {type(each) for each in every_callback()} >= kinds - {Callback} - refused_on_a_cpu
 
     def make() -> Any:
-        return trainer(callbacks=every_callback(pace)), Net(), loader(), loader()
+        return trainer(callbacks=every_callback(pace), loggers="jsonl"), Net(), loader(), loader()
 
     assert_resumable(make)
 

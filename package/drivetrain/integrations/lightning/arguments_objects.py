@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from drivetrain.callbacks import EarlyStopping, LearningRateMonitor, ModelSummary, ProgressBar
+from drivetrain.callbacks import DeviceStats, EarlyStopping, LearningRateMonitor, ModelSummary, ProgressBar
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.intervals import Every
@@ -82,6 +82,8 @@ def take_callbacks(given: Any, enabled: bool, note: Note) -> TakenCallbacks:
                     " in a callback's on_log, by run.log(name, value)"
                 )
             taken.callbacks.append(LearningRateMonitor())
+        elif row.name == "DeviceStatsMonitor":
+            taken.callbacks.append(DeviceStats())
         elif row.name == "Timer":
             left = each.time_remaining()
             taken.max_time = None if left is None else timedelta(seconds=left)
