@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.progress_bar import ProgressBar
     from drivetrain.callbacks.sequence_length import SequenceLength
     from drivetrain.callbacks.statistics.activation_stats import ActivationStats
+    from drivetrain.callbacks.statistics.device_stats import DeviceStats
     from drivetrain.callbacks.statistics.gradient_norms import GradientNorms
     from drivetrain.callbacks.statistics.throughput import Throughput
     from drivetrain.callbacks.statistics.weight_histograms import WeightHistograms
@@ -34,6 +35,7 @@ else:
             "drivetrain.callbacks.early_stopping": ("EarlyStopping",),
             "drivetrain.callbacks.empty_cache": ("EmptyCache",),
             "drivetrain.callbacks.statistics.activation_stats": ("ActivationStats",),
+            "drivetrain.callbacks.statistics.device_stats": ("DeviceStats",),
             "drivetrain.callbacks.statistics.gradient_norms": ("GradientNorms",),
             "drivetrain.callbacks.freeze": ("Freeze",),
             "drivetrain.callbacks.lambda_callback": ("LambdaCallback",),
@@ -57,6 +59,7 @@ __all__ = [
     "ActivationStats",
     "Callback",
     "CompileTime",
+    "DeviceStats",
     "EarlyStopping",
     "EmptyCache",
     "Freeze",

@@ -507,7 +507,7 @@ SYNONYMS: dict[str, dict[str, str]] = {
         "DeepSpeedPrecision DoublePrecision FSDPPrecision HalfPrecision MixedPrecision XLAPrecision": 'a name for Trainer(precision=...), such as "bf16-mixed"',
         "DeepSpeedStrategy": "DeepSpeedConfig, for Trainer(strategy=...)",
         "DefaultFlowCallback": "none: the Trainer's intervals are enough",
-        "DeviceStatsMonitor": "MemoryReport and Throughput, callbacks",
+        "DeviceStatsMonitor MemoryMonitor SystemMetricsMonitor": "DeviceStats, a callback",
         "EMAWeightAveraging StochasticWeightAveraging WeightAveraging": "WeightAverage",
         "EarlyStoppingCallback": "EarlyStopping",
         "FSDPStrategy ModelParallelStrategy": "FSDPConfig, for Trainer(strategy=...)",

@@ -17,6 +17,7 @@ from drivetrain import (
     CheckpointConfig,
     ConfigError,
     DDPConfig,
+    DeviceStats,
     EarlyStopping,
     LambdaCallback,
     LearningRateMonitor,
@@ -296,11 +297,17 @@ def test_other_callbacks_and_loggers_are_ours(tmp_path: Path) -> None:
         check_finite=False,
     )
     trainer = mapped(
-        callbacks=[stopping, theirs.LearningRateMonitor(), theirs.Timer("00:00:30:00"), own],
+        callbacks=[
+            stopping,
+            theirs.LearningRateMonitor(),
+            theirs.Timer("00:00:30:00"),
+            own,
+            theirs.DeviceStatsMonitor(),
+        ],
         max_time="00:01:00:00",
         logger=[loggers.CSVLogger(tmp_path, "a"), loggers.TensorBoardLogger(tmp_path, "b", version=3)],
     )
-    first, second, third = trainer.callbacks
+    first, second, third, fourth = trainer.callbacks
     assert isinstance(first, EarlyStopping)
     assert (first.metric, first.mode, first.patience, first.threshold, first.stop_at) == (
         "val_loss", "max", 1, 0.1, 2.0,
@@ -308,6 +315,7 @@ def test_other_callbacks_and_loggers_are_ours(tmp_path: Path) -> None:
     assert (first.diverged_at, first.strict, first.check_finite) == (-1.0, False, False)
     assert isinstance(second, LearningRateMonitor)
     assert third is own
+    assert isinstance(fourth, DeviceStats)
     assert trainer.max_time == pytest.approx(1800, abs=1)
     table_, board = trainer.loggers
     assert table_.path.parent == tmp_path / "a" / "version_0"  # type: ignore[union-attr]

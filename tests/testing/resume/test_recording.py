@@ -16,6 +16,7 @@ from drivetrain import Callback, CheckpointConfig
 from drivetrain.callbacks import (
     ActivationStats,
     CompileTime,
+    DeviceStats,
     EarlyStopping,
     Freeze,
     GradientNorms,
@@ -47,6 +48,7 @@ def every_callback(pace: type[Throughput] = Throughput) -> list[Any]:
     return [
         ActivationStats(),
         CompileTime(),
+        DeviceStats(),
         EarlyStopping("validation/loss", patience=9),
         Freeze("*bias", until="3 steps"),
         GradientNorms(per_layer=True),

@@ -8,7 +8,14 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any
 
-from drivetrain.callbacks import EarlyStopping, LearningRateMonitor, ModelSummary, Profile, ProgressBar
+from drivetrain.callbacks import (
+    DeviceStats,
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelSummary,
+    Profile,
+    ProgressBar,
+)
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.checkpoint.saving.config import as_policies
 from drivetrain.checkpoint.saving.names import check_name
@@ -156,6 +163,8 @@ def take_callbacks(given: Any, enabled: bool, note: Note, where: str = "callback
                     " in a callback's on_log, by run.log(name, value)"
                 )
             taken.callbacks.append(LearningRateMonitor())
+        elif row.name == "DeviceStatsMonitor":
+            taken.callbacks.append(DeviceStats())
         elif row.name == "Timer":
             left = each.time_remaining()
             taken.max_time = None if left is None else timedelta(seconds=left)

@@ -208,8 +208,6 @@ STRATEGIES: Mapping[str, Row] = {
 }
 """The names of strategies."""
 
-_MEMORY = "use callbacks.MemoryReport and callbacks.Throughput, whose values have other names"
-
 CALLBACKS: Mapping[str, Row] = {
     each.name: each
     for each in (
@@ -227,6 +225,12 @@ CALLBACKS: Mapping[str, Row] = {
             "a value that is not finite ends the run with an error, or as `Trainer(on_nonfinite=)` says",
         ),
         _mapped("LearningRateMonitor", "`LearningRateMonitor`", None, "rates are logged at each log point"),
+        _mapped(
+            "DeviceStatsMonitor",
+            "`DeviceStats`",
+            None,
+            'names begin with "device/", and values are read at each log point',
+        ),
         _mapped("ModelSummary", "`ModelSummary`", None),
         _mapped("RichModelSummary", "`ModelSummary`", None),
         _mapped("ProgressBar", "`ProgressBar`", None),
@@ -250,7 +254,6 @@ CALLBACKS: Mapping[str, Row] = {
             "Checkpoint",
             "give the policy by drivetrain: dataclasses.replace(trainer, checkpoint=CheckpointConfig(...))",
         ),
-        _refused("DeviceStatsMonitor", _MEMORY),
         _refused(
             "EMAWeightAveraging",
             "give Trainer(callbacks=[WeightAverage(...)]); see docs/how-to/average-weights.md",
