@@ -211,7 +211,7 @@ def test_small_files_are_all_written_before_the_first_is_synced(tmp_path):
     files = "".join({"write": "w", "finish": "s"}.get(each, " ") for each in order if each != "create")
     tensor_writes, *others = [run for run in re.sub("w+", "w", files).split() if "s" in run]
     assert tensor_writes == "wss"
-    assert others == ["wsssss", "ws"]  # assets, their list and the objects; the manifest
+    assert others == ["wssssss"]  # assets, their list, the objects and the manifest
 
 
 def test_a_save_that_fails_between_two_files_closes_those_that_it_has_begun(tmp_path):

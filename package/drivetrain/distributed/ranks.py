@@ -121,15 +121,19 @@ class Ranks:
 
     def total(self, numbers: Sequence[float]) -> list[float]:
         """Return the sums over all ranks, equal on each to the last bit."""
-        return self.begin_total(numbers)()
+        if self.alone:
+            return list(numbers)
+        # Not by `begin_total`: a report of a hang names the collective that a rank is in.
+        sums = self._to_sum(numbers)
+        torch.distributed.all_reduce(sums, group=self.group)
+        summed: list[float] = sums.tolist()
+        return summed
 
     def begin_total(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
         """Begin `total`, and return a function that waits for it."""
         if self.alone:
             return lambda: list(numbers)
-        sums = torch.tensor(numbers, dtype=torch.float64)
-        if self.copy:
-            sums.zero_()
+        sums = self._to_sum(numbers)
         work = torch.distributed.all_reduce(sums, group=self.group, async_op=True)
 
         def total() -> list[float]:
@@ -138,6 +142,10 @@ class Ranks:
             return summed
 
         return total
+
+    def _to_sum(self, numbers: Sequence[float]) -> Tensor:
+        sums = torch.tensor(numbers, dtype=torch.float64)
+        return sums.zero_() if self.copy else sums
 
     def add(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over these ranks, in place and on its device, without a host sync."""

@@ -270,10 +270,10 @@ def test_a_run_begins_where_deepspeed_was_at_the_start_of_the_data(saved, import
 
 
 def test_settings_are_the_tasks_and_a_difference_is_told(imported):
-    def trained(**options):
+    def trained(validation=None, **options):
         trainer = Trainer(strategy=SingleDevice("cpu"), max_steps=SAVED + 1, **QUIET)
         task = Task(**options)
-        trainer.fit(task, [joined(SAVED)], resume=str(imported / "zero2"))
+        trainer.fit(task, [joined(SAVED)], validation, resume=str(imported / "zero2"))
         return task.net.last.weight.detach()
 
     with warned(r"had betas=\[0.9, 0.999\] .* this task has betas=\[0.5, 0.999\]"):
@@ -281,7 +281,7 @@ def test_settings_are_the_tasks_and_a_difference_is_told(imported):
     assert not torch.equal(other, trained())
     assert not torch.equal(trained(lr=1e-3), trained())  # the rate differs at every restart of a schedule
     with warned("no state of schedules: that of default starts anew"):
-        trained(schedule="reduce_on_plateau")
+        trained([joined(SAVED)], schedule="reduce_on_plateau")
 
 
 class Sgd(Task):
