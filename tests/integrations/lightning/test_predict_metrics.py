@@ -17,5 +17,5 @@ pytestmark = pytest.mark.full
 
 
 def test_a_module_is_refused_with_what_to_call() -> None:
-    with pytest.raises(ConfigError, match=r"predict\(metrics=True\) with a LightningTask.*Call validate"):
+    with pytest.raises(ConfigError, match=r"predict\(metrics=True\) with a Classifier.*Call validate"):
         quiet().predict(as_task(made(Classifier)), pairs(), metrics=True)
