@@ -64,7 +64,7 @@ def test_the_values_are_those_of_psutil(tmp_path: Path) -> None:
     assert found["memory_percent"] == pytest.approx(psutil.virtual_memory().percent, abs=20)
     assert found["disk_free_bytes"] == pytest.approx(psutil.disk_usage(str(tmp_path)).free, rel=0.2)
     assert found["process_memory_bytes"] == pytest.approx(psutil.Process().memory_info().rss, rel=0.5)
-    assert found["process_cpu_percent"] > 0
+    assert found["process_cpu_percent"] >= 0  # 0 between two ticks of a slow clock
     assert 0 <= found["cpu_percent"] <= 100
     if psutil.net_io_counters().bytes_sent - before >= 2 * SENT:  # the machine counts what it sends to itself
         assert found["network_sent_bytes_per_second"] > 0
