@@ -60,6 +60,7 @@ def example(name: str) -> ModuleType:
 # The programs.
 
 
+@pytest.mark.full
 def test_a_distilled_student_is_saved_without_its_teacher(tmp_path: Path) -> None:
     text = printed("distill.py", "--epochs", 4, "--teacher-epochs", 1, "--run-dir", tmp_path)
     assert text.count("as before: True") == 1
@@ -70,6 +71,7 @@ def test_a_distilled_student_is_saved_without_its_teacher(tmp_path: Path) -> Non
     assert load_file(stored[-1]).keys() == names
 
 
+@pytest.mark.full
 def test_a_pruned_task_is_exported_with_its_zeros(tmp_path: Path) -> None:
     text = printed("prune.py", "--epochs", 4, "--run-dir", tmp_path)
     _, pruned, loaded = accuracies(text)
@@ -82,6 +84,7 @@ def test_a_pruned_task_is_exported_with_its_zeros(tmp_path: Path) -> None:
         assert zeros == pytest.approx(0.9, abs=1e-3), name
 
 
+@pytest.mark.full
 def test_a_task_trained_aware_of_rounding_keeps_its_outputs_when_it_is_quantised(tmp_path: Path) -> None:
     text = printed("quantize.py", "--epochs", 2, "--run-dir", tmp_path)
     *_, aware, quantised, loaded = accuracies(text)

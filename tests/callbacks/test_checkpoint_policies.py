@@ -115,7 +115,7 @@ def test_a_checkpoint_goes_when_the_last_policy_lets_it_go(tmp_path: Path) -> No
     assert there[:5] == [[3], [3, 5], [3, 5, 6], [5, 6, 9], [6, 9, 10]], "5 was the best until 10 was"
 
 
-@pytest.mark.parametrize("stop", [7, 10, 17, 25])
+@pytest.mark.parametrize("stop", [10, *(pytest.param(each, marks=pytest.mark.full) for each in (7, 17, 25))])
 def test_a_resumed_run_keeps_what_the_undisturbed_one_keeps(tmp_path: Path, stop: int) -> None:
     fit(tmp_path / "straight", ALL)
     fit(tmp_path / "parts", ALL, max_steps=stop)

@@ -316,7 +316,7 @@ def resumable(folder: Path, name: str, stop: int = 13, resume: str | None = None
     return weights(task)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize("name", [pytest.param("sgd", marks=pytest.mark.full), "adamw"])
 def test_a_resume_before_at_and_after_an_unfreezing_is_bitwise(name: str, tmp_path: Path) -> None:
     straight = resumable(tmp_path / "straight", name)
     whole = outcome(tmp_path / "straight")
@@ -389,7 +389,7 @@ def on_ranks(folder: Path, strategy: str, stop: int = 9, resume: str | None = No
     return {name: each.tolist() for name, each in task.state_dict().items()}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.full), "fsdp"])
 def test_two_ranks_have_the_weights_of_one_process_and_resume_bitwise(strategy: str, tmp_path: Path) -> None:
     first, second = run_distributed(_on_a_rank, str(tmp_path), strategy, timeout=180)
     assert first == second

@@ -52,6 +52,7 @@ def profiled(folder: Path, lines: str, *options: str, **settings: Any) -> tuple[
     return process.returncode, out, err
 
 
+@pytest.mark.full
 def test_the_first_fit_runs_some_updates_and_the_rest_of_the_program_does_not(tmp_path: Path) -> None:
     code, out, err = profiled(tmp_path, FIT, "--steps", "8")
     assert code == 0, err

@@ -318,7 +318,9 @@ def _sharded(folder: str, devices: Any, options: Any, epochs: float, resume: str
     return flat, seen.windows, result.progress.updates, seen.totals.updates
 
 
-@pytest.mark.parametrize("name", ["accumulation by steps", "batch size by steps"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("accumulation by steps", marks=pytest.mark.full), "batch size by steps"]
+)
 @pytest.mark.parametrize(
     "strategy",
     [

@@ -91,7 +91,7 @@ def test_a_plateau_may_watch_a_value_of_training_without_validation() -> None:
     assert rates(task, log_every=5, max_epochs=3) == [0.8] * 10 + [0.4] * 5
 
 
-@pytest.mark.parametrize("at", [3, 5, 7, 10])
+@pytest.mark.parametrize("at", [5, *(pytest.param(each, marks=pytest.mark.full) for each in (3, 7, 10))])
 @pytest.mark.parametrize(
     "options",
     [
