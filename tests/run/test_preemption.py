@@ -327,6 +327,7 @@ def to_one(number: int) -> Callable[[int], None]:
     return lambda pid: os.kill(pid, number)
 
 
+@pytest.mark.full
 def test_a_group_of_a_process_and_its_workers_ends_in_order() -> None:
     code, errors, _ = ended(to_all(signal.SIGTERM), ["1", "cpu", "20", "2"])
     assert code == 75, errors
@@ -464,6 +465,7 @@ sys.stderr = Tee(sys.stderr)
 """
 
 
+@pytest.mark.full
 def test_a_deadline_holds_where_stderr_is_something_else(tmp_path: Path) -> None:
     Path("program.py").write_text(TEES + WRITES, encoding="utf-8")
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))

@@ -308,11 +308,12 @@ def flip(path: Path, where: float) -> None:
     path.write_bytes(content)
 
 
-def test_what_is_kept_in_the_life_of_a_run_directory() -> None:
+@pytest.mark.parametrize("examples", [30, pytest.param(150, marks=pytest.mark.full)])
+def test_what_is_kept_in_the_life_of_a_run_directory(examples: int) -> None:
     run_state_machine_as_test(
         Life,
         settings=settings(
-            max_examples=150,
+            max_examples=examples,
             stateful_step_count=25,
             deadline=None,
             derandomize=True,
