@@ -219,8 +219,9 @@ def _ends(part: Tensor) -> Tensor:
     if not part.numel():
         return ends
     for chunk in _chunks(part):
-        largest = chunk.nan_to_num(-inf, -inf, -inf).amax()
-        smallest = chunk.nan_to_num(inf, inf, inf).amin()
+        finite = chunk.isfinite()  # XLA's nan_to_num takes no infinite value
+        largest = torch.where(finite, chunk, -inf).max()  # its amax() of no dimension reduces nothing
+        smallest = torch.where(finite, chunk, inf).min()
         ends = torch.maximum(ends, torch.stack([-smallest, largest]))
     return ends
 
