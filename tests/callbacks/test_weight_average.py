@@ -208,6 +208,22 @@ def test_two_ranks_have_the_average_of_one_process_and_resume_bitwise(
     assert straight[2] == pytest.approx(alone_flat, abs=1e-6)
 
 
+def _with_and_without_validations() -> Any:
+    found = []
+    for every in ("2 steps", None):
+        task = Regression(OptimizerConfig("sgd", lr=0.05))
+        average = WeightAverage("ema", decay=0.9, save=False)
+        trainer = quiet(max_steps=8, strategy="fsdp", devices=2, validate_every=every, callbacks=[average])
+        trainer.fit(task, pairs(16), pairs(4))
+        found.append(weights(task))
+    return found
+
+
+def test_shards_are_trained_on_from_their_own_weights_after_a_validation_of_the_average() -> None:
+    for validated, not_validated in run_distributed(_with_and_without_validations, timeout=180):
+        assert validated == not_validated
+
+
 class Normed(Regression):
     """Has a batch norm."""
 

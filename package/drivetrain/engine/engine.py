@@ -388,6 +388,9 @@ class Engine:
         with stored, self.step_module.evaluating(step) as run_step:
             self.evaluate_step = self.model if self.strategy.sharded else run_step
             yield
+            # Forwards without a backward leave parameters gathered. The next forward would compute with them,
+            # and not with what a callback has put in their place since, such as the trained weights.
+            self.strategy.settle(self.model)
 
     def exchanged(self, write: bool = False) -> AbstractContextManager[Mapping[str, Optimizer]]:
         """Run the block with the task and its optimizers, which it yields, in the form of checkpoints."""
