@@ -211,6 +211,8 @@ def test_a_first_batch_that_cannot_be_cut_is_an_error(data: Any, options: Any, t
         ({"lengths": {0: 8, "1 hour": 16}}, "steps, whole epochs, or samples"),
         ({"lengths": 8, "fields": {"labels": 0}}, "Dimension 0 counts samples"),
         ({"lengths": 8, "fields": ()}, "is empty"),
+        ({"lengths": 8, "fields": 3.5}, "takes names of the batch's tensors, .* not 3.5"),
+        ({"lengths": 8, "fields": [["labels"]]}, r"not \[\['labels'\]\]"),
     ],
 )
 def test_arguments_that_are_not_allowed_are_refused(arguments: dict[str, Any], told: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -128,6 +128,11 @@ def _checked(fields: Any) -> dict[Any, tuple[int, ...]]:
     if isinstance(fields, (str, int)):
         fields = (fields,)
     if not isinstance(fields, Mapping):
+        if not isinstance(fields, Collection) or not all(isinstance(each, (str, int)) for each in fields):
+            raise ConfigError(
+                "SequenceLength(fields=...) takes names of the batch's tensors, or positions in a tuple, such"
+                f" as ('tokens', 'labels'), not {fields!r}"
+            )
         fields = dict.fromkeys(fields, 1)
     found = {
         name: (each,) if isinstance(each, int) else tuple(each) if isinstance(each, Sequence) else ()

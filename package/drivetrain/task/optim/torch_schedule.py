@@ -11,11 +11,13 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.core.intervals import Every
+from drivetrain.core.validation import by_name
 
 _VALIDATIONS = "validations"
 
 
 @final
+@by_name
 @dataclass(frozen=True)
 class TorchSchedule:
     """A scheduler of torch, stepped after updates, after epochs, or after validations with a metric.
