@@ -573,6 +573,7 @@ def test_arguments_are_checked(arguments: Any, options: dict[str, Any], message:
             Freeze("encodr.*"),
             r"the pattern 'encodr\.\*' of Freeze matches no parameter.*Did you mean 'encoder",
         ),
+        (Freeze("encodr"), "Did you mean 'encoder'"),
         (
             Freeze("encoder", exclude="haed"),
             "exclude='haed' of Freeze matches no parameter.*Did you mean 'head",

@@ -28,6 +28,9 @@ from drivetrain.checkpoint.weights.load import load_weights
 from drivetrain.strategies.registry import STRATEGIES
 from drivetrain.testing import run_distributed
 
+OF_KIND: dict[str, Any] = {"ema": {"decay": 0.9}, "swa": {}, "lawa": {"window": 2}}
+"""The arguments of each kind, for the averages of `expected`."""
+
 
 class Trajectory(Callback):
     """The trained weights after each update, and what each validation had."""
@@ -73,7 +76,7 @@ def test_the_average_is_the_papers_and_training_goes_on_as_without(kind: str, po
     plain, seen = Regression(), Trajectory()
     quiet(max_epochs=3, callbacks=[without := Trajectory()]).fit(plain, pairs(), pairs(4))
     task = Regression()
-    average = WeightAverage(kind, decay=0.9, window=2, **points)
+    average = WeightAverage(kind, **OF_KIND[kind], **points)
     quiet(max_epochs=3, callbacks=[average, seen]).fit(task, pairs(), pairs(4))
     assert torch.equal(torch.stack(seen.after), torch.stack(without.after))
     taken = [each for number, each in enumerate(seen.after, 1) if kept(number)]
@@ -121,7 +124,7 @@ def fitted(
     checkpoint: Any = True,
     **more: Any,
 ) -> Any:
-    average = WeightAverage(kind, **{"decay": 0.9, "window": 2, "every": 2, **more})
+    average = WeightAverage(kind, **{**OF_KIND[kind], "every": 2, **more})
     task = Regression(OptimizerConfig(name, lr=0.05), dropout=0.2)
     options = {"max_steps": updates, "run_dir": folder, "checkpoint": checkpoint, "validate_every": "3 steps"}
     quiet(**options, callbacks=[average]).fit(task, pairs(), pairs(4), resume=resume)
@@ -145,13 +148,11 @@ def test_a_checkpoint_that_is_written_while_training_goes_on_is_whole(tmp_path: 
         assert fitted(tmp_path / str(updates), "adamw", "ema", 13, path) == straight
 
 
-@pytest.mark.parametrize(
-    "other", [{"kind": "swa", "window": 2}, {"kind": "lawa", "window": 3}], ids=["kind", "window"]
-)
-def test_other_averages_are_refused_at_a_resume(other: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "other"), [("swa", {}), ("lawa", {"window": 3})], ids=["kind", "window"])
+def test_other_averages_are_refused_at_a_resume(kind: str, other: dict[str, Any], tmp_path: Path) -> None:
     fitted(tmp_path, "sgd", "lawa", 7)
     with pytest.raises(ConfigError, match=r"averages of WeightAverage\('lawa', window=2\), and this run has"):
-        fitted(tmp_path, "sgd", updates=13, resume="auto", **other)
+        fitted(tmp_path, "sgd", kind, 13, "auto", **other)
 
 
 def test_a_resume_without_the_callback_does_not_train_on_from_the_average(tmp_path: Path) -> None:
@@ -181,7 +182,7 @@ def _on_a_rank(rank_dir: str, strategy: str, kind: str) -> Any:
 
 def _sharded(folder: Path, kind: str, updates: int, resume: bool, more: Any, batch_size: int = 2) -> Any:
     task = Regression(OptimizerConfig("adamw", lr=0.05))
-    average = WeightAverage(kind, decay=0.9, window=2, every=2)
+    average = WeightAverage(kind, **OF_KIND[kind], every=2)
     trainer = quiet(
         max_steps=updates,
         run_dir=folder,
@@ -295,7 +296,9 @@ def test_batch_norms_are_not_renewed_from_data_that_may_not_end() -> None:
         ({"decay": 0}, "decay"),
         ({"every": "10 minutes"}, r"WeightAverage\(every=\) takes steps or whole epochs"),
         ({"every": "0.5 epochs"}, "whole epochs"),
-        ({"window": 0}, "window"),
+        ({"kind": "lawa", "window": 0}, "window"),
+        ({"kind": "swa", "decay": 0.9}, "decay is for 'ema' alone"),
+        ({"window": 3}, "window is for 'lawa' alone"),
         ({"save": 1}, "save"),
     ],
 )

@@ -45,10 +45,10 @@ class WeightAverage(Callback):
 
     Args:
         kind: "ema", "swa" or "lawa".
-        decay: The share of the old average in "ema", above 0 and below 1.
+        decay: The share of the old average in "ema", above 0 and below 1; None is 0.999.
         every: The interval of averaging in steps or whole epochs; None is "1 step" for "ema", else "1 epoch".
         start: Average from here on, in steps or whole epochs; None from the first update.
-        window: The number of weights in "lawa"; each takes as much memory as the weights.
+        window: The number of weights in "lawa", each of which takes as much memory as the weights; None is 5.
         evaluate: Whether the validations of a fit use the average.
         save: Whether the average is what checkpoints and the finished weights hold as the model. A resume
             goes on from the trained weights in any case, which such a checkpoint holds beside it; give it the
@@ -64,20 +64,23 @@ class WeightAverage(Callback):
         self,
         kind: str = "ema",
         *,
-        decay: float = 0.999,
+        decay: float | None = None,
         every: Interval | None = None,
         start: Interval | None = None,
-        window: int = 5,
+        window: int | None = None,
         evaluate: bool = True,
         save: bool = True,
     ) -> None:
         self.kind = one_of("kind", kind, KINDS)
-        self.decay = number("decay", decay, above=0)
+        for name, value, of in (("decay", decay, "ema"), ("window", window, "lawa")):
+            if value is not None and kind != of:
+                raise ConfigError(f"WeightAverage({kind!r}, {name}={value}): {name} is for {of!r} alone")
+        self.decay = number("decay", 0.999 if decay is None else decay, above=0)
         if self.decay >= 1:
             raise ConfigError(f"decay must be below 1, not {decay}: the average would never change")
         self.every = steps_or_epochs("WeightAverage(every=)", _EVERY[kind] if every is None else every)
         self.start = None if start is None else steps_or_epochs("WeightAverage(start=)", start)
-        self.window = count("window", window, at_least=1)
+        self.window = count("window", 5 if window is None else window, at_least=1)
         self.evaluate = flag("evaluate", evaluate)
         self.save = flag("save", save)
         self.averaged = 0

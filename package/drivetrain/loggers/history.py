@@ -50,7 +50,7 @@ def read_history(path: Path) -> list[dict[str, float]]:
     lines = text[: text.rfind("\n") + 1].splitlines()
     rows: list[dict[str, str]]
     rows = [json.loads(each) for each in lines] if text.startswith("{") else list(csv.DictReader(lines))
-    return [_row(each) for each in rows if HISTOGRAMS not in each]
+    return [_row(each) for each in rows if not isinstance(each.get(HISTOGRAMS), dict)]
 
 
 def _row(values: dict[str, str]) -> dict[str, float]:

@@ -74,7 +74,7 @@ class ActivationStats(Callback):
         self.statistics = tuple(one_of("statistic of ActivationStats", each, STATISTICS) for each in given)
         self._columns = tuple(
             column
-            for columns in (("mean", "var"), ("min", "max"), ("zeros",))
+            for columns in (("mean", "var"), ("min",), ("max",), ("zeros",))
             if any(_COLUMN[each] in columns for each in self.statistics)
             for column in columns
         )
@@ -212,7 +212,9 @@ class ActivationStats(Callback):
         if "var" in self._columns:
             values += reversed(torch.var_mean(wide, correction=0))
         if "min" in self._columns:
-            values += torch.aminmax(wide)
+            values.append(wide.min())
+        if "max" in self._columns:
+            values.append(wide.max())
         if "zeros" in self._columns:
             values.append((wide == 0).sum().to(wide.dtype) / wide.numel())
         return torch.stack(values)

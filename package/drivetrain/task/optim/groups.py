@@ -113,7 +113,8 @@ def names_matching(module: nn.Module, pattern: str, what: str) -> set[str]:
     names = [name for each in named_parameters(module) for name in each.names]
     found = {name for name in names if matches_part(name, pattern)}
     if not found:
-        modules = {name.rpartition(".")[0] for name in names} - {""}
+        paths = [name.split(".") for name in names]
+        modules = {".".join(path[:depth]) for path in paths for depth in range(1, len(path))}
         raise ConfigError(
             f"{what} matches no parameter, and no module with parameters."
             f" {nearest(pattern, {*names, *modules})}"

@@ -44,8 +44,8 @@ class TorchSchedule:
         required: Whether it is an error if the value was not logged; if not, that step is left out.
 
     Raises:
-        ConfigError: An interval of another unit, a ReduceLROnPlateau without a metric, or a metric for a
-            scheduler that takes none.
+        ConfigError: An interval of another unit, a metric that is no name, a ReduceLROnPlateau without a
+            metric, or a metric for a scheduler that takes none.
     """
 
     scheduler: Any
@@ -62,6 +62,10 @@ class TorchSchedule:
                     " '1 epoch' or '100 steps'"
                 )
             object.__setattr__(self, "every", every)  # the class is frozen
+        if self.metric is not None and not (isinstance(self.metric, str) and self.metric):
+            raise ConfigError(
+                f"TorchSchedule(metric={self.metric!r}) takes a value's name, such as 'validation/loss'"
+            )
         kind = self.scheduler if isinstance(self.scheduler, type) else type(self.scheduler)
         kind = getattr(self.scheduler, "func", kind)  # of a functools.partial
         is_plateau = isinstance(kind, type) and issubclass(kind, ReduceLROnPlateau)
