@@ -19,7 +19,6 @@ def test_a_process_alone_waits_for_nobody():
     assert ALONE.all_gather("a") == ["a"]
     assert ALONE.first(lambda: "b") == "b"
     assert ALONE.together(lambda: "c") == ["c"]
-    assert ALONE.distribute(1, lambda values: [values[0] + 1]) == 2
     for act in (ALONE.first, ALONE.together):
         with pytest.raises(CheckpointError, match="no room"):
             act(fail)
@@ -33,11 +32,10 @@ def test_all_get_the_same():
             ranks.all_gather(ranks.rank * 10),
             ranks.first(lambda: f"from {ranks.rank}"),
             ranks.together(lambda: ranks.rank + 1),
-            ranks.distribute(ranks.rank, lambda values: [sum(values) + value for value in values]),
         )
 
     found = run_distributed(act, world_size=3)
-    assert found == [([0, 10, 20], "from 0", [1, 2, 3], 3 + rank) for rank in range(3)]
+    assert found == [([0, 10, 20], "from 0", [1, 2, 3]) for rank in range(3)]
 
 
 @needs_gloo
@@ -52,7 +50,6 @@ def test_of_processes_that_have_the_same_one_counts_and_all_hear():
             ranks.add(torch.tensor(10.0 + job.rank)).item(),
             ranks.first(lambda: f"from {job.rank}"),
             ranks.together(lambda: job.rank),
-            ranks.distribute(job.rank, lambda values: [sum(values) + value for value in values]),
         )
         job.close()
         assert ranks.group is None
@@ -61,7 +58,7 @@ def test_of_processes_that_have_the_same_one_counts_and_all_hear():
     for rank, found in enumerate(run_distributed(act, world_size=4)):
         group = rank // 2
         both = [0, 2]
-        expected = ((group, 2, True), both, [2.0, 2.0], 22.0, "from 0", both, 2 + 2 * group)
+        expected = ((group, 2, True), both, [2.0, 2.0], 22.0, "from 0", both)
         assert found == expected
 
 
@@ -83,9 +80,8 @@ def test_an_error_of_one_is_raised_by_all():
         with pytest.raises(CheckpointError, match="no room") as caught:
             ranks.together(lambda: fail() if ranks.rank == 1 else None)
         notes = getattr(caught.value, "__notes__", [])
-        for failing in (ranks.first, lambda act: ranks.distribute(0, lambda values: act())):
-            with pytest.raises(CheckpointError, match="no room"):
-                failing(fail)
+        with pytest.raises(CheckpointError, match="no room"):
+            ranks.first(fail)
         return notes, ranks.all_gather("still together")
 
     notes = ["drivetrain: this happened on rank 1"]

@@ -201,30 +201,6 @@ class Ranks:
                 raise theirs
         return [each for each, _ in outcomes][:: self.copies]
 
-    def distribute(self, value: T, divide: Callable[[list[T]], list[T]]) -> T:
-        """Gather the values on rank 0, call `divide` there, and scatter its results to the ranks.
-
-        Raises:
-            Exception: `divide` raised; every rank raises its error.
-        """
-        if self.alone:
-            return divide([value])[0]
-        processes = self.size * self.copies
-        gathered = self.gather_first(value)
-        outcomes: list[Any] | None = None
-        if gathered is not None:
-            values, error = _attempt(lambda: divide(gathered))
-            outcomes = [(None, _sendable(error))] * processes
-            if error is None:
-                outcomes = [(each, None) for each in values for _ in range(self.copies)]
-        mine: list[Any] = [None]
-        torch.distributed.scatter_object_list(mine, outcomes, group=self.group, group_src=0)
-        given, error = mine[0]
-        if error is not None:
-            raise error
-        result: T = given
-        return result
-
 
 ALONE = Ranks()
 """One process without others."""
