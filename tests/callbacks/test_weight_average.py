@@ -277,6 +277,24 @@ def test_weights_of_16_bits_are_averaged_in_float32() -> None:
     assert not torch.equal(flat(task), seen.after[0])
 
 
+def test_complex_weights_are_averaged_whole() -> None:
+    class Turned(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.phase = nn.Parameter(torch.ones(4) * (1 + 2j))
+
+        def forward(self, features: Tensor) -> Tensor:
+            return super().forward(features * (self.phase * features).abs())
+
+    task, seen = Turned(), Trajectory()
+    quiet(max_steps=6, callbacks=[WeightAverage(decay=0.9), seen]).fit(task, pairs(12))
+    assert flat(task).is_complex()
+    average = seen.after[0]
+    for each in seen.after[1:]:
+        average = 0.9 * average + 0.1 * each
+    torch.testing.assert_close(flat(task), average, rtol=1e-5, atol=1e-6)
+
+
 def test_batch_norms_are_not_renewed_from_data_that_may_not_end() -> None:
     class Endless:
         def __iter__(self) -> Any:

@@ -36,9 +36,9 @@ class WeightAverage(Callback):
     - "swa", the mean of all weights (Izmailov et al., "Averaging Weights Leads to Wider Optima", 2018).
     - "lawa", the mean of the last `window` weights (Kaddour, "Stop Wasting My Time!", 2022).
 
-    The first average is the weights at the first point after `start`. Averages are of float32, or of float64
-    for such weights. Each rank averages its own shards. Checkpoints hold the trained weights and the
-    averages, so that a resumed run is bitwise the same.
+    The first average is the weights at the first point after `start`. Averages are of at least float32;
+    those of float64 and complex weights have their dtype. Each rank averages its own shards. Checkpoints hold
+    the trained weights and the averages, so that a resumed run is bitwise the same.
 
     With batch norms, "swa" and "lawa" are used at the end of the fit only. The norms' statistics are then
     renewed by one pass over the training data, as the weights that they belong to were never trained.
@@ -333,7 +333,7 @@ def _norms(task: nn.Module) -> Iterator[Any]:
 
 def _wide(weight: Tensor) -> Tensor:
     """Return a weight in the dtype of its average; for use without gradients."""
-    return weight if weight.dtype in (torch.float32, torch.float64) else weight.float()
+    return weight.to(torch.promote_types(weight.dtype, torch.float32))
 
 
 def _local(tensors: Sequence[Any]) -> list[Tensor]:
