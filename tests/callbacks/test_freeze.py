@@ -552,13 +552,14 @@ def test_it_adapts_the_engine_at_its_points_only() -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        (([],), {}, "needs a pattern"),
-        ((3,), {}, r"Freeze\(patterns=...\) takes globs"),
+        (({},), {}, "needs a pattern"),
+        (([],), {}, r"Freeze\(patterns=\) must be a glob such as 'blocks\.\*', .* not \[\]"),
+        (({3: None},), {}, r"Freeze\(patterns=\) must be a glob .* not \[3\]"),
         (({"encoder": None},), {"until": 3}, "leave out until="),
         (("encoder",), {"until": "10 minutes"}, "cannot unfreeze at '10 minutes'"),
         (("encoder",), {"until": "2 epoks"}, "Did you mean 'epochs'"),
         (("encoder",), {"unitl": "2 epochs"}, "Did you mean 'until'"),
-        (("encoder",), {"exclude": [1]}, r"Freeze\(exclude=...\) takes globs"),
+        (("encoder",), {"exclude": [1]}, r"Freeze\(exclude=\) must be a glob .* not \[1\]"),
     ],
 )
 def test_arguments_are_checked(arguments: Any, options: dict[str, Any], message: str) -> None:

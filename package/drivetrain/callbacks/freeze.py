@@ -14,7 +14,7 @@ from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.intervals import Every, Point
 from drivetrain.core.messages import logger
 from drivetrain.core.totals import Totals
-from drivetrain.core.validation import by_name
+from drivetrain.core.validation import by_name, globs
 from drivetrain.task.optim.groups import matches_part, named_parameters, names_matching
 
 if TYPE_CHECKING:
@@ -75,11 +75,11 @@ class Freeze(Callback):
                 )
             self.until = {name: _point(each) for name, each in patterns.items()}
         else:
-            self.until = dict.fromkeys(_patterns("patterns", patterns), _point(until))
-        _patterns("patterns", list(self.until))
+            self.until = dict.fromkeys(globs("Freeze(patterns=)", patterns) or (), _point(until))
+        globs("Freeze(patterns=)", list(self.until), at_least=0)
         if not self.until:
             raise ConfigError("Freeze needs a pattern, such as Freeze('encoder')")
-        self.exclude = _patterns("exclude", exclude)
+        self.exclude = globs("Freeze(exclude=)", exclude, at_least=0) or ()
         self._pattern: dict[str, str] = {}  # of each parameter that is frozen at some time
         self._pending: dict[str, Point] = {}  # of the patterns that are in force until then
         self._frozen: frozenset[str] | None = None  # None before the engine knows
@@ -247,13 +247,6 @@ def _point(value: Interval | None) -> Every | None:
             " update. Give steps, epochs, samples or tokens"
         )
     return every
-
-
-def _patterns(name: str, given: Patterns) -> tuple[str, ...]:
-    patterns = (given,) if isinstance(given, str) else given
-    if not isinstance(patterns, Sequence) or not all(isinstance(each, str) and each for each in patterns):
-        raise ConfigError(f"Freeze({name}=...) takes globs of names, such as 'encoder.*', not {given!r}")
-    return tuple(patterns)
 
 
 def _set(task: nn.Module, names: Collection[str], value: bool) -> None:
