@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from drivetrain.core.errors import ConfigError, nearest
-from drivetrain.core.intervals import Every
+from drivetrain.core.intervals import Every, steps_or_epochs
 from drivetrain.core.validation import by_name
 
 _VALIDATIONS = "validations"
@@ -55,12 +55,7 @@ class TorchSchedule:
 
     def __post_init__(self) -> None:
         if self.every is not None:
-            every = Every(self.every)
-            if every.unit not in ("steps", "epochs") or every.amount != int(every.amount):
-                raise ConfigError(
-                    f"TorchSchedule(every={str(self.every)!r}) must be whole updates or epochs, such as"
-                    " '1 epoch' or '100 steps'"
-                )
+            every = steps_or_epochs("TorchSchedule(every=)", self.every)
             object.__setattr__(self, "every", every)  # the class is frozen
         if self.metric is not None and not (isinstance(self.metric, str) and self.metric):
             raise ConfigError(
