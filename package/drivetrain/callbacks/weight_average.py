@@ -101,10 +101,10 @@ class WeightAverage(Callback):
                 "WeightAverage with evaluation_precision: both replace the weights of an evaluation. Leave"
                 " one out, or give WeightAverage(evaluate=False)"
             )
-        if strategy.name in ("deepspeed", "xla_fsdp", "xla_fsdp_v2"):
+        if strategy.no_averages:
             raise StrategyError(
-                f"WeightAverage with strategy {strategy.name!r}, which keeps weights in buffers of its own."
-                " Use 'ddp' or 'fsdp', or leave the callback out"
+                f"WeightAverage with strategy {strategy.name!r}: {strategy.no_averages}. Use 'ddp' or 'fsdp',"
+                " or leave the callback out"
             )
 
     # The hooks.
