@@ -104,7 +104,7 @@ class Profile(Callback):
         self.ranks = _checked_ranks(ranks)
         self.folder = None if folder is None else Path(folder).absolute()
         self.options = dict(options or {})
-        self.show = flag("show", show)
+        self.show = flag("Profile(show=)", show)
         self.schedule = _checked_schedule(_SCHEDULE if schedule is None else schedule)
         self.files: list[Path] = []
         check_names("Profile(options=)", self.options, _OPTIONS)

@@ -71,18 +71,18 @@ class WeightAverage(Callback):
         evaluate: bool = True,
         save: bool = True,
     ) -> None:
-        self.kind = one_of("kind", kind, KINDS)
+        self.kind = one_of("kind of WeightAverage", kind, KINDS)
         for name, value, of in (("decay", decay, "ema"), ("window", window, "lawa")):
             if value is not None and kind != of:
                 raise ConfigError(f"WeightAverage({kind!r}, {name}={value}): {name} is for {of!r} alone")
-        self.decay = number("decay", 0.999 if decay is None else decay, above=0)
+        self.decay = number("WeightAverage(decay=)", 0.999 if decay is None else decay, above=0)
         if self.decay >= 1:
-            raise ConfigError(f"decay must be below 1, not {decay}: the average would never change")
+            raise ConfigError(f"WeightAverage(decay={decay}) must be below 1: the average would never change")
         self.every = steps_or_epochs("WeightAverage(every=)", _EVERY[kind] if every is None else every)
         self.start = None if start is None else steps_or_epochs("WeightAverage(start=)", start)
-        self.window = count("window", 5 if window is None else window, at_least=1)
-        self.evaluate = flag("evaluate", evaluate)
-        self.save = flag("save", save)
+        self.window = count("WeightAverage(window=)", 5 if window is None else window, at_least=1)
+        self.evaluate = flag("WeightAverage(evaluate=)", evaluate)
+        self.save = flag("WeightAverage(save=)", save)
         self.averaged = 0
         self._weights: list[nn.Parameter] = []
         self._averages: list[list[Tensor]] = []

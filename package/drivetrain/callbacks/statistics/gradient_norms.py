@@ -39,7 +39,7 @@ class GradientNorms(Callback):
     """
 
     def __init__(self, *, per_layer: bool = False) -> None:
-        self.per_layer = flag("per_layer", per_layer)
+        self.per_layer = flag("GradientNorms(per_layer=)", per_layer)
         self._parameters: list[nn.Parameter] = []
         self._layers: list[str] = []
         self._layer_of: list[int] = []
