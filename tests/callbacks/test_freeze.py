@@ -602,7 +602,7 @@ def test_what_is_not_trainable_before_is_left_so() -> None:
 
 
 def test_two_of_them_are_refused_and_a_point_after_the_end_is_named() -> None:
-    with pytest.raises(ConfigError, match="two callbacks Freeze"):
+    with pytest.raises(ConfigError, match="callbacks has 2 Freeze, which would undo one another"):
         quiet(max_epochs=1, callbacks=[Freeze("encoder"), Freeze("head")])
     with warned("'encoder' is frozen until 3 epochs, and this fit ends by then"):
         fitted(Freeze("encoder", until="3 epochs"))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from drivetrain.callbacks.base import Callback
+from drivetrain.callbacks.base import Callback, check_only_one
 from drivetrain.checkpoint.weights.module_state import clean_name
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.intervals import Every, Point
@@ -92,10 +92,7 @@ class Freeze(Callback):
             ConfigError: There is a second one.
             StrategyError: It cannot.
         """
-        if sum(isinstance(each, Freeze) for each in trainer.callbacks) > 1:
-            raise ConfigError(
-                "two callbacks Freeze would undo one another. Give one, with a mapping of patterns to points"
-            )
+        check_only_one(Freeze, trainer, "undo one another. Give one, with a mapping of patterns to points")
         point = next((each for each in self.until.values() if each is not None), None)
         if point is not None and strategy.no_unfreezing:
             raise StrategyError(

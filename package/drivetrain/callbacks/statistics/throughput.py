@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from drivetrain.callbacks.base import Callback, without_gradients
+from drivetrain.callbacks.base import Callback, check_only_one, without_gradients
 from drivetrain.callbacks.statistics.peaks import peak_flops
 from drivetrain.callbacks.stragglers import Stragglers
-from drivetrain.core.errors import ConfigError
 from drivetrain.core.messages import logger
 from drivetrain.core.validation import by_name, number
 from drivetrain.distributed.time_shares import TimeShares
@@ -116,12 +115,7 @@ class Throughput(Callback):
         Raises:
             ConfigError: There are more.
         """
-        found = [each for each in trainer.callbacks if isinstance(each, Throughput)]
-        if len(found) > 1:
-            raise ConfigError(
-                f"callbacks has {len(found)} Throughput, which would log under the same names. Give one, with"
-                " all of the options"
-            )
+        check_only_one(Throughput, trainer, "log under the same names. Give one, with all of the options")
 
     def on_fit_start(self, run: Run) -> None:
         """Look up the device's peak and reset the measurement."""
