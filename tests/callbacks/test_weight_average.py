@@ -331,5 +331,7 @@ def test_what_keeps_weights_of_its_own_is_refused() -> None:
         words = rf"WeightAverage with strategy '{name}': .* of (its|their) own"
         with pytest.raises(StrategyError, match=words):
             WeightAverage().check_trainer(quiet(), kind)
+    with pytest.raises(ConfigError, match="callbacks has 2 WeightAverage, which would replace each other's"):
+        quiet(max_steps=1, callbacks=[WeightAverage(), WeightAverage("swa")])
     with pytest.raises(ConfigError, match="evaluation_precision"):
         quiet(max_steps=1, evaluation_precision="bf16-true", callbacks=[WeightAverage()])

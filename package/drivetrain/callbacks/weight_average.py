@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.callbacks.base import Callback
+from drivetrain.callbacks.base import Callback, check_only_one
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.intervals import steps_or_epochs
 from drivetrain.core.random_streams import shielded
@@ -55,7 +55,8 @@ class WeightAverage(Callback):
             same callback.
 
     Raises:
-        ConfigError: An argument that is not allowed; or, when a Trainer is made, an `evaluation_precision`.
+        ConfigError: An argument that is not allowed; or, when a Trainer is made, a second WeightAverage or an
+            `evaluation_precision`.
         StrategyError: A strategy or an optimizer that keeps weights of its own: DeepSpeed, XLA's sharded
             ones.
     """
@@ -93,9 +94,10 @@ class WeightAverage(Callback):
         """Check that the weights are parameters that each rank holds whole or as shards.
 
         Raises:
-            ConfigError: Evaluations store the weights in another precision.
+            ConfigError: There is a second one, or evaluations store the weights in another precision.
             StrategyError: The strategy keeps weights of its own.
         """
+        check_only_one(WeightAverage, trainer, "replace each other's weights. Give one")
         if trainer.evaluation_precision is not None and self.evaluate:
             raise ConfigError(
                 "WeightAverage with evaluation_precision: both replace the weights of an evaluation. Leave"
