@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.messages import warned
+from tests.support.messages import heard, warned
 from tests.support.outcome import weights
 from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor, nn
@@ -136,7 +136,8 @@ def fitted(
 def test_a_resume_is_bitwise(name: str, kind: str, save: bool, tmp_path: Path) -> None:
     straight = fitted(tmp_path / "straight", name, kind, 13, save=save)
     for updates in (1, 7):
-        fitted(tmp_path / str(updates), name, kind, updates, save=save)
+        with heard("nothing was averaged"):
+            fitted(tmp_path / str(updates), name, kind, updates, save=save)
         assert fitted(tmp_path / str(updates), name, kind, 13, "auto", save=save) == straight
 
 
@@ -303,7 +304,14 @@ def test_batch_norms_are_not_renewed_from_data_that_may_not_end() -> None:
 
     with pytest.raises(ConfigError, match="no known length"):
         quiet(max_steps=1, callbacks=[WeightAverage("swa")]).fit(Normed(), Endless())
-    quiet(max_steps=1, callbacks=[WeightAverage("swa", save=False)]).fit(Normed(), Endless())
+    quiet(max_steps=1, callbacks=[WeightAverage("swa", every=1, save=False)]).fit(Normed(), Endless())
+
+
+@pytest.mark.parametrize("points", [{"every": "5 epochs"}, {"start": "3 epochs"}], ids=str)
+def test_a_fit_that_averages_nothing_says_so(points: dict[str, str]) -> None:
+    with warned("WeightAverage: no point of every=.* came in the 10 updates of this fit"):
+        quiet(max_epochs=2, callbacks=[WeightAverage("swa", **points)]).fit(Regression(), pairs())
+    quiet(max_epochs=2, callbacks=[WeightAverage("swa", start="1 epoch")]).fit(Regression(), pairs())
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from drivetrain.callbacks.base import Callback, check_only_one
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.intervals import steps_or_epochs
+from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import shielded
 from drivetrain.core.validation import by_name, count, flag, number, one_of
 from drivetrain.task.optim.state import AVERAGE, TRAINED, take_averages
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from drivetrain.run.run import Run
     from drivetrain.run.settings import Interval, RunSettings
     from drivetrain.strategies import Strategy
+
+_LOG = logger(__name__)
 
 KINDS = ("ema", "swa", "lawa")
 
@@ -195,7 +198,13 @@ class WeightAverage(Callback):
                 weight.copy_(value)
 
     def on_fit_end(self, run: Run) -> None:
-        """Make the average the task's weights, unless `save` is False."""
+        """Make the average the task's weights, unless `save` is False; warn if there is none."""
+        if not self._averages and run.is_main and run.stop_reason not in run.stopping.signals:
+            start = "" if self.start is None else f" after start='{self.start}'"
+            _LOG.warning(
+                f"WeightAverage: no point of every='{self.every}'{start} came in the {run.progress.updates}"
+                " updates of this fit, so nothing was averaged. Give a shorter every= or an earlier start="
+            )
         if not (self.save and self._averages):
             return
         self._use()
