@@ -138,6 +138,7 @@ def test_what_is_no_schedule_is_refused_with_what_to_write() -> None:
         "needs the name": lambda: TorchSchedule(functools.partial(ReduceLROnPlateau, patience=1)),
         "StepLR.step takes none": lambda: TorchSchedule(StepLR(optimizer, 1), metric="validation/loss"),
         "takes a value's name": lambda: TorchSchedule(ReduceLROnPlateau, metric=3),  # type: ignore[arg-type]
+        "required=. must be True or False": lambda: TorchSchedule(StepLR, required="no"),  # type: ignore[arg-type]
         "it was given a str": lambda: TorchSchedule("cosine").made(optimizer),
         "'monitor'. Here it is called 'metric'": lambda: TorchSchedule(StepLR, monitor="validation/loss"),  # type: ignore[call-arg]
         "no state_dict": lambda: TorchSchedule(Stepping()).made(optimizer),

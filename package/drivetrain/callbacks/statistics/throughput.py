@@ -15,7 +15,7 @@ from drivetrain.callbacks.base import Callback, check_only_one, without_gradient
 from drivetrain.callbacks.statistics.peaks import peak_flops
 from drivetrain.callbacks.stragglers import Stragglers
 from drivetrain.core.messages import logger
-from drivetrain.core.validation import by_name, number
+from drivetrain.core.validation import by_name, flag, number
 from drivetrain.distributed.time_shares import TimeShares
 from drivetrain.run.loop import train_steps
 
@@ -95,7 +95,7 @@ class Throughput(Callback):
             number("Throughput's straggler_margin, a share of the median,", straggler_margin, above=0)
         self.peak_flops = peak_flops
         self.flops_per_sample = flops_per_sample
-        self.measure_flops = measure_flops
+        self.measure_flops = flag("Throughput(measure_flops=)", measure_flops)
         self.data_hint = data_hint
         self.straggler_margin = straggler_margin
         self._shares: TimeShares | None = None

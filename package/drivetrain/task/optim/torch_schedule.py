@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.core.intervals import Every, steps_or_epochs
-from drivetrain.core.validation import by_name
+from drivetrain.core.validation import by_name, flag
 
 _VALIDATIONS = "validations"
 
@@ -61,6 +61,7 @@ class TorchSchedule:
             raise ConfigError(
                 f"TorchSchedule(metric={self.metric!r}) takes a value's name, such as 'validation/loss'"
             )
+        flag("TorchSchedule(required=)", self.required)
         kind = self.scheduler if isinstance(self.scheduler, type) else type(self.scheduler)
         kind = getattr(self.scheduler, "func", kind)  # of a functools.partial
         is_plateau = isinstance(kind, type) and issubclass(kind, ReduceLROnPlateau)
