@@ -274,10 +274,17 @@ def test_a_metric_of_training_that_is_not_logged_is_told_the_nearest(drive):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mode": "mn"}, r"mode='mn'. Did you mean 'min'"),
-        ({"threshold_mode": "relative"}, r"threshold_mode='relative'.*Allowed: 'abs', 'rel'"),
-        ({"patience": 0}, "patience=0; give at least 1"),
-        ({"threshold": -0.1}, "threshold=-0.1; give a finite number, at least 0"),
+        ({"mode": "mn"}, r"unknown mode of EarlyStopping 'mn'. Did you mean 'min'"),
+        ({"threshold_mode": "relative"}, r"threshold_mode .*'relative'.*Allowed: 'abs', 'rel'"),
+        (
+            {"metric": None},
+            r"EarlyStopping\(metric=\) must be a logged name such as 'validation/loss', not None",
+        ),
+        ({"patience": 0}, r"EarlyStopping\(patience=\) must be a whole number, at least 1, not 0"),
+        ({"patience": "3"}, "patience=.*not '3'"),
+        ({"threshold": -0.1}, r"EarlyStopping\(threshold=\) must be a finite number at least 0, not -0.1"),
+        ({"threshold": "0.1"}, "threshold=.*not '0.1'"),
+        ({"min_epochs": "2"}, r"EarlyStopping\(min_epochs=\) must be a whole number, at least 0, not '2'"),
         ({"stop_at": "low"}, "stop_at.*'low'"),
         ({"diverged_at": math.nan}, "diverged_at.*nan"),
         ({"strict": 1}, "strict.*1"),

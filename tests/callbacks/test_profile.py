@@ -412,7 +412,7 @@ def test_what_does_not_fit_the_trainer_is_refused_when_it_is_made(tmp_path: Path
         quiet(max_steps=1, callbacks=[Profile()])
     with pytest.raises(ConfigError, match="has rank 1, and this job's ranks are 0 to 0"):
         quiet(max_steps=1, callbacks=[Profile(ranks=[0, 1], folder=tmp_path)])
-    with pytest.raises(ConfigError, match="two Profile"):
+    with pytest.raises(ConfigError, match="callbacks has 2 Profile, which would need the same profiler"):
         quiet(max_steps=1, callbacks=[Profile(folder=tmp_path), Profile(folder=tmp_path)])
     with pytest.raises(ConfigError, match="returned 3 for update 0"):
         fitted(Profile(lambda number: 3, folder=tmp_path))  # type: ignore[arg-type, return-value]

@@ -120,6 +120,8 @@ def test_other_ranks_report_nothing(drive):
 def test_a_negative_depth_is_refused():
     with pytest.raises(ConfigError, match="depth=-1; give 0"):
         ModelSummary(depth=-1)
+    with pytest.raises(ConfigError, match="depth='2'; give 0"):
+        ModelSummary(depth="2")
 
 
 # Shapes and operations for a batch.
@@ -237,7 +239,7 @@ def test_what_cannot_be_followed_without_values_is_refused():
         summarize(nn.LazyLinear(3), batch=torch.ones(2, 2))
     with pytest.raises(StrategyError, match=r"strategy 'fsdp'.*print\(summarize"):
         quiet(strategy="fsdp", devices=2, callbacks=[ModelSummary(batch=torch.ones(1))])
-    with pytest.raises(ConfigError, match="sizes must be True or False"):
+    with pytest.raises(ConfigError, match=r"ModelSummary\(sizes=\) must be True or False"):
         ModelSummary(sizes="yes")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.messages import warned
+from tests.support.messages import heard, warned
 from tests.support.outcome import weights
 from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor, nn
@@ -136,7 +136,8 @@ def fitted(
 def test_a_resume_is_bitwise(name: str, kind: str, save: bool, tmp_path: Path) -> None:
     straight = fitted(tmp_path / "straight", name, kind, 13, save=save)
     for updates in (1, 7):
-        fitted(tmp_path / str(updates), name, kind, updates, save=save)
+        with heard("nothing was averaged"):
+            fitted(tmp_path / str(updates), name, kind, updates, save=save)
         assert fitted(tmp_path / str(updates), name, kind, 13, "auto", save=save) == straight
 
 
@@ -277,6 +278,24 @@ def test_weights_of_16_bits_are_averaged_in_float32() -> None:
     assert not torch.equal(flat(task), seen.after[0])
 
 
+def test_complex_weights_are_averaged_whole() -> None:
+    class Turned(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.phase = nn.Parameter(torch.ones(4) * (1 + 2j))
+
+        def forward(self, features: Tensor) -> Tensor:
+            return super().forward(features * (self.phase * features).abs())
+
+    task, seen = Turned(), Trajectory()
+    quiet(max_steps=6, callbacks=[WeightAverage(decay=0.9), seen]).fit(task, pairs(12))
+    assert flat(task).is_complex()
+    average = seen.after[0]
+    for each in seen.after[1:]:
+        average = 0.9 * average + 0.1 * each
+    torch.testing.assert_close(flat(task), average, rtol=1e-5, atol=1e-6)
+
+
 def test_batch_norms_are_not_renewed_from_data_that_may_not_end() -> None:
     class Endless:
         def __iter__(self) -> Any:
@@ -285,7 +304,14 @@ def test_batch_norms_are_not_renewed_from_data_that_may_not_end() -> None:
 
     with pytest.raises(ConfigError, match="no known length"):
         quiet(max_steps=1, callbacks=[WeightAverage("swa")]).fit(Normed(), Endless())
-    quiet(max_steps=1, callbacks=[WeightAverage("swa", save=False)]).fit(Normed(), Endless())
+    quiet(max_steps=1, callbacks=[WeightAverage("swa", every=1, save=False)]).fit(Normed(), Endless())
+
+
+@pytest.mark.parametrize("points", [{"every": "5 epochs"}, {"start": "3 epochs"}], ids=str)
+def test_a_fit_that_averages_nothing_says_so(points: dict[str, str]) -> None:
+    with warned("WeightAverage: no point of every=.* came in the 10 updates of this fit"):
+        quiet(max_epochs=2, callbacks=[WeightAverage("swa", **points)]).fit(Regression(), pairs())
+    quiet(max_epochs=2, callbacks=[WeightAverage("swa", start="1 epoch")]).fit(Regression(), pairs())
 
 
 @pytest.mark.parametrize(
@@ -308,8 +334,12 @@ def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
 
 
 def test_what_keeps_weights_of_its_own_is_refused() -> None:
-    kind: Any = STRATEGIES["deepspeed"]
-    with pytest.raises(StrategyError, match="WeightAverage with strategy 'deepspeed', which keeps weights"):
-        WeightAverage().check_trainer(quiet(), kind)
+    for name in ("deepspeed", "xla_fsdp", "xla_fsdp_v2"):
+        kind: Any = STRATEGIES[name]
+        words = rf"WeightAverage with strategy '{name}': .* of (its|their) own"
+        with pytest.raises(StrategyError, match=words):
+            WeightAverage().check_trainer(quiet(), kind)
+    with pytest.raises(ConfigError, match="callbacks has 2 WeightAverage, which would replace each other's"):
+        quiet(max_steps=1, callbacks=[WeightAverage(), WeightAverage("swa")])
     with pytest.raises(ConfigError, match="evaluation_precision"):
         quiet(max_steps=1, evaluation_precision="bf16-true", callbacks=[WeightAverage()])

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
+from drivetrain.core.errors import ConfigError
 from drivetrain.run.hooks import HOOKS
 from drivetrain.run.run import Run
+
+if TYPE_CHECKING:
+    from drivetrain.run.settings import RunSettings
 
 __all__ = ["HOOKS", "Callback", "unused"]
 
@@ -27,6 +31,22 @@ def without_gradients(hook: Hook) -> Hook:
     """Mark an `on_before_optimizer_step` that reads no gradient, so that gradients may be freed before it."""
     hook.__no_gradients__ = True  # type: ignore[attr-defined]
     return hook
+
+
+def check_only_one(kind: type[Callback], trainer: RunSettings, why: str) -> None:
+    """Check that a Trainer has only one callback of a kind.
+
+    Args:
+        kind: The class.
+        trainer: The Trainer.
+        why: What two would do, and what to give instead: the end of the message.
+
+    Raises:
+        ConfigError: It has several.
+    """
+    found = sum(isinstance(each, kind) for each in trainer.callbacks)
+    if found > 1:
+        raise ConfigError(f"callbacks has {found} {kind.__name__}, which would {why}")
 
 
 class Callback:

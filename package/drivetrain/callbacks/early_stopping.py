@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.watched import Watched
-from drivetrain.core.errors import ConfigError, nearest
-from drivetrain.core.validation import by_name, flag, number
+from drivetrain.core.errors import ConfigError
+from drivetrain.core.validation import by_name, count, flag, number, one_of
 
 if TYPE_CHECKING:
     from drivetrain.run.run import Run
@@ -60,19 +60,18 @@ class EarlyStopping(Callback):
         check_finite: bool = True,
         strict: bool = True,
     ) -> None:
-        for name, value, allowed in (
-            ("mode", mode, ("min", "max")),
-            ("threshold_mode", threshold_mode, ("abs", "rel")),
-        ):
-            if value not in allowed:
-                raise ConfigError(f"early stopping has {name}={value!r}. {nearest(str(value), allowed)}")
-        if patience < 1:
-            raise ConfigError(f"early stopping has patience={patience!r}; give at least 1 validation")
-        if not (threshold >= 0 and math.isfinite(threshold)):
-            raise ConfigError(f"early stopping has threshold={threshold!r}; give a finite number, at least 0")
+        if not isinstance(metric, str) or not metric:
+            raise ConfigError(
+                f"EarlyStopping(metric=) must be a logged name such as 'validation/loss', not {metric!r}"
+            )
+        self.mode = one_of("mode of EarlyStopping", mode, ("min", "max"))
+        self.threshold_mode = one_of("threshold_mode of EarlyStopping", threshold_mode, ("abs", "rel"))
+        self.patience = count("EarlyStopping(patience=)", patience, at_least=1)
+        self.threshold = number("EarlyStopping(threshold=)", threshold, at_least=0)
+        self.min_epochs = count("EarlyStopping(min_epochs=)", min_epochs)
         for name, target in (("stop_at", stop_at), ("diverged_at", diverged_at)):
             if target is not None:
-                number(f"EarlyStopping: {name}", target)
+                number(f"EarlyStopping({name}=)", target)
         better = diverged_at if mode == "max" else stop_at
         worse = stop_at if mode == "max" else diverged_at
         if better is not None and worse is not None and better >= worse:
@@ -80,15 +79,10 @@ class EarlyStopping(Callback):
                 f"early stopping has stop_at={stop_at} and diverged_at={diverged_at} with mode={mode!r}: each"
                 " value would stop the fit. diverged_at is the worse of the two"
             )
-        self.check_finite = flag("EarlyStopping: check_finite", check_finite)
-        self.strict = flag("EarlyStopping: strict", strict)
+        self.check_finite = flag("EarlyStopping(check_finite=)", check_finite)
+        self.strict = flag("EarlyStopping(strict=)", strict)
         self.diverged_at = diverged_at
         self.metric = metric
-        self.mode = mode
-        self.patience = patience
-        self.threshold = threshold
-        self.threshold_mode = threshold_mode
-        self.min_epochs = min_epochs
         self.stop_at = stop_at
         self.best: float | None = None
         self.without_improvement = 0

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from drivetrain.callbacks.base import Callback
+from drivetrain.callbacks.base import Callback, check_only_one
 from drivetrain.checkpoint.weights.module_state import clean_name
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.intervals import Every, Point
 from drivetrain.core.messages import logger
 from drivetrain.core.totals import Totals
-from drivetrain.core.validation import by_name
+from drivetrain.core.validation import by_name, globs
 from drivetrain.task.optim.groups import matches_part, named_parameters, names_matching
 
 if TYPE_CHECKING:
@@ -75,11 +75,11 @@ class Freeze(Callback):
                 )
             self.until = {name: _point(each) for name, each in patterns.items()}
         else:
-            self.until = dict.fromkeys(_patterns("patterns", patterns), _point(until))
-        _patterns("patterns", list(self.until))
+            self.until = dict.fromkeys(globs("Freeze(patterns=)", patterns) or (), _point(until))
+        globs("Freeze(patterns=)", list(self.until), at_least=0)
         if not self.until:
             raise ConfigError("Freeze needs a pattern, such as Freeze('encoder')")
-        self.exclude = _patterns("exclude", exclude)
+        self.exclude = globs("Freeze(exclude=)", exclude, at_least=0) or ()
         self._pattern: dict[str, str] = {}  # of each parameter that is frozen at some time
         self._pending: dict[str, Point] = {}  # of the patterns that are in force until then
         self._frozen: frozenset[str] | None = None  # None before the engine knows
@@ -92,10 +92,7 @@ class Freeze(Callback):
             ConfigError: There is a second one.
             StrategyError: It cannot.
         """
-        if sum(isinstance(each, Freeze) for each in trainer.callbacks) > 1:
-            raise ConfigError(
-                "two callbacks Freeze would undo one another. Give one, with a mapping of patterns to points"
-            )
+        check_only_one(Freeze, trainer, "undo one another. Give one, with a mapping of patterns to points")
         point = next((each for each in self.until.values() if each is not None), None)
         if point is not None and strategy.no_unfreezing:
             raise StrategyError(
@@ -247,13 +244,6 @@ def _point(value: Interval | None) -> Every | None:
             " update. Give steps, epochs, samples or tokens"
         )
     return every
-
-
-def _patterns(name: str, given: Patterns) -> tuple[str, ...]:
-    patterns = (given,) if isinstance(given, str) else given
-    if not isinstance(patterns, Sequence) or not all(isinstance(each, str) and each for each in patterns):
-        raise ConfigError(f"Freeze({name}=...) takes globs of names, such as 'encoder.*', not {given!r}")
-    return tuple(patterns)
 
 
 def _set(task: nn.Module, names: Collection[str], value: bool) -> None:

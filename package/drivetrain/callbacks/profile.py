@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerAction, record_function
 
-from drivetrain.callbacks.base import Callback
+from drivetrain.callbacks.base import Callback, check_only_one
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.messages import logger
 from drivetrain.core.validation import by_name, check_names, count, flag, one_of
@@ -104,7 +104,7 @@ class Profile(Callback):
         self.ranks = _checked_ranks(ranks)
         self.folder = None if folder is None else Path(folder).absolute()
         self.options = dict(options or {})
-        self.show = flag("show", show)
+        self.show = flag("Profile(show=)", show)
         self.schedule = _checked_schedule(_SCHEDULE if schedule is None else schedule)
         self.files: list[Path] = []
         check_names("Profile(options=)", self.options, _OPTIONS)
@@ -127,8 +127,7 @@ class Profile(Callback):
         """
         if self.folder is None and not has_run_dir(trainer):
             raise _no_directory()
-        if sum(isinstance(each, Profile) for each in trainer.callbacks) > 1:
-            raise ConfigError("callbacks has two Profile. Give one, with the kinds of both")
+        check_only_one(Profile, trainer, "need the same profiler. Give one, with the kinds of both")
         late = [rank for rank in self.ranks or () if rank >= strategy.world_size]
         if late:
             raise ConfigError(

@@ -151,7 +151,7 @@ class ModelSummary(Callback):
         self.summary: Summary | None = None
         self.sizes: tuple[RankSizes, ...] = ()
         self._gradients: int | None = None
-        if flag("sizes", sizes):  # else a run never calls these
+        if flag("ModelSummary(sizes=)", sizes):  # else a run never calls these
             vars(self).update(on_before_optimizer_step=self._note_gradients, on_step_end=self._note_sizes)
 
     def check_trainer(self, trainer: RunSettings, strategy: Strategy) -> None:
@@ -177,9 +177,8 @@ class ModelSummary(Callback):
         )
         if engine.splitter is not None:
             where += f" | micro-batch {engine.splitter}"
-        batch = (
-            None if self.batch is None else engine.transfer(self.batch)
-        )  # in the dtype of the run's batches
+        # In the dtype of the run's batches.
+        batch = None if self.batch is None else engine.transfer(self.batch)
         self.summary = summarize(run.task, self.depth, batch=batch)
         _LOG.info("\n\n".join((str(self.summary), _dtype_table(engine.precision), where)))
 
@@ -309,8 +308,8 @@ class _Count:
             self.bytes += count * parameter.element_size()
 
 
-def _check_depth(depth: int) -> None:
-    if depth < 0:
+def _check_depth(depth: object) -> None:
+    if not isinstance(depth, int) or depth < 0:
         raise ConfigError(
             f"the model summary has depth={depth!r}; give 0 for the totals alone, or more for modules"
         )

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.callbacks.base import Callback
+from drivetrain.callbacks.base import Callback, check_only_one
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.intervals import steps_or_epochs
+from drivetrain.core.messages import logger
 from drivetrain.core.random_streams import shielded
 from drivetrain.core.validation import by_name, count, flag, number, one_of
 from drivetrain.task.optim.state import AVERAGE, TRAINED, take_averages
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from drivetrain.run.run import Run
     from drivetrain.run.settings import Interval, RunSettings
     from drivetrain.strategies import Strategy
+
+_LOG = logger(__name__)
 
 KINDS = ("ema", "swa", "lawa")
 
@@ -36,9 +39,9 @@ class WeightAverage(Callback):
     - "swa", the mean of all weights (Izmailov et al., "Averaging Weights Leads to Wider Optima", 2018).
     - "lawa", the mean of the last `window` weights (Kaddour, "Stop Wasting My Time!", 2022).
 
-    The first average is the weights at the first point after `start`. Averages are of float32, or of float64
-    for such weights. Each rank averages its own shards. Checkpoints hold the trained weights and the
-    averages, so that a resumed run is bitwise the same.
+    The first average is the weights at the first point after `start`. Averages are of at least float32;
+    those of float64 and complex weights have their dtype. Each rank averages its own shards. Checkpoints hold
+    the trained weights and the averages, so that a resumed run is bitwise the same.
 
     With batch norms, "swa" and "lawa" are used at the end of the fit only. The norms' statistics are then
     renewed by one pass over the training data, as the weights that they belong to were never trained.
@@ -55,7 +58,8 @@ class WeightAverage(Callback):
             same callback.
 
     Raises:
-        ConfigError: An argument that is not allowed; or, when a Trainer is made, an `evaluation_precision`.
+        ConfigError: An argument that is not allowed; or, when a Trainer is made, a second WeightAverage or an
+            `evaluation_precision`.
         StrategyError: A strategy or an optimizer that keeps weights of its own: DeepSpeed, XLA's sharded
             ones.
     """
@@ -71,18 +75,18 @@ class WeightAverage(Callback):
         evaluate: bool = True,
         save: bool = True,
     ) -> None:
-        self.kind = one_of("kind", kind, KINDS)
+        self.kind = one_of("kind of WeightAverage", kind, KINDS)
         for name, value, of in (("decay", decay, "ema"), ("window", window, "lawa")):
             if value is not None and kind != of:
                 raise ConfigError(f"WeightAverage({kind!r}, {name}={value}): {name} is for {of!r} alone")
-        self.decay = number("decay", 0.999 if decay is None else decay, above=0)
+        self.decay = number("WeightAverage(decay=)", 0.999 if decay is None else decay, above=0)
         if self.decay >= 1:
-            raise ConfigError(f"decay must be below 1, not {decay}: the average would never change")
+            raise ConfigError(f"WeightAverage(decay={decay}) must be below 1: the average would never change")
         self.every = steps_or_epochs("WeightAverage(every=)", _EVERY[kind] if every is None else every)
         self.start = None if start is None else steps_or_epochs("WeightAverage(start=)", start)
-        self.window = count("window", 5 if window is None else window, at_least=1)
-        self.evaluate = flag("evaluate", evaluate)
-        self.save = flag("save", save)
+        self.window = count("WeightAverage(window=)", 5 if window is None else window, at_least=1)
+        self.evaluate = flag("WeightAverage(evaluate=)", evaluate)
+        self.save = flag("WeightAverage(save=)", save)
         self.averaged = 0
         self._weights: list[nn.Parameter] = []
         self._averages: list[list[Tensor]] = []
@@ -93,18 +97,19 @@ class WeightAverage(Callback):
         """Check that the weights are parameters that each rank holds whole or as shards.
 
         Raises:
-            ConfigError: Evaluations store the weights in another precision.
+            ConfigError: There is a second one, or evaluations store the weights in another precision.
             StrategyError: The strategy keeps weights of its own.
         """
+        check_only_one(WeightAverage, trainer, "replace each other's weights. Give one")
         if trainer.evaluation_precision is not None and self.evaluate:
             raise ConfigError(
                 "WeightAverage with evaluation_precision: both replace the weights of an evaluation. Leave"
                 " one out, or give WeightAverage(evaluate=False)"
             )
-        if strategy.name in ("deepspeed", "xla_fsdp", "xla_fsdp_v2"):
+        if strategy.no_averages:
             raise StrategyError(
-                f"WeightAverage with strategy {strategy.name!r}, which keeps weights in buffers of its own."
-                " Use 'ddp' or 'fsdp', or leave the callback out"
+                f"WeightAverage with strategy {strategy.name!r}: {strategy.no_averages}. Use 'ddp' or 'fsdp',"
+                " or leave the callback out"
             )
 
     # The hooks.
@@ -193,7 +198,13 @@ class WeightAverage(Callback):
                 weight.copy_(value)
 
     def on_fit_end(self, run: Run) -> None:
-        """Make the average the task's weights, unless `save` is False."""
+        """Make the average the task's weights, unless `save` is False; warn if there is none."""
+        if not self._averages and run.is_main and run.stop_reason not in run.stopping.signals:
+            start = "" if self.start is None else f" after start='{self.start}'"
+            _LOG.warning(
+                f"WeightAverage: no point of every='{self.every}'{start} came in the {run.progress.updates}"
+                " updates of this fit, so nothing was averaged. Give a shorter every= or an earlier start="
+            )
         if not (self.save and self._averages):
             return
         self._use()
@@ -333,7 +344,7 @@ def _norms(task: nn.Module) -> Iterator[Any]:
 
 def _wide(weight: Tensor) -> Tensor:
     """Return a weight in the dtype of its average; for use without gradients."""
-    return weight if weight.dtype in (torch.float32, torch.float64) else weight.float()
+    return weight.to(torch.promote_types(weight.dtype, torch.float32))
 
 
 def _local(tensors: Sequence[Any]) -> list[Tensor]:

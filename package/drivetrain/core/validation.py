@@ -119,16 +119,20 @@ def flag(name: str, value: object) -> bool:
     raise ConfigError(f"{name} must be True or False, not {value!r}")
 
 
-def globs(name: str, value: object) -> tuple[str, ...] | None:
+def globs(name: str, value: object, *, at_least: int = 1) -> tuple[str, ...] | None:
     """Check that a value is a glob, such as "blocks.*", or a sequence of globs; None stays None.
 
     Raises:
-        ConfigError: It is something else, or an empty sequence.
+        ConfigError: It is something else, or a sequence of fewer than `at_least`.
     """
     if value is None:
         return None
     given = (value,) if isinstance(value, str) else value
-    if isinstance(given, (list, tuple)) and given and all(isinstance(each, str) and each for each in given):
+    if (
+        isinstance(given, (list, tuple))
+        and len(given) >= at_least
+        and all(isinstance(each, str) and each for each in given)
+    ):
         return tuple(given)
     raise ConfigError(f"{name} must be a glob such as 'blocks.*', or a sequence of globs, not {value!r}")
 

@@ -7,23 +7,19 @@ the same code. Evaluation and prediction are plain passes over their data.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
-from torch import Tensor
-
 from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.core.random_streams import shielded
-from drivetrain.core.types import EvaluationReader
 from drivetrain.data import Feed, MicroBatch, to_host
 from drivetrain.distributed.failure.last_words import set_training
-from drivetrain.engine.metrics.declared import joined
-from drivetrain.engine.metrics.means import MetricBuffer
 from drivetrain.engine.token_weight import first_step
 from drivetrain.engine.updater import Updater
 from drivetrain.engine.weighting import StepResult
+from drivetrain.run.evaluation_pass import EvaluationPass
 from drivetrain.run.run import Run
 from drivetrain.run.state import Evaluation
 from drivetrain.task.output import StepValues, read_output
@@ -296,75 +292,6 @@ def _end_evaluation(
     run.metrics.update(values)
 
 
-class _Pass:
-    """One pass over a loader: it takes what the steps return, and computes the values.
-
-    Args:
-        run: The run.
-        whole: Whether the pass is a whole one, for what computes from all samples at once.
-        stack: Closes and resets what the pass has used.
-
-    Attributes:
-        add: Adds the scalars of a step; see `MetricBuffer.add`.
-        reads: Whether something reads outputs, so that `read` must be called.
-        needs_all: Whether rank 0 needs all samples, so that `end_round` must be called.
-    """
-
-    def __init__(self, run: Run, whole: bool, stack: ExitStack) -> None:
-        engine, declared = run.engine, run.evaluation_metrics
-        self._ranks = engine.data_ranks
-        self._buffer = MetricBuffer(self._ranks)
-        self.add = self._buffer.add
-        self._metric_inputs = run.task.metric_inputs
-        self._whole = whole
-        self._declared = declared
-        if declared:
-            declared.reset()
-            stack.callback(declared.reset)
-        self._passes_on = declared is not None and declared.reads_all and whole
-        self._reader: EvaluationReader | None = run.task.evaluation_reader() if whole else None
-        if self._reader is not None:
-            stack.enter_context(closing(self._reader))
-        self._records: list[Any] = []
-        self.reads = bool(declared) or self._reader is not None
-        self.needs_all = self._passes_on or self._reader is not None
-
-    def take(self, part: MicroBatch, number: int, returned: StepValues) -> None:
-        """Take what a step has returned for a batch, or for a part of it."""
-        loss, names, scalars, outputs = returned
-        if scalars is not None:
-            self.add([(names, scalars, part.weight)], number)
-        self.read(part, loss, outputs)
-
-    def read(self, part: MicroBatch, loss: Tensor | None, outputs: Any) -> None:
-        """Give the metrics and the reader what a step has returned."""
-        if self._declared and outputs is not None:
-            self._declared.update(self._metric_inputs(outputs, part.batch))
-        if self._reader is not None:
-            loss = None if loss is None else loss.detach()
-            self._records.append(self._reader.record(loss, outputs, part.batch))
-
-    def end_round(self) -> None:
-        """Give rank 0 what needs all samples. In a round the ranks have consecutive ones."""
-        if self._passes_on:
-            self._declared.pass_on()  # type: ignore[union-attr]
-        if self._reader is not None:
-            records, self._records = self._records, []
-            for each in self._ranks.gather_first(records) or ():
-                for record in each:
-                    self._reader.add(record)
-
-    def values(self) -> dict[str, float]:
-        """Return the values by the names that the task gives them; all ranks call it together."""
-        # A loss that is NaN here is reported as NaN; a fit then does what `on_nonfinite` says.
-        values = self._buffer.means(refuse_nonfinite=False)
-        if self._declared:
-            values = joined(values, self._declared.compute(self._whole))
-        if (reader := self._reader) is not None:
-            values = joined(values, self._ranks.first(lambda: dict(reader.compute())))
-        return values
-
-
 def _evaluate_loader(run: Run, loader: str | None, feed: Feed, limit: int | None) -> dict[str, float]:
     engine, hooks = run.engine, run.hooks.on_evaluation_step_end
     step, splitter, sharded = engine.evaluation_step, engine.splitter, engine.strategy.sharded
@@ -374,14 +301,12 @@ def _evaluate_loader(run: Run, loader: str | None, feed: Feed, limit: int | None
     run.evaluation = Evaluation(loader, 0, batches, is_sanity_check=limit is not None)
     run.milestones += 1
     with ExitStack() as stack:
-        made = _Pass(run, limit is None, stack)
+        made = EvaluationPass(run, limit is None, stack)
         add, read, reads, needs_all = made.add, made.read, made.reads, made.needs_all
         for number, micro_batch in enumerate(feed.micro_batches(limit=limit)):
             run.evaluation.batch = number
-            if (
-                micro_batch.is_placeholder
-            ):  # this rank has no samples left; of a sharded model all run every forward
-                if sharded:
+            if micro_batch.is_placeholder:  # this rank has no samples left
+                if sharded:  # all ranks run every forward
                     run.evaluation.is_placeholder = True
                     step(micro_batch, number)
                     run.evaluation.is_placeholder = False
@@ -421,7 +346,7 @@ def predict(run: Run, feed: Feed, values: dict[str, float] | None = None) -> Gen
     with engine.evaluating(step), run.collecting() as logged, ExitStack() as stack:
         run.evaluation = evaluation = Evaluation(None, 0, feed.batches_per_epoch)
         run.call(run.hooks.on_evaluation_start)
-        made = None if values is None else _Pass(run, True, stack)
+        made = None if values is None else EvaluationPass(run, True, stack)
         splitter, seed, predict_step = engine.splitter, engine.streams.seed_evaluation, engine.evaluate_step
         micro_batches = feed.micro_batches()
         for number, micro_batch in enumerate(micro_batches if made is None else _weighed(micro_batches)):
@@ -470,7 +395,7 @@ def _validating(run: Run) -> Callable[[Any], tuple[Any, Any]]:
     return both if task.overrides("validation_step") or task.overrides("predict_step") else once
 
 
-def _predicted_and_evaluated(run: Run, micro_batch: MicroBatch, number: int, made: _Pass) -> Any:
+def _predicted_and_evaluated(run: Run, micro_batch: MicroBatch, number: int, made: EvaluationPass) -> Any:
     """Return the outputs for a batch on the host; the pass takes what its validation step returns."""
     engine, splitter = run.engine, run.engine.splitter
     own = not micro_batch.is_placeholder

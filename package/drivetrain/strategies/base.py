@@ -132,7 +132,9 @@ class Strategy(ABC):
         no_micro_batch: Why an update cannot be split into parts and restarted.
         no_skipping: Why an update cannot be skipped once its gradients exist.
         no_evaluation_precision: Why the weights cannot be stored in another dtype for an evaluation.
-        no_value_clipping: Why gradients cannot be clipped by value.
+        no_value_clipping: Why gradients cannot be clipped by value, or read between backward and the update.
+        no_local_parts: Why `local_part` cannot tell which part of a tensor this process has.
+        no_averages: Why an average cannot take the place of the weights between updates.
         no_unfreezing: Why the trained parameters cannot change between updates.
         no_choice_of_gpus: Why a process cannot take another GPU than that of its local rank.
         gpus: The GPU of each process on a machine, by index; None gives each that of its local rank.
@@ -156,6 +158,8 @@ class Strategy(ABC):
     no_skipping: str = "it does not declare that an update can be skipped once its gradients exist"
     no_evaluation_precision: str = "it does not declare that weights can be replaced for an evaluation"
     no_value_clipping: str = "it does not declare that the parameters' gradients are those of the update"
+    no_local_parts: str = ""
+    no_averages: str = ""
     no_unfreezing: str = "it does not declare that the trained parameters may change between updates"
     no_choice_of_gpus: str = "it does not declare that a process can take another GPU than its local rank's"
     gpus: Sequence[int] | None = None

@@ -131,9 +131,10 @@ def test_the_norms_are_those_of_the_whole_gradient(strategy: str) -> None:
     assert first[:2] == [pytest.approx(each, rel=1e-5) for each in alone.logged]
 
 
-def test_deepspeed_is_refused_by_name() -> None:
-    kind: Any = STRATEGIES["deepspeed"]
-    with pytest.raises(
-        StrategyError, match="GradientNorms with strategy 'deepspeed': DeepSpeed's optimizers"
-    ):
+@pytest.mark.parametrize(
+    ("name", "reason"), [("deepspeed", "DeepSpeed's optimizers"), ("xla_fsdp", "its shards do not tell")]
+)
+def test_strategies_that_hide_gradients_are_refused_by_name(name: str, reason: str) -> None:
+    kind: Any = STRATEGIES[name]
+    with pytest.raises(StrategyError, match=f"GradientNorms with strategy '{name}': {reason}"):
         GradientNorms().check_trainer(quiet(), kind)

@@ -212,6 +212,8 @@ def test_numbers_that_are_not_positive_are_refused():
         Throughput(peak_flops=0)
     with pytest.raises(ConfigError, match=r"flops_per_sample .* not -1"):
         Throughput(flops_per_sample=-1)
+    with pytest.raises(ConfigError, match=r"measure_flops=\) must be True or False, not 'no'"):
+        Throughput(measure_flops="no")
 
 
 @pytest.mark.parametrize("hint", [20, 1.0, 0, True, "20%", float("nan")])

@@ -333,6 +333,11 @@ def test_loggers_and_strategies_that_cannot_are_refused_by_name() -> None:
     with pytest.raises(StrategyError, match=r"gradients=True\) with strategy 'deepspeed': DeepSpeed's optim"):
         WeightHistograms(gradients=True).check_trainer(quiet(loggers="jsonl"), deepspeed)
     WeightHistograms().check_trainer(quiet(loggers="jsonl"), deepspeed)
+    xla_fsdp: Any = STRATEGIES["xla_fsdp"]
+    with pytest.raises(
+        StrategyError, match="WeightHistograms with strategy 'xla_fsdp': its shards do not tell"
+    ):
+        WeightHistograms().check_trainer(quiet(loggers="jsonl"), xla_fsdp)
     quiet(max_steps=1, try_out="batches", callbacks=[WeightHistograms()]).fit(Regression(), pairs())
 
 

@@ -132,12 +132,13 @@ def test_a_schedule_that_could_never_act_is_refused_before_training() -> None:
 def test_what_is_no_schedule_is_refused_with_what_to_write() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     for message, attempt in {
-        "whole updates or epochs": lambda: TorchSchedule(StepLR(optimizer, 1), every="0.5 epochs"),
+        "steps or whole epochs": lambda: TorchSchedule(StepLR(optimizer, 1), every="0.5 epochs"),
         "'10 minutes'": lambda: TorchSchedule(StepLR(optimizer, 1), every="10 minutes"),
         "metric='validation/loss'": lambda: TorchSchedule(ReduceLROnPlateau(optimizer)),
         "needs the name": lambda: TorchSchedule(functools.partial(ReduceLROnPlateau, patience=1)),
         "StepLR.step takes none": lambda: TorchSchedule(StepLR(optimizer, 1), metric="validation/loss"),
         "takes a value's name": lambda: TorchSchedule(ReduceLROnPlateau, metric=3),  # type: ignore[arg-type]
+        "required=. must be True or False": lambda: TorchSchedule(StepLR, required="no"),  # type: ignore[arg-type]
         "it was given a str": lambda: TorchSchedule("cosine").made(optimizer),
         "'monitor'. Here it is called 'metric'": lambda: TorchSchedule(StepLR, monitor="validation/loss"),  # type: ignore[call-arg]
         "no state_dict": lambda: TorchSchedule(Stepping()).made(optimizer),

@@ -39,7 +39,7 @@ class GradientNorms(Callback):
     """
 
     def __init__(self, *, per_layer: bool = False) -> None:
-        self.per_layer = flag("per_layer", per_layer)
+        self.per_layer = flag("GradientNorms(per_layer=)", per_layer)
         self._parameters: list[nn.Parameter] = []
         self._layers: list[str] = []
         self._layer_of: list[int] = []
@@ -52,15 +52,11 @@ class GradientNorms(Callback):
         Raises:
             StrategyError: They are not.
         """
-        if strategy.no_value_clipping:
+        reason = strategy.no_value_clipping or strategy.no_local_parts
+        if reason:
             raise StrategyError(
-                f"GradientNorms with strategy {strategy.name!r}: {strategy.no_value_clipping}. Use strategy"
-                " 'ddp' or 'fsdp', or leave the callback out"
-            )
-        if strategy.name == "xla_fsdp":
-            raise StrategyError(
-                "GradientNorms with strategy 'xla_fsdp', whose shards do not tell which part of a gradient"
-                " they are. Use 'xla_fsdp_v2', or leave the callback out"
+                f"GradientNorms with strategy {strategy.name!r}: {reason}. Use another one, such as 'ddp' or"
+                " 'fsdp', or leave the callback out"
             )
 
     def on_fit_start(self, run: Run) -> None:

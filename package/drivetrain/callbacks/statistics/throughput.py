@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from drivetrain.callbacks.base import Callback, without_gradients
+from drivetrain.callbacks.base import Callback, check_only_one, without_gradients
 from drivetrain.callbacks.statistics.peaks import peak_flops
 from drivetrain.callbacks.stragglers import Stragglers
-from drivetrain.core.errors import ConfigError
 from drivetrain.core.messages import logger
-from drivetrain.core.validation import by_name, number
+from drivetrain.core.validation import by_name, flag, number
 from drivetrain.distributed.time_shares import TimeShares
 from drivetrain.run.loop import train_steps
 
@@ -96,7 +95,7 @@ class Throughput(Callback):
             number("Throughput's straggler_margin, a share of the median,", straggler_margin, above=0)
         self.peak_flops = peak_flops
         self.flops_per_sample = flops_per_sample
-        self.measure_flops = measure_flops
+        self.measure_flops = flag("Throughput(measure_flops=)", measure_flops)
         self.data_hint = data_hint
         self.straggler_margin = straggler_margin
         self._shares: TimeShares | None = None
@@ -116,12 +115,7 @@ class Throughput(Callback):
         Raises:
             ConfigError: There are more.
         """
-        found = [each for each in trainer.callbacks if isinstance(each, Throughput)]
-        if len(found) > 1:
-            raise ConfigError(
-                f"callbacks has {len(found)} Throughput, which would log under the same names. Give one, with"
-                " all of the options"
-            )
+        check_only_one(Throughput, trainer, "log under the same names. Give one, with all of the options")
 
     def on_fit_start(self, run: Run) -> None:
         """Look up the device's peak and reset the measurement."""

@@ -90,10 +90,10 @@ class WeightHistograms(Callback):
                 f"WeightHistograms with loggers={trainer.loggers!r}, none of which takes histograms. Add"
                 " 'tensorboard' or 'jsonl', or a logger with log_histograms(histograms, step)"
             )
-        if strategy.name == "xla_fsdp":
+        if strategy.no_local_parts:
             raise StrategyError(
-                "WeightHistograms with strategy 'xla_fsdp', whose shards do not tell which part of a weight"
-                " they are. Use 'xla_fsdp_v2', or leave the callback out"
+                f"WeightHistograms with strategy {strategy.name!r}: {strategy.no_local_parts}. Use another"
+                " strategy, or leave the callback out"
             )
         if self.gradients and strategy.no_value_clipping:
             raise StrategyError(

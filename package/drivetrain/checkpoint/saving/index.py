@@ -208,10 +208,9 @@ def keepers(entries: Sequence[Entry], policies: Sequence[CheckpointConfig]) -> d
         entries: The entries, oldest first.
         policies: The policies.
     """
-    ranks = rankings(policies)
-    found = {by: rank(entries, by, policy.mode) for by, policy in ranks.items()}
+    found = {by: rank(entries, by, policy.mode) for by, policy in rankings(policies).items()}
     for ranked in list(found.values())[:1]:
-        ranked += [each for each in entries if each.keeper and ranks.keys().isdisjoint(each.keeper)]
+        ranked += [each for each in entries if each.keeper and found.keys().isdisjoint(each.keeper)]
     return found
 
 

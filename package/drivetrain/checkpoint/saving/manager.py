@@ -81,8 +81,7 @@ class CheckpointManager:
 
     The index file decides order and purpose; the disk decides existence. The first use reconciles the two, so
     that a kill at any moment loses at most the checkpoint that was being saved. One job at a time may write
-    to
-    a directory. Each of its processes has a manager, and all call the same methods in the same order. A
+    to a directory. Each of its processes has a manager, and all call the same methods in the same order. A
     directory that another job has locked raises; `lock` keeps other jobs out until `release`.
 
     Args:
@@ -208,12 +207,12 @@ class CheckpointManager:
             ConfigError: A metric that ranks keepers is missing; lists the others.
         """
         self._open()
-        ranks = self._rankings(by)
-        values = {name: _ranking_value(name, metrics) for name in ranks}
-        if ranks:
+        policies = self._rankings(by)
+        values = {name: _ranking_value(name, metrics) for name in policies}
+        if policies:
             self._forget_removed()
         ranked = keepers(self._entries, self.policies)
-        return any(_belongs(values[name], ranked[name], name, policy) for name, policy in ranks.items())
+        return any(_belongs(values[name], ranked[name], name, policy) for name, policy in policies.items())
 
     def save(
         self,
@@ -255,11 +254,11 @@ class CheckpointManager:
             self.ranks.first(self._lock.confirm)
         self._forget_removed()
         # The pruning, which ranks it with the others, decides whether it is good enough; NaN never is.
-        ranks = self._rankings() if keeper is True else {}
+        policies = self._rankings() if keeper is True else {}
         for by in keeper if not isinstance(keeper, bool) else ():
-            ranks |= self._rankings(by)
+            policies |= self._rankings(by)
         best = {
-            by: policy.mode for by, policy in ranks.items() if not math.isnan(_ranking_value(by, metrics))
+            by: policy.mode for by, policy in policies.items() if not math.isnan(_ranking_value(by, metrics))
         }
         ranking = [each.by for each in self.policies if each.by is not None]
         known = {by: float(metrics[by]) for by in ranking if by in metrics}
@@ -399,12 +398,12 @@ class CheckpointManager:
 
     def _rankings(self, by: str | None = None) -> dict[str, CheckpointConfig]:
         """Return the policies that keep the best, by their metrics; or only the one for a metric."""
-        ranks = rankings(self.policies)
+        policies = rankings(self.policies)
         if by is None:
-            return ranks
-        if by not in ranks:
-            raise ConfigError(f"no policy keeps the best by {by!r}. {nearest(by, ranks)}")
-        return {by: ranks[by]}
+            return policies
+        if by not in policies:
+            raise ConfigError(f"no policy keeps the best by {by!r}. {nearest(by, policies)}")
+        return {by: policies[by]}
 
     def _intervals(self, resume: bool | Collection[str]) -> tuple[str, ...]:
         if isinstance(resume, bool):

@@ -84,12 +84,11 @@ class OverAll:
             raise ConfigError(
                 f"OverAll(transform=) must be a function of a batch's inputs, not {transform!r}"
             )
-        flag("tensors", tensors)
         self.function = function
         self.transform = transform
-        self.padding = None if padding is None else number("padding", padding)
-        self.tensors = tensors
-        self.memory = count("memory", memory)
+        self.padding = None if padding is None else number("OverAll(padding=)", padding)
+        self.tensors = flag("OverAll(tensors=)", tensors)
+        self.memory = count("OverAll(memory=)", memory)
         self._records: list[Record] = []
         self._arrays: Arrays | None = None
 

@@ -216,9 +216,9 @@ def _counting_once(loader: Any, source: str) -> Any:
         return loader
     # A copy, with everything else that its class may have; torch refuses to set these on a loader in use.
     found = copy.copy(loader)
-    changes: dict[str, Any] = (
-        {} if loader.batch_size is None and batches is not None else {"sampler": sampler}
-    )
+    changes: dict[str, Any] = {}
+    if batches is None or loader.batch_size is not None:
+        changes["sampler"] = sampler
     if batches is not None:
         changes["batch_sampler"] = BatchSampler(sampler, described.batch_size, described.drop_last)
     vars(found).update(changes)
@@ -338,9 +338,8 @@ class _GroupSampler(torch.utils.data.Sampler[Any]):
     def __iter__(self) -> Iterator[tuple[list[Any], ...]]:
         for each in self._samplers:
             generator = getattr(getattr(each, "sampler", None), "generator", None)
-            if isinstance(
-                generator, torch.Generator
-            ):  # a function of the epoch, as the order of one loader is
+            if isinstance(generator, torch.Generator):
+                # So that it is a function of the epoch, as the order of one loader is.
                 generator.manual_seed(int(torch.randint(2**63 - 1, ())))
         drawn = [iter(each) for each in self._samplers]
         for _ in range(len(self)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from drivetrain.integrations.lightning.optimizers import OptimizerView, read_opt
 from drivetrain.integrations.lightning.state import ModuleState
 from drivetrain.integrations.lightning.trainer_view import TrainerView
 from drivetrain.run.run import Run
+
+_PLAIN = ("single", "ddp", "fsdp")
+"""The strategies that call the optimizer's own step."""
 
 _VERBS = {"train": "fit", "validation": "validate", "test": "test", "predict": "predict"}
 
@@ -70,8 +73,6 @@ class ModuleHooks(ModuleState, Callback):
         self._has_started = False
         self._before_check: dict[str, Any] | None = None
         self.manual = Manual(self) if self.is_manual else None
-        self.training_logs.steps_by_default = True
-        self.logs = self.training_logs
         self._outputs: Any = None
         self._batch: Any = None
         self._index = 0  # of the next batch
@@ -503,11 +504,9 @@ class ModuleHooks(ModuleState, Callback):
         self.stage = run.stage
         self.ended = int(run.train_feed is not None and run.window is not None and run.window.last)
         name = f"{run.stage}_step"
-        if not is_overridden(self.module, name):
-            if run.stage == "predict":
-                pass  # Lightning's own returns the forward of the batch
-            else:
-                raise ConfigError(f"{type(self.module).__name__} has no {name}, and there is data for it")
+        # Lightning's own predict_step returns the forward of the batch.
+        if run.stage != "predict" and not is_overridden(self.module, name):
+            raise ConfigError(f"{type(self.module).__name__} has no {name}, and there is data for it")
         step = getattr(self.module, name)
         several = len(run.evaluation_feeds) > 1
         self._evaluation = _EvaluationStep(
@@ -650,28 +649,15 @@ class ModuleHooks(ModuleState, Callback):
         return declared
 
 
-_PLAIN = ("single", "ddp", "fsdp")
-"""The strategies that call the optimizer's own step."""
+class _EvaluationStep(NamedTuple):
+    """The step of an evaluation, how it is called, and the hooks around it."""
 
-
-class _EvaluationStep:
-    """The step of an evaluation and how it is called."""
-
-    def __init__(
-        self,
-        step: Callable[..., Any],
-        takes_index: bool,
-        several: bool,
-        loaders: list[str | None],
-        start: Callable[..., Any] | None,
-        end: Callable[..., Any] | None,
-    ) -> None:
-        self.step = step
-        self.takes_index = takes_index
-        self.several = several
-        self.loaders = loaders
-        self.start = start
-        self.end = end
+    step: Callable[..., Any]
+    takes_index: bool
+    several: bool
+    loaders: list[str | None]
+    start: Callable[..., Any] | None
+    end: Callable[..., Any] | None
 
 
 class _Checkpoint(dict[str, Any]):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from numbers import Number
 from typing import Any
 
@@ -21,6 +22,7 @@ from drivetrain.engine.metrics.states import joined_states, members, turn_synchr
 _REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "min": "min", "max": "max"}
 
 
+@dataclass(slots=True, eq=False)
 class Entry:
     """One logged name: how it is reduced, and its value so far.
 
@@ -39,36 +41,18 @@ class Entry:
         latest_weight: Its weight.
     """
 
-    __slots__ = (
-        "asked",
-        "latest",
-        "latest_weight",
-        "metric",
-        "name",
-        "on_epoch",
-        "on_step",
-        "prog_bar",
-        "reduction",
-        "to_loggers",
-        "value",
-        "weight",
-    )
-
-    def __init__(
-        self, name: str, on_step: bool, on_epoch: bool, reduction: str, to_loggers: bool, prog_bar: bool
-    ) -> None:
-        self.name = name
-        self.on_step = on_step
-        self.on_epoch = on_epoch
-        self.reduction = reduction
-        self.to_loggers = to_loggers
-        self.prog_bar = prog_bar
-        self.metric: Any = None
-        self.asked: tuple[Any, ...] = ()
-        self.value: Tensor | None = None
-        self.weight = 0.0
-        self.latest: Tensor | None = None
-        self.latest_weight = 1.0
+    name: str
+    on_step: bool
+    on_epoch: bool
+    reduction: str
+    to_loggers: bool
+    prog_bar: bool
+    metric: Any = None
+    value: Tensor | None = None
+    weight: float = 0.0
+    asked: tuple[Any, ...] = ()
+    latest: Tensor | None = None
+    latest_weight: float = 1.0
 
     def full_name(self, of_step: bool) -> str:
         """Return the name in loggers: with "_step" or "_epoch" if both are logged."""

@@ -68,6 +68,7 @@ class DeepSpeed(Strategy):
     )
     no_choice_of_gpus = "DeepSpeed takes the GPU of each process's local rank"
     no_value_clipping = "DeepSpeed's optimizers read gradients of their own, which it clips by the norm"
+    no_averages = "DeepSpeed's optimizers update weights of their own"
     no_generators = (
         "DeepSpeed's engine has one optimizer, and reduces the gradients of all parameters in every backward"
     )

@@ -99,6 +99,8 @@ class XLAFSDP(OnXLA):
     config_type = XLAFSDPConfig
     needs = "torch_xla, and a TPU or a CPU; one process that has one device"
     sharded = True
+    no_local_parts = "its shards do not tell which part of a tensor they are; those of 'xla_fsdp_v2' do"
+    no_averages = "torch_xla keeps the weights in shards of its own"
     no_unfreezing = (
         "torch_xla's gathered parameters keep the requires_grad that they had when it sharded them"
     )

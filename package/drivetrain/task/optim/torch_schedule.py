@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from drivetrain.core.errors import ConfigError, nearest
-from drivetrain.core.intervals import Every
-from drivetrain.core.validation import by_name
+from drivetrain.core.intervals import Every, steps_or_epochs
+from drivetrain.core.validation import by_name, flag
 
 _VALIDATIONS = "validations"
 
@@ -55,17 +55,13 @@ class TorchSchedule:
 
     def __post_init__(self) -> None:
         if self.every is not None:
-            every = Every(self.every)
-            if every.unit not in ("steps", "epochs") or every.amount != int(every.amount):
-                raise ConfigError(
-                    f"TorchSchedule(every={str(self.every)!r}) must be whole updates or epochs, such as"
-                    " '1 epoch' or '100 steps'"
-                )
+            every = steps_or_epochs("TorchSchedule(every=)", self.every)
             object.__setattr__(self, "every", every)  # the class is frozen
         if self.metric is not None and not (isinstance(self.metric, str) and self.metric):
             raise ConfigError(
                 f"TorchSchedule(metric={self.metric!r}) takes a value's name, such as 'validation/loss'"
             )
+        flag("TorchSchedule(required=)", self.required)
         kind = self.scheduler if isinstance(self.scheduler, type) else type(self.scheduler)
         kind = getattr(self.scheduler, "func", kind)  # of a functools.partial
         is_plateau = isinstance(kind, type) and issubclass(kind, ReduceLROnPlateau)

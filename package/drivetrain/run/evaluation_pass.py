@@ -1,0 +1,84 @@
+"""The values of one pass over evaluation data: from what its steps return, with metrics and readers."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+from typing import Any
+
+from torch import Tensor
+
+from drivetrain.core.types import EvaluationReader
+from drivetrain.data import MicroBatch
+from drivetrain.engine.metrics.declared import joined
+from drivetrain.engine.metrics.means import MetricBuffer
+from drivetrain.run.run import Run
+from drivetrain.task.output import StepValues
+
+
+class EvaluationPass:
+    """One pass over a loader: it takes what the steps return, and computes the values.
+
+    Args:
+        run: The run.
+        whole: Whether the pass is a whole one, for what computes from all samples at once.
+        stack: Closes and resets what the pass has used.
+
+    Attributes:
+        add: Adds the scalars of a step; see `MetricBuffer.add`.
+        reads: Whether something reads outputs, so that `read` must be called.
+        needs_all: Whether rank 0 needs all samples, so that `end_round` must be called.
+    """
+
+    def __init__(self, run: Run, whole: bool, stack: ExitStack) -> None:
+        engine, declared = run.engine, run.evaluation_metrics
+        self._ranks = engine.data_ranks
+        self._buffer = MetricBuffer(self._ranks)
+        self.add = self._buffer.add
+        self._metric_inputs = run.task.metric_inputs
+        self._whole = whole
+        self._declared = declared
+        if declared:
+            declared.reset()
+            stack.callback(declared.reset)
+        self._passes_on = declared is not None and declared.reads_all and whole
+        self._reader: EvaluationReader | None = run.task.evaluation_reader() if whole else None
+        if self._reader is not None:
+            stack.enter_context(closing(self._reader))
+        self._records: list[Any] = []
+        self.reads = bool(declared) or self._reader is not None
+        self.needs_all = self._passes_on or self._reader is not None
+
+    def take(self, part: MicroBatch, number: int, returned: StepValues) -> None:
+        """Take what a step has returned for a batch, or for a part of it."""
+        loss, names, scalars, outputs = returned
+        if scalars is not None:
+            self.add([(names, scalars, part.weight)], number)
+        self.read(part, loss, outputs)
+
+    def read(self, part: MicroBatch, loss: Tensor | None, outputs: Any) -> None:
+        """Give the metrics and the reader what a step has returned."""
+        if self._declared and outputs is not None:
+            self._declared.update(self._metric_inputs(outputs, part.batch))
+        if self._reader is not None:
+            loss = None if loss is None else loss.detach()
+            self._records.append(self._reader.record(loss, outputs, part.batch))
+
+    def end_round(self) -> None:
+        """Give rank 0 what needs all samples. In a round the ranks have consecutive ones."""
+        if self._passes_on:
+            self._declared.pass_on()  # type: ignore[union-attr]
+        if self._reader is not None:
+            records, self._records = self._records, []
+            for each in self._ranks.gather_first(records) or ():
+                for record in each:
+                    self._reader.add(record)
+
+    def values(self) -> dict[str, float]:
+        """Return the values by the names that the task gives them; all ranks call it together."""
+        # A loss that is NaN here is reported as NaN; a fit then does what `on_nonfinite` says.
+        values = self._buffer.means(refuse_nonfinite=False)
+        if self._declared:
+            values = joined(values, self._declared.compute(self._whole))
+        if (reader := self._reader) is not None:
+            values = joined(values, self._ranks.first(lambda: dict(reader.compute())))
+        return values
