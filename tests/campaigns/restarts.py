@@ -215,6 +215,13 @@ def run_signals(number: int, seed: int, directory: Path, strategy: str, tell: Te
     return score
 
 
+def _group(process: int) -> int | None:
+    try:
+        return os.getpgid(process)
+    except ProcessLookupError:  # it has ended meanwhile
+        return None
+
+
 def _signal(job: Job, process: subprocess.Popen[str], chance: random.Random, score: Score) -> None:
     """Send one signal, to one process or to all, and see that the program ends as it should."""
     started = time.time()
@@ -225,7 +232,7 @@ def _signal(job: Job, process: subprocess.Popen[str], chance: random.Random, sco
     number = signal.Signals[chance.choice(names)]
     # Those of its group: workers of the data have left it.
     children = _children(process.pid, "restart_job")
-    ranks = [process.pid, *(each for each in children if os.getpgid(each) == process.pid)]
+    ranks = [process.pid, *(each for each in children if _group(each) == process.pid)]
     whom = chance.choice(["all", "one"])
     sent = time.time()
     with suppress(ProcessLookupError):
