@@ -233,9 +233,10 @@ def _pass_to_schedules(run: Run, act: Callable[[Updater], None]) -> None:
 def check_validation(run: Run, batches: int) -> None:
     """Validate on the first batches of each loader before training, so that a fault in validation shows now.
 
-    Its values are dropped, and metrics and random streams are as before.
+    Its values are dropped. Metrics, random streams, and the stages that have given values are as before, so
+    that a callback that needs a validation's value waits for the first whole one.
     """
-    before = dict(run.metrics)
+    before, stages = dict(run.metrics), set(run.names.stages)
     try:
         with run.timed("evaluation"), shielded():
             evaluate(run, "validation", run.evaluation_feeds, sanity_batches=batches)
@@ -248,6 +249,7 @@ def check_validation(run: Run, batches: int) -> None:
     run.evaluation = Evaluation()
     run.metrics.clear()
     run.metrics.update(before)
+    run.names.stages = stages
 
 
 def evaluate(run: Run, stage: str, feeds: Feeds, sanity_batches: int | None = None) -> dict[str, float]:
