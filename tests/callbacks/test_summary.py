@@ -3,6 +3,7 @@
 import json
 import logging
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -271,6 +272,9 @@ def test_what_cannot_be_followed_without_values_is_refused():
         summarize(nn.LazyLinear(3), batch=torch.ones(2, 2))
     with pytest.raises(StrategyError, match=r"strategy 'fsdp'.*print\(summarize"):
         quiet(strategy="fsdp", devices=2, callbacks=[ModelSummary(batch=torch.ones(1))])
+    on_xla = SimpleNamespace(name="xla", sharded=False, device=torch.device("xla"))
+    with pytest.raises(StrategyError, match=r"strategy 'xla'.*in a separate program, or run `drivetrain sum"):
+        ModelSummary(batch=torch.ones(1)).check_trainer(None, on_xla)
     with pytest.raises(ConfigError, match="sizes must be True or False"):
         ModelSummary(sizes="yes")
 
