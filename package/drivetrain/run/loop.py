@@ -195,10 +195,24 @@ def _log_and_validate(run: Run, asked: frozenset[str]) -> None:
 
 
 def _validate_at_end(run: Run) -> None:
-    """Validate a fit that ends without ever having validated; not one that a signal or its caller ends."""
+    """Validate a fit that ends without ever having validated, or whose last validation was put off by skipped
+    updates; not one that a signal or its caller ends.
+    """
     ends = run.stop_reason not in (None, _LEFT, *run.stopping.signals) and run.failure is None
-    if ends and not run.validated and run.triggers.validate.every is not None and not run.nonfinite.spoiled:
+    if not ends or run.triggers.validate.every is None or run.nonfinite.spoiled:
+        return
+    if not run.validated or run.triggers.validate.is_due_by(_updates_at_end(run), run.progress):
         validate(run)
+
+
+def _updates_at_end(run: Run) -> int:
+    """Return the updates of this epoch, skipped ones included, if the fit ends in it as planned; else 0."""
+    totals, progress, per_epoch = run.totals, run.progress, run.totals.per_epoch
+    reached = progress.epoch_batches and (progress.epoch, progress.epoch_batches) == totals.end
+    if not reached or totals.updates is None or per_epoch is None:
+        return 0
+    before = (per_epoch(epoch) if callable(per_epoch) else per_epoch for epoch in range(progress.epoch))
+    return totals.updates - sum(before)
 
 
 def _agree(run: Run) -> None:
