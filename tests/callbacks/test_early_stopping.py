@@ -276,7 +276,11 @@ def test_a_metric_of_training_that_is_not_logged_is_told_the_nearest(drive):
     [
         ({"mode": "mn"}, r"mode='mn'. Did you mean 'min'"),
         ({"threshold_mode": "relative"}, r"threshold_mode='relative'.*Allowed: 'abs', 'rel'"),
-        ({"patience": 0}, "patience=0; give at least 1"),
+        ({"patience": 0}, "patience must be a whole number, at least 1, not 0"),
+        ({"patience": 1.5}, "patience must be a whole number, at least 1, not 1.5"),
+        ({"min_epochs": -1}, "min_epochs must be a whole number, at least 0, not -1"),
+        ({"metric": None}, "metric=None; give a name such as 'validation/loss'"),
+        ({"threshold": "0.1"}, "threshold.*'0.1'"),
         ({"threshold": -0.1}, "threshold=-0.1; give a finite number, at least 0"),
         ({"stop_at": "low"}, "stop_at.*'low'"),
         ({"diverged_at": math.nan}, "diverged_at.*nan"),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.watched import Watched
 from drivetrain.core.errors import ConfigError, nearest
-from drivetrain.core.validation import by_name, flag, number
+from drivetrain.core.validation import by_name, count, flag, number
 
 if TYPE_CHECKING:
     from drivetrain.run.run import Run
@@ -66,9 +66,11 @@ class EarlyStopping(Callback):
         ):
             if value not in allowed:
                 raise ConfigError(f"early stopping has {name}={value!r}. {nearest(str(value), allowed)}")
-        if patience < 1:
-            raise ConfigError(f"early stopping has patience={patience!r}; give at least 1 validation")
-        if not (threshold >= 0 and math.isfinite(threshold)):
+        if not isinstance(metric, str) or not metric:
+            raise ConfigError(f"early stopping has metric={metric!r}; give a name such as 'validation/loss'")
+        count("EarlyStopping: patience", patience, at_least=1)
+        count("EarlyStopping: min_epochs", min_epochs)
+        if number("EarlyStopping: threshold", threshold) < 0:
             raise ConfigError(f"early stopping has threshold={threshold!r}; give a finite number, at least 0")
         for name, target in (("stop_at", stop_at), ("diverged_at", diverged_at)):
             if target is not None:
