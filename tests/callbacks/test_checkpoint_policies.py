@@ -167,7 +167,7 @@ def test_the_best_is_asked_for_by_its_metric_where_several_rank(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("policies", "message"),
     [
-        ([], "an empty list; checkpoint=False saves none"),
+        ([], "or more, not an empty list; checkpoint=False saves none$"),
         ([ROLLING, "async"], "takes one CheckpointConfig or more, not 'async'"),
         ([ROLLING, dataclasses.replace(LOWEST, asynchronous=True)], "asynchronous=False in the first"),
         ([ROLLING, dataclasses.replace(LOWEST, directory="x")], "directory=None in the first.*number 2"),

@@ -3,6 +3,7 @@
 import json
 import logging
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -220,6 +221,40 @@ def test_nothing_is_computed_or_changed():
     assert not any(each._forward_hooks for each in model.modules())
 
 
+class Keeping(Regression):
+    """Keeps tensors between its forwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = self.hidden = None
+        self.cache = {}
+        self.seen = [[torch.ones(1)]]
+        self.calls = 0
+
+    def forward(self, features):
+        if self.scale is None:
+            self.scale = torch.ones(FEATURES)
+            self.register_buffer("shift", torch.zeros(FEATURES))
+        self.calls += 1
+        self.cache[len(features)] = self.hidden = features.mean()
+        self.seen[0].append(features)
+        if len(features) > 6:
+            raise ValueError("too many")
+        return self.line(features * self.scale + self.shift)
+
+
+def test_what_a_forward_keeps_is_not_kept():
+    task = Keeping()
+    before = {**vars(task), "_buffers": {}, "cache": {}, "seen": [[*task.seen[0]]]}
+    summarize(task, batch=next(iter(pairs(6, 6))))
+    with pytest.raises(ConfigError, match="too many"):
+        summarize(task, batch=next(iter(pairs(8, 8))))
+    assert vars(task) == before
+    summary = ModelSummary(batch=next(iter(pairs())))
+    result = quiet(max_steps=2, callbacks=[summary]).fit(task, pairs())
+    assert result.progress.updates == task.calls == 2
+
+
 def test_arguments_may_be_a_tuple_or_a_mapping():
     bilinear = nn.Bilinear(2, 3, 4)
     x, y = torch.randn(5, 2), torch.randn(5, 3)
@@ -239,6 +274,9 @@ def test_what_cannot_be_followed_without_values_is_refused():
         summarize(nn.LazyLinear(3), batch=torch.ones(2, 2))
     with pytest.raises(StrategyError, match=r"strategy 'fsdp'.*print\(summarize"):
         quiet(strategy="fsdp", devices=2, callbacks=[ModelSummary(batch=torch.ones(1))])
+    on_xla = SimpleNamespace(name="xla", sharded=False, device=torch.device("xla"))
+    with pytest.raises(StrategyError, match=r"strategy 'xla'.*in a separate program, or run `drivetrain sum"):
+        ModelSummary(batch=torch.ones(1)).check_trainer(None, on_xla)
     with pytest.raises(ConfigError, match=r"ModelSummary\(sizes=\) must be True or False"):
         ModelSummary(sizes="yes")
 

@@ -36,13 +36,13 @@ def test_the_history_has_every_log_point_before_a_resume_too(tmp_path: Path, log
 def test_a_table_gives_back_what_was_written(tmp_path: Path, kind: Any) -> None:
     logger = kind(tmp_path)
     logger.log_metrics({"a": 0.1, "b": math.inf}, 1)
-    logger.log_metrics({"histograms": 1e-9}, 2)
+    logger.log_metrics({"histograms": 1e-9, "class/a\nb": 2.0, "class/c\u2028d": 3.0}, 2)
     logger.close()
     with logger.path.open("a") as file:
         file.write('{"step": 3, "a"' if kind is JSONLinesLogger else "3,0.")
     assert read_history(logger.path) == [
         {"step": 1, "a": 0.1, "b": math.inf},
-        {"step": 2, "histograms": 1e-9},
+        {"step": 2, "histograms": 1e-9, "class/a\nb": 2.0, "class/c\u2028d": 3.0},
     ]
 
 

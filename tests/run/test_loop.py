@@ -195,6 +195,24 @@ def test_a_fraction_of_an_epoch_counts_skipped_updates_and_resumes(tmp_path: Pat
     assert (second.progress.updates, second.progress.epoch, second.progress.epoch_batches) == (4, 1, 1)
 
 
+@pytest.mark.parametrize("skipped", [9, 10])
+def test_the_last_validation_is_made_although_an_update_before_it_was_skipped(skipped: int) -> None:
+    class Skipping(Regression):
+        steps = 0
+
+        def training_step(self, batch: Any) -> Any:
+            self.steps += 1
+            loss = self.loss(self(batch[0]), batch)
+            return loss * float("nan") if self.steps == skipped else loss
+
+    at: list[int] = []
+    note = LambdaCallback(on_evaluation_end=lambda run: at.append(run.progress.updates))
+    options: Any = {"max_epochs": 2.5, "validate_every": "0.5 epochs", "on_nonfinite": "skip"}
+    result = quiet(**options, callbacks=[note]).fit(Skipping(), pairs(8), pairs(4))
+    assert (result.progress.updates, result.progress.skipped) == (9, 1)
+    assert at == [2, 4, 6, 8, 9]
+
+
 def test_a_fraction_of_an_epoch_needs_data_of_known_length() -> None:
     with pytest.raises(ConfigError, match=r"max_epochs=1\.5 needs training data of known length"):
         quiet(max_epochs=1.5).fit(Regression(), (each for each in pairs(4)))

@@ -177,6 +177,21 @@ def test_two_values_of_one_name_are_refused(
         quiet(max_epochs=1, callbacks=callbacks).fit(task(), pairs(4), validation)
 
 
+def test_the_name_of_the_tables_count_is_refused() -> None:
+    class Bare(Regression):
+        def metric_name(self, stage: str, loader: str | None, name: str) -> str:
+            return name
+
+        def loss(self, outputs: Any, batch: Any) -> Any:
+            return {"loss": super().loss(outputs, batch), "step": torch.ones(())}
+
+    with pytest.raises(ConfigError, match=r"Bare.metric_name gave 'step' for 'step' of train: 'step' is"):
+        quiet(max_steps=1).fit(Bare(), pairs())
+    note = LambdaCallback(on_step_end=lambda run: run.log("step", 1.0))
+    with pytest.raises(ConfigError, match=r"run.log\('step', ...\): 'step' is the number of updates"):
+        quiet(max_steps=1, callbacks=[note]).fit(Regression(), pairs())
+
+
 def test_a_name_is_a_text() -> None:
     class Nameless(Regression):
         def metric_name(self, stage: str, loader: str | None, name: str) -> Any:

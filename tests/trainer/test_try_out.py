@@ -13,7 +13,7 @@ from tests.support.messages import heard
 from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor
 
-from drivetrain import Callback, ConfigError, EarlyStopping, LossSpike, Run, Trainer
+from drivetrain import Callback, CheckpointConfig, ConfigError, EarlyStopping, LossSpike, Run, Trainer
 from drivetrain.testing import run_distributed
 
 
@@ -164,6 +164,16 @@ def test_it_leaves_no_trace_in_the_numbers() -> None:
         short = {None: [], "auto": [(True, 0, 2)], 7: [(True, 0, 7)]}[asked]
         assert seen.seen == [*short, (False, 500, 10), (False, 1000, 10)]
     assert runs[0] == runs[1] == runs[2]
+
+
+@pytest.mark.parametrize("name", [None, "{validation/loss:.2f}"])
+def test_what_waits_for_a_validation_waits_for_the_first_whole_one(name: str | None, tmp_path: Path) -> None:
+    kept = CheckpointConfig(best=1, name=name)
+    options: dict[str, Any] = {"checkpoint": kept, "run_dir": tmp_path, "sanity_validation": 1}
+    trainer = quiet(max_epochs=2, log_every="1 step", callbacks=[EarlyStopping()], **options)
+    result = trainer.fit(Regression(), pairs(), pairs())
+    assert result.stop_reason == "max_epochs=2 reached"
+    assert result.best_checkpoint is not None
 
 
 def test_by_default_it_is_made_where_it_costs_under_a_hundredth_of_an_epoch() -> None:

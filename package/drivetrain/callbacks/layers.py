@@ -6,8 +6,9 @@ memory is taken, no random number drawn, and the module stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,7 @@ def layers_of(module: nn.Module, batch: Any) -> dict[str, Layer]:
         names.setdefault(id(each), name)
     with ExitStack() as stack:
         stack.enter_context(shielded())
+        stack.enter_context(_attributes_unchanged(module))
         for each in module.modules():
             hook = each.register_forward_hook(_noting(found, names[id(each)]), with_kwargs=True)
             stack.callback(hook.remove)
@@ -89,6 +91,33 @@ def layers_of(module: nn.Module, batch: Any) -> dict[str, Layer]:
                 setattr(layer, field, getattr(layer, field) + more)
         setattr(total, field, counts.get("Global", 0))
     return found
+
+
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
+
+
+@contextmanager
+def _attributes_unchanged(module: nn.Module) -> Iterator[None]:
+    """Run the block, then restore the attributes of all modules, and the containers in them.
+
+    A forward may keep tensors in an attribute: a mask that it makes once, the hidden state of the last batch.
+    Tensors without values would break the training that follows.
+    """
+    before: dict[int, tuple[Any, Any]] = {}
+    waiting: list[Any] = [vars(each) for each in module.modules()]
+    while waiting:
+        container = waiting.pop()
+        if id(container) in before:
+            continue
+        before[id(container)] = container, container.copy()
+        inside = container.values() if isinstance(container, dict) else container
+        waiting += [each for each in inside if type(each) in _CONTAINERS]
+    try:
+        yield
+    finally:
+        for container, copied in before.values():
+            container.clear()
+            (container.extend if isinstance(container, (list, deque)) else container.update)(copied)
 
 
 def _step(module: nn.Module) -> Callable[[Any], Tensor]:

@@ -160,10 +160,19 @@ class ModelSummary(Callback):
         Raises:
             StrategyError: A batch is given, and the strategy changes the forward of the layers.
         """
-        if self.batch is not None and (strategy.sharded or strategy.device.type == "xla"):
+        if self.batch is None:
+            return
+        what = f"ModelSummary(batch=...) with strategy {strategy.name!r}"
+        if strategy.device.type == "xla":
+            # A gradient before XLA's device is opened, even one without values, makes the device unusable.
             raise StrategyError(
-                f"ModelSummary(batch=...) with strategy {strategy.name!r}: its layers hold shards, whose"
-                " forward needs all ranks. Call print(summarize(task, batch=...)) before the fit"
+                f"{what}: the layers are followed without XLA. Call print(summarize(task, batch=...)) in a"
+                " separate program, or run `drivetrain summary`"
+            )
+        if strategy.sharded:
+            raise StrategyError(
+                f"{what}: its layers hold shards, whose forward needs all ranks. Call"
+                " print(summarize(task, batch=...)) before the fit"
             )
 
     def on_fit_start(self, run: Run) -> None:

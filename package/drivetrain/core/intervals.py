@@ -201,6 +201,15 @@ class Trigger:
             return due
         return False
 
+    def is_due_by(self, done: int, progress: Progress) -> bool:
+        """Return whether a part of the epoch has ended since it was last due, after so many updates.
+
+        Args:
+            done: The updates of the epoch, the skipped ones included.
+            progress: The counts.
+        """
+        return self._within_epoch is not None and self._passes_part(self._position, done)
+
     def _passes_part(self, before: int, done: int) -> bool:
         # Parts of 0.5 epochs of 5 updates end at 2.5 and 5: due at the first update at or after each.
         assert self._within_epoch is not None
@@ -275,6 +284,10 @@ class DelayedTrigger(Trigger):
     def due(self, progress: Progress, epoch_ended: bool) -> bool:
         """Return whether the interval ends with the last update, at or after the point."""
         return super().due(progress, epoch_ended) and self._begins.reached(progress, epoch_ended)
+
+    def is_due_by(self, done: int, progress: Progress) -> bool:
+        """Return whether a part of an epoch has ended since it was last due, at or after the point."""
+        return super().is_due_by(done, progress) and self._begins.reached(progress)
 
 
 class FirstUpdateTrigger(Trigger):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from pathlib import Path
 
@@ -44,12 +45,15 @@ def read_history(path: Path) -> list[dict[str, float]]:
         ConfigError: There is no such file.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode("utf-8")  # with line ends as they are, which a name may have
     except FileNotFoundError:
         raise ConfigError(f"the history is read from {str(path)!r}, and there is no such file") from None
-    lines = text[: text.rfind("\n") + 1].splitlines()
+    whole = text[: text.rfind("\n") + 1]
     rows: list[dict[str, str]]
-    rows = [json.loads(each) for each in lines] if text.startswith("{") else list(csv.DictReader(lines))
+    if text.startswith("{"):
+        rows = [json.loads(each) for each in whole.split("\n")[:-1]]
+    else:
+        rows = list(csv.DictReader(io.StringIO(whole, newline="")))
     return [_row(each) for each in rows if not isinstance(each.get(HISTOGRAMS), dict)]
 
 

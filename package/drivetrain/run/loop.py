@@ -191,10 +191,24 @@ def _log_and_validate(run: Run, asked: frozenset[str]) -> None:
 
 
 def _validate_at_end(run: Run) -> None:
-    """Validate a fit that ends without ever having validated; not one that a signal or its caller ends."""
+    """Validate a fit that ends without ever having validated, or whose last validation was put off by skipped
+    updates; not one that a signal or its caller ends.
+    """
     ends = run.stop_reason not in (None, _LEFT, *run.stopping.signals) and run.failure is None
-    if ends and not run.validated and run.triggers.validate.every is not None and not run.nonfinite.spoiled:
+    if not ends or run.triggers.validate.every is None or run.nonfinite.spoiled:
+        return
+    if not run.validated or run.triggers.validate.is_due_by(_updates_at_end(run), run.progress):
         validate(run)
+
+
+def _updates_at_end(run: Run) -> int:
+    """Return the updates of this epoch, skipped ones included, if the fit ends in it as planned; else 0."""
+    totals, progress, per_epoch = run.totals, run.progress, run.totals.per_epoch
+    reached = progress.epoch_batches and (progress.epoch, progress.epoch_batches) == totals.end
+    if not reached or totals.updates is None or per_epoch is None:
+        return 0
+    before = (per_epoch(epoch) if callable(per_epoch) else per_epoch for epoch in range(progress.epoch))
+    return totals.updates - sum(before)
 
 
 def _agree(run: Run) -> None:
@@ -229,9 +243,10 @@ def _pass_to_schedules(run: Run, act: Callable[[Updater], None]) -> None:
 def check_validation(run: Run, batches: int) -> None:
     """Validate on the first batches of each loader before training, so that a fault in validation shows now.
 
-    Its values are dropped, and metrics and random streams are as before.
+    Its values are dropped. Metrics, random streams, and the stages that have given values are as before, so
+    that a callback that needs a validation's value waits for the first whole one.
     """
-    before = dict(run.metrics)
+    before, stages = dict(run.metrics), set(run.names.stages)
     try:
         with run.timed("evaluation"), shielded():
             evaluate(run, "validation", run.evaluation_feeds, sanity_batches=batches)
@@ -244,6 +259,7 @@ def check_validation(run: Run, batches: int) -> None:
     run.evaluation = Evaluation()
     run.metrics.clear()
     run.metrics.update(before)
+    run.names.stages = stages
 
 
 def evaluate(run: Run, stage: str, feeds: Feeds, sanity_batches: int | None = None) -> dict[str, float]:

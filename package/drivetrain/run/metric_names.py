@@ -12,6 +12,10 @@ from drivetrain.task.task import TaskModule
 STAGES = ("train", "validation", "test", "predict")
 
 
+_COUNT = "step"
+_TAKEN = f"{_COUNT!r} is the number of updates in the tables of the loggers"
+
+
 class Source(NamedTuple):
     """Where a value comes from."""
 
@@ -50,7 +54,7 @@ class MetricNames:
             loader: The name of the evaluation's loader; None for an only one.
 
         Raises:
-            ConfigError: A name is not a text, or another value has it.
+            ConfigError: A name is not a text, another value has it, or it is "step".
         """
         if values:
             self.stages.add(stage)
@@ -64,6 +68,10 @@ class MetricNames:
                 raise ConfigError(
                     f"{self._owner}.metric_name gave {given!r} for {source}; it returns the name as a text,"
                     " or None to leave the value out"
+                )
+            if given == _COUNT:
+                raise ConfigError(
+                    f"{self._owner}.metric_name gave {given!r} for {source}: {_TAKEN}. Return another name"
                 )
             other = self._sources.setdefault(given, source)
             if other != source:
@@ -79,8 +87,10 @@ class MetricNames:
         """Check a name that a hook logs a value under.
 
         Raises:
-            ConfigError: The name belongs to a value of the task.
+            ConfigError: The name belongs to a value of the task, or is "step".
         """
+        if name == _COUNT:
+            raise ConfigError(f"run.log({name!r}, ...): {_TAKEN}. Log the value under another name")
         source = self._sources.setdefault(name, None)
         if source is not None:
             raise ConfigError(

@@ -81,6 +81,21 @@ def test_batches_of_different_lengths_are_refused_or_padded() -> None:
     other = [(torch.ones(2), torch.ones(2)), (torch.ones(2), {"a": torch.ones(2), "b": torch.ones(2)})]
     with pytest.raises(DataError, match="one batch have 3 arrays, those of another 2"):
         updated(OverAll(rows), *other).compute()
+    with pytest.raises(DataError, match=r"shape \(2,\), those of another \(\), and padding cannot make"):
+        updated(OverAll(rows, padding=-7), batches[0], (torch.ones(2), torch.ones(2))).compute()
+
+
+def test_outputs_are_joined_by_their_names() -> None:
+    def named(first: str, second: str) -> tuple[Any, ...]:
+        return {first: torch.full((2,), 1.0), second: torch.full((2,), 5.0)}, torch.ones(2)
+
+    def lows(outputs: Any, target: Any) -> float:
+        return float(outputs["low"].sum())
+
+    low_last = ({"high": torch.full((2,), 5.0), "low": torch.full((2,), 1.0)}, torch.ones(2))
+    assert updated(OverAll(lows), named("low", "high"), low_last).compute() == 4
+    with pytest.raises(DataError, match="not both have '0/high', '0/top'"):
+        updated(OverAll(lows), named("low", "high"), named("low", "top")).compute()
 
 
 @pytest.mark.parametrize("memory", [0, 100, 10**6])

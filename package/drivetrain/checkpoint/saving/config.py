@@ -147,7 +147,7 @@ def as_policies(given: CheckpointConfig | Sequence[CheckpointConfig]) -> tuple[C
     if wrong or not policies:
         raise ConfigError(
             "checkpoint as a list takes one CheckpointConfig or more, not"
-            f" {wrong[0] if wrong else 'an empty list; checkpoint=False saves none'!r}"
+            f" {repr(wrong[0]) if wrong else 'an empty list; checkpoint=False saves none'}"
         )
     first, modes = policies[0], dict[str, str]()
     for number, each in enumerate(policies if len(policies) > 1 else (), start=1):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,33 +43,33 @@ class Arrays:
         self._held = 0
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._tree: Any = None
-        self._leaves: list[_Pieces] = []
+        self._leaves: dict[str, _Pieces] = {}  # by their places, in the order of the tree
 
     def add(self, tree: Any) -> None:
         """Add a batch: arrays in tuples and mappings to any depth.
 
         Raises:
-            ValueError: The batch has another number of arrays than the ones before.
-            DataError: Its rows have another shape, and there is no padding.
+            ValueError: The batch has other arrays than the ones before.
+            DataError: Its rows have another shape, and there is no padding; or another number of dimensions.
         """
-        leaves: list[np.ndarray[Any, Any]] = []
-        _mapped(leaves.append, tree)
+        leaves = dict(_leaves(tree))
         if not self._leaves:
-            self._tree, self._leaves = tree, [_Pieces() for _ in leaves]
-        if len(leaves) != len(self._leaves):
+            self._tree, self._leaves = tree, {place: _Pieces() for place in leaves}
+        if differing := sorted(leaves.keys() ^ self._leaves.keys()):
             raise ValueError(
                 f"the outputs of one batch have {len(leaves)} arrays, those of another {len(self._leaves)};"
-                " a metric over the whole set needs the same ones from each"
+                f" not both have {', '.join(map(repr, differing))}. A metric over the whole set needs the"
+                " same ones from each"
             )
-        for pieces, leaf in zip(self._leaves, leaves, strict=True):
-            if self._padding is None:
-                pieces.check_rows(leaf)
+        for place, leaf in leaves.items():
+            pieces = self._leaves[place]
+            pieces.check_rows(leaf, padded=self._padding is not None)
             pieces.add(leaf)
             self._held += leaf.nbytes
         if self._limit is not None and self._held > self._limit:
             if self._directory is None:
                 self._directory = tempfile.TemporaryDirectory(prefix="drivetrain-evaluation-")
-            for number, pieces in enumerate(self._leaves):
+            for number, pieces in enumerate(self._leaves.values()):
                 pieces.spill(Path(self._directory.name) / f"{number}.bin")
             self._held = 0
 
@@ -83,17 +83,25 @@ class Arrays:
         limit.
         """
         directory = None if self._directory is None else Path(self._directory.name)
-        whole = iter(
-            [each.joined(directory, number, self._padding) for number, each in enumerate(self._leaves)]
-        )
+        every = enumerate(self._leaves.values())
+        whole = iter([each.joined(directory, number, self._padding) for number, each in every])
         return _mapped(lambda _: next(whole), self._tree)
 
     def close(self) -> None:
         """Delete the files."""
-        self._leaves = []
+        self._leaves = {}
         if self._directory is not None:
             self._directory.cleanup()
             self._directory = None
+
+
+def _leaves(tree: Any, place: str = "") -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    """Yield the arrays with their places, such as "0/logits"."""
+    if isinstance(tree, (Mapping, tuple)):
+        for name, each in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+            yield from _leaves(each, f"{place}/{name}" if place else str(name))
+    else:
+        yield place, tree
 
 
 def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -115,12 +123,12 @@ class _Pieces:
         self._file: Path | None = None
         self._spilled = 0  # batches in the file
 
-    def check_rows(self, array: np.ndarray[Any, Any]) -> None:
-        first = self.shapes[0][1:] if self.shapes else array.shape[1:]
-        if array.shape[1:] != first:
+    def check_rows(self, array: np.ndarray[Any, Any], padded: bool) -> None:
+        first, rows = self.shapes[0][1:] if self.shapes else array.shape[1:], array.shape[1:]
+        if rows != first and not (padded and len(rows) == len(first)):
             raise DataError(
-                f"the rows of one batch have the shape {first}, those of another {array.shape[1:]}, and no"
-                " padding is given to make one array of them"
+                f"the rows of one batch have the shape {first}, those of another {rows}, and"
+                f" {'padding cannot' if padded else 'no padding is given to'} make one array of them"
             )
 
     def add(self, array: np.ndarray[Any, Any]) -> None:
