@@ -519,6 +519,8 @@ def test_what_a_run_cannot_serve_is_refused() -> None:
     _ends("was given a str", _logging("high"))
     _ends("training_step called self.log.'x', .*with other options", _overriding("training_step", _log_twice))
     _ends("logs nothing", _logging(on_step=False, on_epoch=False))
+    by_epoch = _overriding("on_train_epoch_start", lambda self: self.log("step", float(self.current_epoch)))
+    _ends("self.log.'step', .*sets the x axis of Lightning's loggers", by_epoch)
 
 
 def _log_twice(self: Any, batch: Any, batch_idx: int) -> None:

@@ -114,6 +114,11 @@ class Logs:
                     f"self.log({name!r}, ...) with enable_graph or sync_dist_group: logged values have no"
                     " graph, and are those of all ranks. Leave the argument out"
                 )
+            if name == "step":
+                raise ConfigError(
+                    "self.log('step', ...) sets the x axis of Lightning's loggers. Here that is the number of"
+                    " updates. Leave the call out, or log the value under another name"
+                )
             entry = self._new(name, prog_bar, logger, on_step, on_epoch, reduce_fx)
             entry.asked = asked
             self.entries[self.hook, name] = entry
