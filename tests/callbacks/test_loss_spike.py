@@ -16,7 +16,7 @@ import torch
 from tests.support.fragile import GOOD, GRADIENT, LARGE, NAN, Fragile, LeftBehind, marked
 from tests.support.messages import warned
 from tests.support.outcome import outcome, weights
-from tests.support.tasks import quiet
+from tests.support.tasks import Duel, duels, quiet
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from drivetrain import (
@@ -275,9 +275,21 @@ def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
         LossSpike(**arguments)
 
 
-def test_a_metric_that_is_not_returned_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("action", ["rollback", "skip"])
+def test_a_metric_that_is_not_returned_is_named(action: str, tmp_path: Path) -> None:
+    callbacks = [spike(action, metric="los")]
+    trainer = quiet(
+        max_epochs=1, log_every="7 steps", checkpoint=POLICY, run_dir=tmp_path, callbacks=callbacks
+    )
     with pytest.raises(ConfigError, match=r"LossSpike\(metric='los'\)\. Did you mean 'loss'"):
-        rolling(tmp_path, spike={"metric": "los"}).fit(task(), data())
+        trainer.fit(task(), data())
+
+
+def test_skipping_by_the_loss_of_one_of_several_optimizers_needs_its_name() -> None:
+    with pytest.raises(ConfigError, match=r"metric='loss'.*'discriminator_loss'"):
+        quiet(max_epochs=1, log_every="2 steps", callbacks=[spike("skip")]).fit(Duel(), duels())
+    by_name = spike("skip", metric="generator_loss")
+    quiet(max_epochs=1, log_every="2 steps", callbacks=[by_name]).fit(Duel(), duels())
 
 
 def test_what_cannot_be_done_is_refused_when_the_trainer_is_made() -> None:

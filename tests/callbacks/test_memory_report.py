@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,11 +20,13 @@ from drivetrain import (
     MemoryReport,
     MemoryUse,
     OptimizerConfig,
+    StrategyError,
     TaskModule,
 )
 from drivetrain.core.registry import is_installed
 from drivetrain.engine.gradient_release import GradientRelease
 from drivetrain.engine.memory_profile import MemoryWatch
+from drivetrain.strategies import STRATEGIES
 from drivetrain.testing.distributed import run_distributed
 
 SIZE, BLOCKS = 64, 4
@@ -199,11 +202,16 @@ def test_a_compiled_task_is_refused() -> None:
         used(compile=CompileConfig(backend="eager"))
 
 
+@pytest.mark.parametrize("name", ["deepspeed", "xla", "xla_fsdp", "xla_fsdp_v2"])
+def test_what_it_cannot_observe_is_refused_when_the_trainer_is_made(name: str) -> None:
+    kind: Any = STRATEGIES[name]
+    device = torch.device("cpu" if name == "deepspeed" else "xla")
+    strategy: Any = SimpleNamespace(name=kind.name, device=device)
+    with pytest.raises(StrategyError, match=f"MemoryReport with strategy '{name}'"):
+        MemoryReport().check_trainer(quiet(), strategy)
+
+
 @pytest.mark.skipif(not is_installed("deepspeed"), reason="needs DeepSpeed")
 def test_deepspeeds_buckets_are_refused_and_not_called_activations() -> None:
-    with pytest.raises(RuntimeError, match=r"MemoryReport with strategy 'deepspeed'.*reduce_bucket_size"):
-        run_distributed(with_zero, world_size=1)
-
-
-def with_zero() -> None:
-    used(strategy="zero2", devices=1)
+    with pytest.raises(StrategyError, match=r"MemoryReport with strategy 'deepspeed'.*reduce_bucket_size"):
+        quiet(max_epochs=1, strategy="zero2", devices=1, callbacks=[MemoryReport()])

@@ -19,6 +19,7 @@ from drivetrain import (
     CheckpointConfig,
     CheckpointError,
     ConfigError,
+    LossSpike,
     OptimizerConfig,
     Run,
     StrategyError,
@@ -264,6 +265,46 @@ def test_an_error_leaves_the_trained_weights() -> None:
     with pytest.raises(ValueError, match="broken"):
         quiet(max_epochs=1, callbacks=[WeightAverage(decay=0.5), seen]).fit(task, pairs(), pairs(4))
     assert torch.equal(flat(task), seen.after[-1])
+
+
+@pytest.mark.parametrize("verb", ["validate", "test", "predict"])
+def test_an_evaluation_after_the_fit_leaves_the_task_its_average(verb: str) -> None:
+    task = Regression()
+    trainer = quiet(max_epochs=2, callbacks=[WeightAverage(decay=0.9)])
+    trainer.fit(task, pairs(), pairs(4))
+    average = weights(task)
+    getattr(trainer, verb)(task, pairs(4))
+    assert weights(task) == average
+
+
+def test_a_fit_after_one_that_was_rolled_back_begins_a_new_average(tmp_path: Path) -> None:
+    class Spiking(Regression):
+        """The loss of its fifteenth step is a spike, if asked for."""
+
+        spikes = False
+
+        def training_step(self, batch: Any) -> Tensor:
+            return self.loss(self(batch[0]), batch) * self.factor()
+
+        def factor(self) -> float:
+            self.steps = getattr(self, "steps", 0) + 1
+            return 1e4 if self.steps == 15 and self.spikes else 1.0
+
+    average = WeightAverage(decay=0.9)
+    spike = LossSpike("rollback", window=10, threshold=1000)
+    checkpoint = CheckpointConfig(every="4 steps", best=0, by=None)
+    options: dict[str, Any] = {"max_steps": 20, "max_epochs": None, "log_every": 1, "checkpoint": checkpoint}
+    trainers = [
+        quiet(callbacks=[average, spike], run_dir=tmp_path / name, **options) for name in ("first", "second")
+    ]
+    task = Spiking()
+    task.spikes = True
+    trainers[0].fit(task, pairs(60))
+    assert spike.rollbacks == 1
+    found, fresh = Spiking(), Spiking()
+    trainers[1].fit(found, pairs(60))
+    quiet(callbacks=[WeightAverage(decay=0.9)], max_steps=20, max_epochs=None).fit(fresh, pairs(60))
+    assert weights(found) == weights(fresh)
 
 
 def test_weights_of_16_bits_are_averaged_in_float32() -> None:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.host_syncs import HostSyncs
 from tests.support.outcome import weights
 from tests.support.tasks import Duel, Regression, duels, pairs, quiet
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
 import drivetrain
@@ -173,22 +173,6 @@ def test_idle_callbacks_cost_no_call() -> None:
     assert calls_in_a_steady_step(data, callbacks=[drivetrain.Callback() for _ in range(50)]) == (
         calls_in_a_steady_step(data)
     )
-
-
-class HostSyncs(TorchDispatchMode):
-    """Notes each time that a value is read from a tensor, which on an accelerator waits for the device."""
-
-    READS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "item")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        name = function.overloadpacket.__name__
-        if name in self.READS:
-            self.reads.append(name)
-        return function(*arguments, **(keywords or {}))
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])

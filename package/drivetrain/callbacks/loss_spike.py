@@ -75,8 +75,8 @@ class LossSpike(Callback):
         sync: Whether "skip" may wait for an accelerator in every update.
 
     Raises:
-        ConfigError: An argument that is not allowed; or, when a Trainer is made, "rollback" without
-            checkpoints, or "skip" on an accelerator without `sync`.
+        ConfigError: An argument that is not allowed; when a Trainer is made, "rollback" without checkpoints,
+            or "skip" on an accelerator without `sync`; or, at a log point, a metric that no step returns.
         StrategyError: When a Trainer is made: "skip" with a strategy that cannot skip updates.
         DivergenceError: During a run: more spikes than allowed.
     """
@@ -117,6 +117,7 @@ class LossSpike(Callback):
         self._in_a_row = 0
         self._losses: deque[float] = deque(maxlen=self.window)
         self._pending: list[tuple[int, Sequence[Row]]] = []
+        self._names: set[str] = set()  # of returned values, with "skip" until the metric is among them
 
     def check_trainer(self, trainer: RunSettings, strategy: Strategy) -> None:
         """Check that the run supports the action; see the class."""
@@ -160,9 +161,16 @@ class LossSpike(Callback):
             # At the limit, the run must know whether this was the last update.
             if len(self._pending) >= _UNREAD or run.progress.updates == limit:
                 self._rolls_back()
+        elif self.action == "skip" and step is not None and self.metric not in self._names:
+            self._names |= _names(step.rows)
 
     def on_log(self, run: Run) -> None:
-        """Log the number of spikes."""
+        """Log the number of spikes.
+
+        Raises:
+            ConfigError: The training step does not return the metric.
+        """
+        self._check(self._names)
         if run.stage == "train":
             run.log("spikes", self.rollbacks + self.skipped)
 
@@ -192,6 +200,10 @@ class LossSpike(Callback):
         self._loaded = True
 
     # Losses.
+
+    def _check(self, names: set[str]) -> None:
+        if names and self.metric not in names:
+            raise ConfigError(f"LossSpike(metric={self.metric!r}). {nearest(self.metric, names)}")
 
     def _deviations(self, loss: float) -> float:
         """Return how many deviations a loss is above the median; infinite for a non-finite loss."""
@@ -253,9 +265,7 @@ class LossSpike(Callback):
         if error is not None:
             return self._roll_back(error.what)
         pending, self._pending = self._pending, []
-        names = {name for _, rows in pending for names, _, _ in rows for name in names}
-        if names and self.metric not in names:
-            raise ConfigError(f"LossSpike(metric={self.metric!r}). {nearest(self.metric, names)}")
+        self._check({name for _, rows in pending for name in _names(rows)})
         for update, loss in self._of_updates(pending) if pending else ():
             far = self._deviations(loss)
             if far <= self.threshold:
@@ -315,6 +325,10 @@ class LossSpike(Callback):
         assert self._run is not None
         if self._run.is_main:
             _LOG.warning(text)
+
+
+def _names(rows: Sequence[Row]) -> set[str]:
+    return {name for names, _, _ in rows for name in names}
 
 
 def _limit(name: str, given: int | None, default: int) -> int:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.core.errors import ConfigError
+from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.messages import logger
 from drivetrain.core.validation import by_name
 from drivetrain.engine.memory_profile import MemoryUse, MemoryWatch
 
 if TYPE_CHECKING:
     from drivetrain.run.run import Run
+    from drivetrain.run.settings import RunSettings
+    from drivetrain.strategies import Strategy
 
 _LOG = logger(__name__)
 
@@ -28,6 +30,10 @@ class MemoryReport(Callback):
 
     Attributes:
         use: The result; None until the second update, and after a fit of one update.
+
+    Raises:
+        ConfigError: At the start of a fit: the task is compiled.
+        StrategyError: When a Trainer is made: DeepSpeed, or XLA.
     """
 
     def __init__(self, show: bool = True) -> None:
@@ -36,24 +42,31 @@ class MemoryReport(Callback):
         self._first = 0
         self._watch: MemoryWatch | None = None
 
+    def check_trainer(self, trainer: RunSettings, strategy: Strategy) -> None:
+        """Check that the operations of an update can be observed.
+
+        Raises:
+            StrategyError: The task runs on XLA, or is trained by DeepSpeed.
+        """
+        if strategy.name == "deepspeed":
+            raise StrategyError(
+                "MemoryReport with strategy 'deepspeed' (ZeRO): it cannot tell DeepSpeed's buckets,"
+                " of gigabytes by default (reduce_bucket_size), from activations. Use it with 'ddp' or 'fsdp'"
+            )
+        if strategy.device.type == "xla":
+            raise StrategyError(
+                f"MemoryReport with strategy {strategy.name!r}: it cannot see the operations on XLA, which"
+                " compiles each update as a whole. Leave it out"
+            )
+
     def on_fit_start(self, run: Run) -> None:
         """Start counting updates.
 
         Raises:
-            ConfigError: The task's operations cannot be observed, because it is compiled, runs on XLA or is
-                trained by DeepSpeed.
+            ConfigError: The task is compiled.
         """
-        if run.engine.strategy.name == "deepspeed":
-            raise ConfigError(
-                "MemoryReport with strategy 'deepspeed' (ZeRO): it cannot tell DeepSpeed's buckets,"
-                " of gigabytes by default (reduce_bucket_size), from activations. Use it with 'ddp' or 'fsdp'"
-            )
         if run.engine.compilation.parts:
             raise ConfigError("MemoryReport cannot see the operations of a compiled task. Use compile=False")
-        if run.engine.device.type == "xla":
-            raise ConfigError(
-                "MemoryReport cannot see the operations on XLA, which compiles each update as a whole"
-            )
         self.use = self._watch = None
         self._first = run.progress.updates
 

@@ -114,6 +114,16 @@ class WeightAverage(Callback):
 
     # The hooks.
 
+    @contextmanager
+    def around(self, run: Run) -> Iterator[None]:
+        """Forget the weights of a fit after it: its task keeps those that it ended with."""
+        try:
+            yield
+        finally:
+            if run.train_feed is not None:
+                self._weights, self._averages, self._trained = [], [], None
+                self._is_resumed = False
+
     def on_fit_start(self, run: Run) -> None:
         """Look up the weights that the optimizers train.
 
@@ -157,8 +167,9 @@ class WeightAverage(Callback):
             self._use()
 
     def on_evaluation_end(self, run: Run) -> None:
-        """Go back to the trained weights."""
-        self._leave()
+        """Go back to the trained weights after a validation of the fit."""
+        if run.train_feed is not None:
+            self._leave()
 
     @contextmanager
     def saving(self, run: Run) -> Iterator[None]:
