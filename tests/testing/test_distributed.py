@@ -25,6 +25,16 @@ def test_each_rank_returns_its_own_value():
     assert multiprocessing.active_children() == []
 
 
+def test_tensors_are_returned_by_value():
+    def own():
+        rank = torch.distributed.get_rank()
+        return {"weights": [torch.full((3,), float(rank)), (torch.ones(2), rank)]}
+
+    for rank, each in enumerate(run_distributed(own)):
+        assert each["weights"][0].tolist() == [rank] * 3
+        assert each["weights"][1][0].tolist() == [1, 1]
+
+
 def test_an_error_names_its_rank_and_has_its_traceback():
     def act():
         if torch.distributed.get_rank() == 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import pickle
 import sys
 import time
 import traceback
@@ -93,7 +94,7 @@ def _collect(
             assert isinstance(each, Connection)
             rank = waiting.pop(each)
             try:
-                moment, failed, value = each.recv()
+                moment, failed, value = pickle.loads(each.recv_bytes())
             except EOFError:
                 processes[rank].join()
                 code = processes[rank].exitcode
@@ -107,6 +108,11 @@ def _collect(
         _, rank, text = min(failures)
         raise RuntimeError(f"rank {rank} failed:\n{text}")
     return [results[rank] for rank in range(len(pipes))]
+
+
+def _send(sender: Connection, failed: bool, value: Any) -> None:
+    # By value: `sender.send` would send tensors as shared memory, which ends with this process.
+    sender.send_bytes(pickle.dumps((time.monotonic(), failed, value)))
 
 
 def _child(
@@ -125,9 +131,9 @@ def _child(
         # Wait for all ranks: leaving early would break the connections of the others.
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
-        sender.send((time.monotonic(), False, value))
+        _send(sender, False, value)
     except BaseException:  # reported at once, before other ranks fail because of it
-        sender.send((time.monotonic(), True, traceback.format_exc()))
+        _send(sender, True, traceback.format_exc())
     sender.close()
     # os._exit skips the parent's exit handlers, which a forked process inherits.
     sys.stdout.flush()
