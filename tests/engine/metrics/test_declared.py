@@ -329,6 +329,14 @@ def test_what_is_no_metric_is_named_with_what_it_lacks(wrong: Any) -> None:
         DeclaredMetrics({"accuracy": wrong}, CPU)
 
 
+def test_a_metric_has_one_name() -> None:
+    one = Forgetful()
+    with pytest.raises(
+        ConfigError, match="the same Forgetful as 'a' and as 'b': it would be given each batch"
+    ):
+        DeclaredMetrics({"a": one, "b": one}, CPU)
+
+
 def test_a_metric_whose_state_cannot_be_stored_is_named_with_the_way_out() -> None:
     with pytest.raises(
         CheckpointError, match=r"'count' \(Forgetful\) has no state_dict.*train_metrics=False"

@@ -51,7 +51,8 @@ class DeclaredMetrics:
         ranks: The processes that update them; what is computed is of all of them together.
 
     Raises:
-        ConfigError: A value that is no metric, or, with several processes, one that cannot be joined.
+        ConfigError: A value that is no metric or has two names, or, with several processes, one that cannot
+            be joined.
     """
 
     def __init__(self, metrics: Mapping[str, Any], device: torch.device, ranks: Ranks = ALONE) -> None:
@@ -59,7 +60,14 @@ class DeclaredMetrics:
             raise ConfigError(
                 f"metrics() must return a mapping of names to metrics, not a {type(metrics).__name__}"
             )
+        names: dict[int, str] = {}
         for name, metric in metrics.items():
+            first = names.setdefault(id(metric), name)
+            if first != name:
+                raise ConfigError(
+                    f"metrics() has the same {type(metric).__name__} as {first!r} and as {name!r}: it would"
+                    " be given each batch twice. Make an object for each name"
+                )
             lacking = [
                 method
                 for method in ("update", "compute", "reset")
