@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from drivetrain import TaskModule, Trainer, callbacks
 from drivetrain.callbacks import Callback
 
-WIDTH, LAYERS, LOG_EVERY = 64, 50, 50
+WIDTH, LAYERS, LOG_EVERY = 16, 50, 50
 
 CALLBACKS: dict[str, Callable[[], list[Callback]]] = {
     'WeightAverage("ema")': lambda: [callbacks.WeightAverage(decay=0.99)],

@@ -27,6 +27,8 @@ _LOG = logger(__name__)
 
 KINDS = ("ema", "swa", "lawa")
 
+_WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+
 _EVERY: dict[str, Interval] = {"ema": "1 step", "swa": "1 epoch", "lawa": "1 epoch"}
 
 
@@ -355,6 +357,8 @@ def _norms(task: nn.Module) -> Iterator[Any]:
 
 def _wide(weight: Tensor) -> Tensor:
     """Return a weight in the dtype of its average; for use without gradients."""
+    if weight.dtype in _WIDE:  # asking torch takes a microsecond for each weight
+        return weight
     return weight.to(torch.promote_types(weight.dtype, torch.float32))
 
 
