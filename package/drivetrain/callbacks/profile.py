@@ -67,7 +67,7 @@ class Profile(Callback):
     shows where the host waits for it, as at log points. A trace has the times of both.
 
     Updates are numbered from 0 over all restarts; a skipped one counts too. The updates that the schedule
-    chooses are slower. In the others each phase takes some 2 microseconds longer. Evaluations outside a fit
+    chooses are slower. In the others each phase takes a few microseconds longer. Evaluations outside a fit
     are not profiled. A file that cannot be written is left out with a warning.
 
     Args:
