@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
-import pickle
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -56,7 +56,7 @@ def run_distributed(
     processes: list[BaseProcess] = []
     pipes: dict[Connection, int] = {}
     for rank in range(world_size):
-        receiver, sender = context.Pipe(duplex=False)
+        receiver, sender = context.Pipe()
         environment = environment_of(rank, world_size, port, threads=None)
         process = context.Process(target=_child, args=(sender, environment, function, arguments, timeout))
         with without_garbage_collection():
@@ -94,7 +94,8 @@ def _collect(
             assert isinstance(each, Connection)
             rank = waiting.pop(each)
             try:
-                moment, failed, value = pickle.loads(each.recv_bytes())
+                moment, failed, value = each.recv()
+                each.send(None)
             except EOFError:
                 processes[rank].join()
                 code = processes[rank].exitcode
@@ -111,8 +112,9 @@ def _collect(
 
 
 def _send(sender: Connection, failed: bool, value: Any) -> None:
-    # By value: `sender.send` would send tensors as shared memory, which ends with this process.
-    sender.send_bytes(pickle.dumps((time.monotonic(), failed, value)))
+    sender.send((time.monotonic(), failed, value))
+    with suppress(EOFError, ConnectionError):  # the parent has given up
+        sender.recv()  # until it has opened the tensors, which are in shared memory of this process
 
 
 def _child(
