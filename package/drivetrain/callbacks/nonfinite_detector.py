@@ -290,7 +290,7 @@ def _magnitudes(module: nn.Module, inputs: Any, output: Any) -> tuple[list[str],
             if local.is_floating_point() and local.numel():
                 names.append(name)
                 magnitudes = local.abs()
-                # Not aminmax, for which XLA has no kernel.
+                # XLA has no kernel for aminmax.
                 measured.append(torch.stack([magnitudes.min(), magnitudes.max()]))
     return names, measured
 

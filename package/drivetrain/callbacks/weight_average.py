@@ -53,7 +53,7 @@ class WeightAverage(Callback):
         decay: The share of the old average in "ema", above 0 and below 1; None is 0.999.
         every: The interval of averaging in steps or whole epochs; None is "1 step" for "ema", else "1 epoch".
         start: Average from here on, in steps or whole epochs; None from the first update.
-        window: The number of weights in "lawa", each of which takes as much memory as the weights; None is 5.
+        window: The number of weights in "lawa"; each takes as much memory as the weights. None is 5.
         evaluate: Whether the validations of a fit use the average.
         save: Whether the average is what checkpoints and the finished weights hold as the model. A resume
             goes on from the trained weights in any case, which such a checkpoint holds beside it; give it the

@@ -388,8 +388,8 @@ class Engine:
         with stored, self.step_module.evaluating(step) as run_step:
             self.evaluate_step = self.model if self.strategy.sharded else run_step
             yield
-            # Forwards without a backward leave parameters gathered. The next forward would compute with them,
-            # and not with what a callback has put in their place since, such as the trained weights.
+            # Forwards without a backward leave parameters gathered. The next forward would compute with
+            # those, even if a callback has put back the trained weights.
             self.strategy.settle(self.model)
 
     def exchanged(self, write: bool = False) -> AbstractContextManager[Mapping[str, Optimizer]]:
