@@ -38,8 +38,8 @@ class WeightHistograms(Callback):
 
     Weights are counted at the log point, after its update. Gradients are counted before they are clipped, in
     the updates that a log point may follow: few with `log_every` in steps or epochs, all with another
-    interval. Counts stay on the device until the log point. With gradients, a log point of a validation alone
-    gets no histograms.
+    interval. Counts stay on the device until the log point, except on XLA, whose `bincount` runs on the host.
+    With gradients, a log point of a validation alone gets no histograms.
 
     The loggers "tensorboard" and "jsonl" take histograms, and any with
     `log_histograms(histograms, step)`; see `drivetrain.loggers.HistogramLogger`.
