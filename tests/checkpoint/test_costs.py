@@ -179,7 +179,7 @@ def snapshot_of(count):
     return Snapshot({"model": {f"block.{number}.weight": torch.ones(2, 3) for number in range(count)}})
 
 
-def test_ten_times_the_tensors_are_ten_times_the_writes_and_reads_and_nothing_else(tmp_path):
+def test_small_tensors_are_written_together_and_nothing_but_the_reads_grows_with_their_number(tmp_path):
     files = Counting()
     io = DirectoryCheckpointIO(files)
     saving, loading = {}, {}
@@ -190,9 +190,9 @@ def test_ten_times_the_tensors_are_ten_times_the_writes_and_reads_and_nothing_el
         files.reset()
         io.load(str(tmp_path / str(count)))
         loading[count] = Counter(files.operations)
-    assert saving[1_000].pop("write") - saving[100].pop("write") == 900
     assert saving[1_000] == saving[100]
     assert saving[100]["finish"] == saving[100]["create"] == 2  # the tensors, and the manifest
+    assert saving[100]["write"] == 3  # of them the header and the tensors
     assert loading[1_000].pop("read") - loading[100].pop("read") == 900
     assert loading[1_000] == loading[100]
 
@@ -319,4 +319,4 @@ def test_a_run_in_the_foreground_does_no_file_work_of_a_save_in_the_background(t
     mine = {name for thread, name in files.threads if thread == threading.get_ident()}
     assert mine == {"kind", "entries"}  # is the name free, and what was saved still there?
     assert files.threads[threading.get_ident(), "kind"] == 1
-    assert files.operations["write"] > 10
+    assert files.operations["write"] == 5  # header, tensors, purpose, manifest, index

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -81,13 +82,20 @@ class UnsavedTensors:
 def _attributes(task: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the plain attributes with tensors, by full name."""
     for prefix, module in _modules(task, "", set()):
-        if {kind.__module__.partition(".")[0] for kind in type(module).__mro__} <= _LIBRARIES:
+        if _is_of_library(type(module)):  # type: ignore[arg-type]  # mypy: no class of modules is hashable
             continue
         for name, value in vars(module).items():
+            if name in _OF_MODULES or not _tensors(value):
+                continue
             # torch's weight_norm, spectral_norm and pruning compute the tensor in each forward.
             computed = f"{name}_g" in module._parameters or f"{name}_orig" in module._parameters
-            if name not in _OF_MODULES and not computed and _tensors(value):
+            if not computed:
                 yield clean_name(prefix + name), value
+
+
+@cache
+def _is_of_library(kind: type) -> bool:
+    return {each.__module__.partition(".")[0] for each in kind.__mro__} <= _LIBRARIES
 
 
 def _modules(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

@@ -8,9 +8,10 @@ import safetensors.torch
 import torch
 from safetensors import safe_open
 from torch import nn
+from xxhash import xxh3_128_hexdigest
 
 from drivetrain.checkpoint import DamagedCheckpointError, export_weights, load_weights
-from drivetrain.checkpoint.format.tensors import DTYPES
+from drivetrain.checkpoint.format.tensors import CHUNK, DTYPES, Hashes, tensor_chunks
 from drivetrain.core.errors import CheckpointError
 
 
@@ -54,6 +55,28 @@ def test_views_of_every_kind_are_stored_by_value(tmp_path, helpers):
         torch.equal(read[name], tensor) and read[name].shape == tensor.shape
         for name, tensor in tensors.items()
     )
+
+
+def test_small_tensors_share_a_chunk_and_large_ones_are_cut(tmp_path, helpers):
+    numbers = torch.tensor([[0.0, 1.0, 2.0], [4.0, 0.5, 8.0]])
+    small = {code: numbers.to(dtype).t() for code, dtype in DTYPES.items()}
+    small |= {"scalar": torch.tensor(2.0), "one": torch.arange(9.0)[::5][1:], "empty": torch.ones(0, 3)}
+    small |= {"conjugate": torch.tensor([1 + 2j, 3 - 1j]).conj(), "trained": nn.Parameter(torch.ones(2))}
+    tensors = {"large": torch.rand(CHUNK // 4 + 7), "medium": torch.rand(CHUNK // 8), **small}
+    hashes = Hashes()
+    header, *chunks = map(bytes, tensor_chunks(tensors, "it", hashes))
+    assert sorted(map(len, chunks))[-1] == CHUNK
+    assert len(chunks) == 4  # what comes before the large one by width and name, its two, and the rest
+    (tmp_path / "w.safetensors").write_bytes(header + b"".join(chunks))
+    read = load_weights(tmp_path / "w.safetensors")
+    assert read.pop("one").tolist() == [5.0]  # its stride is 5, although it is contiguous
+    assert read.keys() == tensors.keys() - {"one"}
+    assert all(helpers.same_bits(each, tensors[name]) for name, each in read.items())
+    assert hashes.header == xxh3_128_hexdigest(header)
+    spans = json.loads(header[8:])
+    for name in tensors:
+        start, stop = spans[name]["data_offsets"]
+        assert hashes.tensors[name] == xxh3_128_hexdigest(b"".join(chunks)[start:stop])
 
 
 def test_every_tensor_in_a_file_is_aligned_to_its_dtype(tmp_path):

@@ -10,10 +10,12 @@ it cannot hash the bytes as it writes them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -48,6 +50,12 @@ DTYPES: dict[str, torch.dtype] = {
 """The format's names of the dtypes."""
 
 CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
+
+_ALIKE = {
+    torch.bfloat16: torch.int16,
+    **{each: torch.uint8 for each in CODES if each.is_floating_point and each.itemsize == 1},
+}
+"""A dtype of the same size for each that numpy lacks."""
 
 _MAX_DIMENSIONS = 64
 _METADATA = "__metadata__"
@@ -86,7 +94,7 @@ def check_tensor(tensor: Tensor, where: str) -> None:
         raise CheckpointError(
             f"{where}: a tensor of layout {tensor.layout} cannot be stored; call .to_dense() on it"
         )
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         raise CheckpointError(f"{where}: the tensor is on the meta device and has no data to store")
     if tensor.dtype not in CODES:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in CODES)
@@ -111,19 +119,37 @@ def plan_spans(tensors: Mapping[str, Tensor], what: str) -> list[TensorSpan]:
     Raises:
         CheckpointError: A tensor that cannot be stored, or the one name that the format reserves.
     """
+    return _plan(tensors, what)[0]
+
+
+def _plan(tensors: Mapping[str, Tensor], what: str) -> tuple[list[TensorSpan], bytes]:
+    for name, tensor in tensors.items():
+        check_tensor(tensor, f"{what}, {name!r}")
+    return _header(tuple((name, each.dtype, each.shape) for name, each in tensors.items()), what)
+
+
+@lru_cache(maxsize=8)  # a run saves tensors of the same names, dtypes and shapes again and again
+def _header(
+    named: tuple[tuple[str, torch.dtype, torch.Size], ...], what: str
+) -> tuple[list[TensorSpan], bytes]:
+    """Return the spans of a file, and the bytes before its tensors."""
+    header: dict[str, Json] = {
+        _METADATA: {"format": "pt"}
+    }  # transformers refuses a file that does not say so
     spans = []
     start = 0
-    for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
-        tensor = tensors[name]
-        check_tensor(tensor, f"{what}, {name!r}")
+    for name, dtype, shape in sorted(named, key=lambda each: (-each[1].itemsize, each[0])):
         if name == _METADATA:
             raise CheckpointError(
                 f"{what}: the safetensors format does not allow the name {name!r}; rename the tensor"
             )
-        stop = start + tensor.numel() * tensor.element_size()
-        spans.append(TensorSpan(name, CODES[tensor.dtype], tuple(tensor.shape), start, stop))
+        stop = start + shape.numel() * dtype.itemsize
+        spans.append(TensorSpan(name, CODES[dtype], tuple(shape), start, stop))
+        header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
         start = stop
-    return spans
+    text = dump_json(header, f"the header of {what}")
+    text += b" " * (-len(text) % 8)
+    return spans, len(text).to_bytes(8, "little") + text
 
 
 @dataclass(slots=True)
@@ -142,56 +168,70 @@ class Hashes:
 def tensor_chunks(tensors: Mapping[str, Tensor], what: str, hashes: Hashes | None = None) -> Iterator[Bytes]:
     """Yield the bytes of a safetensors file, for `files.write_file`.
 
-    Tensors that share memory are each written in full. At most one tensor at a time is copied, and only if it
-    is on another device or not contiguous.
+    Tensors that share memory are each written in full. At most one tensor at a time is copied, or small ones
+    of `CHUNK` bytes together: a write for each of hundreds would take longer than their bytes.
 
     Args:
         tensors: The tensors by name; any device and strides.
         what: The name for messages.
         hashes: Filled with the hashes, if given.
     """
-    spans = plan_spans(tensors, what)
-    header: dict[str, Json] = {
-        _METADATA: {"format": "pt"}
-    }  # transformers refuses a file that does not say so
-    for span in spans:
-        header[span.name] = {
-            "dtype": span.dtype,
-            "shape": list(span.shape),
-            "data_offsets": [span.start, span.stop],
-        }
-    text = dump_json(header, f"the header of {what}")
-    text += b" " * (-len(text) % 8)
-    text = len(text).to_bytes(8, "little") + text
-    if hashes is not None:
-        hashes.header = xxhash.xxh3_128_hexdigest(text)
+    spans, text = _plan(tensors, what)
+    hashes = Hashes() if hashes is None else hashes
+    hashes.header = xxhash.xxh3_128_hexdigest(text)
     yield text
-    for span in spans:
+    for together in _together(spans):
+        if len(together) > 1:
+            views = {span.name: _copied_bytes(tensors[span.name]) for span in together}
+            hashes.tensors.update((name, xxhash.xxh3_128_hexdigest(view)) for name, view in views.items())
+            yield b"".join(views.values())
+            continue
         digest = xxhash.xxh3_128()
-        if span.stop > span.start:
-            # No variable for the copy: it would keep the copy alive while the next is made.
-            for chunk in _chunks_of(tensors[span.name]):
-                if hashes is not None:
-                    digest.update(chunk)
-                yield chunk
-                del chunk
-        if hashes is not None:
-            hashes.tensors[span.name] = digest.hexdigest()
+        # No variable for the copy: it would keep the copy alive while the next is made.
+        for chunk in _chunks_of(tensors[together[0].name]):
+            digest.update(chunk)
+            yield chunk
+            del chunk
+        hashes.tensors[together[0].name] = digest.hexdigest()
+
+
+def _together(spans: Iterable[TensorSpan]) -> Iterator[list[TensorSpan]]:
+    """Yield the spans, those next to each other together while they fit in one chunk."""
+    together: list[TensorSpan] = []
+    for span in spans:
+        if together and span.stop - together[0].start > CHUNK:
+            yield together
+            together = []
+        together.append(span)
+    if together:
+        yield together
 
 
 def _chunks_of(tensor: Tensor) -> Iterator[memoryview]:
     # In chunks, so that each is still in the processor's cache when it is written.
-    view = bytes_of(tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous())
+    view = _copied_bytes(tensor)
     for start in range(0, len(view), CHUNK):
         yield view[start : start + CHUNK]
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the CPU."""
-    # as_strided, because a contiguous tensor of one element may have any stride.
-    flat = tensor.as_strided((tensor.numel(),), (1,))
-    array: Any = flat.view(torch.uint8).numpy()
-    return memoryview(array)
+    return _as_bytes(_for_numpy(tensor).numpy())
+
+
+def _copied_bytes(tensor: Tensor) -> memoryview:
+    """Return the values in C order, copied if they are on another device or not contiguous."""
+    # numpy's calls, because torch's need three times as long: a save of many small tensors would notice.
+    return _as_bytes(np.ascontiguousarray(_for_numpy(tensor).numpy(force=True)))
+
+
+def _for_numpy(tensor: Tensor) -> Tensor:
+    alike = _ALIKE.get(tensor.dtype)
+    return tensor if alike is None else tensor.detach().view(alike)
+
+
+def _as_bytes(array: np.ndarray[Any, Any]) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
 
 
 def read_tensors(reader: HashedReader) -> dict[str, Tensor]:

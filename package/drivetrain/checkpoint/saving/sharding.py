@@ -8,6 +8,7 @@ then finds its pieces in the plan, and checks that they match the boxes that it 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -88,7 +89,10 @@ def plan_save(tensors: Groups, unshared: Collection[str], ranks: Ranks) -> Plan:
 
 
 def _whole(tensor: Tensor) -> Layout:
-    return Layout.whole(CODES[tensor.dtype], tuple(tensor.shape))
+    return _whole_layout(CODES[tensor.dtype], tuple(tensor.shape))
+
+
+_whole_layout = lru_cache(maxsize=4096)(Layout.whole)
 
 
 def _alone(tensor: Tensor) -> Tensor:

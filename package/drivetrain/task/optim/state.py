@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -198,7 +199,12 @@ def _key(name: str, slot: object) -> str:
 
 def described(tensor: Tensor) -> str:
     """Return dtype and shape as text: ``float32[64, 10]``."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return _described(tensor.dtype, tensor.shape)
+
+
+@lru_cache(maxsize=4096)  # a save describes each parameter and slot
+def _described(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
 def _scalar(key: str, value: object) -> Json:
