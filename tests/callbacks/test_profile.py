@@ -397,6 +397,8 @@ def test_a_compiled_task(tmp_path: Path) -> None:
         ({"schedule": {**ONE, "active": 0}}, "'active' must be a whole number, at least 1, not 0"),
         ({"schedule": 20}, "takes a mapping such as"),
         ({"schedule": ONE, "kinds": "table"}, "has no effect on 'table'"),
+        ({"folder": 3}, r"Profile\(folder=\) must be a path on a local disk"),
+        ({"options": 3}, r"Profile\(options=\) must be a mapping of record_shapes, .*, not 3"),
         ({"options": {"record_shape": True}}, "Did you mean 'record_shapes'"),
         ({"options": {"record_shapes": True}, "kinds": "memory"}, "is for 'trace'"),
         ({"options": {"with_stack": True}, "kinds": ("trace", "python")}, "only slot for a profiler"),

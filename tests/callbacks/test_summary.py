@@ -12,6 +12,7 @@ from tests.support.tasks import FEATURES, Regression, pairs, quiet
 from torch import nn
 from torch.nn import functional as F
 
+from drivetrain import TaskModule
 from drivetrain.callbacks import ModelSummary, summarize
 from drivetrain.callbacks.layers import layers_of
 from drivetrain.callbacks.summary import RankSizes
@@ -262,6 +263,11 @@ def test_arguments_may_be_a_tuple_or_a_mapping():
         assert layers_of(bilinear, batch)[""].inputs == ((5, 2), (5, 3))
 
 
+class Stepping(TaskModule):
+    def training_step(self, batch):
+        return batch[0].sum()
+
+
 class Branches(Regression):
     def forward(self, features):
         return self.line(features) if features.sum() > 0 else features[:, :1]
@@ -270,6 +276,10 @@ class Branches(Regression):
 def test_what_cannot_be_followed_without_values_is_refused():
     with pytest.raises(ConfigError, match=r"layers of a Branches cannot be followed.*must not branch on one"):
         summarize(Branches(), batch=next(iter(pairs())))
+    with pytest.raises(ConfigError, match="layers of a Stepping cannot be followed: it has no forward"):
+        summarize(Stepping(), batch=next(iter(pairs())))
+    with pytest.raises(ConfigError, match="a summary needs a module, not 'net'"):
+        summarize("net")
     with pytest.raises(ConfigError, match="lazy module has no shapes"):
         summarize(nn.LazyLinear(3), batch=torch.ones(2, 2))
     with pytest.raises(StrategyError, match=r"strategy 'fsdp'.*print\(summarize"):

@@ -375,10 +375,41 @@ def test_an_evaluation_writes_its_values_to_a_file(tmp_path: Path, verb: str) ->
     for data in (pairs(4), {"a": pairs(4), "b": pairs(6)}):  # the second replaces the first
         values = evaluate(Regression(), data, save_to=target)
         assert json.loads(target.read_text()) == values
-    with pytest.raises(ConfigError, match=r"must be a local file, such as 'results\.json', not a directory"):
-        evaluate(Regression(), pairs(4), save_to=tmp_path)
-    with pytest.raises(ConfigError, match="not an address"):
-        evaluate(Regression(), pairs(4), save_to="s3://bucket/results.json")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("folder", r"is a directory; give a file, such as 'results\.json'"),
+        ("file/results.json", r"cannot be written: .*'.*file'"),
+        ("s3://bucket/results.json", "must be a path on a local disk"),
+        (3, "must be a path on a local disk, such as 'results', not 3"),
+    ],
+)
+def test_results_that_could_not_be_written_are_not_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: Any, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("file").touch()
+
+    class Never(Regression):
+        def forward(self, features: Tensor) -> Tensor:
+            raise AssertionError
+
+    for verb in ("validate", "test"):
+        with pytest.raises(ConfigError, match=words):
+            getattr(quiet(), verb)(Never(), pairs(4), save_to=given)
+    if given in ("folder", "file/results.json"):
+        return
+    with pytest.raises(ConfigError, match=words):
+        quiet().predict(Never(), pairs(4), save_to=given)
+
+
+def test_a_folder_that_cannot_be_made_stops_a_prediction_before_it_begins(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"cannot create '.*folder': Not a directory"):
+        quiet().predict(Regression(), pairs(4), save_to=tmp_path / "file" / "folder")
 
 
 @pytest.mark.parametrize("verb", ["validate", "test"])

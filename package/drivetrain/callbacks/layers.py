@@ -68,6 +68,11 @@ def layers_of(module: nn.Module, batch: Any) -> dict[str, Layer]:
     """
     if any(is_lazy(each) for each in (*module.parameters(), *module.buffers())):
         raise ConfigError("a lazy module has no shapes yet: run it once on a batch before the summary")
+    if type(module).forward is nn.Module.forward:
+        raise ConfigError(
+            f"the layers of a {type(module).__name__} cannot be followed: it has no forward. Define one, for"
+            " its own step to call, or leave the batch out of the summary"
+        )
     root = StepModule(module)
     root.use(_step(module))
     found: dict[str, Layer] = {}

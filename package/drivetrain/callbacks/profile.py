@@ -19,7 +19,7 @@ from torch.profiler import ProfilerAction, record_function
 from drivetrain.callbacks.base import Callback, check_only_one
 from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.core.messages import logger
-from drivetrain.core.validation import by_name, check_names, count, flag, one_of
+from drivetrain.core.validation import by_name, check_names, count, flag, local_path, one_of
 from drivetrain.distributed.failure.named_places import register_opaque
 from drivetrain.run.phases import Phases, phases_of
 from drivetrain.run.settings import has_run_dir
@@ -102,7 +102,11 @@ class Profile(Callback):
     ) -> None:
         self.kinds = _checked_kinds(kinds)
         self.ranks = _checked_ranks(ranks)
-        self.folder = None if folder is None else Path(folder).absolute()
+        self.folder = None if folder is None else local_path("Profile(folder=)", folder).absolute()
+        if not isinstance(options, (Mapping, type(None))):
+            raise ConfigError(
+                f"Profile(options=) must be a mapping of {', '.join(_OPTIONS)}, not {options!r}"
+            )
         self.options = dict(options or {})
         self.show = flag("Profile(show=)", show)
         self.schedule = _checked_schedule(_SCHEDULE if schedule is None else schedule)

@@ -266,6 +266,10 @@ def summarize(task: nn.Module, depth: int = 1, *, batch: Any = None) -> Summary:
         ConfigError: A negative depth, or the forward cannot be followed without values.
     """
     _check_depth(depth)
+    if not isinstance(task, nn.Module):
+        raise ConfigError(
+            f"a summary needs a module, not {task!r}; give an object of the class, not the class"
+        )
     layers: dict[str, Layer] = {}
     if batch is not None:
         from drivetrain.callbacks.layers import layers_of

@@ -17,7 +17,7 @@ from torch.utils import _pytree
 from drivetrain.checkpoint import export_weights, load_weights, pack, unpack
 from drivetrain.checkpoint.format.strict_json import dump_json, parse_json
 from drivetrain.checkpoint.storage.files import HashedReader
-from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError
+from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, os_errors
 from drivetrain.core.containers import opened
 from drivetrain.core.errors import CheckpointError, ConfigError
 from drivetrain.core.types import Json
@@ -59,7 +59,8 @@ def write_predictions(outputs: Iterable[Any], directory: Path, ranks: Ranks = AL
 
 
 def _make_free(directory: Path) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
+    with os_errors("create", str(directory)):
+        directory.mkdir(parents=True, exist_ok=True)
     if any(directory.glob("predictions-*.safetensors")):
         raise ConfigError(
             f"{directory} already holds predictions; give another directory, or remove them first"

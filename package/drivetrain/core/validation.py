@@ -6,8 +6,10 @@ import functools
 import inspect
 import math
 import numbers
+import os
 from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from drivetrain.core.errors import ConfigError, nearest
@@ -135,6 +137,17 @@ def globs(name: str, value: object, *, at_least: int = 1) -> tuple[str, ...] | N
     ):
         return tuple(given)
     raise ConfigError(f"{name} must be a glob such as 'blocks.*', or a sequence of globs, not {value!r}")
+
+
+def local_path(name: str, value: object) -> Path:
+    """Check that a value is a path on a local disk, and return it.
+
+    Raises:
+        ConfigError: `value` is not a path, or an address such as "s3://bucket/file".
+    """
+    if isinstance(value, (str, os.PathLike)) and value and "://" not in os.fspath(value):
+        return Path(value)
+    raise ConfigError(f"{name} must be a path on a local disk, such as 'results', not {value!r}")
 
 
 def one_of(name: str, value: object, allowed: Collection[str]) -> str:

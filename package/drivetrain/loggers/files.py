@@ -14,6 +14,7 @@ from typing import Any
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.messages import logger
 from drivetrain.core.types import Json
+from drivetrain.core.validation import local_path
 
 _LOG = logger(__name__)
 
@@ -79,24 +80,32 @@ def write_config(directory: Path, config: Mapping[str, Any]) -> None:
     replace_text(directory / "config.json", json.dumps(to_json(config), indent=2, allow_nan=False) + "\n")
 
 
-def check_results_path(path: str | os.PathLike[str]) -> None:
+def prepare_results_file(path: str | os.PathLike[str], makes_folder: bool) -> None:
     """Check that results can be written to a path, before they are computed.
 
+    Args:
+        path: The file.
+        makes_folder: Whether to make its folder.
+
     Raises:
-        ConfigError: It is a directory, or an address.
+        ConfigError: It is a directory or an address, or its folder cannot be made or written to.
     """
-    if "://" in str(path) or Path(path).is_dir():
-        raise ConfigError(
-            f"save_to={str(path)!r} must be a local file, such as 'results.json', not"
-            f" {'an address' if '://' in str(path) else 'a directory'}"
-        )
+    target = local_path("save_to", path)
+    if target.is_dir():
+        raise ConfigError(f"save_to={str(path)!r} is a directory; give a file, such as 'results.json'")
+    if not makes_folder:
+        return
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(target.parent, os.W_OK):
+            raise PermissionError(f"no permission to write to {str(target.parent)!r}")
+    except OSError as error:
+        raise ConfigError(f"save_to={str(path)!r} cannot be written: {error}. Give another path") from error
 
 
 def write_results(values: Mapping[str, float], path: str | os.PathLike[str]) -> None:
     """Write an evaluation's values as JSON, in place of an earlier file of that name."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(target, json.dumps(to_json(values), indent=2, allow_nan=False) + "\n")
+    replace_text(Path(path), json.dumps(to_json(values), indent=2, allow_nan=False) + "\n")
 
 
 def set_aside(path: Path) -> None:

@@ -15,11 +15,11 @@ import torch
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.progress import Progress
 from drivetrain.core.synonyms import missing
-from drivetrain.core.validation import by_name, flag
+from drivetrain.core.validation import by_name, flag, local_path
 from drivetrain.distributed.launch.environment import detect
 from drivetrain.distributed.launch.programs import rerun_obstacle
 from drivetrain.engine.weighting import StepResult
-from drivetrain.loggers.files import check_results_path, write_results
+from drivetrain.loggers.files import prepare_results_file, write_results
 from drivetrain.loggers.history import read_history, table_of
 from drivetrain.run.loop import evaluate, predict, train_steps
 from drivetrain.run.messages import as_given, is_resumable
@@ -337,7 +337,7 @@ class Trainer(RunSettings):
         save_to: str | os.PathLike[str] | None,
     ) -> dict[str, float]:
         if save_to is not None:
-            check_results_path(save_to)
+            prepare_results_file(save_to, makes_folder=not writes_nothing(self))
         if self._has_to_fork():
             return self._forked(lambda: self._evaluate(stage, task, data, checkpoint, save_to))
         with self._begin_evaluation(stage, task, data, checkpoint) as run:
@@ -375,6 +375,8 @@ class Trainer(RunSettings):
             DataError: `metrics` is given, and the data lacks targets.
         """
         flag("predict(metrics=)", metrics)
+        if save_to is not None:
+            local_path("save_to", save_to)
         if self._has_to_fork():
             return self._forked(
                 lambda: self.predict(task, data, checkpoint=checkpoint, save_to=save_to, metrics=metrics)

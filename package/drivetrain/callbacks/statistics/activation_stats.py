@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -68,9 +68,9 @@ class ActivationStats(Callback):
         every: Interval | None = None,
     ) -> None:
         self.patterns = globs("ActivationStats(patterns=)", patterns)
-        given = (statistics,) if isinstance(statistics, str) else tuple(statistics)
-        if not given:
-            raise ConfigError(f"ActivationStats(statistics=()) logs nothing; give some of {STATISTICS}")
+        given = (statistics,) if isinstance(statistics, str) else statistics
+        if not isinstance(given, Collection) or not given:
+            raise ConfigError(f"ActivationStats(statistics={statistics!r}): give some of {STATISTICS}")
         self.statistics = tuple(one_of("statistic of ActivationStats", each, STATISTICS) for each in given)
         self._columns = tuple(
             column
