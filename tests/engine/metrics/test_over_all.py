@@ -85,6 +85,35 @@ def test_batches_of_different_lengths_are_refused_or_padded() -> None:
         updated(OverAll(rows, padding=-7), batches[0], (torch.ones(2), torch.ones(2))).compute()
 
 
+@pytest.mark.parametrize(
+    ("kind", "padding", "fits"),
+    [
+        (torch.bool, -100, False),
+        (torch.bool, 1, True),
+        (torch.uint8, -100, False),
+        (torch.int8, -100, True),
+        (torch.int64, 0.5, False),
+        (torch.float16, 0.1, True),
+    ],
+)
+def test_a_padding_that_the_dtype_cannot_hold_is_refused(kind: Any, padding: float, fits: bool) -> None:
+    batches = [(torch.ones(1, 2, dtype=kind), torch.ones(1)), (torch.ones(1, 1, dtype=kind), torch.ones(1))]
+    metric = updated(OverAll(lambda outputs, _: outputs[1, 1], padding=padding), *batches)
+    if fits:
+        assert metric.compute() == torch.tensor(padding, dtype=kind).item()
+        return
+    name = str(kind).removeprefix("torch.")
+    with pytest.raises(DataError, match=f"their dtype {name} cannot hold the padding {padding}"):
+        metric.compute()
+
+
+def test_tensors_that_numpy_lacks_become_arrays_that_it_has() -> None:
+    for outputs in (torch.eye(2).to_sparse(), torch.eye(2).to(torch.float8_e5m2)):
+        assert updated(OverAll(lambda each, _: each.sum()), (outputs, torch.ones(2))).compute() == 2
+    with pytest.raises(DataError, match="tensors and numbers, and was given a ndarray"):
+        updated(OverAll(len), (np.array(["a"]), torch.ones(1)))
+
+
 def test_outputs_are_joined_by_their_names() -> None:
     def named(first: str, second: str) -> tuple[Any, ...]:
         return {first: torch.full((2,), 1.0), second: torch.full((2,), 5.0)}, torch.ones(2)

@@ -22,7 +22,9 @@ def as_arrays(value: Any) -> Any:
     """Return tensors, in tuples, lists and mappings to any depth, as NumPy arrays with a first dimension."""
     if isinstance(value, Tensor):
         tensor = value.detach().cpu()
-        array = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
+        tensor = tensor if tensor.layout is torch.strided else tensor.to_dense()
+        is_unknown = tensor.dtype is torch.bfloat16 or (tensor.is_floating_point() and tensor.itemsize == 1)
+        array = (tensor.float() if is_unknown else tensor).numpy(force=True)
         return array if array.ndim else array.reshape(1)
     if isinstance(value, Mapping):
         return {name: as_arrays(each) for name, each in value.items()}
@@ -50,7 +52,8 @@ class Arrays:
 
         Raises:
             ValueError: The batch has other arrays than the ones before.
-            DataError: Its rows have another shape, and there is no padding; or another number of dimensions.
+            DataError: Its rows have another shape, and there is no padding, or none that their dtype can
+                hold; or another number of dimensions.
         """
         leaves = dict(_leaves(tree))
         if not self._leaves:
@@ -63,7 +66,7 @@ class Arrays:
             )
         for place, leaf in leaves.items():
             pieces = self._leaves[place]
-            pieces.check_rows(leaf, padded=self._padding is not None)
+            pieces.check_rows(leaf, self._padding)
             pieces.add(leaf)
             self._held += leaf.nbytes
         if self._limit is not None and self._held > self._limit:
@@ -112,6 +115,13 @@ def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
     return function(tree)
 
 
+def _can_hold(dtype: np.dtype[Any], number: float) -> bool:
+    if dtype.kind in "fc":
+        return True
+    low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    return number == int(number) and low <= number <= high
+
+
 class _Pieces:
     """The batches of one array: their shapes and dtypes, and their contents in memory or in a file."""
 
@@ -123,13 +133,21 @@ class _Pieces:
         self._file: Path | None = None
         self._spilled = 0  # batches in the file
 
-    def check_rows(self, array: np.ndarray[Any, Any], padded: bool) -> None:
+    def check_rows(self, array: np.ndarray[Any, Any], padding: float | None) -> None:
         first, rows = self.shapes[0][1:] if self.shapes else array.shape[1:], array.shape[1:]
-        if rows != first and not (padded and len(rows) == len(first)):
-            raise DataError(
-                f"the rows of one batch have the shape {first}, those of another {rows}, and"
-                f" {'padding cannot' if padded else 'no padding is given to'} make one array of them"
-            )
+        if rows == first:
+            return
+        if padding is None:
+            reason = "no padding is given to make one array of them"
+        elif len(rows) != len(first):
+            reason = "padding cannot make one array of them"
+        elif not _can_hold(dtype := np.promote_types(self.dtype, array.dtype), padding):
+            reason = f"their dtype {dtype} cannot hold the padding {padding:g}"
+        else:
+            return
+        raise DataError(
+            f"the rows of one batch have the shape {first}, those of another {rows}, and {reason}"
+        )
 
     def add(self, array: np.ndarray[Any, Any]) -> None:
         self._dtypes.append(array.dtype)

@@ -222,7 +222,7 @@ def _kept(value: Any) -> Any:
     """
     if isinstance(value, Tensor):
         return value.detach().clone()
-    if isinstance(value, (np.ndarray, np.generic)):
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
         return torch.tensor(value)
     if isinstance(value, (bool, int, float)) or _is_column(value):
         return torch.tensor(value)
