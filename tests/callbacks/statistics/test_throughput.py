@@ -44,12 +44,14 @@ def test_the_shares_say_what_the_time_went_to(drive):
     seconds = {"data": 0.03, "compute": 0.01, "save": 0.01}
     run = drive(Throughput(measure_flops=False), updates_per_epoch=9, log_every=9, seconds=seconds).fit()
     point = values(run.history[-1])
-    assert point["data_share"] == pytest.approx(0.6, abs=0.15)
-    assert point["compute_share"] == pytest.approx(0.2, abs=0.15)
-    assert point["save_share"] == pytest.approx(0.2, abs=0.15)
-    assert point["evaluation_share"] == 0
-    assert point["data_seconds"] >= 7 * 0.03  # the first batches came before the measurement began
-    assert sum(point[f"{part}_share"] for part in ("data", "compute", "evaluation", "save")) <= 1
+    # A sleep lasts at least as long as it says, on a busy machine longer. The first batches came before the
+    # measurement began.
+    for part, pause in seconds.items():
+        assert point[f"{part}_seconds"] >= 7 * pause
+    assert point["evaluation_share"] == point["evaluation_seconds"] == 0
+    wall = [point[f"{part}_seconds"] / point[f"{part}_share"] for part in seconds]
+    assert wall == pytest.approx([wall[0]] * 3)
+    assert wall[0] >= sum(point[f"{part}_seconds"] for part in seconds)
 
 
 def test_validation_does_not_slow_the_speed_down(drive):
@@ -62,11 +64,12 @@ def test_validation_does_not_slow_the_speed_down(drive):
         seconds=seconds,
         results=[{"loss": 1.0}] * 2,
     ).fit()
-    before, validation, after, _ = map(values, run.history)
+    _, validation, after, _ = map(values, run.history)
     assert validation == {}
-    assert after["updates_per_second"] == pytest.approx(before["updates_per_second"], rel=0.5)
     assert after["evaluation_seconds"] >= 0.3
-    assert after["evaluation_share"] > 0.7
+    wall = after["evaluation_seconds"] / after["evaluation_share"]
+    training = wall - sum(after[f"{part}_seconds"] for part in ("evaluation", "save"))
+    assert after["updates_per_second"] == pytest.approx(5 / training)
 
 
 def test_the_operations_are_counted_in_the_first_update(drive):
