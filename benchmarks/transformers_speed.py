@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from itertools import pairwise
 from pathlib import Path
@@ -44,6 +44,7 @@ HEAD = "head"
 WARM_UP, BLOCK = 30, 25
 CLOCKS = {"cpu": process_time, "wall": perf_counter}
 RATE = 1e-3
+BETWEEN = 5  # updates from checkpoint to checkpoint
 
 
 class Head(transformers.BertForSequenceClassification):
@@ -219,17 +220,25 @@ def large() -> Any:
 def saves_table(options: argparse.Namespace) -> None:
     """Print what a checkpoint costs on the wall's clock, and what of it on the processor.
 
-    It is the time of all updates with a checkpoint after every fifth, less that of as many without, so that
-    what a checkpoint in the background takes from later updates counts too.
+    It is the time of five updates with a checkpoint among them less that of five without, so that what a
+    checkpoint in the background takes from later updates counts too. Of each it is the lower quartile.
     """
     print("\n| model | contestant | ms of a checkpoint | ms of the processor |\n| --- | --- | ---: | ---: |")
     for title, make, updates in (("BERT", None, options.updates), ("BERT of 30M", large, 30)):
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name in SAVING}
+        found: dict[tuple[str, int | None], list[tuple[float, float]]] = {
+            (name, saves): [] for name in SAVING for saves in (BETWEEN, None)
+        }
         for number in range(max(3, options.rounds // 2)):
-            for name in random.Random(number).sample(list(found), len(found)):
-                found[name].append(cost_of_saves(name, make, updates))
-        for name, each in found.items():
-            wall, processor = (statistics.median(times) * 1e3 for times in zip(*each, strict=True))
+            for name, saves in random.Random(number).sample(list(found), len(found)):
+                found[name, saves] += windows(name, make, updates, saves)
+        quartiles = {
+            key: [lower_quartile(each) for each in zip(*times, strict=True)] for key, times in found.items()
+        }
+        for name in SAVING:
+            wall, processor = (
+                1e3 * (one - other)
+                for one, other in zip(quartiles[name, BETWEEN], quartiles[name, None], strict=True)
+            )
             print(f"| {title} | {name} | {wall:.1f} | {processor:.1f} |", flush=True)
 
 
@@ -241,20 +250,23 @@ SAVING: dict[str, Callable[[Job, int | None], None]] = {
 }
 
 
-def cost_of_saves(name: str, make: Callable[[], Any] | None, updates: int) -> tuple[float, float]:
-    """Return the seconds of a checkpoint on the wall's clock and on the processor."""
-    spans = []
-    for saves in (5, None):
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            job = Job("bert, classes", updates, Path(folder), lambda: (perf_counter(), process_time()), make)
-            gc.collect()
-            with redirect_stdout(io.StringIO()):
-                SAVING[name](job, saves)
-        # From the 7th update on: the first checkpoint makes what later ones reuse; the last is at the end.
-        spans.append([end - start for start, end in zip(job.times[6], job.times[updates - 1], strict=True)])
-    count = (updates - 1) // 5 - 1
-    wall, processor = ((one - other) / count for one, other in zip(*spans, strict=True))
-    return wall, processor
+def windows(
+    name: str, make: Callable[[], Any] | None, updates: int, saves: int | None
+) -> list[tuple[float, float]]:
+    """Return the seconds of each five updates on the wall's clock and on the processor."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        job = Job("bert, classes", updates, Path(folder), lambda: (perf_counter(), process_time()), make)
+        gc.collect()
+        with redirect_stdout(io.StringIO()):
+            SAVING[name](job, saves)
+    # From the 7th update on: the first checkpoint makes what later ones reuse.
+    cuts = job.times[BETWEEN + 1 :: BETWEEN]
+    return [(end[0] - start[0], end[1] - start[1]) for start, end in pairwise(cuts)]
+
+
+def lower_quartile(values: Sequence[float]) -> float:
+    """Return a value that a busy machine changes less than the median."""
+    return statistics.quantiles(values, n=4)[0]
 
 
 def resident() -> float:

@@ -23,6 +23,7 @@ from drivetrain.checkpoint import (
     DamagedCheckpointError,
     DirectoryCheckpointIO,
 )
+from drivetrain.checkpoint.saving.reading import Reader
 from drivetrain.checkpoint.storage.files import write_atomically
 from drivetrain.core.errors import CheckpointError
 
@@ -111,6 +112,15 @@ def remove_it(disk):
 
 def write_a_file(disk):
     write_atomically("/run/index", [b"content"], disk)
+
+
+def test_files_beside_the_weights_survive_a_power_cut_at_once():
+    for seed in range(30):
+        disk, snapshot = MemoryDisk(), content(1)
+        snapshot.assets = {"config.json": b"{}", "words/vocabulary.txt": b"a b"}
+        DirectoryCheckpointIO(disk).save("/run/update-1", snapshot)
+        disk.cut_power(random.Random(seed))
+        Reader(disk, "/run/update-1").verify()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from drivetrain.checkpoint.storage.filesystem import BytesSource, Kind, Sink, Source
+from drivetrain.checkpoint.storage.filesystem import SAVING, BytesSource, Kind, Sink, Source
 
 
 @dataclass(eq=False, slots=True)
@@ -116,13 +116,15 @@ class MemoryDisk:
 
     def make_directory(self, path: str) -> None:
         """See `FileSystem.make_directory`."""
-        directory = self._root
+        directory, is_unfinished = self._root, False
         for name in _parts(path):
             node = directory.names.get(name)
+            is_unfinished = is_unfinished or name.startswith(SAVING)
             if node is None:
                 node = _Directory()
                 directory.change(None, name, node)
-                directory.sync()
+                if not is_unfinished:  # as on a local disk
+                    directory.sync()
             if not isinstance(node, _Directory):
                 raise _os_error(errno.ENOTDIR, path)
             directory = node

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, TypeVar
 
 from torch import nn
@@ -13,11 +14,16 @@ from drivetrain.core.errors import ConfigError
 T = TypeVar("T")
 
 
-def parameters_of(cls: type[nn.Module]) -> list[inspect.Parameter]:
+def parameters_of(cls: type[nn.Module]) -> tuple[inspect.Parameter, ...]:
     """Return a constructor's parameters without `self`; none if the class defines no constructor."""
     if cls.__init__ is nn.Module.__init__:  # its signature has *args and **kwargs, but it takes none
-        return []
-    return list(inspect.signature(cls.__init__).parameters.values())[1:]
+        return ()
+    return _parameters_but_self(cls.__init__)
+
+
+@cache  # every save asks
+def _parameters_but_self(method: Callable[..., None]) -> tuple[inspect.Parameter, ...]:
+    return tuple(inspect.signature(method).parameters.values())[1:]
 
 
 def record_arguments(

@@ -19,8 +19,14 @@ from drivetrain.checkpoint.locate import CHECKPOINTS
 from drivetrain.checkpoint.saving.index import Entry, entry_from_snapshot, read_index
 from drivetrain.checkpoint.saving.io import UNFINISHED, DirectoryCheckpointIO, is_set_aside
 from drivetrain.checkpoint.saving.reading import Reader
-from drivetrain.checkpoint.storage.files import REMOVING, SAVING
-from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, FileSystem, os_errors, plain_path
+from drivetrain.checkpoint.storage.filesystem import (
+    REMOVING,
+    SAVING,
+    DamagedCheckpointError,
+    FileSystem,
+    os_errors,
+    plain_path,
+)
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.core.errors import CheckpointError
 

@@ -20,8 +20,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 
-from drivetrain.checkpoint.storage.files import SAVING, delete_if_there, write_atomically, write_file
-from drivetrain.checkpoint.storage.filesystem import FileSystem, os_errors, plain_path
+from drivetrain.checkpoint.storage.files import delete_if_there, write_atomically, write_file
+from drivetrain.checkpoint.storage.filesystem import SAVING, FileSystem, os_errors, plain_path
 from drivetrain.core.errors import CheckpointError, ConfigError, DrivetrainError
 from drivetrain.distributed.failure.silence import activity, machine
 from drivetrain.distributed.launch.process_start import process_started

@@ -20,8 +20,13 @@ from drivetrain.checkpoint.saving.index import (
 from drivetrain.checkpoint.saving.io import UNFINISHED, CheckpointIO, discard, free_bad_name
 from drivetrain.checkpoint.saving.reading import Reader
 from drivetrain.checkpoint.saving.sharding import Like
-from drivetrain.checkpoint.storage.files import REMOVING, SAVING
-from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, FileSystem, os_errors
+from drivetrain.checkpoint.storage.filesystem import (
+    REMOVING,
+    SAVING,
+    DamagedCheckpointError,
+    FileSystem,
+    os_errors,
+)
 from drivetrain.core.errors import CheckpointError
 from drivetrain.distributed.ranks import Ranks
 

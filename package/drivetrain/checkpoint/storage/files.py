@@ -18,6 +18,7 @@ import xxhash
 from drivetrain.checkpoint.format.strict_json import MAX_JSON_BYTES
 from drivetrain.checkpoint.storage.filesystem import (
     LOCAL,
+    SAVING,
     DamagedCheckpointError,
     FileSystem,
     Sink,
@@ -26,12 +27,6 @@ from drivetrain.checkpoint.storage.filesystem import (
 
 CHUNK = 1 << 20
 """Bytes hashed and written, or read and hashed, at a time: few enough to stay in the cache in between."""
-
-SAVING = ".saving-"
-"""The prefix of unfinished files and directories. After a kill, anything with this prefix may be deleted."""
-
-REMOVING = ".removing-"
-"""The prefix of checkpoints that are being deleted. After a kill, whatever has this prefix may be deleted."""
 
 Bytes: TypeAlias = bytes | memoryview
 

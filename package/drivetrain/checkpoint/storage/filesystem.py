@@ -31,6 +31,12 @@ _ADVICE = {
     errno.EROFS: "use a directory on a writable disk",
 }
 
+SAVING = ".saving-"
+"""The prefix of unfinished files and directories. After a kill, anything with this prefix may be deleted."""
+
+REMOVING = ".removing-"
+"""The prefix of checkpoints that are being deleted. After a kill, whatever has this prefix may be deleted."""
+
 _WRITE_BEHIND = 32 << 20
 """Bytes after which the disk starts writing while more are produced: a save takes a fifth less time."""
 
@@ -257,7 +263,9 @@ class LocalFileSystem:
             return
         self.make_directory(parent)
         os.makedirs(path, exist_ok=True)
-        self.sync(parent)
+        # What is unfinished is synced when it is finished, and may vanish until then.
+        if SAVING not in path:
+            self.sync(parent)
 
     def sync(self, directory: str) -> None:
         """See `FileSystem.sync`. Windows lacks this call, and journals names by itself."""

@@ -12,8 +12,8 @@ from torch import Tensor
 from drivetrain.checkpoint.format.manifest import MANIFEST
 from drivetrain.checkpoint.format.tensors import has_plain_bytes, plan_spans, tensor_chunks
 from drivetrain.checkpoint.saving.reading import Reader
-from drivetrain.checkpoint.storage.files import SAVING, Bytes, delete_if_there, replacing, write_file
-from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, FileSystem, os_errors
+from drivetrain.checkpoint.storage.files import Bytes, delete_if_there, replacing, write_file
+from drivetrain.checkpoint.storage.filesystem import SAVING, DamagedCheckpointError, FileSystem, os_errors
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.dtypes import floating_dtype
 from drivetrain.checkpoint.weights.files import MODEL, WeightFiles, divide, dump_index, parse_size

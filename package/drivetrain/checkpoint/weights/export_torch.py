@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from drivetrain.checkpoint.saving.sharding import is_sharded
-from drivetrain.checkpoint.storage.files import SAVING, delete_if_there, finished, replacing, write_chunk
-from drivetrain.checkpoint.storage.filesystem import FileSystem, Sink, os_errors
+from drivetrain.checkpoint.storage.files import delete_if_there, finished, replacing, write_chunk
+from drivetrain.checkpoint.storage.filesystem import SAVING, FileSystem, Sink, os_errors
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.dtypes import floating_dtype
 from drivetrain.checkpoint.weights.lazy_tensors import LazyTensors
