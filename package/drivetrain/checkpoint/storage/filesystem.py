@@ -263,7 +263,7 @@ class LocalFileSystem:
             return
         self.make_directory(parent)
         os.makedirs(path, exist_ok=True)
-        # What is unfinished is synced when it is finished, and may vanish until then.
+        # An unfinished directory may vanish in a power cut: its files are synced when it is complete.
         if SAVING not in path:
             self.sync(parent)
 
