@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from itertools import pairwise
 from pathlib import Path
@@ -44,7 +44,6 @@ HEAD = "head"
 WARM_UP, BLOCK = 30, 25
 CLOCKS = {"cpu": process_time, "wall": perf_counter}
 RATE = 1e-3
-BETWEEN = 5  # updates from checkpoint to checkpoint
 
 
 class Head(transformers.BertForSequenceClassification):
@@ -220,25 +219,18 @@ def large() -> Any:
 def saves_table(options: argparse.Namespace) -> None:
     """Print what a checkpoint costs on the wall's clock, and what of it on the processor.
 
-    It is the time of five updates with a checkpoint among them less that of five without, so that what a
-    checkpoint in the background takes from later updates counts too. Of each it is the lower quartile.
+    It is the time of some updates with a checkpoint among them less that of as many updates right after them,
+    so that what a checkpoint in the background takes from later updates counts too, and so that a machine
+    that is slow for a while changes both. Of all checkpoints it is the median.
     """
     print("\n| model | contestant | ms of a checkpoint | ms of the processor |\n| --- | --- | ---: | ---: |")
-    for title, make, updates in (("BERT", None, options.updates), ("BERT of 30M", large, 30)):
-        found: dict[tuple[str, int | None], list[tuple[float, float]]] = {
-            (name, saves): [] for name in SAVING for saves in (BETWEEN, None)
-        }
+    for title, make, updates, between in (("BERT", None, 40, 10), ("BERT of 30M", large, 7, 6)):
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in SAVING}
         for number in range(max(3, options.rounds // 2)):
-            for name, saves in random.Random(number).sample(list(found), len(found)):
-                found[name, saves] += windows(name, make, updates, saves)
-        quartiles = {
-            key: [lower_quartile(each) for each in zip(*times, strict=True)] for key, times in found.items()
-        }
-        for name in SAVING:
-            wall, processor = (
-                1e3 * (one - other)
-                for one, other in zip(quartiles[name, BETWEEN], quartiles[name, None], strict=True)
-            )
+            for name in random.Random(number).sample(list(found), len(found)):
+                found[name] += costs(name, make, updates * between, between)
+        for name, each in found.items():
+            wall, processor = (1e3 * statistics.median(times) for times in zip(*each, strict=True))
             print(f"| {title} | {name} | {wall:.1f} | {processor:.1f} |", flush=True)
 
 
@@ -250,23 +242,20 @@ SAVING: dict[str, Callable[[Job, int | None], None]] = {
 }
 
 
-def windows(
-    name: str, make: Callable[[], Any] | None, updates: int, saves: int | None
-) -> list[tuple[float, float]]:
-    """Return the seconds of each five updates on the wall's clock and on the processor."""
+def costs(name: str, make: Callable[[], Any] | None, updates: int, between: int) -> list[tuple[float, float]]:
+    """Return the seconds of each checkpoint on the wall's clock and on the processor."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         job = Job("bert, classes", updates, Path(folder), lambda: (perf_counter(), process_time()), make)
         gc.collect()
         with redirect_stdout(io.StringIO()):
-            SAVING[name](job, saves)
-    # From the 7th update on: the first checkpoint makes what later ones reuse.
-    cuts = job.times[BETWEEN + 1 :: BETWEEN]
-    return [(end[0] - start[0], end[1] - start[1]) for start, end in pairwise(cuts)]
-
-
-def lower_quartile(values: Sequence[float]) -> float:
-    """Return a value that a busy machine changes less than the median."""
-    return statistics.quantiles(values, n=4)[0]
+            SAVING[name](job, between)
+    # From the second checkpoint on: the first one makes what later ones reuse.
+    cuts = job.times[2 * between - 1 :: between // 2]
+    triples = zip(cuts[::2], cuts[1::2], cuts[2::2], strict=False)
+    return [
+        (2 * middle[0] - first[0] - last[0], 2 * middle[1] - first[1] - last[1])
+        for first, middle, last in triples
+    ]
 
 
 def resident() -> float:

@@ -162,8 +162,9 @@ def test_a_removal_that_is_cut_short_leaves_a_whole_checkpoint_or_none(storage, 
 
 
 @pytest.fixture
-def two():
-    """A disk with two checkpoints."""
+def two(monkeypatch):
+    """A disk with two checkpoints, with every object in a file of its own."""
+    monkeypatch.setattr("drivetrain.checkpoint.saving.io.SMALL", 0)
     disk = MemoryDisk()
     manager = CheckpointManager("/run", CheckpointConfig(by=None), files=disk)
     for update in (1, 2):

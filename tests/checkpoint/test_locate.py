@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from tests.support.held import in_files
 from tests.support.messages import warned
 
 from drivetrain.checkpoint import (
@@ -47,7 +48,7 @@ def everything(directory):
 
 
 def test_a_damaged_one_is_passed_over_and_nothing_is_touched(run):
-    (run / "checkpoints" / "update-00000011" / "state.json").unlink()
+    (in_files(run / "checkpoints" / "update-00000011") / "state.json").unlink()
     (run / "checkpoints" / "update-00000010" / "manifest.json").write_text("{}", encoding="utf-8")
     (run / "checkpoints" / ".saving-update-00000012-ab").mkdir()
     before = everything(run)

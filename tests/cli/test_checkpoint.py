@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.support.faults import read_bytes
+from tests.support.held import in_files
 from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain import CheckpointConfig
@@ -92,9 +93,7 @@ def test_list_as_json_has_the_documented_keys(capsys, run_dir):
     assert [each["update"] for each in found["checkpoints"]] == [10, 15]
     assert [each["trouble"] for each in found["checkpoints"]] == [None, None]
     files = (run_dir / "checkpoints" / "update-00000010").iterdir()
-    assert found["checkpoints"][0]["bytes"] == sum(
-        path.stat().st_size for path in files if path.name != MANIFEST
-    )
+    assert found["checkpoints"][0]["bytes"] == sum(path.stat().st_size for path in files)
 
 
 def test_list_shows_what_is_wrong_and_changes_nothing(capsys, run_dir):
@@ -176,6 +175,7 @@ def test_verify_checks_every_byte_of_all(capsys, run_dir):
 
 @pytest.mark.parametrize("file", ["manifest.json", "state.json", "hparams.json", "state.safetensors"])
 def test_verify_names_the_file_that_is_wrong(capsys, run_dir, file):
+    in_files(run_dir / "checkpoints" / "update-00000015")
     damage(run_dir, "update-00000015", file)
     code, found = as_json(capsys, "verify", run_dir / "checkpoints" / "update-00000015")
     assert (code, found["good"]) == (1, False)

@@ -35,7 +35,7 @@ def test_a_manifest_comes_back_as_it_was(saved):
 
 def test_the_file_is_strict_json_that_people_can_read(saved):
     content = json.loads((saved / "manifest.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
-    assert content["format_version"] == FORMAT_VERSION == 3
+    assert content["format_version"] == FORMAT_VERSION == 4
     assert content["saved_by"]["task"] == "Digits"
     assert content["metrics"] == {"validation/loss": 0.5, "train/loss": "nan"}
 
@@ -75,9 +75,9 @@ def test_a_tensor_in_several_pieces_can_be_described(good):
 
 
 def test_a_newer_format_says_to_upgrade(good):
-    good["format_version"] = 4
+    good["format_version"] = 5
     with pytest.raises(
-        CheckpointError, match=r"saved by a newer drivetrain: format 4.* reads 3\. Upgrade"
+        CheckpointError, match=r"saved by a newer drivetrain: format 5.* reads 4\. Upgrade"
     ) as caught:
         Manifest.from_json(good)
     assert not isinstance(caught.value, DamagedCheckpointError)  # it is intact, and must not be set aside
@@ -148,6 +148,13 @@ TENSOR = ("tensors", "model", "weight")
         ((*FILE, "xxh3_128"), "zz"),
         ((*FILE, "xxh3_128"), None),
         ((*FILE, "extra"), 1),
+        ((*FILE, "content"), 1),
+        ((*FILE, "content"), None),
+        ((*FILE, "content"), {}),
+        ((*FILE, "content"), "é"),
+        ((*FILE, "content"), "\ud800"),
+        ((*PIECES, "content"), "a"),
+        ((*PIECES, "content"), "not in base64"),
         ((*PIECES, "hashes_xxh3_128"), "zz"),
         ((*PIECES, "header_xxh3_128"), DIGEST),
         (PIECES, {"bytes": 100}),

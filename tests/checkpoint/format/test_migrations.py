@@ -37,25 +37,25 @@ def saved(tmp_path):
 
 @pytest.fixture
 def newer(monkeypatch):
-    """A drivetrain two formats on: 4 renamed counts and a value of the state, 5 changed the index."""
+    """A drivetrain two formats on: 5 renamed counts and a value of the state, 6 changed the index."""
 
-    def to_four(fields):
+    def to_five(fields):
         fields["progress"] = {f"{name}_made": count for name, count in fields["progress"].items()}
         return fields
 
-    def state_to_four(name, value):
+    def state_to_five(name, value):
         return {"learning_rate": value.pop("rate"), **value} if name == "state" else value
 
-    def index_to_five(fields):
+    def index_to_six(fields):
         fields["checkpoints"] = fields.pop("entries", fields.get("checkpoints"))
         for entry in fields["checkpoints"]:
             entry["epoch"] += 100
         return fields
 
-    monkeypatch.setitem(migrations.STEPS, 3, Step(manifest=to_four, object=state_to_four))
-    monkeypatch.setitem(migrations.STEPS, 4, Step(index=index_to_five))
+    monkeypatch.setitem(migrations.STEPS, 4, Step(manifest=to_five, object=state_to_five))
+    monkeypatch.setitem(migrations.STEPS, 5, Step(index=index_to_six))
     for module in (format, index, reading):
-        monkeypatch.setattr(module, "FORMAT_VERSION", 5)
+        monkeypatch.setattr(module, "FORMAT_VERSION", 6)
 
 
 def test_an_older_checkpoint_is_brought_up_to_date_as_it_is_read(saved, newer):
@@ -75,15 +75,15 @@ def test_what_is_of_the_newest_format_takes_no_step(tmp_path, newer):
     io = DirectoryCheckpointIO()
     io.save(str(tmp_path / "c"), Snapshot({}, {"state": {"rate": 1}}, {"updates": 1}))
     content = json.loads((tmp_path / "c" / "manifest.json").read_text(encoding="utf-8"))
-    assert content["format_version"] == 5
+    assert content["format_version"] == 6
     found = io.load(str(tmp_path / "c"))
     assert found.progress == {"updates": 1}
     assert found.objects == {"state": {"rate": 1}}
 
 
 def test_a_missing_step_is_an_error_and_no_damage(saved, newer, monkeypatch):
-    monkeypatch.delitem(migrations.STEPS, 4)
-    with pytest.raises(CheckpointError, match=r"has format 3, and .* cannot convert format 4 to 5") as caught:
+    monkeypatch.delitem(migrations.STEPS, 5)
+    with pytest.raises(CheckpointError, match=r"has format 4, and .* cannot convert format 5 to 6") as caught:
         DirectoryCheckpointIO().load(str(saved / "update-00000004"))
     assert not isinstance(caught.value, DamagedCheckpointError)
 
@@ -104,9 +104,9 @@ def test_steps_are_taken_in_order():
 def test_a_newer_format_is_refused_with_the_way_out(saved, file):
     path = saved / file
     body = unseal(path.read_bytes(), "it")
-    body["format_version"] = 4
+    body["format_version"] = 5
     path.write_bytes(seal(body, "it"))
-    text = r"newer drivetrain: format 4.* reads 3.*pip install --upgrade"
+    text = r"newer drivetrain: format 5.* reads 4.*pip install --upgrade"
     with pytest.raises(CheckpointError, match=text) as caught:
         CheckpointManager(str(saved), CheckpointConfig()).load_latest()
     assert not isinstance(caught.value, DamagedCheckpointError)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import xxhash
+from tests.support.held import in_files
 from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain.checkpoint import (
@@ -106,6 +107,7 @@ def rewrite(checkpoint, change):
 
 def replace(checkpoint, name, content):
     """Change a file, and tell the manifest its new size and hash."""
+    in_files(checkpoint)
     (checkpoint / name).write_bytes(content)
 
     def change(body):

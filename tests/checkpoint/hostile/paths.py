@@ -21,6 +21,7 @@ from tests.checkpoint.hostile.cases import (
     rewrite,
     safetensors,
 )
+from tests.support.held import in_files
 
 from drivetrain.checkpoint import export_weights
 from drivetrain.checkpoint.format.strict_json import seal
@@ -93,7 +94,7 @@ def with_file(name):
 
     def make(d):
         for place in (d, d.parent):
-            shutil.copy(d / "c" / "state.json", place / "x.json")
+            shutil.copy(in_files(d / "c") / "state.json", place / "x.json")
 
         def change(body):
             body["files"][name] = body["files"]["state.json"]
@@ -251,6 +252,7 @@ def in_the_place_of(place, kind):
                 "predictions-000000.safetensors": lambda: read_predictions(predictions),
             }
             read = reads[place.split("/")[0]]
+        in_files(d / "c")
         kind(d / place)
         if kind is good_copy and not place.startswith(("c/", "index", "predictions-000000.json")):
             return harmless(read)  # the caches of model hubs are full of links

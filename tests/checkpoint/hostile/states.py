@@ -3,7 +3,9 @@
 import json
 
 import torch
+import xxhash
 from tests.checkpoint.hostile.cases import CASES, case, checkpoint_of, replace, resume, rewrite
+from tests.support.held import in_files
 from tests.support.tasks import Regression, pairs, quiet
 from torchmetrics import MeanMetric
 
@@ -56,9 +58,46 @@ for name, value in {
     CASES[f"a_state_{name}"] = with_state(value)
 
 
+def with_held(file, content, **changed):
+    """A manifest that holds this as a file's content, which need not be what its size and hash say."""
+
+    def make(d):
+        data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else b""
+        told = {"bytes": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data), **changed}
+
+        def change(body):
+            hashes = {name: each for name, each in body["files"][file].items() if "tensors" in name}
+            digest = {} if hashes else {"xxh3_128": told["xxh3_128"]}
+            body["files"][file] |= {"content": content, "bytes": told["bytes"], **digest}
+
+        rewrite(checkpoint_of(d), change)
+        return resume(d)
+
+    return make
+
+
+for name, make in {
+    "null": with_held("state.json", None),
+    "a_number": with_held("state.json", 3),
+    "a_list": with_held("state.json", ["{}"]),
+    "no_ascii": with_held("state.json", '"\u00e9"'),
+    "a_surrogate": with_held("state.json", "\ud800"),
+    "no_json": with_held("state.json", "{"),
+    "a_pickle": with_held("state.json", "cos\nsystem\n(S'true'\ntR."),
+    "deep": with_held("state.json", "[" * 100_000 + "]" * 100_000),
+    "another_size": with_held("state.json", "{}", bytes=3),
+    "another_hash": with_held("state.json", "{}", xxh3_128="0" * 32),
+    "no_base64": with_held("state.safetensors", "{}"),
+    "no_tensors": with_held("state.safetensors", "AAAA", bytes=3),
+    "an_endless_header": with_held("state.safetensors", "/////////38=", bytes=8),
+    "a_size_beyond": with_held("state.safetensors", "AAAA", bytes=1 << 62),
+}.items():
+    CASES[f"a_manifest_holds_{name}"] = make
+
+
 def change_state(checkpoint, place, value):
     """Put a value, or with KeyError nothing, at a place in the state."""
-    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    state = json.loads((in_files(checkpoint) / "state.json").read_text(encoding="utf-8"))
     spot = state
     for key in place[:-1]:
         spot = spot[key]

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tests.support.held import in_files
 
 from drivetrain.checkpoint import DamagedCheckpointError, DirectoryCheckpointIO, Snapshot, pack
 from drivetrain.checkpoint.inspection.description import Totals, describe, open_checkpoint, readable
@@ -65,6 +66,7 @@ def test_a_state_of_another_kind_is_no_error(tmp_path, state):
 
 def test_a_damaged_file_is_an_error(tmp_path):
     DirectoryCheckpointIO().save(str(tmp_path / "a"), Snapshot(objects={"hparams": {"values": {"a": 1}}}))
+    in_files(tmp_path / "a")
     (tmp_path / "a" / "hparams.json").write_text('{"values":{"a":2}}', encoding="ascii")
     with pytest.raises(DamagedCheckpointError, match=r"hparams\.json"):
         describe(open_checkpoint(str(tmp_path / "a")))

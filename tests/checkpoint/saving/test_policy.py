@@ -24,6 +24,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from tests.support.held import in_files
 from tests.support.keeping import Oracle, Saved
 from tests.support.messages import heard
 
@@ -227,7 +228,7 @@ class Life(RuleBasedStateMachine):
         elif damage == "manifest":
             (path / "manifest.json").unlink()
         else:
-            flip(path / {"tensor": "model.safetensors", "object": "checkpoint.json"}[damage], 0.99)
+            flip(in_files(path) / {"tensor": "model.safetensors", "object": "checkpoint.json"}[damage], 0.99)
 
     @precondition(lambda self: self.written)
     @rule()

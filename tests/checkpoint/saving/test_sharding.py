@@ -295,7 +295,7 @@ def test_a_rank_that_does_not_see_what_rank_0_sees_is_no_damage(tmp_path, kind):
             name, file = os.path.split(path)
             in_checkpoint = os.path.basename(name).startswith("update-")
             return {"none": "update-" in path, "an empty directory": in_checkpoint}.get(
-                kind, in_checkpoint and file == "state.json"
+                kind, in_checkpoint and file.startswith("model")
             )
 
         def kind(self, path):

@@ -3,11 +3,9 @@
 checkpoint/
   model.safetensors       one file for each group of tensors, and for each process that writes part of it
   optimizer.safetensors
-  state.safetensors
-  state.json              one file for each object
-  hparams.json
-  assets.json, assets/    files stored beside the weights, if there are any, and their list
-  manifest.json           the commit record, written last: sizes, hashes, and the place of each tensor
+  assets/                 files stored beside the weights, if there are any
+  manifest.json           the commit record: sizes, hashes, the place of each tensor, and the content of small
+                          files: state.json, state.safetensors, hparams.json, checkpoint.json, assets.json
 
 Several processes write model-00001-of-00004.safetensors and so on. The hashes of each file's tensors are in
 model-00001-of-00004.hashes.json, so that the manifest, which every process reads, stays small.
@@ -45,7 +43,7 @@ from drivetrain.core.errors import CheckpointError
 from drivetrain.core.types import Json
 from drivetrain.core.version import __version__
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """The version that this drivetrain writes, and the newest that it reads."""
 
 MANIFEST = "manifest.json"

@@ -123,6 +123,7 @@ def _object_to_3(name: str, value: Json) -> Json:
 STEPS: dict[int, Step] = {
     1: Step(manifest=_manifest_to_2),
     2: Step(index=_index_to_3, object=_object_to_3),
+    3: Step(),  # had every object in a file of its own, as large ones still are
 }
 """The steps, by the version that they start from."""
 

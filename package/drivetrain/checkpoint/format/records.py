@@ -16,6 +16,7 @@ dimension is cut, and `files` the process of each piece, with the last dimension
 
 from __future__ import annotations
 
+import base64
 import itertools
 import math
 import operator
@@ -44,6 +45,9 @@ MAX_PIECES = 1 << 22
 
 _HASH = re.compile("[0-9a-f]{32}")
 
+Content: TypeAlias = bytes
+"""An alias: inside `FileRecord`, `bytes` is a size."""
+
 Cut: TypeAlias = tuple[int, int]
 """The number of parts of a dimension, and the step of the process number from part to part."""
 
@@ -57,11 +61,13 @@ class FileRecord:
         xxh3_128: A hash in hexadecimal. For a JSON file, of its bytes; for a tensor file, of the file with
             its hashes, or "" if `hashes` are in the manifest.
         hashes: The hashes of a tensor file's header and pieces, if they are in the manifest.
+        content: The whole content of a small file that the manifest holds, so that there is no such file.
     """
 
     bytes: int
     xxh3_128: str = ""
     hashes: Hashes | None = None
+    content: Content | None = None
 
 
 class Piece(NamedTuple):
@@ -288,9 +294,24 @@ def hashes_name(file: str) -> str:
 
 def dump_file(name: str, record: FileRecord) -> Json:
     """Return a file's record as JSON; the key names what is hashed."""
+    told: dict[str, Json] = {"bytes": record.bytes}
+    if record.content is not None:
+        told["content"] = _content_as_text(name, record.content)
     if record.hashes is not None:
-        return {"bytes": record.bytes, **dump_hashes(record.hashes)}
-    return {"bytes": record.bytes, _hash_key(name): record.xxh3_128}
+        return {**told, **dump_hashes(record.hashes)}
+    return {**told, _hash_key(name): record.xxh3_128}
+
+
+def _content_as_text(name: str, content: bytes) -> str:
+    return (base64.b64encode(content) if name.endswith(TENSORS) else content).decode("ascii")
+
+
+def _content(name: str, text: Json, what: str) -> bytes:
+    try:
+        content = as_text(text, what).encode("ascii")
+        return base64.b64decode(content, validate=True) if name.endswith(TENSORS) else content
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{what} is not what a manifest holds: {error}") from error
 
 
 def load_file(name: str, value: Json, what: str) -> FileRecord:
@@ -301,10 +322,11 @@ def load_file(name: str, value: Json, what: str) -> FileRecord:
     """
     fields = dict(as_object(value, what))
     size = read_sizes([fields.pop("bytes", None)], f"{what}: bytes")[0]
+    content = _content(name, fields.pop("content"), f"{what}: content") if "content" in fields else None
     if name.endswith(TENSORS) and _hash_key(name) not in fields:
-        return FileRecord(size, hashes=load_hashes(fields, what))
+        return FileRecord(size, hashes=load_hashes(fields, what), content=content)
     check_keys(fields, {_hash_key(name)}, what)
-    return FileRecord(size, _hash(fields[_hash_key(name)], what))
+    return FileRecord(size, _hash(fields[_hash_key(name)], what), content=content)
 
 
 def _hash_key(file: str) -> str:

@@ -116,15 +116,17 @@ def has_plain_bytes(tensor: Tensor) -> bool:
 def plan_spans(tensors: Mapping[str, Tensor], what: str) -> list[TensorSpan]:
     """Plan the layout of a file: widest dtype first, as in the reference writer, so that each is aligned.
 
+    Args:
+        tensors: The tensors by name; `check_tensor` has accepted each.
+        what: The name for messages.
+
     Raises:
-        CheckpointError: A tensor that cannot be stored, or the one name that the format reserves.
+        CheckpointError: A tensor has the one name that the format reserves.
     """
     return _plan(tensors, what)[0]
 
 
 def _plan(tensors: Mapping[str, Tensor], what: str) -> tuple[list[TensorSpan], bytes]:
-    for name, tensor in tensors.items():
-        check_tensor(tensor, f"{what}, {name!r}")
     return _header(tuple((name, each.dtype, each.shape) for name, each in tensors.items()), what)
 
 
@@ -172,7 +174,7 @@ def tensor_chunks(tensors: Mapping[str, Tensor], what: str, hashes: Hashes | Non
     of `CHUNK` bytes together: a write for each of hundreds would take longer than their bytes.
 
     Args:
-        tensors: The tensors by name; any device and strides.
+        tensors: The tensors by name, with any device and strides; `check_tensor` has accepted each.
         what: The name for messages.
         hashes: Filled with the hashes, if given.
     """
@@ -182,9 +184,9 @@ def tensor_chunks(tensors: Mapping[str, Tensor], what: str, hashes: Hashes | Non
     yield text
     for together in _together(spans):
         if len(together) > 1:
-            views = {span.name: _copied_bytes(tensors[span.name]) for span in together}
-            hashes.tensors.update((name, xxhash.xxh3_128_hexdigest(view)) for name, view in views.items())
-            yield b"".join(views.values())
+            copies = {span.name: _copied_bytes(tensors[span.name]) for span in together}
+            hashes.tensors.update((name, xxhash.xxh3_128_hexdigest(copy)) for name, copy in copies.items())
+            yield b"".join(copies.values())
             continue
         digest = xxhash.xxh3_128()
         # No variable for the copy: it would keep the copy alive while the next is made.
@@ -209,7 +211,7 @@ def _together(spans: Iterable[TensorSpan]) -> Iterator[list[TensorSpan]]:
 
 def _chunks_of(tensor: Tensor) -> Iterator[memoryview]:
     # In chunks, so that each is still in the processor's cache when it is written.
-    view = _copied_bytes(tensor)
+    view = _as_bytes(np.ascontiguousarray(_for_numpy(tensor).numpy(force=True)))
     for start in range(0, len(view), CHUNK):
         yield view[start : start + CHUNK]
 
@@ -219,10 +221,10 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return _as_bytes(_for_numpy(tensor).numpy())
 
 
-def _copied_bytes(tensor: Tensor) -> memoryview:
-    """Return the values in C order, copied if they are on another device or not contiguous."""
-    # numpy's calls, because torch's need three times as long: a save of many small tensors would notice.
-    return _as_bytes(np.ascontiguousarray(_for_numpy(tensor).numpy(force=True)))
+def _copied_bytes(tensor: Tensor) -> bytes:
+    """Return the values in C order."""
+    # By a call of numpy: those of torch take several times as long, and a save may have many small tensors.
+    return _for_numpy(tensor).numpy(force=True).tobytes()
 
 
 def _for_numpy(tensor: Tensor) -> Tensor:

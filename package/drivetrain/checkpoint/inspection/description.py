@@ -61,7 +61,7 @@ class Description:
         hparams: The constructor arguments of the task.
         unstored: The names of arguments that a file cannot store.
         optimizers: The optimizers' settings by name.
-        files: The size of each file in bytes, without the manifest.
+        files: The size of each file in bytes, except the assets and the files of hashes.
         assets: The size of each file stored beside the weights.
         groups: The totals of each group of tensors.
     """
@@ -116,7 +116,7 @@ def describe(reader: Reader) -> Description:
         hparams=arguments(hparams),
         unstored=[str(name) for name in unstored] if isinstance(unstored, list) else [],
         optimizers=optimizer_settings(objects.get("state")),
-        files={name: record.bytes for name, record in manifest.files.items()},
+        files=reader.sizes,
         assets={name: record.bytes for name, record in reader.assets.items()},
         groups={group: totals(records.values()) for group, records in manifest.tensors.items()},
     )

@@ -46,7 +46,7 @@ class Listed:
         path: Its path, relative if the listed path was.
         condition: Its state.
         entry: Its entry in the index, or else in the checkpoint itself; None if neither has one.
-        bytes: The size of its files without the manifest; None if unknown.
+        bytes: The size of its files; None if unknown.
         saved_at: The time when its manifest was written, in seconds since 1970; None if unknown.
         trouble: What is wrong with it, or "".
     """
@@ -159,7 +159,7 @@ def _look(files: FileSystem, path: str, name: str, entry: Entry | None) -> Liste
     except CheckpointError as error:
         return replace(listed, condition="unreadable", trouble=str(error))
     if files.renames:
-        size = sum(each[0] for file, each in inside.items() if file != MANIFEST) + _bytes_of_assets(path)
+        size = sum(each[0] for each in inside.values()) + _bytes_of_assets(path)
         saved_at = inside[MANIFEST][1] if MANIFEST in inside else None
         listed = replace(listed, bytes=size, saved_at=saved_at)
     # Where directories cannot be renamed, the manifest was renamed instead.

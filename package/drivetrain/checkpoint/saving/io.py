@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import Protocol, TypeAlias
 
@@ -36,6 +36,13 @@ UNFINISHED = ".saving"
 """A marker file in a checkpoint that is being saved or removed, where directories cannot be renamed."""
 
 _BAD = re.compile(r"\.bad(-\d+)?$")
+
+SMALL = 1 << 16
+"""The most bytes of an object that the manifest holds, or of the tensors that belong to one.
+
+A file of its own takes a sync and a deletion on a disk, and in an object store three requests: to write, read
+and delete it.
+"""
 
 _TOGETHER = 64
 """The largest number of files that are open at a time, to be synced together."""
@@ -120,9 +127,11 @@ class DirectoryCheckpointIO:
         plan = snapshot.plan or plan_save(snapshot.tensors, snapshot.objects.keys(), self.ranks)
         place = Place(files, self.ranks.first(lambda: _begin(files, path)), path)
         try:
-            shares = self.ranks.together(lambda: place.write_share(plan, self.ranks.rank))
+            own = snapshot.objects.keys()
+            shares = self.ranks.together(lambda: place.write_share(plan, self.ranks.rank, own))
             self.ranks.first(lambda: _commit(place, shares, plan, snapshot))
         except BaseException:
+            place.abort()
             if self.ranks.rank == 0 and not place.is_committed:
                 with suppress(OSError):  # the first error is already propagating; the next open tries again
                     discard(place.directory, files)
@@ -196,20 +205,21 @@ class Place:
         self.is_committed = False
         self._open: list[tuple[str, Sink]] = []
 
-    def write_share(self, plan: Plan, rank: int) -> dict[str, FileRecord]:
+    def write_share(self, plan: Plan, rank: int, own: Collection[str] = ()) -> dict[str, FileRecord]:
         """Write this process's part of every tensor, one file per group.
 
         Several processes write the hashes of their pieces to a file next to each tensor file: together they
         are too many for a manifest that every process reads. A single process returns its hashes for the
         manifest.
 
+        Args:
+            plan: The division of the writing.
+            rank: The number of this process.
+            own: The groups that belong to an object: small ones are returned for the manifest, as it is.
+
         Raises:
             CheckpointError: The write failed.
         """
-        with self._durable():
-            return self._write_tensors(plan, rank)
-
-    def _write_tensors(self, plan: Plan, rank: int) -> dict[str, FileRecord]:
         written: dict[str, FileRecord] = {}
         for group, tensors in plan.parts.items():
             check_part_name(group, "a group of tensors")
@@ -217,17 +227,28 @@ class Place:
                 continue
             file = file_name(group, rank, plan.processes)
             hashes = Hashes()
-            size = self._write(file, tensor_chunks(tensors, f"the group {group!r}", hashes))
+            chunks = tensor_chunks(tensors, f"the group {group!r}", hashes)
+            if group in own and sum(each.nbytes for each in tensors.values()) <= SMALL:
+                content = b"".join(chunks)
+                written[file] = FileRecord(len(content), hashes=hashes, content=content)
+                continue
+            size = self._write(file, chunks)
             if plan.processes == 1:
                 written[file] = FileRecord(size, hashes=hashes)
                 continue
             data = dump_json(dump_hashes(hashes), f"the hashes of {file}")
             self._write(hashes_name(file), [data])
             written[file] = FileRecord(size, xxhash.xxh3_128_hexdigest(data))
+        if plan.processes > 1:  # the first process finishes only its own files
+            self._finish()
         return written
 
     def _write(self, file: str, chunks: Iterable[Bytes]) -> int:
-        """Write a file, which is durable when the `_durable` around it ends."""
+        """Write a file, which `_finish` makes durable.
+
+        Written first and synced afterwards, the files of a checkpoint share a commit of the disk's journal.
+        If each is synced before the next is written, each waits for a commit.
+        """
         with os_errors("write", self.files.join(self.final, file)):
             sink = self.files.create(self.files.join(self.directory, file))
             self._open.append((file, sink))
@@ -243,22 +264,11 @@ class Place:
             with os_errors("write", self.files.join(self.final, file)):
                 sink.finish()
 
-    @contextmanager
-    def _durable(self) -> Iterator[None]:
-        """Run the block, and make the files that it has written durable, or abort them on an error.
-
-        Written first and synced afterwards, they share a commit of the disk's journal. If each is synced
-        before the next is written, each waits for a commit.
-        """
-        try:
-            yield
-            self._finish()
-        except BaseException:
-            for _, sink in self._open:
-                with suppress(OSError):  # the first error is already propagating
-                    sink.abort()
-            self._open.clear()
-            raise
+    def abort(self) -> None:
+        """Close the files that are not finished, after an error."""
+        while self._open:
+            with suppress(OSError):  # the first error is already propagating
+                self._open.pop()[1].abort()
 
     def _write_assets(self, assets: Mapping[str, bytes], folders: Iterable[str]) -> dict[str, FileRecord]:
         for folder in folders:
@@ -286,19 +296,21 @@ class Place:
         folders = sorted(
             {str(each) for name in assets for each in PurePosixPath(ASSETS, name).parents} - {"."}
         )
-        with self._durable():
-            if assets:
-                objects[ASSETS] = dump_assets(self._write_assets(assets, folders))
-            for name, value in objects.items():
-                file = f"{check_part_name(name, 'an object')}.json"
-                data = dump_json(value, f"the object {name!r}")
-                written[file] = FileRecord(self._write(file, [data]), xxhash.xxh3_128_hexdigest(data))
-            manifest = Manifest(
-                written, plan.records, snapshot.progress, snapshot.metrics, processes=plan.processes
-            )
-            manifest.saved_by["task"] = snapshot.task
-            # Last, because in an object store it is the commit.
-            self._write(MANIFEST, [manifest.dump()])
+        if assets:
+            objects[ASSETS] = dump_assets(self._write_assets(assets, folders))
+        for name, value in objects.items():
+            file = f"{check_part_name(name, 'an object')}.json"
+            data = dump_json(value, f"the object {name!r}")
+            held = data if len(data) <= SMALL else None
+            size = self._write(file, [data]) if held is None else len(data)
+            written[file] = FileRecord(size, xxhash.xxh3_128_hexdigest(data), content=held)
+        manifest = Manifest(
+            written, plan.records, snapshot.progress, snapshot.metrics, processes=plan.processes
+        )
+        manifest.saved_by["task"] = snapshot.task
+        # Last, because in an object store it is the commit.
+        self._write(MANIFEST, [manifest.dump()])
+        self._finish()
         for folder in [*folders, ""]:
             with os_errors("write", self.files.join(self.final, folder or MANIFEST)):
                 self.files.sync(self.files.join(self.directory, folder) if folder else self.directory)

@@ -24,7 +24,12 @@ from drivetrain.checkpoint.format.strict_json import parse_json
 from drivetrain.checkpoint.format.tensors import DTYPES, Hashes, TensorSpan, bytes_of, read_header, room_for
 from drivetrain.checkpoint.saving.sharding import Box, Like, box_to_read, is_sharded
 from drivetrain.checkpoint.storage.files import HashedReader
-from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, FileSystem, os_errors
+from drivetrain.checkpoint.storage.filesystem import (
+    BytesSource,
+    DamagedCheckpointError,
+    FileSystem,
+    os_errors,
+)
 from drivetrain.core.errors import CheckpointError, nearest
 from drivetrain.core.types import Json
 
@@ -64,6 +69,7 @@ class Reader:
             )
         path = self.files.join(self.path, MANIFEST)
         with HashedReader(path, self.files) as reader:
+            self._manifest_bytes = reader.size
             return Manifest.parse(reader.read_json(), repr(path))
 
     def snapshot(self, groups: Collection[str] | None, like: Like | None) -> Snapshot:
@@ -126,8 +132,17 @@ class Reader:
 
     @property
     def size(self) -> int:
-        """The size of all files, without the manifest."""
-        return sum(each.bytes for each in (*self.manifest.files.values(), *self.assets.values()))
+        """The size of all files, except those with the hashes of several processes' pieces."""
+        return sum((*self.sizes.values(), *(each.bytes for each in self.assets.values())))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each file by name, except assets and hashes; what the manifest holds is in its size."""
+        listed = self.manifest.files.items()
+        return {
+            **{name: record.bytes for name, record in listed if record.content is None},
+            MANIFEST: self._manifest_bytes,
+        }
 
     def asset(self, name: str) -> bytes:
         """Read one of `assets`, and verify it."""
@@ -170,12 +185,15 @@ class Reader:
         return self.manifest.files[file]
 
     def _open(self, file: str) -> HashedReader:
-        """Open a tensor file, and check its size."""
-        return self._checked(self.files.join(self.path, file), self._record(file))
+        """Open a file that the manifest lists or holds, and check its size."""
+        record = self._record(file)
+        place = self.path if record.content is None else self.files.join(self.path, MANIFEST)
+        return self._checked(self.files.join(place, file), record)
 
     def _checked(self, path: str, record: FileRecord) -> HashedReader:
         """Open a file, and check its size."""
-        reader = HashedReader(path, self.files)
+        source = None if record.content is None else BytesSource(record.content)
+        reader = HashedReader(path, self.files, source)
         try:
             reader.check_size(record.bytes)
         except DamagedCheckpointError:
@@ -278,13 +296,11 @@ class Reader:
     def object(self, name: str) -> Json:
         """Read one object, and verify it; its name is a key of `Manifest.objects`."""
         file = self.manifest.objects()[name]
-        path, record = self.files.join(self.path, file), self.manifest.files[file]
-        with HashedReader(path, self.files) as reader:
-            reader.check_size(record.bytes)
+        with self._open(file) as reader:
             data = reader.read_json()
-            reader.check_hash(record.xxh3_128)
-        value = parse_json(data, repr(path))
-        for step in steps_from(self.manifest.format_version, FORMAT_VERSION, repr(path)):
+            reader.check_hash(self.manifest.files[file].xxh3_128)
+        value = parse_json(data, repr(reader.path))
+        for step in steps_from(self.manifest.format_version, FORMAT_VERSION, repr(reader.path)):
             value = step.object(name, value)
         return value
 

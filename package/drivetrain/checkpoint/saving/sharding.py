@@ -77,7 +77,7 @@ def plan_save(tensors: Groups, unshared: Collection[str], ranks: Ranks) -> Plan:
                 shared[group, name] = tensor
             elif ranks.rank == 0:
                 check_tensor(tensor, f"the group {group!r}, {name!r}")
-                plan.records[group][name] = TensorRecord(_whole(tensor))
+                plan.records[group][name] = _whole(CODES[tensor.dtype], tuple(tensor.shape))
                 plan.parts[group][name] = _alone(tensor)
     if ranks.size > 1:
         records = ranks.first(lambda: divide(shared, ranks.size))
@@ -88,17 +88,15 @@ def plan_save(tensors: Groups, unshared: Collection[str], ranks: Ranks) -> Plan:
     return plan
 
 
-def _whole(tensor: Tensor) -> Layout:
-    return _whole_layout(CODES[tensor.dtype], tuple(tensor.shape))
-
-
-_whole_layout = lru_cache(maxsize=4096)(Layout.whole)
+@lru_cache(maxsize=4096)  # a run saves tensors of the same dtypes and shapes again and again
+def _whole(dtype: str, shape: tuple[int, ...]) -> TensorRecord:
+    return TensorRecord(Layout.whole(dtype, shape))
 
 
 def _alone(tensor: Tensor) -> Tensor:
     """Return a whole tensor for the only process that writes it."""
     if not is_sharded(tensor):
-        return tensor.detach()
+        return tensor.detach() if tensor.requires_grad else tensor
     if not tensor.numel():
         return torch.empty(tensor.shape, dtype=tensor.dtype)
     # On a mesh of one process, the shard is the whole tensor.
@@ -139,7 +137,7 @@ def divide(tensors: Mapping[_Key, Tensor], processes: int) -> dict[_Key, TensorR
             layout, copies = (
                 _layout(tensor, "/".join(key))
                 if is_sharded(tensor)
-                else (_whole(tensor), list(range(processes)))
+                else (_whole(CODES[tensor.dtype], tuple(tensor.shape)).layout, list(range(processes)))
             )
             known[kind] = layout, np.asarray(copies), np.asarray(cells(layout).numbers)
         layout, firsts, numbers = known[kind]

@@ -22,6 +22,7 @@ from drivetrain.checkpoint.storage.filesystem import (
     DamagedCheckpointError,
     FileSystem,
     Sink,
+    Source,
     os_errors,
 )
 
@@ -124,12 +125,24 @@ def delete_if_there(path: str, files: FileSystem) -> None:
         files.delete(path)
 
 
+def _open_plain(path: str, files: FileSystem) -> Source:
+    with os_errors("read", path):
+        kind = files.kind(path)
+        if kind is None:
+            raise DamagedCheckpointError(f"{path!r} is missing")
+        if kind != "file":
+            what = "a symbolic link" if kind == "link" else "not a regular file"
+            raise DamagedCheckpointError(f"{path!r} is {what}; a checkpoint holds plain files only")
+        return files.open(path)
+
+
 class HashedReader:
     """A regular file that is read once from front to back while its hash is computed.
 
     Args:
         path: The file. Symbolic links, pipes and devices raise: they may lead anywhere, or never end.
         files: The file system.
+        source: The open file; None opens the one at the path.
 
     Attributes:
         path: The given path.
@@ -141,19 +154,12 @@ class HashedReader:
         CheckpointError: The file cannot be opened.
     """
 
-    def __init__(self, path: str, files: FileSystem = LOCAL) -> None:
+    def __init__(self, path: str, files: FileSystem = LOCAL, source: Source | None = None) -> None:
         self.path = path
         self.position = 0
         self._digest = xxhash.xxh3_128()
-        with os_errors("read", path):
-            kind = files.kind(path)
-            if kind is None:
-                raise DamagedCheckpointError(f"{path!r} is missing")
-            if kind != "file":
-                what = "a symbolic link" if kind == "link" else "not a regular file"
-                raise DamagedCheckpointError(f"{path!r} is {what}; a checkpoint holds plain files only")
-            self._source = files.open(path)
-            self.size = self._source.size
+        self._source = _open_plain(path, files) if source is None else source
+        self.size = self._source.size
 
     def __enter__(self) -> HashedReader:
         return self
