@@ -19,7 +19,7 @@ from tests.support.messages import heard
 from drivetrain.checkpoint.format.manifest import MANIFEST, Snapshot
 from drivetrain.checkpoint.saving.config import CheckpointConfig
 from drivetrain.checkpoint.saving.index import INDEX
-from drivetrain.checkpoint.saving.io import UNFINISHED, DirectoryCheckpointIO
+from drivetrain.checkpoint.saving.io import SMALL, UNFINISHED, DirectoryCheckpointIO
 from drivetrain.checkpoint.saving.manager import CheckpointManager
 from drivetrain.checkpoint.storage.filesystem import FileSystem
 from drivetrain.core.errors import CheckpointError
@@ -42,12 +42,14 @@ def content(update: int) -> Snapshot:
     bits = torch.randint(-(2**62), 2**62, (40,), generator=generator)
     # One parameter with the first at every other update, and one of its own at those between.
     output = weight if update % 2 else torch.randn(16, 16, generator=generator)
+    # Too large for the manifest at every other update.
+    words = ["word"] * (SMALL // 4 if update % 2 else 4)
     return Snapshot(
         tensors={
             "model": {"weight": weight, "half": weight.bfloat16(), "output": output},
             "state": {"bits": bits},
         },
-        objects={"state": {"update": update, "text": f"after {update} updates"}},
+        objects={"state": {"update": update, "text": f"after {update} updates"}, "words": words},
         progress={"updates": update, "epoch": update // 3},
         metrics={"loss": loss(update)},
     )

@@ -50,12 +50,12 @@ class Swapper(MemoryDisk):
     ("files", "complaint"), [(Hoarder(), "was left behind"), (Swapper(), "update 2 was saved, and is lost")]
 )
 def test_a_bad_disk_is_found_out(files, complaint):
-    outcome = run_case(Case("disk", "foreground", (Fault(75, "kill", 0),)), "/trial", files)
+    outcome = run_case(Case("disk", "foreground", (Fault(55, "kill", 0),)), "/trial", files)
     assert not outcome.is_good
     score = Score()
     score.add(outcome)
     text = str(score)
-    assert "FAILED: disk/foreground/75:kill:0" in text
+    assert "FAILED: disk/foreground/55:kill:0" in text
     assert text.endswith("failures: 1")
     assert complaint in text
 
