@@ -224,11 +224,12 @@ def saves_table(options: argparse.Namespace) -> None:
     that is slow for a while changes both. Of all checkpoints it is the median.
     """
     print("\n| model | contestant | ms of a checkpoint | ms of the processor |\n| --- | --- | ---: | ---: |")
-    for title, make, updates, between in (("BERT", None, 40, 10), ("BERT of 30M", large, 7, 6)):
+    for title, make, rounds in (("BERT", None, options.rounds), ("BERT of 30M", large, options.rounds // 2)):
+        saves, between = (40, 10) if make is None else (7, 6)
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in SAVING}
-        for number in range(max(3, options.rounds // 2)):
+        for number in range(max(3, rounds)):
             for name in random.Random(number).sample(list(found), len(found)):
-                found[name] += costs(name, make, updates * between, between)
+                found[name] += costs(name, make, saves * between, between)
         for name, each in found.items():
             wall, processor = (1e3 * statistics.median(times) for times in zip(*each, strict=True))
             print(f"| {title} | {name} | {wall:.1f} | {processor:.1f} |", flush=True)
