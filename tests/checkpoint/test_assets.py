@@ -121,6 +121,7 @@ HOSTILE = {
     "null byte": {"a\0b": RECORD},
     "surrogate": {"\ud800": RECORD},
     "no hash": {"a": {"bytes": 6}},
+    "content": {"a": {**RECORD, "content": "secret"}},
     "text": {"a": "secret"},
     "list": [],
     "huge": {"a": {**RECORD, "bytes": 1 << 31}},

@@ -100,18 +100,14 @@ def _is_of_library(kind: type) -> bool:
 
 def _modules(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Yield modules with the prefix of their attributes' names, except those that save their contents."""
-    if module in seen or _saves_its_contents(type(module)):  # type: ignore[arg-type]
+    is_metric = all(callable(getattr(module, name, None)) for name in ("update", "compute", "reset"))
+    saves_itself = type(module).get_extra_state is not nn.Module.get_extra_state
+    if module in seen or is_metric or saves_itself:
         return
     seen.add(module)
     yield prefix, module
     for name, child in module.named_children():
         yield from _modules(child, f"{prefix}{name}.", seen)
-
-
-@cache
-def _saves_its_contents(kind: type[nn.Module]) -> bool:
-    is_metric = all(callable(getattr(kind, name, None)) for name in ("update", "compute", "reset"))
-    return is_metric or kind.get_extra_state is not nn.Module.get_extra_state
 
 
 def _tensors(value: Any) -> dict[Any, Tensor]:

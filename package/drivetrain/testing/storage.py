@@ -12,7 +12,7 @@ from torch import Tensor
 from drivetrain.checkpoint.format.manifest import Snapshot
 from drivetrain.checkpoint.format.tensors import DTYPES
 from drivetrain.checkpoint.format.tree import pack
-from drivetrain.checkpoint.saving.io import CheckpointIO
+from drivetrain.checkpoint.saving.io import SMALL, CheckpointIO
 from drivetrain.checkpoint.storage.files import write_atomically, write_file
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, FileSystem
 from drivetrain.core.errors import CheckpointError
@@ -143,7 +143,7 @@ def check_checkpoint_io(io: CheckpointIO, directory: str, join: Callable[[str, s
     _compare(io.load(first), everything(1.0), "a refused save leaves the checkpoint unchanged")
     some = io.load(first, groups=("model",))
     _same(list(some.tensors), ["model"], "load reads only the requested groups")
-    _same(list(some.objects), ["hparams"], "load leaves out the objects of other groups")
+    _same(list(some.objects), ["hparams", "large"], "load leaves out the objects of other groups")
     with _raises(CheckpointError, "load of a missing group raises"):
         io.load(first, groups=("models",))
     for name in (".hidden", "old.bad"):
@@ -174,7 +174,11 @@ def everything(value: float) -> Snapshot:
             "optimizer": {"strided/exp_avg": torch.ones(4, 3)},
             "state": state_tensors,
         },
-        objects={"state": state, "hparams": {"values": {"hidden": 3}, "unstored": []}},
+        objects={
+            "state": state,
+            "hparams": {"values": {"hidden": 3}, "unstored": []},
+            "large": "x" * (SMALL + 1),  # has a file of its own
+        },
         progress={"updates": int(value), "epoch": 0},
         metrics={"validation/loss": value, "train/loss": math.nan},
         task="Everything",

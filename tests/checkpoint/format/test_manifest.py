@@ -155,6 +155,7 @@ TENSOR = ("tensors", "model", "weight")
         ((*FILE, "content"), "\ud800"),
         ((*PIECES, "content"), "a"),
         ((*PIECES, "content"), "not in base64"),
+        ((*PIECES, "content"), "AA=="),  # weights belong to no object
         ((*PIECES, "hashes_xxh3_128"), "zz"),
         ((*PIECES, "header_xxh3_128"), DIGEST),
         (PIECES, {"bytes": 100}),

@@ -80,6 +80,8 @@ def load_assets(value: Json, what: str) -> dict[str, FileRecord]:
                 f"{what} lists {name[:80]!r}, which no checkpoint contains: {trouble}"
             )
         records[name] = load_file(_LISTED, each, f"{what}: {name[:80]!r}")
+        if records[name].content is not None:
+            raise DamagedCheckpointError(f"{what}: {name[:80]!r} has content, and is a file")
     if trouble := clash(records):
         raise DamagedCheckpointError(f"{what}: {trouble[:200]}")
     size = sum(each.bytes for each in records.values())

@@ -175,9 +175,14 @@ class Manifest:
         tensors = load_tensors(fields["layouts"], fields["tensors"], processes, what)
         for group in tensors:
             check_part_name(group, f"{what}: tensors", DamagedCheckpointError)
-        for name in files:
-            if name.endswith(TENSORS) and not _is_of(name, tensors, processes):
+        own = [group for group in tensors if f"{group}.json" in files]
+        for name, record in files.items():
+            if not name.endswith(TENSORS):
+                continue
+            if not _is_of(name, tensors, processes):
                 raise DamagedCheckpointError(f"{what} lists {name!r}, which is not a file of its groups")
+            if record.content is not None and not _is_of(name, own, processes):
+                raise DamagedCheckpointError(f"{what} holds {name!r}, whose tensors belong to no object")
         return cls(
             files=files,
             tensors=tensors,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import PurePosixPath
 from typing import Protocol, TypeAlias
 
@@ -38,7 +38,7 @@ UNFINISHED = ".saving"
 _BAD = re.compile(r"\.bad(-\d+)?$")
 
 SMALL = 1 << 16
-"""The most bytes of an object that the manifest holds, or of the tensors that belong to one.
+"""The most bytes of an object, or of the file of tensors that belong to one, that the manifest holds.
 
 A file of its own takes a sync and a deletion on a disk, and in an object store three requests: to write, read
 and delete it.
@@ -131,7 +131,6 @@ class DirectoryCheckpointIO:
             shares = self.ranks.together(lambda: place.write_share(plan, self.ranks.rank, own))
             self.ranks.first(lambda: _commit(place, shares, plan, snapshot))
         except BaseException:
-            place.abort()
             if self.ranks.rank == 0 and not place.is_committed:
                 with suppress(OSError):  # the first error is already propagating; the next open tries again
                     discard(place.directory, files)
@@ -204,6 +203,7 @@ class Place:
         self.final = final
         self.is_committed = False
         self._open: list[tuple[str, Sink]] = []
+        self._held: dict[str, FileRecord] = {}
 
     def write_share(self, plan: Plan, rank: int, own: Collection[str] = ()) -> dict[str, FileRecord]:
         """Write this process's part of every tensor, one file per group.
@@ -215,11 +215,16 @@ class Place:
         Args:
             plan: The division of the writing.
             rank: The number of this process.
-            own: The groups that belong to an object: small ones are returned for the manifest, as it is.
+            own: The groups that belong to an object. The first process writes them, and keeps small ones for
+                the manifest, which it writes too.
 
         Raises:
             CheckpointError: The write failed.
         """
+        with self._closing():
+            return self._write_tensors(plan, rank, own)
+
+    def _write_tensors(self, plan: Plan, rank: int, own: Collection[str]) -> dict[str, FileRecord]:
         written: dict[str, FileRecord] = {}
         for group, tensors in plan.parts.items():
             check_part_name(group, "a group of tensors")
@@ -227,11 +232,13 @@ class Place:
                 continue
             file = file_name(group, rank, plan.processes)
             hashes = Hashes()
-            chunks = tensor_chunks(tensors, f"the group {group!r}", hashes)
+            chunks: Iterable[Bytes] = tensor_chunks(tensors, f"the group {group!r}", hashes)
             if group in own and sum(each.nbytes for each in tensors.values()) <= SMALL:
                 content = b"".join(chunks)
-                written[file] = FileRecord(len(content), hashes=hashes, content=content)
-                continue
+                if len(content) <= SMALL:
+                    self._held[file] = FileRecord(len(content), hashes=hashes, content=content)
+                    continue
+                chunks = [content]
             size = self._write(file, chunks)
             if plan.processes == 1:
                 written[file] = FileRecord(size, hashes=hashes)
@@ -264,11 +271,16 @@ class Place:
             with os_errors("write", self.files.join(self.final, file)):
                 sink.finish()
 
-    def abort(self) -> None:
-        """Close the files that are not finished, after an error."""
-        while self._open:
-            with suppress(OSError):  # the first error is already propagating
-                self._open.pop()[1].abort()
+    @contextmanager
+    def _closing(self) -> Iterator[None]:
+        """Run the block; on an error close the files that are not finished, before anyone deletes them."""
+        try:
+            yield
+        except BaseException:
+            while self._open:
+                with suppress(OSError):  # the first error is already propagating
+                    self._open.pop()[1].abort()
+            raise
 
     def _write_assets(self, assets: Mapping[str, bytes], folders: Iterable[str]) -> dict[str, FileRecord]:
         for folder in folders:
@@ -291,26 +303,27 @@ class Place:
         Raises:
             CheckpointError: The write failed.
         """
-        written = {file: record for share in shares for file, record in share.items()}
+        written = {file: record for share in shares for file, record in share.items()} | self._held
         objects, assets = dict(snapshot.objects), snapshot.assets
         folders = sorted(
             {str(each) for name in assets for each in PurePosixPath(ASSETS, name).parents} - {"."}
         )
-        if assets:
-            objects[ASSETS] = dump_assets(self._write_assets(assets, folders))
-        for name, value in objects.items():
-            file = f"{check_part_name(name, 'an object')}.json"
-            data = dump_json(value, f"the object {name!r}")
-            held = data if len(data) <= SMALL else None
-            size = self._write(file, [data]) if held is None else len(data)
-            written[file] = FileRecord(size, xxhash.xxh3_128_hexdigest(data), content=held)
-        manifest = Manifest(
-            written, plan.records, snapshot.progress, snapshot.metrics, processes=plan.processes
-        )
-        manifest.saved_by["task"] = snapshot.task
-        # Last, because in an object store it is the commit.
-        self._write(MANIFEST, [manifest.dump()])
-        self._finish()
+        with self._closing():
+            if assets:
+                objects[ASSETS] = dump_assets(self._write_assets(assets, folders))
+            for name, value in objects.items():
+                file = f"{check_part_name(name, 'an object')}.json"
+                data = dump_json(value, f"the object {name!r}")
+                held = data if len(data) <= SMALL else None
+                size = self._write(file, [data]) if held is None else len(data)
+                written[file] = FileRecord(size, xxhash.xxh3_128_hexdigest(data), content=held)
+            manifest = Manifest(
+                written, plan.records, snapshot.progress, snapshot.metrics, processes=plan.processes
+            )
+            manifest.saved_by["task"] = snapshot.task
+            # Last, because in an object store it is the commit.
+            self._write(MANIFEST, [manifest.dump()])
+            self._finish()
         for folder in [*folders, ""]:
             with os_errors("write", self.files.join(self.final, folder or MANIFEST)):
                 self.files.sync(self.files.join(self.directory, folder) if folder else self.directory)

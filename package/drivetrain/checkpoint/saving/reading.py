@@ -187,8 +187,8 @@ class Reader:
     def _open(self, file: str) -> HashedReader:
         """Open a file that the manifest lists or holds, and check its size."""
         record = self._record(file)
-        place = self.path if record.content is None else self.files.join(self.path, MANIFEST)
-        return self._checked(self.files.join(place, file), record)
+        path = self.files.join(self.path, file if record.content is None else f"{MANIFEST}: {file}")
+        return self._checked(path, record)
 
     def _checked(self, path: str, record: FileRecord) -> HashedReader:
         """Open a file, and check its size."""
