@@ -43,7 +43,7 @@ def content(update: int) -> Snapshot:
     # One parameter with the first at every other update, and one of its own at those between.
     output = weight if update % 2 else torch.randn(16, 16, generator=generator)
     # Too large for the manifest at every other update.
-    words = ["word"] * (SMALL // 4 if update % 2 else 4)
+    words = "word " * (SMALL // 4 if update % 2 else 4)
     return Snapshot(
         tensors={
             "model": {"weight": weight, "half": weight.bfloat16(), "output": output},

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import yaml
+from tests.support.held import in_files
 from tests.support.messages import warned
 from tests.support.outcome import weights
 from tests.support.tasks import pairs
@@ -207,6 +208,15 @@ def test_a_run_on_another_machine_resumes_from_the_hub(hub: Hub, tmp_path: Path,
     assert again.progress.updates == 15
 
 
+def test_a_checkpoint_whose_objects_are_files_is_fetched_too(hub: Hub, tmp_path: Path) -> None:
+    saved = trainer(tmp_path / "first", epochs=1).fit(wide(), pairs()).last_checkpoint
+    in_files(Path(str(saved)))
+    push(tmp_path / "first", REPOSITORY, checkpoint=True)
+    result = trainer(tmp_path / "second", Publish(REPOSITORY)).fit(Wide(), pairs(), resume="hub")
+    assert (result.progress.updates, result.progress.epoch) == (10, 2)
+    assert (tmp_path / "second" / "checkpoints" / "update-00000005" / "checkpoint.json").is_file()
+
+
 def test_a_run_without_a_repository_begins_anew_and_one_without_access_does_not(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,8 +232,10 @@ def test_a_run_without_a_repository_begins_anew_and_one_without_access_does_not(
 def test_a_damaged_checkpoint_on_the_hub_is_refused(hub: Hub, tmp_path: Path) -> None:
     trainer(tmp_path / "first", Publish(REPOSITORY, "checkpoint"), epochs=1).fit(wide(), pairs())
     api = client(None)
-    api.upload_file(path_or_fileobj=b"{}", path_in_repo="last-checkpoint/state.json", repo_id=REPOSITORY)
-    with pytest.raises(CheckpointError, match=r"state\.json"):
+    api.upload_file(
+        path_or_fileobj=b"{}", path_in_repo="last-checkpoint/model.safetensors", repo_id=REPOSITORY
+    )
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         trainer(tmp_path / "second", Publish(REPOSITORY)).fit(wide(), pairs(), resume="hub")
     assert not list((tmp_path / "second").rglob("update-*"))
 
@@ -309,7 +321,7 @@ def test_a_token_among_the_arguments_of_a_task_is_not_uploaded(
             super().__init__()
 
     trainer(tmp_path / "run").fit(Greedy("hf_markerTokenThatMustNeverBeSeen"), pairs())
-    with pytest.raises(HubError, match=r"last-checkpoint/hparams\.json holds the Hub's token"):
+    with pytest.raises(HubError, match=r"last-checkpoint/manifest\.json holds the Hub's token"):
         push(tmp_path / "run", REPOSITORY, checkpoint=True)
     push(tmp_path / "run", REPOSITORY)
     card = (downloaded(tmp_path / "downloaded") / "README.md").read_text()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from drivetrain.checkpoint.format.manifest import MANIFEST
 from drivetrain.checkpoint.inspection.description import open_checkpoint
@@ -69,17 +69,23 @@ def _fetch(
         if ".." in PurePosixPath(name).parts:
             raise CheckpointError(f"{repository} has a file {name!r}, which leads out of its folder")
 
-    def download(pattern: str) -> None:
+    def download(*patterns: str) -> None:
         api.snapshot_download(
-            repository, revision=commit, allow_patterns=pattern, local_dir=work, cache_dir=work / ".cache"
+            repository,
+            revision=commit,
+            allow_patterns=[*patterns],
+            local_dir=work,
+            cache_dir=work / ".cache",
         )
 
     found = {str(PurePosixPath(name).parent) for name in names if PurePosixPath(name).name == MANIFEST}
     found = {each for each in found if each == LAST or str(PurePosixPath(each).parent) == ALL}
     entries = {}
     for each in found:
-        download(f"{each}/{PURPOSE}.json")
-        entry = json.loads((work / each / f"{PURPOSE}.json").read_text(encoding="utf-8"))
+        download(
+            f"{each}/{MANIFEST}", f"{each}/{PURPOSE}.json"
+        )  # which is in the manifest unless it is large
+        entry: Any = open_checkpoint(str(work / each)).object(PURPOSE)
         entries[each] = (int(entry["order"]), int(entry["update"]))
     if not entries:
         return None

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.checkpoint.format.strict_json import MAX_JSON_BYTES
 from drivetrain.checkpoint.locate import resolve
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.files import MODEL, WeightFiles
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 LAST = "last-checkpoint"
 """The folder of the newest checkpoint in a repository."""
 
-_SCANNED = 10 << 20
+_SCANNED = MAX_JSON_BYTES  # a manifest holds the arguments of the task
 """Bytes above which a text file is not searched for the token."""
 
 
