@@ -267,6 +267,16 @@ def test_a_symbolic_link_that_no_manifest_lists_is_refused_too(saved):
         io.load(str(saved))
 
 
+def test_any_flipped_bit_of_what_the_manifest_holds_is_found(saved):
+    path = saved / "manifest.json"
+    content = path.read_bytes()
+    for place in range(content.index(b'"content"'), len(content), 29):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        for check in (io.load, verify):
+            with pytest.raises(DamagedCheckpointError, match=r"manifest\.json"):
+                check(str(saved))
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
 def test_a_pipe_does_not_hang_the_reader(in_files):
     (in_files / "state.json").unlink()

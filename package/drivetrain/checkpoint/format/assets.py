@@ -81,7 +81,7 @@ def load_assets(value: Json, what: str) -> dict[str, FileRecord]:
             )
         records[name] = load_file(_LISTED, each, f"{what}: {name[:80]!r}")
         if records[name].content is not None:
-            raise DamagedCheckpointError(f"{what}: {name[:80]!r} has content, and is a file")
+            raise DamagedCheckpointError(f"{what}: {name[:80]!r} must be a file, and has its content here")
     if trouble := clash(records):
         raise DamagedCheckpointError(f"{what}: {trouble[:200]}")
     size = sum(each.bytes for each in records.values())
