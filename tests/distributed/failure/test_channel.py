@@ -28,6 +28,10 @@ program = pytest.mark.program
 needs_gloo = pytest.mark.skipif(not distributed.is_gloo_available(), reason="needs gloo")
 
 
+STOPPED = "kill(signal.SIGSTOP); time.sleep(5)"
+"""A rank is stopped, and goes on only to write its stacks: it sleeps until it is ended."""
+
+
 @needs_gloo
 @program(join="if rank == 1: sys.exit(3)")
 def test_a_rank_that_does_not_come_to_the_channel_is_named(ended: Ended) -> None:
@@ -74,13 +78,12 @@ ENDS = [
         r"rank 0 failed first, last heard of at update 7: it was killed, perhaps",
     ),
     (
-        # It goes on to write its stacks, and is ended before it does more.
-        "if rank == 1: kill(signal.SIGSTOP); time.sleep(5)",
+        f"if rank == 1: {STOPPED}",
         1,
         r"RankFailure: rank 1 failed first, last heard of at update 7: it is stopped \(by SIGSTOP",
     ),
     (
-        "if rank == 0: kill(signal.SIGSTOP)",
+        f"if rank == 0: {STOPPED}",
         -signal.SIGKILL,
         r"rank 0 failed first, last heard of at update 7: it is stopped \(by SIGSTOP",
     ),
@@ -252,7 +255,7 @@ def test_the_stacks_of_all_ranks_are_saved(ended: Ended) -> None:
 @pytest.mark.parametrize(
     "how",
     [
-        pytest.param("stopped", marks=program(act="if rank == 1: kill(signal.SIGSTOP)")),
+        pytest.param("stopped", marks=program(act=f"if rank == 1: {STOPPED}")),
         pytest.param("held", marks=program(act=f"if rank == 1: {BUSY}\n    else: raise ValueError()")),
     ],
 )
