@@ -3,10 +3,11 @@
     PYTHONPATH=package .venv-hf/bin/python benchmarks/transformers_speed.py [--rounds 9] [--updates 200]
 
 All train the same model on the same batches in memory with torch's AdamW, without clipping, schedules, logs
-or evaluation. In each round every contestant trains once, in another order each time, in one process. A
-figure is the median over the rounds, and the added time is the difference to the hand-written loop of the
-same round. Starts are measured in an interpreter each. The clock is the time on a processor, which other
-programs of a machine change least; `--clock wall` takes the wall's. Prints tables in Markdown.
+or evaluation. In each round every Trainer trains once, in another order each time, in one process. After
+every 25 updates of a Trainer the hand-written loop trains a model of its own on the same batches, so that a
+machine that is slow for a while is slow for both. The added time is the median difference of the two. Starts
+are measured in an interpreter each. The clock is the time on a processor, which other programs of a machine
+change least; `--clock wall` takes the wall's. Prints tables in Markdown.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
-from itertools import pairwise
+from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
@@ -41,7 +43,7 @@ from tests.integrations.transformers.families import model, padded, rows  # noqa
 
 MODELS = {"head": "BERT's head alone", "bert, classes": "BERT", "gpt2": "GPT-2", "t5": "T5"}
 HEAD = "head"
-WARM_UP, BLOCK = 30, 25
+WARM_UP, BLOCK = 50, 25
 CLOCKS = {"cpu": process_time, "wall": perf_counter}
 RATE = 1e-3
 
@@ -84,24 +86,53 @@ class Job:
         folder: Path,
         read: Callable[[], Any],
         make: Callable[[], Any] | None = None,
+        by_hand: Job | None = None,
     ) -> None:
-        self.updates, self.folder, self.read = updates, folder, read
+        self.folder, self.by_hand = folder, by_hand
         if family == HEAD:
             family, make = "bert, classes", head
         self.net = model(family) if make is None else make()
         samples = rows(family, 8)
         self.batches = [padded(samples[n % 4 : n % 4 + 4]) for n in range(updates + 1)]
         self.times: list[Any] = []
-        self.net.register_forward_pre_hook(lambda *_: self.times.append(self.read()))
+        self.net.register_forward_pre_hook(lambda *_: self.times.append(read()))
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.batch, range(len(self)))
+
+    def batch(self, index: int) -> Any:
+        """A batch; before it the hand-written loop trains the other job on the block that has ended."""
+        if self.by_hand is not None and index and index % BLOCK == 0:
+            self.times.append(None)
+            self.by_hand.train(slice(index - BLOCK, index))
+            self.by_hand.times.append(None)
+        return self.batches[index]
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         """The optimizer of every contestant."""
         return torch.optim.AdamW(parameters, lr=RATE)
 
-    def seconds(self) -> float:
-        """Seconds of an update in the fastest block."""
-        cuts = self.times[WARM_UP::BLOCK]
-        return min((end - start) / BLOCK for start, end in pairwise(cuts))
+    @cached_property
+    def by_hand_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of the hand-written loop."""
+        return self.optimizer(self.net.parameters())
+
+    def train(self, part: slice = slice(None)) -> None:
+        """The loop that a user would write."""
+        net, optimizer = self.net.train(), self.by_hand_optimizer
+        for batch in self.batches[part]:
+            net(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def blocks(self) -> list[tuple[float, float]]:
+        """Microseconds of an update of this job, and of the hand-written loop right after, by block."""
+        assert self.by_hand is not None
+        both = (microseconds(job.times) for job in (self, self.by_hand))
+        return list(zip(*both, strict=True))[WARM_UP // BLOCK :]
 
     def outcome(self) -> float:
         """The trained model's loss on the first batch."""
@@ -109,14 +140,15 @@ class Job:
             return float(self.net.eval()(**self.batches[0]).loss)
 
 
+def microseconds(times: list[Any]) -> list[float]:
+    """Microseconds of an update, by block; None in the times ends one."""
+    blocks = [list(block) for ended, block in groupby(times, lambda each: each is None) if not ended]
+    return [1e6 * (each[-1] - each[0]) / (len(each) - 1) for each in blocks if len(each) >= BLOCK - 1]
+
+
 def hand(job: Job, saves: int | None) -> None:
-    """The loop that a user would write."""
-    net = job.net.train()
-    optimizer = job.optimizer(net.parameters())
-    for batch in job.batches:
-        net(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    """The hand-written loop by itself."""
+    job.train()
 
 
 def ours(job: Job, saves: int | None, asynchronous: bool = False) -> None:
@@ -130,7 +162,20 @@ def ours(job: Job, saves: int | None, asynchronous: bool = False) -> None:
             every=f"{saves} steps", keep_last=1, asynchronous=asynchronous
         )
     task = TransformersTask(job.net, optimizer=job.optimizer)
-    Trainer(max_epochs=1, strategy="cpu", loggers=(), progress_bar=False, **saving).fit(task, job.batches)
+    Trainer(max_epochs=1, strategy="cpu", loggers=(), progress_bar=False, **saving).fit(task, job)
+
+
+class Indexed:
+    """A job's batches as a data set, which torch's DataLoader takes."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def __len__(self) -> int:
+        return len(self.job)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.job.batch(index)
 
 
 class Synced(transformers.TrainerCallback):
@@ -162,7 +207,7 @@ def theirs(job: Job, saves: int | None, module: Any = transformers, callbacks: A
             return self.train_dataset
 
     optimizer = job.optimizer(job.net.parameters())
-    loader = DataLoader(job.batches, batch_size=None)
+    loader = DataLoader(Indexed(job), batch_size=None)
     Made(
         job.net, arguments, train_dataset=loader, optimizers=(optimizer, None), callbacks=[*callbacks]
     ).train()
@@ -171,42 +216,40 @@ def theirs(job: Job, saves: int | None, module: Any = transformers, callbacks: A
 CONTESTANTS = {"hand-written": hand, "TransformersTask": ours, "transformers Trainer": theirs}
 
 
-def turn(
-    name: str,
-    family: str,
-    options: argparse.Namespace,
-    saves: int | None = None,
-    make: Callable[[], Any] | None = None,
-) -> Job:
-    """Let a contestant train."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        job = Job(family, options.updates + WARM_UP, Path(folder), CLOCKS[options.clock], make)
-        gc.collect()
-        with redirect_stdout(io.StringIO()):  # transformers prints its figures
-            CONTESTANTS[name](job, saves)
-    return job
-
-
 def updates_table(options: argparse.Namespace) -> None:
     """Print the time of an update and the loss at the end."""
     columns = ["model", "contestant", "us of an update", "updates a second", "added us", "ratio", "last loss"]
     print(f"| {' | '.join(columns)} |")
     print("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
+    trainers = {name: run for name, run in CONTESTANTS.items() if run is not hand}
     for family, title in MODELS.items():
-        spent: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
+        spent: dict[str, list[tuple[float, float]]] = {name: [] for name in trainers}
         ends = {}
         for number in range(options.rounds):
-            for name in random.Random(number).sample(list(CONTESTANTS), len(CONTESTANTS)):
-                job = turn(name, family, options)
-                spent[name].append(job.seconds() * 1e6)
-                ends[name] = job.outcome()
-        for name, each in spent.items():
-            pairs = list(zip(each, spent["hand-written"], strict=True))
-            added = statistics.median(one - other for one, other in pairs)
-            ratio = statistics.median(one / other for one, other in pairs)
-            middle = statistics.median(each)
+            for name in random.Random(number).sample(list(trainers), len(trainers)):
+                job, by_hand = turn(name, family, options)
+                spent[name] += job.blocks()
+                ends[name], ends["hand-written"] = job.outcome(), by_hand.outcome()
+        spent["hand-written"] = [(by_hand, by_hand) for each in spent.values() for _, by_hand in each]
+        for name in CONTESTANTS:
+            added = statistics.median(one - other for one, other in spent[name])
+            ratio = statistics.median(one / other for one, other in spent[name])
+            middle = statistics.median(one for one, _ in spent[name])
             figures = f"{middle:,.0f} | {1e6 / middle:,.0f} | {added:+.0f} | {ratio:.3f} | {ends[name]:.6f}"
             print(f"| {title} | {name} | {figures} |", flush=True)
+
+
+def turn(name: str, family: str, options: argparse.Namespace) -> tuple[Job, Job]:
+    """Let a Trainer train, and the hand-written loop beside it."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        common = (family, options.updates + WARM_UP, Path(folder), CLOCKS[options.clock])
+        by_hand = Job(*common)
+        job = Job(*common, by_hand=by_hand)
+        gc.collect()
+        with redirect_stdout(io.StringIO()):  # transformers prints its figures
+            CONTESTANTS[name](job, None)
+            by_hand.train(slice((len(job) - 1) // BLOCK * BLOCK, None))
+    return job, by_hand
 
 
 def large() -> Any:
