@@ -23,6 +23,7 @@ from drivetrain.core.errors import RankFailure, StrategyError
 from drivetrain.distributed.failure.channel import FailureChannel
 from drivetrain.distributed.failure.messages import TIMING, Cause
 from drivetrain.distributed.failure.silence import Silence, machine
+from drivetrain.distributed.failure.stacks import stacks
 
 program = pytest.mark.program
 needs_gloo = pytest.mark.skipif(not distributed.is_gloo_available(), reason="needs gloo")
@@ -242,7 +243,7 @@ def written(ended: Ended, rank: int) -> str:
 @program(act="if rank == 1: raise ValueError('boom')")
 def test_the_stacks_of_all_ranks_are_saved(ended: Ended) -> None:
     failed, waits = written(ended, 1), written(ended, 0)
-    assert failed.startswith("rank 1, at update 7\n")
+    assert "rank 1, at update 7\n" in failed
     assert "ValueError: boom" in failed, "the traceback of what was raised"
     assert waits.startswith("rank 0, at update 7\n")
     assert "in all_reduce" in waits
@@ -264,6 +265,15 @@ def test_the_stacks_of_a_rank_that_cannot_write_them_are_saved(ended: Ended, how
     text = written(ended, 1)
     assert text.startswith("rank 1, asked by rank 0 because it did not answer")
     assert "in act" in text
+
+
+def test_a_late_rank_adds_its_error_to_what_was_asked_of_it(tmp_path: Path) -> None:
+    file = tmp_path / "failures" / "rank1.txt"
+    stacks.write(file, "rank 1, asked by rank 0 because it did not answer")
+    stacks.write(file, "rank 1, at update 7", ValueError("boom"))
+    text = file.read_text(encoding="utf-8")
+    assert text.startswith("rank 1, asked by rank 0")
+    assert "\nrank 1, at update 7\n\nValueError: boom\n" in text
 
 
 @needs_gloo

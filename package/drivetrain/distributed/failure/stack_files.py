@@ -89,8 +89,8 @@ class StackFiles:
 
     def _write(self, directory: Path, where: str, error: BaseException | None, hub: Hub | None) -> None:
         try:
-            with contextlib.suppress(FileExistsError):  # rank 0 has not waited and has written it
-                stacks.write(_file(directory, self._rank), f"rank {self._rank}, {at(where)}", error)
+            # Rank 0 may not have waited, and have begun the file; only this rank knows its error.
+            stacks.write(_file(directory, self._rank), f"rank {self._rank}, {at(where)}", error)
             if hub is not None:
                 self._write_others(directory, hub)
         except OSError as failed:  # the disk may be why the run has failed
@@ -107,7 +107,8 @@ class StackFiles:
             if had is not None or not file.exists():
                 text = (hub.ask(rank) if had is None else had) or _UNASKED
                 title = f"rank {rank}, asked by rank 0 because it did not answer"
-                file.write_text(f"{title}\n\n{text}", encoding="utf-8")
+                with open(file, "a" if had is None else "w", encoding="utf-8") as out:
+                    out.write(f"{title}\n\n{text}\n")
 
 
 def _file(directory: Path, rank: int) -> Path:

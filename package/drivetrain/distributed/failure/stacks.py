@@ -69,15 +69,12 @@ class Stacks:
         """Write the stacks of this process and its workers to a file, the newest call last.
 
         Args:
-            path: The file; its directory is made.
+            path: The file; its directory is made. What another process has written there stays.
             title: The first line.
             error: The error raised here, or None; its traceback comes first.
-
-        Raises:
-            FileExistsError: Another process has written the file.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "x", encoding="utf-8") as file:
+        with open(path, "a", encoding="utf-8") as file:
             file.write(f"{title}\n\n")
             if error is not None:
                 file.writelines([*traceback.format_exception(error), "\n"])
