@@ -122,9 +122,15 @@ def test_weights_are_read_back_onto_the_same_frozen_part(tmp_path: Path) -> None
         Adapted.from_checkpoint(result.last_checkpoint, seed=4)
     with pytest.raises(CheckpointError, match="has other values"):
         quiet().validate(Adapted(seed=4), pairs(4), checkpoint=result.last_checkpoint)
-    other = Adapted(seed=4)
+    other, same = Adapted(seed=4), Adapted()
+    with pytest.raises(CheckpointError, match="has other values"):
+        other.load_weights(result.last_checkpoint)
     report = other.load_weights(result.last_checkpoint, strict=False)
     assert set(report.loaded) == TRAINED | BUFFERS
+    report = same.load_weights(tmp_path)
+    assert (set(report.loaded), report.missing) == (TRAINED | BUFFERS, ())
+    assert "the other 6 are frozen, left out there, and the same here" in str(report)
+    assert weights(same) == weights(task)
 
 
 def test_an_export_says_what_is_not_in_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -18,8 +19,10 @@ from drivetrain.checkpoint.storage.files import HashedReader
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, FileSystem, Kind, os_errors
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.files import INDEX, MODEL, WeightFiles, parse_index
+from drivetrain.checkpoint.weights.frozen import FROZEN
 from drivetrain.core.errors import CheckpointError
 from drivetrain.core.messages import logger
+from drivetrain.core.types import Json
 
 _LOG = logger(__name__)
 
@@ -51,16 +54,30 @@ def load_weights(source: str | os.PathLike[str]) -> dict[str, Tensor]:
         CheckpointError: The path does not exist, has no weights, or may not be read; names the places
             searched, and similar paths.
     """
-    return find_weights(source)[0]
+    return find_weights(source).tensors
 
 
-def find_weights(source: str | os.PathLike[str]) -> tuple[dict[str, Tensor], str]:
-    """Load weights as `load_weights`; for another program's file, also return a note on what was read."""
+class Found(NamedTuple):
+    """Weights, and what is known of them.
+
+    Attributes:
+        tensors: By name.
+        note: For another program's file, what was read and what was not.
+        frozen: For a checkpoint that leaves out frozen parameters, its object `FROZEN`.
+    """
+
+    tensors: dict[str, Tensor]
+    note: str = ""
+    frozen: Json = None
+
+
+def find_weights(source: str | os.PathLike[str]) -> Found:
+    """Load weights as `load_weights`."""
     path = os.fspath(source)
     if is_torch_file(path):
         found = torch_weights(path)
-        return found.tensors, found.note
-    return _load(path), ""
+        return Found(found.tensors, found.note)
+    return _load(path)
 
 
 def is_weight_file(path: str) -> bool:
@@ -91,32 +108,33 @@ def torch_weights(path: str) -> TorchWeights:
     return found
 
 
-def _load(path: str) -> dict[str, Tensor]:
+def _load(path: str) -> Found:
     files = file_system(path)
     path = files.absolute(path)
     with os_errors("read", path):
         kind = files.kind(_followed(path, files))
         names = {} if kind == "file" else files.entries(path)
     if kind == "file":
-        return _from_file(path, files)
+        return Found(_from_file(path, files))
     parent, name = files.split(path)
     if names:
         return _from_folder(path, files, names)
     if name.endswith(TENSORS) and _has(files.join(parent, WeightFiles(name).index), files):
         # Exported to this path, in several files.
-        return _from_index(files.join(parent, WeightFiles(name).index), files)
+        return Found(_from_index(files.join(parent, WeightFiles(name).index), files))
     if kind == "directory":
         raise CheckpointError(f"no weights in {path!r}: it is empty")
     raise CheckpointError(f"no weights at {path!r}: there is no such file or directory.{_near(path, files)}")
 
 
-def _from_folder(path: str, files: FileSystem, names: Mapping[str, Kind]) -> dict[str, Tensor]:
+def _from_folder(path: str, files: FileSystem, names: Mapping[str, Kind]) -> Found:
     io = DirectoryCheckpointIO()
     if io.exists(path) or io.list(files.join(path, CHECKPOINTS)) or io.list(path):
-        return load_newest(path, ("model",))[1].tensors["model"]
+        snapshot = load_newest(path, ("model",))[1]
+        return Found(snapshot.tensors["model"], frozen=snapshot.objects.get(FROZEN))
     for name in (MODEL, WeightFiles(MODEL).index):  # a single file first, as in other libraries
         if name in names:
-            return _from_file(files.join(path, name), files)
+            return Found(_from_file(files.join(path, name), files))
     looked_for = f"{MODEL}, {WeightFiles(MODEL).index}, {MANIFEST} of a checkpoint, and checkpoints"
     raise CheckpointError(
         f"no weights in {path!r}. Looked for {looked_for} in it and in its {CHECKPOINTS!r}."

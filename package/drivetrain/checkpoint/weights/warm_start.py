@@ -15,10 +15,12 @@ from torch.nn.parameter import is_lazy
 from drivetrain.checkpoint.foreign.torch_weights import TorchWeights
 from drivetrain.checkpoint.saving.sharding import is_sharded
 from drivetrain.checkpoint.weights.dtypes import check_range
+from drivetrain.checkpoint.weights.frozen import check_same, fingerprints
 from drivetrain.checkpoint.weights.load import find_weights
 from drivetrain.checkpoint.weights.module_state import clean_name, full_state, hint, is_extra, put_state
 from drivetrain.checkpoint.weights.rename import Rename, prefix_hint, renamed
 from drivetrain.core.errors import CheckpointError, ConfigError
+from drivetrain.core.types import Json
 
 Source: TypeAlias = str | os.PathLike[str] | Mapping[str, Tensor] | TorchWeights
 """A source of weights: a path for `checkpoint.load_weights`, a file that was read, or tensors by name."""
@@ -55,7 +57,8 @@ class LoadReport:
         mismatched: Tensors of another shape, or of a dtype that cannot be converted; they keep their value.
         converted: Loaded tensors that were rounded or widened to the module's dtype.
         dropped: Source names that `rename` dropped.
-        note: For another program's file, what was read and what was not.
+        note: For another program's file, what was read and what was not; for a checkpoint, how many frozen
+            parameters it leaves out.
     """
 
     loaded: tuple[str, ...]
@@ -104,6 +107,7 @@ def load_weights_into(
         source: A path for `checkpoint.load_weights` (a file, a folder, a checkpoint, a run; Lightning's and
             Composer's files too), the result of `read_torch_weights`, or tensors by name.
         strict: Whether everything must fit. If not, the fitting tensors are loaded; the report has the rest.
+            Frozen parameters that a checkpoint leaves out must be the same in the module.
         rename: The rule from source names to module names: a mapping of regular expressions to replacements,
             as for `re.sub`, each applied to the result of those before it; or a function. None instead of a
             name drops the tensor.
@@ -118,9 +122,13 @@ def load_weights_into(
             nothing fits; or two names become one. The module is unchanged.
         ConfigError: `source` or `rename` has a wrong type.
     """
-    where, given, note = _read(source)
+    where, given, note, frozen = _read(source)
     named, dropped = renamed(given, rename, where)
     own = full_state(module)
+    if isinstance(frozen, dict) and strict and rename is None:
+        check_same(frozen, fingerprints(module, frozen.keys()), where)
+        own = {name: each for name, each in own.items() if name not in frozen}
+        note = f"the other {len(frozen)} are frozen, left out there, and the same here"
     comparison = _compare(module, own, named, where, adopt_dtypes)
     if comparison.differs and (strict or not comparison.fitting):
         suggestion = prefix_hint(named, own)
@@ -146,12 +154,12 @@ def load_weights_into(
     )
 
 
-def _read(source: Source) -> tuple[str, Mapping[str, Tensor], str]:
-    """Return the source's name for messages, its tensors, and a note on them."""
+def _read(source: Source) -> tuple[str, Mapping[str, Tensor], str, Json]:
+    """Return the source's name for messages, its tensors, a note on them, and the frozen ones left out."""
     if isinstance(source, (str, os.PathLike)):
         return repr(os.fspath(source)), *find_weights(source)
     if isinstance(source, TorchWeights):
-        return repr(source.path), source.tensors, source.note
+        return repr(source.path), source.tensors, source.note, None
     if not isinstance(source, Mapping):
         more = "; give its state_dict()" if isinstance(source, nn.Module) else ""
         raise ConfigError(
@@ -165,7 +173,7 @@ def _read(source: Source) -> tuple[str, Mapping[str, Tensor], str]:
         )
         more = f". Did you mean source[{name!r}]?" if inner else ""
         raise ConfigError(f"weights are tensors by name; {name!r} is a {type(value).__name__}{more}")
-    return "the given mapping", source, ""
+    return "the given mapping", source, "", None
 
 
 @dataclass

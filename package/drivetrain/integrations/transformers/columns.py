@@ -74,18 +74,23 @@ class Columns:
 
         Labels that `label_names` asks for are among them, also if forward does not take them.
         """
-        columns = {str(name): batch[name] for name in batch}
-        if "labels" in self._names and "labels" not in columns:
-            for name in _LABELS:
-                if name in columns:
-                    columns["labels"] = columns.pop(name)
-                    break
+        columns = self.of_collation(batch)
         if self._keeps_all:
             return columns
         kept = {name: value for name, value in columns.items() if name in self._names or name in self.labels}
         if len(kept) < len(columns):
             self._report(columns.keys() - kept.keys())
         return kept
+
+    def of_collation(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all columns of a batch, its labels under the name that forward has for them."""
+        columns = {str(name): batch[name] for name in batch}
+        if "labels" in self._names and "labels" not in columns:
+            for name in _LABELS:
+                if name in columns:
+                    columns["labels"] = columns.pop(name)
+                    break
+        return columns
 
     def of_forward(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return the columns of a batch that forward takes, without labels that are for the loss alone."""

@@ -53,12 +53,15 @@ class ScriptTask(TransformersTask):
         has_own_loss: Whether the script overrides `compute_loss`.
         current: The evaluation in progress; None for one that the script did not ask for.
         hides_gradients: Why the parameters' gradients are not those of the update; set as a fit begins.
+        scales_losses: Whether the engine scales losses, so that fp16's gradients do not vanish; likewise.
     """
 
     script: Script
     has_own_step = has_own_loss = False
     current: Pass | None = None
     hides_gradients = ""
+    scales_losses = False
+    _at_once = False
     _pending: list[Tensor] | None = None
     _returned: Tensor | None = None
 
@@ -84,33 +87,40 @@ class ScriptTask(TransformersTask):
         """Run one micro-batch, by the script's `training_step` or `compute_loss` if it has one."""
         if not (self.has_own_step or self.has_own_loss):
             return super().training_step(batch)
-        inputs, items = self.columns.of_batch(batch), self.loss_weight(batch)
+        inputs, items = self.columns.of_collation(batch), self.loss_weight(batch)
         with noisy_embeddings(self.model, self.neftune_alpha):
             if self.has_own_step:
                 return self._own_step(inputs, items)
             compute_loss = self.script.compute_loss
             return compute_loss(self.model, inputs, **items_for(compute_loss, items))
 
-    def backward_later(self, loss: Tensor) -> Tensor:
-        """Take a loss whose backward the engine runs after the step, and return it detached."""
+    def run_backward(self, loss: Tensor) -> Tensor:
+        """Run backward on a loss of the script's step, now or after the step, and return it detached.
+
+        Where the strategy can take gradients that a step has made, it runs now, and the step may look at them
+        and change them. They are those of this micro-batch alone.
+        """
         if self._pending is None:
             raise ConfigError("training_step and accelerator.backward are for train(), which calls them")
-        self._pending.append(loss)
+        if self._at_once:
+            loss.backward()  # type: ignore[no-untyped-call]
+        else:
+            self._pending.append(loss)
         self._returned = loss.detach()
         return self._returned
 
     def _own_step(self, inputs: dict[str, Any], items: Any) -> Tensor:
-        """Run the script's step; the engine then runs backward on what the step has run it on.
+        """Run the script's step, and return a loss with the gradients that the step has made.
 
-        A step that calls `super().training_step`, or `accelerator.backward`, leaves its loss to the engine. A
-        step that calls `loss.backward()` leaves gradients: they become the gradient of a loss again, so that
-        the engine weights and reduces them like any other.
+        So the engine weights and reduces them like any other. With sharded parameters or gradients, and with
+        scaled losses, `run_backward` leaves its loss to the engine, and the step sees no gradient.
         """
         script = self.script
         parameters = [each for each in self.model.parameters() if each.requires_grad]
         sharded = is_sharded(self.model)
         pending: list[Tensor] = []
         self._pending = pending
+        self._at_once = not (sharded or self.hides_gradients or self.scales_losses)
         refused = StrategyError(
             f"{type(script).__name__}.training_step calls loss.backward() itself, which works on one device"
             " and under DDP, and not with sharded parameters or gradients (FSDP, ZeRO). Call"
@@ -118,25 +128,26 @@ class ScriptTask(TransformersTask):
         )
         stop = refused if self.hides_gradients and not sharded else None
         try:
-            with _refusing_backward(parameters, stop), _set_aside(parameters) as gradients:
+            with _refusing_backward(parameters, stop), _set_aside(parameters) as made:
                 logged = script.training_step(self.model, inputs, **items_for(script.training_step, items))
         finally:
             self._pending = None
-        if gradients and sharded:
+        if made and sharded:
             raise refused
-        losses = [*pending, *((each * gradient).sum() for each, gradient in gradients)]
-        if not losses:
+        if not (made or pending):
             raise ConfigError(
                 f"{type(script).__name__}.training_step ran no backward. Call super().training_step(model,"
                 " inputs, num_items_in_batch), self.accelerator.backward(loss) or loss.backward(), and return"
                 " the loss"
             )
-        total: Tensor = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-        if logged is self._returned and len(losses) == 1:
-            return total
-        # The value that the step returned, with the gradient of what it ran backward on.
-        corrected: Tensor = total + (logged.detach() - total.detach())
-        return corrected
+        if not made and len(pending) == 1 and logged is self._returned:
+            return pending[0]
+        losses = list(pending)
+        if made:
+            losses.append(_GivenGradients.apply(logged.new_zeros(()), made, *(each for each, _ in made)))  # type: ignore[no-untyped-call]
+        total: Tensor = torch.stack(losses).sum()
+        # The value that the step returned, with the gradients of all that it ran backward on.
+        return total + (logged.detach() - total.detach())
 
     # Evaluation.
 
@@ -149,7 +160,7 @@ class ScriptTask(TransformersTask):
         if not is_overridden(script, "prediction_step", "compute_loss"):
             return super().validation_step(batch)
         loss, predictions, labels = script.prediction_step(
-            self.model, self.columns.of_batch(batch), current.loss_only, ignore_keys=current.ignored
+            self.model, self.columns.of_collation(batch), current.loss_only, ignore_keys=current.ignored
         )
         return StepOutput(loss, Read(predictions, labels))
 
@@ -178,6 +189,21 @@ class ScriptTask(TransformersTask):
             needs_labels=False,
         )
         return KeptOutputs(reader, current) if current.keeps else reader
+
+
+class _GivenGradients(torch.autograd.Function):
+    """A loss of zero with given gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, zero: Tensor, made: list[tuple[nn.Parameter, Tensor]], *_: nn.Parameter) -> Tensor:
+        """Return the zero."""
+        ctx.made = made
+        return zero
+
+    @staticmethod
+    def backward(ctx: Any, share: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Return the gradients, times the share of this loss."""
+        return None, None, *(gradient * share for _, gradient in ctx.made)
 
 
 @contextmanager

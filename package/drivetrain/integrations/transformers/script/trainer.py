@@ -192,7 +192,7 @@ class Trainer:
         self._adapter, self._runs = self._adapt(TrainerState(), TrainerControl())
         self._task = self._make_task()
         self.accelerator = ScriptAccelerator(
-            lambda loss: self._task.backward_later(loss), lambda: next(self.model.parameters()).device
+            lambda loss: self._task.run_backward(loss), lambda: next(self.model.parameters()).device
         )
         self._check_evaluation()
         self._settings()
@@ -278,6 +278,7 @@ class Trainer:
         (updater,) = run.engine.updaters.values()
         self.optimizer = updater.optimizer
         self._task.hides_gradients = run.engine.strategy.no_value_clipping
+        self._task.scales_losses = run.engine.precision.loss_scaling
 
     # Callbacks, state and this process.
 
@@ -498,10 +499,12 @@ class Trainer:
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
-        """Run one micro-batch, and return its loss, detached.
+        """Run one micro-batch with its backward, and return its loss, detached.
 
-        The engine runs the backward once the step has returned. An override may call this, or
-        `self.accelerator.backward(loss)`, or `loss.backward()` on one device and under DDP.
+        An override may call this, or `self.accelerator.backward(loss)`; on one device and under DDP also
+        `loss.backward()`. There it may then look at the gradients, which are those of this micro-batch, and
+        change them. With sharded parameters or gradients (FSDP, ZeRO), or float16, the backward runs once the
+        step has returned.
 
         Args:
             model: The model.
@@ -509,7 +512,7 @@ class Trainer:
             num_items_in_batch: The items of this micro-batch that its loss is a mean over.
         """
         items = items_for(self.compute_loss, num_items_in_batch)
-        return self._task.backward_later(self.compute_loss(model, inputs, **items))
+        return self._task.run_backward(self.compute_loss(model, inputs, **items))
 
     def compute_loss(
         self,
