@@ -104,6 +104,8 @@ def test_metrics_may_be_computed_batch_by_batch() -> None:
     seen: list[tuple[int, bool]] = []
 
     def compute(prediction: Any, compute_result: bool) -> dict[str, float]:
+        assert isinstance(prediction.predictions, torch.Tensor)
+        assert isinstance(prediction.label_ids, torch.Tensor)
         seen.append((len(prediction.label_ids), compute_result))
         return {"rows": sum(each for each, _ in seen)} if compute_result else {}
 

@@ -205,6 +205,62 @@ def test_an_overridden_step_gives_the_same_updates(kind: Any, tmp_path: Path) ->
     assert other.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-6)
 
 
+def editing(kind: Any) -> Any:
+    """A class that adds the gradients at a neighbouring point, and clears those of the embeddings."""
+
+    class Editing(kind):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            loss = super().training_step(model, inputs, num_items_in_batch)
+            words = model.get_input_embeddings().weight
+            change = 0.1 * words.grad / words.grad.norm()
+            words.data += change
+            self.accelerator.backward(self.compute_loss(model, inputs))
+            words.data -= change
+            words.grad.zero_()
+            return loss
+
+    return Editing
+
+
+def test_a_step_sees_its_gradients_and_may_change_them(tmp_path: Path) -> None:
+    made = [
+        trainer(tmp_path / kind.__module__, editing(kind), data=even(CLASSES, 16))
+        for kind in (Trainer, transformers.Trainer)
+    ]
+    before = made[0].model.get_input_embeddings().weight.detach().clone()
+    losses = []
+    for each in made:
+        each.train()
+        losses.append([row["loss"] for row in each.state.log_history if "loss" in row])
+    after = made[0].model.get_input_embeddings().weight.detach()
+    torch.testing.assert_close(after, before, rtol=0.0, atol=1e-6)  # the way there and back rounds
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    equal(*made, tolerance=1e-5)
+
+
+def test_a_column_that_the_collation_adds_reaches_a_loss(tmp_path: Path) -> None:
+    class Weighted(Trainer):
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            factor = inputs.pop("factor")
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+            return (factor * loss, outputs) if return_outputs else factor * loss
+
+    def collate(samples: Any) -> Any:
+        return {**padded(samples), "factor": torch.tensor(2.0)}
+
+    plain, made = trainer(tmp_path / "plain"), trainer(tmp_path / "other", Weighted)
+    made.data_collator = collate
+    losses = []
+    for each in (plain, made):
+        each.args.max_grad_norm = 0.0
+        each.args.learning_rate = 1e-12
+        each.train()
+        losses.append([row["loss"] for row in each.state.log_history if "loss" in row])
+    assert losses[1] == pytest.approx([2 * each for each in losses[0]])
+
+
 def test_a_step_without_backward_is_an_error(tmp_path: Path) -> None:
     class Forgetful(Trainer):
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
@@ -412,6 +468,60 @@ def test_the_best_model_is_loaded_and_kept_and_a_stop_comes_early(tmp_path: Path
         assert torch.equal(one, other)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's
+def test_the_best_adapter_is_loaded(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    bert = peft.get_peft_model(model("llama"), config)
+    data = even("llama", 8)
+    found: list[tuple[float, list[torch.Tensor]]] = []
+
+    class Kept(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **_: Any) -> None:
+            found.append((metrics["eval_loss"], weights(made)))
+
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    options |= {"load_best_model_at_end": True, "learning_rate": 3.0, "max_grad_norm": 0.0}
+    made = Trainer(bert, arguments(tmp_path, **options), padded, data, data, callbacks=[Kept])
+    made.train()
+    losses = [loss for loss, _ in found]
+    assert min(losses) < losses[-1], "the best is not the last"
+    torch.testing.assert_close(weights(made), min(found, key=lambda each: each[0])[1], rtol=0.0, atol=0.0)
+    assert made.evaluate()["eval_loss"] == pytest.approx(min(losses), rel=1e-6)
+
+
+def test_what_a_script_sets_after_the_construction_counts(tmp_path: Path) -> None:
+    def losses(made: Any) -> list[float]:
+        made.train()
+        return [row["loss"] for row in made.state.log_history if "loss" in row]
+
+    data = rows(CLASSES, 16)
+    late = trainer(tmp_path / "late", learning_rate=0.5, max_steps=9, eval_dataset=data)
+    late.args.learning_rate, late.args.max_steps, late.args.per_device_eval_batch_size = 1e-2, 4, 2
+    right = trainer(tmp_path / "right", eval_dataset=data)
+    expected = losses(right)
+    assert losses(late) == expected
+    late.model = right.model
+    assert late.evaluate()["eval_loss"] == pytest.approx(right.evaluate()["eval_loss"], rel=1e-6)
+
+    by_hand = trainer(tmp_path / "hand", lr_scheduler_type="constant")
+    by_hand.optimizer = torch.optim.SGD(by_hand.model.parameters(), lr=0.0)
+    again = trainer(tmp_path / "again", lr_scheduler_type="constant")
+    again.create_optimizer()
+    for group in again.optimizer.param_groups:
+        group["lr"] = 0.0
+    for each in (by_hand, again):
+        before = weights(each)
+        given = each.optimizer
+        losses(each)
+        assert each.optimizer is given
+        torch.testing.assert_close(weights(each), before, rtol=0.0, atol=0.0)
+
+    made = trainer(tmp_path / "names", compute_loss_func=lambda outputs, labels, **_: outputs.logits.sum())
+    made.label_names = ["factor"]
+    assert made.label_names == made.args.label_names == ["factor"]
+
+
 def test_evaluation_sets_have_names_and_one_ranks(tmp_path: Path) -> None:
     sets = {"news": rows(CLASSES, 4), "mail": rows(CLASSES, 3)}
     made = trainer(
@@ -549,6 +659,51 @@ def test_callbacks_of_both_kinds_work_and_can_be_removed(tmp_path: Path) -> None
     made = trainer(tmp_path / "removed", **options)
     made.remove_callback(Theirs)
     assert made.train().global_step == 4
+
+
+def test_callbacks_see_what_is_due_the_loaders_and_each_value_once(tmp_path: Path) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    class Looks(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            seen.append((state.global_step, control.should_log, control.should_save))
+
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+            assert state.num_train_epochs == 2
+            assert len(objects["train_dataloader"].dataset) == 6
+            if control.should_evaluate:
+                seen.append(("epoch", state.global_step))
+                made.evaluate(data[:2], metric_key_prefix="train")
+
+        def on_prediction_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+            assert objects["eval_dataloader"].dataset is not None
+
+    class Logs(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *rest: Any, **options: Any) -> Any:
+            if model.training:
+                self.log({"aux": 1.0})
+            return super().compute_loss(model, inputs, *rest, **options)
+
+    data = rows(CLASSES, 6)
+    options = {"max_steps": 6, "eval_strategy": "epoch", "save_strategy": "steps", "save_steps": 4}
+    made = trainer(
+        tmp_path, Logs, data=data, eval_dataset=data, callbacks=[Looks], logging_steps=3, **options
+    )
+    made.train()
+    assert seen == [
+        (1, False, False),
+        (2, False, False),
+        (3, True, False),
+        ("epoch", 3),
+        (4, False, True),
+        (5, False, False),
+        (6, True, True),
+        ("epoch", 6),
+    ]
+    history = made.state.log_history
+    assert sum("aux" in row for row in history) == 6
+    assert sum("train_loss" in row for row in history) == 3, "two evaluations and the summary"
+    assert not any("train_loss" in row and "loss" in row for row in history)
 
 
 def test_an_epoch_that_the_last_update_cuts_short_has_its_end(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from drivetrain.callbacks.base import Callback as OwnCallback
 from drivetrain.checkpoint.saving.config import rankings
 from drivetrain.core.errors import ConfigError, StrategyError, nearest
 from drivetrain.core.messages import logger
+from drivetrain.core.totals import Totals
 from drivetrain.core.types import Stateful
 from drivetrain.distributed.processes import local_rank
 from drivetrain.engine.memory import as_memory
@@ -85,6 +86,7 @@ _OURS = {
     "JITCheckpointCallback": "It saves when the machine is taken away, as Trainer(preemption=True) does",
 }
 _OBJECTS = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
+_FLOW = DefaultFlowCallback()
 _AROUND_STEP = ("on_pre_optimizer_step", "on_optimizer_step")
 
 
@@ -115,6 +117,7 @@ class CallbackAdapter(OwnCallback):
         eval_dataloader: Likewise, for the evaluation in progress.
         train_metrics: The summary of a finished fit, such as "train_loss" and "train_runtime".
         reports_evaluations: Whether evaluations are logged and their events called here, not by the program.
+        told: Names of values that the program has put in rows of its own since the last log point.
 
     Raises:
         ConfigError: An object that is no callback of transformers, one that writes to an outside service, or
@@ -140,6 +143,7 @@ class CallbackAdapter(OwnCallback):
         self.eval_dataloader: Any = None
         self.train_metrics: dict[str, float] = {}
         self.reports_evaluations = True
+        self.told: set[str] = set()
         self._log = self.log if log is None else log
         self._by_event = {
             event: [each for each in self.callbacks if _overrides(each, event)] for event in EVENTS
@@ -190,6 +194,10 @@ class CallbackAdapter(OwnCallback):
                         f"{name} with strategy {strategy.name!r}: {strategy.no_value_clipping}. Use"
                         " on_step_end, or strategy 'ddp' or 'fsdp'"
                     )
+
+    def describe_by(self, args: TrainingArguments) -> None:
+        """Give the callbacks other arguments from now on."""
+        self.args = self._given_args = args
 
     # Calling the callbacks.
 
@@ -261,6 +269,17 @@ class CallbackAdapter(OwnCallback):
         if "should_save" in asked:
             run.save()
 
+    def _event_with_flow(self, run: Run, event: str) -> None:
+        """Call an event whose callbacks may look in the control for what the arguments say is due.
+
+        The run does it by its own intervals, before the event or after it.
+        """
+        if self._given_args is not None and self._by_event[event]:
+            self._see(run)
+            getattr(_FLOW, event)(self.args, self.state, self.control)
+        self._event(run, event)
+        self.control.should_log = self.control.should_evaluate = self.control.should_save = False
+
     # The state.
 
     def _see(self, run: Run) -> None:
@@ -331,7 +350,7 @@ class CallbackAdapter(OwnCallback):
                 setattr(state, name, value)
         self._is_resumed = False
         state.is_world_process_zero, state.is_local_process_zero = run.is_main, local_rank() == 0
-        state.max_steps, state.num_train_epochs = totals.updates or UNLIMITED, totals.epochs or UNLIMITED
+        state.max_steps, state.num_train_epochs = totals.updates or UNLIMITED, _epochs(totals)
         state.train_batch_size = self.args.per_device_train_batch_size
         state.compute_steps(self.args, state.max_steps)
         updater = run.engine.only_updater
@@ -406,11 +425,11 @@ class CallbackAdapter(OwnCallback):
 
     def on_step_end(self, run: Run) -> None:
         """Call `on_step_end`."""
-        self._event(run, "on_step_end")
+        self._event_with_flow(run, "on_step_end")
 
     def on_epoch_end(self, run: Run) -> None:
         """Call `on_epoch_end`."""
-        self._event(run, "on_epoch_end")
+        self._event_with_flow(run, "on_epoch_end")
 
     def on_evaluation_start(self, run: Run) -> None:
         """Prepare an evaluation, which may be outside a fit."""
@@ -498,6 +517,9 @@ class CallbackAdapter(OwnCallback):
                 self._evaluated(run, passes, run.logged)
             return
         logs = all_to_transformers(run.logged)
+        for name in self.told:
+            logs.pop(name, None)
+        self.told.clear()
         if not logs.get("skipped_updates", 1):
             del logs["skipped_updates"]  # transformers has no such value; what is skipped is in the logs
         if "loss" in logs:
@@ -528,7 +550,7 @@ class CallbackAdapter(OwnCallback):
     def on_fit_end(self, run: Run) -> None:
         """Log the summary of the fit, and call `on_train_end`."""
         if run.progress.epoch_batches:  # the last epoch ended early; transformers calls its end, too
-            self._event(run, "on_epoch_end")
+            self._event_with_flow(run, "on_epoch_end")
         self._add_counts(run)
         self._release()
         updates = run.progress.updates - self._began.updates
@@ -631,6 +653,13 @@ class _Batches:
 
     def __bool__(self) -> bool:
         return True
+
+
+def _epochs(totals: Totals) -> int:
+    """Return the number of epochs that a fit begins."""
+    if totals.epochs is None and totals.updates and totals.updates_per_epoch:
+        return math.ceil(totals.updates / totals.updates_per_epoch)
+    return totals.epochs or UNLIMITED
 
 
 def _checked(callbacks: Sequence[Any], pushes: bool) -> list[TrainerCallback]:

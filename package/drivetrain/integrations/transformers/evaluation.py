@@ -6,7 +6,10 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from transformers import EvalPrediction
 
 from drivetrain.core.errors import ConfigError, DataError
@@ -34,7 +37,8 @@ class MetricsReader:
         columns: The model's columns.
         ignored: The outputs that are left out, such as "past_key_values".
         preprocess: Called with logits and labels on the device, before they are kept; None keeps the logits.
-        by_batch: Whether `compute` is called with each batch and `compute_result`, True for the last one.
+        by_batch: Whether `compute` is called with each batch and `compute_result`, True for the last one. The
+            batch is tensors on the CPU then, instead of arrays.
         include: What else an `EvalPrediction` has: "inputs", "loss".
         limit: Bytes of outputs to hold in memory; None sets no limit.
         needs_labels: Whether a batch without labels is an error, if the model has labels.
@@ -96,7 +100,7 @@ class MetricsReader:
             self._arrays.add(record)
             return
         if self._waiting is not None:
-            self._compute(_prediction(self._waiting), compute_result=False)
+            self._compute(_prediction(_as_tensors(self._waiting)), compute_result=False)
         self._waiting = record
 
     def compute(self) -> dict[str, float]:
@@ -109,7 +113,7 @@ class MetricsReader:
             found = (
                 {}
                 if self._waiting is None
-                else self._compute(_prediction(self._waiting), compute_result=True)
+                else self._compute(_prediction(_as_tensors(self._waiting)), compute_result=True)
             )
         else:
             found = self._compute(_prediction(self._arrays.joined()))
@@ -174,6 +178,11 @@ def _prediction(record: Mapping[str, Any]) -> EvalPrediction:
         inputs=record.get("inputs"),
         losses=record.get("losses"),
     )
+
+
+def _as_tensors(record: Any) -> Any:
+    """Return a batch's arrays as tensors, which transformers gives to `compute_metrics` by batch."""
+    return tree_map_only(np.ndarray, torch.from_numpy, record)
 
 
 def _floats(found: Any) -> dict[str, float]:

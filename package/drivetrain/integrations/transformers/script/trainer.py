@@ -42,6 +42,7 @@ from drivetrain.integrations.transformers.log_names import (
     EVALUATION,
     TEST,
     all_to_transformers,
+    to_transformers,
 )
 from drivetrain.integrations.transformers.script.accelerator import ScriptAccelerator
 from drivetrain.integrations.transformers.script.callback_handler import CallbackHandler
@@ -133,6 +134,7 @@ class Trainer:
         ConfigError: An argument, an option or an overridden method that cannot be served; says what to use.
     """
 
+    _created_lr_scheduler = False
     loss_is_scaled_for_ga: bool | None = None
     """Without effect: a loss is always weighted as a mean over `num_items_in_batch`, exact in either case."""
 
@@ -173,7 +175,7 @@ class Trainer:
         self._mapped = ranked_by(from_training_arguments(self.args), self.args, eval_dataset)
         set_seed(self.args.seed)
         self.model_init = model_init
-        self.model = self._first_model(model)
+        self._model = self._first_model(model)
         self.processing_class = processor_of(processing_class, tokenizer, data_collator)
         self.data_collator = data_collator or default_collate(self.processing_class)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -182,12 +184,12 @@ class Trainer:
         self._given_optimizers = checked_optimizers(
             optimizers, optimizer_cls_and_kwargs, model_init, self._settings_of([])
         )
-        self.optimizer, self.lr_scheduler = self._given_optimizers
+        self._optimizer, self._lr_scheduler = self._given_optimizers
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.is_in_train = False
         self._keeps_outputs, self._at_log_point = True, False
         self._ignored_in_fit: list[str] | None = None
-        self._loaders: dict[str, tuple[Any, DataLoader[Any]]] = {}
+        self._loaders: dict[tuple[str, int, int], tuple[Any, DataLoader[Any]]] = {}
         self._callbacks = made_callbacks(callbacks)
         self._adapter, self._runs = self._adapt(TrainerState(), TrainerControl())
         self._task = self._make_task()
@@ -276,7 +278,7 @@ class Trainer:
 
     def _fit_begins(self, run: Run) -> None:
         (updater,) = run.engine.updaters.values()
-        self.optimizer = updater.optimizer
+        self._optimizer = updater.optimizer
         self._task.hides_gradients = run.engine.strategy.no_value_clipping
         self._task.scales_losses = run.engine.precision.loss_scaling
 
@@ -302,6 +304,52 @@ class Trainer:
         return CallbackHandler(self._adapter)
 
     @property
+    def model(self) -> Any:
+        """The model, which is trained in place. Another one may be set before a verb."""
+        return self._model
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        self._check_idle("model")
+        self._model = model
+        self._task = self._make_task()
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer of the last fit. One that is set before `train` is used as if it were given."""
+        return self._optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._set_optimizers(optimizer, self._given_optimizers[1])
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """Its scheduler; None where the rate is a function of the update. It is set as the optimizer is."""
+        return self._lr_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: Any) -> None:
+        self._lr_scheduler = scheduler
+        self._set_optimizers(self._given_optimizers[0], scheduler)
+
+    def _set_optimizers(self, optimizer: Any, scheduler: Any) -> None:
+        if self.is_in_train:  # the methods that make them set them
+            return
+        given = (optimizer, None if optimizer is None else scheduler)
+        self._given_optimizers = checked_optimizers(given, None, self.model_init, self._settings_of([]))
+
+    def _read_arguments(self) -> None:
+        """Map the arguments again: the script may have set others since."""
+        self._mapped = ranked_by(from_training_arguments(self.args), self.args, self.eval_dataset)
+        self._adapter.describe_by(self.args)
+
+    def _check_idle(self, name: str) -> None:
+        if self.is_in_train:
+            raise ConfigError(f"trainer.{name} is set before train(), not while it runs")
+
+    @property
     def model_wrapped(self) -> Any:
         """The model: no strategy replaces it."""
         return self.model
@@ -310,6 +358,13 @@ class Trainer:
     def label_names(self) -> list[str]:
         """The columns that are labels."""
         return list(self._task.columns.labels)
+
+    @label_names.setter
+    def label_names(self, names: Sequence[str]) -> None:
+        self._check_idle("label_names")
+        self.args.label_names = list(names)
+        self._read_arguments()
+        self._task = self._make_task()
 
     @property
     def tokenizer(self) -> Any:
@@ -366,7 +421,8 @@ class Trainer:
         Args:
             eval_dataset: The data, or the name of a set in `eval_dataset`; None for `eval_dataset` itself.
         """
-        key = eval_dataset if isinstance(eval_dataset, str) else ""
+        name = eval_dataset if isinstance(eval_dataset, str) else ""
+        key = (name, self.args.per_device_eval_batch_size, id(self.data_collator))
         if isinstance(eval_dataset, str):
             eval_dataset = self.eval_dataset[eval_dataset]
         elif eval_dataset is None:
@@ -459,8 +515,9 @@ class Trainer:
         """
         if trial is not None:
             raise ConfigError(f"train(trial=...): {counterpart('hyperparameter_search')}")
+        self._read_arguments()
         if self.model_init is not None:
-            self.model = self._init_model()
+            self._model = self._init_model()
         self._task = self._make_task()
         self._ignored_in_fit = ignore_keys_for_eval
         resume, train, evaluation = (
@@ -469,6 +526,7 @@ class Trainer:
             self._evaluation_data(),
         )
         self.is_in_train = True
+        self._adapter.train_dataloader = train
         try:
             with self._runs.fitting(evaluation):
                 result = self._settings().fit(self._task, train, evaluation, resume=resume)
@@ -544,7 +602,9 @@ class Trainer:
 
     def _make_optimizers(self, parameters: list[nn.Parameter]) -> tuple[Optimizer, Any]:
         """Return the optimizer and scheduler of the script's methods or arguments, for a fit that begins."""
-        self.optimizer, self.lr_scheduler = self._given_optimizers
+        self._optimizer, self._lr_scheduler = self._given_optimizers
+        if self._created_lr_scheduler:  # by create_scheduler, for an earlier fit or before this one
+            self._lr_scheduler, self._created_lr_scheduler = None, False
         total = self._task.totals.updates
         if total is None:
             raise ConfigError("a scheduler needs the number of updates: give max_steps")
@@ -588,6 +648,7 @@ class Trainer:
             for name, value in logs.items():
                 if name not in known and isinstance(value, (Real, Tensor)):
                     run.log(name, value)
+                    self._adapter.told |= {name, to_transformers(name)}
         self._adapter.log(logs)
 
     # Evaluation.
@@ -605,6 +666,8 @@ class Trainer:
             ignore_keys: The outputs that `compute_metrics` does not get.
             metric_key_prefix: What the names of the metrics begin with.
         """
+        if not self.is_in_train:
+            self._read_arguments()
         given = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(given, Mapping):
             metrics: dict[str, float] = {}
@@ -644,6 +707,8 @@ class Trainer:
             ignore_keys: The outputs to leave out.
             metric_key_prefix: What the names of the metrics begin with.
         """
+        if not self.is_in_train:
+            self._read_arguments()
         loader, start = self.get_test_dataloader(test_dataset), time.time()
         output = self.evaluation_loop(
             loader, description="Prediction", ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix
@@ -677,6 +742,7 @@ class Trainer:
             ignored=ignore_keys,
             generation=None if loss_only else self._generation(),
         )
+        self._adapter.eval_dataloader = dataloader
         with self._runs.passing(self._task, current):
             values = self._runs.values(self._settings(), self._task, dataloader)
         prefix = f"{metric_key_prefix}_"
