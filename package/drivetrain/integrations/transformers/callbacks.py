@@ -358,7 +358,11 @@ class CallbackAdapter(OwnCallback):
         self._objects |= {
             "optimizer": updater.optimizer,
             "lr_scheduler": updater.scheduler or _Rates(updater.optimizer),
-            "train_dataloader": self.train_dataloader or _Batches(run.train_feed.batches_per_epoch),
+            "train_dataloader": (
+                _Batches(run.train_feed.batches_per_epoch)
+                if self.train_dataloader is None
+                else self.train_dataloader
+            ),
         }
         self._size = _size_without_embeddings(run.task)
         self._elements = 0
