@@ -15,6 +15,7 @@ import torch
 from tests.support.messages import heard, warned
 from tests.support.tasks import quiet
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from drivetrain import CheckpointConfig, LambdaCallback, OptimizerConfig
 from drivetrain.core.errors import CheckpointError, ConfigError, DataError
@@ -564,6 +565,29 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("alone")
     found: dict[str, Any] = run_distributed(trained_in_turn, "cpu", directory, world_size=1, timeout=240)[0]
     return found
+
+
+def sharded_blocks(family: str) -> set[str]:
+    """The classes of the modules that a fit under FSDP shards, without the step that it wraps."""
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+    found: set[str] = set()
+
+    def look(run: Any) -> None:
+        sharded = (each for each in run.task.modules() if isinstance(each, FSDPModule))
+        found.update(type(each).__name__.removeprefix("FSDP") for each in sharded)
+
+    options = {"strategy": "fsdp", "devices": 2, "callbacks": [LambdaCallback(on_fit_start=look)]}
+    quiet(max_steps=1, **options).fit(task(family), loader(family, 4))
+    return found
+
+
+@pytest.mark.full
+def test_fsdp_shards_the_blocks_that_transformers_names() -> None:
+    for family, block in (("bert, classes", "BertLayer"), ("t5", "T5Block")):
+        assert block in (model(family)._no_split_modules or ())
+        for found in run_distributed(sharded_blocks, family, timeout=200):
+            assert block in found
+            assert found <= {*model(family)._no_split_modules, "TransformersTask"}
 
 
 @pytest.mark.full

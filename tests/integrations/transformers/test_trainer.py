@@ -593,6 +593,18 @@ def test_a_dataset_of_columns_is_collated_and_smoothed_as_in_transformers(tmp_pa
         assert {**ours, "total_flos": 0} == pytest.approx({**theirs, "total_flos": 0}, rel=1e-5)
 
 
+def test_sortish_sampling_puts_samples_of_similar_length_together(tmp_path: Path) -> None:
+    data = [{"input_ids": torch.ones(1 + (7 * n) % 20, dtype=torch.long), "label": 0} for n in range(40)]
+    args = arguments(
+        tmp_path, Seq2SeqTrainingArguments, sortish_sampler=True, train_sampling_strategy="random"
+    )
+    made = Seq2SeqTrainer(model("t5"), args, padded, data)
+    lengths = [len(data[index]["input_ids"]) for index in made.get_train_dataloader().sampler]
+    assert sorted(lengths) == sorted(len(each["input_ids"]) for each in data)
+    pairs = [abs(one - other) for one, other in zip(lengths[::2], lengths[1::2], strict=True)]
+    assert sum(pairs) / len(pairs) < 3.5, "the two of a batch; by chance it is 6.8"
+
+
 def test_ragged_predictions_are_padded_and_outputs_are_chosen(tmp_path: Path) -> None:
     data = rows("bert, tags", 8)
     made = trainer(tmp_path, family="bert, tags", per_device_eval_batch_size=2)
