@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
+import math
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -13,7 +15,16 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain import CheckpointConfig, ConfigError, LambdaCallback, OptimizerConfig, Totals, Trainer
+from drivetrain import (
+    CheckpointConfig,
+    CheckpointError,
+    ConfigError,
+    LambdaCallback,
+    NonFiniteError,
+    OptimizerConfig,
+    Totals,
+    Trainer,
+)
 from drivetrain.task.optim.build import build_optimizer
 from drivetrain.task.task import known_fit
 from drivetrain.testing import run_distributed
@@ -21,7 +32,10 @@ from drivetrain.testing import run_distributed
 pytestmark = pytest.mark.full
 transformers = pytest.importorskip("transformers")
 
+from tests.integrations.transformers.families import loader, model  # noqa: E402
+
 from drivetrain.integrations.transformers import (  # noqa: E402
+    CallbackAdapter,
     TransformersOptimizer,
     TransformersTask,
     from_training_arguments,
@@ -32,6 +46,7 @@ from drivetrain.integrations.transformers.arguments_table import (  # noqa: E402
     REFUSED,
     ROWS,
 )
+from drivetrain.integrations.transformers.last_update import LastUpdate  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
 CLASSES = (transformers.TrainingArguments, transformers.Seq2SeqTrainingArguments)
@@ -132,11 +147,52 @@ def test_an_option_without_a_row_is_an_error_unless_it_is_at_its_default() -> No
     kind = dataclasses.make_dataclass(
         "More", [("new_option", int, 3)], bases=(transformers.TrainingArguments,)
     )
+    kind.__module__ = "transformers.training_args"
     assert from_training_arguments(kind(output_dir="out")).trainer.batch_size == 8
     with pytest.raises(ConfigError, match="no option 'new_option', which is 4"):
         from_training_arguments(kind(output_dir="out", new_option=4))
     with pytest.raises(ConfigError, match="'learning_rate'"):
         from_training_arguments({"learnin_rate": 1e-3})
+
+
+def test_a_field_of_a_scripts_own_subclass_is_left_to_the_script() -> None:
+    @dataclasses.dataclass
+    class Own(transformers.TrainingArguments):  # type: ignore[name-defined,misc]
+        beta: float = 0.1
+        seed: int = 1  # has a row
+
+    mapped = from_training_arguments(Own(output_dir="out", beta=0.5, seed=7))
+    assert mapped.trainer.seed == 7
+    assert "beta" not in str(mapped.report)
+
+
+@pytest.mark.parametrize(
+    ("option", "near"),
+    [
+        ({"eval_strategy": "step"}, "Did you mean 'steps'"),
+        ({"evaluation_strategy": "epochs"}, "Did you mean 'epoch'"),
+        ({"save_strategy": "step"}, "Did you mean 'steps'"),
+        ({"logging_strategy": "never"}, "Allowed: 'epoch', 'no', 'steps'"),
+        ({"hub_strategy": "every_saves"}, "Did you mean 'every_save'"),
+        ({"lr_scheduler_type": "cosin"}, "Did you mean 'cosine'"),
+        ({"optim": "adamw_toch"}, "Did you mean 'adamw_torch'"),
+    ],
+)
+def test_a_misspelt_value_is_refused_with_the_nearest_one(option: dict[str, str], near: str) -> None:
+    ((name, value),) = option.items()
+    with pytest.raises(ConfigError, match=f"{name}='{value}' is .*{near}"):
+        from_training_arguments(option)
+
+
+def test_a_directory_of_logs_without_tensorboard_is_reported_as_not_used() -> None:
+    options: dict[str, Any] = {"logging_dir": "logs", "report_to": "tensorboard"}
+    assert "not used" not in str(from_training_arguments(options).report)
+    for mapped in (
+        from_training_arguments({**options, "report_to": []}),
+        from_training_arguments(options, loggers=()),
+    ):
+        (line,) = [each for each in mapped.report if each.name == "logging_dir"]
+        assert "not used" in line.text
 
 
 def test_the_printed_table_is_current() -> None:
@@ -194,6 +250,109 @@ def test_the_defaults_are_theirs_and_their_object_equals_a_mapping() -> None:
 def test_a_text_in_the_place_of_a_number_is_refused(name: str, value: str, wanted: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}='{value}' is a text: give {wanted}"):
         from_training_arguments({name: value})
+
+
+_OLD_DICTIONARY: dict[str, Any] = {
+    "output_dir": "out",
+    "overwrite_output_dir": False,
+    "per_gpu_train_batch_size": None,
+    "learning_rate": 3e-4,
+    "lr_scheduler_type": "linear",
+    "warmup_ratio": 0.0,
+    "warmup_steps": 0,
+    "log_level": "passive",
+    "logging_dir": "out/runs/Jan01_00-00-00_host",
+    "no_cuda": False,
+    "use_mps_device": False,
+    "jit_mode_eval": False,
+    "fp16_opt_level": "O1",
+    "half_precision_backend": "auto",
+    "local_rank": 0,
+    "tpu_num_cores": None,
+    "tpu_metrics_debug": False,
+    "debug": [],
+    "past_index": -1,
+    "fsdp": [],
+    "fsdp_min_num_params": 0,
+    "fsdp_transformer_layer_cls_to_wrap": None,
+    "deepspeed": None,
+    "optim_args": None,
+    "adafactor": False,
+    "group_by_length": False,
+    "length_column_name": "length",
+    "report_to": [],
+    "use_legacy_prediction_loop": False,
+    "push_to_hub": True,
+    "hub_model_id": "me/example",
+    "hub_strategy": "every_save",
+    "hub_token": "<HUB_TOKEN>",
+    "gradient_checkpointing": False,
+    "include_inputs_for_metrics": False,
+    "fp16_backend": "auto",
+    "push_to_hub_model_id": None,
+    "push_to_hub_organization": None,
+    "push_to_hub_token": "<PUSH_TO_HUB_TOKEN>",
+    "mp_parameters": "",
+    "full_determinism": False,
+    "torchdynamo": None,
+    "ray_scope": "last",
+    "ddp_timeout": 1800,
+}
+_STORED = {
+    "4.28": _OLD_DICTIONARY
+    | {
+        "evaluation_strategy": "epoch",
+        "optim": "adamw_hf",
+        "sharded_ddp": [],
+        "xpu_backend": None,
+        "save_safetensors": False,
+        "use_ipex": False,
+        "fsdp_config": {"fsdp_min_num_params": 0, "xla": False, "xla_fsdp_grad_ckpt": False},
+        "hub_private_repo": False,
+    },
+    "4.57": _OLD_DICTIONARY
+    | {
+        "eval_strategy": "epoch",
+        "optim": "adamw_torch_fused",
+        "lr_scheduler_kwargs": {},
+        "save_safetensors": True,
+        "fsdp_config": {"min_num_params": 0, "xla": False, "xla_fsdp_v2": False, "xla_fsdp_grad_ckpt": False},
+        "accelerator_config": {
+            "split_batches": False,
+            "dispatch_batches": None,
+            "even_batches": True,
+            "use_seedable_sampler": True,
+            "non_blocking": False,
+            "gradient_accumulation_kwargs": None,
+        },
+        "hub_private_repo": None,
+        "include_num_input_tokens_seen": False,
+        "liger_kernel_config": None,
+        "project": "huggingface",
+        "trackio_space_id": "trackio",
+    },
+}
+
+
+@pytest.mark.parametrize("version", [*_STORED, "installed"])
+def test_a_dictionary_of_stored_arguments_is_mapped_without_its_hidden_tokens(version: str) -> None:
+    options = {"learning_rate": 3e-4, "push_to_hub": True, "hub_model_id": "me/example", "report_to": []}
+    args = transformers.TrainingArguments(output_dir="out", eval_strategy="epoch", **options)
+    mapped = from_training_arguments(_STORED.get(version) or args.to_dict())
+    direct = from_training_arguments(args)
+    assert vars(mapped.publish)["_token"] is None
+    assert mapped.task_options["optimizer"].learning_rate == 3e-4
+    assert mapped.trainer.validate_every == direct.trainer.validate_every
+    assert mapped.trainer_options["strategy"] == direct.trainer_options["strategy"]
+    assert "token" not in str(mapped.report)
+
+
+def test_an_empty_value_of_an_older_option_is_none() -> None:
+    empty = {"sharded_ddp": [], "no_cuda": None, "warmup_ratio": None, "fsdp_min_num_params": None}
+    assert from_training_arguments(empty).task_options == from_training_arguments({}).task_options
+    with pytest.raises(ConfigError, match="sharded_ddp='simple'"):
+        from_training_arguments({"sharded_ddp": "simple"})
+    assert "greater_is_better=False" in str(from_training_arguments({"greater_is_better": False}).report)
 
 
 def test_older_names_and_conflicts() -> None:
@@ -320,6 +479,172 @@ def test_a_run_equals_their_trainers_and_its_task_is_stored(tmp_path: Path) -> N
         torch.testing.assert_close(ours.state_dict()[name], each, atol=1e-6, rtol=1e-5)
     again = TransformersTask.from_checkpoint(tmp_path / "ours")
     assert again.optimizer == mapped.task_options["optimizer"]
+
+
+def _histories(folder: Path, options: dict[str, Any], **ours: Any) -> Iterator[tuple[list[Any], Any]]:
+    """The log of their Trainer and of ours, each with the update of the best checkpoint."""
+    options = {
+        "per_device_train_batch_size": 4,
+        "train_sampling_strategy": "sequential",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        **options,
+    }
+    torch.manual_seed(0)
+    there, scores = bert(), [1.0, 2.0, 1.0, 0.0]
+    here = copy.deepcopy(there)
+    metrics: dict[str, Any] = {"compute_metrics": lambda _: {"score": left.pop(0)}}
+    args = transformers.TrainingArguments(output_dir=str(folder / "theirs"), **options)
+    left = list(scores)
+    trainer = transformers.Trainer(there, args, train_dataset=Samples(), eval_dataset=Samples(), **metrics)
+    trainer.train()
+    yield trainer.state.log_history, trainer.state.best_global_step
+    left = list(scores)
+    adapter = CallbackAdapter([])
+    mapped = from_training_arguments(
+        {**options, "output_dir": str(folder / "ours")}, callbacks=[adapter], **ours
+    )
+    task = TransformersTask(here, **metrics, **mapped.task_options)
+    mapped.trainer.fit(task, mapped.train_data(Samples(), task.collate_function()), Samples())
+    yield adapter.state.log_history, adapter.state.best_global_step
+
+
+def _updates(history: list[dict[str, Any]], name: str) -> list[int]:
+    return [row["step"] for row in history if name in row]
+
+
+@pytest.mark.parametrize(
+    ("options", "evaluated"),
+    [
+        ({"eval_strategy": "steps", "eval_steps": 5, "save_steps": 5, "max_steps": 7}, [5, 7]),
+        ({"eval_strategy": "steps", "eval_steps": 3, "save_steps": 3, "max_steps": 6}, [3, 6]),
+        ({"eval_strategy": "steps", "eval_steps": 5, "max_steps": 7, "eval_delay": 6}, [7]),
+        ({"eval_strategy": "epoch", "logging_strategy": "epoch", "max_steps": 4}, [3, 4]),
+        ({"eval_strategy": "epoch", "max_steps": 4, "eval_delay": 1.2}, [4]),
+    ],
+)
+def test_the_last_update_is_evaluated_as_theirs(
+    options: dict[str, Any], evaluated: list[int], tmp_path: Path
+) -> None:
+    options = {**options, "metric_for_best_model": "score"}
+    if "save_steps" in options:
+        options["load_best_model_at_end"] = True
+    (theirs, their_best), (ours, our_best) = _histories(tmp_path, options)
+    assert _updates(ours, "eval_score") == _updates(theirs, "eval_score") == evaluated
+    assert _updates(ours, "loss") == _updates(theirs, "loss")
+    assert our_best == their_best
+    if "save_steps" in options:
+        assert our_best == evaluated[1]
+
+
+def test_intervals_that_replace_those_of_the_arguments_are_the_only_ones() -> None:
+    options = {"eval_strategy": "steps", "logging_strategy": "epoch"}
+    (last,) = from_training_arguments(options).trainer_options["callbacks"]
+    assert last == LastUpdate(logs=True, validates=True)
+    replaced = from_training_arguments(options, validate_every="1 epoch", log_every=10)
+    assert replaced.trainer_options["callbacks"] == []
+
+
+def test_shares_of_a_run_are_their_updates(tmp_path: Path) -> None:
+    options = {
+        "num_train_epochs": 7,
+        "logging_steps": 0.1,
+        "eval_strategy": "steps",
+        "eval_steps": 0.5,
+        "save_steps": 0.5,
+        "warmup_steps": 0.1,
+    }
+    (theirs, _), (ours, _) = _histories(tmp_path, options, total_updates=21)
+    assert _updates(ours, "loss") == _updates(theirs, "loss") == [3, 6, 9, 12, 15, 18, 21]
+    assert _updates(ours, "eval_loss") == _updates(theirs, "eval_loss") == [11, 21]
+    rates = [[row["learning_rate"] for row in each if "loss" in row] for each in (theirs, ours)]
+    assert rates[0] == pytest.approx(rates[1])
+
+
+def test_a_share_needs_the_number_of_updates() -> None:
+    share = {"logging_steps": 0.5}
+    with pytest.raises(ConfigError, match=r"logging_steps=0\.5 is a share .* max_steps, or .*total_updates="):
+        from_training_arguments(share)
+    for mapped in (
+        from_training_arguments(share, total_updates=21),
+        from_training_arguments({**share, "max_steps": 21}, total_updates=5),
+        from_training_arguments(share, max_steps=21),
+    ):
+        assert str(mapped.trainer.log_every) == "11 steps"
+
+
+# Options whose effect shows in a run.
+
+
+def _fit(
+    folder: Path, options: dict[str, Any], weight: float | None = None
+) -> tuple[list[Any], set[torch.dtype]]:
+    """Train for five updates of families' BERT; the log, and the dtypes of its head in evaluations."""
+    adapter = CallbackAdapter([])
+    mapped = from_training_arguments(
+        {
+            "output_dir": str(folder),
+            "max_steps": 5,
+            "logging_steps": 2,
+            "eval_strategy": "steps",
+            "eval_steps": 1,
+            "use_cpu": True,
+            "disable_tqdm": True,
+            **options,
+        },
+        callbacks=[adapter],
+    )
+    made, seen = model("bert, classes"), set()
+    if weight is not None:
+        torch.nn.init.constant_(made.classifier.weight, weight)
+    made.classifier.register_forward_hook(
+        lambda module, _, output: seen.add(output.dtype) if not module.training else None
+    )
+    task = TransformersTask(made, **mapped.task_options)
+    data = loader("bert, classes", 16, size=8)
+    mapped.trainer.fit(task, data, data, resume=mapped.resume)
+    return adapter.state.log_history, seen
+
+
+@pytest.mark.parametrize(
+    ("options", "logged", "evaluated", "dtype"),
+    [
+        ({}, [2, 4], [1, 2, 3, 4, 5], torch.float32),
+        ({"eval_delay": 3}, [2, 4], [3, 4, 5], torch.float32),
+        ({"logging_first_step": True}, [1, 2, 4], [1, 2, 3, 4, 5], torch.float32),
+        ({"bf16_full_eval": True}, [2, 4], [1, 2, 3, 4, 5], torch.bfloat16),
+    ],
+)
+def test_an_option_is_seen_in_a_run(
+    options: dict[str, Any], logged: list[int], evaluated: list[int], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    history, seen = _fit(tmp_path, options)
+    assert _updates(history, "loss") == logged
+    assert _updates(history, "eval_loss") == evaluated
+    assert seen == {dtype}
+
+
+def test_a_weight_that_overflows_is_found_where_it_is_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"debug": "underflow_overflow", "logging_nan_inf_filter": False}
+    with pytest.raises(NonFiniteError):
+        _fit(tmp_path, options, weight=math.inf)
+    assert "abs min" in caplog.text  # the calls before it
+    assert "classifier" in caplog.text
+
+
+def test_checkpoints_without_the_state_of_the_run_are_not_resumed(tmp_path: Path) -> None:
+    options = {"save_only_model": True, "save_steps": 3}
+    _fit(tmp_path, options)
+    with pytest.raises(CheckpointError, match="resumable=False"):
+        _fit(tmp_path, {**options, "resume_from_checkpoint": True})
+
+
+def test_a_device_without_a_cache_has_none_to_empty(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="EmptyCache on 'cpu'"):
+        _fit(tmp_path, {"torch_empty_cache_steps": 2})
 
 
 ADAM = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}

@@ -742,6 +742,41 @@ def test_an_epoch_that_the_last_update_cuts_short_has_its_end(tmp_path: Path) ->
     assert (11, False, True) in found[0]
 
 
+def test_shares_of_a_run_are_those_of_transformers(tmp_path: Path) -> None:
+    options = {
+        "max_steps": -1,
+        "num_train_epochs": 5.25,
+        "gradient_accumulation_steps": 2,
+        "logging_steps": 0.1,
+        "eval_strategy": "steps",
+        "eval_steps": 0.4,
+        "save_strategy": "steps",
+        "save_steps": 0.4,
+        "warmup_steps": 0.1,
+        "eval_dataset": rows(CLASSES, 4),
+    }
+    found = []
+    for kind in (transformers.Trainer, Trainer):
+        made = trainer(tmp_path / kind.__module__, kind, **options)
+        made.train()
+        history = made.state.log_history
+        found.append([(row["step"], "eval_loss" in row, row.get("learning_rate")) for row in history])
+    assert found[0] == found[1]
+    assert [step for step, evaluated, _ in found[1] if evaluated] == [9, 18, 21]
+    saved = sorted(path.name for path in (tmp_path / Trainer.__module__ / "checkpoints").glob("update-*"))
+    assert saved == ["update-00000009", "update-00000018", "update-00000021"]
+
+
+def test_a_share_of_a_stream_of_unknown_length_is_refused(tmp_path: Path) -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(rows(CLASSES, 4))
+
+    made = trainer(tmp_path, data=Stream(), max_steps=-1, num_train_epochs=1, logging_steps=0.5)
+    with pytest.raises(ConfigError, match=r"logging_steps=0\.5 is a share .* Give max_steps"):
+        made.train()
+
+
 def test_a_label_of_another_name_reaches_a_loss_that_takes_it_out(tmp_path: Path) -> None:
     found = []
     for kind in (transformers.Trainer, Trainer):
@@ -933,10 +968,13 @@ def _script(folder: str, size: int) -> dict[str, Any]:
             eval_dataset=data,
             compute_metrics=accuracy,
             per_device_train_batch_size=size,
+            max_steps=-1,
+            num_train_epochs=1,
             eval_strategy="steps",
-            eval_steps=2,
+            eval_steps=0.5,
         )
         made.train()
+        assert [each["step"] for each in made.state.log_history if "eval_loss" in each] == [2, 4]
         losses.append([each["loss"] for each in made.state.log_history if "loss" in each])
         made.save_model()
     output = made.predict(data)

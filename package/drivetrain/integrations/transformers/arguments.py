@@ -7,7 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from drivetrain.distributed.launch.environment import detect
 from drivetrain.integrations.transformers.arguments_strategy import strategy_options
 from drivetrain.integrations.transformers.arguments_table import ROWS, SECRETS
 from drivetrain.integrations.transformers.arguments_values import Values, read_values
+from drivetrain.integrations.transformers.last_update import LastUpdate
 from drivetrain.integrations.transformers.optimizers import TransformersOptimizer
 from drivetrain.loggers import LOGGERS, TensorBoardLogger
 from drivetrain.strategies.registry import DEVICES, named, strategy_class
@@ -142,7 +143,9 @@ class MappedArguments:
         )
 
 
-def from_training_arguments(args: Any, **trainer_options: Any) -> MappedArguments:
+def from_training_arguments(
+    args: Any, *, total_updates: int | None = None, **trainer_options: Any
+) -> MappedArguments:
     """Map transformers' arguments to the options of a Trainer, a task and its data.
 
     ::
@@ -156,12 +159,16 @@ def from_training_arguments(args: Any, **trainer_options: Any) -> MappedArgument
     Args:
         args: A `TrainingArguments` or `Seq2SeqTrainingArguments`, or a mapping of options, also of the older
             names of versions 4.2x to 4.5x.
+        total_updates: The number of updates of the run, for intervals that are shares of it, such as
+            `logging_steps=0.1`; needed for these if there is no `max_steps`.
         **trainer_options: Arguments of the Trainer that replace those of `args`. Callbacks are added.
 
     Raises:
         ConfigError: An option or a value that is refused or unknown; says what to use instead.
     """
     values = read_values(args)
+    max_steps = trainer_options.get("max_steps") or values["max_steps"]
+    values = replace(values, total_updates=max_steps if max_steps > 0 else total_updates)
     _set_log_level(values)
     checkpoint = _checkpoint(values)
     publish = _publish(values)
@@ -182,9 +189,13 @@ def from_training_arguments(args: Any, **trainer_options: Any) -> MappedArgument
     }
     if data["group_by_length"] is not None and not needs_loader(data):
         options["group_by_length"] = data["group_by_length"]
-    callbacks = [*_callbacks(values), *([] if publish is None else [publish])]
-    callbacks += trainer_options.get("callbacks", ())
-    options |= {**trainer_options, "callbacks": callbacks}
+    options |= trainer_options
+    options["callbacks"] = [
+        *_callbacks(values),
+        *([] if publish is None else [publish]),
+        *_last_update(values, options, trainer_options),
+        *trainer_options.get("callbacks", ()),
+    ]
     _settle(values, options)
     return MappedArguments(
         options,
@@ -205,25 +216,30 @@ def _length(values: Values) -> dict[str, Any]:
     return {"max_epochs": values["num_train_epochs"]}
 
 
-def interval(values: Values, amount: float) -> Every:
-    """Return an interval of updates; below 1, it is a share of the run.
+def _every(values: Values, what: str) -> Every | None:
+    """Return the interval of an action; None if no interval decides.
+
+    Args:
+        values: The arguments.
+        what: The action: "logging", "eval" or "save".
 
     Raises:
-        ConfigError: It is no number of updates and no share.
+        ConfigError: It is no number of updates, or a share of a run of unknown length.
     """
-    if amount >= 1:
-        return Every(amount, "steps")
-    if values["max_steps"] > 0:
-        return Every(math.ceil(values["max_steps"] * amount), "steps")
-    return Every(amount * values["num_train_epochs"], "epochs")
-
-
-def _every(values: Values, strategy: str, amount: float | None) -> Every | None:
+    strategy, name = values[f"{what}_strategy"], f"{what}_steps"
     if strategy == "epoch":
         return Every("1 epoch")
-    if strategy == "steps":
-        return interval(values, amount or values["logging_steps"])
-    return None
+    if strategy != "steps":
+        return None
+    amount, total = values[name] or values["logging_steps"], values.total_updates
+    if not 0 < amount < 1:
+        return Every(amount, "steps")
+    if total is None:
+        raise ConfigError(
+            f"{name}={amount} is a share of the run's updates, whose number is not known. Give max_steps, or"
+            " from_training_arguments(args, total_updates=...)"
+        )
+    return Every(math.ceil(total * amount), "steps")
 
 
 def _step(values: Values) -> dict[str, Any]:
@@ -275,7 +291,7 @@ def _memory(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _evaluation(values: Values) -> dict[str, Any]:
-    every = _every(values, values["eval_strategy"], values["eval_steps"])
+    every = _every(values, "eval")
     made: dict[str, Any] = {"validate_every": every}
     if every is not None and values["eval_delay"] > 0:
         unit = "steps" if values["eval_strategy"] == "steps" else "epochs"
@@ -285,13 +301,16 @@ def _evaluation(values: Values) -> dict[str, Any]:
 
 def _logs(values: Values, loggers: Any) -> dict[str, Any]:
     made = {
-        "log_every": _every(values, values["logging_strategy"], values["logging_steps"]),
+        "log_every": _every(values, "logging"),
         "log_first_step": values["logging_first_step"],
         "progress_bar": not values["disable_tqdm"],
         "run_dir": values["output_dir"],
         "run_name": values["run_name"],
     }
-    return made if loggers is not None else {**made, "loggers": _loggers(values)}
+    own = () if loggers is not None else _loggers(values)
+    if not any(isinstance(each, TensorBoardLogger) for each in own):
+        values.notes["logging_dir"] = "not used: report_to has no 'tensorboard'"
+    return made if loggers is not None else {**made, "loggers": own}
 
 
 def _loggers(values: Values) -> tuple[Any, ...]:
@@ -332,7 +351,7 @@ def _checkpoint(values: Values) -> bool | CheckpointConfig:
         values.notes["metric_for_best_model"] = "not used: there are no validations"
     best = limit or 1 if strategy == "best" else 1
     return CheckpointConfig(
-        every=None if strategy == "best" else _every(values, strategy, values["save_steps"]),
+        every=None if strategy == "best" else _every(values, "save"),
         keep_last=1 if strategy == "best" else limit,
         best=best if ranks else 0,
         by=validation_name(metric or "loss") if ranks else None,
@@ -381,6 +400,21 @@ def _callbacks(values: Values) -> list[Any]:
     if values["include_tokens_per_second"]:
         made.append(Throughput(measure_flops=False))
     return made
+
+
+def _last_update(values: Values, options: Mapping[str, Any], replaced: Mapping[str, Any]) -> list[LastUpdate]:
+    """Return the callback for the last update, if one is needed.
+
+    Args:
+        values: The arguments.
+        options: The Trainer's options.
+        replaced: Those that replace the arguments; an interval among them is the only one.
+    """
+    logs = values["logging_strategy"] == "epoch" and "log_every" not in replaced
+    validates = values["eval_strategy"] != "no" and "validate_every" not in replaced
+    begins = options.get("validate_from")
+    made = LastUpdate(logs, validates, None if begins is None else Every(begins))
+    return [made] if logs or validates else []
 
 
 def _data(values: Values) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from transformers import Seq2SeqTrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
@@ -16,6 +16,7 @@ from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.core.synonyms import help_with
 from drivetrain.integrations.transformers.arguments_table import REFUSED, ROWS
 
+_FIELDS = "__dataclass_fields__"
 _APEX = "apex has ended; torch's own mixed precision has replaced it: leave {} out"
 
 _ALIASES = {
@@ -43,11 +44,13 @@ class Values:
         all: The values by the names of the installed release, and of older options that have a meaning here.
         given: Those that are not at their defaults, under the names that the user gave.
         notes: What the report says beside the row of an option.
+        total_updates: The number of updates of the run; None if it is not known.
     """
 
     all: Mapping[str, Any]
     given: Mapping[str, Any]
     notes: dict[str, str] = field(default_factory=dict)
+    total_updates: int | None = None
 
     def __getitem__(self, name: str) -> Any:
         return self.all[name]
@@ -73,9 +76,11 @@ def read_values(args: Any) -> Values:
             "from_training_arguments takes a TrainingArguments, a Seq2SeqTrainingArguments or a mapping of"
             f" options, not {type(args).__name__}"
         )
+    entered = {name: value for name, value in entered.items() if not _is_hidden(name, value)}
     given = {name: value for name, value in entered.items() if _is_given(name, value, defaults, args)}
     _check(given)
     _check_types(entered, defaults)
+    _check_choices(entered)
     values = {**defaults, **{name: value for name, value in entered.items() if name in defaults}}
     for name, value in given.items():
         if name in _RENAMED:
@@ -99,11 +104,16 @@ def _default(each: dataclasses.Field[Any]) -> Any:
     return each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
 
 
+def _is_hidden(name: str, value: Any) -> bool:
+    """Return whether a value is what `TrainingArguments.to_dict` puts in the place of a token."""
+    return name.endswith("_token") and bool(value == f"<{name.upper()}>")
+
+
 def _of_dataclass(args: Any) -> dict[str, Any]:
     found = {
         each.name: _plain(each.name, getattr(args, each.name))
         for each in dataclasses.fields(args)
-        if each.init
+        if each.init and (each.name in ROWS or _is_theirs(each.name, type(args)))
     }
     for name, now in _ALIASES.items():  # version 5 copies the new value to the old name
         if found.get(name) == found.get(now):
@@ -115,6 +125,12 @@ def _of_dataclass(args: Any) -> dict[str, Any]:
         == (not str(found["metric_for_best_model"]).endswith("loss")),
     }
     return {name: value for name, value in found.items() if not derived.get(name)}
+
+
+def _is_theirs(name: str, kind: type) -> bool:
+    """Return whether transformers, not a script's subclass, has declared a field."""
+    first = next(each for each in reversed(kind.__mro__) if name in getattr(each, _FIELDS, ()))
+    return first.__module__.partition(".")[0] == "transformers"
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -154,6 +170,9 @@ def _accelerator(value: Any) -> dict[str, Any] | None:
 
 
 def _is_given(name: str, value: Any, defaults: Mapping[str, Any], args: Any) -> bool:
+    row = ROWS.get(name)
+    if row is not None and (row.is_old or row.status == REFUSED) and not (value or defaults.get(name)):
+        return False  # None, False and [] mean the same: versions store different ones
     if name in defaults:
         return bool(value != defaults[name])
     if isinstance(args, Mapping):
@@ -187,6 +206,26 @@ def _check_types(entered: Mapping[str, Any], defaults: Mapping[str, Any]) -> Non
         if isinstance(value, str) and isinstance(default, (bool, int, float)) and name != "fsdp":
             wanted = "True or False" if isinstance(default, bool) else f"a number, such as {default}"
             raise ConfigError(f"{name}={value!r} is a text: give {wanted}")
+
+
+def _choices() -> dict[str, list[str]]:
+    """Return the allowed values of each option that is one of transformers' enumerations."""
+    found = {
+        name: [each.value for each in kind]
+        for name, hint in get_type_hints(Seq2SeqTrainingArguments).items()
+        for kind in get_args(hint)
+        if isinstance(kind, type) and issubclass(kind, Enum)
+    }
+    del found["optim"]  # whose own table has names of older releases
+    return {**found, "evaluation_strategy": found["eval_strategy"]}
+
+
+def _check_choices(entered: Mapping[str, Any]) -> None:
+    for name, allowed in _choices().items():
+        if name in entered and entered[name] not in allowed:
+            raise ConfigError(
+                f"{name}={entered[name]!r} is not allowed. {nearest(str(entered[name]), allowed)}"
+            )
 
 
 def _take_over(values: dict[str, Any], old: str, new: Mapping[str, Any], given: Mapping[str, Any]) -> None:

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
-from transformers import TrainingArguments
-
 from drivetrain.callbacks.base import Callback
 from drivetrain.core.random_streams import shielded
 from drivetrain.data import Feed
@@ -118,27 +116,6 @@ class ScriptRun(Callback):
         self._adapter.note_evaluation(numbers)
         names = [name for name in self._loaders if name is not None]
         return {from_metric_for_best_model(name, names): value for name, value in numbers.items()}
-
-
-class CutEpoch(Callback):
-    """Treats the last update of a fit as the end of its epoch, as transformers does: it logs and validates.
-
-    Args:
-        args: The script's arguments.
-    """
-
-    def __init__(self, args: TrainingArguments) -> None:
-        self._logs = args.logging_strategy == "epoch"
-        self._validates = args.eval_strategy == "epoch"
-        self._delay = args.eval_delay
-
-    def on_step_end(self, run: Run) -> None:
-        """Ask for what is due at the end of an epoch."""
-        if run.progress.updates == run.totals.updates:
-            if self._logs:
-                run.log_now()
-            if self._validates and run.progress.epoch >= self._delay:
-                run.validate()
 
 
 def _last_names(values: Mapping[str, float], loader: str | None) -> dict[str, float]:

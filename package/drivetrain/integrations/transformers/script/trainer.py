@@ -33,7 +33,7 @@ from drivetrain.checkpoint.locate import CHECKPOINTS, resolve
 from drivetrain.core.errors import CheckpointError, ConfigError, DataError
 from drivetrain.data.length_grouped import LengthGroupedSampler, lengths_of
 from drivetrain.distributed.processes import local_rank, rank, world_size
-from drivetrain.integrations.transformers.arguments import from_training_arguments
+from drivetrain.integrations.transformers.arguments import MappedArguments, from_training_arguments
 from drivetrain.integrations.transformers.callbacks import CallbackAdapter
 from drivetrain.integrations.transformers.collating import Collation, default_collate
 from drivetrain.integrations.transformers.evaluation import predictions_of
@@ -44,6 +44,7 @@ from drivetrain.integrations.transformers.log_names import (
     all_to_transformers,
     to_transformers,
 )
+from drivetrain.integrations.transformers.run_arguments import UNLIMITED
 from drivetrain.integrations.transformers.script.accelerator import ScriptAccelerator
 from drivetrain.integrations.transformers.script.callback_handler import CallbackHandler
 from drivetrain.integrations.transformers.script.checks import (
@@ -62,7 +63,7 @@ from drivetrain.integrations.transformers.script.methods import (
     items_for,
 )
 from drivetrain.integrations.transformers.script.pass_outputs import Pass
-from drivetrain.integrations.transformers.script.run import CutEpoch, ScriptRun
+from drivetrain.integrations.transformers.script.run import ScriptRun
 from drivetrain.integrations.transformers.script.task import ScriptTask
 from drivetrain.run.run import Run
 from drivetrain.trainer import trainer as own
@@ -172,13 +173,13 @@ class Trainer:
     ) -> None:
         check_overrides(type(self), Trainer)
         self.args = checked_arguments(args)
-        self._mapped = ranked_by(from_training_arguments(self.args), self.args, eval_dataset)
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self._mapped = self._map_arguments(UNLIMITED)  # an interval that is a share of the run is never due
         set_seed(self.args.seed)
         self.model_init = model_init
         self._model = self._first_model(model)
         self.processing_class = processor_of(processing_class, tokenizer, data_collator)
         self.data_collator = data_collator or default_collate(self.processing_class)
-        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self._given_optimizers = checked_optimizers(
@@ -201,6 +202,10 @@ class Trainer:
         if self.is_world_process_zero():
             os.makedirs(self.args.output_dir, exist_ok=True)
         self._adapter.init_end(self.model, self.processing_class)
+
+    def _map_arguments(self, total_updates: int | None) -> MappedArguments:
+        mapped = from_training_arguments(self.args, total_updates=total_updates)
+        return ranked_by(mapped, self.args, self.eval_dataset)
 
     def _first_model(self, model: Any) -> Any:
         if (model is None) == (self.model_init is None):
@@ -260,9 +265,7 @@ class Trainer:
     def _settings(self) -> own.Trainer:
         """Return the Trainer that runs the next verb."""
         ours = [each for each in self._callbacks if isinstance(each, Callback)]
-        by_epoch = "epoch" in (self.args.logging_strategy, self.args.eval_strategy)
-        cut = [CutEpoch(self.args)] if by_epoch else []
-        return self._settings_of([self._runs, self._adapter, *cut, *ours])
+        return self._settings_of([self._runs, self._adapter, *ours])
 
     def _adapt(self, state: TrainerState, control: TrainerControl) -> tuple[CallbackAdapter, ScriptRun]:
         theirs = [each for each in self._callbacks if not isinstance(each, Callback)]
@@ -525,6 +528,7 @@ class Trainer:
             self.get_train_dataloader(),
             self._evaluation_data(),
         )
+        self._mapped = self._map_arguments(self._planned_updates(train))
         self.is_in_train = True
         self._adapter.train_dataloader = train
         try:
@@ -536,6 +540,15 @@ class Trainer:
             self._task.load_weights(result.best_checkpoint)
         metrics = self._adapter.train_metrics
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
+
+    def _planned_updates(self, loader: DataLoader[Any]) -> int | None:
+        """Return the number of updates that `num_train_epochs` gives; None if the data has no length."""
+        if not has_length(loader):
+            return None
+        micro_batches = math.ceil(len(loader) / world_size())
+        per_epoch = math.ceil(micro_batches / self.args.gradient_accumulation_steps)
+        total: int = math.ceil(self.args.num_train_epochs * per_epoch)
+        return total
 
     def _resumed(self, given: str | os.PathLike[str] | bool | None) -> str | None:
         if given is None or given is False:
