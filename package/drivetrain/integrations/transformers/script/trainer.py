@@ -345,7 +345,7 @@ class Trainer:
 
     def _read_arguments(self) -> None:
         """Map the arguments again: the script may have set others since."""
-        self._mapped = ranked_by(from_training_arguments(self.args), self.args, self.eval_dataset)
+        self._mapped = self._map_arguments(UNLIMITED)
         self._adapter.describe_by(self.args)
 
     def _check_idle(self, name: str) -> None:
