@@ -147,7 +147,8 @@ class ScriptTask(TransformersTask):
             losses.append(_GivenGradients.apply(logged.new_zeros(()), made, *(each for each, _ in made)))  # type: ignore[no-untyped-call]
         total: Tensor = torch.stack(losses).sum()
         # The value that the step returned, with the gradients of all that it ran backward on.
-        return total + (logged.detach() - total.detach())
+        corrected: Tensor = total + (logged.detach() - total.detach())
+        return corrected
 
     # Evaluation.
 
@@ -201,7 +202,7 @@ class _GivenGradients(torch.autograd.Function):
         return zero
 
     @staticmethod
-    def backward(ctx: Any, share: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, share: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients, times the share of this loss."""
         return None, None, *(gradient * share for _, gradient in ctx.made)
 
