@@ -231,7 +231,9 @@ def _every(values: Values, what: str) -> Every | None:
         return Every("1 epoch")
     if strategy != "steps":
         return None
-    amount, total = values[name] or values["logging_steps"], values.total_updates
+    amount, total = values[name], values.total_updates
+    if amount is None:
+        amount = values["logging_steps"]
     if not 0 < amount < 1:
         return Every(amount, "steps")
     if total is None:
