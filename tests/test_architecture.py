@@ -139,6 +139,7 @@ PRIVATE = {
     "_get_no_batch_dim": "how many dimensions an instance norm's sample has",
     # transformers
     "_attn_implementation": "which attention a model was made with",
+    "_pad_tensors_to_max_len": "a script's copy of `prediction_step` calls it",
     # fsspec, argparse, Python
     "_strip_protocol": "an address as a storage itself names it",
     "_get_kwargs_from_urls": "options that stand in an address",

@@ -22,7 +22,7 @@ def units(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
             chosen module is a container such as a `ModuleList`.
     """
     if wrap == "auto":
-        named = _named_blocks(model)
+        named = named_blocks(model)
         return separate(model, named) if named else repeated_blocks(model)
     if isinstance(wrap, (tuple, list)):
         chosen = _of_classes(model, wrap)
@@ -53,7 +53,7 @@ def batch_norms(model: nn.Module) -> list[nn.Module]:
     return separate(model, found)
 
 
-def _named_blocks(model: nn.Module) -> list[nn.Module]:
+def named_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks of the classes that a task names in `block_classes`, without those inside others."""
     names = frozenset(getattr(model, "block_classes", tuple)())
     found: list[nn.Module] = []

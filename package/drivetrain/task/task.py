@@ -178,6 +178,8 @@ class TaskModule(nn.Module):
     def block_classes(self) -> Collection[str]:
         """Return the names of the classes that FSDP's `wrap="auto"` shards one at a time.
 
+        Activation checkpointing recomputes them if the model has no repeated blocks.
+
         Default: none; the largest blocks that occur more than once are sharded.
         """
         return ()

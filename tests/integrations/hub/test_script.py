@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,52 @@ def test_a_script_pushes_its_model(hub: Any, tmp_path: Path, monkeypatch: pytest
     )
     made = Trainer(model("bert, classes"), args, padded, rows("bert, classes", 8))
     made.train()
-    with pytest.raises(ConfigError, match=r"push_to_hub\(commit_message\)"):
-        made.push_to_hub(commit_message="mine")
+    with pytest.raises(ConfigError, match=r"push_to_hub\(dataset_tag=.*Did you mean 'dataset_tags'"):
+        made.push_to_hub(dataset_tag="glue")
     assert made.push_to_hub(license="mit").startswith(hub.address)
     uploaded = huggingface_hub.HfApi(endpoint=hub.address).list_repo_files("me/script")
     assert {"model.safetensors", "README.md", "config.json"} <= set(uploaded)
+
+
+def test_the_card_and_the_message_of_transformers_examples(
+    hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    args = transformers.TrainingArguments(
+        str(tmp_path / "run"),
+        max_steps=1,
+        eval_strategy="epoch",
+        hub_model_id="me/examples",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    data = rows("bert, classes", 8)
+    made = Trainer(model("bert, classes"), args, padded, data, data)
+    made.train()
+    made.push_to_hub(
+        commit_message="Training complete",
+        blocking=False,
+        model_name="a reader",
+        language="en",
+        finetuned_from="org/base",
+        tasks=["text-classification", "fill-mask"],
+        tags="short",
+        dataset_tags="glue",
+        dataset_args="mrpc",
+        dataset="GLUE MRPC",
+    )
+    api = huggingface_hub.HfApi(endpoint=hub.address)
+    path = api.hf_hub_download("me/examples", "README.md", local_dir=tmp_path / "got")
+    card = huggingface_hub.ModelCard(Path(path).read_text())
+    assert "# a reader" in card.text
+    assert "It started from `org/base`. It was trained on `GLUE MRPC`." in card.text
+    found = card.data
+    assert (found.language, found.base_model, found.datasets) == ("en", "org/base", ["glue"])
+    assert found.pipeline_tag == "text-classification"
+    assert {"short", "fill-mask"} <= set(found.tags)
+    result = found.eval_results[0]
+    assert found.model_name == "a reader"
+    assert (result.dataset_type, result.dataset_name, result.dataset_args) == ("glue", "GLUE MRPC", "mrpc")
+    repository = json.loads((hub.folder / "repositories" / "me--examples.json").read_text())
+    assert repository["messages"] == ["Training complete"]

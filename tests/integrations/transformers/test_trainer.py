@@ -18,13 +18,16 @@ from drivetrain.testing import run_distributed
 
 transformers = pytest.importorskip("transformers")
 
+from accelerate.utils import DistributedType  # noqa: E402
 from tests.integrations.transformers.families import model, padded, rows  # noqa: E402
 from transformers import Seq2SeqTrainingArguments, TrainerCallback, TrainingArguments  # noqa: E402
+from transformers.training_args import OptimizerNames  # noqa: E402
 
 from drivetrain.integrations.transformers import (  # noqa: E402
     Seq2SeqTrainer,
     Trainer,
     TransformersTask,
+    get_last_checkpoint,
 )
 
 pytestmark = pytest.mark.full
@@ -191,7 +194,75 @@ class OwnPrediction(Trainer):
         return loss, logits.argmax(-1), labels
 
 
-STEPS = (Wrapping, OwnBackward, ByAccelerator, OwnLoss)
+class CopiedStep(Trainer):
+    """Has the lines of transformers' own training step."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        cp_context, inputs = self._prepare_context_parallel_inputs(model, inputs)
+        with cp_context():
+            model.train()
+            if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
+                self.optimizer.train()
+            inputs = self._prepare_inputs(inputs)
+            with self.compute_loss_context_manager():
+                loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+            del inputs
+            kwargs: dict[str, Any] = {}
+            if self.args.optim in [OptimizerNames.LOMO, OptimizerNames.ADALOMO]:
+                kwargs["learning_rate"] = self._get_learning_rate()
+            if self.args.n_gpu > 1:
+                loss = loss.mean()
+            if (
+                not self.model_accepts_loss_kwargs or num_items_in_batch is None
+            ) and self.compute_loss_func is None:
+                loss = loss / self.current_gradient_accumulation_steps
+            if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+                kwargs["scale_wrt_gas"] = False
+            self.accelerator.backward(loss, **kwargs)
+            return loss.detach()
+
+
+class CopiedMeans(CopiedStep):
+    """Says that its loss is a mean over each micro-batch, which transformers then divides."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.model_accepts_loss_kwargs = False
+
+
+class CopiedLoss(Trainer):
+    """Has transformers' own loss."""
+
+    compute_loss = transformers.Trainer.compute_loss
+
+
+class CopiedEvaluation(Trainer):
+    """Has transformers' own evaluation."""
+
+    evaluate = transformers.Trainer.evaluate
+    predict = transformers.Trainer.predict
+    prediction_step = transformers.Trainer.prediction_step
+
+
+class CopiedData(Trainer):
+    """Has the lines of transformers' own loader."""
+
+    def get_train_dataloader(self) -> Any:
+        return self.accelerator.prepare(
+            torch.utils.data.DataLoader(
+                self.train_dataset,
+                batch_size=self._train_batch_size,
+                collate_fn=self._get_collator_with_removed_columns(
+                    self.data_collator, description="training"
+                ),
+                sampler=self._get_train_sampler(),
+                drop_last=self.args.dataloader_drop_last,
+            )
+        )
+
+
+STEPS = (Wrapping, OwnBackward, ByAccelerator, OwnLoss, CopiedStep, CopiedMeans, CopiedLoss, CopiedData)
+STEPS += (CopiedEvaluation,)
 
 
 @pytest.mark.parametrize("kind", STEPS)
@@ -203,6 +274,8 @@ def test_an_overridden_step_gives_the_same_updates(kind: Any, tmp_path: Path) ->
     more = 1 if kind is ByAccelerator else 0
     assert output.training_loss == pytest.approx(expected.training_loss + more, rel=1e-6)
     assert other.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-6)
+    one, two = (each.predict(rows(CLASSES, 5)).predictions for each in (plain, other))
+    np.testing.assert_allclose(one, two, rtol=1e-5)
 
 
 def editing(kind: Any) -> Any:
@@ -386,8 +459,14 @@ def test_what_is_not_served_says_so(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     with pytest.raises(AttributeError, match="a Trainer for each trial"):
         made.hyperparameter_search()
+    with pytest.raises(AttributeError, match="Trainer for each trial"):
+        _ = made.hp_search_backend
+    with pytest.raises(AttributeError, match="part of transformers' own loop"):
+        _ = made._globalstep_last_logged
     with pytest.raises(AttributeError, match="Engine is for loops of your own"):
-        made.accelerator.prepare()
+        _ = made.accelerator.state
+    with pytest.raises(ConfigError, match="takes DataLoaders here, not a Bert"):
+        made.accelerator.prepare(made.model)
     with pytest.raises(ConfigError, match="trial"):
         made.train(trial={})
     with pytest.raises(ConfigError, match="one of `model` and `model_init`"):
@@ -398,6 +477,62 @@ def test_what_is_not_served_says_so(tmp_path: Path) -> None:
         generator(tmp_path, Trainer)
     with pytest.raises(ConfigError, match="predict_with_generate=True"):
         trainer(tmp_path, Seq2SeqTrainer, "t5", eval_dataset=rows("t5", 2)).evaluate(num_beams=2)
+
+
+def test_a_method_that_reads_what_is_not_served_is_refused_at_construction(tmp_path: Path) -> None:
+    class Reading(Trainer):
+        def training_step(self, *given: Any, **options: Any) -> Any:
+            self.current_flos += 1
+            return super().training_step(*given, **options)
+
+    class Scaling(Trainer):
+        def compute_loss(self, *given: Any, **options: Any) -> Any:
+            scale = self.accelerator.scaler.get_scale()
+            return super().compute_loss(*given, **options) * scale
+
+    class Searching(Trainer):
+        def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+            logs["backend"] = self.hp_search_backend is not None
+            super().log(logs, start_time)
+
+    class Asking(Trainer):
+        def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+            if hasattr(self, "hp_search_backend"):
+                logs["backend"] = self.hp_search_backend is not None
+            super().log(logs, start_time)
+
+    class Setting(Searching):
+        def __init__(self, *given: Any, **options: Any) -> None:
+            super().__init__(*given, **options)
+            self.hp_search_backend = None
+
+    with pytest.raises(ConfigError, match=r"Searching\.log reads self\.hp_search_backend.*for each trial"):
+        trainer(tmp_path, Searching)
+    with pytest.raises(ConfigError, match=r"Scaling\.compute_loss reads self\.accelerator\.scaler.*Engine"):
+        trainer(tmp_path, Scaling)
+    trainer(tmp_path / "asking", Asking).train()
+    trainer(tmp_path / "setting", Setting).train()
+    trainer(tmp_path, Reading)  # it also sets the name
+
+
+def test_facts_that_copies_of_methods_ask_for(tmp_path: Path) -> None:
+    made = trainer(tmp_path, per_device_train_batch_size=3, label_smoothing_factor=0.1)
+    assert made._train_batch_size == 3
+    facts = (made.is_deepspeed_enabled, made.is_fsdp_enabled, made.is_model_parallel)
+    assert facts == (False, False, False)
+    assert made.place_model_on_device
+    assert made.label_smoother.epsilon == 0.1
+    assert made.accelerator.distributed_type == DistributedType.NO
+    assert made.accelerator.gather_for_metrics(made) is made.accelerator.gather(made) is made
+    made.accelerator.wait_for_everyone()
+
+
+def test_a_copied_loader_gets_the_columns_of_the_model(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_dict({"input_ids": [[1]], "label": [0], "text": ["a"]})
+    assert trainer(tmp_path)._remove_unused_columns(data, "training").column_names == ["input_ids", "label"]
+    kept = trainer(tmp_path, remove_unused_columns=False)._remove_unused_columns(data)
+    assert kept.column_names == data.column_names
 
 
 # The behaviours that transformers' own tests check.
@@ -436,6 +571,22 @@ def test_a_resumed_training_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> 
         trainer(tmp_path / "whole", **options).train()
     with pytest.raises(CheckpointError):
         trainer(tmp_path / "empty", **options).train(resume_from_checkpoint=True)
+
+
+def test_the_last_checkpoint_of_a_folder_is_resumed(tmp_path: Path) -> None:
+    assert get_last_checkpoint(tmp_path / "none") is None
+    assert get_last_checkpoint(tmp_path) is None
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    first = trainer(tmp_path, **saving)
+    first.train()
+    last = get_last_checkpoint(str(tmp_path))
+    assert last == str(tmp_path / "checkpoints" / "update-00000004")
+    longer = trainer(tmp_path, **saving, max_steps=6)
+    assert longer.train(resume_from_checkpoint=last).global_step == 6
+    assert [each["step"] for each in longer.state.log_history if "loss" in each] == [1, 2, 3, 4, 5, 6]
+    theirs = tmp_path / "theirs"
+    trainer(theirs, transformers.Trainer, **saving).train()
+    assert get_last_checkpoint(theirs) == str(theirs / "checkpoint-4")
 
 
 def test_the_best_model_is_loaded_and_kept_and_a_stop_comes_early(tmp_path: Path) -> None:
@@ -795,13 +946,24 @@ def test_a_label_of_another_name_reaches_a_loss_that_takes_it_out(tmp_path: Path
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
+def test_a_model_with_one_layer_recomputes_it(tmp_path: Path) -> None:
+    options = {**model(CLASSES).config.to_dict(), "num_hidden_layers": 1}
+    found = []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        bert = transformers.BertForSequenceClassification(transformers.BertConfig(**options))
+        args = arguments(tmp_path, activation_checkpointing=checkpointing)
+        found.append(Trainer(bert, args, padded, rows(CLASSES, 8)).train().training_loss)
+    assert found[0] == found[1]
+
+
 def test_what_cannot_work_is_refused_at_construction(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'eval_strategy="epoch" without an eval_dataset'):
         trainer(tmp_path, eval_strategy="epoch")
     with pytest.raises(ConfigError, match="callbacks must be a sequence"):
         trainer(tmp_path, callbacks=TrainerCallback)
     with pytest.raises(AttributeError, match="the strategy places and wraps the model"):
-        _ = trainer(tmp_path).is_fsdp_enabled
+        trainer(tmp_path)._wrap_model()
     args = arguments(tmp_path, Seq2SeqTrainingArguments, predict_with_generate=True)
     with pytest.raises(ConfigError, match="a BertForSequenceClassification cannot generate"):
         Seq2SeqTrainer(model(CLASSES), args, padded)
@@ -819,6 +981,8 @@ def test_data_that_cannot_be_sampled_is_refused(tmp_path: Path) -> None:
         def __iter__(self) -> Any:
             return iter(rows(CLASSES, 4))
 
+    with pytest.raises(ConfigError, match=r"a Stream without a length.*Give max_steps"):
+        trainer(tmp_path, data=Stream(), max_steps=-1)
     with pytest.raises(DataError, match="train_dataset is empty"):
         trainer(tmp_path / "empty", data=[]).train()
     grouped = {"train_sampling_strategy": "group_by_length", "data": Stream()}
@@ -874,6 +1038,35 @@ def test_generated_sequences_are_predicted_and_measured(tmp_path: Path) -> None:
     made.model.generation_config.max_new_tokens = 9  # which max_length replaces
     assert made.predict(data).predictions.shape[1] <= 6
     assert made.predict(data, max_length=3).predictions.shape[1] <= 3
+
+
+def test_a_copied_generation_gets_the_options_of_the_evaluation(tmp_path: Path) -> None:
+    class Copied(Seq2SeqTrainer):
+        """Has transformers' own generation, and an evaluation in the shape of its examples."""
+
+        prediction_step = transformers.Seq2SeqTrainer.prediction_step
+
+        def evaluate(self, eval_dataset: Any = None, **gen_kwargs: Any) -> dict[str, float]:
+            gen_kwargs.setdefault("max_length", self.args.generation_max_length)
+            self._gen_kwargs = gen_kwargs
+            loader = self.get_eval_dataloader(eval_dataset)
+            return dict(self.evaluation_loop(loader, description="Evaluation").metrics)
+
+    def longest(prediction: Any) -> dict[str, float]:
+        return {"longest": (prediction.predictions != 1).sum(1).max()}
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers' own
+        made = generator(tmp_path, Copied, compute_metrics=longest)
+        plain = generator(tmp_path, Seq2SeqTrainer)
+        data = even("t5", 4)
+        assert made._gen_kwargs == {"max_length": 6}
+        one, other = made.predict(data).predictions, plain.predict(data).predictions
+        width = other.shape[1]
+        assert np.array_equal(one[:, :width], other)
+        assert (one[:, width:] == 1).all()
+        assert made.evaluate(max_length=3)["eval_longest"] <= 3
+        assert made._gen_kwargs == {"max_length": 3}
 
 
 class SavesAt2(TrainerCallback):
@@ -987,6 +1180,26 @@ def _script(folder: str, size: int) -> dict[str, Any]:
     }
 
 
+def test_copied_methods_in_two_processes_train_as_one(tmp_path: Path) -> None:
+    expected = trainer(tmp_path / "one", per_device_train_batch_size=4).train().training_loss
+    for found in run_distributed(_copied, str(tmp_path / "two"), timeout=120):
+        assert found == pytest.approx([expected] * 2, rel=1e-5)
+
+
+def _copied(folder: str) -> list[float]:
+    with pytest.raises(ConfigError, match=r"CopiedLoss\.compute_loss multiplies the loss by the number"):
+        trainer(folder, CopiedLoss)
+    losses = []
+    for kind in (CopiedLoss, CopiedStep):
+        made = trainer(f"{folder}/{kind.__name__}", kind, average_tokens_across_devices=False)
+        losses.append(made.train().training_loss)
+        assert made.accelerator.distributed_type == DistributedType.MULTI_CPU
+        with pytest.raises(ConfigError, match="each sample once"):
+            made.accelerator.gather_for_metrics(torch.ones(2))
+        made.accelerator.wait_for_everyone()
+    return losses
+
+
 def test_with_sharded_parameters_a_step_leaves_backward_to_the_engine(tmp_path: Path) -> None:
     for shape in run_distributed(_sharded, str(tmp_path), Wrapping, timeout=120):
         assert shape == (5, 3)
@@ -997,22 +1210,26 @@ def test_with_sharded_parameters_a_step_leaves_backward_to_the_engine(tmp_path: 
 def _sharded(folder: str, kind: Any) -> Any:
     made = trainer(f"{folder}/{kind.__name__}", kind, fsdp=True, max_steps=2)
     made.train()
+    assert made.is_fsdp_enabled
+    assert made.accelerator.distributed_type == DistributedType.FSDP
     return made.predict(rows(CLASSES, 5)).predictions.shape
 
 
-ZERO_STEPS = {"wrapping": Wrapping, "accelerator": ByAccelerator, "loss": OwnLoss}
+ZERO_STEPS = {"wrapping": Wrapping, "accelerator": ByAccelerator, "loss": OwnLoss, "copied": CopiedStep}
 
 
 def _zero(folder: str, stage: int, names: list[str]) -> None:
     """Train under ZeRO with overridden steps, one after the other."""
     for name in names:
-        saving_at_2(
+        made = saving_at_2(
             f"{folder}/{name}",
             {**ZERO_STEPS, "backward": OwnBackward}[name],
             deepspeed={"zero_optimization": {"stage": stage}},
             per_device_train_batch_size=1,
             gradient_accumulation_steps=2,
-        ).save_model(f"{folder}/{name}/end")
+        )
+        assert made.is_deepspeed_enabled
+        made.save_model(f"{folder}/{name}/end")
 
 
 @pytest.mark.parametrize("stage", [2, 3])

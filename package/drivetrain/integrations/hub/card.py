@@ -50,8 +50,12 @@ class CardData:
         datasets: The names of the data sets on the Hub. Empty: `Publish` takes that of a training set which
             `datasets` has loaded from there.
         language: The language or languages, such as "en".
-        pipeline_tag: The task's name on the Hub, such as "text-classification". With it and a data set, the
-            values of validation are results that the Hub shows.
+        pipeline_tag: The task's name on the Hub, such as "text-classification". If a data set is given too,
+            the Hub shows the values of validation as results.
+        model_name: The title of the card; None takes the repository's name.
+        dataset_names: Names of the data sets for readers, in the order of `datasets`; those take the place of
+            missing ones.
+        dataset_args: The configurations of the data sets, such as "mrpc" of "glue", in the same order.
     """
 
     license: str | None = None
@@ -60,9 +64,12 @@ class CardData:
     datasets: Sequence[str] = ()
     language: str | Sequence[str] | None = None
     pipeline_tag: str | None = None
+    model_name: str | None = None
+    dataset_names: Sequence[str] = ()
+    dataset_args: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        for name in ("tags", "datasets"):
+        for name in ("tags", "datasets", "dataset_names", "dataset_args"):
             given = getattr(self, name)
             if isinstance(given, str) or not all(isinstance(each, str) for each in given):
                 raise ConfigError(f"{name} takes a list of names, such as ['a'], not {given!r}")
@@ -90,7 +97,7 @@ def model_card(
     parts = [
         f"---\n{_front_matter(repository, found, data, files)}---\n",
         MARK,
-        f"# {repository.rpartition('/')[2]}",
+        f"# {_title(repository, data)}",
         _summary(found, data),
     ]
     results = [(_code(name), f"{value:.6g}") for name, value in sorted(found.metrics.items())]
@@ -107,11 +114,13 @@ def _front_matter(repository: str, found: Description, data: CardData, files: Co
 
     library = "peft" if _ADAPTER in files else "transformers" if "config.json" in files else "drivetrain"
     metrics = sorted({name.rpartition("/")[2] for name in found.metrics if name.startswith("validation/")})
+    args: Any = next(iter(data.dataset_args), None)  # a text, as transformers writes it
     results = [
         EvalResult(
             task_type=data.pipeline_tag,
             dataset_type=data.datasets[0],
-            dataset_name=data.datasets[0],
+            dataset_name=(*data.dataset_names, data.datasets[0])[0],
+            dataset_args=args,
             dataset_split="validation",
             metric_type=name.rpartition("/")[2],
             metric_value=value,
@@ -120,7 +129,7 @@ def _front_matter(repository: str, found: Description, data: CardData, files: Co
         if data.pipeline_tag and data.datasets and name.startswith("validation/")
     ]
     card = ModelCardData(
-        model_name=repository.rpartition("/")[2] if results else None,
+        model_name=_title(repository, data) if results else None,
         eval_results=results or None,
         license=data.license,
         language=_listed(data.language),
@@ -135,6 +144,10 @@ def _front_matter(repository: str, found: Description, data: CardData, files: Co
     return f"{card.to_yaml().strip()}\n"
 
 
+def _title(repository: str, data: CardData) -> str:
+    return data.model_name or repository.rpartition("/")[2]
+
+
 def _listed(value: str | Sequence[str] | None) -> str | list[str] | None:
     return value if value is None or isinstance(value, str) else list(value)
 
@@ -145,7 +158,8 @@ def _summary(found: Description, data: CardData) -> str:
     base = data.base_model
     names = [base] if isinstance(base, str) else list(base or ())
     started = f" It started from {', '.join(map(_code, names))}." if names else ""
-    trained = f" It was trained on {', '.join(map(_code, data.datasets))}." if data.datasets else ""
+    sets = (*data.dataset_names, *data.datasets[len(data.dataset_names) :])
+    trained = f" It was trained on {', '.join(map(_code, sets))}." if sets else ""
     task = found.saved_by.get("task", "")
     what = f"A model of the task {_code(task)}" if task else "A model"
     return f"\n{what}, trained with drivetrain.{started}{trained}{size}\n"

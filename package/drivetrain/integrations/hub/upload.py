@@ -92,6 +92,7 @@ def push(
     checkpoint: bool = False,
     card: CardData | None = None,
     token: str | None = None,
+    message: str | None = None,
 ) -> str:
     """Upload the model of a checkpoint, with TensorBoard's files and a model card, in one commit.
 
@@ -103,6 +104,7 @@ def push(
         checkpoint: Whether to upload the whole checkpoint too, as `last-checkpoint`, to resume from.
         card: The parts of the model card that no run knows.
         token: The token; None takes `HF_TOKEN`, or that of `hf auth login`.
+        message: The message of the commit; None names the checkpoint.
 
     Returns:
         The address of the commit.
@@ -125,7 +127,7 @@ def push(
         checkpoint=found,
         run_dir=None if run_dir is None else str(run_dir),
         folders={LAST: found} if checkpoint else {},
-        message=f"Upload {Path(found).name}",
+        message=message or f"Upload {Path(found).name}",
         revision=revision,
         private=private,
         card=card or CardData(),

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from drivetrain.integrations.transformers.callbacks import CallbackAdapter
     from drivetrain.integrations.transformers.export import export_pretrained
     from drivetrain.integrations.transformers.optimizers import TransformersOptimizer
+    from drivetrain.integrations.transformers.script.last_checkpoint import get_last_checkpoint
     from drivetrain.integrations.transformers.script.seq2seq import Seq2SeqTrainer
     from drivetrain.integrations.transformers.script.trainer import Trainer
     from drivetrain.integrations.transformers.task import TransformersTask
@@ -25,6 +26,7 @@ else:
             "drivetrain.integrations.transformers.export": ("export_pretrained",),
             "drivetrain.integrations.transformers.arguments": ("MappedArguments", "from_training_arguments"),
             "drivetrain.integrations.transformers.optimizers": ("TransformersOptimizer",),
+            "drivetrain.integrations.transformers.script.last_checkpoint": ("get_last_checkpoint",),
             "drivetrain.integrations.transformers.script.seq2seq": ("Seq2SeqTrainer",),
             "drivetrain.integrations.transformers.task": ("TransformersTask",),
             "drivetrain.integrations.transformers.script.trainer": ("Trainer",),
@@ -40,4 +42,5 @@ __all__ = [
     "TransformersTask",
     "export_pretrained",
     "from_training_arguments",
+    "get_last_checkpoint",
 ]

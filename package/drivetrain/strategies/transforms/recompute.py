@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from drivetrain.core.errors import ConfigError, nearest
 from drivetrain.core.random_streams import HostDraws, shielded
 from drivetrain.strategies.transforms.compile import compiled_forward
-from drivetrain.strategies.wrapping import units
+from drivetrain.strategies.wrapping import named_blocks, units
 from drivetrain.task.blocks import is_called, repeated_blocks
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -113,13 +113,15 @@ def recompute(blocks: Sequence[nn.Module], again: RecomputeOption) -> None:
 def chosen_blocks(model: nn.Module, again: RecomputeOption) -> list[nn.Module]:
     """Return the modules to recompute: chosen by class or by globs on their names, or the repeated blocks.
 
+    A model without repeated blocks, such as one with a single layer, has those of the task's `block_classes`.
     Unlike for sharding, blocks may share parameters with the rest of the model: nothing is gathered.
 
     Raises:
         ConfigError: No module matches, or there are no repeated blocks; the message says what there is.
     """
     if not isinstance(again, (tuple, list)):
-        blocks = list({id(each): each for each in repeated_blocks(model, tied=True)}.values())
+        all_blocks = repeated_blocks(model, tied=True) or named_blocks(model)
+        blocks = list({id(each): each for each in all_blocks}.values())
         if not blocks:
             raise ConfigError(
                 f"{type(model).__name__} has no repeated blocks in a list of modules to recompute. Name"

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-from drivetrain.distributed.processes import local_rank, rank, world_size
+from drivetrain.core.errors import ConfigError
+from drivetrain.distributed.processes import local_rank, once_per_machine, rank, world_size
+
+if TYPE_CHECKING:
+    from accelerate.utils import DistributedType
+
+_TYPES = {
+    "deepspeed": "DEEPSPEED",
+    "fsdp": "FSDP",
+    "xla": "XLA",
+    "xla_fsdp": "XLA",
+    "xla_fsdp_v2": "XLA",
+}
+"""accelerate's names of the strategies that it tells apart by more than the device."""
 
 
 class ScriptAccelerator:
@@ -17,15 +31,71 @@ class ScriptAccelerator:
     Args:
         backward: Takes the loss of a training step.
         device: Returns the device of the model.
+        strategy: Returns the name of the strategy.
     """
 
-    def __init__(self, backward: Callable[[Tensor], Tensor], device: Callable[[], torch.device]) -> None:
+    def __init__(
+        self,
+        backward: Callable[[Tensor], Tensor],
+        device: Callable[[], torch.device],
+        strategy: Callable[[], str],
+    ) -> None:
         self._backward = backward
         self._device = device
+        self._strategy = strategy
 
-    def backward(self, loss: Tensor) -> None:
-        """Leave a loss to the engine, which weights it and runs its backward after the step."""
+    def backward(self, loss: Tensor, scale_wrt_gas: bool = True) -> None:
+        """Leave a loss to the engine, which weights it and runs its backward after the step.
+
+        Args:
+            loss: The loss.
+            scale_wrt_gas: Without effect: the engine's weights hold for any accumulation.
+        """
         self._backward(loss)
+
+    def prepare(self, *given: Any, **options: Any) -> Any:
+        """Return a loader as it is: the Trainer has each process read its part of it.
+
+        Raises:
+            ConfigError: Something else is given.
+        """
+        for each in given:
+            if not isinstance(each, DataLoader):
+                raise ConfigError(
+                    f"accelerator.prepare takes DataLoaders here, not a {type(each).__name__}: train and"
+                    " evaluate place the model and its optimizer. drivetrain.Engine is for loops of your own"
+                )
+        return given[0] if len(given) == 1 else given
+
+    def gather(self, tensor: Any) -> Any:
+        """Return the tensor: one process has all of them.
+
+        Raises:
+            ConfigError: There are several processes.
+        """
+        if world_size() > 1:
+            raise ConfigError(
+                "accelerator.gather has nothing to do here: evaluate and predict join the outputs of"
+                " prediction_step over all processes, each sample once, and log averages the losses"
+            )
+        return tensor
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Return the same as `gather`."""
+        return self.gather(input_data)
+
+    def wait_for_everyone(self) -> None:
+        """Wait until all processes have called it.
+
+        Raises:
+            ConfigError: The processes have not met yet, which they do in `train`, `evaluate` or `predict`.
+        """
+        if world_size() > 1 and not torch.distributed.is_initialized():
+            raise ConfigError(
+                "accelerator.wait_for_everyone needs connected processes: the first train, evaluate or"
+                " predict connects them. Before that, use drivetrain.one_at_a_time(path)"
+            )
+        once_per_machine(lambda: None)
 
     def unwrap_model(self, model: Any) -> Any:
         """Return the model, which no strategy replaces."""
@@ -35,6 +105,18 @@ class ScriptAccelerator:
     def device(self) -> torch.device:
         """The device of the model."""
         return self._device()
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """accelerate's word for the strategy and the device."""
+        from accelerate.utils import DistributedType
+
+        alone = "NO" if world_size() == 1 else None
+        name = _TYPES.get(self._strategy(), alone)
+        if name is None:
+            kind = self.device.type
+            name = f"MULTI_{'GPU' if kind == 'cuda' else kind.upper()}"
+        return DistributedType(name)
 
     @property
     def num_processes(self) -> int:
@@ -62,7 +144,11 @@ class ScriptAccelerator:
         return local_rank() == 0
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(
-            f"trainer.accelerator has no {name!r} here: it has backward, unwrap_model, device, num_processes,"
-            " process_index and is_main_process. drivetrain.Engine is for loops of your own"
-        )
+        raise AttributeError(f"trainer.accelerator has no {name!r} here: {SERVED}")
+
+
+SERVED = (
+    f"it has {', '.join(sorted(name for name in vars(ScriptAccelerator) if not name.startswith('_')))}."
+    " drivetrain.Engine is for loops of your own"
+)
+"""A sentence on what a script's accelerator has."""

@@ -10,6 +10,8 @@ from typing import Any
 import transformers
 
 from drivetrain.core.errors import ConfigError
+from drivetrain.integrations.transformers.script.accelerator import SERVED, ScriptAccelerator
+from drivetrain.integrations.transformers.script.reads import Names, names_in
 
 OVERRIDABLE = frozenset(
     {
@@ -59,6 +61,7 @@ _SEARCH = "no search over hyper-parameters is built in: make a Trainer for each 
 _PRECISION = "the strategy runs each step under Trainer(precision=...)"
 _PLACE = "the strategy places and wraps the model: see drivetrain.strategies"
 _COUNT = "items are counted by the task: override TransformersTask.loss_weight, and use drivetrain.Trainer"
+_COLUMNS = "set remove_unused_columns=False, and give a data_collator"
 _HUB = "drivetrain.integrations.hub.Publish uploads in the background"
 
 COUNTERPARTS: Mapping[str, str] = {
@@ -66,6 +69,11 @@ COUNTERPARTS: Mapping[str, str] = {
     "_hp_search_setup": _SEARCH,
     "_report_to_hp_search": _SEARCH,
     "_tune_save_checkpoint": _SEARCH,
+    "hp_search_backend": _SEARCH,
+    "hp_name": _SEARCH,
+    "hp_space": _SEARCH,
+    "objective": _SEARCH,
+    "compute_objective": _SEARCH,
     "save_model": f"{_CHECKPOINT}. `save_model` here writes the model when you call it",
     "_save": f"{_CHECKPOINT}. `save_model(folder)` writes the model",
     "_save_checkpoint": _CHECKPOINT,
@@ -91,9 +99,10 @@ COUNTERPARTS: Mapping[str, str] = {
     "_prepare_inputs": "batches are on the device when a step gets them. Override compute_loss or"
     " training_step to change them",
     "_prepare_input": "batches are on the device when a step gets them",
-    "_remove_unused_columns": "set remove_unused_columns=False, and give a data_collator",
-    "_get_collator_with_removed_columns": "set remove_unused_columns=False, and give a data_collator",
-    "_set_signature_columns_if_needed": "set remove_unused_columns=False, and give a data_collator",
+    "_remove_unused_columns": _COLUMNS,
+    "_signature_columns": _COLUMNS,
+    "_get_collator_with_removed_columns": _COLUMNS,
+    "_set_signature_columns_if_needed": _COLUMNS,
     "_get_dataloader": "override get_train_dataloader, get_eval_dataloader or get_test_dataloader",
     "get_batch_samples": _COUNT,
     "_get_num_items_in_batch": _COUNT,
@@ -115,6 +124,9 @@ COUNTERPARTS: Mapping[str, str] = {
     "_push_from_checkpoint": _HUB,
     "_finish_current_push": _HUB,
     "hub_model_id": _HUB,
+    "push_in_progress": _HUB,
+    "gather_function": "evaluations join the outputs of all processes, each sample once",
+    "neftune_noise_alpha": "`args.neftune_noise_alpha` has it",
     "label_smoother": "TransformersTask(label_smoothing=...) smooths labels",
     "call_model_init": "give model_init, a function without parameters",
     "end": "each verb leaves its process group by itself, so no call is needed at the end of a script",
@@ -133,11 +145,7 @@ def check_overrides(cls: type, ours: type) -> None:
         ConfigError: It overrides a method of transformers' Trainer that would never be called; says what to
             use instead.
     """
-    for kind in cls.__mro__:
-        if kind is ours:
-            return
-        if kind.__module__.startswith("drivetrain."):
-            continue
+    for kind in _classes_of_script(cls, ours):
         for name in vars(kind):
             if name in OVERRIDABLE or (name.startswith("__") and name.endswith("__")):
                 continue
@@ -145,6 +153,63 @@ def check_overrides(cls: type, ours: type) -> None:
                 raise ConfigError(
                     f"{kind.__name__}.{name} would never be called as in transformers: {counterpart(name)}"
                 )
+
+
+def check_reads(script: object, ours: type) -> None:
+    """Check that the methods of a script's class read no name of transformers' Trainer that is not served.
+
+    They may read a name that one of them sets, or that the same method also has as a text, as for `hasattr`.
+
+    Args:
+        script: The script's Trainer, with all attributes that this package sets.
+        ours: The class here that it derives from.
+
+    Raises:
+        ConfigError: A method reads such a name; says what to use instead.
+    """
+    methods = _methods_of(type(script), ours)
+    assigned = {name for names in methods.values() for name in names.assigned}
+    served = {*assigned, *vars(script), *dir(type(script))}
+    for method, names in methods.items():
+        for name in sorted(names.read - served - names.texts):
+            if is_theirs(name):
+                raise ConfigError(f"{method} reads self.{name}, which is not served: {counterpart(name)}")
+        for name in sorted(names.of_accelerator - names.texts):
+            if "accelerator" not in assigned and not hasattr(ScriptAccelerator, name):
+                raise ConfigError(f"{method} reads self.accelerator.{name}, which is not served: {SERVED}")
+
+
+def readers(cls: type, ours: type, name: str) -> list[str]:
+    """Return the methods of a script's class that read an attribute of any object."""
+    return [method for method, names in _methods_of(cls, ours).items() if name in names.of_anything]
+
+
+def _methods_of(cls: type, ours: type) -> dict[str, Names]:
+    return {
+        f"{kind.__name__}.{method}": names
+        for kind in _classes_of_script(cls, ours)
+        for method, names in names_in(kind)
+    }
+
+
+def _classes_of_script(cls: type, ours: type) -> list[type]:
+    before = cls.__mro__[: cls.__mro__.index(ours)]
+    return [kind for kind in before if not kind.__module__.startswith("drivetrain.")]
+
+
+def is_theirs(name: str) -> bool:
+    """Return whether transformers' Trainer has an attribute of this name, in its class or its objects."""
+    return name in _their_names() and not name.startswith("__")
+
+
+@cache
+def _their_names() -> frozenset[str]:
+    theirs = transformers.Seq2SeqTrainer
+    found = set(dir(theirs))
+    for kind in theirs.__mro__:
+        for _, names in names_in(kind):
+            found |= names.assigned
+    return frozenset(found)
 
 
 def is_overridden(script: object, *names: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import transformers
 from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.trainer_utils import PredictionOutput
@@ -26,6 +27,19 @@ class Seq2SeqTrainer(Trainer):
 
     generates = True
     _options: Mapping[str, Any] = {}
+
+    _pad_tensors_to_max_len = transformers.Seq2SeqTrainer._pad_tensors_to_max_len
+
+    @property
+    def _gen_kwargs(self) -> dict[str, Any]:
+        """The options of the evaluation in progress, for a `prediction_step` that generates."""
+        args = self.args
+        given = {"max_length": args.generation_max_length, "num_beams": args.generation_num_beams}
+        return {**{name: value for name, value in given.items() if value is not None}, **self._options}
+
+    @_gen_kwargs.setter
+    def _gen_kwargs(self, options: Mapping[str, Any]) -> None:
+        self._options = {name: value for name, value in options.items() if value is not None}
 
     def _make_task(self) -> ScriptTask:
         task = super()._make_task()

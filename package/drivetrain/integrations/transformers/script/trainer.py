@@ -47,6 +47,7 @@ from drivetrain.integrations.transformers.log_names import (
 from drivetrain.integrations.transformers.run_arguments import UNLIMITED
 from drivetrain.integrations.transformers.script.accelerator import ScriptAccelerator
 from drivetrain.integrations.transformers.script.callback_handler import CallbackHandler
+from drivetrain.integrations.transformers.script.card import card_options
 from drivetrain.integrations.transformers.script.checks import (
     checked_arguments,
     checked_optimizers,
@@ -58,13 +59,17 @@ from drivetrain.integrations.transformers.script.checks import (
 from drivetrain.integrations.transformers.script.methods import (
     COUNTERPARTS,
     check_overrides,
+    check_reads,
     counterpart,
     is_overridden,
+    is_theirs,
     items_for,
+    readers,
 )
 from drivetrain.integrations.transformers.script.pass_outputs import Pass
 from drivetrain.integrations.transformers.script.run import ScriptRun
 from drivetrain.integrations.transformers.script.task import ScriptTask
+from drivetrain.integrations.transformers.script.their_names import TheirNames
 from drivetrain.run.run import Run
 from drivetrain.trainer import trainer as own
 
@@ -80,16 +85,6 @@ _OPTIMIZER_METHODS = (
 )
 
 
-_CARD = {
-    "language": "language",
-    "license": "license",
-    "tags": "tags",
-    "finetuned_from": "base_model",
-    "tasks": "pipeline_tag",
-    "dataset_tags": "datasets",
-}
-
-
 def _is_theirs(path: str) -> bool:
     """Return whether a folder is a checkpoint of transformers' Trainer, or has one."""
     own = Path(path)
@@ -99,7 +94,7 @@ def _is_theirs(path: str) -> bool:
     )
 
 
-class Trainer:
+class Trainer(TheirNames):
     """transformers' Trainer, for scripts that are written for it: change the import, and run.
 
     It makes a `TransformersTask` of the model and a `drivetrain.Trainer` of the arguments, and its methods
@@ -195,9 +190,13 @@ class Trainer:
         self._adapter, self._runs = self._adapt(TrainerState(), TrainerControl())
         self._task = self._make_task()
         self.accelerator = ScriptAccelerator(
-            lambda loss: self._task.run_backward(loss), lambda: next(self.model.parameters()).device
+            lambda loss: self._task.run_backward(loss),
+            lambda: next(self.model.parameters()).device,
+            lambda: self._chosen_strategy.name,
         )
         self._check_evaluation()
+        self._check_training()
+        check_reads(self, Trainer)
         self._settings()
         if self.is_world_process_zero():
             os.makedirs(self.args.output_dir, exist_ok=True)
@@ -226,6 +225,20 @@ class Trainer:
             raise ConfigError(
                 f'eval_strategy="{self.args.eval_strategy.value}" without an eval_dataset. Give one, or'
                 ' eval_strategy="no"'
+            )
+
+    def _check_training(self) -> None:
+        endless = self.train_dataset is not None and not has_length(self.train_dataset)
+        if endless and self.args.max_steps <= 0 and not is_overridden(self, "get_train_dataloader"):
+            raise ConfigError(
+                f"train_dataset is a {type(self.train_dataset).__name__} without a length, so epochs have no"
+                " end that is known. Give max_steps"
+            )
+        scaling = readers(type(self), Trainer, "average_tokens_across_devices")
+        if scaling and self.args.average_tokens_across_devices and self._chosen_strategy.world_size > 1:
+            raise ConfigError(
+                f"{scaling[0]} multiplies the loss by the number of processes, as transformers needs it. The"
+                " loss is weighted over all processes here: give average_tokens_across_devices=False"
             )
 
     # The task, the settings and the callbacks.
@@ -346,6 +359,7 @@ class Trainer:
     def _read_arguments(self) -> None:
         """Map the arguments again: the script may have set others since."""
         self._mapped = self._map_arguments(UNLIMITED)
+        self.__dict__.pop("_chosen_strategy", None)
         self._adapter.describe_by(self.args)
 
     def _check_idle(self, name: str) -> None:
@@ -832,30 +846,22 @@ class Trainer:
         """Upload the newest checkpoint, or the best one if it was loaded, to the Hub; rank 0 does.
 
         Args:
-            commit_message: None; the commit names the checkpoint.
-            blocking: True; `Publish` uploads in the background.
+            commit_message: The message of the commit; None names the checkpoint.
+            blocking: Without effect: the upload is always finished when this returns. `Publish` uploads in
+                the background.
             token: The token; None takes `hub_token`, or the one of the machine.
             revision: The branch; None takes `hub_revision`.
             private: Whether a new repository is private; None takes `hub_private_repo`.
-            card: Parts of the model card: language, license, tags, finetuned_from, tasks, dataset_tags.
+            card: Parts of the model card, as transformers' `create_model_card` takes them: texts or lists.
 
         Returns:
             The address of the commit, on rank 0.
+
+        Raises:
+            ConfigError: A name in `card` is none of a card's.
         """
         hub = importlib.import_module("drivetrain.integrations.hub")  # only if it is asked for
-        unknown = sorted(card.keys() - _CARD.keys())
-        if unknown or commit_message is not None or not blocking:
-            given = (
-                unknown[0]
-                if unknown
-                else "commit_message"
-                if commit_message is not None
-                else "blocking=False"
-            )
-            raise ConfigError(
-                f"push_to_hub({given}) has no effect here. The card takes {', '.join(_CARD)}; the callback"
-                " drivetrain.integrations.hub.Publish uploads in the background"
-            )
+        data = hub.CardData(**card_options(card))
         self._adapter.call("on_push_begin")
         if not self.is_world_process_zero():
             return None
@@ -867,12 +873,13 @@ class Trainer:
             revision=revision or args.hub_revision,
             private=args.hub_private_repo if private is None else private,
             token=token or args.hub_token,
-            card=hub.CardData(**{_CARD[name]: value for name, value in card.items()}),
+            card=data,
+            message=commit_message,
         )
         return address
 
     def __getattr__(self, name: str) -> NoReturn:
         told = f"'{type(self).__name__}' object has no attribute {name!r}"
-        if name in COUNTERPARTS or (not name.startswith("__") and hasattr(transformers.Trainer, name)):
+        if name in COUNTERPARTS or is_theirs(name):
             told += f": {counterpart(name)}"
         raise AttributeError(told)

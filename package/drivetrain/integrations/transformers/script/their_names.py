@@ -1,0 +1,122 @@
+"""The names of transformers' Trainer that copies of its methods use in a subclass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import cached_property
+from typing import Any
+
+from transformers.trainer_pt_utils import LabelSmoother
+from transformers.trainer_utils import TrainerMemoryTracker
+
+from drivetrain.integrations.transformers.arguments import MappedArguments
+from drivetrain.integrations.transformers.collating import Collation
+from drivetrain.integrations.transformers.script.task import ScriptTask
+from drivetrain.integrations.transformers.stored_model import base_of
+from drivetrain.strategies.base import Strategy
+
+
+class TheirNames:
+    """Attributes and small methods that scripts copy with the methods of transformers' Trainer.
+
+    They are facts of this Trainer. Overriding one of the methods is an error.
+    """
+
+    _mapped: MappedArguments
+    _task: ScriptTask
+    get_learning_rates: Any
+
+    current_gradient_accumulation_steps = 1
+    """The number that a step divides its loss by: 1, because the engine weights the micro-batches."""
+
+    @cached_property
+    def model_accepts_loss_kwargs(self) -> bool:
+        """Whether the model's forward takes `num_items_in_batch`. A script may set it."""
+        takes = self._task.columns.takes("num_items_in_batch")
+        return bool(getattr(base_of(self._task.model), "accepts_loss_kwargs", takes))
+
+    @cached_property
+    def _chosen_strategy(self) -> Strategy:
+        return self._mapped.trainer.select_strategy()
+
+    @property
+    def is_deepspeed_enabled(self) -> bool:
+        """Whether the strategy is DeepSpeed's."""
+        return self._chosen_strategy.name == "deepspeed"
+
+    @property
+    def is_fsdp_enabled(self) -> bool:
+        """Whether the strategy shards parameters by FSDP."""
+        return self._chosen_strategy.name in ("fsdp", "xla_fsdp", "xla_fsdp_v2")
+
+    @property
+    def is_fsdp_xla_v2_enabled(self) -> bool:
+        """False: loaders need not be made torch_xla's, under any strategy."""
+        return False
+
+    @property
+    def is_model_parallel(self) -> bool:
+        """False: no strategy puts the layers of a model on different devices."""
+        return False
+
+    @property
+    def place_model_on_device(self) -> bool:
+        """True: the strategy always places the model."""
+        return True
+
+    @cached_property
+    def _memory_tracker(self) -> TrainerMemoryTracker:
+        """A tracker that measures nothing: `skip_memory_metrics=False` adds a `MemoryReport` instead."""
+        return TrainerMemoryTracker(skip_memory_metrics=True)
+
+    @property
+    def can_return_loss(self) -> bool:
+        """Whether the model's forward takes `return_loss`."""
+        return self._task.columns.takes("return_loss")
+
+    @property
+    def label_smoother(self) -> LabelSmoother | None:
+        """The loss with smoothed labels, for a `compute_loss` that calls it; None without smoothing."""
+        factor = self._task.label_smoothing
+        return LabelSmoother(epsilon=factor) if factor else None
+
+    def get_tp_size(self) -> int:
+        """Return 1: tensors are not split over processes."""
+        return 1
+
+    def get_cp_size(self) -> int:
+        """Return 1: sequences are not split over processes."""
+        return 1
+
+    get_sp_size = get_cp_size
+
+    @property
+    def _train_batch_size(self) -> int:
+        """The samples of a micro-batch of this process."""
+        return int(self._mapped.data_options["batch_size"])
+
+    def _get_learning_rate(self) -> float:
+        """Return the learning rate of the first group of parameters."""
+        return float(self.get_learning_rates()[0])
+
+    def _get_num_items_in_batch(self, batch_samples: Sequence[dict[str, Any]], device: Any) -> Any:
+        """Return the number of items that the losses of these batches are means over."""
+        return sum(self._task.loss_weight(each) for each in batch_samples)
+
+    def _prepare_context_parallel_inputs(
+        self, model: Any, inputs: dict[str, Any]
+    ) -> tuple[Callable[[], Any], dict[str, Any]]:
+        """Return a context that does nothing, and the inputs: sequences are not split over processes."""
+        return nullcontext, inputs
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        """Return a `datasets.Dataset` without the columns that the model does not take."""
+        names = dataset.column_names
+        return dataset.remove_columns(sorted(set(names) - self._task.columns.of_samples(names)))
+
+    def _get_collator_with_removed_columns(
+        self, data_collator: Callable[[list[Any]], Any], description: str | None = None
+    ) -> Collation:
+        """Return a collator that leaves out the columns that the model does not take."""
+        return Collation(self._task.columns, data_collator)
