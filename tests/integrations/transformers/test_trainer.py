@@ -923,7 +923,11 @@ def test_a_share_of_a_stream_of_unknown_length_is_refused(tmp_path: Path) -> Non
         def __iter__(self) -> Any:
             return iter(rows(CLASSES, 4))
 
-    made = trainer(tmp_path, data=Stream(), max_steps=-1, num_train_epochs=1, logging_steps=0.5)
+    class OwnLoader(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(Stream(), batch_size=2, collate_fn=padded)
+
+    made = trainer(tmp_path, OwnLoader, max_steps=-1, num_train_epochs=1, logging_steps=0.5)
     with pytest.raises(ConfigError, match=r"logging_steps=0\.5 is a share .* Give max_steps"):
         made.train()
 
