@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import cached_property
 from itertools import groupby
@@ -88,28 +88,24 @@ class Job:
         make: Callable[[], Any] | None = None,
         by_hand: Job | None = None,
     ) -> None:
-        self.folder, self.by_hand = folder, by_hand
+        self.folder, self.read, self.by_hand = folder, read, by_hand
         if family == HEAD:
             family, make = "bert, classes", head
         self.net = model(family) if make is None else make()
         samples = rows(family, 8)
         self.batches = [padded(samples[n % 4 : n % 4 + 4]) for n in range(updates + 1)]
         self.times: list[Any] = []
-        self.net.register_forward_pre_hook(lambda *_: self.times.append(read()))
+        self.begun = 0
+        self.net.register_forward_pre_hook(self.begin)
 
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(self.batch, range(len(self)))
-
-    def batch(self, index: int) -> Any:
-        """A batch; before it the hand-written loop trains the other job on the block that has ended."""
-        if self.by_hand is not None and index and index % BLOCK == 0:
+    def begin(self, *_: Any) -> None:
+        """Note that an update begins; first the hand-written loop trains the other job on the last block."""
+        if self.by_hand is not None and self.begun and self.begun % BLOCK == 0:
             self.times.append(None)
-            self.by_hand.train(slice(index - BLOCK, index))
+            self.by_hand.train(slice(self.begun - BLOCK, self.begun))
             self.by_hand.times.append(None)
-        return self.batches[index]
+        self.begun += 1
+        self.times.append(self.read())
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         """The optimizer of every contestant."""
@@ -143,7 +139,7 @@ class Job:
 def microseconds(times: list[Any]) -> list[float]:
     """Microseconds of an update, by block; None in the times ends one."""
     blocks = [list(block) for ended, block in groupby(times, lambda each: each is None) if not ended]
-    return [1e6 * (each[-1] - each[0]) / (len(each) - 1) for each in blocks if len(each) >= BLOCK - 1]
+    return [1e6 * (each[-1] - each[0]) / (len(each) - 1) for each in blocks if len(each) == BLOCK]
 
 
 def hand(job: Job, saves: int | None) -> None:
@@ -162,20 +158,7 @@ def ours(job: Job, saves: int | None, asynchronous: bool = False) -> None:
             every=f"{saves} steps", keep_last=1, asynchronous=asynchronous
         )
     task = TransformersTask(job.net, optimizer=job.optimizer)
-    Trainer(max_epochs=1, strategy="cpu", loggers=(), progress_bar=False, **saving).fit(task, job)
-
-
-class Indexed:
-    """A job's batches as a data set, which torch's DataLoader takes."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-
-    def __len__(self) -> int:
-        return len(self.job)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.job.batch(index)
+    Trainer(max_epochs=1, strategy="cpu", loggers=(), progress_bar=False, **saving).fit(task, job.batches)
 
 
 class Synced(transformers.TrainerCallback):
@@ -207,7 +190,7 @@ def theirs(job: Job, saves: int | None, module: Any = transformers, callbacks: A
             return self.train_dataset
 
     optimizer = job.optimizer(job.net.parameters())
-    loader = DataLoader(Indexed(job), batch_size=None)
+    loader = DataLoader(job.batches, batch_size=None)
     Made(
         job.net, arguments, train_dataset=loader, optimizers=(optimizer, None), callbacks=[*callbacks]
     ).train()
@@ -248,7 +231,7 @@ def turn(name: str, family: str, options: argparse.Namespace) -> tuple[Job, Job]
         gc.collect()
         with redirect_stdout(io.StringIO()):  # transformers prints its figures
             CONTESTANTS[name](job, None)
-            by_hand.train(slice((len(job) - 1) // BLOCK * BLOCK, None))
+            by_hand.train(slice((job.begun - 1) // BLOCK * BLOCK, None))
     return job, by_hand
 
 
