@@ -69,7 +69,7 @@ class Stacks:
         """Write the stacks of this process and its workers to a file, the newest call last.
 
         Args:
-            path: The file; its directory is made. What another process has written there stays.
+            path: The file; its directory is made. Text of another process in it stays.
             title: The first line.
             error: The error raised here, or None; its traceback comes first.
         """

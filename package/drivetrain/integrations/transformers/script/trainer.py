@@ -332,7 +332,7 @@ class Trainer(TheirNames):
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer of the last fit. One that is set before `train` is used as if it were given."""
+        """The optimizer of the last fit. Another one may be set before `train`, as if it were given."""
         return self._optimizer
 
     @optimizer.setter
