@@ -116,6 +116,7 @@ class CallbackAdapter(OwnCallback):
         train_dataloader: What callbacks get by this name; None gives them the length of an epoch alone.
         eval_dataloader: Likewise, for the evaluation in progress.
         train_metrics: The summary of a finished fit, such as "train_loss" and "train_runtime".
+        follows_args: Whether the run's intervals are those of `args`, so that the control tells what is due.
         reports_evaluations: Whether evaluations are logged and their events called here, not by the program.
         told: Names of values that the program has put in rows of its own since the last log point.
 
@@ -142,6 +143,7 @@ class CallbackAdapter(OwnCallback):
         self.train_dataloader: Any = None
         self.eval_dataloader: Any = None
         self.train_metrics: dict[str, float] = {}
+        self.follows_args = False
         self.reports_evaluations = True
         self.told: set[str] = set()
         self._log = self.log if log is None else log
@@ -270,11 +272,11 @@ class CallbackAdapter(OwnCallback):
             run.save()
 
     def _event_with_flow(self, run: Run, event: str) -> None:
-        """Call an event whose callbacks may look in the control for what the arguments say is due.
+        """Call an event whose callbacks may look in the control for what is due, if the arguments say it.
 
         The run does it by its own intervals, before the event or after it.
         """
-        if self._given_args is not None and self._by_event[event]:
+        if self.follows_args and self._by_event[event]:
             self._see(run)
             getattr(_FLOW, event)(self.args, self.state, self.control)
         self._event(run, event)

@@ -285,6 +285,7 @@ class Trainer(TheirNames):
         adapter = CallbackAdapter(
             theirs, self.args, state=state, control=control, log=self._log_point, pushes=True
         )
+        adapter.follows_args = True
         return adapter, ScriptRun(
             lambda: self.evaluate(ignore_keys=self._ignored_in_fit),
             self._mapped.eval_on_start,
