@@ -311,6 +311,96 @@ def test_a_step_sees_its_gradients_and_may_change_them(tmp_path: Path) -> None:
     equal(*made, tolerance=1e-5)
 
 
+def test_a_hook_of_a_gradient_runs_once(tmp_path: Path) -> None:
+    made = [trainer(tmp_path / kind.__name__, kind, max_steps=3) for kind in (Trainer, Wrapping)]
+    calls = [0, 0]
+    for number, each in enumerate(made):
+
+        def half(gradient: torch.Tensor, number: int = number) -> torch.Tensor:
+            calls[number] += 1
+            return gradient / 2
+
+        each.model.classifier.weight.register_hook(half)
+        each.train()
+    assert calls == [3, 3]
+    equal(*made)
+
+
+def _static(folder: str, kind: Any) -> list[torch.Tensor]:
+    made = trainer(f"{folder}/{kind.__name__}", kind, ddp_static_graph=True)
+    made.train()
+    return [each.sum().item() for each in weights(made)]
+
+
+def test_a_static_graph_leaves_the_backward_of_a_step_to_the_engine(tmp_path: Path) -> None:
+    plain = run_distributed(_static, str(tmp_path), Trainer, timeout=120)
+    assert run_distributed(_static, str(tmp_path), Wrapping, timeout=120) == plain
+    assert plain[0] == plain[1]
+    with pytest.raises(RuntimeError, match=r"OwnBackward\.training_step calls loss\.backward\(\) itself"):
+        run_distributed(_static, str(tmp_path), OwnBackward, timeout=120)
+
+
+def test_attributes_are_set_as_in_transformers(tmp_path: Path) -> None:
+    class Teaching(Trainer):
+        def __init__(self, model: Any, **options: Any) -> None:
+            self.model, self.optimizer, self.label_names = model, None, ["labels"]
+            super().__init__(model, **options)
+            self.label_smoother, self._model, self.is_model_parallel = "mine", "teacher", True
+            self.named = {name: getattr(self, name) for name in ("label_smoother",)}
+
+        @staticmethod
+        def repository(args: Any) -> Any:
+            return args.hub_model_id
+
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            class Own:
+                def read(self) -> Any:
+                    return self.objective  # type: ignore[attr-defined]
+
+            try:
+                assert self.hp_search_backend
+            except AttributeError:
+                self.searches = False
+            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+            self.accelerator.backward(loss, retain_graph=True)
+            self.log({"loss": loss.item()})
+            return loss.detach()
+
+    given = model(CLASSES)
+    made = Teaching(given, args=arguments(tmp_path), data_collator=padded, train_dataset=rows(CLASSES, 16))
+    assert (made.model, made.label_smoother, made.is_model_parallel) == (given, "mine", True)
+    sgd = torch.optim.SGD(given.parameters(), lr=1.0)
+    made.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(sgd, lambda _: 0.0)
+    made.optimizer = sgd
+    before = weights(made)
+    assert made.train().training_loss > 1
+    assert all(torch.equal(one, other) for one, other in zip(before, weights(made), strict=True))
+
+    began = trainer(tmp_path / "init", model_init=lambda: model(CLASSES))
+    began.create_optimizer()
+    first = began.optimizer
+    began.train()
+    assert began.optimizer is not first
+
+
+def test_arguments_that_are_set_late_reach_evaluations(tmp_path: Path) -> None:
+    data = rows(CLASSES, 5)
+    made = trainer(tmp_path, eval_dataset=data)
+    made.evaluate()
+    made.args.label_smoothing_factor = 0.9
+    right = trainer(tmp_path / "right", eval_dataset=data, label_smoothing_factor=0.9)
+    assert made.evaluate()["eval_loss"] == pytest.approx(right.evaluate()["eval_loss"], rel=1e-6)
+    made.args.eval_on_start = True
+    for _ in range(2):
+        made.train()
+        steps = [row["step"] for row in made.state.log_history if "eval_loss" in row]
+        assert steps == [0]
+    bare = trainer(tmp_path / "bare")
+    bare.args.eval_strategy = "steps"
+    with pytest.raises(ConfigError, match="without an eval_dataset"):
+        bare.train()
+
+
 def test_a_column_that_the_collation_adds_reaches_a_loss(tmp_path: Path) -> None:
     class Weighted(Trainer):
         def compute_loss(

@@ -87,13 +87,14 @@ def has_unknown(found: Fingerprints) -> bool:
     return any(as_object(each, name)["xxh3_128"] is None for name, each in found.items())
 
 
-def check_same(stored: Json, mine: Fingerprints, where: str) -> None:
+def check_same(stored: Json, mine: Fingerprints, where: str, *, may_convert: bool = False) -> None:
     """Check that the frozen parameters are those of a checkpoint's run.
 
     Args:
         stored: The object `FROZEN` of the checkpoint.
         mine: The fingerprints of the program's parameters.
         where: The checkpoint, for the message.
+        may_convert: Whether they may have another dtype, so that only their shapes are compared.
 
     Raises:
         CheckpointError: They differ; names the parameters.
@@ -103,13 +104,14 @@ def check_same(stored: Json, mine: Fingerprints, where: str) -> None:
     problems += [f"{name!r} is frozen here alone" for name in sorted(mine.keys() - theirs.keys())]
     for name in sorted(theirs.keys() & mine.keys()):
         there, here = as_object(theirs[name], f"{where}: {name!r}"), as_object(mine[name], name)
-        for what, words in (("dtype", "the dtype"), ("shape", "the shape")):
+        is_converted = may_convert and there.get("dtype") != here["dtype"]
+        for what in ("shape",) if may_convert else ("dtype", "shape"):
             if there.get(what) != here[what]:
-                problems.append(f"{name!r} has {words} {there.get(what)} there, {here[what]} here")
+                problems.append(f"{name!r} has the {what} {there.get(what)} there, {here[what]} here")
                 break
         else:
             hashes = there.get("xxh3_128"), here["xxh3_128"]
-            if None not in hashes and hashes[0] != hashes[1]:
+            if not is_converted and None not in hashes and hashes[0] != hashes[1]:
                 problems.append(f"{name!r} has other values")
     if problems:
         more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""

@@ -107,7 +107,8 @@ def load_weights_into(
         source: A path for `checkpoint.load_weights` (a file, a folder, a checkpoint, a run; Lightning's and
             Composer's files too), the result of `read_torch_weights`, or tensors by name.
         strict: Whether everything must fit. If not, the fitting tensors are loaded; the report has the rest.
-            Frozen parameters that a checkpoint leaves out must be the same in the module.
+            Frozen parameters that a checkpoint leaves out must be the same in the module; in another dtype
+            only their shapes are compared.
         rename: The rule from source names to module names: a mapping of regular expressions to replacements,
             as for `re.sub`, each applied to the result of those before it; or a function. None instead of a
             name drops the tensor.
@@ -126,9 +127,9 @@ def load_weights_into(
     named, dropped = renamed(given, rename, where)
     own = full_state(module)
     if isinstance(frozen, dict) and strict and rename is None:
-        check_same(frozen, fingerprints(module, frozen.keys()), where)
+        check_same(frozen, fingerprints(module, frozen.keys()), where, may_convert=True)
         own = {name: each for name, each in own.items() if name not in frozen}
-        note = f"the other {len(frozen)} are frozen, left out there, and the same here"
+        note = f"the other {len(frozen)} are frozen, and left out there"
     comparison = _compare(module, own, named, where, adopt_dtypes)
     if comparison.differs and (strict or not comparison.fitting):
         suggestion = prefix_hint(named, own)

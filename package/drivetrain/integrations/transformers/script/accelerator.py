@@ -29,14 +29,14 @@ class ScriptAccelerator:
     """The `trainer.accelerator` of a script: `backward` for a training step, and facts of this process.
 
     Args:
-        backward: Takes the loss of a training step.
+        backward: Takes the loss of a training step, and `retain_graph`.
         device: Returns the device of the model.
         strategy: Returns the name of the strategy.
     """
 
     def __init__(
         self,
-        backward: Callable[[Tensor], Tensor],
+        backward: Callable[..., Tensor],
         device: Callable[[], torch.device],
         strategy: Callable[[], str],
     ) -> None:
@@ -44,14 +44,15 @@ class ScriptAccelerator:
         self._device = device
         self._strategy = strategy
 
-    def backward(self, loss: Tensor, scale_wrt_gas: bool = True) -> None:
-        """Leave a loss to the engine, which weights it and runs its backward after the step.
+    def backward(self, loss: Tensor, scale_wrt_gas: bool = True, retain_graph: bool = False) -> None:
+        """Run backward on a loss, now or once the step has returned; the engine weights its gradients.
 
         Args:
             loss: The loss.
             scale_wrt_gas: Without effect: the engine's weights hold for any accumulation.
+            retain_graph: Whether the step runs backward through a part of the graph again.
         """
-        self._backward(loss)
+        self._backward(loss, retain_graph=retain_graph)
 
     def prepare(self, *given: Any, **options: Any) -> Any:
         """Return a loader as it is: the Trainer has each process read its part of it.

@@ -19,6 +19,8 @@ class Names:
         of_anything: The attributes of any object that it reads.
         assigned: The attributes of `self` that it sets.
         texts: All strings in it, among them those that it gives `hasattr`.
+        calls: The functions that it calls by their bare names, such as "setattr".
+        catches: Whether it catches an AttributeError.
     """
 
     read: frozenset[str]
@@ -26,12 +28,16 @@ class Names:
     of_anything: frozenset[str]
     assigned: frozenset[str]
     texts: frozenset[str]
+    calls: frozenset[str]
+    catches: bool
 
 
 def names_in(kind: type) -> Iterator[tuple[str, Names]]:
     """Yield each method that a class defines itself and whose source is known, by its name."""
     files: dict[str, dict[int, ast.FunctionDef]] = {}
     for name, value in vars(kind).items():
+        if isinstance(value, staticmethod):
+            continue
         function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
         code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
         if code is None:
@@ -60,7 +66,7 @@ def _names(tree: ast.FunctionDef, own: str) -> Names:
     def is_own(node: ast.expr) -> bool:
         return isinstance(node, ast.Name) and node.id == own
 
-    nodes = list(ast.walk(tree))
+    nodes = list(_outside_of_classes(tree))
     attributes = [each for each in nodes if isinstance(each, ast.Attribute)]
     loaded = [each for each in attributes if isinstance(each.ctx, ast.Load)]
     return Names(
@@ -79,4 +85,21 @@ def _names(tree: ast.FunctionDef, own: str) -> Names:
         texts=frozenset(
             each.value for each in nodes if isinstance(each, ast.Constant) and isinstance(each.value, str)
         ),
+        calls=frozenset(
+            each.func.id for each in nodes if isinstance(each, ast.Call) and isinstance(each.func, ast.Name)
+        ),
+        catches=any(isinstance(each, ast.ExceptHandler) and _is_caught(each) for each in nodes),
     )
+
+
+def _outside_of_classes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a function without those of classes in it, which have a `self` of their own."""
+    yield tree
+    for each in ast.iter_child_nodes(tree):
+        if not isinstance(each, ast.ClassDef):
+            yield from _outside_of_classes(each)
+
+
+def _is_caught(handler: ast.ExceptHandler) -> bool:
+    caught = "" if handler.type is None else ast.unparse(handler.type)
+    return not caught or "AttributeError" in caught or caught in ("Exception", "BaseException")

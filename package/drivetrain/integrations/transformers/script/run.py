@@ -32,6 +32,7 @@ class ScriptRun(Callback):
     Attributes:
         run: The fit in progress, or None.
         current: The pass in progress, or None.
+        first: Whether to evaluate before the first update of the next fit.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class ScriptRun(Callback):
         self.run: Run | None = None
         self.current: Pass | None = None
         self._evaluate = evaluate
-        self._first = first
+        self.first = first
         self._adapter = adapter
         self._begins = begins
         self._loaders: Any = None
@@ -99,8 +100,8 @@ class ScriptRun(Callback):
 
     def on_epoch_start(self, run: Run) -> None:
         """Evaluate before the first update, if that is asked for."""
-        if self._first:
-            self._first = False
+        if self.first:
+            self.first = False
             validate(run)
 
     def on_evaluation_end(self, run: Run) -> None:

@@ -94,7 +94,7 @@ class ScriptTask(TransformersTask):
             compute_loss = self.script.compute_loss
             return compute_loss(self.model, inputs, **items_for(compute_loss, items))
 
-    def run_backward(self, loss: Tensor) -> Tensor:
+    def run_backward(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
         """Run backward on a loss of the script's step, now or after the step, and return it detached.
 
         Where the strategy can take gradients that a step has made, it runs now, and the step may look at them
@@ -103,7 +103,7 @@ class ScriptTask(TransformersTask):
         if self._pending is None:
             raise ConfigError("training_step and accelerator.backward are for train(), which calls them")
         if self._at_once:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         else:
             self._pending.append(loss)
         self._returned = loss.detach()
@@ -112,19 +112,22 @@ class ScriptTask(TransformersTask):
     def _own_step(self, inputs: dict[str, Any], items: Any) -> Tensor:
         """Run the script's step, and return a loss with the gradients that the step has made.
 
-        So the engine weights and reduces them like any other. With sharded parameters or gradients, and with
-        scaled losses, `run_backward` leaves its loss to the engine, and the step sees no gradient.
+        So the engine weights and reduces them like any other. With sharded parameters or gradients, scaled
+        losses or a static graph, and for parameters with hooks, which would run twice, `run_backward` leaves
+        its loss to the engine. Then the step sees no gradient.
         """
         script = self.script
         parameters = [each for each in self.model.parameters() if each.requires_grad]
         sharded = is_sharded(self.model)
         pending: list[Tensor] = []
         self._pending = pending
-        self._at_once = not (sharded or self.hides_gradients or self.scales_losses)
+        hooked = any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters)
+        self._at_once = not (sharded or self.hides_gradients or self.scales_losses or hooked)
         refused = StrategyError(
             f"{type(script).__name__}.training_step calls loss.backward() itself, which works on one device"
-            " and under DDP, and not with sharded parameters or gradients (FSDP, ZeRO). Call"
-            " super().training_step(model, inputs, num_items_in_batch) or self.accelerator.backward(loss)"
+            " and under DDP, and not with sharded parameters or gradients (FSDP, ZeRO) or a static graph."
+            " Call super().training_step(model, inputs, num_items_in_batch) or"
+            " self.accelerator.backward(loss)"
         )
         stop = refused if self.hides_gradients and not sharded else None
         try:

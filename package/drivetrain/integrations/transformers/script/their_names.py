@@ -17,6 +17,22 @@ from drivetrain.integrations.transformers.stored_model import base_of
 from drivetrain.strategies.base import Strategy
 
 
+class Fact:
+    """A property that a script may replace by a value of its own, as it may in transformers.
+
+    Args:
+        get: Returns the value for an object.
+    """
+
+    def __init__(self, get: Callable[[Any], Any]) -> None:
+        self._get = get
+        self.__doc__ = get.__doc__
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        """Return the value; an attribute of the object comes before it."""
+        return self if instance is None else self._get(instance)
+
+
 class TheirNames:
     """Attributes and small methods that scripts copy with the methods of transformers' Trainer.
 
@@ -30,9 +46,9 @@ class TheirNames:
     current_gradient_accumulation_steps = 1
     """The number that a step divides its loss by: 1, because the engine weights the micro-batches."""
 
-    @cached_property
+    @Fact
     def model_accepts_loss_kwargs(self) -> bool:
-        """Whether the model's forward takes `num_items_in_batch`. A script may set it."""
+        """Whether the model's forward takes `num_items_in_batch`."""
         takes = self._task.columns.takes("num_items_in_batch")
         return bool(getattr(base_of(self._task.model), "accepts_loss_kwargs", takes))
 
@@ -40,27 +56,27 @@ class TheirNames:
     def _chosen_strategy(self) -> Strategy:
         return self._mapped.trainer.select_strategy()
 
-    @property
+    @Fact
     def is_deepspeed_enabled(self) -> bool:
         """Whether the strategy is DeepSpeed's."""
         return self._chosen_strategy.name == "deepspeed"
 
-    @property
+    @Fact
     def is_fsdp_enabled(self) -> bool:
         """Whether the strategy shards parameters by FSDP."""
         return self._chosen_strategy.name in ("fsdp", "xla_fsdp", "xla_fsdp_v2")
 
-    @property
+    @Fact
     def is_fsdp_xla_v2_enabled(self) -> bool:
         """False: loaders need not be made torch_xla's, under any strategy."""
         return False
 
-    @property
+    @Fact
     def is_model_parallel(self) -> bool:
         """False: no strategy puts the layers of a model on different devices."""
         return False
 
-    @property
+    @Fact
     def place_model_on_device(self) -> bool:
         """True: the strategy always places the model."""
         return True
@@ -70,12 +86,12 @@ class TheirNames:
         """A tracker that measures nothing: `skip_memory_metrics=False` adds a `MemoryReport` instead."""
         return TrainerMemoryTracker(skip_memory_metrics=True)
 
-    @property
+    @Fact
     def can_return_loss(self) -> bool:
         """Whether the model's forward takes `return_loss`."""
         return self._task.columns.takes("return_loss")
 
-    @property
+    @Fact
     def label_smoother(self) -> LabelSmoother | None:
         """The loss with smoothed labels, for a `compute_loss` that calls it; None without smoothing."""
         factor = self._task.label_smoothing
@@ -91,7 +107,7 @@ class TheirNames:
 
     get_sp_size = get_cp_size
 
-    @property
+    @Fact
     def _train_batch_size(self) -> int:
         """The samples of a micro-batch of this process."""
         return int(self._mapped.data_options["batch_size"])

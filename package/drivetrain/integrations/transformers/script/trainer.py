@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import math
 import os
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from transformers import TrainerControl, TrainerState, TrainingArguments, set_seed
 from transformers.trainer_utils import (
     EvalLoopOutput,
+    IntervalStrategy,
     PredictionOutput,
     TrainOutput,
     has_length,
@@ -34,6 +36,7 @@ from drivetrain.core.errors import CheckpointError, ConfigError, DataError
 from drivetrain.data.length_grouped import LengthGroupedSampler, lengths_of
 from drivetrain.distributed.processes import local_rank, rank, world_size
 from drivetrain.integrations.transformers.arguments import MappedArguments, from_training_arguments
+from drivetrain.integrations.transformers.arguments_table import ROWS
 from drivetrain.integrations.transformers.callbacks import CallbackAdapter
 from drivetrain.integrations.transformers.collating import Collation, default_collate
 from drivetrain.integrations.transformers.evaluation import predictions_of
@@ -85,6 +88,14 @@ _OPTIMIZER_METHODS = (
 )
 
 
+_STATIC = "torch learns a static graph from the first backward"
+
+
+def _copied(args: TrainingArguments) -> dict[str, Any]:
+    """Return the values of all options, to see later whether a script has set others."""
+    return {name: copy.deepcopy(value) for name, value in vars(args).items() if name in ROWS}
+
+
 def _is_theirs(path: str) -> bool:
     """Return whether a folder is a checkpoint of transformers' Trainer, or has one."""
     own = Path(path)
@@ -130,6 +141,11 @@ class Trainer(TheirNames):
         ConfigError: An argument, an option or an overridden method that cannot be served; says what to use.
     """
 
+    # A subclass may set attributes before it calls this class's constructor.
+    is_in_train = False
+    _is_made = False
+    _given_optimizers: tuple[Optimizer | None, Any] = (None, None)
+    _loaders: dict[tuple[str, int], tuple[Any, DataLoader[Any]]]
     _created_lr_scheduler = False
     loss_is_scaled_for_ga: bool | None = None
     """Without effect: a loss is always weighted as a mean over `num_items_in_batch`, exact in either case."""
@@ -172,7 +188,7 @@ class Trainer(TheirNames):
         self._mapped = self._map_arguments(UNLIMITED)  # an interval that is a share of the run is never due
         set_seed(self.args.seed)
         self.model_init = model_init
-        self._model = self._first_model(model)
+        self._own_model = self._first_model(model)
         self.processing_class = processor_of(processing_class, tokenizer, data_collator)
         self.data_collator = data_collator or default_collate(self.processing_class)
         self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
@@ -180,20 +196,19 @@ class Trainer(TheirNames):
         self._given_optimizers = checked_optimizers(
             optimizers, optimizer_cls_and_kwargs, model_init, self._settings_of([])
         )
-        self._optimizer, self._lr_scheduler = self._given_optimizers
+        self._own_optimizer, self._own_scheduler = self._given_optimizers
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
-        self.is_in_train = False
         self._keeps_outputs, self._at_log_point = True, False
         self._ignored_in_fit: list[str] | None = None
-        self._loaders: dict[tuple[str, int, int], tuple[Any, DataLoader[Any]]] = {}
         self._callbacks = made_callbacks(callbacks)
         self._adapter, self._runs = self._adapt(TrainerState(), TrainerControl())
         self._task = self._make_task()
         self.accelerator = ScriptAccelerator(
-            lambda loss: self._task.run_backward(loss),
+            lambda loss, **options: self._task.run_backward(loss, **options),
             lambda: next(self.model.parameters()).device,
             lambda: self._chosen_strategy.name,
         )
+        self._read, self._is_made = _copied(self.args), True
         self._check_evaluation()
         self._check_training()
         check_reads(self, Trainer)
@@ -221,10 +236,10 @@ class Trainer(TheirNames):
 
     def _check_evaluation(self) -> None:
         lacks = self.eval_dataset is None and not is_overridden(self, "get_eval_dataloader", "evaluate")
-        if lacks and self.args.eval_strategy != "no":
+        strategy = IntervalStrategy(self.args.eval_strategy).value
+        if lacks and strategy != "no":
             raise ConfigError(
-                f'eval_strategy="{self.args.eval_strategy.value}" without an eval_dataset. Give one, or'
-                ' eval_strategy="no"'
+                f'eval_strategy="{strategy}" without an eval_dataset. Give one, or eval_strategy="no"'
             )
 
     def _check_training(self) -> None:
@@ -244,6 +259,7 @@ class Trainer(TheirNames):
     # The task, the settings and the callbacks.
 
     def _make_task(self) -> ScriptTask:
+        self._loaders = {}  # they leave out the columns that the model before did not take
         options = dict(self._mapped.task_options)
         self._generate = options.pop("generate", None)
         if self._generate is not None and not self.generates:
@@ -295,8 +311,10 @@ class Trainer(TheirNames):
 
     def _fit_begins(self, run: Run) -> None:
         (updater,) = run.engine.updaters.values()
-        self._optimizer = updater.optimizer
-        self._task.hides_gradients = run.engine.strategy.no_value_clipping
+        self._own_optimizer = updater.optimizer
+        strategy = run.engine.strategy
+        is_static = getattr(getattr(strategy, "config", None), "static_graph", False)
+        self._task.hides_gradients = strategy.no_value_clipping or (_STATIC if is_static else "")
         self._task.scales_losses = run.engine.precision.loss_scaling
 
     # Callbacks, state and this process.
@@ -323,45 +341,53 @@ class Trainer(TheirNames):
     @property
     def model(self) -> Any:
         """The model, which is trained in place. Another one may be set before a verb."""
-        return self._model
+        return self._own_model
 
     @model.setter
     def model(self, model: Any) -> None:
         self._check_idle("model")
-        self._model = model
-        self._task = self._make_task()
+        if self._is_made:  # the constructor takes its argument
+            self._own_model = model
+            self._task = self._make_task()
 
     @property
     def optimizer(self) -> Any:
         """The optimizer of the last fit. Another one may be set before `train`, as if it were given."""
-        return self._optimizer
+        return self._own_optimizer
 
     @optimizer.setter
     def optimizer(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        self._set_optimizers(optimizer, self._given_optimizers[1])
+        self._own_optimizer = optimizer
+        if not self.is_in_train:  # there the methods that make it set it
+            self._given_optimizers = optimizer, self._given_optimizers[1]
 
     @property
     def lr_scheduler(self) -> Any:
         """Its scheduler; None where the rate is a function of the update. It is set as the optimizer is."""
-        return self._lr_scheduler
+        return self._own_scheduler
 
     @lr_scheduler.setter
     def lr_scheduler(self, scheduler: Any) -> None:
-        self._lr_scheduler = scheduler
-        self._set_optimizers(self._given_optimizers[0], scheduler)
+        self._own_scheduler = scheduler
+        if not self.is_in_train:
+            self._given_optimizers = self._given_optimizers[0], scheduler
 
-    def _set_optimizers(self, optimizer: Any, scheduler: Any) -> None:
-        if self.is_in_train:  # the methods that make them set them
-            return
-        given = (optimizer, None if optimizer is None else scheduler)
-        self._given_optimizers = checked_optimizers(given, None, self.model_init, self._settings_of([]))
-
-    def _read_arguments(self) -> None:
-        """Map the arguments again: the script may have set others since."""
+    def _read_arguments(self) -> bool:
+        """Map the arguments again if the script has set others since; returns whether it has."""
+        now = _copied(self.args)
+        if now == self._read:
+            return False
+        self._read = now
         self._mapped = self._map_arguments(UNLIMITED)
         self.__dict__.pop("_chosen_strategy", None)
         self._adapter.describe_by(self.args)
+        self._check_evaluation()
+        return True
+
+    def _follow_arguments(self) -> None:
+        """Make the task anew for a verb if the arguments are others."""
+        if not self.is_in_train and self._read_arguments():
+            self._task = self._make_task()
 
     def _check_idle(self, name: str) -> None:
         if self.is_in_train:
@@ -380,9 +406,9 @@ class Trainer(TheirNames):
     @label_names.setter
     def label_names(self, names: Sequence[str]) -> None:
         self._check_idle("label_names")
-        self.args.label_names = list(names)
-        self._read_arguments()
-        self._task = self._make_task()
+        if self._is_made:
+            self.args.label_names = list(names)
+            self._follow_arguments()
 
     @property
     def tokenizer(self) -> Any:
@@ -439,8 +465,7 @@ class Trainer(TheirNames):
         Args:
             eval_dataset: The data, or the name of a set in `eval_dataset`; None for `eval_dataset` itself.
         """
-        name = eval_dataset if isinstance(eval_dataset, str) else ""
-        key = (name, self.args.per_device_eval_batch_size, id(self.data_collator))
+        key = (eval_dataset if isinstance(eval_dataset, str) else "", id(self.data_collator))
         if isinstance(eval_dataset, str):
             eval_dataset = self.eval_dataset[eval_dataset]
         elif eval_dataset is None:
@@ -534,8 +559,10 @@ class Trainer(TheirNames):
         if trial is not None:
             raise ConfigError(f"train(trial=...): {counterpart('hyperparameter_search')}")
         self._read_arguments()
+        self._runs.first = self._mapped.eval_on_start
         if self.model_init is not None:
-            self._model = self._init_model()
+            self._own_model, self._given_optimizers = self._init_model(), (None, None)
+        checked_optimizers(self._given_optimizers, None, None, self._settings_of([]))
         self._task = self._make_task()
         self._ignored_in_fit = ignore_keys_for_eval
         resume, train, evaluation = (
@@ -630,9 +657,9 @@ class Trainer(TheirNames):
 
     def _make_optimizers(self, parameters: list[nn.Parameter]) -> tuple[Optimizer, Any]:
         """Return the optimizer and scheduler of the script's methods or arguments, for a fit that begins."""
-        self._optimizer, self._lr_scheduler = self._given_optimizers
+        self._own_optimizer, self._own_scheduler = self._given_optimizers
         if self._created_lr_scheduler:  # by create_scheduler, for an earlier fit or before this one
-            self._lr_scheduler, self._created_lr_scheduler = None, False
+            self._own_scheduler, self._created_lr_scheduler = None, False
         total = self._task.totals.updates
         if total is None:
             raise ConfigError("a scheduler needs the number of updates: give max_steps")
@@ -676,7 +703,7 @@ class Trainer(TheirNames):
             for name, value in logs.items():
                 if name not in known and isinstance(value, (Real, Tensor)):
                     run.log(name, value)
-                    self._adapter.told |= {name, to_transformers(name)}
+                    self._adapter.told |= {name, to_transformers(name)} - {"loss"}
         self._adapter.log(logs)
 
     # Evaluation.
@@ -694,8 +721,7 @@ class Trainer(TheirNames):
             ignore_keys: The outputs that `compute_metrics` does not get.
             metric_key_prefix: What the names of the metrics begin with.
         """
-        if not self.is_in_train:
-            self._read_arguments()
+        self._follow_arguments()
         given = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(given, Mapping):
             metrics: dict[str, float] = {}
@@ -735,8 +761,7 @@ class Trainer(TheirNames):
             ignore_keys: The outputs to leave out.
             metric_key_prefix: What the names of the metrics begin with.
         """
-        if not self.is_in_train:
-            self._read_arguments()
+        self._follow_arguments()
         loader, start = self.get_test_dataloader(test_dataset), time.time()
         output = self.evaluation_loop(
             loader, description="Prediction", ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix
