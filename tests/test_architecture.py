@@ -77,6 +77,8 @@ LOADED_WHEN_USED = {
 # is here: no object of this package reads another one's.
 PRIVATE = {
     # Of torch, modules and tensors.
+    "_backward_hooks": "whether a parameter has hooks, for which torch has no public question",
+    "_post_accumulate_grad_hooks": "likewise",
     "_buffers": "what a forward leaves is undone without the copies that `buffers()` would make",
     "_non_persistent_buffers_set": "as `_buffers`",
     "_parameters": "a parameter is replaced by its shard or copy, which `register_parameter` refuses",
