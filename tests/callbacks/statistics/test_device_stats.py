@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import mmap
 import logging
+import mmap
 import socket
 from fnmatch import fnmatchcase
 from pathlib import Path
