@@ -346,7 +346,6 @@ def test_attributes_are_set_as_in_transformers(tmp_path: Path) -> None:
             self.model, self.optimizer, self.label_names = model, None, ["labels"]
             super().__init__(model, **options)
             self.label_smoother, self._model, self.is_model_parallel = "mine", "teacher", True
-            self.named = {name: getattr(self, name) for name in ("label_smoother",)}
 
         @staticmethod
         def repository(args: Any) -> Any:
