@@ -1,0 +1,34 @@
+"""Tables of what is refused: a call, and the words that its error must have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def assert_refused(
+    error: type[BaseException] | tuple[type[BaseException], ...],
+    cases: Mapping[str, tuple[Callable[[], Any] | str, ...]],
+) -> None:
+    """Call each case and list all that are not refused, or without the words that help.
+
+    Args:
+        error: The class of the errors, or several of which each will do.
+        cases: By a name that says what is wrong: the call, then the words, in any order and case.
+    """
+    wrong = []
+    for name, (call, *words) in cases.items():
+        assert callable(call)
+        assert words, f"{name}: give a word that the message must have"
+        try:
+            call()
+        except error as refusal:
+            text = str(refusal)
+            missing = [word for word in words if str(word).lower() not in text.lower()]
+            if missing:
+                wrong.append(f"{name}: the message lacks {missing}: {text}")
+        except Exception as other:
+            wrong.append(f"{name}: {type(other).__name__} instead: {other}")
+        else:
+            wrong.append(f"{name}: is not refused")
+    assert not wrong, "\n".join(wrong)
