@@ -1,13 +1,16 @@
-"""Errors: what they say after a wrong name, what catches them, and that they travel between processes."""
+"""Errors: what they say after a wrong name, what catches them, and out-of-memory errors of torch."""
 
 from __future__ import annotations
 
 import pickle
+import weakref
 
 import pytest
+import torch
 
 from drivetrain.core import errors
 from drivetrain.core.errors import DrivetrainError, MissingDependencyError, nearest
+from drivetrain.core.out_of_memory import clear_frames, is_out_of_memory
 
 ALL = [
     each
@@ -16,48 +19,60 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [("adamv", "adamw"), ("AdamW", "adamw"), ("sdg", "sgd"), ("ADAMX", "adamw"), ("mse", "MSE")],
-)
-def test_a_misspelt_name_is_answered_with_the_one_that_was_meant(name: str, meant: str) -> None:
-    assert nearest(name, ["sgd", "adamw", "MSE"]).startswith(f"Did you mean {meant!r}? ")
-
-
-def test_all_allowed_names_are_listed_in_order_whatever_was_given() -> None:
+def test_a_misspelt_name_is_answered_with_the_nearest_and_all_in_order() -> None:
+    for name, meant in {"adamv": "adamw", "AdamW": "adamw", "sdg": "sgd", "mse": "MSE"}.items():
+        assert nearest(name, ["sgd", "adamw", "MSE"]).startswith(f"Did you mean {meant!r}? ")
     assert nearest("qqqq", ["b", "c", "a"]) == "Allowed: 'a', 'b', 'c'."
-    assert nearest("qqqq", iter(["a"])) == "Allowed: 'a'."
-    assert nearest("", ["a"]) == "Allowed: 'a'."
+    assert nearest("", iter(["a"])) == "Allowed: 'a'."
     assert nearest("a", []) == "Allowed: none."
 
 
-def test_one_except_clause_catches_every_error_of_this_package() -> None:
-    for kind in ALL:
-        with pytest.raises(DrivetrainError, match="what went wrong"):
-            raise kind("what went wrong")
-
-
-def test_errors_are_also_what_python_calls_them() -> None:
-    """So that code which knows nothing of this package handles them sensibly."""
+def test_errors_are_caught_by_one_class_and_by_pythons_and_reach_another_process() -> None:
+    missing = MissingDependencyError("deepspeed", "deepspeed", "strategy 'zero3'")
+    assert str(missing) == (
+        "strategy 'zero3' needs the package 'deepspeed', which is not installed. "
+        "Install it with: pip install 'drivetrain[deepspeed]'"
+    )
+    for error in (missing, *(kind("what went wrong") for kind in ALL)):
+        arrived = pickle.loads(pickle.dumps(error))
+        assert isinstance(error, DrivetrainError)
+        assert (type(arrived), str(arrived)) == (type(error), str(error))
     assert issubclass(errors.ConfigError, ValueError)
     assert issubclass(errors.NonFiniteError, ArithmeticError)
     assert issubclass(MissingDependencyError, ImportError)
 
 
-def test_a_missing_package_is_named_with_the_extra_that_brings_it() -> None:
-    error = MissingDependencyError("deepspeed", "deepspeed", "strategy 'zero3'")
-    assert str(error) == (
-        "strategy 'zero3' needs the package 'deepspeed', which is not installed. "
-        "Install it with: pip install 'drivetrain[deepspeed]'"
-    )
+def test_out_of_memory_errors_are_recognised() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**58)
+    lack = [
+        caught.value,
+        torch.OutOfMemoryError("CUDA out of memory."),
+        MemoryError(),
+        RuntimeError("MPS backend out of memory (MPS allocated: 8 GB)"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
+    ]
+    other = [RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ValueError("out of memory")]
+    assert [is_out_of_memory(each) for each in (*lack, *other)] == [True] * len(lack) + [False] * len(other)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [*(kind("a message") for kind in ALL), MissingDependencyError("tqdm", "bar", "the bar")],
-    ids=lambda error: type(error).__name__,
-)
-def test_an_error_reaches_another_process_as_it_is(error: DrivetrainError) -> None:
-    arrived = pickle.loads(pickle.dumps(error))
-    assert type(arrived) is type(error)
-    assert str(arrived) == str(error)
+def test_what_the_frames_of_an_error_and_of_its_causes_hold_is_freed() -> None:
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def fail() -> None:
+        activations = torch.zeros(3)
+        held.append(weakref.ref(activations))
+        raise MemoryError
+
+    def outer() -> None:
+        try:
+            fail()
+        except MemoryError as error:
+            raise RuntimeError("out of memory") from error
+
+    try:
+        outer()
+    except RuntimeError as error:
+        assert held[0]() is not None
+        clear_frames(error)
+        assert held[0]() is None
