@@ -125,7 +125,7 @@ class FailureChannel:
         key = f"drivetrain/failure/at/{opened}"
         if self.rank == 0:
             local = environment is not None and environment.local_world_size == self.world_size
-            self._hub = Hub(self.world_size, local, self._timing, self._hang_timeout)
+            self._hub = Hub(self.world_size, local, self._timing, self._hang_timeout).start()
             found = {"port": self._hub.port, "token": self._hub.token, "hosts": [] if local else own_hosts()}
             found = {**found, "machine": machine(), "pid": os.getpid(), "began": now()}
             store.set(key, json.dumps(found))

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from drivetrain.distributed.failure.messages import TOKEN_BYTES, Cause, Line, Timing, at
@@ -67,14 +67,14 @@ class _Peer:
 
 @dataclass
 class _WithoutRank:
-    """A connection that has sent the token, and not yet its rank."""
+    """A connection that has sent the token, and not yet its rank; and when it came."""
 
     line: Line
-    since: float = field(default_factory=time.monotonic)
+    since: float
 
 
 class Hub:
-    """Receives from all ranks in a thread of its own.
+    """Receives from all ranks in a thread of its own, which `start` starts.
 
     It reads nothing else from a connection before the token, and whatever a connection sends, it can end only
     itself.
@@ -84,6 +84,7 @@ class Hub:
         local: Whether all of them are on this machine.
         timing: The times of the channel.
         hang_timeout: Seconds without progress on any rank that count as a hang; None for no limit.
+        clock: Returns seconds, as `time.monotonic` does.
 
     Attributes:
         port: The port it listens on.
@@ -93,10 +94,19 @@ class Hub:
         finished: Set when no rank but this one is left.
     """
 
-    def __init__(self, world_size: int, local: bool, timing: Timing, hang_timeout: float | None) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        local: bool,
+        timing: Timing,
+        hang_timeout: float | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._world_size = world_size
         self._timing = timing
+        self._clock = clock
         self._tick = timing.silence / 5
+        self._following = clock() + self._tick
         self._hang_timeout = hang_timeout
         self._stillness = None if hang_timeout is None else Stillness(hang_timeout, timing.opaque)
         self._server = closed_in_forks(_listen(local))
@@ -117,7 +127,11 @@ class Hub:
         self.port = int(self._server.getsockname()[1])
         self.token = os.urandom(TOKEN_BYTES // 2).hex()
         self._thread = threading.Thread(target=self._run, name="drivetrain-failure-hub", daemon=True)
+
+    def start(self) -> Hub:
+        """Start the thread; returns this hub."""
         self._thread.start()
+        return self
 
     def leave(self) -> None:
         """Close the hub; ranks that are still connected get a message that this is no failure."""
@@ -125,29 +139,35 @@ class Hub:
         self._thread.join()
 
     def _run(self) -> None:
-        following = time.monotonic() + self._tick
         try:
             while not (self._leaving.is_set() or self._is_over()):
-                for key, _ in self._ready():
-                    if key.data is None:
-                        self._try(self._accept)
-                    elif isinstance(key.data, _Unauthenticated):
-                        self._read_unauthenticated(key.data)
-                    else:
-                        self._hear(key.data)
-                if time.monotonic() >= following:
-                    following = time.monotonic() + self._tick
-                    self._try(self._look)
-                if self._aside and self.cause is None and time.monotonic() >= self._aside_until:
-                    self._decide(self._cause_of_aside())
+                self._turn()
             if self.cause is None:
                 self._end_all()
         finally:
-            for each in (*self._peers.values(), *self._unknown):
-                _close(each)
-            self._selector.close()
-            self._server.close()
-            self.finished.set()
+            self._close()
+
+    def _turn(self) -> None:
+        """Read what has arrived, for a moment at most, and check what is due."""
+        for key, _ in self._ready():
+            if key.data is None:
+                self._try(self._accept)
+            elif isinstance(key.data, _Unauthenticated):
+                self._read_unauthenticated(key.data)
+            else:
+                self._hear(key.data)
+        if self._clock() >= self._following:
+            self._following = self._clock() + self._tick
+            self._try(self._look)
+        if self._aside and self.cause is None and self._clock() >= self._aside_until:
+            self._decide(self._cause_of_aside())
+
+    def _close(self) -> None:
+        for each in (*self._peers.values(), *self._unknown):
+            _close(each)
+        self._selector.close()
+        self._server.close()
+        self.finished.set()
 
     def _ready(self) -> list[tuple[selectors.SelectorKey, int]]:
         try:
@@ -198,7 +218,7 @@ class Hub:
             time.sleep(0.02)
             return
         closed_in_forks(connection).setblocking(False)
-        stranger = _Unauthenticated(connection, time.monotonic())
+        stranger = _Unauthenticated(connection, self._clock())
         self._unknown.append(stranger)
         self._selector.register(connection, selectors.EVENT_READ, stranger)
         if len(self._unknown) > self._world_size + _WAITING:
@@ -295,7 +315,7 @@ class Hub:
             if cause.kind != "consequence":
                 self._decide(cause)
             elif not self._aside:
-                self._aside_until = time.monotonic() + self._timing.aside
+                self._aside_until = self._clock() + self._timing.aside
                 self._aside.append(cause)
         decision = self._poll.decision()
         if decision is not None:
@@ -306,7 +326,7 @@ class Hub:
         self._broadcast(**self._beat())
         self._ticks += 1
         self._still += 1
-        now = time.monotonic()
+        now = self._clock()
         for unknown in [each for each in self._unknown if now - each.since > self._timing.stranger]:
             self._drop(unknown)
         if self.cause is not None:

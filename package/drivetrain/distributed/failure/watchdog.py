@@ -94,6 +94,8 @@ class Watchdog:
         self._describe = describe
         self._directory = directory
         self._phase = phase
+        self._still = Stillness(timeout, failure_wire.TIMING.opaque)
+        self._last: Hashable = None
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="drivetrain-watchdog", daemon=True)
 
@@ -109,15 +111,18 @@ class Watchdog:
 
     def _watch(self) -> None:
         tick = self._timeout / 10
-        still = Stillness(self._timeout, failure_wire.TIMING.opaque)
-        last = self._heartbeat()
+        self._last = self._heartbeat()
         while not self._done.wait(tick):
-            now = self._heartbeat()
-            if now != last:
-                still.end()
-            elif still.add(tick, [self._phase() if still.is_suspicious else Phase.WORKS]):
+            if self._is_hang(tick):
                 self._expire()
-            last = now
+
+    def _is_hang(self, seconds: float) -> bool:
+        """Look again after so many seconds; returns whether the time without progress is over the limit."""
+        last, self._last = self._last, self._heartbeat()
+        if self._last != last:
+            self._still.end()
+            return False
+        return self._still.add(seconds, [self._phase() if self._still.is_suspicious else Phase.WORKS])
 
     def _expire(self) -> None:
         # The run may hang on the very pipe or network disk that is written to: the exit does not wait for it.
