@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 import torch.distributed
+from tests.support.gate import Gate
 from tests.support.messages import UNEXPECTED
 from torch.utils.data._utils.signal_handling import _set_SIGCHLD_handler
 
@@ -25,6 +27,17 @@ from drivetrain.strategies.precision.registry import PRECISIONS
 from drivetrain.strategies.registry import STRATEGIES
 from drivetrain.task.optim.config import OPTIMIZERS
 from drivetrain.task.optim.schedules import SCHEDULES
+
+# Without shrinking: a fault would make the run hang for minutes, and the first example shows it too.
+hypothesis.settings.register_profile(
+    "gate",
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+hypothesis.settings.load_profile("gate")
 
 REGISTRIES: tuple[Registry[Any], ...] = (LOGGERS, OPTIMIZERS, PRECISIONS, SCHEDULES, STRATEGIES)
 
@@ -41,6 +54,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--reverse`: tests that depend on one another's order fail in one of the two."""
     parser.addoption("--reverse", action="store_true", help="run the last test first")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hold the tests to their budget; one example of each random test is shrunk by nobody."""
+    config.pluginmanager.register(Gate(config), "gate")
 
 
 @pytest.hookimpl(trylast=True)
@@ -102,9 +120,11 @@ def _settled(before: dict[str, Any]) -> dict[str, Any]:
     torch's DataLoader closes the queues of its workers without joining the threads that feed them, so one may
     still be on its way out; a thread that was really left behind is there after the wait as well.
     """
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     after = _state()
-    while after["threads"] - before["threads"] and time.monotonic() < deadline:
+    while (
+        any(after[each] - before[each] for each in ("threads", "open files")) and time.monotonic() < deadline
+    ):
         time.sleep(0.01)
         after = _state()
     return after
