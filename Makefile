@@ -1,6 +1,6 @@
-# `make demo`, `make docs`, `make test`, `make test-full`, `make test-extended` and `make bench` set up what they need first:
-# in .venv, for XLA's strategies in .venv-xla, for Hugging Face's libraries and Lightning in .venv-hf, and for the libraries
-# that ours is measured beside in .venv-bench. `make gpu` installs nothing: it runs with the torch of a machine with an NVIDIA GPU.
+# `make demo`, `make test` and the other targets set up what they need first: in .venv, for XLA's strategies in .venv-xla, for
+# the documentation alone in .venv-docs, and for the libraries that ours is measured beside in .venv-bench. `make gpu`
+# installs nothing: it runs with the torch of a machine with an NVIDIA GPU.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -11,9 +11,9 @@ READY := $(VENV)/.ready
 VENV_XLA := .venv-xla
 BIN_XLA := $(VENV_XLA)/bin
 READY_XLA := $(VENV_XLA)/.ready
-VENV_HF := .venv-hf
-BIN_HF := $(VENV_HF)/bin
-READY_HF := $(VENV_HF)/.ready
+VENV_DOCS := .venv-docs
+BIN_DOCS := $(VENV_DOCS)/bin
+READY_DOCS := $(VENV_DOCS)/.ready
 VENV_BENCH := .venv-bench
 BIN_BENCH := $(VENV_BENCH)/bin
 READY_BENCH := $(VENV_BENCH)/.ready
@@ -21,7 +21,7 @@ READY_BENCH := $(VENV_BENCH)/.ready
 BENCH ?=
 
 # Without it, Material for MkDocs prints news of other projects.
-MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN_DOCS)/python -m mkdocs
 
 # How many tests run at a time. More than there are cores, because many tests wait for a clock or for a process to start.
 WORKERS ?= 3
@@ -35,11 +35,13 @@ TIMES ?= 1
 # Two processes share two cores in many places; one thread each is faster than two that wait for one another.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-full test-extended lint types unit full xla hf gpu bench docs docs-serve docs-version clean
+.PHONY: demo test test-landing test-nightly test-extended test-for faults lint types unit xla xla-landing gpu bench \
+	docs docs-serve docs-version clean
 
 demo: $(READY)
 	OMP_NUM_THREADS=2 $(BIN)/python examples/digits.py
 
+# Each change, before every commit: 8 minutes on two cores, with set-up.
 test: lint types unit
 
 lint: $(READY)
@@ -55,23 +57,37 @@ pytest = for each in $$(seq $(TIMES)); do \
 	$(if $(filter reverse,$(ORDER)),--reverse) $(TESTS) -m "$(1)" || exit 1; done
 
 unit: $(READY)
-	$(call pytest,not full and not extended)
+	$(call pytest,not (landing or nightly or extended))
 
-# What `make test` leaves out, and only that. torch_xla's CPU client is there for Linux on x86-64 only.
-test-full: full hf $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),xla)
+# Each change once, before it lands. torch_xla's CPU client is there for Linux on x86-64 only.
+test-landing test-nightly: export PAGES := all
+test-landing: $(READY) $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),xla-landing)
+	$(call pytest,landing)
 
-full: TESTS += --ignore tests/integrations
-full: $(READY)
-	$(call pytest,full)
-
-# The integrations of Hugging Face's libraries and of Lightning, of whose tests `make test` runs one each.
-hf: TESTS := tests/integrations $(TESTS)
-hf: $(READY_HF)
-	$(call pytest,full,$(BIN_HF))
+# Matrices, all families of models, notebooks, XLA whole, campaigns at a tenth of their length.
+test-nightly: $(READY) xla
+	$(call pytest,nightly)
 
 # Campaigns at their full length, for an hour or so.
 test-extended: $(READY)
 	$(call pytest,extended)
+
+# The nightly tests of what has changed since a revision: make test-for CHANGE=HEAD~3
+test-for: $(READY)
+	$(if $(CHANGE),,$(error CHANGE is missing, such as make test-for CHANGE=HEAD~3))
+	$(BIN)/python -m tests.support.changed $(CHANGE)
+
+# Plant one-line faults in a copy of the package, and fail where a test that should see one does not.
+faults: $(READY)
+	$(BIN)/python -m tests.faults.run $(FAULTS)
+
+# Eight tests, where what they depend on has changed since tests/xla/passed.txt was written.
+xla-landing:
+	@$(PYTHON) tests/xla/passed.py || $(MAKE) xla-eight
+
+xla-eight: $(READY_XLA)
+	$(BIN_XLA)/python -m pytest -m landing tests/xla
+	$(PYTHON) tests/xla/passed.py --write
 
 xla: $(READY_XLA)
 	$(BIN_XLA)/python -m pytest --durations 25 tests/xla
@@ -80,23 +96,25 @@ xla: $(READY_XLA)
 gpu:
 	PYTHONPATH=package $(PYTHON) tests/gpu/run.py
 
-# The figures of README.md and docs/explanation: not part of `make test`, because times are no tests.
-bench: $(READY_BENCH)
+# The figures of README.md and docs/explanation: not part of `make test`, because times are no tests. The benchmarks' own
+# tests come first.
+bench: $(READY_BENCH) $(READY)
+	$(BIN)/python -m pytest -m nightly tests/benchmarks
 	$(BIN_BENCH)/python benchmarks/run.py $(BENCH)
 
 # The documentation site, in build/docs; a dead link, a dead anchor or a public object without a docstring is an error.
-docs: $(READY)
+docs: $(READY_DOCS)
 	$(MKDOCS) build --config-file docs/mkdocs.yml
 
-docs-serve: $(READY)
+docs-serve: $(READY_DOCS)
 	$(MKDOCS) serve --config-file docs/mkdocs.yml
 
 # The site of a release, committed to the branch gh-pages as one more version: make docs-version VERSION=0.2
-docs-version: $(READY)
+docs-version: $(READY_DOCS)
 	$(if $(VERSION),,$(error VERSION is missing, such as make docs-version VERSION=0.2))
-	PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --config-file docs/mkdocs.yml \
+	PATH="$(CURDIR)/$(BIN_DOCS):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN_DOCS)/mike deploy --config-file docs/mkdocs.yml \
 		--update-aliases $(VERSION) latest
-	PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mike set-default --config-file docs/mkdocs.yml latest
+	PATH="$(CURDIR)/$(BIN_DOCS):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN_DOCS)/mike set-default --config-file docs/mkdocs.yml latest
 
 # torch first and pinned, so that the package's own requirement finds it and brings in no other build.
 $(READY): setup.cfg setup.py Makefile tests/constraints.txt
@@ -111,20 +129,18 @@ $(READY_XLA): setup.cfg setup.py Makefile tests/constraints.txt tests/xla/cuda_s
 	test -x $(BIN_XLA)/python || $(PYTHON) -m venv $(VENV_XLA)
 	$(BIN_XLA)/python -m pip install --quiet --disable-pip-version-check -c tests/constraints.txt \
 		filelock typing_extensions sympy networkx jinja2 fsspec absl-py pyyaml requests packaging setuptools \
-		jsonargparse numpy pytest safetensors tensorboard tqdm xxhash
+		cloudpickle hypothesis jsonargparse numpy pytest pytest-rerunfailures safetensors tensorboard tqdm xxhash
 	$(BIN_XLA)/python -m pip install --quiet --disable-pip-version-check --no-deps $(XLA) \
 		-c tests/constraints.txt torchmetrics lightning-utilities
 	$(BIN_XLA)/python tests/xla/cuda_stubs.py $$($(BIN_XLA)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
 	$(BIN_XLA)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $(READY_XLA)
 
-$(READY_HF): setup.cfg setup.py Makefile tests/constraints.txt tests/integrations/transformers/constraints.txt
-	test -x $(BIN_HF)/python || $(PYTHON) -m venv $(VENV_HF)
-	$(BIN_HF)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN_HF)/python -m pip install --quiet --disable-pip-version-check -c tests/constraints.txt \
-		-c tests/integrations/transformers/constraints.txt -e '.[deepspeed,hub,lightning,transformers]' \
-		datasets evaluate peft pillow pytest pytest-xdist pytorch-lightning scikit-learn
-	touch $(READY_HF)
+$(READY_DOCS): setup.cfg setup.py Makefile tests/constraints.txt
+	test -x $(BIN_DOCS)/python || $(PYTHON) -m venv $(VENV_DOCS)
+	$(BIN_DOCS)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN_DOCS)/python -m pip install --quiet --disable-pip-version-check -c tests/constraints.txt -e '.[docs]'
+	touch $(READY_DOCS)
 
 # Composer goes without its dependencies into a folder of its own, for the reasons in composer.txt; where it cannot be
 # had, the others are measured.
@@ -138,4 +154,4 @@ $(READY_BENCH): setup.cfg setup.py Makefile benchmarks/constraints.txt benchmark
 	touch $(READY_BENCH)
 
 clean:
-	rm -rf $(VENV) $(VENV_XLA) $(VENV_HF) $(VENV_BENCH) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(VENV_XLA) $(VENV_DOCS) $(VENV_BENCH) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

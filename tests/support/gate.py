@@ -1,4 +1,4 @@
-"""What the tests may cost, and which may run twice: a plugin of pytest that holds them to tests/budget.toml."""
+"""What the tests may cost, and which may run twice: a plugin that holds them to tests/budget.toml."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A pool of two ranks that lives as long as the tests: a call costs a tenth of what two new processes cost.
 
-torch's `MultiProcContinuousTest` does the same, but it belongs to unittest, and a function must be a method of its
-class. Functions, arguments and results are sent by cloudpickle, which takes closures.
+torch's `MultiProcContinuousTest` does the same, but it belongs to unittest, and a function must be a method
+of its class. Functions, arguments and results are sent by cloudpickle, which takes closures.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def on_two_ranks(function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Call a function on two ranks with a gloo process group; return the results by rank.
 
     Each call begins as a fork of this process would: with its directory, environment and random generators.
-    Names that this process has registered or replaced after the pool began are unknown to the ranks; a test of those,
-    and one in which a rank dies, takes `drivetrain.testing.run_distributed`.
+    Names that this process has registered or replaced after the pool began are unknown to the ranks; a test
+    of those, and one in which a rank dies, takes `drivetrain.testing.run_distributed`.
 
     Raises:
         RuntimeError: A call raised or a rank died; has the first traceback. The next call gets a new pool.

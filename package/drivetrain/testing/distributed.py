@@ -31,7 +31,7 @@ _GRACE = 0.5
 
 
 def run_distributed(
-    function: Callable[..., Any], *arguments: Any, world_size: int = 2, timeout: float = 60.0
+    function: Callable[..., Any], *arguments: Any, world_size: int = 2, timeout: float = 300.0
 ) -> list[Any]:
     """Call a function in several processes that form a gloo process group.
 
