@@ -9,20 +9,15 @@ import pytest
 import torch
 from tests.checkpoint.make_corpus import CORPUS
 
-from drivetrain.checkpoint import (
-    CheckpointConfig,
-    CheckpointManager,
-    DamagedCheckpointError,
-    DirectoryCheckpointIO,
-    Snapshot,
-    verify,
-)
+from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, DirectoryCheckpointIO, Snapshot
 from drivetrain.checkpoint.format import manifest as format
 from drivetrain.checkpoint.format import migrations
 from drivetrain.checkpoint.format.migrations import Step, steps_from
 from drivetrain.checkpoint.format.strict_json import seal, unseal
 from drivetrain.checkpoint.inspection.compare import compare
 from drivetrain.checkpoint.saving import index, reading
+from drivetrain.checkpoint.saving.io import verify
+from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError
 from drivetrain.core.errors import CheckpointError
 
 
@@ -58,17 +53,22 @@ def newer(monkeypatch):
         monkeypatch.setattr(module, "FORMAT_VERSION", 6)
 
 
-def test_an_older_checkpoint_is_brought_up_to_date_as_it_is_read(saved, newer):
-    found = DirectoryCheckpointIO().load(str(saved / "update-00000004"))
+def load(saved):
+    return DirectoryCheckpointIO().load(str(saved / "update-00000004"))
+
+
+def test_an_older_format_is_brought_up_to_date_as_it_is_read(saved, newer, monkeypatch):
+    found = load(saved)
     assert found.progress == {"updates_made": 4, "epoch_made": 1}
     assert found.objects["state"] == {"learning_rate": 0.1}
     assert found.objects["checkpoint"]["update"] == 4
     assert torch.equal(found.tensors["model"]["w"], torch.ones(3))
-
-
-def test_an_older_index_is_brought_up_to_date_as_it_is_read(saved, newer):
     (entry,) = CheckpointManager(str(saved), CheckpointConfig()).entries()
     assert (entry.update, entry.epoch) == (4, 101)
+    monkeypatch.delitem(migrations.STEPS, 5)
+    with pytest.raises(CheckpointError, match=r"has format 4, and .* cannot convert format 5 to 6") as caught:
+        load(saved)
+    assert not isinstance(caught.value, DamagedCheckpointError)
 
 
 def test_what_is_of_the_newest_format_takes_no_step(tmp_path, newer):
@@ -77,22 +77,14 @@ def test_what_is_of_the_newest_format_takes_no_step(tmp_path, newer):
     content = json.loads((tmp_path / "c" / "manifest.json").read_text(encoding="utf-8"))
     assert content["format_version"] == 6
     found = io.load(str(tmp_path / "c"))
-    assert found.progress == {"updates": 1}
-    assert found.objects == {"state": {"rate": 1}}
-
-
-def test_a_missing_step_is_an_error_and_no_damage(saved, newer, monkeypatch):
-    monkeypatch.delitem(migrations.STEPS, 5)
-    with pytest.raises(CheckpointError, match=r"has format 4, and .* cannot convert format 5 to 6") as caught:
-        DirectoryCheckpointIO().load(str(saved / "update-00000004"))
-    assert not isinstance(caught.value, DamagedCheckpointError)
+    assert (found.progress, found.objects) == ({"updates": 1}, {"state": {"rate": 1}})
 
 
 def test_steps_are_taken_in_order():
-    table = {
-        number: Step(manifest=lambda fields, number=number: {"seen": [*fields["seen"], number]})
-        for number in range(1, 5)
-    }
+    def step(number):
+        return Step(manifest=lambda fields: {"seen": [*fields["seen"], number]})
+
+    table = {number: step(number) for number in range(1, 5)}
     fields = {"seen": []}
     for each in steps_from(2, 5, "it", table):
         fields = each.manifest(fields)
@@ -100,27 +92,24 @@ def test_steps_are_taken_in_order():
     assert steps_from(5, 5, "it", table) == []
 
 
+def rewrite(path, **changes):
+    path.write_bytes(seal({**unseal(path.read_bytes(), "it"), **changes}, "it"))
+
+
 @pytest.mark.parametrize("file", ["index.json", "update-00000004/manifest.json"])
 def test_a_newer_format_is_refused_with_the_way_out(saved, file):
-    path = saved / file
-    body = unseal(path.read_bytes(), "it")
-    body["format_version"] = 5
-    path.write_bytes(seal(body, "it"))
-    text = r"newer drivetrain: format 5.* reads 4.*pip install --upgrade"
-    with pytest.raises(CheckpointError, match=text) as caught:
+    rewrite(saved / file, format_version=5)
+    with pytest.raises(CheckpointError, match=r"newer drivetrain: format 5.* reads 4.*pip install") as caught:
         CheckpointManager(str(saved), CheckpointConfig()).load_latest()
     assert not isinstance(caught.value, DamagedCheckpointError)
-    assert path.exists()  # not set aside: it is intact
+    assert (saved / file).exists()  # not set aside: it is intact
 
 
-@pytest.mark.parametrize("version", [0, -1, True, "1", None, 1.0, [1]])
-def test_what_is_no_version_is_damage(saved, version):
-    path = saved / "update-00000004" / "manifest.json"
-    body = unseal(path.read_bytes(), "it")
-    body["format_version"] = version
-    path.write_bytes(seal(body, "it"))
-    with pytest.raises(DamagedCheckpointError, match="format_version is"):
-        DirectoryCheckpointIO().load(str(saved / "update-00000004"))
+def test_what_is_no_version_is_damage(saved):
+    for version in (0, -1, True, "1", None, 1.0, [1]):
+        rewrite(saved / "update-00000004" / "manifest.json", format_version=version)
+        with pytest.raises(DamagedCheckpointError, match="format_version is"):
+            load(saved)
 
 
 V1 = CORPUS / "v1" / "sharded-by-4" / "manifest.json"
@@ -136,21 +125,19 @@ def places(value, path=()):
             yield (*path, key)
 
 
-@pytest.mark.parametrize("value", [None, 3, -1, 1 << 70, "x", [], {}, [0], [[0]], {"x": 1}], ids=repr)
-def test_a_manifest_of_format_1_that_makes_no_sense_is_an_error_of_ours(value):
+def test_a_manifest_of_format_1_that_makes_no_sense_is_an_error_of_ours():
     """Wherever it does not: in the fields that the step to format 2 takes apart."""
     body = unseal(V1.read_bytes(), "it")
-    for path in places(body):
-        changed = copy.deepcopy(body)
-        place = changed
-        for key in path[:-1]:
-            place = place[key]
-        if path:
-            place[path[-1]] = value
-        else:
-            changed = {"format_version": 1, "x": value}
-        with contextlib.suppress(CheckpointError):
-            format.Manifest.from_json(changed)
+    for value in (None, 3, -1, 1 << 70, "x", [], {}, [0], [[0]], {"x": 1}):
+        for path in places(body):
+            changed = copy.deepcopy(body)
+            place = changed
+            for key in path[:-1]:
+                place = place[key]
+            if path:
+                place[path[-1]] = value
+            with contextlib.suppress(CheckpointError):
+                format.Manifest.from_json(changed if path else {"format_version": 1, "x": value})
 
 
 def test_the_hashes_of_format_1_are_compared(tmp_path):
@@ -175,10 +162,8 @@ def test_an_index_of_format_2_keeps_its_purposes(tmp_path):
     directory = shutil.copytree(CORPUS / "v2" / "run" / "checkpoints", tmp_path / "checkpoints")
     policy = CheckpointConfig(every="4 steps", keep_last=2, best=1)
     from_index = CheckpointManager(str(directory), policy).entries()
-    assert [(each.update, each.resume, each.keeper) for each in from_index] == [
-        (8, ("",), {}),
-        (10, ("",), {"validation/loss": ""}),
-    ]
+    found = [(each.update, each.resume, each.keeper) for each in from_index]
+    assert found == [(8, ("",), {}), (10, ("",), {"validation/loss": ""})]
     (directory / "index.json").unlink()
     rebuilt = CheckpointManager(str(directory), policy)
     assert [(each.update, each.resume) for each in rebuilt.entries()] == [(8, ("",)), (10, ("",))]
@@ -186,13 +171,15 @@ def test_an_index_of_format_2_keeps_its_purposes(tmp_path):
     assert [(each.update, bool(each.keeper)) for each in rebuilt.entries()] == [(10, True), (12, False)]
 
 
-@pytest.mark.parametrize("entry", [3, [], {"resume": 1, "keeper": True, "metrics": {}}, {"resume": True}])
-def test_an_entry_of_format_2_that_makes_no_sense_is_damage(tmp_path, entry):
-    body = {"format_version": 2, "checkpoints": [entry]}
-    (tmp_path / "index.json").write_bytes(seal(body, "it"))
-    with pytest.raises(DamagedCheckpointError, match="an entry is not an object with a name"):
-        index.read_index(str(tmp_path))
+def test_an_entry_of_format_2_that_makes_no_sense_is_damage(tmp_path):
     named = {"name": "a", "order": 1, "update": 1, "epoch": 0, "resume": 1, "keeper": True, "metrics": {}}
-    (tmp_path / "index.json").write_bytes(seal({**body, "checkpoints": [named]}, "it"))
-    with pytest.raises(DamagedCheckpointError, match="resume must be a list of intervals"):
-        index.read_index(str(tmp_path))
+    for entry, text in {
+        "3": "an entry is not an object with a name",
+        "[]": "an entry is not an object with a name",
+        '{"resume": 1, "keeper": true, "metrics": {}}': "an entry is not an object with a name",
+        json.dumps(named): "resume must be a list of intervals",
+    }.items():
+        body = {"format_version": 2, "checkpoints": [json.loads(entry)]}
+        (tmp_path / "index.json").write_bytes(seal(body, "it"))
+        with pytest.raises(DamagedCheckpointError, match=text):
+            index.read_index(str(tmp_path))

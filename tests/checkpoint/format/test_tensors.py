@@ -14,19 +14,20 @@ from drivetrain.checkpoint import DamagedCheckpointError, export_weights, load_w
 from drivetrain.checkpoint.format.tensors import CHUNK, DTYPES, Hashes, tensor_chunks
 from drivetrain.core.errors import CheckpointError
 
+NUMBERS = torch.tensor([[0.0, 1.0, 2.0], [4.0, 0.5, 8.0]])
 
-@pytest.mark.parametrize("code", DTYPES)
-def test_every_dtype_is_read_alike_by_us_and_by_safetensors(code, tmp_path, helpers):
-    numbers = torch.tensor([[0.0, 1.0, 2.0], [4.0, 0.5, 8.0]])
-    tensor = numbers.to(DTYPES[code])
-    export_weights({"x": tensor, "scalar": tensor[0, 1]}, tmp_path / "w.safetensors")
-    ours = load_weights(tmp_path / "w.safetensors")
-    with safe_open(tmp_path / "w.safetensors", "pt") as file:
-        theirs = {name: file.get_tensor(name) for name in ("x", "scalar")}
-        assert file.metadata() == {"format": "pt"}
-    for read in (ours, theirs):
-        assert helpers.same_bits(read["x"], tensor)
-        assert helpers.same_bits(read["scalar"], tensor[0, 1])
+
+def test_every_dtype_is_read_alike_by_us_and_by_safetensors(tmp_path, helpers):
+    for code, dtype in DTYPES.items():
+        tensor = NUMBERS.to(dtype)
+        export_weights({"x": tensor, "scalar": tensor[0, 1]}, tmp_path / f"{code}.safetensors")
+        ours = load_weights(tmp_path / f"{code}.safetensors")
+        with safe_open(tmp_path / f"{code}.safetensors", "pt") as file:
+            theirs = {name: file.get_tensor(name) for name in ("x", "scalar")}
+            assert file.metadata() == {"format": "pt"}
+        for read in (ours, theirs):
+            assert helpers.same_bits(read["x"], tensor), code
+            assert helpers.same_bits(read["scalar"], tensor[0, 1]), code
 
 
 def test_a_file_of_safetensors_is_read(tmp_path, helpers):
@@ -37,7 +38,7 @@ def test_a_file_of_safetensors_is_read(tmp_path, helpers):
     assert all(helpers.same_bits(read[name], tensors[name]) for name in tensors)
 
 
-def test_views_of_every_kind_are_stored_by_value(tmp_path, helpers):
+def test_views_of_every_kind_are_stored_by_value(tmp_path):
     base = torch.arange(24.0)
     tensors = {
         "transposed": base.reshape(4, 6).t(),
@@ -51,15 +52,14 @@ def test_views_of_every_kind_are_stored_by_value(tmp_path, helpers):
     }
     export_weights(tensors, tmp_path / "w.safetensors")
     read = load_weights(tmp_path / "w.safetensors")
-    assert all(
-        torch.equal(read[name], tensor) and read[name].shape == tensor.shape
-        for name, tensor in tensors.items()
-    )
+    assert {name: each.tolist() for name, each in read.items()} == {
+        name: each.tolist() for name, each in tensors.items()
+    }
+    assert read["empty"].shape == (0, 5)
 
 
 def test_small_tensors_share_a_chunk_and_large_ones_are_cut(tmp_path, helpers):
-    numbers = torch.tensor([[0.0, 1.0, 2.0], [4.0, 0.5, 8.0]])
-    small = {code: numbers.to(dtype).t() for code, dtype in DTYPES.items()}
+    small = {code: NUMBERS.to(dtype).t() for code, dtype in DTYPES.items()}
     small |= {"scalar": torch.tensor(2.0), "one": torch.arange(9.0)[::5][1:], "empty": torch.ones(0, 3)}
     small |= {"conjugate": torch.tensor([1 + 2j, 3 - 1j]).conj(), "trained": nn.Parameter(torch.ones(2))}
     tensors = {"large": torch.rand(CHUNK // 4 + 7), "medium": torch.rand(CHUNK // 8), **small}
@@ -77,36 +77,19 @@ def test_small_tensors_share_a_chunk_and_large_ones_are_cut(tmp_path, helpers):
     for name in tensors:
         start, stop = spans[name]["data_offsets"]
         assert hashes.tensors[name] == xxh3_128_hexdigest(b"".join(chunks)[start:stop])
-
-
-def test_every_tensor_in_a_file_is_aligned_to_its_dtype(tmp_path):
-    tensors = {
-        "a": torch.zeros(3, dtype=torch.uint8),
-        "b": torch.zeros(1),
-        "c": torch.zeros(1, dtype=torch.float64),
-    }
-    export_weights(tensors, tmp_path / "w.safetensors")
-    content = (tmp_path / "w.safetensors").read_bytes()
-    length = struct.unpack("<Q", content[:8])[0]
-    header = json.loads(content[8 : 8 + length])
-    starts = {name: 8 + length + header[name]["data_offsets"][0] for name in tensors}
-    assert [starts[name] % tensor.element_size() for name, tensor in tensors.items()] == [0, 0, 0]
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(5, 4)
-        self.head = nn.Linear(4, 5, bias=False)
-        self.head.weight = self.embedding.weight
+        assert (len(header) + start) % tensors[name].element_size() == 0  # each is aligned to its dtype
 
 
 def test_a_tied_model_loads_strictly_without_this_package(tmp_path):
-    model = Tied()
+    def tied():
+        model = nn.ModuleDict({"embedding": nn.Embedding(5, 4), "head": nn.Linear(4, 5, bias=False)})
+        model["head"].weight = model["embedding"].weight
+        return model
+
+    model, other = tied(), tied()
     export_weights(model.state_dict(), tmp_path / "w.safetensors")
-    other = Tied()
     other.load_state_dict(safetensors.torch.load_file(tmp_path / "w.safetensors"), strict=True)
-    assert torch.equal(other.head.weight, model.head.weight)
+    assert torch.equal(other["head"].weight, model["head"].weight)
 
 
 def test_loaded_tensors_have_memory_of_their_own(tmp_path):
@@ -116,16 +99,12 @@ def test_loaded_tensors_have_memory_of_their_own(tmp_path):
     assert all(each.data_ptr() % 64 == 0 for each in read.values())
 
 
-def test_a_name_that_the_format_keeps_for_itself_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="rename the tensor"):
-        export_weights({"__metadata__": torch.ones(1)}, tmp_path / "w.safetensors")
-
-
 def test_what_cannot_be_stored_leaves_no_file(tmp_path):
+    bad = {"good": torch.ones(1), "bad": torch.ones(1, dtype=torch.complex128)}
     with pytest.raises(CheckpointError, match=r"'bad': dtype torch\.complex128"):
-        export_weights(
-            {"good": torch.ones(1), "bad": torch.ones(1, dtype=torch.complex128)}, tmp_path / "w.safetensors"
-        )
+        export_weights(bad, tmp_path / "w.safetensors")
+    with pytest.raises(CheckpointError, match="rename the tensor"):  # the format keeps this name for itself
+        export_weights({"__metadata__": torch.ones(1)}, tmp_path / "w.safetensors")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -134,45 +113,33 @@ def raw(header, data=b"", length=None):
     return struct.pack("<Q", len(text) if length is None else length) + text + data
 
 
-def entry(dtype="F32", shape=(1,), offsets=(0, 4)):
-    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+def one(data=b"1234", **changes):
+    return raw({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4], **changes}}, data)
 
 
-HOSTILE = {
-    "empty": b"",
+MALFORMED = {  # more are in `hostile/tensors.py`
     "short": b"\x01\x00\x00",
-    "huge header": raw({}, length=1 << 60),
     "header beyond the file": raw({}, length=100),
     "no header": raw(b""),
-    "pickle": b"\x80\x04\x95\x1a\x00\x00\x00\x00\x00\x00\x00\x8c\x02os\x94\x8c\x06system\x94\x93\x94.",
-    "deep": raw(b"[" * 100_000),
-    "list": raw([]),
-    "not UTF-8": raw(b'{"\xff": 1}'),
     "name twice": raw(b'{"a": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}, "a": {}}'),
-    "lying size": raw({"a": entry(shape=[1 << 40], offsets=[0, 1 << 42])}),
-    "shape unlike offsets": raw({"a": entry(shape=[2])}, b"1234"),
-    "gap": raw({"a": entry(offsets=[4, 8])}, b"12345678"),
-    "overlap": raw({"a": entry(), "b": entry()}, b"1234"),
-    "data left over": raw({"a": entry()}, b"12345678"),
-    "data missing": raw({"a": entry()}, b"12"),
-    "negative": raw({"a": entry(shape=[-1], offsets=[4, 0])}),
-    "unknown dtype": raw({"a": entry(dtype="F31")}, b"1234"),
-    "dtype no text": raw({"a": entry(dtype=["F32"])}, b"1234"),
-    "true as a size": raw({"a": entry(shape=[True])}, b"1234"),
-    "three offsets": raw({"a": entry(offsets=[0, 4, 4])}, b"1234"),
-    "many dimensions": raw({"a": entry(shape=[1] * 65)}, b"1234"),
-    "vast empty shape": raw({"a": entry(shape=[0, 1 << 62, 1 << 62], offsets=[0, 0])}),
-    "huge number": raw(
-        b'{"a": {"dtype": "F32", "shape": [' + b"9" * 100_000 + b'], "data_offsets": [0, 4]}}'
-    ),
+    "gap": one(b"12345678", data_offsets=[4, 8]),
+    "data left over": one(b"12345678"),
+    "data missing": one(b"12"),
+    "negative": one(b"", shape=[-1], data_offsets=[4, 0]),
+    "dtype no text": one(dtype=["F32"]),
+    "true as a size": one(shape=[True]),
+    "three offsets": one(data_offsets=[0, 4, 4]),
+    "many dimensions": one(shape=[1] * 65),
     "key missing": raw({"a": {"dtype": "F32", "shape": [1]}}, b"1234"),
-    "key too many": raw({"a": {**entry(), "exec": "x"}}, b"1234"),
+    "key too many": one(exec="x"),
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_malformed_file_is_refused(name, tmp_path):
+def test_a_malformed_file_is_refused(tmp_path):
     path = tmp_path / "model.safetensors"
-    path.write_bytes(HOSTILE[name])
-    with pytest.raises(DamagedCheckpointError, match=r"model\.safetensors"):
-        load_weights(path)
+    path.write_bytes(one())
+    load_weights(path)
+    for content in MALFORMED.values():
+        path.write_bytes(content)
+        with pytest.raises(DamagedCheckpointError, match=r"model\.safetensors"):
+            load_weights(path)

@@ -1,16 +1,13 @@
 """What the hostile files have in common: a good start, ways to alter it, and an attempt under limits."""
 
 import json
-import math
 import os
 import pickle
 import resource
 import shutil
 import signal
 import tempfile
-import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,50 +15,43 @@ import xxhash
 from tests.support.held import in_files
 from tests.support.tasks import Regression, pairs, quiet
 
-from drivetrain.checkpoint import (
-    CheckpointConfig,
-    CheckpointManager,
-    DirectoryCheckpointIO,
-    Snapshot,
-    load_weights,
-    pack,
-)
+from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, DirectoryCheckpointIO, Snapshot
 from drivetrain.checkpoint.format.strict_json import seal, unseal
+from drivetrain.checkpoint.format.tree import pack
+from drivetrain.checkpoint.saving.io import verify
+from drivetrain.checkpoint.weights.load import load_weights
 from drivetrain.core.errors import CheckpointError, DrivetrainError
 
 MEMORY = 640 << 20
 """What a case may take beyond what the process has: ten times the largest JSON that is read at all."""
+COMPUTES, WAITS = 60, 600
+"""Seconds of a processor that a case may take, and seconds after which one has hung that computes nothing."""
 
-COMPUTES = 60
-"""Seconds of a processor that a case may take, on however busy a machine; the times are printed."""
+CASES = {}
+"""By group and name: each plants something in a directory with a good checkpoint `c` and a good run `run`,
+and returns what is to be tried: one or several calls, each of which must end in an error of ours."""
 
-WAITS = 600
-"""Seconds after which a case has hung that computes nothing, such as one that reads a pipe."""
 
-CASES: dict[str, Callable[[Path], Callable[[], object] | list[Callable[[], object]]]] = {}
-"""Each plants something in a directory with a good checkpoint `c` and a good run `run`, and returns what is
-to be tried, each of which must be an error of ours."""
+def enter(name, make, group=None):
+    """Enter a function as a case, in the group of its module."""
+    CASES.setdefault(group or make.__module__.rpartition(".")[2], {})[name] = make
 
 
 def case(make):
-    """Enter a function as a case, by its name."""
-    CASES[make.__name__] = make
+    enter(make.__name__, make)
     return make
 
 
 def load(path):
-    """To load a checkpoint."""
     return lambda: DirectoryCheckpointIO().load(str(path))
 
 
+def load_and_verify(path):
+    return [load(path), lambda: verify(str(path))]
+
+
 def read_plain(path):
-    """To read weights."""
     return lambda: load_weights(path)
-
-
-def open_directory(path):
-    """To open a directory of checkpoints and load the newest."""
-    return lambda: refuse_none(CheckpointManager(str(path), CheckpointConfig()).load_latest())
 
 
 def harmless(act):
@@ -74,11 +64,14 @@ def harmless(act):
     return read
 
 
-def refuse_none(found):
-    """Nothing to load is as good an answer as an error, where all there was is refused with a warning."""
-    if found is None:
-        raise CheckpointError("nothing was loaded")
-    return found
+def open_directory(path):
+    """To load the newest; nothing is as good an answer as an error, where all was refused with a warning."""
+
+    def newest():
+        if CheckpointManager(str(path), CheckpointConfig()).load_latest() is None:
+            raise CheckpointError("nothing was loaded")
+
+    return newest
 
 
 def checkpoint_of(directory):
@@ -86,15 +79,9 @@ def checkpoint_of(directory):
     return directory / "run" / "checkpoints" / "update-00000005"
 
 
-def resume(directory, task=Regression):
-    """To resume from the run's checkpoint."""
-
-    def attempt():
-        config = CheckpointConfig(by=None)
-        trainer = quiet(max_epochs=2, run_dir=directory / "other", checkpoint=config)
-        trainer.fit(task(), pairs(), resume=str(checkpoint_of(directory)))
-
-    return attempt
+def resume(directory):
+    trainer = quiet(max_epochs=2, run_dir=directory / "other", checkpoint=CheckpointConfig(by=None))
+    return lambda: trainer.fit(Regression(), pairs(), resume=str(checkpoint_of(directory)))
 
 
 def rewrite(checkpoint, change):
@@ -116,8 +103,8 @@ def replace(checkpoint, name, content):
         if "xxh3_128" in record:
             record["xxh3_128"] = xxhash.xxh3_128_hexdigest(content)
         else:
-            length = 8 + int.from_bytes(content[:8], "little")
-            record["header_xxh3_128"] = xxhash.xxh3_128_hexdigest(content[:length])
+            header = content[: 8 + int.from_bytes(content[:8], "little")]
+            record["header_xxh3_128"] = xxhash.xxh3_128_hexdigest(header)
 
     rewrite(checkpoint, change)
 
@@ -125,16 +112,15 @@ def replace(checkpoint, name, content):
 class Bomb:
     """Unpickled, it would leave a directory behind."""
 
-    def __init__(self, marker):
-        self.marker = marker
+    def __init__(self, directory):
+        self.marker = str(directory / "EXPLODED")
 
     def __reduce__(self):
         return os.mkdir, (self.marker,)
 
 
 def bomb(directory):
-    """A pickle that leaves a directory behind."""
-    return pickle.dumps(Bomb(str(directory / "EXPLODED")))
+    return pickle.dumps(Bomb(directory))
 
 
 def safetensors(header, data=b""):
@@ -152,71 +138,60 @@ def prepare(directory):
     """A good checkpoint, and a good run."""
     state, tensors = pack({"order": (1, 2), "tensor": torch.ones(2)})
     weights = {"weight": torch.ones(8, 3), "bias": torch.ones(3)}
-    snapshot = Snapshot(
-        {"model": weights, "optimizer": {"weight/exp_avg": torch.ones(8, 3)}, "state": tensors},
-        {"state": state, "hparams": {"values": {}, "unstored": []}},
-        {"updates": 1, "epoch": 0},
-    )
+    groups = {"model": weights, "optimizer": {"weight/exp_avg": torch.ones(8, 3)}, "state": tensors}
+    objects = {"state": state, "hparams": {"values": {}, "unstored": []}}
+    snapshot = Snapshot(groups, objects, {"updates": 1, "epoch": 0})
     DirectoryCheckpointIO().save(str(directory / "c"), snapshot)
     trainer = quiet(max_epochs=1, run_dir=directory / "run", checkpoint=CheckpointConfig(by=None, best=0))
     trainer.fit(Regression(), pairs())
 
 
-def attempt(name, good):
-    """Try a case in a process of its own.
-
-    Returns:
-        What came of it: "" for one of our errors; the seconds, and the memory in bytes, that it took.
-    """
+def attempt_all(group, good):
+    """Try all cases of a group, in a process of their own; what went wrong, by case."""
     reader, writer = os.pipe()
     child = os.fork()
-    if child:
-        os.close(writer)
-        with os.fdopen(reader) as pipe:
-            text = pipe.read()
-        _, status = os.waitpid(child, 0)
-        if not text:
-            return f"the process ended with {os.waitstatus_to_exitcode(status)}", math.nan, math.nan
-        found = json.loads(text)
-        return found["outcome"], found["seconds"], found["memory"]
-    try:
-        os.close(reader)
-        outcome, seconds, taken = _in_child(name, good)
-        os.write(writer, json.dumps({"outcome": outcome, "seconds": seconds, "memory": taken}).encode())
-    finally:
-        os._exit(0)
+    if not child:
+        try:
+            os.close(reader)
+            with os.fdopen(writer, "w", encoding="utf-8") as pipe:
+                for name in CASES[group]:
+                    print(json.dumps([name, "the process ended"]), file=pipe, flush=True)
+                    print(json.dumps([name, _attempt(CASES[group][name], good)]), file=pipe, flush=True)
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, encoding="utf-8") as pipe:
+        outcomes = dict(json.loads(line) for line in pipe)
+    os.waitpid(child, 0)
+    assert outcomes
+    untried = dict.fromkeys(CASES[group].keys() - outcomes.keys(), "not tried")
+    return {name: outcome for name, outcome in {**outcomes, **untried}.items() if outcome}
 
 
-def _in_child(name, good):
-    resource.setrlimit(resource.RLIMIT_CPU, (COMPUTES, COMPUTES))
+def _attempt(make, good):
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    limit = int(used.ru_utime + used.ru_stime) + COMPUTES
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
     signal.alarm(WAITS)
     with tempfile.TemporaryDirectory(dir=good.parent) as scratch:
         directory = Path(scratch) / "d"
         shutil.copytree(good, directory)
-        acts = CASES[name](directory)
+        acts = make(directory)
         tried = [_try(act) for act in (acts if isinstance(acts, list) else [acts])]
-        outcome = next((each for each, _, _ in tried if each), "")
-        if (directory / "EXPLODED").exists():
-            outcome = "it ran the file's code"
-        return outcome, max(each for _, each, _ in tried), max(each for _, _, each in tried)
+        ran = ["it ran the file's code"] if (directory / "EXPLODED").exists() else []
+        return next((each for each in ran + tried if each), "")
 
 
 def _try(act):
-    before = _memory("VmSize")
-    resource.setrlimit(resource.RLIMIT_AS, (before + MEMORY, resource.RLIM_INFINITY))
-    # The peak is counted from here on.
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    resident, start = _memory("VmRSS"), time.perf_counter()
-    outcome = "it was read as if it were good"
+    with open("/proc/self/status", encoding="ascii") as status:
+        size = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmSize"))
+    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, resource.RLIM_INFINITY))
     try:
         act()
     except DrivetrainError:
-        outcome = ""
+        return ""
     except BaseException:
-        outcome = traceback.format_exc()
-    return outcome, time.perf_counter() - start, max(0, _memory("VmHWM") - resident)
-
-
-def _memory(name):
-    with open("/proc/self/status", encoding="ascii") as status:
-        return next(int(line.split()[1]) << 10 for line in status if line.startswith(name))
+        return traceback.format_exc()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return "it was read as if it were good"

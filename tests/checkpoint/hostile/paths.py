@@ -8,10 +8,10 @@ import zipfile
 
 import torch
 from tests.checkpoint.hostile.cases import (
-    CASES,
     Bomb,
     bomb,
     case,
+    enter,
     entry,
     harmless,
     load,
@@ -28,19 +28,8 @@ from drivetrain.checkpoint.format.strict_json import seal
 from drivetrain.checkpoint.prediction_files import read_predictions
 from drivetrain.checkpoint.saving.index import read_index
 
-# Pickles and archives in the place of files.
-
-
-@case
-def a_pickle_for_weights(d):
-    replace(d / "c", "model.safetensors", bomb(d))
-    return load(d / "c")
-
-
-@case
-def a_pickle_for_an_object(d):
-    replace(d / "c", "state.json", bomb(d))
-    return load(d / "c")
+for name in ("model.safetensors", "state.json"):
+    enter(f"a_pickle_for_{name}", lambda d, name=name: replace(d / "c", name, bomb(d)) or load(d / "c"))
 
 
 @case
@@ -63,22 +52,11 @@ def a_pickle_as_a_plain_file(d):
 
 
 @case
-def a_torch_file_named_pt(d):
-    torch.save({"w": Bomb(str(d / "EXPLODED"))}, d / "w.pt")
-    return read_plain(d / "w.pt")
-
-
-@case
-def a_torch_file_named_safetensors(d):
-    torch.save({"w": Bomb(str(d / "EXPLODED"))}, d / "w.safetensors")
-    return read_plain(d / "w.safetensors")
-
-
-@case
-def a_folder_with_a_pytorch_model_bin(d):
+def a_torch_file_of_code(d):
     (d / "hub").mkdir()
-    torch.save({"w": Bomb(str(d / "EXPLODED"))}, d / "hub" / "pytorch_model.bin")
-    return read_plain(d / "hub")
+    for name in ("w.pt", "w.safetensors", "hub/pytorch_model.bin"):
+        torch.save({"w": Bomb(d)}, d / name)
+    return [read_plain(d / name) for name in ("w.pt", "w.safetensors", "hub")]
 
 
 @case
@@ -95,25 +73,15 @@ def with_file(name):
     def make(d):
         for place in (d, d.parent):
             shutil.copy(in_files(d / "c") / "state.json", place / "x.json")
-
-        def change(body):
-            body["files"][name] = body["files"]["state.json"]
-
-        rewrite(d / "c", change)
+        rewrite(d / "c", lambda body: body["files"].update({name: body["files"]["state.json"]}))
         return load(d / "c")
 
     return make
 
 
-for number, name in enumerate(
-    [
-        "../../etc/passwd",
-        "/etc/passwd",
-        "..",
-        "../x.json",
-        "../../x.json",
-        "/x.json",
-        "./state.json",
+NAMES = [
+    *("../../etc/passwd", "/etc/passwd", "..", "../x.json", "../../x.json", "/x.json", "./state.json"),
+    *(
         "a/../../x.json",
         "..\\x.json",
         "C:\\x.json",
@@ -122,12 +90,9 @@ for number, name in enumerate(
         "\0.json",
         "x\n.json",
         "x.json\n",
-        "x" * 300 + ".json",
-        "x" * 100_000 + ".json",
-        ".hidden.json",
-        "con.json",
-        "NUL.json",
-        "lpt1.x.json",
+    ),
+    *("x" * 300 + ".json", "x" * 100_000 + ".json", ".hidden.json", "con.json", "NUL.json", "lpt1.x.json"),
+    *(
         "é.json",
         "\uff58.json",
         "\u202enosj.json",
@@ -135,45 +100,25 @@ for number, name in enumerate(
         "state.json ",
         "manifest.json",
         "index.html",
-        "",
-    ]
-):
-    CASES[f"a_file_name_{number}"] = with_file(name)
+    ),
+    "",
+]
+for number, name in enumerate(NAMES):
+    enter(f"a_file_name_{number}", with_file(name))
 
 
-def with_group_file(name):
+def renamed(section, old, name):
     def make(d):
-        def change(body):
-            body["files"][name] = body["files"].pop("model.safetensors")
-
-        rewrite(d / "c", change)
+        rewrite(d / "c", lambda body: body[section].update({name: body[section].pop(old)}))
         return load(d / "c")
 
     return make
 
 
 for number, name in enumerate(["../other.safetensors", "/dev/zero", "state.json", "manifest.json"]):
-    CASES[f"a_tensor_in_another_place_{number}"] = with_group_file(name)
-
-
-def with_group(name):
-    def make(d):
-        def change(body):
-            body["tensors"][name] = body["tensors"].pop("optimizer")
-
-        rewrite(d / "c", change)
-        return load(d / "c")
-
-    return make
-
-
+    enter(f"a_tensor_in_another_place_{number}", renamed("files", "model.safetensors", name))
 for number, name in enumerate(["../model", "MODEL", "", "manifest", "a/b", "con", "x" * 300 + "/"]):
-    CASES[f"a_group_named_{number}"] = with_group(name)
-
-
-def seal_index(d, entry):
-    listed = {**entry, "resume": True, "keeper": False}
-    (d / "index.json").write_bytes(seal({"format_version": 1, "checkpoints": [listed]}, "it"))
+    enter(f"a_group_named_{number}", renamed("tensors", "optimizer", name))
 
 
 def good_copy(path):
@@ -182,80 +127,52 @@ def good_copy(path):
     os.symlink(path.parent.parent / "elsewhere", path)
 
 
-def link_to_device(path):
-    path.unlink()
-    os.symlink("/dev/zero", path)
-
-
-def link_to_itself(path):
-    path.unlink()
-    os.symlink(path, path)
-
-
-def dangling_link(path):
-    path.unlink()
-    os.symlink(path.parent / "nothing", path)
-
-
-def pipe(path):
-    path.unlink()
-    os.mkfifo(path)
-
-
 def socket_file(path):
-    path.unlink()
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(path))
 
 
-def directory(path):
-    path.unlink()
-    path.mkdir()
-
-
-def endless_hole(path):
-    os.truncate(path, 1 << 40)
-
-
-def empty(path):
-    path.write_bytes(b"")
-
-
-KINDS = (good_copy, link_to_device, link_to_itself, dangling_link, pipe, socket_file, directory)
-KINDS += (endless_hole, empty)
+KINDS = {
+    "link to device": lambda path: os.symlink("/dev/zero", path),
+    "link to itself": lambda path: os.symlink(path, path),
+    "dangling link": lambda path: os.symlink(path.parent / "nothing", path),
+    "pipe": os.mkfifo,
+    "socket": socket_file,
+    "directory": os.mkdir,
+    "endless hole": lambda path: os.truncate(path, 1 << 40),
+    "empty": lambda path: path.touch(),
+}
 """What may stand in the place of a file."""
-
-
-def plain(d):
-    """Files of weights of other programs: one, and a folder; and predictions."""
-    (d / "hub").mkdir()
-    weights = {"a": torch.ones(4), "b": torch.ones(4)}
-    export_weights(weights, d / "w.safetensors")
-    export_weights(weights, d / "hub" / "model.safetensors", max_shard_size=16)
-    export_weights({"value": torch.ones(1)}, d / "predictions-000000.safetensors")
-    (d / "predictions-000000.json").write_bytes(b'{"$tensor":"value"}')
 
 
 def in_the_place_of(place, kind):
     def make(d):
-        plain(d)
+        (d / "hub").mkdir()
+        weights = {"a": torch.ones(4), "b": torch.ones(4)}
+        export_weights(weights, d / "w.safetensors")
+        export_weights(weights, d / "hub" / "model.safetensors", max_shard_size=16)
         predictions = d / "predictions-000000.safetensors"
-        if place == "index.json":
-            seal_index(d, {"name": "c", "order": 1, "update": 1, "epoch": 0, "metrics": {}})
-            read = lambda: read_index(str(d))  # noqa: E731
-        else:
-            reads = {
-                "c": load(d / "c"),
-                "w.safetensors": read_plain(d / "w.safetensors"),
-                "hub": read_plain(d / "hub"),
-                "predictions-000000.json": lambda: read_predictions(predictions),
-                "predictions-000000.safetensors": lambda: read_predictions(predictions),
-            }
-            read = reads[place.split("/")[0]]
+        export_weights({"value": torch.ones(1)}, predictions)
+        (d / "predictions-000000.json").write_bytes(b'{"$tensor":"value"}')
+        listed = {"name": "c", "order": 1, "update": 1, "epoch": 0, "metrics": {}, "resume": True}
+        index = {"format_version": 1, "checkpoints": [{**listed, "keeper": False}]}
+        (d / "index.json").write_bytes(seal(index, "it"))
+        reads = {
+            "index.json": lambda: read_index(str(d)),
+            "c": load(d / "c"),
+            "w.safetensors": read_plain(d / "w.safetensors"),
+            "hub": read_plain(d / "hub"),
+        }
+        read = reads.get(place.split("/")[0], lambda: read_predictions(predictions))
         in_files(d / "c")
-        kind(d / place)
-        if kind is good_copy and not place.startswith(("c/", "index", "predictions-000000.json")):
-            return harmless(read)  # the caches of model hubs are full of links
+        if kind == "good copy":
+            good_copy(d / place)
+            if not place.startswith(("c/", "index", "predictions-000000.json")):
+                return harmless(read)  # the caches of model hubs are full of links
+        else:
+            if kind != "endless hole":  # which begins with what was there
+                (d / place).unlink()
+            KINDS[kind](d / place)
         return read
 
     return make
@@ -263,17 +180,12 @@ def in_the_place_of(place, kind):
 
 # Each of the first is read in a way of its own. The others are read like one of these, and get some kinds.
 OWN_WAYS = ("c/manifest.json", "index.json", "w.safetensors")
-LIKE_THESE = (
-    "c/state.json",
-    "c/model.safetensors",
-    "hub/model.safetensors.index.json",
-    "hub/model-00001-of-00002.safetensors",
-    "predictions-000000.json",
-    "predictions-000000.safetensors",
-)
+LIKE_THESE = ("c/state.json", "c/model.safetensors", "hub/model.safetensors.index.json")
+LIKE_THESE += ("hub/model-00001-of-00002.safetensors", "predictions-000000.json")
+LIKE_THESE += ("predictions-000000.safetensors",)
 for number, place in enumerate((*OWN_WAYS, *LIKE_THESE)):
-    for kind in KINDS if place in OWN_WAYS else dict.fromkeys((good_copy, *KINDS[number % 3 :: 3])):
-        CASES[f"{kind.__name__} for {place}"] = in_the_place_of(place, kind)
+    for kind in ("good copy", *(KINDS if place in OWN_WAYS else [*KINDS][number % 3 :: 3])):
+        enter(f"{kind} for {place}", in_the_place_of(place, kind))
 
 
 @case
@@ -282,22 +194,17 @@ def a_link_for_the_checkpoint(d):
     return load(d / "link")
 
 
-def hub(d, weight_map):
-    (d / "hub").mkdir()
-    index = {"metadata": {"total_size": 4}, "weight_map": weight_map}
-    (d / "hub" / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    (d / "outside.safetensors").write_bytes(safetensors({"w": entry()}, b"\0" * 4))
-    return read_plain(d / "hub")
+def hub(weight_map):
+    def make(d):
+        (d / "hub").mkdir()
+        index = {"metadata": {"total_size": 4}, "weight_map": weight_map}
+        (d / "hub" / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+        (d / "outside.safetensors").write_bytes(safetensors({"w": entry()}, b"\0" * 4))
+        return read_plain(d / "hub")
+
+    return make
 
 
-for number, weight_map in enumerate(
-    [
-        {"w": "../outside.safetensors"},
-        {"w": "/etc/passwd"},
-        {"w": 3},
-        {"w": "absent.safetensors"},
-        [],
-        {"w": "a\0b"},
-    ]
-):
-    CASES[f"an_index_of_a_hub_{number}"] = lambda d, weight_map=weight_map: hub(d, weight_map)
+for number, place in enumerate(("../outside.safetensors", "/etc/passwd", 3, "absent.safetensors", "a\0b")):
+    enter(f"an_index_of_a_hub_{number}", hub({"w": place}))
+enter("an_index_of_a_hub_without_a_map", hub([]))

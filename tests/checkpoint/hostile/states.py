@@ -4,7 +4,7 @@ import json
 
 import torch
 import xxhash
-from tests.checkpoint.hostile.cases import CASES, case, checkpoint_of, replace, resume, rewrite
+from tests.checkpoint.hostile.cases import case, checkpoint_of, enter, replace, resume, rewrite
 from tests.support.held import in_files
 from tests.support.tasks import Regression, pairs, quiet
 from torchmetrics import MeanMetric
@@ -14,21 +14,32 @@ from drivetrain.checkpoint import DirectoryCheckpointIO, Snapshot, pack
 from drivetrain.task.optim.state import load_state_by_name, state_by_name
 
 
-def with_state(value):
-    def make(d):
-        replace(checkpoint_of(d), "state.json", json.dumps(value).encode("utf-8"))
-        return resume(d)
+def encoded(value):
+    return json.dumps(value).encode("utf-8")
 
-    return make
+
+def with_state(value):
+    return lambda d: replace(checkpoint_of(d), "state.json", encoded(value)) or resume(d)
 
 
 def deep(levels):
-    value: object = 1
+    value = 1
     for _ in range(levels):
         value = [value]
     return value
 
 
+PARTS = [
+    "seed",
+    "optimizers",
+    "schedules",
+    "buffer",
+    "callbacks",
+    "loggers",
+    "module_extras",
+    "strategy",
+    "data",
+]
 for name, value in {
     "a_list": [],
     "a_number": 3,
@@ -40,22 +51,9 @@ for name, value in {
     "an_unknown_tag": {"$object": "os.system"},
     "two_tags": {"$tuple": [], "$int": "0x1"},
     "an_absent_tensor": {"$tensor": "nothing"},
-    "the_wrong_types": dict.fromkeys(
-        [
-            "seed",
-            "optimizers",
-            "schedules",
-            "buffer",
-            "callbacks",
-            "loggers",
-            "module_extras",
-            "strategy",
-            "data",
-        ],
-        3,
-    ),
+    "the_wrong_types": dict.fromkeys([*PARTS, "data"], 3),
 }.items():
-    CASES[f"a_state_{name}"] = with_state(value)
+    enter(f"a_state_{name}", with_state(value))
 
 
 def with_held(file, content, **changed):
@@ -66,9 +64,9 @@ def with_held(file, content, **changed):
         told = {"bytes": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data), **changed}
 
         def change(body):
-            hashes = {name: each for name, each in body["files"][file].items() if "tensors" in name}
-            digest = {} if hashes else {"xxh3_128": told["xxh3_128"]}
-            body["files"][file] |= {"content": content, "bytes": told["bytes"], **digest}
+            if any("tensors" in name for name in body["files"][file]):
+                del told["xxh3_128"]
+            body["files"][file] |= {"content": content, **told}
 
         rewrite(checkpoint_of(d), change)
         return resume(d)
@@ -76,23 +74,24 @@ def with_held(file, content, **changed):
     return make
 
 
+STATE, TENSORS = "state.json", "state.safetensors"
 for name, make in {
-    "null": with_held("state.json", None),
-    "a_number": with_held("state.json", 3),
-    "a_list": with_held("state.json", ["{}"]),
-    "no_ascii": with_held("state.json", '"\u00e9"'),
-    "a_surrogate": with_held("state.json", "\ud800"),
-    "no_json": with_held("state.json", "{"),
-    "a_pickle": with_held("state.json", "cos\nsystem\n(S'true'\ntR."),
-    "deep": with_held("state.json", "[" * 100_000 + "]" * 100_000),
-    "another_size": with_held("state.json", "{}", bytes=3),
-    "another_hash": with_held("state.json", "{}", xxh3_128="0" * 32),
-    "no_base64": with_held("state.safetensors", "{}"),
-    "no_tensors": with_held("state.safetensors", "AAAA", bytes=3),
-    "an_endless_header": with_held("state.safetensors", "/////////38=", bytes=8),
-    "a_size_beyond": with_held("state.safetensors", "AAAA", bytes=1 << 62),
+    "null": with_held(STATE, None),
+    "a_number": with_held(STATE, 3),
+    "a_list": with_held(STATE, ["{}"]),
+    "no_ascii": with_held(STATE, '"\u00e9"'),
+    "a_surrogate": with_held(STATE, "\ud800"),
+    "no_json": with_held(STATE, "{"),
+    "a_pickle": with_held(STATE, "cos\nsystem\n(S'true'\ntR."),
+    "deep": with_held(STATE, "[" * 100_000 + "]" * 100_000),
+    "another_size": with_held(STATE, "{}", bytes=3),
+    "another_hash": with_held(STATE, "{}", xxh3_128="0" * 32),
+    "no_base64": with_held(TENSORS, "{}"),
+    "no_tensors": with_held(TENSORS, "AAAA", bytes=3),
+    "an_endless_header": with_held(TENSORS, "/////////38=", bytes=8),
+    "a_size_beyond": with_held(TENSORS, "AAAA", bytes=1 << 62),
 }.items():
-    CASES[f"a_manifest_holds_{name}"] = make
+    enter(f"a_manifest_holds_{name}", make)
 
 
 def change_state(checkpoint, place, value):
@@ -105,113 +104,70 @@ def change_state(checkpoint, place, value):
         del spot[place[-1]]
     else:
         spot[place[-1]] = value
-    replace(checkpoint, "state.json", json.dumps(state).encode("utf-8"))
+    replace(checkpoint, "state.json", encoded(state))
 
 
 def with_changed_state(place, value):
-    def make(d):
-        change_state(checkpoint_of(d), place, value)
-        return resume(d)
-
-    return make
+    return lambda d: change_state(checkpoint_of(d), place, value) or resume(d)
 
 
 OPTIMIZER = ("optimizers", "default")
 GROUP = (*OPTIMIZER, "groups", 0)
-PYTHON = ("host_streams", "python")
-NUMPY = ("host_streams", "numpy")
+PYTHON, NUMPY = ("host_streams", "python"), ("host_streams", "numpy")
 PENDING = ("buffer", "pending")
-
-for number, (place, value) in enumerate(
-    [
-        (("optimizers",), {}),
-        (("optimizers",), []),
-        (OPTIMIZER, 3),
-        ((*OPTIMIZER, "optimizer"), ["SGD"]),
-        ((*OPTIMIZER, "groups"), [3]),
-        ((*OPTIMIZER, "groups"), {}),
-        ((*GROUP, "parameters"), ["absent"]),
-        ((*GROUP, "parameters"), [["line.weight"], "line.bias"]),
-        ((*OPTIMIZER, "parameters"), {"line.weight": 3}),
-        ((*OPTIMIZER, "slots"), {"line.weight/momentum": "float32[1, 4]"}),
-        ((*OPTIMIZER, "scalars"), {"stranger/step": 1}),
-        ((*OPTIMIZER, "scalars"), {"": 1}),
-        (("schedules",), 3),
-        (("schedules",), {}),
-        (("schedules", "default"), 3),
-        (("schedules", "default"), {"scale": "x"}),
-        (("buffer",), []),
-        (("buffer",), {"sums": 3}),
-        (PENDING, 3),
-        (PENDING, [3]),
-        ((*PENDING, 0), {"names": 3}),
-        ((*PENDING, 0, "names"), 3),
-        ((*PENDING, 0, "names"), [3]),
-        ((*PENDING, 0, "names"), ["loss", "other"]),
-        ((*PENDING, 0, "values"), 3),
-        ((*PENDING, 0, "values"), {"$tensor": "host_streams.python.words"}),
-        ((*PENDING, 0, "weights"), ["x"]),
-        ((*PENDING, 0, "weights"), [1]),
-        ((*PENDING, 0, "updates"), "x"),
-        (("buffer", "adds"), "x"),
-        (("buffer", "adds"), 1 << 40),
-        (("buffer", "folded"), [3]),
-        (("buffer", "folded"), [{"names": ["loss"], "sums": {"$tensor": "buffer.pending.0.values"}}]),
-        (("callbacks",), 3),
-        (("loggers",), [1]),
-        (("module_extras",), 3),
-        (("module_extras",), {"stranger": 3}),
-        (("host_streams",), {"python": [1, 2]}),
-        (("host_streams",), 3),
-        ((*PYTHON, "words"), [1]),
-        ((*PYTHON, "words"), {"$array": "buffer.pending.0.values"}),
-        ((*PYTHON, "gauss"), "x"),
-        ((*NUMPY, "name"), "PCG64"),
-        ((*NUMPY, "keys"), []),
-        ((*NUMPY, "position"), -1),
-        ((*NUMPY, "position"), -1_000_000_000),
-        ((*NUMPY, "position"), 1 << 30),
-        ((*NUMPY, "cached"), "x"),
-        (("metrics",), 3),
-        (("metrics",), {"loss": "x"}),
-        (("timing",), "long"),
-        (("timing",), {"data": "x"}),
-        (("values",), 3),
-        (("values",), {"a": "x"}),
-        (("seed",), KeyError),
-        (("seed",), [0]),
-        (("host_streams",), KeyError),
-        (("strategy",), KeyError),
-        (("timing",), KeyError),
-        (("data",), KeyError),
-    ]
-):
-    CASES[f"a_run_with_another_{place[-1]}_{number}"] = with_changed_state(place, value)
+SUMS = {"$tensor": "buffer.pending.0.values"}
+for place, values in {
+    ("optimizers",): [{}, []],
+    OPTIMIZER: [3],
+    (*OPTIMIZER, "optimizer"): [["SGD"]],
+    (*OPTIMIZER, "groups"): [[3], {}],
+    (*GROUP, "parameters"): [["absent"], [["line.weight"], "line.bias"]],
+    (*OPTIMIZER, "parameters"): [{"line.weight": 3}],
+    (*OPTIMIZER, "slots"): [{"line.weight/momentum": "float32[1, 4]"}],
+    (*OPTIMIZER, "scalars"): [{"stranger/step": 1}, {"": 1}],
+    ("schedules",): [3, {}],
+    ("schedules", "default"): [3, {"scale": "x"}],
+    ("buffer",): [[], {"sums": 3}],
+    PENDING: [3, [3]],
+    (*PENDING, 0): [{"names": 3}],
+    (*PENDING, 0, "names"): [3, [3], ["loss", "other"]],
+    (*PENDING, 0, "values"): [3, {"$tensor": "host_streams.python.words"}],
+    (*PENDING, 0, "weights"): [["x"], [1]],
+    (*PENDING, 0, "updates"): ["x"],
+    ("buffer", "adds"): ["x", 1 << 40],
+    ("buffer", "folded"): [[3], [{"names": ["loss"], "sums": SUMS}]],
+    ("callbacks",): [3],
+    ("loggers",): [[1]],
+    ("module_extras",): [3, {"stranger": 3}],
+    ("host_streams",): [{"python": [1, 2]}, 3, KeyError],
+    (*PYTHON, "words"): [[1], {"$array": "buffer.pending.0.values"}],
+    (*PYTHON, "gauss"): ["x"],
+    (*NUMPY, "name"): ["PCG64"],
+    (*NUMPY, "keys"): [[]],
+    (*NUMPY, "position"): [-1, -1_000_000_000, 1 << 30],
+    (*NUMPY, "cached"): ["x"],
+    ("metrics",): [3, {"loss": "x"}],
+    ("timing",): ["long", {"data": "x"}, KeyError],
+    ("values",): [3, {"a": "x"}],
+    ("seed",): [[0], KeyError],
+    ("strategy",): [KeyError],
+    ("data",): [KeyError],
+}.items():
+    for number, value in enumerate(values):
+        enter(f"a_run_with_another_{'.'.join(map(str, place))}_{number}", with_changed_state(place, value))
 
 
 def with_progress(change):
     def make(d):
-        def put(body):
-            body["progress"] = {**body["progress"], **change} if change else {}
-
-        rewrite(checkpoint_of(d), put)
+        rewrite(checkpoint_of(d), lambda body: body.update(progress=change and body["progress"] | change))
         return resume(d)
 
     return make
 
 
-for number, change in enumerate(
-    [
-        {},
-        {"updates": "many"},
-        {"updates": -1},
-        {"updates": True},
-        {"epoch": 1.5},
-        {"tokens": None},
-        {"code": "import os"},
-    ]
-):
-    CASES[f"a_run_with_another_progress_{number}"] = with_progress(change)
+PROGRESS = [{}, {"updates": "many"}, {"updates": -1}, {"updates": True}, {"epoch": 1.5}, {"tokens": None}]
+for number, change in enumerate([*PROGRESS, {"code": "import os"}]):
+    enter(f"a_run_with_another_progress_{number}", with_progress(change))
 
 
 class Measured(Regression):
@@ -227,69 +183,50 @@ class Measured(Regression):
         return OptimizerConfig("adamw", lr=0.1)
 
 
-def with_a_richer_run(change):
+def with_a_richer_run(place, value):
     """A change to the checkpoint of a run with more in it."""
 
     def make(d):
-        checkpoint = d / "rich" / "checkpoints" / "update-00000005"
-
-        def fit(epochs, **options):
+        def fit(epochs, name, resume=None):
             stopping = EarlyStopping("validation/loss", patience=9)
             config = CheckpointConfig(by=None, best=0)
-            quiet(max_epochs=epochs, checkpoint=config, callbacks=(stopping,), **options["trainer"]).fit(
-                Measured(), pairs(), pairs(4, seed=1), resume=options.get("resume")
-            )
+            trainer = quiet(max_epochs=epochs, checkpoint=config, callbacks=(stopping,), run_dir=d / name)
+            trainer.fit(Measured(), pairs(), pairs(4, seed=1), resume=resume)
 
-        fit(1, trainer={"run_dir": d / "rich"})
-        change(checkpoint)
-        return lambda: fit(2, trainer={"run_dir": d / "other"}, resume=str(checkpoint))
+        fit(1, "rich")
+        checkpoint = d / "rich" / "checkpoints" / "update-00000005"
+        change_state(checkpoint, place, value)
+        return lambda: fit(2, "other", str(checkpoint))
 
     return make
 
 
-for number, (place, value) in enumerate(
-    [
-        (("train_metrics",), 3),
-        (("train_metrics",), {"error": 3}),
-        (("train_metrics",), {"stranger": {}}),
-        (("callbacks", "EarlyStopping"), 3),
-        (("callbacks", "EarlyStopping"), {"best": "x", "without_improvement": 0}),
-        (("callbacks", "EarlyStopping"), {"best": None, "without_improvement": []}),
-        (("callbacks", "EarlyStopping"), {}),
-    ]
-):
-    CASES[f"a_richer_run_with_another_{place[-1]}_{number}"] = with_a_richer_run(
-        lambda checkpoint, place=place, value=value: change_state(checkpoint, place, value)
-    )
+STOPPING = [3, {"best": "x", "without_improvement": 0}, {"best": None, "without_improvement": []}, {}]
+for number, value in enumerate([3, {"error": 3}, {"stranger": {}}]):
+    enter(f"a_richer_run_with_another_train_metrics_{number}", with_a_richer_run(("train_metrics",), value))
+for number, value in enumerate(STOPPING):
+    richer = with_a_richer_run(("callbacks", "EarlyStopping"), value)
+    enter(f"a_richer_run_with_another_early_stopping_{number}", richer)
 
 
 def with_hparams(value):
     def make(d):
-        replace(checkpoint_of(d), "hparams.json", json.dumps(value).encode("utf-8"))
+        replace(checkpoint_of(d), "hparams.json", encoded(value))
         return lambda: Regression.from_checkpoint(checkpoint_of(d))
 
     return make
 
 
 OPTIONS = {"class": "OptimizerConfig", "values": {"name": "os.system"}}
-
-for number, value in enumerate(
-    [
-        3,
-        [],
-        {},
-        {"values": 3},
-        {"values": {"optimizer": {"$class": "os.system"}}},
-        {"values": {"optimizer": {"$tensor": "line.weight"}}},
-        {"values": {"absent": 3}},
-        {"values": {"__class__": 3, "self": 3}},
-        {"values": {}, "unstored": ["optimizer"]},
-        {"values": {}, "dataclasses": {"optimizer": OPTIONS}},
-        {"values": {}, "dataclasses": {"optimizer": 3}},
-        {"values": {}, "dataclasses": {"optimizer": {"class": "os.system", "values": {}}}},
-    ]
-):
-    CASES[f"hparams_{number}"] = with_hparams(value)
+HPARAMS = [
+    *(3, [], {}, {"values": 3}, {"values": {"optimizer": {"$class": "os.system"}}}),
+    *({"values": {"optimizer": {"$tensor": "line.weight"}}}, {"values": {"absent": 3}}),
+    *({"values": {"__class__": 3, "self": 3}}, {"values": {}, "unstored": ["optimizer"]}),
+    *({"values": {}, "dataclasses": {"optimizer": each}} for each in (OPTIONS, 3)),
+    {"values": {}, "dataclasses": {"optimizer": {"class": "os.system", "values": {}}}},
+]
+for number, value in enumerate(HPARAMS):
+    enter(f"hparams_{number}", with_hparams(value))
 
 
 def with_engine_state(name, value):
@@ -298,51 +235,40 @@ def with_engine_state(name, value):
     def make(d):
         def parts():
             model = torch.nn.Linear(3, 2)
-            return model, torch.optim.AdamW(model.parameters())
+            return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
 
-        path = str(d / "e")
-        model, optimizer = parts()
-        Engine(strategy="cpu").save(path, model=model, optimizer=optimizer, best=1.0)
+        Engine(strategy="cpu").save(str(d / "e"), best=1.0, **parts())
         change_state(d / "e", (name,), value)
-
-        def load():
-            model, optimizer = parts()
-            Engine(strategy="cpu").load(path, model=model, optimizer=optimizer)
-
-        return load
+        return lambda: Engine(strategy="cpu").load(str(d / "e"), **parts())
 
     return make
 
 
-for number, (name, value) in enumerate(
-    [
-        ("user", KeyError),
-        ("user", 3),
-        ("strategy", KeyError),
-        ("module_extras", 3),
-        ("module_extras", KeyError),
-        ("optimizers", {}),
-        ("optimizers", 3),
-        ("optimizers", {"default": 3}),
-        ("optimizers", {"default": {"groups": []}}),
-        ("optimizers", {"default": {"groups": [{"parameters": 3}]}}),
-    ]
-):
-    CASES[f"an_engine_with_another_{name}_{number}"] = with_engine_state(name, value)
+GROUPS = [{"groups": []}, {"groups": [{"parameters": 3}]}]
+for name, values in {
+    "user": [KeyError, 3],
+    "strategy": [KeyError],
+    "module_extras": [3, KeyError],
+    "optimizers": [{}, 3, {"default": 3}, *({"default": each} for each in GROUPS)],
+}.items():
+    for number, value in enumerate(values):
+        enter(f"an_engine_with_another_{name}_{number}", with_engine_state(name, value))
+
+
+def save_engine(d, user, groups):
+    state, _ = pack({"user": user, "strategy": {}, "module_extras": {}, "optimizers": {}})
+    DirectoryCheckpointIO().save(str(d / "e"), Snapshot(groups, {"state": state}, {"updates": 1}))
 
 
 @case
 def an_engine_state_of_another_shape(d):
-    state, tensors = pack({"user": 3, "strategy": {}, "module_extras": {}, "optimizers": {}})
-    snapshot = Snapshot({"model": {}, "optimizer": {}, "state": tensors}, {"state": state}, {"updates": 1})
-    DirectoryCheckpointIO().save(str(d / "e"), snapshot)
+    save_engine(d, 3, {"model": {}, "optimizer": {}, "state": {}})
     return lambda: Engine(strategy="cpu").load(str(d / "e"), something=3)
 
 
 @case
 def a_checkpoint_without_groups(d):
-    state, _ = pack({"user": {}, "strategy": {}, "module_extras": {}, "optimizers": {}})
-    DirectoryCheckpointIO().save(str(d / "e"), Snapshot({}, {"state": state}, {"updates": 1}))
+    save_engine(d, {}, {})
     return lambda: Engine(strategy="cpu").load(str(d / "e"), model=torch.nn.Linear(1, 1))
 
 
@@ -367,5 +293,5 @@ def fused(slot, shape):
     return make
 
 
-CASES["a_fused_moment_that_is_too_small"] = fused("exp_avg", (4,))
-CASES["a_fused_step_that_is_no_scalar"] = fused("step", (2,))
+enter("a_fused_moment_that_is_too_small", fused("exp_avg", (4,)))
+enter("a_fused_step_that_is_no_scalar", fused("step", (2,)))

@@ -4,11 +4,20 @@ import json
 import os
 
 import xxhash
-from tests.checkpoint.hostile.cases import CASES, case, entry, load, read_plain, replace, rewrite, safetensors
+from tests.checkpoint.hostile.cases import (
+    case,
+    enter,
+    entry,
+    load_and_verify,
+    read_plain,
+    replace,
+    rewrite,
+    safetensors,
+)
 
-from drivetrain.checkpoint import verify
 
-# Headers of safetensors files.
+def digest(content):
+    return xxhash.xxh3_128_hexdigest(content)
 
 
 def with_header(content):
@@ -16,12 +25,13 @@ def with_header(content):
         made = content() if callable(content) else content
         (d / "w.safetensors").write_bytes(made)
         replace(d / "c", "model.safetensors", made)
-
-        return [read_plain(d / "w.safetensors"), load(d / "c"), lambda: verify(str(d / "c"))]
+        return [read_plain(d / "w.safetensors"), *load_and_verify(d / "c")]
 
     return make
 
 
+# What is large is made by a function, and takes seconds.
+ENTRY = json.dumps(entry()).encode()
 for name, content in {
     "empty": b"",
     "short": b"\1",
@@ -44,20 +54,23 @@ for name, content in {
     "with_empty_giants": safetensors({"a": entry((0, 1 << 62, 1 << 62), 0, 0)}),
     "of_an_unknown_dtype": safetensors({"a": entry(dtype="PICKLE")}, b"\0" * 4),
     "with_extra_keys": safetensors({"a": {**entry(), "code": "import os"}}, b"\0" * 4),
-    "twice": safetensors(b'{"a":%b,"a":%b}' % ((json.dumps(entry()).encode(),) * 2), b"\0" * 4),
-    "with_many_empty_tensors": lambda: safetensors(
-        {f"{number}": entry((0,), 0, 0) for number in range(130_000)}
-    ),
-    "with_a_lone_surrogate": safetensors(b'{"\\ud800":' + json.dumps(entry()).encode() + b"}", b"\0" * 8),
+    "twice": safetensors(b'{"a":%b,"a":%b}' % (ENTRY, ENTRY), b"\0" * 4),
+    "with_many_empty_tensors": lambda: safetensors({f"{n}": entry((0,), 0, 0) for n in range(130_000)}),
+    "with_a_lone_surrogate": safetensors(b'{"\\ud800":' + ENTRY + b"}", b"\0" * 8),
     "with_fractions": safetensors({"a": entry((1.0,))}, b"\0" * 4),
-    "with_huge_numbers": safetensors(
-        b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,4]}}'
-    ),
+    "with_huge_numbers": safetensors(ENTRY.replace(b"[1]", b"[" + b"9" * 5000 + b"]")),
 }.items():
-    CASES[f"a_header_{name}"] = with_header(content)
+    enter(f"a_header_{name}", with_header(content), "large" if callable(content) else None)
 
 
-# Manifests that lie.
+def changed(change):
+    """A manifest with another body."""
+
+    def make(d):
+        rewrite(d / "c", change)
+        return load_and_verify(d / "c")
+
+    return make
 
 
 def lay(body, **changes):
@@ -67,14 +80,6 @@ def lay(body, **changes):
         del layout["grid"]
     body["tensors"]["model"]["weight"] = [len(body["layouts"]), 0]
     body["layouts"].append(layout)
-
-
-def lying(**changes):
-    def make(d):
-        rewrite(d / "c", lambda body: lay(body, **changes))
-        return [load(d / "c"), lambda: verify(str(d / "c"))]
-
-    return make
 
 
 for name, changes in {
@@ -88,22 +93,15 @@ for name, changes in {
     "count": {"shape": [1 << 40], "grid": [[[1 << 40, 1]]]},
     "step": {"shape": [8, 3], "grid": [[[1, 1 << 70]], []]},
 }.items():
-    CASES[f"a_manifest_with_another_{name}"] = lying(**changes)
+    enter(f"a_manifest_with_another_{name}", changed(lambda body, changes=changes: lay(body, **changes)))
 
-
-def with_hashes(change):
-    """Change the hashes of the model's tensors."""
-
-    def make(d):
-        rewrite(d / "c", lambda body: change(body["files"]["model.safetensors"]["tensors_xxh3_128"]))
-        return [load(d / "c"), lambda: verify(str(d / "c"))]
-
-    return make
-
-
-CASES["a_manifest_with_another_hash"] = with_hashes(lambda named: named.update(weight="0" * 32))
-CASES["a_manifest_without_a_hash"] = with_hashes(lambda named: named.pop("weight"))
-CASES["a_manifest_with_a_hash_too_many"] = with_hashes(lambda named: named.update(other="0" * 32))
+for name, change in {
+    "another": lambda named: named.update(weight="0" * 32),
+    "no": lambda named: named.pop("weight"),
+    "more_than_one": lambda named: named.update(other="0" * 32),
+}.items():
+    named = lambda body, change=change: change(body["files"]["model.safetensors"]["tensors_xxh3_128"])  # noqa: E731
+    enter(f"a_manifest_with_{name}_hash", changed(named))
 
 
 def with_hashes_file(content):
@@ -115,29 +113,29 @@ def with_hashes_file(content):
 
         def change(body):
             size = body["files"]["model.safetensors"]["bytes"]
-            digest = xxhash.xxh3_128_hexdigest(made)
-            body["files"]["model.safetensors"] = {"bytes": size, "hashes_xxh3_128": digest}
+            body["files"]["model.safetensors"] = {"bytes": size, "hashes_xxh3_128": digest(made)}
 
-        rewrite(d / "c", change)
-        return [load(d / "c"), lambda: verify(str(d / "c"))]
+        return changed(change)(d)
 
     return make
+
+
+def hashes(tensors, header="0" * 32):
+    return json.dumps({"header_xxh3_128": header, "tensors_xxh3_128": tensors}).encode()
 
 
 for name, content in {
     "empty": b"",
     "a_list": b"[]",
     "of_nothing": b"{}",
-    "of_lists": b'{"header_xxh3_128":[],"tensors_xxh3_128":[]}',
+    "of_lists": hashes([], []),
     "deep": lambda: b"[" * 30_000_000,
     "large": lambda: b" " * (65 << 20),
-    "of_no_hashes": b'{"header_xxh3_128":"0","tensors_xxh3_128":{"weight":"0"}}',
-    "of_another_file": b'{"header_xxh3_128":"%b","tensors_xxh3_128":{}}' % (b"0" * 32),
-    "of_many": lambda: json.dumps(
-        {"header_xxh3_128": "0" * 32, "tensors_xxh3_128": {f"{each}": "0" * 32 for each in range(290_000)}}
-    ).encode(),
+    "of_no_hashes": hashes({"weight": "0"}, "0"),
+    "of_another_file": hashes({}),
+    "of_many": lambda: hashes({f"{each}": "0" * 32 for each in range(290_000)}),
 }.items():
-    CASES[f"a_file_of_hashes_{name}"] = with_hashes_file(content)
+    enter(f"a_file_of_hashes_{name}", with_hashes_file(content), "large" if callable(content) else None)
 
 
 @case
@@ -154,29 +152,23 @@ def a_manifest_that_promises_more_than_its_files(d):
         lay(body, shape=[1 << 33], grid=[[]])  # 32 GiB
         body["files"]["model.safetensors"]["bytes"] = 1 << 36
 
-    rewrite(d / "c", change)
-    return load(d / "c")
+    return changed(change)(d)[:1]
 
 
 @case
 def a_sparse_file_that_is_as_large_as_promised(d):
     size = 1 << 38  # 256 GiB of holes
-    header = json.dumps({"weight": entry((size // 4,), 0, size)}).encode()
-    path = d / "c" / "model.safetensors"
-    path.write_bytes(len(header).to_bytes(8, "little") + header)
-    os.truncate(path, 8 + len(header) + size)
+    header = safetensors({"weight": entry((size // 4,), 0, size)})
+    (d / "c" / "model.safetensors").write_bytes(header)
+    os.truncate(d / "c" / "model.safetensors", len(header) + size)
+    record = {"bytes": len(header) + size, "header_xxh3_128": digest(header)}
 
     def change(body):
-        body["files"]["model.safetensors"] = {
-            "bytes": 8 + len(header) + size,
-            "header_xxh3_128": xxhash.xxh3_128_hexdigest(len(header).to_bytes(8, "little") + header),
-            "tensors_xxh3_128": {"weight": "0" * 32},
-        }
+        body["files"]["model.safetensors"] = {**record, "tensors_xxh3_128": {"weight": "0" * 32}}
         body["tensors"]["model"] = {}
         lay(body, shape=[size // 4], grid=[[]])
 
-    rewrite(d / "c", change)
-    return load(d / "c")
+    return changed(change)(d)[:1]
 
 
 @case
@@ -186,78 +178,54 @@ def two_pieces_in_one_file(d):
     replace(d / "c", "model.safetensors", safetensors({"weight": entry((4, 3), 0, 48)}, data))
 
     def change(body):
-        named = {"weight": xxhash.xxh3_128_hexdigest(data)}
-        body["files"]["model.safetensors"]["tensors_xxh3_128"] = named
+        body["files"]["model.safetensors"]["tensors_xxh3_128"] = {"weight": digest(data)}
         body["tensors"]["model"] = {}
         body["processes"] = 2
         lay(body, grid=[[[2, 1]], [[2, 1]]])
 
-    rewrite(d / "c", change)
-    return [load(d / "c"), lambda: verify(str(d / "c"))]
+    return changed(change)(d)
 
 
-def alone(body, processes):
-    """Leave nothing but the objects in a manifest, and a number of processes."""
-    body["files"] = {name: each for name, each in body["files"].items() if name.endswith(".json")}
-    body.update(processes=processes, layouts=[], tensors={"model": {}})
+def alone(body, processes, layouts, tensors, files=()):
+    """Leave nothing but the objects in a manifest, and describe these tensors."""
+    objects = {name: each for name, each in body["files"].items() if name.endswith(".json")}
+    body.update(files={**objects, **dict(files)}, processes=processes)
+    body.update(layouts=layouts, tensors={"model": tensors})
 
 
-def with_many_files(files, tensors):
+def many_files_and_tensors(d, files=500, tensors=40_000):
     """As many files as said, all of them there and right but the last, to which all tensors are added."""
-
-    def make(d):
-        data = b"\0" * 4
-        good = safetensors({"t": entry()}, data)
-        header, digest = xxhash.xxh3_128_hexdigest(good[:-4]), xxhash.xxh3_128_hexdigest(data)
-        names = [f"model-{number:05d}-of-{files:05d}.safetensors" for number in range(1, files + 1)]
-        record = {"bytes": len(good), "header_xxh3_128": header, "tensors_xxh3_128": {"t": digest}}
-        for name in names:
-            (d / "c" / name).write_bytes(good)
-
-        def change(body):
-            alone(body, files)
-            body["files"].update(dict.fromkeys(names, record))
-            body["layouts"] = [
-                {"dtype": "F32", "shape": [0], "grid": [[]]},
-                {"dtype": "F32", "shape": [files], "cuts": [list(range(files))], "files": list(range(files))},
-            ]
-            body["tensors"]["model"] = {f"x{number}": [0, files - 1] for number in range(tensors)}
-            body["tensors"]["model"]["t"] = [1, 0]
-
-        rewrite(d / "c", change)
-        return [load(d / "c"), lambda: verify(str(d / "c"))]
-
-    return make
+    good = safetensors({"t": entry()}, b"\0" * 4)
+    names = [f"model-{number:05d}-of-{files:05d}.safetensors" for number in range(1, files + 1)]
+    record = {"bytes": len(good), "header_xxh3_128": digest(good[:-4])}
+    record["tensors_xxh3_128"] = {"t": digest(b"\0" * 4)}
+    for name in names:
+        (d / "c" / name).write_bytes(good)
+    all_files = list(range(files))
+    layouts = [
+        {"dtype": "F32", "shape": [0], "grid": [[]]},
+        {"dtype": "F32", "shape": [files], "cuts": [all_files], "files": all_files},
+    ]
+    placed = {**{f"x{number}": [0, files - 1] for number in range(tensors)}, "t": [1, 0]}
+    return changed(lambda body: alone(body, files, layouts, placed, dict.fromkeys(names, record).items()))(d)
 
 
-CASES["a_manifest_of_many_files_and_tensors"] = with_many_files(500, 40_000)
-
-
-@case
-def a_manifest_of_as_many_tensors_as_are_read(d):
+def as_many_tensors_as_are_read(d):
     """Well-formed to the last, but for the files: 290,000 tensors in 64 pieces each."""
     names = [f"model-{number:05d}-of-00064.safetensors" for number in range(1, 65)]
-
-    def change(body):
-        alone(body, 64)
-        body["files"].update({name: {"bytes": 1, "hashes_xxh3_128": "0" * 32} for name in names})
-        body["layouts"] = [{"dtype": "F32", "shape": [64], "grid": [[[64, 1]]]}]
-        body["tensors"]["model"] = {f"block.{number}.weight": [0, 0] for number in range(290_000)}
-
-    rewrite(d / "c", change)
-    return [load(d / "c"), lambda: verify(str(d / "c"))]
+    files = {name: {"bytes": 1, "hashes_xxh3_128": "0" * 32} for name in names}
+    layouts = [{"dtype": "F32", "shape": [64], "grid": [[[64, 1]]]}]
+    tensors = {f"block.{number}.weight": [0, 0] for number in range(290_000)}
+    return changed(lambda body: alone(body, 64, layouts, tensors, files.items()))(d)
 
 
-@case
-def a_manifest_of_many_pieces(d):
+def many_pieces(d):
     """Layouts that differ, of a million pieces together; none of their files is there."""
+    grid = [[[1 << 16, 1]], []]
+    layouts = [{"dtype": "F32", "shape": [1 << 20, number], "grid": grid} for number in range(16)]
+    tensors = {f"{number}": [number, 0] for number in range(16)}
+    return changed(lambda body: alone(body, 1 << 16, layouts, tensors))(d)
 
-    def change(body):
-        alone(body, 1 << 16)
-        body["layouts"] = [
-            {"dtype": "F32", "shape": [1 << 20, number], "grid": [[[1 << 16, 1]], []]} for number in range(16)
-        ]
-        body["tensors"]["model"] = {f"{number}": [number, 0] for number in range(16)}
 
-    rewrite(d / "c", change)
-    return [load(d / "c"), lambda: verify(str(d / "c"))]
+for make in (many_files_and_tensors, as_many_tensors_as_are_read, many_pieces):
+    enter(f"a_manifest_of_{make.__name__}", make, "large")

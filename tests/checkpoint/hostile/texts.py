@@ -4,37 +4,32 @@ import shutil
 
 import torch
 from tests.checkpoint.hostile.cases import (
-    CASES,
     checkpoint_of,
+    enter,
     harmless,
     load,
+    load_and_verify,
     open_directory,
     read_plain,
     replace,
 )
 from tests.support.tasks import Regression
 
-from drivetrain.checkpoint import export_weights, read_manifest, resolve, verify
+from drivetrain.checkpoint import export_weights, read_manifest, resolve
 from drivetrain.checkpoint.format.strict_json import seal
 from drivetrain.checkpoint.inspection.listing import list_checkpoints
 from drivetrain.checkpoint.prediction_files import read_predictions
 
 
-def manifest(d, content):
-    (d / "c" / "manifest.json").write_bytes(content)
-    path = str(d / "c")
-    return [
-        lambda: read_manifest(path),
-        lambda: verify(path),
-        load(d / "c"),
-        lambda: resolve(d / "c") and load(d / "c")(),
-        open_directory(d),
-    ]
-
-
 def large_manifest(d, content):
     (d / "c" / "manifest.json").write_bytes(content)
     return load(d / "c")
+
+
+def manifest(d, content):
+    large_manifest(d, content)
+    others = [lambda: read_manifest(str(d / "c")), lambda: resolve(d / "c") and load(d / "c")()]
+    return [*load_and_verify(d / "c"), *others, open_directory(d)]
 
 
 def index(d, content):
@@ -65,18 +60,21 @@ def predictions(d, content):
     return harmless(bad_predictions(d, content))
 
 
-WELL_FORMED = ("a_text", "null", "nothing")
-"""What every place must tell from what it wants, not only the reader of JSON."""
+def text_case(name, place, content):
+    make = lambda d: place(d, content() if callable(content) else content)  # noqa: E731
+    enter(f"{place.__name__}_{name}", make, "large" if callable(content) else None)
 
-PLACES = (manifest, index, hparams, index_of_weights, predictions)
-"""What writes a text to each place, and reads it from there."""
 
 BASE = 58 << 20
 """Bytes of a file that is nearly as large as any that is read."""
 
 
-def text_case(place, content):
-    return lambda d: place(d, content() if callable(content) else content)
+def keys(count):
+    return lambda: b"{" + b",".join(b'"%d":1' % number for number in range(count)) + b"}"
+
+
+def numbers(digits):
+    return lambda: b"[" + b",".join([b"9" * digits] * (BASE // (digits + 1))) + b"]"
 
 
 TEXTS = {
@@ -84,19 +82,15 @@ TEXTS = {
     "deep_objects": lambda: b'{"a":' * (10 << 20),
     "depth_within_limits": lambda: b"[" * 190_000 + b"]" * 190_000,
     "as_many_floats_as_are_read": lambda: b"[" + b"1.25e-7," * 3_900_000 + b"1]",
-    "as_many_texts_as_are_read": lambda: (
-        b"[" + b",".join(b'"%08x"' % number for number in range(3_900_000)) + b"]"
-    ),
-    "long_integers": lambda: b"[" + b",".join([b"9" * 4301] * (BASE // 4302)) + b"]",
-    "integers_as_long_as_are_read": lambda: b"[" + b",".join([b"9" * 4300] * (BASE // 4301)) + b"]",
+    "as_many_texts_as_are_read": lambda: b"[" + b",".join(b'"%08x"' % n for n in range(3_900_000)) + b"]",
+    "long_integers": numbers(4301),
+    "integers_as_long_as_are_read": numbers(4300),
     "a_text_that_takes_four_times_its_size": lambda: b'["' + b"a" * BASE + "\U0001f600".encode() + b'"]',
     "an_escape_that_takes_four_times_its_size": lambda: b'["' + b"a" * BASE + rb"\ud83d\ude00" + b'"]',
     "many_numbers": lambda: b"[" + b"1," * (31 << 20) + b"1]",
     "many_lists": lambda: b"[" + b"[]," * (20 << 20) + b"1]",
-    "many_keys": lambda: b"{" + b",".join(b'"%d":1' % number for number in range(4_000_000)) + b"}",
-    "as_many_keys_as_are_read": lambda: (
-        b"{" + b",".join(b'"%d":1' % number for number in range(290_000)) + b"}"
-    ),
+    "many_keys": keys(4_000_000),
+    "as_many_keys_as_are_read": keys(290_000),
     "a_long_number": lambda: b"[" + b"9" * (60 << 20) + b"]",
     "a_long_text": lambda: b'["' + b"a" * (60 << 20) + b'"]',
     "too_long": lambda: b" " * (65 << 20) + b"{}",
@@ -107,62 +101,52 @@ TEXTS = {
     "nan": b'{"a":NaN,"values":{}}',
     "bad_utf8": b'{"values":{},"a":"\xff"}',
     "a_byte_order_mark": b'\xef\xbb\xbf{"values":{}}',
-    "nothing": b"",
     "zeros": b"\0" * 4096,
+    # What every place must tell from what it wants, not only the reader of JSON.
+    "nothing": b"",
     "a_text": b'"manifest"',
     "null": b"null",
 }
-
+PLACES = (manifest, index, hparams, index_of_weights, predictions)
 for number, (name, content) in enumerate(TEXTS.items()):
     # All places read by the same few lines: what is no JSON is put into one of them. What is large is made by
     # a function, and takes seconds.
-    places = PLACES if name in WELL_FORMED else (PLACES[number % len(PLACES)],)
+    places = PLACES if name in ("nothing", "a_text", "null") else (PLACES[number % len(PLACES)],)
     for place in (large_manifest, hparams) if callable(content) else places:
-        CASES[f"{place.__name__}_of_{name}"] = text_case(place, content)
+        text_case(f"of_{name}", place, content)
 
 
-def entries(*changes):
-    """An index with these entries, sealed."""
-    entry = {"name": "a", "order": 1, "update": 1, "epoch": 0, "metrics": {}, "resume": True, "keeper": False}
-    return seal({"format_version": 1, "checkpoints": [{**entry, **each} for each in changes]}, "it")
+def sealed(checkpoints, version=1):
+    return seal({"format_version": version, "checkpoints": checkpoints}, "it")
 
+
+ENTRY = {"name": "a", "order": 1, "update": 1, "epoch": 0, "metrics": {}, "resume": True, "keeper": False}
+NAMES = ("../../x", "/etc", ".saving-x", "x" * 5000, "a\0b", "\ud800", "C:x")
+CHANGES = [{"order": 1 << 2000}, {"update": -1}, {"epoch": 0.5}, {"metrics": {"a": []}}, {"keeper": 1}]
+for number, change in enumerate([*({"name": name} for name in NAMES), *CHANGES]):
+    text_case(f"with_another_entry_{number}", index, sealed([{**ENTRY, **change}]))
+for name, content in {
+    "a_name_twice": sealed([ENTRY, ENTRY]),
+    "a_list_for_an_entry": sealed([[]]),
+    "no_list": sealed({"a": 1}),
+    "a_huge_version": sealed([], 1 << 2000),
+    "many_entries": lambda: sealed([{**ENTRY, "name": f"x{number}"} for number in range(37_000)]),
+}.items():
+    text_case(f"with_{name}", index, content)
+
+for name, place in {
+    "places_outside": b"../w.safetensors",
+    "a_place_with_a_surrogate": rb"\ud800.safetensors",
+    "a_place_with_a_zero": rb"\u0000.safetensors",
+    "a_long_place": b"x" * 5000 + b".safetensors",
+    "a_pickle": b"w.bin",
+    "itself": b"model.safetensors.index.json",
+}.items():
+    text_case(f"with_{name}", index_of_weights, b'{"weight_map":{"w":"%b"}}' % place)
+MANY = b",".join(b'"%d":"%d.safetensors"' % (number, number) for number in range(100_000))
+text_case("with_many_places", index_of_weights, lambda: b'{"weight_map":{' + MANY + b"}}")
 
 for name, content in {
-    "a_path_that_leads_out": lambda: entries({"name": "../../x"}),
-    "an_absolute_path": lambda: entries({"name": "/etc"}),
-    "a_hidden_name": lambda: entries({"name": ".saving-x"}),
-    "a_long_name": lambda: entries({"name": "x" * 5000}),
-    "a_name_with_a_zero": lambda: entries({"name": "a\0b"}),
-    "a_lone_surrogate": lambda: entries({"name": "\ud800"}),
-    "a_drive": lambda: entries({"name": "C:x"}),
-    "a_name_twice": lambda: entries({}, {}),
-    "a_huge_order": lambda: entries({"order": 1 << 2000}),
-    "a_negative_update": lambda: entries({"update": -1}),
-    "a_fraction": lambda: entries({"epoch": 0.5}),
-    "a_metric_that_is_a_list": lambda: entries({"metrics": {"a": []}}),
-    "a_flag_that_is_a_number": lambda: entries({"keeper": 1}),
-    "a_list_in_an_entry's_place": lambda: seal({"format_version": 1, "checkpoints": [[]]}, "it"),
-    "no_list": lambda: seal({"format_version": 1, "checkpoints": {"a": 1}}, "it"),
-    "a_huge_version": lambda: seal({"format_version": 1 << 2000, "checkpoints": []}, "it"),
-    "many_entries": lambda: entries(*({"name": f"x{number}"} for number in range(37_000))),
-}.items():
-    CASES[f"index_with_{name}"] = text_case(index, content)
-
-
-for name, text in {
-    "places_outside": b'{"weight_map":{"w":"../w.safetensors"}}',
-    "a_place_with_a_surrogate": rb'{"weight_map":{"w":"\ud800.safetensors"}}',
-    "a_place_with_a_zero": rb'{"weight_map":{"w":"\u0000.safetensors"}}',
-    "a_long_place": b'{"weight_map":{"w":"' + b"x" * 5000 + b'.safetensors"}}',
-    "a_pickle": b'{"weight_map":{"w":"w.bin"}}',
-    "itself": b'{"weight_map":{"w":"model.safetensors.index.json"}}',
-    "many_places": lambda: (
-        b'{"weight_map":{' + b",".join(b'"%d":"%d.safetensors"' % (n, n) for n in range(100_000)) + b"}}"
-    ),
-}.items():
-    CASES[f"index_of_weights_with_{name}"] = text_case(index_of_weights, text)
-
-for name, text in {
     "an_absent_tensor": b'{"$tensor":"other"}',
     "an_unknown_tag": b'{"$object":"os.system"}',
     "a_text_for_a_tuple": b'{"$tuple":"ab"}',
@@ -173,4 +157,4 @@ for name, text in {
     "depth": b"[" * 200 + b"]" * 200,
     "tags_in_tags": b'{"$tuple":[' * 90 + b'{"$dict":[[{"$tuple":[]},1]]}' + b"]}" * 90,
 }.items():
-    CASES[f"predictions_with_{name}"] = text_case(bad_predictions, text)
+    text_case(f"with_{name}", bad_predictions, content)
