@@ -1,8 +1,8 @@
 """A server that speaks the part of the Hub's HTTP API that uploads and downloads of models use.
 
-`python server.py FOLDER PORT TOKEN` serves the repositories in a folder, which survives a kill. While the
-file `stall` is in the folder, an upload of a large file stops in its middle, and the file `stalled` says so.
-The file `requests.jsonl` lists the method, path and token's presence of each request.
+`python server.py FOLDER PORT TOKEN` serves the repositories of a folder, which survives a kill. It prints its
+port: the given one, or a free one for 0. While the file `stall` is in the folder, an upload of a large file
+stops in its middle, and the file `stalled` says so. `requests.jsonl` lists the requests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
 
-FOLDER, PORT, TOKEN = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+FOLDER, TOKEN = Path(sys.argv[1]), sys.argv[3]
 OBJECTS = FOLDER / "objects"
 LOCK = threading.Lock()
 LARGE = (".safetensors", ".bin", ".pt")
@@ -83,28 +83,21 @@ class Handler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
 
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server.server_port}"
+
     def log_message(self, *arguments: Any) -> None:
         """Print nothing."""
 
     def do_GET(self) -> None:
-        self.answer_with(self.get)
-
-    def do_HEAD(self) -> None:
-        self.answer_with(self.get)
-
-    def do_POST(self) -> None:
-        self.answer_with(self.post)
-
-    def do_PUT(self) -> None:
-        self.answer_with(self.put)
-
-    def answer_with(self, method: Any) -> None:
+        method = {"HEAD": self.get, "GET": self.get, "POST": self.post, "PUT": self.put}[self.command]
         url = urlsplit(self.path)
         self.parts = [unquote(each) for each in url.path.split("/")[1:]]
         self.query = parse_qs(url.query)
         sent = self.headers.get("Authorization")
         with LOCK, (FOLDER / "requests.jsonl").open("a") as file:
-            file.write(json.dumps([self.command, url.path, sent is not None]) + "\n")
+            file.write(json.dumps([self.command, url.path]) + "\n")
         try:
             if sent != f"Bearer {TOKEN}" and self.parts[0] != "lfs":
                 self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -112,8 +105,10 @@ class Handler(BaseHTTPRequestHandler):
             method()
         except RefusedError as refusal:
             headers = {"X-Error-Code": refusal.code, "X-Error-Message": str(refusal)}
-            answer = {"error": str(refusal), "url": f"http://127.0.0.1:{PORT}/org/known"}
+            answer = {"error": str(refusal), "url": f"{self.address}/org/known"}
             self.answer(answer, refusal.status, headers)
+
+    do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815
 
     def answer(self, value: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
         data = value if isinstance(value, bytes) else json.dumps(value).encode()
@@ -168,7 +163,7 @@ class Handler(BaseHTTPRequestHandler):
             name = f"{asked.get('organization') or 'me'}/{asked['name']}"
             with LOCK:
                 Repository.create(name, asked.get("visibility") == "private")
-            self.answer({"url": f"http://127.0.0.1:{PORT}/{name}"})
+            self.answer({"url": f"{self.address}/{name}"})
             return
         if self.parts == ["api", "validate-yaml"]:
             self.validate(json.loads(self.body())["content"])
@@ -207,7 +202,7 @@ class Handler(BaseHTTPRequestHandler):
     def batch(self) -> None:
         objects = []
         for each in json.loads(self.body())["objects"]:
-            place = f"http://127.0.0.1:{PORT}/lfs/{each['oid']}"
+            place = f"{self.address}/lfs/{each['oid']}"
             actions = {
                 "upload": {"href": f"{place}?X-Amz-Signature=signed"},
                 "verify": {"href": f"{place}/verify"},
@@ -258,7 +253,7 @@ class Handler(BaseHTTPRequestHandler):
             else:
                 raise RefusedError(400, "", f"unknown operation {operation['key']}")
         commit = repository.commit(branch, tree, message)
-        address = f"http://127.0.0.1:{PORT}/{'/'.join(self.parts[2:4])}/commit/{commit}"
+        address = f"{self.address}/{'/'.join(self.parts[2:4])}/commit/{commit}"
         self.answer({"commitUrl": address, "commitOid": commit, "pullRequestUrl": None})
 
 
@@ -270,6 +265,6 @@ def store(name: str, data: bytes) -> None:
 
 if __name__ == "__main__":
     OBJECTS.mkdir(parents=True, exist_ok=True)
-    server = ThreadingHTTPServer(("127.0.0.1", PORT), Handler)
-    print("ready", flush=True)
+    server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[2])), Handler)
+    print(server.server_port, flush=True)
     server.serve_forever()

@@ -1,6 +1,6 @@
 """One module under Lightning's Trainer and under ours, on the same data. As a program it prints tables:
 
-PYTHONPATH=package .venv-hf/bin/python -m tests.integrations.lightning.equality
+PYTHONPATH=package .venv/bin/python -m tests.integrations.lightning.equality
 """
 
 from __future__ import annotations
@@ -11,18 +11,29 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from tests.integrations.lightning import modules
-from tests.integrations.lightning.modules import Segmenter, loader
+from tests.integrations.lazy import Lazy
 
 from drivetrain import Trainer
 from drivetrain.integrations.lightning import as_data, as_task
 from drivetrain.integrations.lightning.kinds import is_overridden
 
+modules = Lazy("tests.integrations.lightning.modules")
+
+MODULES = (
+    "Classifier",
+    "Template",
+    "OneCycle",
+    "Autoencoder",
+    "Teacher",
+    "WarmUp",
+    "GAN",
+    "ManualAccumulation",
+)
+MODULES += ("Skipping", "Segmenter", "Finetuning", "LanguageModel", "Tabular", "Unfreezing")
 # What a module's own trainer logs otherwise, each with the reason.
 EXPLAINED = {
-    modules.Skipping: {"loss_step"},  # Lightning logs the value before again where a step returned None
-    modules.WGAN: {"generator_loss"},  # the same, where a step logged nothing
-    modules.Finetuning: {"val/loss_step"},  # ours is the last batch's, which has a place among updates
+    "Skipping": {"loss_step"},  # Lightning logs the value before again where a step returned None
+    "Finetuning": {"val/loss_step"},  # ours is the last batch's, which has a place among updates
 }
 
 
@@ -52,9 +63,9 @@ def data_of(module: Any) -> tuple[Any, ...]:
         return None, None, module.data()
     if is_overridden(module, "train_dataloader"):
         return ()
-    if isinstance(module, Segmenter):
-        return loader(), [loader(9, 1), loader(6, 2)]
-    return loader(), loader(9, 1) if is_overridden(module, "validation_step") else None
+    if isinstance(module, modules.Segmenter):
+        return modules.loader(), [modules.loader(9, 1), modules.loader(6, 2)]
+    return modules.loader(), modules.loader(9, 1) if is_overridden(module, "validation_step") else None
 
 
 def under_lightning(module: Any, **options: Any) -> dict[str, list[float]]:
@@ -104,6 +115,13 @@ def under_ours(module: Any, resume: str | None = None, **options: Any) -> Any:
     return dict(recorder.values), result
 
 
+def both(kind: Any, theirs: dict[str, Any], ours: dict[str, Any] | None = None) -> tuple[Any, ...]:
+    """Fit under both; return the modules and the logged values, Lightning's first."""
+    one, other = made(kind), made(kind)
+    logged = under_lightning(one, **theirs)
+    return one, other, logged, under_ours(other, **(theirs if ours is None else ours))[0]
+
+
 def differences(first: dict[str, list[float]], second: dict[str, list[float]]) -> dict[str, Any]:
     """Return the names whose values differ by more than 1e-6."""
     found: dict[str, Any] = {}
@@ -128,10 +146,9 @@ def _table(header: str, rows: list[list[str]]) -> None:
 
 
 def _compared(kind: Any) -> list[str]:
-    theirs, ours = made(kind), made(kind)
-    logged, (found, _) = under_lightning(theirs, max_epochs=3), under_ours(ours, max_epochs=3)
+    theirs, ours, logged, found = both(kind, {"max_epochs": 3})
     unequal = differences(logged, found).keys()
-    assert unequal <= EXPLAINED.get(kind, set())
+    assert unequal <= EXPLAINED.get(kind.__name__, set())
     loss = next(
         name for name in logged if "loss" in name or name == "contrastive" or "reconstruction" in name
     )
@@ -156,9 +173,8 @@ def _under_options() -> list[list[str]]:
         modules.loader.__defaults__ = (samples, 0, 4)
         row = [name]
         for kind in (modules.Classifier, modules.Segmenter, modules.Template, modules.Autoencoder):
-            theirs, ours = made(kind), made(kind)
-            under_lightning(theirs, max_epochs=3, **their_options)
-            under_ours(ours, max_epochs=3, **our_options)
+            epochs = {"max_epochs": 3}
+            theirs, ours, *_ = both(kind, epochs | their_options, epochs | our_options)
             row.append(f"{(weights_of(theirs) - weights_of(ours)).abs().max():.1e}")
         rows.append(row)
     return rows
@@ -167,13 +183,10 @@ def _under_options() -> list[list[str]]:
 def _hooks() -> list[list[str]]:
     from tests.integrations.lightning.recording import Recording
 
-    theirs, ours = made(Recording), made(Recording)
-    under_lightning(
-        theirs, max_epochs=1, accumulate_grad_batches=2, limit_train_batches=4, limit_val_batches=1
-    )
-    under_ours(
-        ours, max_epochs=1, gradient_accumulation_steps=2, limit_train_batches=4, limit_validation_batches=1
-    )
+    limits = {"max_epochs": 1, "limit_train_batches": 4}
+    their_options = {**limits, "accumulate_grad_batches": 2, "limit_val_batches": 1}
+    our_options = {**limits, "gradient_accumulation_steps": 2, "limit_validation_batches": 1}
+    theirs, ours, *_ = both(Recording, their_options, our_options)
     return [[f"`{each}`" for each in pair] for pair in zip(theirs.calls, ours.calls, strict=True)]
 
 
@@ -184,7 +197,7 @@ def main() -> None:
     torch.set_num_threads(1)
     _table(
         "module | a loss: Lightning / drivetrain | a value | difference of weights | logged otherwise",
-        [_compared(kind) for kind in modules.MODULES],
+        [_compared(getattr(modules, name)) for name in MODULES],
     )
     _table("difference of weights | Classifier | Segmenter | Template | Autoencoder", _under_options())
     _table("Lightning | drivetrain", _hooks())

@@ -7,14 +7,15 @@ import functools
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MaxMetric, MeanMetric, MetricCollection, SumMetric
-from torchmetrics.classification import BinaryAccuracy, BinaryF1Score, BinaryJaccardIndex, MulticlassAccuracy
+from torchmetrics.classification import BinaryAccuracy, BinaryF1Score, MulticlassAccuracy
 from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError, R2Score
 
 
@@ -102,7 +103,7 @@ class Template(LightningModule):
         self.val_loss(loss)
         self.val_acc(found, y)
         self.log("val/loss", self.val_loss, on_step=False, on_epoch=True)
-        self.log("val/acc", self.val_acc, on_step=False, on_epoch=True)
+        self.log("val/acc", self.val_acc, on_epoch=True, metric_attribute="val_acc")
 
     def on_validation_epoch_end(self):
         self.val_acc_best(self.val_acc.compute())
@@ -111,15 +112,8 @@ class Template(LightningModule):
     def configure_optimizers(self):
         optimizer = self.optimizer(params=self.trainer.lightning_module.parameters())
         scheduler = self.scheduler(optimizer=optimizer)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {
-                "scheduler": scheduler,
-                "monitor": "val/loss",
-                "interval": "epoch",
-                "frequency": 1,
-            },
-        }
+        options = {"monitor": "val/loss", "interval": "epoch", "frequency": 1}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **options}}
 
 
 class OneCycle(LightningModule):
@@ -154,7 +148,7 @@ class OneCycle(LightningModule):
 
 
 class Autoencoder(LightningModule):
-    """A loss of parts, logged with every reduction; layers made in `setup`."""
+    """A loss of parts, logged with every reduction; layers made in `setup`, and loaders of its own."""
 
     def __init__(self, width: int = 3):
         super().__init__()
@@ -170,7 +164,9 @@ class Autoencoder(LightningModule):
         code = self.encoder(x)
         parts = {"reconstruction": F.mse_loss(self.decoder(code), x), "size": code.pow(2).mean()}
         loss = parts["reconstruction"] + 0.1 * parts["size"]
-        self.log_dict({f"{name}_{key}": value for key, value in parts.items()}, on_step=False, on_epoch=True)
+        self.log_dict(
+            {f"{name}_{key}": each.item() for key, each in parts.items()}, on_step=False, on_epoch=True
+        )
         self.log(f"{name}_largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
         self.log(f"{name}_smallest", loss, on_step=False, on_epoch=True, reduce_fx=torch.min)
         self.log(f"{name}_sum", loss, on_step=False, on_epoch=True, reduce_fx="sum")
@@ -181,6 +177,12 @@ class Autoencoder(LightningModule):
 
     def validation_step(self, batch, batch_idx):
         return self.step(batch, "val")
+
+    def train_dataloader(self):
+        return loader()
+
+    def val_dataloader(self):
+        return [loader(9, 1)]
 
     def configure_optimizers(self):
         return torch.optim.RMSprop(self.parameters(), lr=0.01)
@@ -281,14 +283,13 @@ class GAN(LightningModule):
         self.clip_gradients(g_opt, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
         g_opt.step()
         self.untoggle_optimizer(g_opt)
-        self.toggle_optimizer(d_opt)
-        fake = self.generator(noise).detach()
-        d_loss = F.binary_cross_entropy_with_logits(self.discriminator(real), ones)
-        d_loss = d_loss + F.binary_cross_entropy_with_logits(self.discriminator(fake), zeros)
-        d_opt.zero_grad()
-        self.manual_backward(d_loss)
-        d_opt.step()
-        self.untoggle_optimizer(d_opt)
+        with d_opt.toggle_model():
+            fake = self.generator(noise).detach()
+            d_loss = F.binary_cross_entropy_with_logits(self.discriminator(real), ones)
+            d_loss = d_loss + F.binary_cross_entropy_with_logits(self.discriminator(fake), zeros)
+            d_opt.zero_grad()
+            self.manual_backward(d_loss)
+            d_opt.step()
         self.log_dict({"g_loss": g_loss, "d_loss": d_loss}, prog_bar=True)
 
     def on_train_epoch_end(self):
@@ -351,7 +352,12 @@ class Segmenter(LightningModule):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
         self.f1 = nn.ModuleDict({"train_f1": BinaryF1Score(), "val_f1": BinaryF1Score()})
+        self.metrics = nn.ModuleList([MetricCollection([BinaryAccuracy()], prefix=f"{i}/") for i in range(2)])
         self.seen: dict[str, list[Tensor]] = {"train": [], "val": []}
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        x, y = batch
+        return (-x, y) if self.trainer.training else batch
 
     def shared_step(self, batch, stage):
         x, y = batch
@@ -359,7 +365,7 @@ class Segmenter(LightningModule):
         loss = F.binary_cross_entropy_with_logits(logits, y.float())
         self.f1[f"{stage}_f1"].update(logits.sigmoid(), y)
         self.seen[stage].append(loss.detach())
-        return loss
+        return logits, loss
 
     def shared_epoch_end(self, stage):
         losses = torch.stack(self.seen[stage])
@@ -369,14 +375,16 @@ class Segmenter(LightningModule):
         self.f1[f"{stage}_f1"].reset()
 
     def training_step(self, batch, batch_idx):
-        return self.shared_step(batch, "train")
+        return self.shared_step(batch, "train")[1]
 
     def on_train_epoch_end(self):
         self.shared_epoch_end("train")
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
-        loss = self.shared_step(batch, "val")
+        logits, loss = self.shared_step(batch, "val")
         self.log("val_loss", loss)
+        self.metrics[dataloader_idx].update(logits.sigmoid(), batch[1])
+        self.log_dict(self.metrics[dataloader_idx], on_step=False, on_epoch=True, add_dataloader_idx=False)
         self.log(f"val_{dataloader_idx}", loss, add_dataloader_idx=False)
 
     def on_validation_epoch_end(self):
@@ -387,12 +395,8 @@ class Segmenter(LightningModule):
         first = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
         second = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
         schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [first, second], [3])
-        return (
-            {
-                "optimizer": optimizer,
-                "lr_scheduler": {"scheduler": schedule, "interval": "step", "frequency": 2},
-            },
-        )
+        options = {"interval": "step", "frequency": 2}
+        return ({"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, **options}},)
 
 
 class Finetuning(LightningModule):
@@ -440,59 +444,12 @@ class Finetuning(LightningModule):
         return torch.optim.SGD(groups, lr=0.1)
 
 
-class VAE(LightningModule):
-    """A variational autoencoder with loaders of its own; KL's weight grows with the epochs."""
-
-    example_input_array = torch.zeros(1, 4)
-
-    def __init__(self, width: int = 2, **kwargs: Any):
-        super().__init__()
-        self.save_hyperparameters()
-        self.encoder = nn.Linear(4, 2 * self.hparams.width)
-        self.decoder = nn.Sequential(nn.Linear(self.hparams.width, 8), nn.ELU(), nn.Linear(8, 4))
-
-    def forward(self, x):
-        mean, log_variance = self.encoder(x).chunk(2, dim=1)
-        # Of its own seed: the two Trainers draw other numbers from the global stream.
-        noise = torch.randn(mean.shape, generator=torch.Generator().manual_seed(self.global_step))
-        return self.decoder(mean + noise * (log_variance / 2).exp()), mean, log_variance
-
-    def losses(self, batch):
-        found, mean, log_variance = self(batch[0])
-        reconstruction = F.mse_loss(found, batch[0])
-        kl = -0.5 * (1 + log_variance - mean**2 - log_variance.exp()).sum(1).mean()
-        weight = min(1.0, (self.current_epoch + 1) / self.trainer.max_epochs)
-        return {"loss": reconstruction + 0.01 * weight * kl, "reconstruction": reconstruction, "kl": kl}
-
-    def training_step(self, batch, batch_idx):
-        losses = self.losses(batch)
-        self.log_dict({name: value.item() for name, value in losses.items()}, sync_dist=True)
-        return losses["loss"]
-
-    def validation_step(self, batch, batch_idx, optimizer_index=0):
-        losses = self.losses(batch)
-        self.log_dict({f"val_{name}": value.item() for name, value in losses.items()}, sync_dist=True)
-
-    def train_dataloader(self):
-        return loader()
-
-    def val_dataloader(self):
-        return [loader(9, 1)]
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.Adam(self.parameters(), lr=0.02, weight_decay=0.001)
-        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)]
-
-
 class Tokens(LightningDataModule):
     """Sequences whose next token follows from the last one."""
 
     def __init__(self, batch_size: int = 4):
         super().__init__()
         self.save_hyperparameters()
-
-    def prepare_data(self):
-        assert self.trainer is None or self.trainer.is_global_zero
 
     def setup(self, stage=None):
         generator = torch.Generator().manual_seed(3)
@@ -567,134 +524,6 @@ class LanguageModel(LightningModule):
         }
 
 
-class Images(LightningDataModule):
-    """Small images with masks, and two sets to validate on."""
-
-    def setup(self, stage):
-        generator = torch.Generator().manual_seed(5)
-        images = torch.randn(24, 1, 8, 8, generator=generator)
-        self.sets = TensorDataset(images, (images > 0.3).float())
-
-    def part(self, first, last, batch_size=3):
-        return DataLoader(Subset(self.sets, range(first, last)), batch_size, drop_last=first == 0)
-
-    def train_dataloader(self):
-        return self.part(0, 14)
-
-    def val_dataloader(self):
-        return [self.part(14, 20), self.part(20, 24, 2)]
-
-
-class UNet(LightningModule):
-    """A segmentation net with batch norms, collections of metrics, several validation sets."""
-
-    data = Images
-
-    def __init__(self):
-        super().__init__()
-        self.down = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
-        self.low = nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())
-        self.up = nn.ConvTranspose2d(4, 4, 2, stride=2)
-        self.out = nn.Conv2d(8, 1, 1)
-        metrics = MetricCollection({"iou": BinaryJaccardIndex(), "accuracy": BinaryAccuracy()})
-        self.train_metrics = metrics.clone(prefix="train/")
-        self.val_metrics = nn.ModuleList([metrics.clone(prefix=f"val_{name}/") for name in ("a", "b")])
-
-    def on_after_batch_transfer(self, batch, dataloader_idx):
-        images, masks = batch
-        return (images.flip(-1), masks.flip(-1)) if self.trainer.training else batch
-
-    def forward(self, images):
-        high = self.down(images)
-        return self.out(torch.cat([high, self.up(self.low(high))], dim=1))
-
-    def training_step(self, batch, batch_idx):
-        images, masks = batch
-        logits = self(images)
-        loss = F.binary_cross_entropy_with_logits(logits, masks)
-        self.log("train/loss", loss)
-        self.log_dict(self.train_metrics(logits.sigmoid(), masks.int()), on_step=True, on_epoch=False)
-        return {"loss": loss, "logits": logits.detach()}
-
-    def validation_step(self, batch, batch_idx, dataloader_idx=0):
-        images, masks = batch
-        logits = self(images)
-        self.log("val/loss", F.binary_cross_entropy_with_logits(logits, masks), prog_bar=True)
-        metrics = self.val_metrics[dataloader_idx]
-        metrics.update(logits.sigmoid(), masks.int())
-        self.log_dict(metrics, on_step=False, on_epoch=True, add_dataloader_idx=False)
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, nesterov=True)
-        schedule = torch.optim.lr_scheduler.PolynomialLR(optimizer, self.trainer.max_epochs, 0.9)
-        return [optimizer], [{"scheduler": schedule, "interval": "epoch"}]
-
-
-class LARS(torch.optim.Optimizer):
-    """Rates by layer, as self-supervised libraries have it."""
-
-    def __init__(self, params, lr=0.1, momentum=0.9):
-        super().__init__(params, {"lr": lr, "momentum": momentum})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for each in group["params"]:
-                if each.grad is None:
-                    continue
-                scale = each.norm() / each.grad.norm().clamp(min=1e-8) if each.ndim > 1 else 1.0
-                state = self.state[each]
-                state.setdefault("average", torch.zeros_like(each))
-                state["average"].mul_(group["momentum"]).add_(each.grad * scale)
-                each.add_(state["average"], alpha=-group["lr"])
-        return loss
-
-
-class SimCLR(LightningModule):
-    """Two views, a contrastive loss over all ranks, a probe that learns beside it, a cosine by step."""
-
-    def __init__(self, temperature: float = 0.5):
-        super().__init__()
-        self.save_hyperparameters()
-        self.backbone, self.projector = nn.Linear(4, 6), nn.Sequential(nn.ReLU(), nn.Linear(6, 3))
-        self.probe = nn.Linear(6, 2)
-        self.accuracy = MulticlassAccuracy(2)
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        features = [self.backbone(x + shift) for shift in (0.1, -0.1)]
-        first, second = (F.normalize(self.projector(each), dim=1) for each in features)
-        others = self.all_gather(second.detach()).reshape(-1, second.shape[1])
-        similar = first @ second.T / self.hparams.temperature
-        target = torch.arange(len(x), device=self.device)
-        contrastive = F.cross_entropy(similar, target)
-        probe = F.cross_entropy(self.probe(features[0].detach()), y)
-        self.log_dict(
-            {"contrastive": contrastive, "probe": probe, "spread": others.std(0).mean()},
-            on_step=True,
-            on_epoch=False,
-            sync_dist=True,
-        )
-        return contrastive + probe
-
-    def validation_step(self, batch, batch_idx):
-        self.accuracy(self.probe(self.backbone(batch[0])), batch[1])
-        self.log("val_probe", self.accuracy, metric_attribute="accuracy")
-
-    def configure_optimizers(self):
-        optimizer = LARS(self.parameters(), lr=0.01)
-        steps = self.trainer.estimated_stepping_batches
-        schedule = {
-            "scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, int(steps)),
-            "interval": "step",
-        }
-        return [optimizer], [schedule]
-
-
 class Tabular(LightningModule):
     """A regressor that watches a value of `on_validation_epoch_end`, with a collection of metrics."""
 
@@ -744,62 +573,6 @@ class Tabular(LightningModule):
         return [EarlyStopping("val_R2Score", mode="max", patience=5, verbose=False)]
 
 
-class WGAN(LightningModule):
-    """A critic with a gradient penalty, several steps of it for each of the generator's, schedules."""
-
-    def __init__(self, critic_steps: int = 2):
-        super().__init__()
-        self.save_hyperparameters()
-        self.automatic_optimization = False
-        self.generator, self.critic = (
-            nn.Linear(3, 4),
-            nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)),
-        )
-
-    def forward(self, noise):
-        return self.generator(noise)
-
-    def penalty(self, real, fake):
-        middle = (0.5 * real + 0.5 * fake).requires_grad_(True)
-        (gradient,) = torch.autograd.grad(self.critic(middle).sum(), middle, create_graph=True)
-        return ((gradient.norm(dim=1) - 1) ** 2).mean()
-
-    def training_step(self, batch, batch_idx):
-        real, _ = batch
-        generator, critic = self.optimizers()
-        noise = torch.cos(torch.arange(3 * len(real)).float() + batch_idx).view(-1, 3)
-        for _ in range(self.hparams.critic_steps):
-            with critic.toggle_model():
-                fake = self(noise).detach()
-                loss = self.critic(fake).mean() - self.critic(real).mean() + 10 * self.penalty(real, fake)
-                critic.zero_grad()
-                self.manual_backward(loss)
-                critic.step()
-        self.log("critic_loss", loss, prog_bar=True, on_step=True, on_epoch=True)
-        if batch_idx % 2:
-            with generator.toggle_model():
-                loss = -self.critic(self(noise)).mean()
-                generator.zero_grad()
-                self.manual_backward(loss)
-                generator.step()
-            self.log("generator_loss", loss)
-        for each in self.lr_schedulers():
-            each.step()
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_critic", self.critic(batch[0]).mean())
-
-    def configure_optimizers(self):
-        found = []
-        for each in (self.generator, self.critic):
-            optimizer = torch.optim.RMSprop(each.parameters(), lr=0.005)
-            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.9)
-            found.append(
-                {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-            )
-        return found
-
-
 class Unfreezing(LightningModule):
     """A backbone that is frozen in the constructor, and joins in later; `configure_model` makes layers."""
 
@@ -833,23 +606,79 @@ class Unfreezing(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-MODULES = (
-    Classifier,
-    Template,
-    OneCycle,
-    Autoencoder,
-    Teacher,
-    WarmUp,
-    GAN,
-    ManualAccumulation,
-    Skipping,
-    Segmenter,
-    Finetuning,
-    VAE,
-    LanguageModel,
-    UNet,
-    SimCLR,
-    Tabular,
-    WGAN,
-    Unfreezing,
-)
+class Noted(LightningModule):
+    """A plain module that counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = body()
+        self.calls = 0
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx): ...
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+class Ranks(Noted):
+    """Skips a batch on the last rank, gathers, and logs the number of its rank."""
+
+    def training_step(self, batch, batch_idx):
+        gathered = self.all_gather(torch.tensor(float(self.global_rank)))
+        assert gathered.tolist() == ([0.0, 1.0] if self.trainer.world_size == 2 else 0.0)
+        if batch_idx == 1 and self.global_rank == self.trainer.world_size - 1:
+            return None
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Numbers(Noted):
+    """Logs numbers of several kinds, and the number of its rank."""
+
+    def training_step(self, batch, batch_idx):
+        self.log_dict({"numpy": np.float32(batch_idx), "whole": batch_idx, "tensor": torch.tensor(batch_idx)})
+        self.log("first", self.global_rank + 1.0, rank_zero_only=True)
+        self.log("first_epoch", self.global_rank + 1.0, rank_zero_only=True, on_step=False, on_epoch=True)
+        self.log("mean", self.global_rank + 1.0, sync_dist=True)
+        if self.trainer.is_global_zero:
+            self.log("only", 5.0, rank_zero_only=True, logger=False)
+        return super().training_step(batch, batch_idx)
+
+
+class Counting(Classifier):
+    """Counts the samples that it validates on, by a sum and by a torchmetrics object."""
+
+    def __init__(self):
+        super().__init__()
+        self.counted = SumMetric()
+
+    def validation_step(self, batch, batch_idx):
+        self(batch[0])
+        self.counted.update(len(batch[0]))
+        self.log("counted", self.counted)
+        self.log("summed", float(len(batch[0])), reduce_fx="sum", on_epoch=True)
+
+
+class Divided(LightningDataModule):
+    """Divides the batch among the processes, as the hydra template does, and changes batches."""
+
+    def setup(self, stage):
+        self.stages = [*getattr(self, "stages", []), stage]
+        self.size = 8 // self.trainer.world_size
+
+    def train_dataloader(self):
+        return loader(24, 0, self.size)
+
+    def val_dataloader(self):
+        return loader(9, 1)
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        assert self.trainer.lightning_module is not None
+        x, y = batch
+        return -x, y

@@ -52,10 +52,7 @@ class Ours(Theirs):
 
 def callback() -> Any:
     return pl.callbacks.BackboneFinetuning(
-        unfreeze_backbone_at_epoch=1,
-        lambda_func=lambda epoch: 1.5,
-        backbone_initial_lr=0.01,
-        train_bn=False,
+        unfreeze_backbone_at_epoch=1, lambda_func=lambda epoch: 1.5, backbone_initial_lr=0.01, train_bn=False
     )
 
 

@@ -7,57 +7,23 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import transformers
+from tests.integrations.lazy import Lazy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-transformers.utils.logging.disable_progress_bar()  # whose thread would stay
+transformers = Lazy("transformers")
 
 WORDS = 99
-_ENCODER = {
-    "vocab_size": WORDS,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-    "num_labels": 3,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "max_position_embeddings": 32,
-}
-_BART = {
-    "vocab_size": WORDS,
-    "d_model": 16,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 16,
-    "decoder_ffn_dim": 16,
-    "max_position_embeddings": 32,
-    "dropout": 0.0,
-    "attention_dropout": 0.0,
-    "activation_dropout": 0.0,
-}
-_VISION = {
-    "image_size": 8,
-    "patch_size": 4,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-}
-_TEXT = {
-    "vocab_size": WORDS,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-    "max_position_embeddings": 16,
-    "eos_token_id": 2,
-    "bos_token_id": 0,
-    "pad_token_id": 1,
-}
+_SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+_ENCODER: dict[str, Any] = {"vocab_size": WORDS, "num_labels": 3, "max_position_embeddings": 32, **_SIZES}
+_ENCODER |= dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+_BART: dict[str, Any] = {"vocab_size": WORDS, "d_model": 16, "max_position_embeddings": 32}
+for _part in ("encoder", "decoder"):
+    _BART |= {f"{_part}_layers": 2, f"{_part}_attention_heads": 2, f"{_part}_ffn_dim": 16}
+_BART |= dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
+_VISION = {"image_size": 8, "patch_size": 4, **_SIZES}
+_IDS = {"eos_token_id": 2, "bos_token_id": 0, "pad_token_id": 1}
+_TEXT = {"vocab_size": WORDS, "max_position_embeddings": 16, **_SIZES, **_IDS}
 
 Sample = dict[str, Tensor]
 
@@ -145,10 +111,8 @@ def _bert(head: str, **options: Any) -> Any:
 
 def _gpt2() -> Any:
     options = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 2}
-    config = transformers.GPT2Config(
-        vocab_size=WORDS, n_embd=16, n_layer=2, n_head=2, n_positions=32, **options
-    )
-    return transformers.GPT2LMHeadModel(config)
+    sizes = {"vocab_size": WORDS, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **options))
 
 
 def _t5() -> Any:
@@ -169,43 +133,32 @@ def _clip() -> Any:
 
 
 def _wav2vec2() -> Any:
-    config = transformers.Wav2Vec2Config(
-        **_ENCODER | {"hidden_size": 16},
-        conv_dim=(8, 8),
-        conv_kernel=(3, 3),
-        conv_stride=(2, 2),
-        num_feat_extract_layers=2,
-        num_conv_pos_embeddings=4,
-        num_conv_pos_embedding_groups=2,
-        feat_extract_norm="layer",
-        ctc_loss_reduction="mean",
-        layerdrop=0.0,
-        apply_spec_augment=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        activation_dropout=0.0,
-        feat_proj_dropout=0.0,
-        final_dropout=0.0,
-    )
-    made = transformers.Wav2Vec2ForCTC(config)
+    sizes = {"conv_dim": (8, 8), "conv_kernel": (3, 3), "conv_stride": (2, 2), "num_feat_extract_layers": 2}
+    sizes |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "feat_extract_norm": "layer"}
+    dropouts = "layerdrop hidden_dropout attention_dropout activation_dropout feat_proj_dropout final_dropout"
+    options = {
+        "ctc_loss_reduction": "mean",
+        "apply_spec_augment": False,
+        **dict.fromkeys(dropouts.split(), 0.0),
+    }
+    made = transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(**_ENCODER, **sizes, **options))
     made.wav2vec2.masked_spec_embed.requires_grad_(False)  # which only SpecAugment uses
     return made
 
 
 def _whisper() -> Any:
-    config = transformers.WhisperConfig(
-        **{**_BART, "vocab_size": WORDS},
-        num_mel_bins=8,
-        max_source_positions=8,
-        max_target_positions=32,
-        pad_token_id=1,
-        bos_token_id=0,
-        eos_token_id=2,
-        decoder_start_token_id=0,
-        begin_suppress_tokens=None,
-        suppress_tokens=None,
-    )
+    sizes = {"num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 32}
+    ids = {"decoder_start_token_id": 0, "begin_suppress_tokens": None, "suppress_tokens": None, **_IDS}
+    config = transformers.WhisperConfig(**_BART, **sizes, **ids)
     return transformers.WhisperForConditionalGeneration(config)
+
+
+def _llama() -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_TEXT, num_key_value_heads=2))
+
+
+def _bart() -> Any:
+    return transformers.BartForConditionalGeneration(transformers.BartConfig(**_BART))
 
 
 FAMILIES: dict[str, Family] = {
@@ -214,17 +167,9 @@ FAMILIES: dict[str, Family] = {
     "bert, answers": Family(partial(_bert, "QuestionAnswering", num_labels=2), answered, samples),
     "bert, masked": Family(partial(_bert, "MaskedLM"), masked, unmasked),
     "gpt2": Family(_gpt2, continued, shifted),
-    "llama": Family(
-        lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**_TEXT, num_key_value_heads=2)),
-        continued,
-        shifted,
-    ),
+    "llama": Family(_llama, continued, shifted),
     "t5": Family(_t5, translated, unmasked),
-    "bart": Family(
-        lambda: transformers.BartForConditionalGeneration(transformers.BartConfig(**_BART)),
-        translated,
-        unmasked,
-    ),
+    "bart": Family(_bart, translated, unmasked),
     "vit": Family(_vit, pictured, samples),
     "clip": Family(_clip, paired, None),
     "wav2vec2": Family(_wav2vec2, spoken, samples),
@@ -250,6 +195,7 @@ def padded(rows: list[Sample]) -> Sample:
 
 def model(family: str) -> Any:
     """A model of a family, with the same weights each time."""
+    transformers.utils.logging.disable_progress_bar()  # whose thread would stay
     torch.manual_seed(3)
     return FAMILIES[family].make()
 

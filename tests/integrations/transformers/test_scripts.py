@@ -6,14 +6,7 @@ import pytest
 
 pytest.importorskip("datasets")
 
-from tests.integrations.transformers.equality import (
-    BOUND,
-    OTHER,
-    TABLE,
-    Result,
-    compared,
-    largest_difference,
-)
+from tests.integrations.transformers.equality import BOUND, OTHER, TABLE, Result, compared, largest_difference
 
 pytestmark = pytest.mark.full
 

@@ -797,8 +797,7 @@ def test_model_init_begins_anew_and_the_seed_decides(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "updates"),
-    [({"num_train_epochs": 1.5}, 12), ({"num_train_epochs": 1.5, "max_steps": 3}, 3)],
+    ("options", "updates"), [({"num_train_epochs": 1.5}, 12), ({"num_train_epochs": 1.5, "max_steps": 3}, 3)]
 )
 def test_the_length_of_a_training(options: Any, updates: int, tmp_path: Path) -> None:
     made = trainer(tmp_path, **{"max_steps": -1, **options})

@@ -55,10 +55,7 @@ def main():
 
     def tokenize_and_align_labels(examples):
         tokenized = tokenizer(
-            examples["tokens"],
-            max_length=data_args.max_seq_length,
-            truncation=True,
-            is_split_into_words=True,
+            examples["tokens"], max_length=data_args.max_seq_length, truncation=True, is_split_into_words=True
         )
         labels = []
         for number, tags in enumerate(examples["ner_tags"]):

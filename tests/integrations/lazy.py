@@ -1,0 +1,22 @@
+"""Modules that are imported when they are first used, so that collecting these tests loads none of them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+class Lazy:
+    """A module by its name; its names are read from it, and so import it.
+
+    Args:
+        name: The module.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(importlib.import_module(self._name), name)

@@ -1,0 +1,10 @@
+"""Every test here runs with transformers imported."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def library(transformers_library: None) -> None:
+    """Import it before a test's own state is noted."""
