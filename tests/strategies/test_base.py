@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from tests.support.outcome import weights
 from tests.support.tasks import Duel, Regression, duels, pairs, quiet
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from drivetrain import Engine, OptimizerConfig, StrategyError
@@ -18,6 +19,7 @@ from drivetrain.strategies import Prepared, Strategy, Support
 from drivetrain.strategies.base import MakeOptimizers
 from drivetrain.strategies.ddp import DDP
 from drivetrain.strategies.fsdp.strategy import FSDP
+from drivetrain.strategies.optimizer_step import step
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.task.task import StepModule
@@ -76,7 +78,7 @@ class Wrapper(nn.Module):
         return self.module(*arguments)
 
 
-def test_a_strategy_from_elsewhere_trains_as_ours_does() -> None:
+def test_strategy_from_elsewhere_trains_as_ours_does() -> None:
     options = {"max_epochs": 2, "max_grad_norm": 0.5, "gradient_accumulation_steps": 2}
     config = OptimizerConfig("adamw", lr=0.1)
     ours, theirs = Regression(config, dropout=0.3), Regression(config, dropout=0.3)
@@ -85,54 +87,20 @@ def test_a_strategy_from_elsewhere_trains_as_ours_does() -> None:
     for name, value in ours.state_dict().items():
         torch.testing.assert_close(theirs.state_dict()[name], value, rtol=1e-6, atol=1e-7)
     assert sorted(weights(theirs)) == sorted(weights(ours)), "its wrapper leaves no trace in the names"
+    data = DataLoader(duels(6), batch_size=3)  # type: ignore[arg-type, var-annotated]
+    first, second = Duel(), Duel()
+    quiet(max_epochs=1).fit(first, data)
+    quiet(max_epochs=1, strategy=Minimal()).fit(second, data)
+    torch.testing.assert_close(second.state_dict(), first.state_dict())
 
 
-def test_a_strategy_is_asked_in_the_order_of_the_step() -> None:
+def test_strategy_is_asked_in_the_order_of_the_step_and_stores_nothing_by_default() -> None:
     strategy = Minimal()
-    quiet(max_steps=1, max_grad_norm=1.0, gradient_accumulation_steps=2, strategy=strategy).fit(
-        Regression(), pairs(4)
-    )
+    options = {"max_steps": 1, "max_grad_norm": 1.0, "gradient_accumulation_steps": 2}
+    quiet(**options, strategy=strategy).fit(Regression(), pairs(4))
     asked = strategy.asked[: strategy.asked.index("teardown") + 1]
-    assert asked == [
-        "setup", "prepare", "backward", "backward", "clip_grad_norm", "optimizer_step", "teardown",
-    ]  # fmt: skip
-
-
-def test_a_generator_step_runs_through_the_wrapper_too() -> None:
-    data = DataLoader(duels(6), batch_size=3)  # type: ignore[arg-type]
-    ours, theirs = Duel(), Duel()
-    quiet(max_epochs=1).fit(ours, data)
-    quiet(max_epochs=1, strategy=Minimal()).fit(theirs, data)
-    for name, value in ours.state_dict().items():
-        torch.testing.assert_close(theirs.state_dict()[name], value)
-
-
-def test_every_step_runs_through_the_wrapper() -> None:
-    engine = Engine(Minimal())
-    task = Regression()
-    engine.prepare_task(task)
-    assert isinstance(engine.model, Wrapper)
-    for micro_batch in engine.prepare_data(pairs(6)):
-        engine.model(micro_batch)
-    assert engine.model.calls == 3
-
-
-def test_what_a_strategy_does_not_support_is_refused_at_construction_with_its_reason() -> None:
-    with pytest.raises(StrategyError, match="precision 'bf16-mixed' cannot run on cpu: it knows no other"):
-        quiet(strategy=Minimal(), precision="bf16-mixed")
-
-
-def test_a_strategy_that_lacks_a_method_cannot_be_made() -> None:
-    class Half(Strategy):
-        def supports(self, precision: Precision) -> Support:
-            return Support(True)
-
-    with pytest.raises(TypeError, match="abstract"):
-        Half()  # type: ignore[abstract]
-
-
-def test_a_strategy_without_a_state_of_its_own_stores_none_and_takes_any() -> None:
-    strategy = Minimal()
+    of_step = ["backward", "backward", "clip_grad_norm", "optimizer_step"]
+    assert asked == ["setup", "prepare", *of_step, "teardown"]
     assert strategy.state_dict() == {}
     strategy.load_state_dict({"scaler": {"scale": 1.0}})
     data = pairs()
@@ -140,13 +108,24 @@ def test_a_strategy_without_a_state_of_its_own_stores_none_and_takes_any() -> No
     assert (strategy.rank, strategy.world_size) == (0, 1)
 
 
-def test_support_is_true_or_false_and_says_why() -> None:
+def test_every_step_runs_through_the_wrapper() -> None:
+    engine = Engine(Minimal())
+    engine.prepare_task(Regression())
+    assert isinstance(engine.model, Wrapper)
+    for micro_batch in engine.prepare_data(pairs(6)):
+        engine.model(micro_batch)
+    assert engine.model.calls == 3
+
+
+def test_unsupported_precision_is_refused_with_the_strategys_reason() -> None:
+    with pytest.raises(StrategyError, match="precision 'bf16-mixed' cannot run on cpu: it knows no other"):
+        quiet(strategy=Minimal(), precision="bf16-mixed")
     assert Support(True)
     assert not Support(False, "because")
     assert Support(False, "because").reason == "because"
 
 
-def test_an_only_optimizer_can_be_asked_for_whatever_its_name() -> None:
+def test_only_optimizer_is_found_whatever_its_name() -> None:
     parameters = [torch.zeros(1, requires_grad=True)]
     first, second = (torch.optim.SGD(parameters, lr=0.1) for _ in range(2))
     assert Prepared(nn.Identity(), {"any": first}).optimizer is first
@@ -162,17 +141,86 @@ class Lazy(Regression):
         self.line = nn.Sequential(nn.LazyBatchNorm1d(affine=False), nn.LazyLinear(1))  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("kind", [DDP, FSDP])
-def test_sizes_that_the_first_batch_would_tell_are_asked_for_before_several_processes_begin(
-    kind: Any,
-) -> None:
+def test_lazy_modules_need_their_sizes_before_several_processes_begin() -> None:
     told = r"'line\.1\.weight' of Lazy has no shape yet, .* strategy '(ddp|fsdp)' needs .* call the task with"
-    with pytest.raises(StrategyError, match=told):
-        kind().prepare(StepModule(Lazy()), None, as_precision("32"))
+    for kind in (DDP, FSDP):
+        with pytest.raises(StrategyError, match=told):
+            kind().prepare(StepModule(Lazy()), None, as_precision("32"))
 
 
-@pytest.mark.parametrize("precision", ["32", "bf16-true", "16-mixed"])
-def test_one_process_learns_sizes_from_the_first_batch(precision: str) -> None:
-    task = Lazy()
-    quiet(max_epochs=1, precision=precision, max_grad_norm=1.0).fit(task, pairs())
-    assert task.line[1].weight.shape == (1, 4)  # type: ignore[index]
+def test_lazy_modules_learn_their_sizes_from_the_first_batch_of_one_process() -> None:
+    for precision in ("32", "bf16-true", "16-mixed"):
+        task = Lazy()
+        quiet(max_epochs=1, precision=precision, max_grad_norm=1.0).fit(task, pairs())
+        assert task.line[1].weight.shape == (1, 4)  # type: ignore[index]
+
+
+# The optimizer's step: past torch's wrapper, unnoticed by those who listen.
+
+
+def with_gradient() -> nn.Parameter:
+    parameter = nn.Parameter(torch.tensor([[1.0, -2.0], [3.0, 0.5]]))
+    parameter.grad = torch.tensor([[0.5, 0.25], [-1.0, 2.0]])
+    return parameter
+
+
+def stepped() -> Optimizer:
+    return torch.optim.SGD([with_gradient()], lr=0.1)
+
+
+def test_optimizer_step_is_the_optimizers_own() -> None:
+    makers: list[Callable[[Any], Optimizer]] = [
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
+        lambda parameters: torch.optim.Adafactor(parameters, lr=0.1),
+    ]
+    for make in makers:
+        ours, theirs = with_gradient(), with_gradient()
+        first, second = make([ours]), make([theirs])
+        for _ in range(3):
+            step(first)
+            second.step()
+        assert torch.equal(ours, theirs)
+        assert not torch.equal(ours, with_gradient())
+
+    class Sign(Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.sub_(parameter.grad.sign())
+
+    parameter = with_gradient()
+    step(Sign([parameter]))
+    assert parameter.tolist() == [[0.0, -3.0], [4.0, -0.5]]
+
+
+def test_optimizer_step_is_noticed_by_hooks_profiler_and_scheduler() -> None:
+    heard: list[object] = []
+    for each in ("register_step_pre_hook", "register_step_post_hook"):
+        optimizer = stepped()
+        getattr(optimizer, each)(lambda optimizer, *_: heard.append(optimizer))
+        step(optimizer)
+        assert heard.pop() is optimizer
+    for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+        optimizer = stepped()
+        handle = register(lambda optimizer, *_: heard.append(optimizer))
+        try:
+            step(optimizer)
+        finally:
+            handle.remove()
+        assert heard.pop() is optimizer
+    with torch.autograd.profiler.profile() as profile:
+        step(optimizer)
+    assert any(event.name == "Optimizer.step#SGD.step" for event in profile.function_events)
+    optimizer = stepped()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    step(optimizer)
+    scheduler.step()  # which warns, and here warnings are errors, of a step before the optimizer's
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    optimizer.step = lambda closure=None: heard.append("replaced")  # type: ignore[method-assign]
+    step(optimizer)
+    assert heard == ["replaced"]

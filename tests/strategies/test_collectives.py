@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.tasks import NextToken, Regression, pairs, quiet, ragged
+from tests.support.ranks import on_two_ranks
+from tests.support.tasks import Blocks, NextToken, Regression, pairs, quiet, ragged
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
-from drivetrain import Callback, FSDPConfig, OptimizerConfig, TaskModule
+from drivetrain import Callback, FSDPConfig, OptimizerConfig
 from drivetrain.strategies.ddp import DDP
 from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.testing.distributed import run_distributed
@@ -46,124 +47,97 @@ class Counting(Callback):
 
 
 def count(make: Any, data: Any, config: FSDPConfig | None = None, **options: Any) -> Any:
+    """The collectives of four updates, and their numbers."""
     counting = Counting(2, 6)
     world_size = torch.distributed.get_world_size()
     strategy = DDP(world_size=world_size) if config is None else FSDP(config, world_size=world_size)
-    quiet(max_steps=8, strategy=strategy, devices=world_size, callbacks=[counting], **options).fit(
-        make(), data()
-    )
+    options = {"max_steps": 8, "log_every": "100 steps", "callbacks": [counting], **options}
+    quiet(strategy=strategy, devices=world_size, **options).fit(make(), data)
     return dict(counting.seen), dict(counting.numbers)
 
 
-class Deep(TaskModule):
-    """Three blocks and two more parts, whose weights can be divided by 2, 3 and 4."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(2, 12, bias=False)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(12, 12, bias=False), nn.Tanh()) for _ in range(3))
-        self.last = nn.Linear(12, 12, bias=False)
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.first(features[:, :2])
-        for block in self.blocks:
-            made = block(made)
-        return torch.Tensor(self.last(made))
-
-    def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
-        return (outputs - batch[1]).square().mean()
-
-
-def many_pairs() -> Any:
-    return pairs(100)
-
-
-def sentences() -> Any:
-    return DataLoader(ragged(100), batch_size=2)
-
-
-def regression() -> Any:
-    return Regression()
-
-
-def deep() -> Any:
-    return Deep()
-
-
-def next_token() -> Any:
+def next_token() -> NextToken:
     return NextToken(OptimizerConfig("sgd", lr=0.1))
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_an_update_of_ddp_is_one_all_reduce_of_the_gradients(world_size: int, accumulation: int) -> None:
-    options: dict[str, Any] = {"log_every": "100 steps", "gradient_accumulation_steps": accumulation}
-    size = sum(each.numel() for each in Regression().parameters())
-    for seen, numbers in run_distributed(
-        lambda: count(regression, many_pairs, **options), world_size=world_size
-    ):
-        assert seen == {"all_reduce": 4}
-        assert numbers["all_reduce"] == 4 * size
+def size(task: nn.Module) -> int:
+    return sum(each.numel() for each in task.parameters())
 
 
-def test_weights_of_the_tasks_own_take_one_more_of_five_numbers() -> None:
-    size = sum(each.numel() for each in next_token().parameters())
-    for seen, numbers in run_distributed(lambda: count(next_token, sentences, log_every="100 steps")):
-        assert seen == {"all_reduce": 8}
-        assert numbers["all_reduce"] == 4 * (size + 5)
+def test_ddp_update_is_one_all_reduce_of_the_gradients() -> None:
+    def counts() -> dict[str, Any]:
+        sentences = DataLoader(ragged(100), batch_size=2)  # type: ignore[arg-type, var-annotated]
+        return {
+            "plain": count(Regression, pairs(100)),
+            "accumulated": count(Regression, pairs(100), gradient_accumulation_steps=3),
+            "clipped": count(Regression, pairs(100), max_grad_norm=1.0),
+            "weighted": count(next_token, sentences),
+            "logged": count(Regression, pairs(100), log_every="2 steps"),
+        }
+
+    for found in on_two_ranks(counts):
+        for name in ("plain", "accumulated", "clipped"):
+            assert found[name] == ({"all_reduce": 4}, {"all_reduce": 4 * size(Regression())}), name
+        # A task's own weights take one more, of five numbers.
+        assert found["weighted"] == ({"all_reduce": 8}, {"all_reduce": 4 * (size(next_token()) + 5)})
+        # A log point in between needs two, whatever it logs: the sizes, and what is gathered.
+        assert found["logged"][0] == {"all_reduce": 4, "all_gather": 2}
 
 
-def test_clipping_and_metrics_that_are_not_logged_yet_need_none() -> None:
-    options: dict[str, Any] = {"log_every": "100 steps", "max_grad_norm": 1.0}
-    for seen, _ in run_distributed(lambda: count(regression, many_pairs, **options)):
-        assert seen == {"all_reduce": 4}
+def block() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 12, bias=False), nn.Tanh())
 
 
-def test_a_log_point_needs_the_same_few_whatever_it_logs() -> None:
-    plain, _ = run_distributed(lambda: count(regression, many_pairs, log_every="100 steps"))[0]
-    logged, _ = run_distributed(lambda: count(regression, many_pairs, log_every="2 steps"))[0]
-    extra = Counter(logged)
-    extra.subtract(plain)
-    # One log point lies in between: the sizes, and what is gathered.
-    assert dict(extra) == {"all_reduce": 0, "all_gather": 2}
+def deep() -> Blocks:
+    """Three blocks and a head, whose weights can be divided by 2, 3 and 4."""
+    task = Blocks(block, 12, OptimizerConfig("sgd", lr=0.1))
+    task.head = nn.Linear(12, 12, bias=False)
+    return task
 
 
-BLOCK, REST = 12 * 12, 12 * 2 + 12 * 12
-"""Weights of each of `Deep`'s blocks, and of all else."""
+PART = 12 * 12
+"""Weights of each of the four parts of `deep()`."""
 
 
-@pytest.mark.parametrize(
-    ("sharding", "gathered"),
-    [("full_shard", 2), ("shard_grad_op", 1)],  # once for forward, and again for backward if freed in between
-)
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_an_update_of_fsdp_gathers_and_reduces_each_part_once(
-    world_size: int, sharding: str, gathered: int
-) -> None:
-    config = FSDPConfig(sharding=sharding)
-    for seen, numbers in run_distributed(
-        lambda: count(deep, many_pairs, config, log_every="100 steps"), world_size=world_size
-    ):
-        # gloo scatters what it has reduced in an all-reduce.
-        assert seen == {"all_gather": 4 * (3 * gathered + 1), "all_reduce": 4 * 4}
-        assert numbers["all_reduce"] == 4 * (3 * BLOCK + REST)
-        assert numbers["all_gather"] * world_size == 4 * (3 * BLOCK * gathered + REST)
+def count_fsdp(sharding: str, **options: Any) -> Any:
+    config = FSDPConfig(sharding=sharding, shard_size=2 if sharding == "hybrid" else None)
+    return count(deep, list(torch.randn(50, 2, 12)), config, **options)
 
 
-def test_copies_of_shards_are_reduced_once_more() -> None:
-    config = FSDPConfig(sharding="hybrid", shard_size=2)
-    for seen, numbers in run_distributed(
-        lambda: count(deep, many_pairs, config, log_every="100 steps"), world_size=4
-    ):
-        assert seen == {"all_gather": 4 * 7, "all_reduce": 4 * 8}
-        assert (
-            numbers["all_reduce"] == 4 * (3 * BLOCK + REST) * 1.5
-        )  # whole over the shards, a half over copies
+def assert_gathered_once(found: Any, world_size: int, times: int) -> None:
+    """Check an update: each part gathered a number of times (the head once), and reduced once."""
+    # gloo scatters what it has reduced in an all-reduce.
+    seen, numbers = found
+    assert seen == {"all_gather": 4 * (3 * times + 1), "all_reduce": 4 * 4}
+    assert numbers["all_reduce"] == 4 * 4 * PART
+    assert numbers["all_gather"] * world_size == 4 * (3 * times + 1) * PART
 
 
-def test_the_norm_of_shards_takes_one_more_of_a_number() -> None:
-    config = FSDPConfig()
-    options: dict[str, Any] = {"log_every": "100 steps", "max_grad_norm": 1.0}
-    for seen, numbers in run_distributed(lambda: count(deep, many_pairs, config, **options)):
-        assert seen == {"all_gather": 4 * 7, "all_reduce": 4 * 5}
-        assert numbers["all_reduce"] == 4 * (3 * BLOCK + REST)  # the norm's has no dimension
+def test_fsdp_update_gathers_and_reduces_each_part_once() -> None:
+    def counts() -> list[Any]:
+        kinds = ("full_shard", "shard_grad_op")
+        return [*map(count_fsdp, kinds), count_fsdp("full_shard", max_grad_norm=1.0)]
+
+    for full, grad_op, clipped in on_two_ranks(counts):
+        assert_gathered_once(
+            full, 2, 2
+        )  # for forward, and again for backward because it was freed in between
+        assert_gathered_once(grad_op, 2, 1)
+        # A norm takes one more, of a number without dimensions.
+        assert clipped == ({"all_gather": 4 * 7, "all_reduce": 4 * 5}, full[1])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_collectives_of_more_ranks_are_as_many(world_size: int) -> None:
+    def counts() -> list[Any]:
+        found = [count(Regression, pairs(100)), *map(count_fsdp, ("full_shard", "shard_grad_op"))]
+        return [*found, count_fsdp("hybrid")] if world_size == 4 else found
+
+    for plain, full, grad_op, *hybrid in run_distributed(counts, world_size=world_size):
+        assert plain == ({"all_reduce": 4}, {"all_reduce": 4 * size(Regression())})
+        assert_gathered_once(full, world_size, 2)
+        assert_gathered_once(grad_op, world_size, 1)
+        for seen, numbers in hybrid:  # whole over the shards, a half over the copies
+            assert seen == {"all_gather": 4 * 7, "all_reduce": 4 * 8}
+            assert numbers["all_reduce"] == 4 * 4 * PART * 1.5

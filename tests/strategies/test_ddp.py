@@ -3,19 +3,58 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from tests.strategies.conforming import conforms, refused
+from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import ConfigError, StrategyError, TaskModule
+from drivetrain import Engine, OptimizerConfig, StrategyError, TaskModule
+from drivetrain.strategies import SingleDevice
 from drivetrain.strategies.ddp import DDP, DDPConfig
-from drivetrain.strategies.precision.registry import as_precision
-from drivetrain.testing.distributed import run_distributed
+from drivetrain.strategies.fsdp.strategy import FSDP
+from drivetrain.strategies.precision.registry import PRECISIONS
+from drivetrain.task.task import StepModule
+from drivetrain.testing import check_strategy
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+
+
+def ddp(world_size: int, **options: Any) -> DDP:
+    return DDP(DDPConfig(**options), world_size=world_size)
+
+
+def fit(task: TaskModule, data: Any, **options: Any) -> list[Any]:
+    quiet(max_epochs=1, strategy=ddp(2, **options), devices=2).fit(task, data)
+    return [each.tolist() for each in task.parameters()]
+
+
+def test_ddp_updates_equal_those_of_one_process() -> None:
+    conforms(ddp, "updates", "generator_steps", "all_begin_with_the_weights_of_rank_0")
+
+
+@pytest.mark.landing
+def test_ddp_conforms() -> None:
+    check_strategy(ddp, 2)
+
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"find_unused_parameters": True},
+    {"static_graph": True, "gradient_as_bucket_view": False, "bucket_mb": 0.0001},
+    {"communication": "fp16"},
+)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options))
+def test_ddp_options_conform(options: dict[str, Any]) -> None:
+    tolerance = 2e-3 if "communication" in options else 1e-6
+    checks = ("updates", "parameters_may_be_unfrozen")
+    conforms(lambda size: ddp(size, **options), *checks, tolerance=tolerance)
 
 
 class Partly(TaskModule):
@@ -32,31 +71,22 @@ class Partly(TaskModule):
         return loss
 
 
-def fit(config: DDPConfig, alternate: bool) -> Any:
-    data = [torch.full((4, 2), float(number)) for number in range(1, 5)]
-    task = Partly(alternate)
-    quiet(max_epochs=1, strategy=DDP(config, world_size=2), devices=2).fit(task, data)
-    return [each.tolist() for each in task.parameters()]
+HALVES = [torch.full((4, 2), float(number)) for number in range(1, 5)]
 
 
 def test_parameters_without_a_gradient_are_listed_by_name() -> None:
-    with pytest.raises(RuntimeError) as caught:
-        run_distributed(fit, DDPConfig(), False)
-    text = str(caught.value)
+    text = refused(lambda: fit(Partly(), HALVES))
     assert "the step used 2 of 4 trainable parameters" in text
     assert "no gradient: idle.weight, idle.bias. Freeze them" in text
     assert "DDPConfig(find_unused_parameters=True)" in text
+    assert "of 4 trainable parameters" in refused(lambda: fit(Partly(True), HALVES))  # late, not at the start
 
 
-def test_a_parameter_that_is_left_out_for_the_first_time_late_is_found_too() -> None:
-    with pytest.raises(RuntimeError, match="of 4 trainable parameters"):
-        run_distributed(fit, DDPConfig(), True)
+def test_find_unused_parameters_lets_steps_leave_parameters_out() -> None:
+    def found() -> list[Any]:
+        return [fit(Partly(each), HALVES, find_unused_parameters=True) for each in (False, True)]
 
-
-@pytest.mark.parametrize("alternate", [False, True])
-def test_steps_may_leave_parameters_out_when_that_is_asked_for(alternate: bool) -> None:
-    first, second = run_distributed(fit, DDPConfig(find_unused_parameters=True), alternate)
-    assert isinstance(first, list)
+    first, second = on_two_ranks(found)
     assert first == second
 
 
@@ -74,105 +104,160 @@ class Running(TaskModule):
         return loss
 
 
-def means(config: DDPConfig) -> Any:
+def means(broadcast: bool) -> Any:
     data = [torch.randn(4, 2, generator=torch.Generator().manual_seed(each)) for each in range(6)]
     task = Running()
-    quiet(max_epochs=1, strategy=DDP(config, world_size=2), devices=2).fit(task, data)
-    return task.seen, task.norm.weight.tolist()
+    return fit(task, data, broadcast_buffers=broadcast)[0], task.seen
 
 
 def test_buffers_are_those_of_rank_0_before_each_forward() -> None:
-    first, second = run_distributed(means, DDPConfig())
+    (first, unshared), (second, others) = on_two_ranks(lambda: (means(True), means(False)))
     assert first == second
-    (mine, _), (theirs, _) = run_distributed(means, DDPConfig(broadcast_buffers=False))
-    assert mine != theirs
+    assert unshared[1] != others[1]
 
 
-def start(_: int) -> Any:
-    torch.manual_seed(int(os.environ["RANK"]))
-    task = Regression()
-    nn.init.normal_(task.line.weight)
-    quiet(max_steps=1, strategy=DDP(world_size=2), devices=2).fit(task, pairs())
-    return task.line.weight.tolist()
+def test_ranks_have_the_same_weights_from_start_to_end_whatever_the_communication() -> None:
+    def zeros(_: None, bucket: Any) -> Any:
+        return done(torch.zeros_like(bucket.buffer()))
 
+    def start() -> list[Any]:
+        task = Regression()
+        with torch.random.fork_rng():
+            torch.manual_seed(int(os.environ["RANK"]))
+            nn.init.normal_(task.line.weight)
+        return fit(task, pairs())
 
-def test_all_ranks_begin_with_the_weights_of_rank_0() -> None:
-    first, second = run_distributed(start, 0)
+    def found() -> list[Any]:
+        return [
+            start(),
+            *(fit(Regression(), pairs(), communication=each) for each in ("powersgd", "fp16", zeros)),
+        ]
+
+    first, second = on_two_ranks(found)
     assert first == second
+    assert first[3] == [each.tolist() for each in Regression().parameters()], "a hook of one's own is used"
 
 
-def powered(config: DDPConfig) -> Any:
-    task = Regression()
-    quiet(max_epochs=4, strategy=DDP(config, world_size=2), devices=2).fit(task, pairs())
-    return task.line.weight.tolist()
+def done(value: Tensor) -> Any:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(value)
+    return future
 
 
-@pytest.mark.parametrize("hook", ["powersgd", "fp16"])
-def test_gradients_can_be_sent_compressed(hook: str) -> None:
-    first, second = run_distributed(powered, DDPConfig(communication=hook))
-    assert first == second
+def test_communication_hook_is_called_for_gradients_of_the_training_alone() -> None:
+    def count() -> tuple[int, bool]:
+        seen = []
 
+        def average(_: None, bucket: Any) -> Any:
+            seen.append(float(bucket.buffer().abs().sum()))
+            return done(bucket.buffer())
 
-def test_a_hook_of_ones_own_is_used_whatever_its_parameters_are_called() -> None:
-    def silence(_: None, bucket_of_gradients: Any) -> Any:
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(torch.zeros_like(bucket_of_gradients.buffer()))
-        return future
+        fit(Regression(), pairs(6, 1), communication=average)
+        return len(seen), min(seen) > 0
 
-    first, _ = run_distributed(powered, DDPConfig(communication=silence))
-    assert first == Regression().line.weight.tolist()
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"communication": "fp8"}, "unknown communication 'fp8'.*fp16"),
-        ({"communication": 3}, "must be a name or a hook, not 3"),
-        ({"communication": len}, r"must take \(state, bucket\)"),
-        ({"communication": lambda bucket: None}, r"must take \(state, bucket\)"),
-        ({"bucket_mb": 0}, r"bucket_mb=...\) must be a positive number, not 0"),
-        ({"timeout": -1}, r"timeout=...\) must be a positive number, not -1"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(options: Any, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        DDPConfig(**options)
-
-
-@pytest.mark.parametrize("config", [DDPConfig(sync_batchnorm=True), DDPConfig(communication="bf16")])
-def test_what_needs_gpus_is_refused_on_a_cpu(config: DDPConfig) -> None:
-    with pytest.raises(StrategyError, match="needs GPUs"):
-        DDP(config)
+    assert on_two_ranks(count) == [(3, True)] * 2
 
 
 def test_every_precision_is_supported_on_a_cpu() -> None:
-    for name in ("32", "64", "bf16-mixed", "bf16-true", "16-mixed", "16-true"):
-        assert DDP().supports(as_precision(name))
+    assert not [name for name in PRECISIONS if not DDP().supports(PRECISIONS[name])]
 
 
-def test_another_number_of_processes_than_was_started_is_refused() -> None:
-    def wrong(_: int) -> str:
-        with pytest.raises(StrategyError) as caught:
+def test_number_of_processes_must_be_that_of_the_group() -> None:
+    def wrong() -> None:
+        with pytest.raises(StrategyError, match="process group has 2 processes, and this run asks for 3"):
             quiet(max_epochs=1, strategy=DDP(world_size=3), devices=3).fit(Regression(), pairs())
-        return str(caught.value)
 
-    for text in run_distributed(wrong, 0):
-        assert "the process group has 2 processes, and this run asks for 3" in text
+    on_two_ranks(wrong)
 
 
-def counted(_: int) -> Any:
-    seen = []
-
-    def average(_: None, bucket: Any) -> Any:
-        seen.append(float(bucket.buffer().abs().sum()))
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    config = DDPConfig(communication=average)
-    quiet(max_steps=3, strategy=DDP(config, world_size=2), devices=2).fit(Regression(), pairs())
-    return len(seen), min(seen) > 0
+# Sparse gradients.
 
 
-def test_a_hook_with_a_count_of_its_own_is_called_for_gradients_of_the_training_only() -> None:
-    assert run_distributed(counted, 0) == [(3, True)] * 2
+class Words(TaskModule):
+    """Two embeddings and a layer, by SGD."""
+
+    def __init__(self, sparse: bool = True) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.word = nn.Embedding(30, 4, sparse=sparse)
+            self.bag = nn.EmbeddingBag(30, 4, sparse=sparse, mode="sum")
+            self.head = nn.Linear(4, 1)
+
+    def forward(self, words: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.word(words).mean(1) + self.bag(words))
+        return scores
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return (outputs - batch[1]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return OptimizerConfig("sgd", lr=0.1)
+
+
+class Alternating(Words):
+    """The same, by a generator step that trains its parts one after the other."""
+
+    def training_step(self, batch: Any) -> Iterator[Any]:
+        for name in ("word", "bag", "head"):
+            yield name, self.loss(self(batch[0]), batch)
+
+    def configure_optimizers(self) -> Any:
+        optimizers = {"word": "sparseadam", "bag": "sgd", "head": "adamw"}
+        return {name: OptimizerConfig(each, lr=0.05) for name, each in optimizers.items()}
+
+
+def words(batch_size: int) -> DataLoader[Any]:
+    numbers = torch.randint(0, 30, (32, 3), generator=torch.Generator().manual_seed(1))
+    targets = numbers.float().mean(1, keepdim=True) / 30
+    return DataLoader(TensorDataset(numbers, targets), batch_size=batch_size)
+
+
+def trained(task: TaskModule, strategy: Any, devices: int, **options: Any) -> dict[str, Tensor]:
+    quiet(strategy=strategy, devices=devices, max_epochs=2, **options).fit(task, words(8 // devices))
+    return task.state_dict()
+
+
+SPLITS: tuple[dict[str, Any], ...] = (
+    {},
+    {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1},
+    {"micro_batch": 2, "max_grad_norm": 0.1},
+)
+
+
+def own_loop(strategy: Any, devices: int) -> dict[str, Tensor]:
+    task = Words()
+    with Engine(strategy, devices=devices) as engine:
+        model, optimizer = engine.prepare(task, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        for number, batch in enumerate(engine.prepare_data(words(8 // devices))):
+            engine.backward(task.loss(model(batch[0]), batch), weight=1.0 + number % 2)
+            if number % 2:
+                engine.step(optimizer, max_grad_norm=0.1)
+    return task.state_dict()
+
+
+def test_sparse_gradients_train_as_dense_ones_in_one_process() -> None:
+    for options in SPLITS:
+        sparse, dense = (trained(Words(each), SingleDevice("cpu"), 1, **options) for each in (True, False))
+        torch.testing.assert_close(sparse, dense)
+
+
+def test_sparse_gradients_train_on_two_ranks_as_in_one_process() -> None:
+    def compare() -> None:
+        for options in SPLITS:
+            alone = trained(Words(), SingleDevice("cpu"), 1, **options)
+            torch.testing.assert_close(trained(Words(), "ddp", 2, **options), alone)
+            if "micro_batch" not in options:
+                static = DDPConfig(static_graph=True)
+                torch.testing.assert_close(trained(Words(), static, 2, **options), alone)
+        alone = trained(Alternating(), SingleDevice("cpu"), 1)
+        torch.testing.assert_close(trained(Alternating(), "ddp", 2), alone)
+        torch.testing.assert_close(own_loop("ddp", 2), own_loop(SingleDevice("cpu"), 1))
+
+    on_two_ranks(compare)
+
+
+def test_sparse_gradients_are_refused_by_the_embeddings_name() -> None:
+    for strategy in (FSDP(world_size=2), ddp(2, communication="fp16")):
+        with pytest.raises(StrategyError, match=r"'word\.weight' of Words gets sparse gradients"):
+            strategy.prepare(StepModule(Words()), lambda _: {}, PRECISIONS["32"])

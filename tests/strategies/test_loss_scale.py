@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.ranks import on_two_ranks
 from tests.support.tasks import FEATURES, Regression, quiet
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -15,7 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from drivetrain import LambdaCallback, OptimizerConfig, StrategyError, TaskModule
 from drivetrain.strategies.ddp import DDP
 from drivetrain.strategies.fsdp.strategy import FSDP
-from drivetrain.testing.distributed import run_distributed
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 
@@ -32,19 +32,26 @@ def data(size: float) -> TensorDataset:
         return TensorDataset(features, Regression()(features) + missed)
 
 
-def halved(kind: Any, batch_size: int, accumulation: int, size: float = 3.0) -> Any:
-    """The weights, and of each update whether it was made, and the scale after it."""
-    scales: list[tuple[bool, float]] = []
+def halved(kind: Any, batch_size: int, accumulation: int = 1, size: float = 3.0, **options: Any) -> Any:
+    """The weights, and of each update whether it was made, the scale after it and the gradient's norm."""
+    seen: list[tuple[bool, float]] = []
+    norms: list[float] = []
 
     def note(run: Any) -> None:
-        scales.append((run.step.applied, run.engine.strategy.state_dict()["scaler"]["scale"]))
+        seen.append((run.step.applied, run.engine.strategy.state_dict()["scaler"]["scale"]))
+        norms.append(0.0 if run.step.grad_norm is None else float(run.step.grad_norm))
 
     strategy = {} if kind is None else {"strategy": kind(world_size=2), "devices": 2}
-    options = {"max_epochs": 1, "precision": "16-mixed", "gradient_accumulation_steps": accumulation}
     task = Regression()
     loader = DataLoader(data(size), batch_size=batch_size)
+    options = {
+        "max_epochs": 1,
+        "precision": "16-mixed",
+        "gradient_accumulation_steps": accumulation,
+        **options,
+    }
     quiet(callbacks=[LambdaCallback(on_step_end=note)], **options, **strategy).fit(task, loader)
-    return [*task.line.weight.flatten().tolist(), *task.line.bias.tolist()], scales
+    return [*task.line.weight.flatten().tolist(), *task.line.bias.tolist()], seen, norms
 
 
 def exact() -> tuple[Tensor, float]:
@@ -67,34 +74,42 @@ def exact() -> tuple[Tensor, float]:
     return weights, off
 
 
-@pytest.mark.parametrize(
-    ("kind", "batch_size", "accumulation"),
-    [(None, 8, 1), (None, 4, 2), (None, 1, 8), (DDP, 4, 1), (DDP, 1, 4), (FSDP, 4, 1), (FSDP, 2, 2)],
-)
-def test_rounding_is_all_that_differs_however_a_batch_is_split(
-    kind: Any, batch_size: int, accumulation: int
-) -> None:
+def test_rounding_is_all_that_differs_however_a_batch_is_split() -> None:
     right, off = exact()
-    runs = [halved(None, batch_size, accumulation)]
-    if kind is not None:
-        runs = run_distributed(halved, kind, batch_size, accumulation)
-    for weights, scales in runs:
+    several = [(DDP, 4, 1), (DDP, 1, 4), (FSDP, 2, 2)]
+    ranks = on_two_ranks(lambda: [halved(*each) for each in several])
+    assert ranks[0] == ranks[1]
+    for weights, scales, _ in [*ranks[0], *(halved(None, *each) for each in ((8, 1), (4, 2), (1, 8)))]:
         assert scales == [(True, 65536.0)] * 6
         assert float((torch.tensor(weights).double() - right).norm()) <= off
-        assert weights == runs[0][0]
 
 
-@pytest.mark.parametrize("kind", [DDP, FSDP])
-@pytest.mark.parametrize(("size", "skipped"), [(8.0, 0), (32.0, 2)])
-def test_the_search_for_the_scale_takes_two_ranks_one_more_update(
-    kind: Any, size: float, skipped: int
-) -> None:
+def test_clipping_sees_the_gradient_without_the_loss_scale() -> None:
+    task = Regression()
+    start = torch.tensor([*task.line.weight.flatten().tolist(), *task.line.bias.tolist()])
+    features, target = data(3.0)[:8]
+    task.loss(task(features), (features, target)).backward()
+    norm = float(torch.cat([each.grad.flatten() for each in task.parameters()]).norm())  # type: ignore[union-attr]
+
+    def clipped(kind: Any, batch_size: int) -> Any:
+        return halved(kind, batch_size, max_grad_norm=norm / 2, max_epochs=None, max_steps=1)
+
+    runs = on_two_ranks(lambda: [clipped(kind, 4) for kind in (DDP, FSDP)])[0]
+    for weights, _, norms in [clipped(None, 8), *runs]:
+        assert norms == pytest.approx([norm], rel=0.01)
+        assert float((torch.tensor(weights) - start).norm()) == pytest.approx(RATE * norm / 2, rel=0.01)
+
+
+def test_search_for_the_scale_takes_two_ranks_one_more_update() -> None:
     """A rank's share of the batch is half as large, and the gradients of its mean are twice as large."""
-    _, alone = halved(None, 8, 1, size)
-    assert sum(not applied for applied, _ in alone) == skipped
-    for _, scales in run_distributed(halved, kind, 4, 1, size):
-        assert sum(not applied for applied, _ in scales) == skipped + 1
-        assert scales[-1][1] == alone[-1][1] / 2
+    sizes = {8.0: 0, 32.0: 2}
+    ranks = on_two_ranks(lambda: [[halved(kind, 4, 1, size)[1] for size in sizes] for kind in (DDP, FSDP)])
+    for number, (size, skipped) in enumerate(sizes.items()):
+        alone = halved(None, 8, 1, size)[1]
+        assert sum(not applied for applied, _ in alone) == skipped
+        for scales in (found[number] for rank in ranks for found in rank):
+            assert sum(not applied for applied, _ in scales) == skipped + 1
+            assert scales[-1][1] == alone[-1][1] / 2
 
 
 class OneOverflows(TaskModule):
@@ -112,7 +127,7 @@ class OneOverflows(TaskModule):
         return {name: OptimizerConfig("sgd", lr=0.01) for name in ("good", "bad")}
 
 
-def test_an_optimizer_that_always_overflows_ends_the_run_before_others_stop_learning() -> None:
+def test_optimizer_that_always_overflows_ends_the_run_before_others_stop_learning() -> None:
     moved: list[Tensor] = []
     note = LambdaCallback(on_step_end=lambda run: moved.append(run.task.good.weight.detach().clone()))
     batches = list(torch.randn(60, 4, 2, generator=torch.Generator().manual_seed(0)))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.ranks import on_two_ranks
 from tests.support.tasks import quiet
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -26,15 +27,7 @@ ZERO3 = DeepSpeedConfig(
     stage=3, config={"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
 )
 """In which small parameters are divided, too."""
-
-DIVIDING = [
-    pytest.param(FSDPConfig(wrap=("Linear",)), id="fsdp"),
-    pytest.param(
-        ZERO3,
-        id="zero3",
-        marks=pytest.mark.skipif(not is_installed("deepspeed"), reason="needs deepspeed"),
-    ),
-]
+needs_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 
 
 class Curve(TaskModule):
@@ -128,9 +121,14 @@ def _alike(strategy: Any, directory: Path, expected: dict[str, Found]) -> None:
     assert losses[0] == losses[1], "the average is not resumed"
 
 
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
-@pytest.mark.parametrize("strategy", DIVIDING)
-def test_callbacks_that_read_and_change_weights_are_the_same_where_they_are_divided(
-    strategy: Any, tmp_path: Path
-) -> None:
-    run_distributed(_alike, strategy, tmp_path, by_one_process(), world_size=2, timeout=120)
+@needs_gloo
+@pytest.mark.heavy("the only test of both pages' callbacks on shards")
+def test_callbacks_read_and_change_weights_of_fsdp_as_of_one_process(tmp_path: Path) -> None:
+    on_two_ranks(_alike, FSDPConfig(wrap=("Linear",)), tmp_path, by_one_process())
+
+
+@needs_gloo
+@pytest.mark.nightly
+@pytest.mark.skipif(not is_installed("deepspeed"), reason="needs deepspeed")
+def test_callbacks_read_and_change_weights_of_zero3_as_of_one_process(tmp_path: Path) -> None:
+    run_distributed(_alike, ZERO3, tmp_path, by_one_process())

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # here and not in each of the processes, which are copies of this one
-import torch.distributed.fsdp
-import torchmetrics  # noqa: F401  for the same reason
+from tests.strategies.conforming import conforms
+from tests.support.refusals import assert_refused
 
 from drivetrain import StrategyError
 from drivetrain.core.registry import is_installed
@@ -17,7 +16,7 @@ from drivetrain.strategies import SingleDevice, Strategy, select_strategy
 from drivetrain.strategies.accelerate.strategy import Accelerate
 from drivetrain.strategies.ddp import DDP
 from drivetrain.strategies.fsdp.strategy import FSDP
-from drivetrain.strategies.precision.registry import PRECISIONS, as_precision
+from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.testing.strategies.check import check_strategy
 from drivetrain.testing.strategies.resume import check_resume
 
@@ -48,57 +47,47 @@ TOLERANCES = {
 """In 16 bits the sums over a batch and over its parts are rounded in different places. Rounding at random
 draws other numbers for each layout of the shards."""
 
-REFUSED = {
-    **{(name, "tf32"): "TF32 needs an NVIDIA GPU" for name in MAKERS},
-    **{(name, "fp8"): "products in float8 need an NVIDIA GPU" for name in MAKERS},
-    ("accelerate", "16-mixed"): "accelerate has no fp16 on CPUs",
+ONE_EACH = {
+    "ddp": ("64", "16-mixed", "bf16-true-master"),
+    "fsdp": ("bf16-mixed", "bf16-true", "16-true-nearest"),
 }
-"""On CPUs. Float8 is emulated there if it is asked to be; see test_precision_float8."""
-
-WHOLE = ("32", "64", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
-"""What is held to more than the updates and their resume: the first of those that differ in updates alone."""
-
-FIRST = {
-    "32": "accelerate",
-    "64": "fsdp",
-    "bf16-mixed": "fsdp",
-    "16-mixed": "ddp",
-    "bf16-true": "fsdp",
-    "bf16-true-master": "ddp",
-    "bf16-true-nearest": "single",
-    "16-true": "ddp",
-    "16-true-master": "single",
-    "16-true-nearest": "fsdp",
-}
-"""The strategy of each precision in the default tier; what else is not refused is in the full one."""
+"""The cells of the quick tier; test_ddp_conforms and its like have "32"."""
 
 
-def pair(strategy: str, precision: str) -> Any:
-    is_quick = (strategy, precision) in REFUSED or FIRST[precision] == strategy
-    return pytest.param(strategy, precision, marks=() if is_quick else pytest.mark.full)
+@pytest.mark.parametrize("strategy", ONE_EACH)
+def test_precision_on_two_ranks_is_that_of_one_process(strategy: str) -> None:
+    for precision in ONE_EACH[strategy]:
+        conforms(MAKERS[strategy], "updates", precision=precision, tolerance=TOLERANCES[precision])
 
 
-PAIRS = [pair(strategy, precision) for strategy in MAKERS for precision in sorted(PRECISIONS)]
+def test_precisions_without_hardware_are_refused_by_each_strategy() -> None:
+    cases: dict[str, Any] = {}
+    for name, make in MAKERS.items():
+        for precision, reason in {
+            "tf32": "TF32 needs an NVIDIA GPU",
+            "fp8": "products in float8 need an NVIDIA GPU",  # emulated where asked for: test_float8
+            **({"16-mixed": "accelerate has no fp16 on CPUs"} if name == "accelerate" else {}),
+        }.items():
+            call = lambda make=make, precision=precision: select_strategy(make(1), as_precision(precision))  # noqa: E731
+            cases[f"{name}, {precision}"] = (call, f"{precision!r} cannot run on cpu: {reason}")
+    assert_refused(StrategyError, cases)
 
 
-@pytest.mark.parametrize(("strategy", "precision"), PAIRS)
-def test_a_pair_conforms_or_is_refused_with_the_reason(strategy: str, precision: str) -> None:
-    make = MAKERS[strategy]
-    if (strategy, precision) in REFUSED:
-        with pytest.raises(
-            StrategyError, match=f"{precision!r} cannot run on cpu: {REFUSED[strategy, precision]}"
-        ):
-            select_strategy(make(1), as_precision(precision))
-        return
-    checks = ["same_as_the_big_batch", "resume_is_bitwise"]
-    if precision in WHOLE and strategy in ("ddp", "fsdp"):
-        checks += ["generator_steps", "each_rank_draws_for_itself", "all_ranks_see_the_same"]
-    size = 1 if strategy == "single" else 2
-    check_strategy(make, size, checks=checks, precision=precision, tolerance=TOLERANCES[precision])
+@pytest.mark.nightly
+@pytest.mark.parametrize("precision", TOLERANCES)
+def test_precision_conforms_under_every_strategy(precision: str) -> None:
+    for strategy, make in MAKERS.items():
+        if (strategy, precision) == ("accelerate", "16-mixed"):
+            continue
+        checks = ["same_as_the_big_batch", "resume_is_bitwise"]
+        if strategy in ("ddp", "fsdp") and not precision.endswith(("-master", "-nearest")):
+            checks += ["generator_steps", "each_rank_draws_for_itself", "all_ranks_see_the_same"]
+        size = 1 if strategy == "single" else 2
+        check_strategy(make, size, checks=checks, precision=precision, tolerance=TOLERANCES[precision])
 
 
-@pytest.mark.full
-def test_kept_copies_go_from_and_to_every_strategy_and_number_of_processes() -> None:
+@pytest.mark.nightly
+def test_master_weights_are_resumed_by_every_strategy_and_number_of_processes() -> None:
     makers: dict[str, Any] = {
         "single": MAKERS["single"],
         "ddp": lambda world_size: DDP(world_size=2),

@@ -1,0 +1,56 @@
+"""Checks of the conformance suite on the pool of two ranks."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.ranks import on_two_ranks
+
+from drivetrain.strategies import Strategy
+from drivetrain.testing import run_distributed
+from drivetrain.testing.strategies.check import CHECKS
+from drivetrain.testing.strategies.job import Job
+from drivetrain.testing.strategies.tasks import Tokens
+
+MakeStrategy = Callable[[int], Strategy]
+
+
+def updates(job: Job) -> None:
+    """Check that a clipped fit with accumulation equals one process: a sixth of "same_as_the_big_batch"."""
+    options: dict[str, Any] = {"max_grad_norm": 0.3, "max_epochs": 1}
+    alone = job.fit(True, Tokens("sgd", schedule="cosine"), job.sequences(True), **options)
+    data = job.sequences(False, 2)
+    found = job.fit(False, Tokens("sgd", schedule="cosine"), data, gradient_accumulation_steps=2, **options)
+    job.assert_equals_one_process(found.weights, alone.weights, "the weights")
+    job.assert_equals_one_process(found.record.norms, alone.record.norms, "the gradient's norm")
+    job.assert_equals_one_process(found.result.metrics, alone.result.metrics, "the metrics")
+
+
+def conforms(
+    make: MakeStrategy, *checks: str, precision: str = "32", tolerance: float = 1e-6, alone: bool = False
+) -> None:
+    """Run checks on two ranks, or here: "updates" and those of the public suite."""
+    with tempfile.TemporaryDirectory() as scratch:
+        run = (make, scratch, checks, precision, tolerance)
+        _checked(*run) if alone else on_two_ranks(_checked, *run)
+
+
+def _checked(
+    make: MakeStrategy, scratch: str, checks: tuple[str, ...], precision: str, tolerance: float
+) -> None:
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    for name in checks:
+        check = updates if name == "updates" else CHECKS[name]
+        check(Job(make, rank, size, Path(scratch), precision, tolerance))
+
+
+def refused(function: Callable[..., Any], *arguments: Any, world_size: int = 2) -> str:
+    """Return the error of a fit that fails on all ranks, which it ends: they are not those of the pool."""
+    with pytest.raises(RuntimeError) as caught:
+        run_distributed(function, *arguments, world_size=world_size)
+    return str(caught.value)

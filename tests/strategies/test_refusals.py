@@ -1,0 +1,279 @@
+"""What strategies, precisions and their options refuse, with the words that help."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.support.refusals import assert_refused
+from tests.support.tasks import Duel, duels, quiet
+from torch import nn
+
+from drivetrain import (
+    CompileConfig,
+    ConfigError,
+    DDPConfig,
+    DeepSpeedConfig,
+    Engine,
+    FSDPConfig,
+    StrategyError,
+    Trainer,
+    XLAFSDPConfig,
+    XLAFSDPv2Config,
+)
+from drivetrain.distributed.launch.environment import ProcessEnvironment
+from drivetrain.strategies import (
+    STRATEGIES,
+    Choice,
+    Hardware,
+    SingleDevice,
+    Strategy,
+    choose,
+    select_strategy,
+)
+from drivetrain.strategies.ddp import DDP
+from drivetrain.strategies.fsdp.strategy import FSDP
+from drivetrain.strategies.precision.base import Precision
+from drivetrain.strategies.precision.registry import as_precision
+from drivetrain.strategies.registry import XLA
+from drivetrain.strategies.select import OURS
+from drivetrain.strategies.wrapping import ignored_names, units
+from drivetrain.testing.strategies.tasks import Tokens
+
+LAPTOP, MAC, TPU = Hardware(), Hardware(mps=True), Hardware(tpu=4)
+ONE_GPU, FOUR_GPUS, EIGHT_GPUS = Hardware(cuda=1), Hardware(cuda=4), Hardware(cuda=8)
+TORCHRUN = ProcessEnvironment("torchrun", 0, 2, 0, 2)
+ALONE = ProcessEnvironment("torchrun", 0, 1, 0, 1)
+SLURM = ProcessEnvironment("slurm", 0, 8, 0, 4)
+STARTED = ProcessEnvironment(OURS, 0, 2, 0, 2)
+
+
+def chosen(spec: Any, hardware: Hardware = EIGHT_GPUS, *others: Any) -> Any:
+    return lambda: choose(spec, hardware, *others)
+
+
+def test_choice_refusals() -> None:
+    def on_gpus(*arguments: Any) -> Choice:
+        return choose("auto", EIGHT_GPUS, *arguments)
+
+    assert_refused(
+        StrategyError,
+        {
+            "launcher, other total": (lambda: on_gpus(TORCHRUN, 4), "torchrun has started 2", "ask for 4"),
+            "one process": (lambda: on_gpus(ALONE, 2), "started 1 process,", "ask for 2"),
+            "nodes": (lambda: on_gpus(SLURM, 4, 3), "8 processes, 4 on this", "ask for 12"),
+            "on each": (lambda: on_gpus(SLURM, 2, 4), "4 on this machine, but devices=2"),
+            "auto on nodes": (lambda: on_gpus(SLURM, "auto", 3), "of 2, but num_nodes=3"),
+            "single": (chosen("single", EIGHT_GPUS, TORCHRUN), "runs 1 process on cuda", "Start one"),
+            "second run": (lambda: on_gpus(STARTED, 1), "started by its first run", "Use the same number"),
+            "too few GPUs": (chosen("auto", FOUR_GPUS, None, 8), "sees 4 GPUs", "at most devices=4"),
+            "own GPUs only": (chosen("auto", ONE_GPU, SLURM), "sees 1 GPU.", "--gpus-per-node"),
+            "several on Metal": (chosen("auto", MAC, None, 2), "runs 1 process on mps", "strategy='cpu'"),
+            "idle TPU": (chosen("ddp", TPU), "TPU idle", "4 TPU chips", "'xla'", "'cpu'"),
+            "several on XLA": (chosen("xla", LAPTOP, None, 2), "process on xla", "or 'xla_fsdp_v2'"),
+            "no CUDA": (chosen("cuda", MAC), "has no CUDA GPUs and Metal", "strategy='auto'"),
+            "no Metal": (
+                lambda: select_strategy("mps", as_precision("32"), hardware=ONE_GPU),
+                "has 1 CUDA GPU and no Metal",
+            ),
+            "more than one": (chosen("single", LAPTOP, None, "auto", 2), "asks for 2", "Use devices=1"),
+            "indices on a CPU": (chosen("auto", LAPTOP, None, [0, 2]), "run is on cpu", "devices=2"),
+            "no such GPU": (chosen("ddp", FOUR_GPUS, None, [0, 4]), "no GPU 4", "from 0 to 3"),
+            "twice": (chosen("auto", FOUR_GPUS, None, [1, 1]), "different indices of GPUs"),
+            "none": (chosen("auto", FOUR_GPUS, None, []), "different indices of GPUs"),
+            "strings": (chosen("auto", FOUR_GPUS, None, ["0"]), "different indices of GPUs"),
+            "a string": (chosen("auto", FOUR_GPUS, None, "0,1"), "a list of indices of GPUs"),
+            "two of single": (chosen("single", FOUR_GPUS, None, [0, 1]), "runs 1 process on cuda"),
+            "GPU of an object": (lambda: Engine(SingleDevice("cpu"), devices=[0]), "'single' is an object"),
+            "zero devices": (lambda: Engine("cpu", devices=0), "devices must be a positive number"),
+            "True devices": (lambda: Engine(SingleDevice("cpu"), devices=True), "devices must be a positive"),
+            "nodes of no number": (lambda: Engine("cpu", num_nodes=1.5), "num_nodes must be a positive"),
+            "no nodes": (lambda: Engine("cpu", num_nodes=0), "num_nodes must be a positive number"),
+        },
+    )
+
+
+def test_name_refusals() -> None:
+    def of(strategy: Any) -> Any:
+        return lambda: Engine(strategy=strategy)
+
+    assert_refused(
+        ConfigError,
+        {
+            "nearest": (of("fsd"), "unknown strategy 'fsd'", "Did you mean 'fsdp'"),
+            "of DeepSpeed's": (of("deepspeed_stage_3_offload"), "Here it is called 'zero3_offload'"),
+            "TPU": (of("tpu"), "Here it is called 'xla'"),
+            "all": (of("megatron"), "Allowed: 'accelerate', 'auto', 'cpu'"),
+            "None": (of(None), "strategy must be a name", "Allowed: 'accelerate'"),
+            "class": (of(SingleDevice), "Write SingleDevice(...)"),
+            "class of options": (of(DeepSpeedConfig), "Write DeepSpeedConfig(...)"),
+            "mapping": (of({"stage": 2}), "DeepSpeedConfig(config=...)"),
+            "precision": (lambda: Trainer(precision="bf16"), "Here it is called 'bf16-mixed'"),
+            "precision nearest": (lambda: Engine("cpu", "BF16-MIXED"), "Did you mean 'bf16-mixed'"),
+            "precision number": (lambda: Engine("cpu", 16), "unknown precision '16'", "Allowed: '16-mixed'"),
+            "float8": (lambda: Trainer(precision="float8"), "Here it is called 'fp8'"),
+        },
+    )
+
+
+def test_device_refusals() -> None:
+    rows = {
+        "GPU": (lambda: SingleDevice("gpu"), "must be 'cpu', 'cuda', 'cuda:1', 'mps' or 'xpu'"),
+        "index": (lambda: SingleDevice("cuda:x"), "must be 'cpu'"),
+        "number": (lambda: SingleDevice(1.5), "must be 'cpu'"),  # type: ignore[arg-type]
+        "DDP, 3 of 2": (
+            lambda: FSDP(FSDPConfig(sharding="hybrid", shard_size=2), world_size=3),
+            "not divide",
+        ),
+        "sync batch norm": (lambda: DDP(DDPConfig(sync_batchnorm=True)), "needs GPUs"),
+        "of FSDP": (lambda: FSDP(FSDPConfig(sync_batchnorm=True)), "sync_batchnorm needs GPUs"),
+        "bf16 hook": (lambda: DDP(DDPConfig(communication="bf16")), "needs GPUs"),
+        "parallel": (
+            lambda: FSDP(FSDPConfig(tensor_parallel=2), world_size=3),
+            "tensor_parallel=2",
+            "divide 3",
+        ),
+        "hybrid split": (
+            lambda: FSDP(FSDPConfig(tensor_parallel=2, sharding="hybrid", shard_size=4), world_size=4),
+            "shard_size=4 does not divide 2 groups of 2 processes",
+        ),
+        "TF32": (lambda: Engine("cpu", "tf32"), "TF32 needs an NVIDIA GPU", "'32' or 'bf16-mixed'"),
+        "float8": (lambda: Trainer(strategy="cpu", precision="fp8"), "Float8(emulate=True)"),
+        "compiled whole": (
+            lambda: Trainer(strategy=FSDP(world_size=2), compile=CompileConfig(scope="step")),
+            "compile scope 'step' with strategy 'fsdp'",
+            "scope='blocks'",
+        ),
+    }
+    for kind, absent in (
+        ("cuda:1", not torch.cuda.is_available()),
+        ("mps", not torch.backends.mps.is_available()),
+    ):
+        if absent:
+            rows[kind] = (
+                lambda kind=kind: SingleDevice(kind),
+                f"'{kind}' is not available",
+                "'cpu' or 'auto'",
+            )
+    assert_refused(StrategyError, rows)
+
+
+def test_option_refusals() -> None:
+    def of(kind: Any, **options: Any) -> Any:
+        return lambda: kind(**options)
+
+    def mine(**options: Any) -> Any:
+        return lambda: Precision("mine", **options)
+
+    settings = {"flatten_parameters": True}
+    half, low = torch.float16, torch.bfloat16
+    assert_refused(
+        ConfigError,
+        {
+            "DDP, a name": (of(DDPConfig, bucket_cap=1), "no argument 'bucket_cap'", "'bucket_mb'"),
+            "DeepSpeed's": (of(DeepSpeedConfig, offload_optimiser=1), "Did you mean 'offload_optimizer'"),
+            "hook's name": (of(DDPConfig, communication="fp8"), "unknown communication 'fp8'", "fp16"),
+            "hook": (of(DDPConfig, communication=3), "a name or a hook, not 3"),
+            "hook's arguments": (of(DDPConfig, communication=len), "must take (state, bucket)"),
+            "bucket": (of(DDPConfig, bucket_mb=0), "bucket_mb", "positive number"),
+            "time-out": (of(DDPConfig, timeout=-1), "timeout", "positive number"),
+            "sharding": (of(FSDPConfig, sharding="full"), "unknown sharding 'full'", "full_shard"),
+            "wrap": (of(FSDPConfig, wrap="blocks"), "wrap", "not 'blocks'"),
+            "wrap 0": (of(FSDPConfig, wrap=0), "wrap", "not 0"),
+            "again": (of(FSDPConfig, activation_checkpointing=1.5), "or a policy, not 1.5"),
+            "again, a type": (of(FSDPConfig, activation_checkpointing=dict), "'selective'", "<class 'dict'>"),
+            "shard size": (of(FSDPConfig, shard_size=2), "for sharding='hybrid'"),
+            "prefetch": (of(FSDPConfig, forward_prefetch=-1), "forward_prefetch", "not -1"),
+            "backward": (
+                of(FSDPConfig, backward_prefetch=1.5),
+                "backward_prefetch must be a number of blocks",
+            ),
+            "parallel": (of(FSDPConfig, tensor_parallel=0), "tensor_parallel must be a number of processes"),
+            "ignored": (of(FSDPConfig, ignored="head"), "such as", "not 'head'"),
+            "ignored name": (
+                lambda: ignored_names(Tokens(), ("heda",)),
+                "ignored='heda'",
+                "Did you mean 'head'",
+            ),
+            "class": (lambda: units(Tokens(), ("Linar",)), "class 'Linar'", "Did you mean 'Linear'"),
+            "container": (
+                lambda: units(nn.ModuleList([nn.ModuleDict()]), ("ModuleDict",)),
+                "ModuleDict is never called",
+            ),
+            "XLA, wrap": (of(XLAFSDPConfig, wrap="all"), "wrap", "'auto', names of classes", "not 'all'"),
+            "XLA, again": (of(XLAFSDPv2Config, activation_checkpointing=True), "'full' or names of classes"),
+            "XLA, flat": (of(XLAFSDPConfig, xla_fsdp_settings=settings), "have parameters by name"),
+            "XLA, settings": (of(XLAFSDPConfig, xla_fsdp_settings=1), "must be a mapping"),
+            "XLA, dtype": (of(XLAFSDPConfig, xla_fsdp_settings={"compute_dtype": "bf"}), "no such dtype"),
+            "replicas": (of(XLAFSDPv2Config, replicas=True), "replicas must be a number of groups"),
+            "wider": (mine(compute_dtype=torch.float64), "torch.float32 cannot compute in torch.float64"),
+            "other": (mine(param_dtype=low, compute_dtype=half), "bfloat16 cannot compute in torch.float16"),
+            "same": (mine(param_dtype=torch.float64, compute_dtype=torch.float32), "same dtype for both"),
+            "whole": (mine(compute_dtype=torch.int8), "torch.int8 is not a floating-point dtype"),
+            "complex": (mine(param_dtype=torch.complex64), "complex64 is not a floating-point dtype"),
+            "scale": (mine(compute_dtype=low, loss_scaling=True), "and compute in torch.bfloat16"),
+            "scale of halves": (
+                mine(param_dtype=half, compute_dtype=half, loss_scaling=True),
+                "in torch.float16",
+            ),
+        },
+    )
+
+
+def test_compile_refusals() -> None:
+    def of(given: Any) -> Any:
+        return lambda: Trainer(compile=given)
+
+    step = CompileConfig(scope="step", backend="eager")
+
+    def module() -> None:
+        with Engine(strategy="cpu", compile=step) as engine:
+            engine.prepare(nn.Linear(2, 1))
+
+    assert_refused(
+        ConfigError,
+        {
+            "word": (of("yes"), "compile", "True or False"),
+            "option": (of({"scop": "task"}), "no option 'scop'", "'scope'"),
+            "scope": (of({"scope": "block"}), "unknown scope", "'blocks'"),
+            "mode": (of({"mode": "max-autotunes"}), "Did you mean 'max-autotune'"),
+            "backend": (of({"backend": "aot_eger"}), "unknown backend", "'aot_eager'"),
+            "torch's option": (of({"options": {"max_autotun": True}}), "Did you mean 'max_autotune'"),
+            "both": (of({"options": {}, "mode": "default"}), "mode or options, not both"),
+            "fullgraph": (of({"fullgraph": "no"}), "fullgraph", "True or False"),
+            "options": (of({"options": 3}), "options", "must be a mapping"),
+            "generator": (
+                lambda: quiet(max_epochs=1, compile=step).fit(Duel(), [duels()[0]]),
+                "Duel.training_step is a generator",
+            ),
+            "no step": (module, "Linear has none", "Use scope 'task' or 'blocks'"),
+        },
+    )
+
+
+def test_xla_refusals_before_torch_xla_is_loaded() -> None:
+    rows: dict[str, Any] = {}
+    for name in XLA:
+        kind: Any = STRATEGIES[name]
+        rows[f"{name}, processes"] = (
+            lambda kind=kind: kind(world_size=2),
+            "runs 1 process, not 2",
+            "xla_fsdp_v2",
+        )
+        rows[f"{name}, compile"] = (lambda name=name: Trainer(strategy=name, compile=True), name)
+        if not kind.available(LAPTOP):
+            rows[f"{name}, package"] = (
+                lambda name=name: Trainer(strategy=name, devices=2),
+                "torch_xla",
+                "pip",
+            )
+        with pytest.raises(ConfigError, match=r"run_after='updates'.*Did you mean 'update'"):
+            kind.config_type(run_after="updates")
+        assert kind.config_type().run_after == "micro_batch"
+    assert_refused(StrategyError, rows)
+
+
+def test_abstract_methods_are_required() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        type("Half", (Strategy,), {})()
