@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import re
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.integrations.lazy import Lazy
+from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, pairs
 
 from drivetrain import (
@@ -22,24 +23,21 @@ from drivetrain import (
     LambdaCallback,
     LearningRateMonitor,
     ModelSummary,
+    Profile,
     ProgressBar,
     StrategyError,
     Trainer,
 )
-
-pytest.importorskip("lightning")
-
-import lightning
-import lightning.pytorch.callbacks
-import lightning.pytorch.loggers
-from lightning.pytorch import callbacks as theirs
-from lightning.pytorch import loggers
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-
 from drivetrain.integrations.lightning import arguments_table as table
 from drivetrain.integrations.lightning import from_lightning_arguments
 from drivetrain.integrations.lightning.arguments import DEFAULTS
 from drivetrain.strategies.precision.registry import PRECISIONS
+
+lightning = Lazy("lightning")
+loggers = Lazy("lightning.pytorch.loggers")
+profilers = Lazy("lightning.pytorch.profilers")
+strategies = Lazy("lightning.pytorch.strategies")
+theirs = Lazy("lightning.pytorch.callbacks")
 
 
 def mapped(**arguments: Any) -> Trainer:
@@ -49,21 +47,21 @@ def mapped(**arguments: Any) -> Trainer:
 # The tables.
 
 
-def test_the_installed_release_has_no_argument_without_a_row() -> None:
+def test_the_installed_release_has_no_argument_without_a_row_and_the_page_is_current() -> None:
+    from lightning.pytorch.callbacks import __all__ as all_callbacks
+    from lightning.pytorch.loggers import __all__ as all_loggers
+    from tests.support.lightning_arguments_page import PAGE
+    from tests.support.lightning_arguments_page import table as printed
+
     parameters = inspect.signature(lightning.Trainer).parameters
     assert sorted(parameters) == sorted(table.ROWS)
     defaults = {name: each.default for name, each in parameters.items() if each.default is not None}
     assert defaults == DEFAULTS
-    assert sorted(StrategyRegistry.available_strategies()) == sorted(set(table.STRATEGIES) - {"auto", "dp"})
-    assert {name for name in theirs.__all__ if not name.startswith("Spike")} <= table.CALLBACKS.keys()
-    assert set(loggers.__all__) | {"Logger"} == table.LOGGERS.keys()
+    available = strategies.StrategyRegistry.available_strategies()
+    assert sorted(available) == sorted(set(table.STRATEGIES) - {"auto", "dp"})
+    assert {name for name in all_callbacks if not name.startswith("Spike")} <= table.CALLBACKS.keys()
+    assert {*all_loggers, "Logger"} == table.LOGGERS.keys()
     assert set(table.PRECISIONS.values()) <= set(PRECISIONS)
-
-
-def test_the_printed_tables_are_current() -> None:
-    from tests.support.lightning_arguments_page import PAGE
-    from tests.support.lightning_arguments_page import table as printed
-
     assert printed() in PAGE.read_text(encoding="utf-8"), (
         "run python -m tests.support.lightning_arguments_page"
     )
@@ -75,35 +73,34 @@ def _shown(trainer: Trainer) -> str:
     return repr(made)
 
 
-@pytest.mark.parametrize("name", [name for name, row in table.ROWS.items() if row.status == table.MAPPED])
-def test_a_mapped_argument_has_an_effect(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    row = table.ROWS[name]
-    example = [LambdaCallback(on_fit_end=print)] if name == "callbacks" else row.example
-    base = {"max_epochs": 4, "devices": 1, **row.needs}
-    base = {key: value for key, value in base.items() if key != name}
-    if name == "sync_batchnorm":  # needs GPUs
-        with pytest.raises(StrategyError, match="sync_batchnorm"):
-            from_lightning_arguments(**base, sync_batchnorm=True)
-        return
-    before, after = from_lightning_arguments(**base), from_lightning_arguments(**{**base, name: example})
-    assert _shown(before.trainer) != _shown(after.trainer)
-    assert [each.text for each in after.differences if each.name == name and each.text == row.differs] == (
-        [row.differs] if row.differs else []
-    )
-
-
-@pytest.mark.parametrize("name", [name for name, row in table.ROWS.items() if row.status != table.MAPPED])
-def test_what_is_not_mapped_is_said(name: str) -> None:
-    row, default = table.ROWS[name], DEFAULTS.get(name)
-    value = (not default) if isinstance(default, bool) else "x"
-    if row.status == table.IGNORED:
-        (line,) = from_lightning_arguments(max_epochs=1, **{name: value}).differences
-        assert line == (name, value, f"ignored: {row.text}")
-        return
-    with pytest.raises(ConfigError, match=f"{name}={value!r}: {re.escape(row.text)}"):
-        from_lightning_arguments(max_epochs=1, **{name: value})
-    assert mapped(**{name: default}) == mapped()
+def test_every_mapped_argument_has_an_effect_and_every_other_is_named() -> None:
+    wrong = []
+    for name, row in table.ROWS.items():
+        default = DEFAULTS.get(name)
+        other = (not default) if isinstance(default, bool) else "x"
+        if row.status == table.IGNORED:
+            (line,) = from_lightning_arguments(max_epochs=1, **{name: other}).differences
+            wrong += [] if line == (name, other, f"ignored: {row.text}") else [line]
+        elif row.status == table.REFUSED:
+            call = lambda name=name, other=other: mapped(**{name: other})  # noqa: E731
+            assert_refused(ConfigError, {name: (call, f"{name}={other!r}: {row.text}")})
+            wrong += [] if mapped(**{name: default}) == mapped() else [name]
+        elif name != "sync_batchnorm":  # needs GPUs; see below
+            example = [LambdaCallback(on_fit_end=print)] if name == "callbacks" else row.example
+            base = {"max_epochs": 4, "devices": 1, **row.needs}
+            base.pop(name, None)
+            before, after = (
+                from_lightning_arguments(**base),
+                from_lightning_arguments(**base, **{name: example}),
+            )
+            found = [
+                each.text for each in after.differences if each.name == name and each.text == row.differs
+            ]
+            if _shown(before.trainer) == _shown(after.trainer) or found != (
+                [row.differs] if row.differs else []
+            ):
+                wrong.append(name)
+    assert not wrong
 
 
 # Values.
@@ -118,9 +115,11 @@ def test_the_defaults_are_lightnings() -> None:
     assert (trainer.strategy, trainer.max_grad_norm, trainer.deterministic) == ("auto", None, False)
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
+def test_values_become_ours() -> None:
+    scheduler = theirs.GradientAccumulationScheduler
+    off = {"checkpoint": False, "loggers": (), "progress_bar": False, "log_every": None}
+    unused = "ddp_find_unused_parameters_true"
+    rows: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"max_epochs": -1, "max_steps": 5}, {"max_epochs": None, "max_steps": 5}),
         ({"max_epochs": None, "max_steps": 5}, {"max_epochs": None, "max_steps": 5}),
         ({"max_epochs": 2, "max_steps": -1}, {"max_epochs": 2, "max_steps": None}),
@@ -133,7 +132,6 @@ def test_the_defaults_are_lightnings() -> None:
         ({"limit_val_batches": 0}, {"validate_every": None, "sanity_validation": None}),
         ({"limit_val_batches": 0.5}, {"limit_validation_batches": 0.5}),
         ({"val_check_interval": 0.25}, {"validate_every": "0.25 epochs"}),
-        ({"val_check_interval": 100}, {"validate_every": "100 steps"}),
         ({"val_check_interval": 100, "accumulate_grad_batches": 4}, {"validate_every": "25 steps"}),
         ({"val_check_interval": 9, "check_val_every_n_epoch": None}, {"validate_every": "9 steps"}),
         ({"val_check_interval": "00:00:10:00"}, {"validate_every": "600 seconds"}),
@@ -145,112 +143,97 @@ def test_the_defaults_are_lightnings() -> None:
             {"gradient_clip_val": 2, "gradient_clip_algorithm": "value"},
             {"max_grad_value": 2, "max_grad_norm": None},
         ),
-        (
-            {"callbacks": theirs.GradientAccumulationScheduler({0: 8, 4: 4}), "val_check_interval": 0.5},
-            {"gradient_accumulation_steps": {0: 8, "4 epochs": 4}, "validate_every": "0.5 epochs"},
-        ),
-        (
-            {"callbacks": theirs.GradientAccumulationScheduler({2: 4})},
-            {"gradient_accumulation_steps": {0: 1, "2 epochs": 4}},
-        ),
+        ({"callbacks": scheduler({2: 4})}, {"gradient_accumulation_steps": {0: 1, "2 epochs": 4}}),
+        ({"callbacks": scheduler({0: 8}), "val_check_interval": 0.5}, {"validate_every": "0.5 epochs"}),
         ({"fast_dev_run": True}, {"try_out": "batches"}),
         ({"fast_dev_run": 3}, {"try_out": 3}),
-        ({"overfit_batches": 2}, {"try_out": "overfit", "limit_train_batches": 2}),
         ({"overfit_batches": 0.1}, {"try_out": "overfit", "limit_train_batches": 0.1}),
-        ({"barebones": True}, {"checkpoint": False, "loggers": (), "progress_bar": False, "log_every": None}),
+        ({"barebones": True}, off),
         ({"devices": -1}, {"devices": "auto"}),
         ({"devices": "1"}, {"devices": 1}),
         ({"accelerator": "cpu", "devices": 2, "strategy": "ddp"}, {"strategy": "cpu", "devices": 2}),
         ({"strategy": "ddp_spawn", "devices": 2}, {"strategy": "ddp"}),
-        (
-            {"strategy": "ddp_find_unused_parameters_true", "devices": 2},
-            {"strategy": DDPConfig(find_unused_parameters=True)},
-        ),
+        ({"strategy": unused, "devices": 2}, {"strategy": DDPConfig(find_unused_parameters=True)}),
         ({"strategy": "fsdp", "devices": 2}, {"strategy": "fsdp"}),
         ({"strategy": "deepspeed_stage_3_offload", "devices": 2}, {"strategy": "zero3_offload"}),
         ({"strategy": "deepspeed", "devices": 2}, {"strategy": "zero2"}),
         ({"strategy": "single_device"}, {"strategy": "auto", "devices": 1}),
         ({"logger": False}, {"loggers": ()}),
         ({"enable_checkpointing": False}, {"checkpoint": False}),
-    ],
-)
-def test_a_value_is_ours(given: dict[str, Any], expected: dict[str, Any]) -> None:
-    trainer = mapped(**given)
-    for name, value in expected.items():
-        found = getattr(trainer, name)
-        assert (str(found) if isinstance(value, str) else found) == value, name
+    ]
+    wrong = []
+    for given, expected in rows:
+        trainer = mapped(**given)
+        for name, value in expected.items():
+            found = getattr(trainer, name)
+            if (str(found) if isinstance(value, str) else found) != value:
+                wrong.append((given, name, found))
+    for name in table.PRECISIONS:
+        for each in {name, int(name) if name.isdigit() else name}:
+            found = mapped(precision=each).precision.name  # type: ignore[union-attr]
+            wrong += [] if found == table.PRECISIONS[name] else [({"precision": each}, "precision", found)]
+    assert not wrong
 
 
-@pytest.mark.parametrize("name", table.PRECISIONS)
-def test_a_precision_is_that_of_the_same_numbers(name: str) -> None:
-    for given in {name, int(name) if name.isdigit() else name}:
-        assert mapped(precision=given).precision.name == table.PRECISIONS[name]  # type: ignore[union-attr]
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="some of it is about a machine without GPUs")
+def test_refusals() -> None:
+    class Patient(theirs.EarlyStopping):  # type: ignore[name-defined,misc]
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None: ...
 
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"max_epochs": -1}, "the training would have no end"),
-        ({"max_epochs": None, "max_time": "12 hours"}, 'give "DD:HH:MM:SS"'),
-        ({"limit_train_batches": 0}, "leave out the call of trainer.fit"),
+    own = type("Own", (theirs.Callback,), {})()
+    scheduler, saver = theirs.GradientAccumulationScheduler({2: 4}), theirs.ModelCheckpoint
+    swa = theirs.StochasticWeightAveraging(0.1)
+    epochs = "check_val_every_n_epoch"
+    rows: list[tuple[Any, ...]] = [
+        ({"max_epochs": -1}, "would have no end"),
+        ({"max_epochs": None, "max_time": "12 hours"}, '"DD:HH:MM:SS"'),
+        ({"limit_train_batches": 0}, "trainer.fit"),
         ({"limit_test_batches": -1}, "all batches are the default"),
-        ({"limit_val_batches": 2.5}, "which must be whole"),
-        ({"val_check_interval": 0.5, "check_val_every_n_epoch": 2}, "give one of the two"),
-        ({"val_check_interval": 10, "accumulate_grad_batches": 4}, "a multiple of accumulate_grad_batches=4"),
-        (
-            {"callbacks": theirs.GradientAccumulationScheduler({2: 4}), "accumulate_grad_batches": 4},
-            "leave one of the two out, as in Lightning",
-        ),
-        (
-            {"callbacks": theirs.GradientAccumulationScheduler({2: 4}), "val_check_interval": 10},
-            "a changing number of updates",
-        ),
-        ({"val_check_interval": 0.5, "check_val_every_n_epoch": None}, "give a number of batches"),
+        ({"limit_val_batches": 2.5}, "must be whole"),
+        ({"val_check_interval": 0.5, epochs: 2}, "one of the two"),
+        ({"val_check_interval": 0.5, epochs: None}, "number of batches"),
+        ({"val_check_interval": 10, "accumulate_grad_batches": 4}, "multiple of accumulate_grad_batches=4"),
+        ({"callbacks": scheduler, "accumulate_grad_batches": 4}, "one of the two"),
+        ({"callbacks": scheduler, "val_check_interval": 10}, "changing number of updates"),
         ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "both"}, "gradient_clip_algorithm='both'"),
         ({"deterministic": "warn"}, "warn_only=True"),
-        ({"fast_dev_run": True, "overfit_batches": 1}, "leave one of the two out"),
+        ({"fast_dev_run": True, "overfit_batches": 1}, "one of the two"),
         ({"barebones": True, "logger": True}, "logger is given too"),
         ({"barebones": True, "enable_progress_bar": True}, "enable_progress_bar=True is given too"),
-        ({"strategy": DDPStrategy()}, "an object of DDPStrategy cannot be taken over"),
-        ({"strategy": "dp"}, 'use strategy="ddp"'),
+        ({"strategy": strategies.DDPStrategy()}, "DDPStrategy cannot be taken over"),
+        ({"strategy": "dp"}, 'strategy="ddp"'),
         ({"strategy": "dpp"}, "Did you mean 'dp'"),
         ({"strategy": "deepspeed_stage_3_offload_nvme"}, "DeepSpeedConfig(config=...)"),
         ({"accelerator": "hpu"}, "accelerator='hpu'"),
-        ({"accelerator": "gpu", "strategy": "fsdp"}, "runs on what there is, which is 'cpu'"),
+        ({"accelerator": "gpu", "strategy": "fsdp"}, "'cpu'"),
         ({"sync_batchnorm": True, "devices": 2}, "name the strategy too"),
+        ({**table.ROWS["sync_batchnorm"].needs, "sync_batchnorm": True}, "sync_batchnorm"),
         ({"devices": "x"}, "give a number, a list"),
         ({"precision": "transformer-engine"}, 'precision="fp8"'),
         ({"precision": "8"}, "precision='8'"),
-        ({"gpus": 2}, "Lightning's Trainer has no argument 'gpus'"),
-        ({"callbacks": [{"class_path": "x.EarlyStopping"}]}, "a description that LightningCLI reads"),
-        (
-            {"callbacks": [theirs.StochasticWeightAveraging(0.1)]},
-            "callbacks has StochasticWeightAveraging: give Trainer",
-        ),
-        (
-            {"callbacks": [theirs.ModelCheckpoint("b"), theirs.ModelCheckpoint("a")]},
-            "a' in number 2. directory is of the run: give all the same",
-        ),
-        (
-            {"callbacks": [theirs.ModelCheckpoint(), theirs.ModelCheckpoint(save_weights_only=True)]},
-            "resumable=True in the first",
-        ),
-        ({"callbacks": theirs.ModelCheckpoint(), "enable_checkpointing": False}, "checkpoints are off"),
-        ({"callbacks": theirs.ModelCheckpoint(), "barebones": True}, "checkpoints are off"),
+        ({"gpus": 2}, "no argument 'gpus'"),
+        ({"callbacks": [{"class_path": "x.EarlyStopping"}]}, "LightningCLI"),
+        ({"callbacks": [swa]}, "callbacks has StochasticWeightAveraging"),
+        ({"callbacks": [saver("b"), saver("a")]}, "a' in number 2", "give all the same"),
+        ({"callbacks": [saver(), saver(save_weights_only=True)]}, "resumable=True in the first"),
+        ({"callbacks": saver(), "enable_checkpointing": False}, "checkpoints are off"),
+        ({"callbacks": saver(), "barebones": True}, "checkpoints are off"),
         ({"callbacks": theirs.LearningRateMonitor(log_momentum=True)}, "run.log(name, value)"),
+        ({"callbacks": Patient("x")}, "Patient, a subclass of Lightning's EarlyStopping"),
+        ({"callbacks": [own]}, "Own, a subclass of Lightning's Callback"),
         ({"logger": loggers.CSVLogger("a", prefix="p")}, "CSVLogger(prefix='p') has no counterpart"),
-    ],
-)
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="some of it is about a machine without GPUs")
-def test_what_cannot_be_taken_over_is_refused(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        from_lightning_arguments(**{"max_epochs": 1, **given})
+        ({"profiler": "xla"}, "torch_xla.debug.profiler"),
+        ({"profiler": "simpel"}, "Did you mean 'simple'"),
+        ({"profiler": profilers.PyTorchProfiler()}, "PyTorchProfiler(...) cannot be taken over"),
+    ]
+    cases = {str(given): (lambda given=given: mapped(**given), *words) for given, *words in rows}
+    assert_refused((ConfigError, StrategyError), cases)
 
 
 # Objects.
 
 
-def test_a_model_checkpoint_is_a_policy(tmp_path: Path) -> None:
+def test_model_checkpoint_becomes_a_checkpoint_policy(tmp_path: Path) -> None:
     def policy(**options: Any) -> Any:
         return mapped(callbacks=[theirs.ModelCheckpoint(**options)]).checkpoint
 
@@ -270,7 +253,7 @@ def test_a_model_checkpoint_is_a_policy(tmp_path: Path) -> None:
     assert "filename='a/{epoch}' is not used" in "\n".join(map(str, named.differences))
 
 
-def test_several_model_checkpoints_are_several_policies() -> None:
+def test_several_model_checkpoints_become_several_policies() -> None:
     given = from_lightning_arguments(
         max_epochs=1,
         callbacks=[
@@ -284,7 +267,7 @@ def test_several_model_checkpoints_are_several_policies() -> None:
     assert "their filenames differ" in "\n".join(map(str, given.differences))
 
 
-def test_other_callbacks_and_loggers_are_ours(tmp_path: Path) -> None:
+def test_other_callbacks_and_loggers_become_ours(tmp_path: Path) -> None:
     own = LambdaCallback(on_fit_end=lambda run: None)
     stopping = theirs.EarlyStopping(
         "val_loss",
@@ -326,22 +309,14 @@ def test_other_callbacks_and_loggers_are_ours(tmp_path: Path) -> None:
     assert isinstance(summary, ModelSummary)
 
 
-def test_a_subclass_of_the_users_is_refused_because_its_methods_would_not_be_called() -> None:
-    class Patient(theirs.EarlyStopping):
-        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-            pass
+def test_profilers_become_profiles(tmp_path: Path) -> None:
+    def kinds(profiler: Any) -> list[tuple[str, ...]]:
+        trainer = mapped(default_root_dir=str(tmp_path), profiler=profiler)
+        return [each.kinds for each in trainer.callbacks if isinstance(each, Profile)]
 
-    class Own(theirs.Callback):
-        pass
-
-    with pytest.raises(
-        ConfigError, match=r"Patient, a subclass of Lightning's EarlyStopping: what it overrides"
-    ):
-        mapped(callbacks=Patient("x"))
-    with pytest.raises(
-        ConfigError, match=r"Own, a subclass of Lightning's Callback: write it as a drivetrain"
-    ):
-        mapped(callbacks=[Own()])
+    found = [kinds(name) for name in (None, "simple", "advanced", "pytorch")]
+    assert found == [[], [("table",)], [("python",)], [("trace",)]]
+    assert kinds(profilers.SimpleProfiler(dirpath=tmp_path)) == [("table",)]
 
 
 def test_the_trainer_trains(tmp_path: Path) -> None:

@@ -108,7 +108,6 @@ def _on_two_ranks(name: str) -> tuple[Any, Any]:
     return values, weights_of(module).tolist()  # a tensor's memory would end with its process
 
 
-@pytest.mark.landing
 @pytest.mark.parametrize(
     "name", ["Classifier", "Template", "Autoencoder", "WarmUp", "OneCycle", "Finetuning"]
 )
@@ -133,7 +132,6 @@ def _skips(name: str) -> tuple[Any, int, Any]:
     return weights_of(module).tolist(), result.progress.skipped, result.progress.updates
 
 
-@pytest.mark.landing
 def test_a_step_that_returns_none_on_one_rank_weighs_nothing_and_manual_optimization_keeps_ranks_equal() -> (
     None
 ):
