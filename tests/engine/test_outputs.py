@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.support.tasks import Regression, pairs, quiet
+from tests.support.ranks import on_two_ranks
+from tests.support.tasks import Regression, pairs, quiet, variant
 from torch import Tensor
 from torch.utils import _pytree
 
@@ -51,33 +52,22 @@ class Node:
 _pytree.register_dataclass(Registered)
 _pytree.register_pytree_node(Node, lambda node: ([node.value], None), lambda entries, _: Node(*entries))
 
-MAKERS = {
+MAKERS: dict[str, Any] = {
     "named tuple": lambda value: Pair(value, None),
     "named tuple with a text": lambda value: Pair(value, "text"),
     "dataclass": lambda value: Plain(value),
     "nested dataclass": lambda value: Frozen(value, Pair(value + 1, None)),
     "registered dataclass": lambda value: Registered(value, {"more": value, "none": None}),
-    "registered type": Node,
     "ordered": lambda value: collections.OrderedDict(value=value, none=None),
+    "registered type": Node,
     "with a default": lambda value: collections.defaultdict(list, value=value),
     "torch's": lambda value: torch.return_types.max((value, value.long())),
 }
-FILED = {
-    "named tuple",
-    "named tuple with a text",
-    "dataclass",
-    "nested dataclass",
-    "registered dataclass",
-    "ordered",
-}
+NOT_FILED = ("registered type", "with a default", "torch's")
 
 
 class Giving(Regression):
-    """Predicts an object of a type.
-
-    Args:
-        kind: Its name in `MAKERS`.
-    """
+    """Predicts an object of a type, by its name in `MAKERS`."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -96,7 +86,7 @@ def same(left: Any, right: Any) -> bool:
         return False
     if isinstance(left, Tensor):
         return torch.allclose(left, right, rtol=1e-6, atol=1e-6) and not left.requires_grad
-    if isinstance(left, tuple):
+    if isinstance(left, (tuple, list)):
         return len(left) == len(right) and all(map(same, left, right))
     if isinstance(left, dict):
         return list(left) == list(right) and all(map(same, left.values(), right.values()))
@@ -106,60 +96,42 @@ def same(left: Any, right: Any) -> bool:
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_predictions_are_of_the_type_that_the_task_gave(kind: str) -> None:
-    task = Giving(kind)
+def test_predictions_parts_and_files_are_of_the_type_that_the_task_gave(kind: str, tmp_path: Path) -> None:
+    task, data = Giving(kind), pairs(10, batch_size=5)
     with torch.no_grad():
-        right = [MAKERS[kind](task(features)) for features, _ in pairs(5)]
-    kept = quiet().predict(task, pairs(5))
-    assert len(kept) == len(right)
-    assert all(map(same, kept, right))
+        right = [MAKERS[kind](task(features)) for features, _ in data]
+    assert same(quiet().predict(task, data), right)
+    if kind not in NOT_FILED:
+        assert same(quiet(micro_batch=2).predict(task, data), right)
+        files = quiet().predict(task, data, save_to=tmp_path)
+        types = [Pair, Plain, Frozen, Registered]
+        assert same([read_predictions(file, types=types) for file in files], right)
 
 
-@pytest.mark.parametrize("kind", sorted(FILED))
-def test_files_hold_the_types_of_outputs(kind: str, tmp_path: Path) -> None:
-    task = Giving(kind)
-    kept = quiet().predict(task, pairs(5))
-    files = quiet().predict(task, pairs(5), save_to=tmp_path)
-    read = [read_predictions(file, types=[Pair, Plain, Frozen, Registered]) for file in files]
-    assert all(map(same, read, kept))
-
-
-def test_a_type_that_is_not_known_where_a_file_is_read_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_a_type_that_is_not_known_where_a_file_is_read_is_named(tmp_path: Path) -> None:
     (file,) = quiet().predict(Giving("dataclass"), pairs(2), save_to=tmp_path)
     with pytest.raises(CheckpointError, match=r"test_outputs\.Plain.*types=\[Plain\]"):
         read_predictions(file)
 
 
-def predicted(kind: str) -> bool:
-    """Whether the predictions on one of two ranks are those of one process."""
-    kept = quiet().predict(Giving(kind), pairs(6))
-    both = quiet(strategy="ddp", devices=2).predict(Giving(kind), pairs(6))
-    return len(both) == len(kept) and all(map(same, both, kept))
+def test_all_ranks_get_predictions_of_the_type_that_the_task_gave() -> None:
+    def predicted() -> list[bool]:
+        """By type, whether the predictions on one of two ranks are those of one process."""
+        tasks = [Giving(kind) for kind in ("nested dataclass", "registered dataclass", "registered type")]
+        ranks = quiet(strategy="ddp", devices=2)
+        return [same(ranks.predict(task, pairs(6)), quiet().predict(task, pairs(6))) for task in tasks]
+
+    assert on_two_ranks(predicted) == [[True] * 3] * 2
 
 
-@pytest.mark.parametrize("kind", ["nested dataclass", "registered dataclass", "registered type"])
-def test_all_ranks_get_outputs_of_the_type_that_the_task_gave(kind: str) -> None:
-    assert run_distributed(predicted, kind) == [True, True]
-
-
-@pytest.mark.parametrize("kind", sorted(FILED))
-def test_outputs_of_parts_are_joined_as_their_type(kind: str) -> None:
-    whole = quiet().predict(Giving(kind), pairs(10, batch_size=5))
-    parts = quiet(micro_batch=2).predict(Giving(kind), pairs(10, batch_size=5))
-    assert all(map(same, parts, whole))
-
-
-def test_an_entry_that_cannot_be_joined_is_named() -> None:
-    class Counting(Regression):
-        def predict_step(self, batch: Any) -> Any:
-            return Plain(self(batch[0]), len(batch[0]))
-
+def test_an_entry_of_an_output_that_cannot_be_joined_is_named() -> None:
+    task = variant(predict_step=lambda self, batch: Plain(self(batch[0]), len(batch[0])))()
     with pytest.raises(DataError, match="'extra': a int does not have one entry for each sample"):
-        quiet(micro_batch=2).predict(Counting(), pairs(10, batch_size=5))
+        quiet(micro_batch=2).predict(task, pairs(10, batch_size=5))
 
 
 class Mean:
-    """Keeps what it is given."""
+    """A metric that keeps what it is given."""
 
     def __init__(self) -> None:
         self.reset()
@@ -186,18 +158,13 @@ class Measured(Regression):
         return {"mean": Mean()}
 
 
-def measured(strategy: str) -> float:
-    """The metric of a training with a strategy."""
+def measured(**options: Any) -> float:
     values: dict[str, float] = {}
-    trainer = quiet(
-        strategy=strategy,
-        max_steps=3,
-        log_every=1,
-        callbacks=[LambdaCallback(on_fit_end=lambda run: values.update(run.metrics))],
-    )
-    trainer.fit(Measured(), pairs(6))
+    note = LambdaCallback(on_fit_end=lambda run: values.update(run.metrics))
+    quiet(max_steps=3, log_every=1, callbacks=[note], **options).fit(Measured(), pairs(6))
     return values["train/mean"]
 
 
-def test_metrics_are_given_outputs_of_the_type_that_the_task_gave() -> None:
-    assert run_distributed(measured, "fsdp", world_size=1)[0] == pytest.approx(measured("cpu"))
+def test_metrics_get_outputs_of_the_type_that_the_task_gave() -> None:
+    (found,) = run_distributed(lambda: measured(strategy="fsdp"), world_size=1)
+    assert found == pytest.approx(measured())

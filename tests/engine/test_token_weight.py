@@ -1,4 +1,4 @@
-"""Labels that a loss leaves out, in a task whose losses are weighted by samples."""
+"""Labels that a loss leaves out: the warning of a task without, or with a wrong, `loss_weight`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Tagger(TaskModule):
     def forward(self, tokens: Tensor) -> Tensor:
         return self.net(tokens)
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs: Tensor, batch: Any, **options: Any) -> Tensor:
         labels = batch["labels"] if isinstance(batch, dict) else batch[-1]
-        return F.cross_entropy(outputs.flatten(0, -2), labels.flatten())
+        return F.cross_entropy(outputs.flatten(0, -2), labels.flatten(), **options)
 
     def configure_optimizers(self) -> OptimizerConfig:
         return OptimizerConfig("sgd", lr=0.1)
@@ -38,39 +38,6 @@ class Weighted(Tagger):
 
     def loss_weight(self, batch: Any) -> Any:
         return (batch["labels"] != -100).sum()
-
-
-def batches(ignored: int, as_dict: bool = True) -> list[Any]:
-    made = []
-    for length in (6, 3):
-        tokens = torch.randint(7, (2, length), generator=torch.Generator().manual_seed(length))
-        labels = tokens % 5
-        labels[0, :ignored] = -100
-        made.append({"tokens": tokens, "labels": labels} if as_dict else (tokens, labels))
-    return made
-
-
-@pytest.mark.parametrize(("as_dict", "name"), [(True, r"batch\['labels'\]"), (False, r"batch\[-1\]")])
-def test_a_loss_over_some_of_the_labels_is_warned_of_once_with_the_line_to_write(
-    as_dict: bool, name: str
-) -> None:
-    with warned(rf"def loss_weight\(self, batch\): return \({name} != -100\)") as seen:
-        quiet(max_epochs=3).fit(Tagger(), batches(2, as_dict))
-    assert len(seen) == 1
-
-
-def test_the_line_of_the_warning_makes_accumulation_equal_to_the_large_batch() -> None:
-    data = batches(2)
-    longest = {name: torch.cat([each[name].reshape(-1) for each in data])[None] for name in data[0]}
-
-    def trained(task: TaskModule, given: list[Any]) -> Tensor:
-        quiet(max_epochs=1, gradient_accumulation_steps=2).fit(task, given)
-        return nn.utils.parameters_to_vector(task.parameters())
-
-    whole = trained(Weighted(), [longest])
-    assert torch.allclose(trained(Weighted(), data), whole, rtol=1e-6, atol=1e-7)
-    with warned("loss_weight"):
-        assert not torch.allclose(trained(Tagger(), data), whole, rtol=1e-6, atol=1e-7)
 
 
 class Miscounted(Tagger):
@@ -87,26 +54,16 @@ class Shifted(Weighted):
         return F.nll_loss(outputs[:, :-1].flatten(0, 1).log_softmax(-1), batch["labels"][:, 1:].flatten())
 
 
-@pytest.mark.parametrize(("kind", "given", "counted"), [(Miscounted, 12, 10), (Shifted, 10, 9)])
-def test_a_weight_that_is_not_the_number_of_counted_labels_is_warned_of_once(
-    kind: Any, given: int, counted: int
-) -> None:
-    with warned(f"gives {given} for .* mean over {counted} labels") as seen:
-        quiet(max_epochs=2).fit(kind(), batches(2))
-    assert len(seen) == 1
-
-
 class OfClasses(Miscounted):
     """A mean over the weights of classes, which no weight of ours can be compared with."""
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        return F.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten(), weight=torch.ones(5))
+        return super().loss(outputs, batch, weight=torch.ones(5))
 
 
 class Summed(Miscounted):
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        summed = F.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
-        return summed / batch["labels"].numel()
+        return super().loss(outputs, batch, reduction="sum") / batch["labels"].numel()
 
 
 class BySequence(Tagger):
@@ -116,8 +73,47 @@ class BySequence(Tagger):
         return len(batch["labels"])
 
 
+def batches(ignored: int, as_dict: bool = True) -> list[Any]:
+    made = []
+    for length in (6, 3):
+        tokens = torch.randint(7, (2, length), generator=torch.Generator().manual_seed(length))
+        labels = tokens % 5
+        labels[0, :ignored] = -100
+        made.append({"tokens": tokens, "labels": labels} if as_dict else (tokens, labels))
+    return made
+
+
 @pytest.mark.parametrize(
-    ("kind", "ignored"), [(Tagger, 0), (Weighted, 2), (BySequence, 0), (OfClasses, 2), (Summed, 2)]
+    ("kind", "as_dict", "message"),
+    [
+        (Tagger, True, r"def loss_weight\(self, batch\): return \(batch\['labels'\] != -100\)"),
+        (Tagger, False, r"def loss_weight\(self, batch\): return \(batch\[-1\] != -100\)"),
+        (Miscounted, True, "gives 12 for .* mean over 10 labels"),
+        (Shifted, True, "gives 10 for .* mean over 9 labels"),
+    ],
 )
-def test_nothing_is_warned_of_without_such_labels_or_with_a_right_weight(kind: Any, ignored: int) -> None:
-    quiet(max_epochs=1).fit(kind(), batches(ignored))
+def test_ignored_labels_without_the_right_loss_weight_are_warned_of_once(
+    kind: Any, as_dict: bool, message: str
+) -> None:
+    with warned(message) as seen:
+        quiet(max_epochs=3).fit(kind(), batches(2, as_dict))
+    assert len(seen) == 1
+
+
+def test_the_loss_weight_of_the_warning_makes_accumulation_equal_to_the_large_batch() -> None:
+    data = batches(2)
+    longest = {name: torch.cat([each[name].reshape(-1) for each in data])[None] for name in data[0]}
+
+    def trained(task: TaskModule, given: list[Any]) -> Tensor:
+        quiet(max_epochs=1, gradient_accumulation_steps=2).fit(task, given)
+        return nn.utils.parameters_to_vector(task.parameters())
+
+    whole = trained(Weighted(), [longest])
+    assert torch.allclose(trained(Weighted(), data), whole, rtol=1e-6, atol=1e-7)
+    with warned("loss_weight"):
+        assert not torch.allclose(trained(Tagger(), data), whole, rtol=1e-6, atol=1e-7)
+
+
+def test_nothing_is_warned_of_without_ignored_labels_or_with_a_right_loss_weight() -> None:
+    for kind, ignored in ((Tagger, 0), (Weighted, 2), (BySequence, 0), (OfClasses, 2), (Summed, 2)):
+        quiet(max_epochs=1).fit(kind(), batches(ignored))

@@ -1,4 +1,4 @@
-"""What `configure_optimizers` may return, and what is made of it."""
+"""What `configure_optimizers` may return, the rate at each update, and schedules after a resume."""
 
 from __future__ import annotations
 
@@ -8,78 +8,107 @@ from typing import Any
 import pytest
 import torch
 from tests.support.outcome import weights
-from tests.support.tasks import Duel, Regression, pairs, quiet
-from torch import Tensor, nn
+from tests.support.refusals import assert_refused
+from tests.support.tasks import Duel, Regression, pairs, quiet, variant
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 from drivetrain import CheckpointError, ConfigError, LambdaCallback, OptimizerConfig, TaskModule
 
 
-def rates(task: TaskModule, **options: Any) -> list[float]:
+def rates(task: TaskModule, resume: str | None = None, **options: Any) -> list[float]:
     """The learning rate of each update."""
     seen: list[float] = []
     note = LambdaCallback(on_before_optimizer_step=lambda run: seen.append(run.learning_rates()["lr"]))
-    quiet(**{"max_epochs": 1, **options, "callbacks": [note]}).fit(task, pairs(10))
+    length = {} if "max_steps" in options else {"max_epochs": 1}
+    quiet(**{**length, **options, "callbacks": [note]}).fit(task, pairs(10), resume=resume)
     return seen
 
 
-def test_an_optimizer_that_was_built_early_is_refused_with_what_to_write() -> None:
-    class Early(Regression):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
+def made(schedule: Any, **options: Any) -> Any:
+    """A factory of SGD with a schedule of torch."""
 
-    with pytest.raises(ConfigError, match=r"too early.*lambda params: torch\.optim\.SGD\(params"):
-        quiet(max_epochs=1).fit(Early(), pairs())
+    def factory(parameters: list[nn.Parameter]) -> Any:
+        optimizer = torch.optim.SGD(parameters, lr=0.8, momentum=0.5)
+        return optimizer, schedule(optimizer, **options)
 
-
-def test_a_factory_gets_the_trainable_parameters() -> None:
-    given: list[list[nn.Parameter]] = []
-
-    def factory(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        given.append(parameters)
-        return torch.optim.SGD(parameters, lr=0.1)
-
-    task = Regression(factory)
-    task.line.bias.requires_grad_(False)
-    bias = task.line.bias.detach().clone()
-    quiet(max_epochs=1).fit(task, pairs())
-    assert [id(each) for each in given[0]] == [id(task.line.weight)]
-    assert torch.equal(task.line.bias, bias)
+    return factory
 
 
-def test_a_factory_equals_the_configuration_that_says_the_same() -> None:
-    first = Regression(lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9))
-    second = Regression(OptimizerConfig("sgd", lr=0.05, momentum=0.9))
+halving = made(StepLR, step_size=2, gamma=0.5)
+
+
+def test_schedule_gives_the_rate_at_each_of_six_updates_by_hand(tmp_path: Path) -> None:
+    """Two updates of warm-up, then a linear decay over the other four; also after a resume."""
+    linear = OptimizerConfig("sgd", lr=0.12, schedule="linear", warmup_steps=2)
+    by_hand = pytest.approx([0.04, 0.08, 0.12, 0.09, 0.06, 0.03])
+    assert rates(Regression(linear), max_steps=6) == by_hand
+    assert rates(Regression(linear), max_steps=6, gradient_accumulation_steps=2) == by_hand
+    options = {"checkpoint": True, "run_dir": tmp_path}
+    given = OptimizerConfig("sgd", lr=0.12, schedule="linear", warmup_steps=2, total_steps=6)
+    first = rates(Regression(given), max_steps=3, **options)
+    assert first + rates(Regression(given), max_steps=6, resume="auto", **options) == by_hand
+    # What each update has moved a weight by: the rate that was used, not the one shown.
+    moves: list[float] = []
+    task = variant(loss=lambda self, outputs, batch: self.line.bias.sum())(linear)
+    bias = task.line.bias.item()
+    for _ in quiet(max_steps=6).steps(task, pairs()):
+        moves.append(bias - task.line.bias.item())
+        bias = task.line.bias.item()
+    assert moves == pytest.approx([0.04, 0.08, 0.12, 0.09, 0.06, 0.03], abs=1e-6)
+
+
+def test_torch_schedule_is_stepped_once_an_update() -> None:
+    assert rates(Regression(halving), max_steps=6) == pytest.approx([0.8, 0.8, 0.4, 0.4, 0.2, 0.2])
+    # Five micro-batches are three updates.
+    assert rates(Regression(halving), gradient_accumulation_steps=2) == pytest.approx([0.8, 0.8, 0.4])
+    # A factory equals the configuration that says the same.
+    first, second = (
+        Regression(made(LambdaLR, lr_lambda=lambda update: 1)),
+        Regression(OptimizerConfig("sgd", lr=0.8, momentum=0.5)),
+    )
     for task in (first, second):
         quiet(max_epochs=2).fit(task, pairs())
     assert torch.allclose(first.line.weight, second.line.weight)
 
 
-def halving(parameters: list[nn.Parameter]) -> tuple[torch.optim.Optimizer, StepLR]:
-    optimizer = torch.optim.SGD(parameters, lr=0.8, momentum=0.5)
-    return optimizer, StepLR(optimizer, step_size=2, gamma=0.5)
+def test_factory_gets_the_trainable_parameters_and_reports_the_rate_of_each_group() -> None:
+    given: list[list[nn.Parameter]] = []
+
+    def factory(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        given.append(parameters)
+        return torch.optim.SGD([{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.5}], lr=0.1)
+
+    task = Regression(factory)
+    task.more = nn.Linear(1, 1)
+    task.more.requires_grad_(False)
+    seen: list[dict[str, float]] = []
+    note = LambdaCallback(on_step_end=lambda run: seen.append(run.learning_rates()))
+    quiet(max_steps=1, callbacks=[note]).fit(task, pairs())
+    assert [id(each) for each in given[0]] == [id(task.line.weight), id(task.line.bias)]
+    assert seen == [{"lr/0": 0.1, "lr/1": 0.5}]
 
 
-def test_a_torch_schedule_is_stepped_once_an_update() -> None:
-    assert rates(Regression(halving)) == pytest.approx([0.8, 0.8, 0.4, 0.4, 0.2])
-    # Five micro-batches are three updates.
-    assert rates(Regression(halving), gradient_accumulation_steps=2) == pytest.approx([0.8, 0.8, 0.4])
-
-
-def test_a_torch_schedule_goes_on_after_a_resume(tmp_path: Path) -> None:
-    whole = Regression(halving)
+@pytest.mark.parametrize(
+    "factory",
+    [
+        halving,
+        made(LambdaLR, lr_lambda=lambda update: 1 / (1 + update)),
+        made(OneCycleLR, max_lr=2, total_steps=11),
+    ],
+    ids=["step", "lambda", "one cycle"],
+)
+def test_torch_schedule_goes_on_after_a_resume(factory: Any, tmp_path: Path) -> None:
+    whole, resumed = Regression(factory), Regression(factory)
     right = rates(whole, max_epochs=2)
+    assert len(set(right)) > 3
     options = {"checkpoint": True, "run_dir": tmp_path}
-    first = rates(Regression(halving), max_steps=3, **options)
-    seen: list[float] = []
-    note = LambdaCallback(on_before_optimizer_step=lambda run: seen.append(run.learning_rates()["lr"]))
-    task = Regression(halving)
-    quiet(max_epochs=2, callbacks=[note], **options).fit(task, pairs(10), resume="auto")
-    assert first + seen == right
-    assert weights(task) == weights(whole)
+    first = rates(Regression(factory), max_steps=3, **options)
+    assert first + rates(resumed, max_epochs=2, resume="auto", **options) == right
+    assert weights(resumed) == weights(whole)
 
 
-def test_a_skipped_update_does_not_move_a_torch_schedule() -> None:
+def test_torch_schedule_is_not_moved_by_a_skipped_update() -> None:
     seen: list[tuple[bool, float]] = []
     note = LambdaCallback(on_step_end=lambda run: seen.append((run.step.applied, run.learning_rates()["lr"])))
     batch = next(iter(pairs()))
@@ -89,113 +118,56 @@ def test_a_skipped_update_does_not_move_a_torch_schedule() -> None:
     assert [rate for applied, rate in seen if applied] == pytest.approx([0.8, 0.4, 0.4, 0.2])
 
 
-def test_a_one_cycle_schedule_of_torch_works() -> None:
-    def factory(parameters: list[nn.Parameter]) -> Any:
-        optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-        return optimizer, OneCycleLR(optimizer, max_lr=0.5, total_steps=6)
+def test_plateau_schedule_goes_on_after_a_resume(tmp_path: Path) -> None:
+    options = {"schedule": "reduce_on_plateau", "schedule_options": {"patience": 1, "factor": 0.5}}
+    stuck = variant(validation_step=lambda self, batch: torch.tensor(1.0))
 
-    seen = rates(Regression(factory))
-    assert max(seen) > 0.4
-    assert seen[0] < 0.1
-    assert seen[-1] < seen[2]
-
-
-@pytest.mark.parametrize(
-    ("made", "message"),
-    [
-        (lambda params: None, "returned a NoneType; it must return an optimizer"),
-        (lambda params: (torch.optim.SGD(params, lr=1.0), "cosine"), "must be a torch.optim.lr_scheduler"),
-        (
-            lambda params: (lambda o: (o, ReduceLROnPlateau(o)))(torch.optim.SGD(params, lr=1.0)),
-            "schedule='reduce_on_plateau'",
-        ),
-    ],
-    ids=["nothing", "a word", "plateau"],
-)
-def test_a_factory_that_makes_something_else_is_refused(made: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        quiet(max_epochs=1).fit(Regression(made), pairs())
-
-
-class Returning(Regression):
-    """Configures what it is given."""
-
-    def __init__(self, configured: Any) -> None:
-        super().__init__()
-        self.configured = configured
-
-    def configure_optimizers(self) -> Any:
-        return self.configured
-
-
-@pytest.mark.parametrize(
-    ("configured", "message"),
-    [
-        (None, "returned a NoneType; allowed are"),
-        ("adamw", "returned a str; allowed are"),
-        ({}, "empty mapping"),
-        ({1: OptimizerConfig("sgd")}, "name must be a text"),
-        ({"line": "adamw"}, "returned a str for 'line'; allowed are an OptimizerConfig, or a function"),
-        ({"line": lambda params: None}, "it must return an optimizer"),
-    ],
-)
-def test_anything_else_is_refused_with_what_is_allowed(configured: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        quiet(max_epochs=1).fit(Returning(configured), pairs())
-
-
-def test_a_named_optimizer_without_parameters_is_refused_with_the_submodules_names() -> None:
-    task = Duel({"discriminator": OptimizerConfig("sgd"), "generater": OptimizerConfig("sgd")})
-    with pytest.raises(ConfigError, match=r"'generater'.*'generator', 'discriminator'"):
-        quiet(max_epochs=1).fit(task, pairs())
-
-
-def test_a_checkpoint_of_another_kind_of_schedule_is_refused(tmp_path: Path) -> None:
-    options = {"checkpoint": True, "run_dir": tmp_path}
-    quiet(max_epochs=1, **options).fit(Regression(halving), pairs())
-    plain = Regression(lambda params: torch.optim.SGD(params, lr=0.8, momentum=0.5))
-    with pytest.raises(CheckpointError, match="schedule"):
-        quiet(max_epochs=2, **options).fit(plain, pairs(), resume="auto")
-
-
-def test_a_plateau_schedule_goes_on_after_a_resume(tmp_path: Path) -> None:
-    class Stuck(Regression):
-        def validation_step(self, batch: Any) -> Tensor:
-            return torch.tensor(1.0)
-
-    optimizer = OptimizerConfig(
-        "sgd", lr=0.1, schedule="reduce_on_plateau", schedule_options={"patience": 1, "factor": 0.5}
-    )
-
-    def run(epochs: int, **options: Any) -> list[float]:
+    def run(epochs: int, **saved: Any) -> list[float]:
         seen: list[float] = []
         note = LambdaCallback(on_epoch_start=lambda run: seen.append(run.learning_rates()["lr"]))
-        trainer = quiet(max_epochs=epochs, callbacks=[note], **options)
-        trainer.fit(Stuck(optimizer), pairs(4), pairs(2), resume="auto" if options else None)
+        task = stuck(OptimizerConfig("sgd", lr=0.1, **options))
+        trainer = quiet(max_epochs=epochs, callbacks=[note], **saved)
+        trainer.fit(task, pairs(4), pairs(2), resume="auto" if saved else None)
         return seen
 
     saved = {"checkpoint": True, "run_dir": tmp_path}
     assert run(2, **saved) + run(6, **saved) == run(6)
 
 
-def test_groups_with_different_rates_are_reported_each() -> None:
-    def factory(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD([{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.5}], lr=0.1)
+def test_refusals_of_configure_optimizers(tmp_path: Path) -> None:
+    def fit(configured: Any) -> Any:
+        task = variant(configure_optimizers=lambda self: configured)()
+        return lambda: quiet(max_epochs=1).fit(task, pairs())
 
-    seen: list[dict[str, float]] = []
-    note = LambdaCallback(on_step_end=lambda run: seen.append(run.learning_rates()))
-    quiet(max_steps=1, callbacks=[note]).fit(Regression(factory), pairs())
-    assert seen == [{"lr/0": 0.1, "lr/1": 0.5}]
+    def early() -> None:
+        task = variant(configure_optimizers=lambda self: torch.optim.SGD(self.parameters(), lr=0.1))()
+        quiet(max_epochs=1).fit(task, pairs())
 
-
-def test_a_lambda_schedule_can_be_saved(tmp_path: Path) -> None:
-    def factory(parameters: list[nn.Parameter]) -> Any:
-        optimizer = torch.optim.SGD(parameters, lr=0.1)
-        return optimizer, LambdaLR(optimizer, lambda update: 1 / (1 + update))
+    def resumed() -> None:
+        plain = Regression(lambda params: torch.optim.SGD(params, lr=0.8, momentum=0.5))
+        quiet(max_epochs=2, **options).fit(plain, pairs(), resume="auto")
 
     options = {"checkpoint": True, "run_dir": tmp_path}
-    quiet(max_steps=2, **options).fit(Regression(factory), pairs())
-    seen: list[float] = []
-    note = LambdaCallback(on_before_optimizer_step=lambda run: seen.append(run.learning_rates()["lr"]))
-    quiet(max_steps=4, callbacks=[note], **options).fit(Regression(factory), pairs(), resume="auto")
-    assert seen == pytest.approx([0.1 / 3, 0.1 / 4])
+    quiet(max_epochs=1, **options).fit(Regression(halving), pairs())
+    misspelt = Duel({"discriminator": OptimizerConfig("sgd"), "generater": OptimizerConfig("sgd")})
+    assert_refused(
+        (ConfigError, CheckpointError),
+        {
+            "built early": (early, "too early", "lambda params: torch.optim.SGD(params"),
+            "None": (fit(None), "NoneType", "allowed are"),
+            "a text": (fit("adamw"), "a str", "allowed are"),
+            "nothing": (fit({}), "empty mapping"),
+            "a number as name": (fit({1: OptimizerConfig("sgd")}), "name must be a text"),
+            "a text by name": (fit({"line": "adamw"}), "'line'", "OptimizerConfig"),
+            "a factory of None": (fit(lambda params: None), "NoneType", "must return an optimizer"),
+            "by name": (fit({"line": lambda params: None}), "must return an optimizer"),
+            "a word as schedule": (fit(made(lambda optimizer: "cosine")), "torch.optim.lr_scheduler"),
+            "plateau": (fit(made(ReduceLROnPlateau)), "schedule='reduce_on_plateau'"),
+            "no such submodule": (
+                lambda: quiet(max_epochs=1).fit(misspelt, pairs()),
+                "'generater'",
+                "'generator', 'discriminator'",
+            ),
+            "another kind of schedule in the checkpoint": (resumed, "schedule"),
+        },
+    )

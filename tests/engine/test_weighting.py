@@ -8,24 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.refusals import assert_refused
 from tests.support.tasks import Duel, Regression, duels, pairs, quiet
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from drivetrain import ConfigError, NonFiniteError, StepOutput
 from drivetrain.data import MicroBatch, Transfer
-from drivetrain.engine.generator_step import named
 from drivetrain.engine.placeholder import Placeholders
 from drivetrain.engine.weighting import StepResult, weigh
 
 
-def window(*weights: float | Tensor) -> list[MicroBatch]:
-    return [MicroBatch(number, weight) for number, weight in enumerate(weights)]
-
-
 def shares(*weights: float | Tensor) -> list[tuple[int, float | Tensor | None]]:
     """The number of each micro-batch that is kept, and its share."""
-    pairs, _ = weigh(window(*weights), None, Placeholders(Transfer(torch.device("cpu"))))
+    window = [MicroBatch(number, weight) for number, weight in enumerate(weights)]
+    pairs, _ = weigh(window, None, Placeholders(Transfer(torch.device("cpu"))))
     return [(micro_batch.batch, share) for micro_batch, share in pairs]
 
 
@@ -36,10 +33,7 @@ def test_shares_are_proportional_to_the_weights_and_add_up_to_one() -> None:
     assert shares(4, 4) == [(0, 0.5), (1, 0.5)]
     assert shares(6, 2) == [(0, 0.75), (1, 0.25)]
     assert sum(share for _, share in shares(3, 5, 7.5, 1) if isinstance(share, float)) == 1
-
-
-def test_an_only_micro_batch_is_the_whole_whatever_its_weight() -> None:
-    assert shares(8) == shares(0.25) == [(0, None)]
+    assert shares(8) == shares(0.25) == [(0, None)]  # an only micro-batch is the whole, whatever its weight
 
 
 def test_a_micro_batch_of_weight_zero_is_left_out() -> None:
@@ -60,17 +54,27 @@ def test_a_weight_on_an_accelerator_is_not_read() -> None:
     assert all(isinstance(share, Tensor) and share.device.type == "meta" for _, share in kept)
 
 
+def test_accumulation_weighs_micro_batches_by_their_samples() -> None:
+    """Two, two and one sample: the gradient is that of all five, and not the mean of three means."""
+    task, whole = Regression(), Regression()
+    seen: dict[str, Tensor] = {}
+    before = {name: each.detach().clone() for name, each in task.named_parameters()}
+    for _ in quiet(max_steps=1, gradient_accumulation_steps=3).steps(task, pairs(5, batch_size=2)):
+        seen = {name: (before[name] - each.detach()) / 0.05 for name, each in task.named_parameters()}
+    (batch,) = pairs(5, batch_size=5)
+    whole.training_step(batch).loss.backward()
+    for name, each in whole.named_parameters():
+        torch.testing.assert_close(seen[name], each.grad, rtol=1e-4, atol=1e-5)
+
+
 # What an update reports.
 
 
 def test_an_updates_values_are_means_by_weight_over_its_micro_batches() -> None:
-    steps = quiet(max_steps=1, gradient_accumulation_steps=3).steps(Regression(), pairs(5, batch_size=2))
-    (step,) = steps
+    (step,) = quiet(max_steps=1, gradient_accumulation_steps=3).steps(Regression(), pairs(5, batch_size=2))
     task = Regression()
     samples = [task.training_step(batch).loss.item() for batch in pairs(5, batch_size=1)]
-    assert step.update == 0
-    assert step.applied
-    assert step.grad_norm is None
+    assert (step.update, step.applied, step.grad_norm) == (0, True, None)
     assert step.loss == pytest.approx(sum(samples) / 5, rel=1e-6)
     assert step.metrics == {"loss": step.loss}
     assert step.loss == step.loss, "reading it does not use it up"
@@ -88,29 +92,7 @@ def test_each_update_reports_its_own_values() -> None:
     assert [(step.update, step.metrics["call"]) for step in steps] == [(0, 1.5), (1, 3.5), (2, 5)]
 
 
-def test_a_loss_that_is_no_number_is_not_reported_as_one() -> None:
-    rows = [
-        (("loss", "extra"), torch.tensor([1.0, 2.0]), 2),
-        (("loss", "extra"), torch.tensor([math.nan, 0.0]), 2),
-    ]
-    with pytest.raises(NonFiniteError, match=r"at update 7.*'loss'"):
-        _ = StepResult(rows, True, None, 7).loss  # type: ignore[arg-type]
-
-
-def test_an_update_without_a_loss_says_what_it_has() -> None:
-    trainer = quiet(max_steps=1)
-    (step,) = trainer.steps(Duel(), DataLoader(duels(4), batch_size=4))  # type: ignore[arg-type]
-    assert sorted(step.metrics) == ["discriminator_loss", "generator_loss", "spread"]
-    with pytest.raises(ConfigError, match=r"this step has no value 'loss'.*'generator_loss', 'spread'"):
-        _ = step.loss
-
-
 # What generator steps yield and return.
-
-
-def test_a_yielded_loss_is_named_after_its_optimizer_and_other_values_by_themselves() -> None:
-    assert named("generator", "loss") == "generator_loss"
-    assert named("generator", "realism") == "realism"
 
 
 def train(body: Any, **options: Any) -> Any:
@@ -120,8 +102,7 @@ def train(body: Any, **options: Any) -> Any:
         def training_step(self, batch: Mapping[str, Tensor]) -> Iterator[Any]:
             return (yield from body(self, batch))
 
-    data = DataLoader(duels(6), batch_size=2)  # type: ignore[arg-type]
-    (step,) = quiet(max_steps=1, **options).steps(Own(), data)
+    (step,) = quiet(max_steps=1, **options).steps(Own(), DataLoader(duels(6), batch_size=2))
     return step
 
 
@@ -129,82 +110,70 @@ def spread(task: Duel, batch: Mapping[str, Tensor]) -> Tensor:
     return task.generator(batch["noise"]).std()
 
 
-def test_a_generator_may_return_values_to_log_or_nothing() -> None:
-    def returning(task: Duel, batch: Any) -> Iterator[Any]:
-        yield "generator", spread(task, batch)
-        return {"total": torch.tensor(3.0), "count": 2}
+def body_of(*yielded: Any, returned: Any = None) -> Any:
+    """A body that yields and returns these, or what they give for a loss."""
 
-    def silent(task: Duel, batch: Any) -> Iterator[Any]:
-        yield "generator", spread(task, batch)
-
-    step = train(returning, gradient_accumulation_steps=3)
-    assert step.metrics == {
-        "generator_loss": pytest.approx(step.metrics["generator_loss"]),
-        "total": 3,
-        "count": 2,
-    }
-    assert list(train(silent).metrics) == ["generator_loss"]
-
-
-def test_a_generator_may_return_a_total_named_loss() -> None:
-    def totalling(task: Duel, batch: Any) -> Iterator[Any]:
+    def body(task: Duel, batch: Mapping[str, Tensor]) -> Iterator[Any]:
         loss = spread(task, batch)
-        yield "generator", loss
-        return {"loss": loss * 2}
+        for each in yielded:
+            yield each(loss) if callable(each) else each
+        return returned(loss) if callable(returned) else returned
 
-    step = train(totalling, gradient_accumulation_steps=3)
+    return body
+
+
+def generator(loss: Tensor) -> tuple[str, Tensor]:
+    return "generator", loss
+
+
+def test_a_generator_logs_what_it_yields_and_returns() -> None:
+    """A yielded loss by the name of its optimizer, other values by their own."""
+    step = train(
+        body_of(generator, returned={"total": torch.tensor(3.0), "count": 2}), gradient_accumulation_steps=3
+    )
+    assert {**step.metrics, "generator_loss": 0} == {"generator_loss": 0, "total": 3, "count": 2}
+    assert list(train(body_of(generator)).metrics) == ["generator_loss"]
+    step = train(body_of(generator, returned=lambda loss: {"loss": loss * 2}), gradient_accumulation_steps=3)
     assert step.loss == pytest.approx(2 * step.metrics["generator_loss"], rel=1e-6)
+    step = train(body_of(lambda loss: ("generator", {"loss": loss, "realism": loss * 0 + 0.5})))
+    assert step.metrics["realism"] == 0.5
 
 
-def test_a_yield_may_carry_further_values() -> None:
-    def measuring(task: Duel, batch: Any) -> Iterator[Any]:
-        loss = spread(task, batch)
-        yield "generator", {"loss": loss, "realism": loss * 0 + 0.5}
+def test_refusals_of_generator_steps_and_their_losses() -> None:
+    def by_turns(*turns: Any) -> Any:
+        bodies = iter(turns)
+        return lambda task, batch: next(bodies)(task, batch)
 
-    assert train(measuring).metrics["realism"] == 0.5
+    def run(*yielded: Any, returned: Any = None) -> Any:
+        return lambda: train(body_of(*yielded, returned=returned))
 
-
-@pytest.mark.parametrize("returned", [3.0, torch.ones(()), [1], "loss"])
-def test_a_generator_that_returns_something_else_is_told_what_it_may_return(returned: Any) -> None:
-    def wrong(task: Duel, batch: Any) -> Iterator[Any]:
-        yield "generator", spread(task, batch)
-        return returned
-
-    with pytest.raises(ConfigError, match=f"returned a {type(returned).__name__}; it may return a mapping"):
-        train(wrong)
-
-
-def test_bodies_of_one_window_must_yield_as_often_as_one_another() -> None:
-    lengths = iter([2, 1])
-
-    def uneven(task: Duel, batch: Any) -> Iterator[Any]:
-        for _ in range(next(lengths)):
-            yield "generator", spread(task, batch)
-
-    with pytest.raises(ConfigError, match="must yield the same number of times"):
-        train(uneven, gradient_accumulation_steps=2)
-
-
-def test_bodies_of_one_window_must_name_the_same_optimizer() -> None:
-    names = iter(["generator", "discriminator"])
-
-    def mixed(task: Duel, batch: Any) -> Iterator[Any]:
-        yield next(names), spread(task, batch)
-
-    with pytest.raises(ConfigError, match=r"different optimizers \('generator' and 'discriminator'\)"):
-        train(mixed, gradient_accumulation_steps=2)
-
-
-def test_a_yield_without_a_loss_is_an_error() -> None:
-    def lossless(task: Duel, batch: Any) -> Iterator[Any]:
-        yield "generator", None
-
-    with pytest.raises(ConfigError, match="returned no loss"):
-        train(lossless)
+    accumulated = {"gradient_accumulation_steps": 2}
+    twice, once = body_of(generator, generator), body_of(generator)
+    other = body_of(lambda loss: ("discriminator", loss))
+    nan = [(("loss", "extra"), torch.tensor([value, 2.0]), 2) for value in (1.0, math.nan)]
+    assert_refused(
+        (ConfigError, NonFiniteError),
+        {
+            "a number returned": (run(generator, returned=3.0), "returned a float", "mapping"),
+            "a text returned": (run(generator, returned="loss"), "returned a str", "mapping"),
+            "unequal numbers": (lambda: train(by_turns(twice, once), **accumulated), "same number of times"),
+            "two names": (
+                lambda: train(by_turns(once, other), **accumulated),
+                "'generator' and 'discriminator'",
+            ),
+            "no loss": (run(("generator", None)), "no loss"),
+            "no name": (run(lambda loss: loss), "must yield an optimizer's name and its loss"),
+            "unknown name": (run(lambda loss: ("discriminater", loss)), "Did you mean 'discriminator'"),
+            "misspelt loss": (run(("generator", {"los": 1})), "without 'loss'"),
+            "no scalar": (run(("generator", torch.ones(4, 4))), "'loss'", "(4, 4)"),
+            "no value loss": (lambda: train(once).loss, "'loss'", "'generator_loss'"),
+            "NaN": (lambda: StepResult(nan, True, None, 7).loss, "at update 7", "'loss'"),
+        },
+    )
 
 
 @pytest.mark.parametrize("precision", ["32", "16-mixed"])
-def test_a_body_may_name_the_same_optimizer_more_than_once(precision: str) -> None:
+def test_a_generator_may_name_the_same_optimizer_more_than_once(precision: str) -> None:
     """As adversarial training does, with several updates of one network for each of the other.
 
     The losses are small and in 32 bits, so that none overflows under the first loss scale.
@@ -217,8 +186,7 @@ def test_a_body_may_name_the_same_optimizer_more_than_once(precision: str) -> No
             yield "generator", task.generator(batch["noise"]).float().square().mean() * 0.01
         yield "discriminator", task.discriminator(batch["real"]).float().mean() * 0.01
 
-    step = train(repeating, precision=precision)
-    assert step.applied
+    assert train(repeating, precision=precision).applied
     assert len(before) == 3
     assert not torch.equal(before[0], before[1])
     assert not torch.equal(before[1], before[2])

@@ -1,0 +1,56 @@
+"""Train with a limit on the memory of the last rank: `out_of_memory.py auto|none [ranks]`."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain import OptimizerConfig, TaskModule, Trainer
+from drivetrain.distributed.launch.programs import ensure_ranks
+
+
+class Wide(TaskModule):
+    """Needs half a megabyte for a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 64), nn.Linear(64, 1)
+
+    def forward(self, features: Tensor) -> Tensor:
+        hidden = self.first(features).tanh()
+        for _ in range(4):  # 64 kB for a sample, twice
+            hidden = hidden.repeat(1, 256).sin().reshape(len(features), -1, 64).mean(1)
+        return self.last(hidden)
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return (outputs - batch[1]).square().mean()
+
+    def configure_optimizers(self) -> OptimizerConfig:
+        return OptimizerConfig("sgd", lr=0.1)
+
+
+torch.set_num_threads(1)
+micro_batch, ranks = None if sys.argv[1] == "none" else sys.argv[1], 2 if sys.argv[2:] else 1
+rank = ensure_ranks(2).rank if ranks == 2 else 0
+features = torch.randn(1024, 8, generator=torch.Generator().manual_seed(1))
+data = [(each, each.sum(1, keepdim=True)) for each in features.split(512)]
+options: dict[str, Any] = {"max_epochs": 1, "checkpoint": False, "loggers": (), "progress_bar": False}
+options |= {"strategy": "ddp", "devices": 2} if ranks == 2 else {"strategy": "cpu"}
+whole, task = Wide(), Wide()
+Trainer(micro_batch=16, **options).fit(Wide(), data)  # everything is imported and started
+_, hard = resource.getrlimit(resource.RLIMIT_AS)
+if rank == ranks - 1:
+    used = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 100 * 2**20, hard))
+Trainer(micro_batch=micro_batch, **{**options, "progress_bar": True}).fit(task, data)
+resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+Trainer(**options).fit(whole, data)
+for one, two in zip(whole.parameters(), task.parameters(), strict=True):
+    torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)
+sys.stdout.write(f"equal on rank {rank}\n")
