@@ -2,82 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
-import textwrap
+from pathlib import Path
 
 import pytest
 from tests.support.messages import unconfigured
 
 from drivetrain.cli.main import main
+from drivetrain.cli.references import importable_here
+from drivetrain.cli.settings import Settings
 
-SHAPES = """
-from typing import Literal
-
-import torch
-from torch import nn
-from torch.nn import functional as F
-
-from drivetrain import OptimizerConfig, TaskModule
-
-
-class Shapes(TaskModule):
-    def __init__(self, hidden: int = 8, rate: float = 0.1, kind: Literal["relu", "tanh"] = "relu", name=None):
-        super().__init__()
-        middle = nn.ReLU() if kind == "relu" else nn.Tanh()
-        self.net = nn.Sequential(nn.Linear(4, hidden), middle, nn.Linear(hidden, 2))
-        self.rate = rate
-
-    def forward(self, features):
-        return self.net(features)
-
-    def loss(self, outputs, batch):
-        return F.cross_entropy(outputs, batch["label"])
-
-    def configure_optimizers(self):
-        return OptimizerConfig("sgd", lr=self.rate)
-
-
-class Needy(Shapes):
-    def __init__(self, classes: int):
-        super().__init__()
-
-
-def batches(count):
-    generator = torch.Generator().manual_seed(count)
-    features = torch.randn(count, 8, 4, generator=generator)
-    return [{"features": each, "label": (each.sum(1) > 0).long()} for each in features]
-
-
-class Data:
-    def __init__(self, count: int = 5):
-        self.count = count
-
-    def train_data(self):
-        return batches(self.count)
-
-    def validation_data(self):
-        return batches(3)
-
-    def test_data(self):
-        return batches(2)
-
-    def predict_data(self):
-        return batches(2)
-
-
-data = Data()
-ready = batches(4)
-
-
-def make_data(count: int = 6):
-    return Data(count)
-"""
+PROGRAMS = Path(__file__).with_name("programs")
+QUIET = ["--trainer.progress_bar=false", "--trainer.strategy", "cpu"]
 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """The current directory, with the module `shapes`; what was imported from it is forgotten afterwards."""
-    (tmp_path / "shapes.py").write_text(SHAPES, encoding="utf-8")
+    shutil.copy(PROGRAMS / "shapes.py", tmp_path)
     monkeypatch.chdir(tmp_path)
     known = set(sys.modules)
     yield tmp_path
@@ -86,21 +29,25 @@ def here(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-@pytest.fixture(autouse=True)
-def as_a_program(warns_as_expected):
-    """Messages go to stderr, as of a command that configures no logging."""
-    with unconfigured():
-        yield
+def settings(line):
+    """The settings of `drivetrain fit` with these words."""
+    with importable_here():
+        return Settings("fit", "train", line.split())
 
 
 @pytest.fixture
-def write(here):
-    """Write a module into the current directory."""
+def typed(here):
+    """What a task of `programs/typed.py` is given by a line."""
+    shutil.copy(PROGRAMS / "typed.py", here)
+    return lambda line: settings(f"--task typed.Typed {line}").make("task").given
 
-    def writer(name, text):
-        (here / name).write_text(textwrap.dedent(text), encoding="utf-8")
 
-    return writer
+@pytest.fixture(autouse=True)
+def as_a_program(warns_as_expected, monkeypatch):
+    """Messages go to stderr, as of a command that configures no logging, and lines have 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with unconfigured():
+        yield
 
 
 @pytest.fixture
@@ -109,12 +56,31 @@ def drive(here, capsys):
 
     def run(command, line="", *, quiet=True):
         words = [command, *line.split()]
-        if quiet and command != "env":
-            words += ["--trainer.progress_bar=false", "--trainer.strategy", "cpu"]
-            if "--trainer.loggers" not in line:
-                words += ["--trainer.loggers="]
+        if quiet:
+            words += QUIET + ([] if "--trainer.loggers" in line else ["--trainer.loggers="])
         code = main(words)
         captured = capsys.readouterr()
         return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def refuse(drive):
+    """Run lines that are refused, by a part of their message; lists all that differ."""
+
+    def run(command, lines, code=2):
+        wrong = []
+        for line, word in lines.items():
+            found = drive(command, line, quiet=False)
+            text = found[2]
+            if (
+                found[:2] != (code, "")
+                or word not in text
+                or text[:12] != "drivetrain: "
+                or "Traceback" in text
+            ):
+                wrong.append(f"{line}: {found}")
+        assert not wrong, "\n".join(wrong)
 
     return run

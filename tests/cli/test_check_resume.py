@@ -10,6 +10,8 @@ import pytest
 
 from drivetrain.cli.main import main
 
+landing, nightly = pytest.mark.landing, pytest.mark.nightly  # each run of a program is a new interpreter
+
 PROGRAM = """
 import sys
 from drivetrain import LambdaCallback, Trainer
@@ -17,14 +19,6 @@ from tests.testing.resume.test_resumable import Net, loader
 
 settings = {"strategy": "cpu", "loggers": (), "run_dir": "run", "progress_bar": False}
 loop = Trainer(max_epochs=3, **settings).steps
-"""
-
-CAUGHT = """
-fails = LambdaCallback(on_step_end=lambda run: 1 / 0)
-try:
-    Trainer(max_steps=2, callbacks=[fails], **settings).fit(Net(), loader())
-except ZeroDivisionError:
-    pass
 """
 
 Check = Callable[..., tuple[int, str]]
@@ -36,7 +30,6 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
     paths = [str(Path(__file__).parents[2]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.chdir(tmp_path)
 
     def run(lines: str, *options: str) -> tuple[int, str]:
         (tmp_path / "train.py").write_text(PROGRAM + lines, encoding="utf-8")
@@ -46,67 +39,69 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
     return run
 
 
+CAUGHT = """
+fails = LambdaCallback(on_step_end=lambda run: 1 / 0)
+try:
+    Trainer(max_steps=2, callbacks=[fails], **settings).fit(Net(), loader())
+except ZeroDivisionError:
+    pass
+"""
+FAILURES = {
+    "for step in loop(Net(), loader()): step.loss.item()": "failed after update 1: AttributeError: 'float'",
+    # Left when the program ends.
+    "steps = loop(Net(), loader())\nfor step in steps: 1 / (step.update - 3)": "ZeroDivisionError: division",
+    # Left in the last update that is compared.
+    "for step in loop(Net(), loader()): 1 / (step.update - 5)": "failed after update 6: ZeroDivisionError",
+    "for step in loop(Net(), loader()): step.update < 3 or sys.exit('too slow')": "    too slow\n",
+    CAUGHT: "failed after update 1: ZeroDivisionError: division by zero",
+}
+
+
 @pytest.mark.parametrize(
-    ("lines", "told"),
-    [
-        (  # left at once
-            "for step in loop(Net(), loader()): step.loss.item()",
-            "failed after update 1: AttributeError: 'float' object has no attribute 'item'",
-        ),
-        (  # left when the program ends
-            "steps = loop(Net(), loader())\nfor step in steps: 1 / (step.update - 3)",
-            "    ZeroDivisionError: division by zero\n",
-        ),
-        (  # left in the last update that is compared
-            "for step in loop(Net(), loader()): 1 / (step.update - 5)",
-            "failed after update 6: ZeroDivisionError",
-        ),
-        ("for step in loop(Net(), loader()): step.update < 3 or sys.exit('too slow')", "    too slow\n"),
-        (CAUGHT, "failed after update 1: ZeroDivisionError: division by zero"),
-    ],
+    "lines",
+    [pytest.param(each, marks=landing if each is CAUGHT else nightly) for each in FAILURES],
+    ids=["at once", "at the end", "in the last update", "exit", "caught"],
 )
-def test_an_error_in_a_fit_or_in_the_body_of_a_loop_is_told(check: Check, lines: str, told: str) -> None:
+def test_an_error_in_a_fit_or_in_the_body_of_a_loop_is_told(check: Check, lines: str) -> None:
     code, text = check(lines)
     assert (code, "drivetrain: the uninterrupted run " in text) == (1, True), text
-    assert told in text
+    assert FAILURES[lines] in text
 
 
-@pytest.mark.full
-def test_a_loop_that_is_left_in_order_is_no_failure_and_may_evaluate(check: Check) -> None:
-    code, text = check("""
+EVALUATES = """
 for step in loop(Net(), loader()):
     assert Trainer(strategy="cpu").validate(Net(), loader())
     if step.update == 4:
         break
 sys.exit()
-""")
-    assert code == 0, text
-    assert "5 updates, killed, resumed at update 1: the runs are identical" in text
-
-
-@pytest.mark.full
-def test_a_fit_that_goes_on_from_another_is_saved_where_it_is_to_be(check: Check) -> None:
-    code, text = check(
-        """
+"""
+CONTINUES = """
 for steps in (4, 20):
     Trainer(max_steps=steps, **settings).fit(Net(), loader(), resume="auto")
-""",
-        *("--fit", "2", "--save-after", "5"),
-    )
-    assert code == 0, text
-    assert "6 updates, killed, resumed at update 9: the runs are identical" in text
-
-
-def test_a_program_that_catches_everything_and_tries_again_is_ended(check: Check) -> None:
-    code, text = check(
-        """
+"""
+CATCHES_ALL = """
 while True:
     try:
         Trainer(max_epochs=3, **settings).fit(Net(), loader())
     except BaseException as error:
         print("caught", repr(error))
-""",
-        *("--timeout", "40"),
-    )
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "told"),
+    [
+        pytest.param(CATCHES_ALL, "", "6 updates, killed, resumed at update 3", marks=landing, id="all"),
+        pytest.param(EVALUATES, "", "5 updates, killed, resumed at update 1", marks=nightly, id="loop"),
+        pytest.param(
+            CONTINUES,
+            "--fit 2 --save-after 5",
+            "6 updates, killed, resumed at update 9",
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_a_program_that_resumes_exactly_passes(check: Check, lines: str, options: str, told: str) -> None:
+    code, text = check(lines, *options.split())
     assert code == 0, text
-    assert "6 updates, killed, resumed at update 3: the runs are identical" in text
+    assert f"{told}: the runs are identical" in text

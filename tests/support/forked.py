@@ -201,6 +201,10 @@ def _run(arguments: Sequence[str], cwd: str, environment: Mapping[str, str]) -> 
     launch._DIRECTORY = cwd
     launch.subprocess = types.SimpleNamespace(Popen=_Copy, DEVNULL=subprocess.DEVNULL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # On the new descriptors, in the program's encoding: those of the process that is copied may be of a file.
+    encoding = environment.get("PYTHONIOENCODING")
+    sys.stdout = open(1, "w", encoding=encoding, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", 1, encoding=encoding, errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.argv = list(arguments)
     sys.orig_argv = [sys.executable, *arguments]
     sys.path[:0] = [cwd, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]

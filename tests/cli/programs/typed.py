@@ -1,0 +1,50 @@
+"""A user's task with an argument of every type, and a callback."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Optional
+
+from drivetrain import TaskModule
+
+
+@dataclass
+class Policy:
+    every: int = 1
+    best: int = 1
+
+
+class Typed(TaskModule):
+    """A task.
+
+    Args:
+        whole: A whole number, of 100 % or less.
+    """
+
+    def __init__(
+        self,
+        whole: int = 0,
+        number: float = 0.0,
+        flag: bool = False,
+        text: str = "",
+        maybe: int | None = 1,
+        either: int | str = 0,
+        kind: Literal["relu", "tanh"] = "relu",
+        sizes: list[int] = [],  # noqa: B006
+        pair: tuple[float, float] = (0.0, 0.0),
+        options: Optional[dict[str, Any]] = None,  # noqa: UP045
+        policy: Policy = Policy(),  # noqa: B008
+        path: Path | None = None,
+        rate=0.5,
+    ):
+        super().__init__()
+        self.given = dict(vars())
+
+
+class Inheriting(Typed):
+    def __init__(self, extra: int = 1, **rest):
+        super().__init__(**rest)
+
+
+class Loud:
+    def on_fit_start(self, run):
+        pass
