@@ -9,16 +9,12 @@ import pytest
 import torch
 from tests.campaigns.life import content, differences
 from tests.support.outcome import weights
-from tests.support.saving import file_size_limit
-from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from tests.support.saving import Wide, at, data, file_size_limit
+from tests.support.tasks import quiet
 
-from drivetrain import Callback, CheckpointConfig, OptimizerConfig, TaskModule, Trainer
-from drivetrain.checkpoint import CheckpointManager, verify
+from drivetrain import CheckpointConfig
+from drivetrain.checkpoint import CheckpointManager, DirectoryCheckpointIO, Snapshot, verify
 from drivetrain.core.errors import CheckpointError
-
-SIZE = 4 << 20
 
 
 def mounted(directory, *options):
@@ -34,58 +30,17 @@ def small_disk(tmp_path):
     """A real file system of 4 MiB."""
     directory = tmp_path / "disk"
     directory.mkdir()
-    mounted(directory, "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs")
+    mounted(directory, "-t", "tmpfs", "-o", f"size={4 << 20}", "tmpfs")
     yield directory
     subprocess.run(["umount", str(directory)], check=True)
 
 
-class Regression(TaskModule):
-    """Of 65,536 weights: with AdamW's two moments a checkpoint takes 0.8 MB."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(64, 1024)
-
-    def forward(self, features):
-        return self.net(features)
-
-    def training_step(self, batch):
-        features, target = batch
-        return F.mse_loss(self(features), target)
-
-    def configure_optimizers(self):
-        return OptimizerConfig("adamw", lr=1e-3)
-
-
-class Filler(Callback):
-    """Fills the disk after the fifth update, but for a little, once nothing is being written there."""
-
-    def __init__(self, file):
-        self.file = file
-
-    def on_step_end(self, run):
-        if run.progress.updates == 5:
-            for thread in threading.enumerate():
-                if thread.name == "drivetrain-checkpoint":
-                    thread.join(20)
-            self.file.write_bytes(bytes(shutil.disk_usage(self.file.parent).free - 300_000))
-
-
 def train(directory, *callbacks, asynchronous=False):
-    torch.manual_seed(0)
-    task = Regression()
-    generator = torch.Generator().manual_seed(1)
-    data = TensorDataset(torch.randn(40, 64, generator=generator), torch.randn(40, 1024, generator=generator))
-    trainer = Trainer(
-        max_steps=10,
-        strategy="cpu",
-        checkpoint=CheckpointConfig(every="2 steps", by=None, asynchronous=asynchronous),
-        callbacks=callbacks,
-        loggers=(),
-        progress_bar=False,
-        run_dir=directory,
+    task = Wide()
+    config = CheckpointConfig(every="2 steps", by=None, asynchronous=asynchronous)
+    quiet(max_steps=10, checkpoint=config, callbacks=callbacks, run_dir=directory).fit(
+        task, data(), resume="auto"
     )
-    trainer.fit(task, torch.utils.data.DataLoader(data, batch_size=4), resume="auto")
     return weights(task)
 
 
@@ -94,25 +49,41 @@ def test_a_run_on_a_full_disk_says_what_to_do_and_goes_on_once_there_is_room(
     small_disk, tmp_path, asynchronous
 ):
     run, filler = small_disk / "run", small_disk / "filler"
+
+    def fill():
+        """Fill the disk, but for a little, once nothing is being written there."""
+        for thread in threading.enumerate():
+            if thread.name == "drivetrain-checkpoint":
+                thread.join()
+        filler.write_bytes(bytes(shutil.disk_usage(small_disk).free - 300_000))
+
     with pytest.raises(CheckpointError, match=r"cannot write .*update-00000006.*\(ENOSPC\); free some space"):
-        train(run, Filler(filler), asynchronous=asynchronous)
+        train(run, at(5, fill), asynchronous=asynchronous)
     checkpoints = run / "checkpoints"
     assert sorted(os.listdir(checkpoints)) == ["index.json", "update-00000002", "update-00000004"]
     for name in ("update-00000002", "update-00000004"):
         verify(str(checkpoints / name))
     filler.unlink()
-    resumed = train(run, asynchronous=asynchronous)
-    assert resumed == train(tmp_path / "undisturbed")
+    assert train(run, asynchronous=asynchronous) == train(tmp_path / "undisturbed")
+
+
+def test_a_full_disk_leaves_the_checkpoint_that_was_there(small_disk, helpers):
+    io = DirectoryCheckpointIO()
+    io.save(str(small_disk / "first"), helpers.make_snapshot())
+    large = Snapshot(tensors={"model": {f"w{index}": torch.rand(1000, 400) for index in range(4)}})
+    with pytest.raises(CheckpointError, match=r"cannot write .*second/model.safetensors.*\(ENOSPC\); free"):
+        io.save(str(small_disk / "second"), large)
+    assert os.listdir(small_disk) == ["first"]
+    assert helpers.same_snapshot(io.load(str(small_disk / "first")), helpers.make_snapshot())
+    io.save(str(small_disk / "third"), helpers.make_snapshot(3.0))
 
 
 def test_a_file_that_may_not_grow_leaves_what_was_there(tmp_path):
     manager = CheckpointManager(str(tmp_path / "c"), CheckpointConfig(by=None))
     manager.save(1, 0, {}, lambda: content(1))
     # The file of weights has more than this; the part that fits is written, and must go.
-    with (
-        file_size_limit(1000),
-        pytest.raises(CheckpointError, match=r"cannot write .*update-00000002/model.safetensors.*\(EFBIG\)"),
-    ):
+    limited = r"cannot write .*update-00000002/model.safetensors.*\(EFBIG\)"
+    with file_size_limit(1000), pytest.raises(CheckpointError, match=limited):
         manager.save(2, 0, {}, lambda: content(2))
     assert sorted(os.listdir(tmp_path / "c")) == ["index.json", "update-00000001"]
     manager.save(2, 0, {}, lambda: content(2))

@@ -8,6 +8,7 @@ import shutil
 import pytest
 from tests.support.held import in_files
 from tests.support.messages import warned
+from tests.support.refusals import assert_refused
 
 from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, DirectoryCheckpointIO, Snapshot
 from drivetrain.core.errors import CheckpointError, ConfigError
@@ -37,20 +38,22 @@ def updates(manager):
     return [entry.update for entry in manager.entries()]
 
 
+def purposes(manager):
+    return [(entry.update, bool(entry.resume), bool(entry.keeper)) for entry in manager.entries()]
+
+
 def on_disk(directory):
     return sorted(name for name in os.listdir(directory) if name != "index.json")
 
 
 def test_a_fresh_directory_has_nothing_and_is_not_even_made(directory):
     manager = open_manager(directory)
-    assert manager.latest() is None
-    assert manager.load_latest() is None
-    assert manager.best() is None
+    assert manager.latest() is manager.load_latest() is manager.best() is None
     assert manager.entries() == ()
     assert not directory.exists()
 
 
-def test_the_newest_resume_points_roll(directory, save, helpers):
+def test_keep_last_rolls_the_newest_resume_points(directory, save, helpers):
     manager = open_manager(directory, keep_last=2)
     for update in (10, 20, 30):
         saved = save(manager, update)
@@ -59,43 +62,36 @@ def test_the_newest_resume_points_roll(directory, save, helpers):
     assert on_disk(directory) == ["update-00000020", "update-00000030"]
     path, snapshot = open_manager(directory).load_latest()
     assert path == str(directory / "update-00000030")
-    assert helpers.same_bits(
-        snapshot.tensors["model"]["weight"], helpers.make_snapshot(30.0).tensors["model"]["weight"]
-    )
+    weight = helpers.make_snapshot(30.0).tensors["model"]["weight"]
+    assert helpers.same_bits(snapshot.tensors["model"]["weight"], weight)
     assert snapshot.progress["updates"] == 30
 
 
-def test_the_best_are_kept_apart_from_the_newest(directory, save):
+def test_keep_last_none_keeps_all_and_0_the_newest_until_the_next_is_committed(directory, save, tmp_path):
+    manager = open_manager(tmp_path / "all", keep_last=None, best=1)
+    for update in range(1, 6):
+        save(manager, update, update / 10, keeper=True)
+    assert updates(manager) == updates(open_manager(tmp_path / "all", keep_last=None)) == [1, 2, 3, 4, 5]
+    manager = open_manager(directory, keep_last=0, best=0)
+    for update in (1, 2):
+        assert os.path.isdir(save(manager, update).path)
+    assert on_disk(directory) == ["update-00000002"]
+
+
+def test_the_best_are_kept_apart_from_the_newest(directory, save, tmp_path):
     manager = open_manager(directory, keep_last=1, best=2)
     saved = [
         save(manager, update, loss, keeper=True) for update, loss in enumerate((0.5, 0.3, 0.4, 0.9, 0.8))
     ]
     assert [each.is_keeper for each in saved] == [True, True, True, False, False]
-    assert updates(manager) == [1, 2, 4]
     assert manager.best() == saved[1].path
-    assert [(bool(entry.resume), bool(entry.keeper)) for entry in manager.entries()] == [
-        (False, True),
-        (False, True),
-        (True, False),
-    ]
-
-
-def test_a_keeper_need_not_be_a_resume_point(directory, save):
-    manager = open_manager(directory, keep_last=1)
+    assert purposes(manager) == [(1, False, True), (2, False, True), (4, True, False)]
+    # A keeper need not be a resume point.
+    manager = open_manager(tmp_path / "other", keep_last=1)
     save(manager, 1)
-    save(manager, 2, 0.5, resume=False, keeper=True)
-    assert [(entry.update, bool(entry.resume), bool(entry.keeper)) for entry in manager.entries()] == [
-        (1, True, False),
-        (2, False, True),
-    ]
-    assert manager.latest() == str(directory / "update-00000002")
-
-
-def test_the_newest_stays_until_the_next_is_committed_even_if_nothing_is_to_be_kept(directory, save):
-    manager = open_manager(directory, keep_last=0, best=0)
-    for update in (1, 2):
-        assert os.path.isdir(save(manager, update).path)
-    assert on_disk(directory) == ["update-00000002"]
+    newest = save(manager, 2, 0.5, resume=False, keeper=True)
+    assert purposes(manager) == [(1, True, False), (2, False, True)]
+    assert manager.latest() == newest.path
 
 
 @pytest.mark.parametrize(
@@ -103,6 +99,7 @@ def test_the_newest_stays_until_the_next_is_committed_even_if_nothing_is_to_be_k
     [
         ("min", 1, [0.5, 0.5]),  # of equals the earlier is better
         ("max", 1, [0.5, 0.5]),
+        ("min", 2, [0.6, 0.5]),
         ("max", 2, [0.5, 0.6]),
         ("min", 2, [math.inf, 5.0]),
         ("min", 2, [math.nan, 5.0]),  # NaN is never best, not even the first
@@ -117,39 +114,35 @@ def test_which_of_two_is_best(directory, save, mode, kept, values):
     assert manager.best() == str(directory / f"update-{kept:08d}")
 
 
-def test_a_metric_that_does_not_exist_is_refused_with_those_that_do(directory, save):
+def test_a_metric_or_an_interval_that_no_policy_has_is_refused(directory, save):
     manager = open_manager(directory, by="validation/accurracy")
     metrics = {"validation/accuracy": 0.9, "train/loss": 0.1}
-    with pytest.raises(
-        ConfigError, match=r"Did you mean 'validation/accuracy'\? Allowed: 'train/loss', 'validation/acc"
-    ):
-        manager.should_keep(metrics)
-    with pytest.raises(ConfigError, match="'validation/accurracy', which this run has not logged so far"):
-        manager.save(1, 0, metrics, Snapshot, keeper=True)
+    policies = [CheckpointConfig(every="5 steps", best=0), CheckpointConfig(every=None, best=1, by=LOSS)]
+    several = CheckpointManager(str(directory), policies)
+    best = ("best by 'validation/los'", "Did you mean 'validation/loss'")
+    typo = {"validation/los": 1.0}
+    assert_refused(
+        ConfigError,
+        {
+            "ranked": (
+                lambda: manager.should_keep(metrics),
+                "Did you mean 'validation/accuracy'?",
+                "train/loss",
+            ),
+            "saved": (lambda: manager.save(1, 0, metrics, Snapshot, keeper=True), "has not logged so far"),
+            "interval": (
+                lambda: several.save(1, 0, {}, Snapshot, resume=["5 step"]),
+                "Did you mean '5 steps'",
+            ),
+            "keeper": (lambda: several.save(1, 0, typo, Snapshot, keeper=["validation/los"]), *best),
+            "wanted": (lambda: several.should_keep({LOSS: 1.0}, "validation/los"), *best),
+            "best": (lambda: several.best("validation/los"), *best),
+            "no policy": (lambda: CheckpointManager(str(directory), []), "one CheckpointConfig or more"),
+            "no purpose": (lambda: save(open_manager(directory), 1, resume=False), "needs a purpose"),
+        },
+    )
     assert not directory.exists()
     assert not open_manager(directory, by=None).should_keep(metrics)
-
-
-def test_a_purpose_that_no_policy_has_is_refused(directory):
-    policies = [CheckpointConfig(every="5 steps", best=0), CheckpointConfig(every=None, best=1, by=LOSS)]
-    manager = CheckpointManager(str(directory), policies)
-    with pytest.raises(ConfigError, match=r"interval '5 step'. Did you mean '5 steps'"):
-        manager.save(1, 0, {}, Snapshot, resume=["5 step"])
-    for act in (
-        lambda: manager.save(1, 0, {"validation/los": 1.0}, Snapshot, keeper=["validation/los"]),
-        lambda: manager.should_keep({LOSS: 1.0}, "validation/los"),
-        lambda: manager.best("validation/los"),
-    ):
-        with pytest.raises(ConfigError, match=r"best by 'validation/los'. Did you mean 'validation/loss'"):
-            act()
-    assert not directory.exists()
-    with pytest.raises(ConfigError, match="takes one CheckpointConfig or more"):
-        CheckpointManager(str(directory), [])
-
-
-def test_a_save_without_a_purpose_is_refused(directory, save):
-    with pytest.raises(ConfigError, match="needs a purpose"):
-        save(open_manager(directory), 1, resume=False)
 
 
 def test_a_second_save_at_an_update_adds_its_purpose_and_writes_nothing(directory, save):
@@ -161,13 +154,9 @@ def test_a_second_save_at_an_update_adds_its_purpose_and_writes_nothing(director
     assert os.stat(os.path.join(first.path, "manifest.json")).st_mtime_ns == before.st_mtime_ns
     (entry,) = open_manager(directory).entries()
     assert (entry.resume, entry.keeper, entry.metrics) == (("",), {LOSS: "min"}, {LOSS: 0.5})
-
-
-def test_a_run_that_resumed_and_had_nothing_to_do_writes_nothing(directory, save):
-    save(open_manager(directory), 5)
     again = open_manager(directory)
     again.load_latest()
-    again.save(5, 0, {}, pytest.fail)
+    again.save(5, 0, {}, pytest.fail)  # a run that resumed and had nothing to do
     assert on_disk(directory) == ["update-00000005"]
 
 
@@ -201,16 +190,9 @@ def test_the_index_is_strict_json(directory, save):
     save(open_manager(directory), 3, math.inf, keeper=True)
     content = json.loads((directory / "index.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
     assert content["format_version"] == 4
+    purpose = {"metrics": {LOSS: "inf"}, "resume": [""], "keeper": {LOSS: "min"}}
     assert content["checkpoints"] == [
-        {
-            "name": "update-00000003",
-            "order": 1,
-            "update": 3,
-            "epoch": 0,
-            "metrics": {LOSS: "inf"},
-            "resume": [""],
-            "keeper": {LOSS: "min"},
-        }
+        {"name": "update-00000003", "order": 1, "update": 3, "epoch": 0, **purpose}
     ]
 
 
@@ -229,9 +211,8 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(directory,
     with warned("was set aside as") as texts:
         path, snapshot = open_manager(directory).load_latest()
     assert path == str(directory / "update-00000001")
-    assert helpers.same_bits(
-        snapshot.tensors["model"]["bias"], helpers.make_snapshot(1.0).tensors["model"]["bias"]
-    )
+    bias = helpers.make_snapshot(1.0).tensors["model"]["bias"]
+    assert helpers.same_bits(snapshot.tensors["model"]["bias"], bias)
     assert "optimizer.safetensors' is not what was written" in texts[0]
     assert "update-00000003.bad" in texts[0]
     assert "state.json' is missing" in texts[1]
@@ -248,14 +229,13 @@ def test_one_name_may_be_set_aside_twice(directory, save):
 
 
 def test_a_checkpoint_that_cannot_be_read_now_is_not_called_damaged(directory, save):
-    manager = open_manager(directory)
-    save(manager, 1)
-    save(manager, 2)
-
     class Unreadable(DirectoryCheckpointIO):
         def load(self, path, groups=None):
             raise CheckpointError("cannot read: Too many open files (EMFILE)")
 
+    manager = open_manager(directory)
+    for update in (1, 2):
+        save(manager, update)
     with pytest.raises(CheckpointError, match="EMFILE"):
         CheckpointManager(str(directory), CheckpointConfig(), Unreadable()).load_latest()
     assert on_disk(directory) == ["update-00000001", "update-00000002"]
@@ -263,33 +243,36 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_called_damaged(directory, s
 
 def test_a_checkpoint_that_vanished_is_forgotten_with_a_warning(directory, save):
     manager = open_manager(directory)
-    save(manager, 1)
-    save(manager, 2)
+    for update in (1, 2):
+        save(manager, update)
     shutil.rmtree(directory / "update-00000002")
     with warned(r"update-00000002' is in the index, but not on the disk"):
         assert open_manager(directory).latest() == str(directory / "update-00000001")
     assert updates(open_manager(directory)) == [1]
 
 
-def test_what_was_committed_but_not_yet_indexed_is_adopted(directory, save):
+def test_what_was_committed_but_not_yet_indexed_is_adopted_and_other_leftovers_go(directory, save, helpers):
+    hand = directory.parent / "hand"  # one that was put there by hand is older than the run's own
+    DirectoryCheckpointIO().save(str(hand / "mine"), helpers.make_snapshot(99.0))
+    manager = open_manager(hand)
+    save(manager, 1)
+    assert [(entry.name, entry.update) for entry in manager.entries()] == [
+        ("mine", 99),
+        ("update-00000001", 1),
+    ]
     manager = open_manager(directory)
     save(manager, 1, 0.5, keeper=True)
     index = (directory / "index.json").read_bytes()
     save(manager, 2, 0.4, keeper=True)
     entries = manager.entries()
     (directory / "index.json").write_bytes(index)
+    for name in (".saving-update-00000002-0a1b", ".removing-update-00000000-0a1b"):
+        shutil.copytree(directory / "update-00000002", directory / name)
+    (directory / ".saving-index.json-0a1b").write_text("half", encoding="utf-8")
     again = open_manager(directory)
     assert again.entries()[-1] == entries[-1]
     assert again.best() == str(directory / "update-00000002")
-
-
-def test_leftovers_of_a_kill_are_deleted(directory, save):
-    save(open_manager(directory), 1)
-    shutil.copytree(directory / "update-00000001", directory / ".saving-update-00000002-0a1b")
-    shutil.copytree(directory / "update-00000001", directory / ".removing-update-00000000-0a1b")
-    (directory / ".saving-index.json-0a1b").write_text("half", encoding="utf-8")
-    assert updates(open_manager(directory)) == [1]
-    assert sorted(os.listdir(directory)) == ["index.json", "update-00000001"]
+    assert not [name for name in on_disk(directory) if name.startswith(".")]
 
 
 @pytest.mark.parametrize("loss", ["flip", "cut", "empty", "gone"])
@@ -299,23 +282,19 @@ def test_a_lost_index_is_made_anew(directory, save, loss):
         save(manager, update, value, keeper=manager.should_keep({LOSS: value}))
     path = directory / "index.json"
     content = path.read_bytes()
+    again = open_manager(directory)
     if loss == "gone":
         path.unlink()
-        again = open_manager(directory)
         again.entries()
     else:
-        path.write_bytes(
-            {"flip": content.replace(b'"update":3', b'"update":7'), "cut": content[:-9], "empty": b""}[loss]
-        )
-        again = open_manager(directory)
+        flipped = content.replace(b'"update":3', b'"update":7')
+        path.write_bytes({"flip": flipped, "cut": content[:-9], "empty": b""}[loss])
         with warned(r"index\.json\.bad"):
             again.entries()
         assert (directory / "index.json.bad").exists()
-    assert [(e.update, e.keeper, e.metrics) for e in again.entries()] == [
-        (e.update, e.keeper, e.metrics) for e in manager.entries()
-    ]
-    assert again.best() == manager.best()
-    assert again.latest() == manager.latest()
+    found, expected = ([(e.update, e.keeper, e.metrics) for e in each.entries()] for each in (again, manager))
+    assert found == expected
+    assert (again.best(), again.latest()) == (manager.best(), manager.latest())
 
 
 def test_any_flipped_bit_in_the_index_is_found(directory, save):
@@ -330,16 +309,6 @@ def test_any_flipped_bit_in_the_index_is_found(directory, save):
         path.write_bytes(damaged)
         with warned(r"index\.json\.bad"):
             assert open_manager(directory).entries() == entries
-
-
-def test_a_checkpoint_put_there_by_hand_is_older_than_the_runs_own(directory, save, helpers):
-    DirectoryCheckpointIO().save(str(directory / "mine"), helpers.make_snapshot(99.0))
-    manager = open_manager(directory)
-    save(manager, 1)
-    assert [(entry.name, entry.update) for entry in manager.entries()] == [
-        ("mine", 99),
-        ("update-00000001", 1),
-    ]
 
 
 def test_a_failing_save_leaves_everything_as_it_was(directory, save):
@@ -359,6 +328,11 @@ def test_a_failing_save_leaves_everything_as_it_was(directory, save):
 
 
 def test_an_index_that_cannot_be_written_removes_nothing(directory, save, monkeypatch):
+    def refuse_index(source, target, replace=os.replace):
+        if target.endswith("index.json"):
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
     manager = open_manager(directory, keep_last=1)
     save(manager, 1)
     with monkeypatch.context() as patch:
@@ -369,12 +343,6 @@ def test_an_index_that_cannot_be_written_removes_nothing(directory, save, monkey
     assert updates(open_manager(directory)) == [1, 2]
     save(manager, 3)
     assert updates(manager) == updates(open_manager(directory)) == [3]
-
-
-def refuse_index(source, target, replace=os.replace):
-    if target.endswith("index.json"):
-        raise OSError(28, "No space left on device")
-    replace(source, target)
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_stops_nothing(directory, save):
@@ -390,10 +358,3 @@ def test_an_old_checkpoint_that_cannot_be_removed_stops_nothing(directory, save)
     assert updates(again) == [1, 2]
     save(again, 3)
     assert on_disk(directory) == ["update-00000003"]
-
-
-def test_all_resume_points_are_kept_when_none_is_to_go(directory, save):
-    manager = open_manager(directory, keep_last=None, best=1, by="validation/loss")
-    for update in range(1, 6):
-        save(manager, update, update / 10, keeper=True)
-    assert updates(manager) == updates(open_manager(directory, keep_last=None)) == [1, 2, 3, 4, 5]

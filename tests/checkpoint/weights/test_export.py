@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from tests.checkpoint.weights.models import Tied
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.checkpoint import DirectoryCheckpointIO, Snapshot, export_weights, load_weights
 from drivetrain.checkpoint.storage.filesystem import LocalFileSystem
-from drivetrain.core.errors import CheckpointError, ConfigError
+from drivetrain.core.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 
@@ -38,23 +38,24 @@ def same(left, right):
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_an_existing_file_is_replaced_only_by_a_whole_one(tmp_path, monkeypatch):
-    path = tmp_path / "run" / "model.safetensors"
-    export_weights({"w": torch.ones(2)}, path)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", failing)
-        with pytest.raises(
-            CheckpointError, match=r"cannot write .*model.safetensors.*ENOSPC.*free some space"
-        ):
-            export_weights({"w": torch.zeros(2)}, path)
-    assert torch.equal(load_weights(path)["w"], torch.ones(2))
-    assert os.listdir(path.parent) == ["model.safetensors"]
-    export_weights({"w": torch.zeros(2)}, path)
-    assert torch.equal(load_weights(path)["w"], torch.zeros(2))
-
-
 def failing(descriptor):
     raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch):
+    for limit in (48, 16):
+        path = tmp_path / str(limit) / "model.safetensors"
+        export_weights(make(1), path, max_shard_size=limit)
+        before = sorted(os.listdir(path.parent))
+        for new in (48, 32):
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "fsync", failing)
+                with pytest.raises(CheckpointError, match=r"cannot write .*model.*ENOSPC.*free some space"):
+                    export_weights(make(2), path, max_shard_size=new)
+            assert sorted(os.listdir(path.parent)) == before
+            assert same(read_by_hand(path.parent), make(1))
+        export_weights(make(2), path, max_shard_size=limit)
+        assert same(load_weights(path), make(2))
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc to name a descriptor")
@@ -82,15 +83,6 @@ def test_the_file_is_durable_before_its_name_and_its_name_before_the_end(tmp_pat
     assert events[-5:] == ["replace", "parts", "replace", "parts", "parts"]
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(6, 4)
-        self.norm = nn.BatchNorm1d(4)
-        self.head = nn.Linear(4, 6, bias=False)
-        self.head.weight = self.embedding.weight
-
-
 @pytest.mark.parametrize("limit", ["50 GB", 100], ids=["one file", "several"])
 def test_a_model_with_tied_weights_loads_strictly_without_this_package(tmp_path, limit):
     model, other = Tied(), Tied()
@@ -112,64 +104,23 @@ def test_several_files_and_their_index_are_those_of_hugging_face(tmp_path):
     names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
     assert [os.path.basename(path) for path in written] == [*names, INDEX]
     assert [sorted(load_file(path)) for path in written[:3]] == [["a"], ["b", "z"], ["c"]]
-    assert (tmp_path / INDEX).read_text(encoding="utf-8") == (
-        "{\n"
-        '  "metadata": {\n'
-        '    "total_size": 108\n'
-        "  },\n"
-        '  "weight_map": {\n'
-        '    "a": "model-00001-of-00003.safetensors",\n'
-        '    "b": "model-00002-of-00003.safetensors",\n'
-        '    "c": "model-00003-of-00003.safetensors",\n'
-        '    "z": "model-00002-of-00003.safetensors"\n'
-        "  }\n"
-        "}\n"
-    )
+    places = {"a": names[0], "b": names[1], "c": names[2], "z": names[1]}
+    expected = json.dumps({"metadata": {"total_size": 108}, "weight_map": places}, indent=2)
+    assert (tmp_path / INDEX).read_text(encoding="utf-8") == f"{expected}\n"
 
 
-def test_only_floating_point_tensors_are_converted(tmp_path):
-    kept = {
-        "count": torch.tensor([1 << 60]),
-        "mask": torch.tensor([True, False]),
-        "rotary": torch.ones(2, dtype=torch.complex64) * 1j,
-    }
+def test_dtype_converts_only_floating_point_tensors(tmp_path):
+    kept = {"count": torch.tensor([1 << 60]), "rotary": torch.ones(2, dtype=torch.complex64) * 1j}
+    kept["mask"] = torch.tensor([True, False])
     tensors = {"w": torch.tensor([1.0, 1 / 3]), "h": torch.ones(3, dtype=torch.float64), **kept}
     export_weights(tensors, tmp_path / "w.safetensors", dtype="bf16")
     found = load_file(tmp_path / "w.safetensors")
     assert same(found, {"w": tensors["w"].bfloat16(), "h": torch.ones(3, dtype=torch.bfloat16), **kept})
     export_weights(tensors, tmp_path / "w.safetensors", dtype=torch.float64)
     assert load_file(tmp_path / "w.safetensors")["w"].tolist() == tensors["w"].double().tolist()
-
-
-def test_sizes_are_those_of_the_converted_tensors(tmp_path):
+    # Sizes are those of the converted tensors.
     assert len(export_weights(make(1), tmp_path / "model.safetensors", max_shard_size=24)) == 4
     assert len(export_weights(make(1), tmp_path / "model.safetensors", max_shard_size=24, dtype="fp16")) == 1
-
-
-def test_a_number_that_the_dtype_cannot_hold_is_an_error_and_nothing_is_written(tmp_path):
-    tensors = {"ok": torch.ones(2), "big": torch.tensor([[1.0], [1e6]])}
-    with pytest.raises(
-        CheckpointError, match=r"'big' has the number 1e\+06, but the largest of torch.float16 is 65504"
-    ):
-        export_weights(tensors, tmp_path / "w.safetensors", dtype="fp16")
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dtype": "flaot32"}, r"the dtype 'flaot32'. Did you mean 'float32'\?"),
-        ({"dtype": torch.int8}, r"the dtype torch.int8"),
-        ({"max_shard_size": "5 GX"}, r"unknown unit 'GX' in the size '5 GX'. Did you mean 'GB'\?"),
-        ({"max_shard_size": "lots"}, r"max_shard_size must be a number of bytes above 0"),
-    ],
-)
-def test_a_wrong_option_is_refused_with_what_is_allowed(tmp_path, options, message):
-    with pytest.raises(ConfigError, match=message):
-        export_weights(make(1), tmp_path / "w.safetensors", **options)
-    with pytest.raises(ConfigError, match=r"'b' is a dict"):
-        export_weights({"a": torch.ones(1), "b": {}}, tmp_path / "w.safetensors")
-    assert os.listdir(tmp_path) == []
 
 
 def test_files_of_an_earlier_export_that_no_longer_belong_are_removed(tmp_path):
@@ -297,16 +248,6 @@ def test_a_killed_export_leaves_nothing_that_loads_wrong(tmp_path, old, new, ren
     assert outcomes <= ({"nothing", "new"} if old is None else {"nothing", "old", "new"})
 
 
-def test_a_full_disk_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch):
-    export_weights(make(1), tmp_path / "model.safetensors", max_shard_size=16)
-    before = sorted(os.listdir(tmp_path))
-    monkeypatch.setattr(os, "fsync", failing)
-    with pytest.raises(CheckpointError, match=r"ENOSPC.*free some space"):
-        export_weights(make(2), tmp_path / "model.safetensors", max_shard_size=32)
-    assert sorted(os.listdir(tmp_path)) == before
-    assert same(read_by_hand(tmp_path), make(1))
-
-
 def test_the_files_of_a_checkpoint_are_not_overwritten(tmp_path):
     io = DirectoryCheckpointIO()
     io.save(str(tmp_path / "kept"), Snapshot({"model": make(1)}, {}))
@@ -320,15 +261,7 @@ def test_the_files_of_a_checkpoint_are_not_overwritten(tmp_path):
     export_weights(make(2), tmp_path / "site" / "model.safetensors")
 
 
-def test_a_directory_is_no_file(tmp_path):
-    with pytest.raises(ConfigError, match=r"is a directory; give a file, such as '.*model.safetensors'"):
-        export_weights(make(1), tmp_path)
-    with pytest.raises(ConfigError, match=r"'out/' is a directory; add a file name, such as 'out/model"):
-        export_weights(make(1), "out/")
-
-
-def test_a_relative_path_gives_relative_paths(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_relative_path_gives_relative_paths():
     assert export_weights(make(1), "model.safetensors") == ["model.safetensors"]
     written = export_weights(make(1), "out/model.safetensors", max_shard_size=32)
     assert written[-1] == f"out/{INDEX}"
@@ -356,13 +289,7 @@ def test_one_tensor_at_a_time_is_converted(tmp_path, limit):
     tensors = {str(number): torch.ones(30) for number in range(5)}
     with Watching() as watching:
         export_weights(tensors, tmp_path / "w.safetensors", dtype="float64", max_shard_size=limit)
-    assert len(watching.made) == 5
-    assert watching.most == 1
-
-
-def test_a_module_in_the_place_of_its_state_is_told_so(tmp_path):
-    with pytest.raises(ConfigError, match=r"are a Linear; give its state_dict\(\)"):
-        export_weights(torch.nn.Linear(2, 2), tmp_path / "model.safetensors")
+    assert (len(watching.made), watching.most) == (5, 1)
 
 
 def test_a_quantised_tensor_is_refused_by_name_and_nothing_is_written(tmp_path):

@@ -5,12 +5,12 @@ import os
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.support.ranks import on_two_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from drivetrain.checkpoint import export_torch, export_weights
 from drivetrain.core.errors import CheckpointError, ConfigError
-from drivetrain.testing.distributed import run_distributed
 
 if not torch.distributed.is_gloo_available():
     pytest.skip("needs gloo", allow_module_level=True)
@@ -26,25 +26,18 @@ def whole():
     }
 
 
-def divided():
-    mesh = init_device_mesh("cpu", (2,))
-    cut = {"rows": Shard(0), "columns": Shard(1), "copied": Replicate(), "one": Shard(0)}
-    return {
-        name: distribute_tensor(each, mesh, [cut[name]]) if name in cut else each
-        for name, each in whole().items()
-    }
-
-
 def write(export, path, **options):
-    rank = torch.distributed.get_rank()
-    tensors = {name: each.requires_grad_(each.is_floating_point()) for name, each in divided().items()}
-    return export(tensors, path, write=rank == 0, **options)
+    mesh = init_device_mesh("cpu", (2,))
+    tensors = whole()
+    for name, cut in {"rows": Shard(0), "columns": Shard(1), "copied": Replicate(), "one": Shard(0)}.items():
+        tensors[name] = distribute_tensor(tensors[name], mesh, [cut]).requires_grad_()
+    return export(tensors, path, write=torch.distributed.get_rank() == 0, **options)
 
 
 @pytest.mark.parametrize("limit", ["1 GB", 60], ids=["one file", "several"])
 def test_sharded_weights_are_exported_whole_by_one_process(tmp_path, limit):
-    path = tmp_path / "model.safetensors"
-    first, second = run_distributed(write_weights, str(path), limit)
+    path = str(tmp_path / "model.safetensors")
+    first, second = on_two_ranks(lambda: write(export_weights, path, dtype="bf16", max_shard_size=limit))
     assert first == second == [str(each) for each in sorted(tmp_path.iterdir())]
     found = {}
     for file in tmp_path.glob("*.safetensors"):
@@ -54,13 +47,9 @@ def test_sharded_weights_are_exported_whole_by_one_process(tmp_path, limit):
     assert all(torch.equal(found[name], each) for name, each in expected.items())
 
 
-def write_weights(path, limit):
-    return write(export_weights, path, dtype="bf16", max_shard_size=limit)
-
-
 def test_sharded_weights_become_a_torch_file_of_plain_tensors(tmp_path):
     path = str(tmp_path / "model.pt")
-    assert run_distributed(write_torch, path) == [path, path]
+    assert on_two_ranks(write, export_torch, path) == [path, path]
     found = torch.load(path, weights_only=True)
     assert list(found) == list(whole())
     for name, each in whole().items():
@@ -68,32 +57,25 @@ def test_sharded_weights_become_a_torch_file_of_plain_tensors(tmp_path):
         assert torch.equal(found[name], each)
 
 
-def write_torch(path):
-    return write(export_torch, path)
-
-
-@pytest.mark.parametrize("kind", ["no place", "too large", "a directory"])
-@pytest.mark.parametrize("export", [export_weights, export_torch], ids=lambda each: each.__name__)
-def test_a_process_that_cannot_write_leaves_nobody_waiting(tmp_path, kind, export):
+def test_a_process_that_cannot_write_leaves_nobody_waiting(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     (tmp_path / "model.safetensors").mkdir()
-    path = {"no place": tmp_path / "file" / "w", "a directory": tmp_path / "model.safetensors"}
-    options = {"dtype": "fp16"} if kind == "too large" else {}
-    found = run_distributed(fail, export, str(path.get(kind, tmp_path / "w")), options)
-    assert found == [True, True]
-    assert sorted(os.listdir(tmp_path)) == ["file", "model.safetensors"]
 
+    def fail(export, path, options):
+        mesh = init_device_mesh("cpu", (2,))
+        tensors = {f"t{number}": torch.full((4, 4), 1e6) for number in range(3)}
+        sharded = {name: distribute_tensor(each, mesh, [Shard(0)]) for name, each in tensors.items()}
+        if torch.distributed.get_rank() == 0:
+            with pytest.raises((CheckpointError, ConfigError)):
+                export(sharded, path, **options)
+        else:
+            export(sharded, path, write=False, **options)
+        # Still in step with one another.
+        total = torch.ones(1)
+        torch.distributed.all_reduce(total)
+        return total.item() == 2
 
-def fail(export, path, options):
-    mesh = init_device_mesh("cpu", (2,))
-    tensors = {f"t{number}": torch.full((4, 4), 1e6) for number in range(3)}
-    sharded = {name: distribute_tensor(each, mesh, [Shard(0)]) for name, each in tensors.items()}
-    if torch.distributed.get_rank() == 0:
-        with pytest.raises((CheckpointError, ConfigError)):
-            export(sharded, path, **options)
-    else:
-        export(sharded, path, write=False, **options)
-    # Still in step with one another.
-    total = torch.ones(1)
-    torch.distributed.all_reduce(total)
-    return total.item() == 2
+    for export in (export_weights, export_torch):
+        for path, options in (("file/w", {}), ("w", {"dtype": "fp16"}), ("model.safetensors", {})):
+            assert on_two_ranks(fail, export, str(tmp_path / path), options) == [True, True]
+            assert sorted(os.listdir(tmp_path)) == ["file", "model.safetensors"]
