@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import re
 import signal
 import socket
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from tests.support.failing import JOB, Ended
+from tests.distributed.running import run_all, stacks
+from tests.support.failing import JOB
 from torch import distributed
 from torch._C._distributed_c10d import HashStore
 
@@ -23,327 +22,254 @@ from drivetrain.core.errors import RankFailure, StrategyError
 from drivetrain.distributed.failure.channel import FailureChannel
 from drivetrain.distributed.failure.messages import TIMING, Cause
 from drivetrain.distributed.failure.silence import Silence, machine
-from drivetrain.distributed.failure.stacks import stacks
+from drivetrain.distributed.failure.stacks import stacks as own_stacks
 
-program = pytest.mark.program
-needs_gloo = pytest.mark.skipif(not distributed.is_gloo_available(), reason="needs gloo")
+pytestmark = [
+    pytest.mark.skipif(not distributed.is_gloo_available(), reason="needs gloo"),
+    pytest.mark.skipif(machine() is None, reason="needs Linux, where it can be seen what a process does"),
+]
+real = pytest.mark.real("ranks are killed, stopped and interrupted")
 
+# A rank is stopped, and goes on only to write its stacks: it sleeps until it is killed.
+STOPPED = "kill(signal.SIGSTOP); time.sleep(600)"
+# What a rank has started lives on as long as rank 0 does, and with it a copy of all that was open.
+LEFT = "parent = Path(f'/proc/{os.getppid()}')\nif os.fork(): kill(signal.SIGKILL)\n"
+LEFT += "until(lambda: not parent.exists()); os._exit(0)"
+LATE = "if rank == 0: threading.Thread(target=note_goodbye, daemon=True).start()\n"
+LATE += "else: until(Path('left').exists); raise ValueError('late')"
+RESET = "raise RuntimeError('gloo: connection reset')"
+BOOM = "raise ValueError('boom')"
 
-STOPPED = "kill(signal.SIGSTOP); time.sleep(5)"
-"""A rank is stopped, and goes on only to write its stacks: it sleeps until it is ended."""
-
-
-@needs_gloo
-@program(join="if rank == 1: sys.exit(3)")
-def test_a_rank_that_does_not_come_to_the_channel_is_named(ended: Ended) -> None:
-    assert ended.code == 1
-    assert ended.errors[-1].endswith("rank 1 failed first: it ended with exit code 3")
-
-
-@needs_gloo
-@pytest.mark.parametrize(
-    "last",
-    [
-        pytest.param(last, marks=program(last=last))
-        for last in ("pass", "time.sleep(0.7 * rank)", "time.sleep(0.7 * (1 - rank))")
-    ],
-)
-def test_an_end_without_an_error_is_silent_whoever_is_first(ended: Ended, last: str) -> None:
-    assert (ended.code, sorted(ended.out.splitlines()), ended.errors) == (
-        0,
-        ["rank 0 ended", "rank 1 ended"],
-        [],
-    )
-
-
-ENDS = [
-    (
-        "if rank == 0: raise ValueError('boom')",
+ENDS = {
+    "never comes": (
+        {"join": "if rank == 1: sys.exit(3)"},
         1,
-        r"drivetrain: rank 0 failed first, at update 7: ValueError: boom",
+        "rank 1 failed first: it ended with exit code 3$",
     ),
-    (
-        "if rank == 1: kill(signal.SIGKILL)",
+    "raises on 0": (
+        {"who": [0], "act": BOOM},
         1,
-        r"RankFailure: rank 1 failed first, last heard of at update 7: it was killed by SIGKILL",
+        "drivetrain: rank 0 failed first, at update 7: ValueError: boom",
     ),
-    # A worker that it has started lives on for a while, and with it a copy of all that was open.
-    (
-        "if rank == 1 and os.fork(): kill(signal.SIGKILL)\n    if rank == 1: time.sleep(1.5); os._exit(0)",
+    "killed": (
+        {"who": [1], "act": "kill(signal.SIGKILL)"},
         1,
-        r"drivetrain: rank 1 failed first, last heard of at update 7: it was killed by SIGKILL",
+        "RankFailure: rank 1 failed first, last heard of at update 7: it was killed by SIGKILL",
     ),
-    (
-        "if rank == 0: kill(signal.SIGKILL)",
+    "killed, and leaves a worker": (
+        {"who": [1], "act": LEFT},
+        1,
+        "drivetrain: rank 1 failed first, last heard of at update 7: it was killed by SIGKILL",
+    ),
+    "rank 0 killed": (
+        {"who": [0], "act": "kill(signal.SIGKILL)"},
         -signal.SIGKILL,
-        r"rank 0 failed first, last heard of at update 7: it was killed, perhaps",
+        "rank 0 failed first, last heard of at update 7: it was killed, perhaps",
     ),
-    (
-        f"if rank == 1: {STOPPED}",
-        1,
-        r"RankFailure: rank 1 failed first, last heard of at update 7: it is stopped \(by SIGSTOP",
-    ),
-    (
-        f"if rank == 0: {STOPPED}",
+    "rank 0 stopped": (
+        {"who": [0], "act": STOPPED},
         -signal.SIGKILL,
         r"rank 0 failed first, last heard of at update 7: it is stopped \(by SIGSTOP",
     ),
-    (
-        "if rank == 1: os._exit(0)",
+    "exits with 0": (
+        {"who": [1], "act": "os._exit(0)"},
         1,
-        r"RankFailure: rank 1 failed first, .*: it ended with exit code 0; rank 0 was at update 7$",
+        "RankFailure: rank 1 failed first, .*: it ended with exit code 0; rank 0 was at update 7$",
     ),
-    (
-        "if rank == 1: os.abort()",
+    "aborts": (
+        {"who": [1], "act": "os.abort()"},
         1,
-        r"RankFailure: rank 1 .*: it was killed by SIGABRT; its own messages are above",
+        "RankFailure: rank 1 .*: it was killed by SIGABRT; its own messages are above",
     ),
-    ("if rank == 1: sys.exit(3)", 1, r"rank 1 failed first, at update 7: SystemExit: 3"),
-    ("if rank == 0: sys.exit(3)", 3, r"drivetrain: rank 0 failed first, at update 7: SystemExit: 3"),
+    "exit 3": ({"who": [1], "act": "sys.exit(3)"}, 1, "rank 1 failed first, at update 7: SystemExit: 3"),
+    "rank 0 exit 3": (
+        {"who": [0], "act": "sys.exit(3)"},
+        3,
+        "drivetrain: rank 0 failed first, at update 7: SystemExit: 3",
+    ),
     # Without an error, but too early for the other, whose own error says only that a connection ended.
-    (
-        "if rank == 1: sys.exit()",
+    "ends too early": (
+        {"who": [1], "act": "sys.exit()"},
         1,
         r"RankFailure: rank 1 .*: it had ended when rank 0, at update 7, waited for it \(RuntimeError",
     ),
     # What the end of a rank brings about on the other may be seen first; it is not the cause.
-    (
-        "if rank == 0: raise RuntimeError('gloo: connection reset')\n    time.sleep(0.3); raise KeyError(5)",
+    "consequence first": (
+        {"act": f"if rank == 0: {RESET}\ntime.sleep(0.3)\nraise KeyError(5)"},
         1,
-        r"rank 1 failed first, at update 7: KeyError: 5",
+        "rank 1 failed first, at update 7: KeyError: 5",
     ),
-]
+    "late": ({"last": LATE}, 1, "RankFailure: rank 1 failed first, at update 12: ValueError: late$"),
+}
 
 
-@needs_gloo
-@pytest.mark.parametrize(
-    ("code", "last"),
-    [pytest.param(code, last, marks=program(act=act), id=act) for act, code, last in ENDS],
-)
-def test_all_end_and_the_last_line_names_the_first_cause(ended: Ended, code: int, last: str) -> None:
-    assert ended.code == code
-    assert re.search(last, ended.errors[-1]), "\n".join(ended.errors)
-    assert "ended" not in ended.out
-    assert sum("failed first" in each for each in ended.errors) <= 2, (
-        "once by the rank itself, once by rank 0"
-    )
-
-
-@needs_gloo
-@program(last="if rank == 1: time.sleep(0.5); raise ValueError('late')")
-def test_a_rank_that_fails_after_the_others_have_ended_is_not_missed(ended: Ended) -> None:
-    assert (ended.code, ended.out) == (1, "")
-    assert ended.errors[-1].endswith("RankFailure: rank 1 failed first, at update 12: ValueError: late")
-
-
-@needs_gloo
-@program(act="if rank == 1: raise ValueError('boom')\n    else: time.sleep(60)")
-def test_a_main_thread_that_does_not_come_back_is_ended_and_the_traceback_of_the_cause_shown(
-    ended: Ended,
-) -> None:
-    assert (ended.code, ended.out) == (1, "")
-    block = ended.errors[ended.errors.index("drivetrain: on rank 1:") :]
-    assert any("in act" in each for each in block)
-    assert block[-1].endswith("rank 1 failed first, at update 7: ValueError: boom")
-
-
-@needs_gloo
-@program(
-    act="if rank == 1: raise ValueError('boom')\n    time.sleep(0.2); raise RuntimeError('gloo: timed out')",
-    join="""
-import atexit
-if rank == 1:
-    atexit.register(lambda: time.sleep(0.2) or sys.stderr.write('a last word\\n'))
-""",
-)
-def test_rank_0_has_the_last_word(ended: Ended) -> None:
-    assert ended.code == 1
-    assert "a last word" in ended.errors
-    assert ended.errors[-1].endswith("RankFailure: rank 1 failed first, at update 7: ValueError: boom")
-
-
-@needs_gloo
-@program(act="return rank == 0", limit=2.0)
-def test_a_skipped_collective_ends_with_the_name_of_the_rank_that_is_behind(ended: Ended) -> None:
-    assert ended.code == 75
-    assert re.fullmatch(
-        r"drivetrain: no progress for 2 s; rank 1 is behind, in all_reduce \(program.py:\d+\), at update 11;"
-        r" rank 0 has ended, at update 12",
-        ended.errors[-1],
-    ), ended.errors[-1]
-    stacks = ended.errors[ended.errors.index("drivetrain: the stacks of rank 1:") :]
-    assert any("in all_reduce" in each for each in stacks)
-
-
-@needs_gloo
-@pytest.mark.parametrize(
-    "asleep",
-    [
-        pytest.param(each, marks=program(act=f"if rank == 1: {each}", limit=2.0))
-        for each in (
-            "time.sleep(1000)",
-            "threading.Event().wait()",
-            "__import__('select').select([], [], [])",
-        )
-    ],
-)
-def test_a_rank_that_sleeps_for_ever_is_named(ended: Ended, asleep: str) -> None:
-    assert ended.code == 75
-    assert re.fullmatch(
-        r"drivetrain: no progress for 2 s; rank 1 is behind, at update 7; rank 0 waits in all_reduce"
-        r" \(program.py:\d+\), at update 7",
-        ended.errors[-1],
-    ), ended.errors[-1]
-    assert sum("in act" in each for each in ended.errors) == 1, "the stacks tell what it does"
-    assert "in act" in written(ended, 1)
-
-
-@needs_gloo
-@program(
-    act="if rank == 1: time.sleep(0.5); threading.Event().wait(0.5)",
-    limit=10.0,
-    after='assert not Path("run").exists(), "nothing is written without a failure"',
-)
-def test_a_pause_is_waited_for_and_leaves_nothing(ended: Ended) -> None:
-    assert (ended.code, ended.errors) == (0, [])
+@real
+def test_all_ranks_end_and_the_last_line_names_the_first_cause() -> None:
+    wrong = []
+    for name, ended in run_all("channel.py", {name: each[0] for name, each in ENDS.items()}).items():
+        _, code, last = ENDS[name]
+        named = sum("failed first" in each for each in ended.errors)  # by the rank itself, and by rank 0
+        if ended.code != code or not re.search(last, ended.errors[-1]) or "ended" in ended.out or named > 2:
+            wrong.append(f"{name}: {ended.code}, {ended.out!r}, {named} times\n" + "\n".join(ended.errors))
+    assert not wrong, "\n\n".join(wrong)
 
 
 # One call that never gives the interpreter to another thread, for longer than a rank may be silent.
 BUSY = "next(filter((time.monotonic() + 3).__lt__, iter(time.monotonic, None)))"
-
-
-@needs_gloo
-@pytest.mark.skipif(machine() is None, reason="needs Linux, where it can be seen what a process does")
-@pytest.mark.parametrize(
-    "busy",
-    [
-        pytest.param(
-            rank,
-            marks=program(
-                act=f"if rank == {rank}: {BUSY}",
-                silence=0.1,
-            ),
-        )
-        for rank in (0, 1)
-    ],
-)
-def test_a_rank_that_computes_is_waited_for_while_it_cannot_answer(ended: Ended, busy: int) -> None:
-    assert (ended.code, ended.errors) == (0, [])
-
-
-def written(ended: Ended, rank: int) -> str:
-    """The stacks of a rank, from where the last lines say that they are."""
-    told = next(each for each in ended.errors if "the stacks of all ranks are in " in each)
-    directory = Path(told.partition("the stacks of all ranks are in ")[2])
-    assert sorted(each.name for each in directory.iterdir()) == ["rank0.txt", "rank1.txt"]
-    return (directory / f"rank{rank}.txt").read_text(encoding="utf-8")
-
-
-@needs_gloo
-@program(act="if rank == 1: raise ValueError('boom')")
-def test_the_stacks_of_all_ranks_are_saved(ended: Ended) -> None:
-    failed, waits = written(ended, 1), written(ended, 0)
-    assert "rank 1, at update 7\n" in failed
-    assert "ValueError: boom" in failed, "the traceback of what was raised"
-    assert waits.startswith("rank 0, at update 7\n")
-    assert "in all_reduce" in waits
-    told = [number for number, each in enumerate(ended.errors) if "the stacks of all ranks" in each]
-    assert told[-1] < len(ended.errors) - 1, "the first cause is the last line"
-
-
-@needs_gloo
-@pytest.mark.skipif(machine() is None, reason="needs Linux, where a process can be made to write its stacks")
-@pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param("stopped", marks=program(act=f"if rank == 1: {STOPPED}")),
-        pytest.param("held", marks=program(act=f"if rank == 1: {BUSY}\n    else: raise ValueError()")),
-    ],
-)
-def test_the_stacks_of_a_rank_that_cannot_write_them_are_saved(ended: Ended, how: str) -> None:
-    assert ended.code == 1
-    text = written(ended, 1)
-    assert text.startswith("rank 1, asked by rank 0 because it did not answer")
-    assert "in act" in text
-
-
-def test_a_late_rank_adds_its_error_to_what_was_asked_of_it(tmp_path: Path) -> None:
-    file = tmp_path / "failures" / "rank1.txt"
-    stacks.write(file, "rank 1, asked by rank 0 because it did not answer")
-    stacks.write(file, "rank 1, at update 7", ValueError("boom"))
-    text = file.read_text(encoding="utf-8")
-    assert text.startswith("rank 1, asked by rank 0")
-    assert "\nrank 1, at update 7\n\nValueError: boom\n" in text
-
-
-@needs_gloo
-@program(act="if rank == 1: kill(signal.SIGKILL)")
-def test_of_a_rank_that_is_gone_it_is_said_that_nothing_could_be_had(ended: Ended) -> None:
-    assert "No stacks: the rank has ended" in written(ended, 1)
-    assert "in all_reduce" in written(ended, 0)
-
-
-@needs_gloo
-@program(act="distributed.all_reduce(torch.ones(2 + rank))", TORCH_DISTRIBUTED_DEBUG="DETAIL")
-def test_what_torchs_debug_mode_finds_is_in_the_last_lines(ended: Ended) -> None:
-    assert ended.code == 1
-    assert re.search("failed first, at update 7.*Detected mismatch between collectives", ended.errors[-1])
-
-
-@needs_gloo
-@program(
-    join="""
+DDP = """
 from drivetrain.distributed.group import uncompared
 from torch.nn.parallel import DistributedDataParallel
 model = DistributedDataParallel(torch.nn.Linear(2, 1), process_group=uncompared())
 model(torch.ones(1, 2)).sum().backward()
 del model  # or torch's threads would rarely abort the program at its end
-""",
-    TORCH_DISTRIBUTED_DEBUG="DETAIL",
-)
-def test_ddp_works_in_torchs_debug_mode_on_a_group_that_is_not_compared(ended: Ended) -> None:
-    assert (ended.code, ended.errors) == (0, [])
+"""
 
 
-WAIT = "open('waiting', 'w').close(); time.sleep(60)"
+@real
+def test_an_end_without_a_failure_is_silent() -> None:
+    """Whoever ends first, after a pause, while a rank cannot answer, and after the program's own Ctrl-C."""
+    taken = "try: wait()\nexcept KeyboardInterrupt: time.sleep(6)"  # longer than one may be left unheard
+    unwritten = 'assert not Path("run").exists(), "nothing is written without a failure"'
+    found = run_all(
+        "channel.py",
+        {
+            "rank 1 last": {"last": "time.sleep(0.7 * rank)"},
+            "rank 0 last": {"last": "time.sleep(0.7 * (1 - rank))"},
+            "pause": {
+                "act": "time.sleep(0.5); threading.Event().wait(0.5)",
+                "who": [1],
+                "hang_timeout": 60.0,
+                "after": unwritten,
+            },
+            "rank 0 computes": {"who": [0], "act": BUSY, "silence": 0.1},
+            "rank 1 computes": {"who": [1], "act": BUSY, "silence": 0.1},
+            "torch's debug mode": {"join": DDP, "variables": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}},
+            "Ctrl-C": {"act": taken, "interrupt": signal.SIGINT, "whole_group": True},
+        },
+    )
+    for name, ended in found.items():
+        out = sorted(ended.out.splitlines())
+        assert (name, ended.code, out, ended.errors) == (name, 0, ["rank 0 ended", "rank 1 ended"], [])
 
 
-@needs_gloo
-@program(act=WAIT, interrupt=signal.SIGINT, whole_group=True)
-def test_ctrl_c_ends_all_ranks_and_shows_one_traceback(ended: Ended) -> None:
-    assert ended.code == -signal.SIGINT
-    assert ended.errors[-1].endswith("KeyboardInterrupt")
-    assert sum("Traceback" in each for each in ended.errors) == 1
+@real
+def test_a_hang_ends_with_the_name_of_the_rank_that_is_behind() -> None:
+    found = run_all(
+        "channel.py",
+        {
+            "skips a collective": {"skips": [0], "hang_timeout": 6.0},
+            "sleeps": {"who": [1], "act": "threading.Event().wait()", "hang_timeout": 6.0},
+        },
+    )
+    assert [each.code for each in found.values()] == [75, 75]
+    skips, sleeps = found.values()
+    assert re.fullmatch(
+        r"drivetrain: no progress for 6 s; rank 1 is behind, in all_reduce \(channel.py:\d+\), at update 11;"
+        r" rank 0 has ended, at update 12",
+        skips.errors[-1],
+    ), skips.errors[-1]
+    shown = skips.errors[skips.errors.index("drivetrain: the stacks of rank 1:") :]
+    assert any("in all_reduce" in each for each in shown)
+    assert re.fullmatch(
+        r"drivetrain: no progress for 6 s; rank 1 is behind, at update 7; rank 0 waits in all_reduce"
+        r" \(channel.py:\d+\), at update 7",
+        sleeps.errors[-1],
+    ), sleeps.errors[-1]
+    assert sum("in act" in each for each in sleeps.errors) == 1, "the stacks tell what it does"
+    assert "in act" in stacks(sleeps)["rank1.txt"]
 
 
-@needs_gloo
-@program(act=WAIT, interrupt=signal.SIGTERM)
-def test_a_termination_of_rank_0_ends_all_ranks(ended: Ended) -> None:
+HELD = "if rank == 0: until(Path('held').exists); raise ValueError()\nPath('held').touch()\n"
+HELD += BUSY.replace("+ 3", "+ 8")
+
+
+@real
+def test_the_stacks_of_all_ranks_are_saved_also_of_one_that_cannot_write_them() -> None:
+    found = run_all(
+        "channel.py",
+        {
+            "boom": {"who": [1], "act": BOOM},
+            "stopped": {"who": [1], "act": STOPPED},
+            "held": {"act": HELD},
+            "gone": {"who": [1], "act": "kill(signal.SIGKILL)"},
+        },
+    )
+    assert {each.code for each in found.values()} == {1}
+    written = {name: stacks(each) for name, each in found.items()}
+    assert all(sorted(each) == ["rank0.txt", "rank1.txt"] for each in written.values())
+    boom, gone = written["boom"], written["gone"]
+    assert "rank 1, at update 7\n" in boom["rank1.txt"]
+    assert "ValueError: boom" in boom["rank1.txt"], "the traceback of what was raised"
+    assert boom["rank0.txt"].startswith("rank 0, at update 7\n")
+    assert "in all_reduce" in boom["rank0.txt"]
+    for name in ("stopped", "held"):
+        assert written[name]["rank1.txt"].startswith("rank 1, asked by rank 0 because it did not answer")
+        assert "in act" in written[name]["rank1.txt"], name
+    assert re.search(
+        r"RankFailure: rank 1 failed first, last heard of at update 7: it is stopped \(by SIGSTOP",
+        found["stopped"].errors[-1],
+    )
+    assert "No stacks: the rank has ended" in gone["rank1.txt"]
+    assert "in all_reduce" in gone["rank0.txt"]
+    for each in found.values():
+        assert "the stacks of all ranks" not in each.errors[-1], "the first cause is the last line"
+
+
+LAST_WORD = "import atexit\nif rank == 1: atexit.register(lambda: sys.stderr.write('a last word\\n'))"
+
+
+@real
+def test_rank_0_has_the_last_word_with_the_traceback_of_the_cause() -> None:
+    found = run_all(
+        "channel.py",
+        {
+            "main thread does not come back": {"act": f"if rank == 1: {BOOM}\ntime.sleep(600)"},
+            "last word": {
+                "act": f"if rank == 1: {BOOM}\ntime.sleep(0.2); raise RuntimeError('gloo: timed out')",
+                "join": LAST_WORD,
+            },
+            "debug mode": {
+                "act": "distributed.all_reduce(torch.ones(2 + rank))",
+                "variables": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
+            },
+        },
+    )
+    assert [(each.code, each.out) for each in found.values()] == [(1, "")] * 3, found
+    stuck, spoken, torchs = (each.errors for each in found.values())
+    block = stuck[stuck.index("drivetrain: on rank 1:") :]
+    assert any("in act" in each for each in block)
+    assert block[-1].endswith("rank 1 failed first, at update 7: ValueError: boom")
+    assert "a last word" in spoken
+    assert spoken[-1].endswith("RankFailure: rank 1 failed first, at update 7: ValueError: boom")
+    assert re.search("failed first, at update 7.*Detected mismatch between collectives", torchs[-1])
+
+
+@real
+def test_an_interrupt_ends_all_ranks_and_shows_one_traceback() -> None:
+    found = run_all(
+        "channel.py",
+        {
+            "Ctrl-C": {"act": "wait()", "interrupt": signal.SIGINT, "whole_group": True},
+            "while rank 0 waits": {"act": "wait()", "who": [1], "interrupt": signal.SIGINT},
+            "SIGTERM": {"act": "wait()", "interrupt": signal.SIGTERM},
+        },
+    )
+    for name in ("Ctrl-C", "while rank 0 waits"):
+        assert found[name].code == -signal.SIGINT
+        assert found[name].errors[-1].endswith("KeyboardInterrupt")
+    assert sum("Traceback" in each for each in found["Ctrl-C"].errors) == 1
+    ended = found["SIGTERM"]
     assert (ended.code, ended.out) == (-signal.SIGTERM, "")
     assert "rank 0 failed first" in ended.errors[-1]
 
 
-@needs_gloo
-@pytest.mark.skipif(os.name == "nt", reason="needs signals")
-@program(act=f"if rank == 1: {WAIT}", interrupt=signal.SIGINT)
-def test_an_interrupt_is_heard_while_rank_0_waits_in_a_collective(ended: Ended) -> None:
-    assert ended.code == -signal.SIGINT
-    assert ended.errors[-1].endswith("KeyboardInterrupt")
-
-
-@needs_gloo
-@program(
-    act=f"""
-    try:
-        {WAIT}
-    except KeyboardInterrupt:
-        time.sleep(2)  # longer than an interrupt may be left unheard
-""",
-    interrupt=signal.SIGINT,
-    whole_group=True,
-)
-def test_an_interrupt_that_a_program_takes_itself_is_its_own(ended: Ended) -> None:
-    assert (ended.code, ended.errors) == (0, [])
+def test_a_late_rank_adds_its_error_to_what_was_asked_of_it(tmp_path: Path) -> None:
+    file = tmp_path / "failures" / "rank1.txt"
+    own_stacks.write(file, "rank 1, asked by rank 0 because it did not answer")
+    own_stacks.write(file, "rank 1, at update 7", ValueError("boom"))
+    text = file.read_text(encoding="utf-8")
+    assert text.startswith("rank 1, asked by rank 0")
+    assert "\nrank 1, at update 7\n\nValueError: boom\n" in text
 
 
 @pytest.fixture
@@ -352,16 +278,14 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-QUICK = replace(TIMING.scaled(0.3), silence=0.5)
-
-
 def together(store: HashStore, act, world_size: int = 2, **options: object) -> list[object]:
-    """Ranks as threads of this process: what each found."""
+    """Ranks as threads of this process, which the channel never ends: what each found."""
     found: list[object] = [None] * world_size
+    patient = replace(TIMING.scaled(100), silence=5.0)
 
     def as_rank(rank: int) -> None:
         try:
-            with FailureChannel(rank, world_size, store, timing=QUICK, **options) as channel:
+            with FailureChannel(rank, world_size, store, timing=patient, **options) as channel:
                 found[rank] = act(rank, channel)
         except BaseException as error:
             found[rank] = error
@@ -370,7 +294,7 @@ def together(store: HashStore, act, world_size: int = 2, **options: object) -> l
     for each in threads:
         each.start()
     for each in threads:
-        each.join(20)
+        each.join(300)
     return found
 
 
@@ -390,27 +314,28 @@ def test_one_process_needs_no_channel() -> None:
 
 def test_a_channel_outlives_a_look_that_fails(alone: None, capfd: pytest.CaptureFixture[str]) -> None:
     """Such as one for which there is no file descriptor left: the others are still heard."""
+    looked = threading.Event()
 
     def broken() -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    def act(rank: int, channel: FailureChannel) -> str:
-        time.sleep(0.5)  # a few looks
-        if rank == 1:
-            raise ValueError("boom")
-        assert channel._decided.wait(20)
-        return "heard"
-
     class Failing(Silence):
         def tick(self) -> str | None:
+            looked.set()
             return broken() and None
 
-    def outcomes() -> list[object]:
-        return together(HashStore(), act, describe=lambda: str(broken()), progress=broken, signs=broken)
+    def act(rank: int, channel: FailureChannel) -> str:
+        assert looked.wait(300)
+        if rank == 1:
+            raise ValueError("boom")
+        assert channel._decided.wait(300)
+        return "heard"
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("drivetrain.distributed.failure.channel.Silence", Failing)
-        first, second = outcomes()
+        first, second = together(
+            HashStore(), act, describe=lambda: str(broken()), progress=broken, signs=broken
+        )
     assert isinstance(second, ValueError)
     assert isinstance(first, RankFailure)
     assert "rank 1 failed first" in str(first)
@@ -423,16 +348,9 @@ def test_a_rank_0_that_cannot_be_reached_is_an_error(alone: None) -> None:
     store = HashStore()
     offer = {"port": port, "token": "", "machine": None, "hosts": ["127.0.0.1"]}
     store.set("drivetrain/failure/at/1", json.dumps(offer))
-    with (
-        pytest.raises(
-            StrategyError, match=rf"rank 1 cannot reach rank 0 at port {port} \(127.0.0.1: .*refused"
-        ),
-        FailureChannel(1, 2, store),
-    ):
+    message = rf"rank 1 cannot reach rank 0 at port {port} \(127.0.0.1: .*refused"
+    with pytest.raises(StrategyError, match=message), FailureChannel(1, 2, store):
         pass
-
-
-def test_a_channel_needs_a_store() -> None:
     with pytest.raises(StrategyError, match="needs a process group"), FailureChannel(1, 2):
         pass
 
@@ -445,36 +363,32 @@ def raised(error: BaseException) -> BaseException:
         return found
 
 
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"), "consequence"),
-        (RuntimeError("[gloo/unbound_buffer.cc:84] Timed out waiting 1800000ms for recv"), "consequence"),
-        (RuntimeError("NCCL communicator was aborted on rank 1."), "consequence"),
-        (distributed.DistBackendError("NCCL error"), "consequence"),
-        (distributed.DistStoreError("wait timeout after 300000ms, keys: /a"), "consequence"),
-        (ValueError("timeout=-1"), "error"),
-        (RuntimeError("size mismatch"), "error"),
-        (torch.OutOfMemoryError("no room"), "error"),
-        # A data server's, say: nothing in them is torch's.
-        (RuntimeError("request to shard-7 timed out"), "error"),
-        (RuntimeError("upstream timeout: connection reset by peer"), "error"),
-        (ConnectionResetError(104, "Connection reset by peer"), "error"),
-        (TimeoutError("timed out"), "error"),
-    ],
-)
-def test_what_a_gone_rank_brings_about_is_told_from_errors_of_its_own(
-    error: BaseException, kind: str
-) -> None:
-    assert Cause.of_error(0, "", raised(error)).kind == kind
-
-
-def test_a_cause_or_a_note_of_another_rank_makes_a_consequence() -> None:
+def test_what_a_gone_rank_brings_about_is_told_from_errors_of_its_own() -> None:
     wrapped = StrategyError("the process group could not be formed")
     wrapped.__cause__ = distributed.DistNetworkError("Connection reset by peer")
     told = ValueError("of all")
     told.add_note("drivetrain: this happened on rank 3")
-    assert [Cause.of_error(0, "", each).kind for each in (wrapped, told)] == ["consequence"] * 2
+    consequences = (
+        RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"),
+        RuntimeError("[gloo/unbound_buffer.cc:84] Timed out waiting 1800000ms for recv"),
+        RuntimeError("NCCL communicator was aborted on rank 1."),
+        distributed.DistBackendError("NCCL error"),
+        distributed.DistStoreError("wait timeout after 300000ms, keys: /a"),
+        wrapped,
+        told,
+    )
+    errors = (
+        ValueError("timeout=-1"),
+        RuntimeError("size mismatch"),
+        torch.OutOfMemoryError("no room"),
+        # A data server's, say: nothing in them is torch's.
+        RuntimeError("request to shard-7 timed out"),
+        RuntimeError("upstream timeout: connection reset by peer"),
+        ConnectionResetError(104, "Connection reset by peer"),
+        TimeoutError("timed out"),
+    )
+    for kind, several in (("consequence", consequences), ("error", errors)):
+        assert [Cause.of_error(0, "", raised(each)).kind for each in several] == [kind] * len(several)
 
 
 def test_another_ranks_failure_is_an_error_that_says_where() -> None:

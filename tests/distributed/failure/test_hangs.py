@@ -3,121 +3,39 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.support.failing import Ended
+from tests.distributed.running import run, run_all, stacks
 from tests.support.tasks import Regression, pairs, quiet
-from torch import Tensor, nn
+from torch import nn
 
-import drivetrain
-from drivetrain import Callback, CheckpointConfig, TaskModule, Trainer
+from drivetrain import Callback, CheckpointConfig, LambdaCallback, Trainer
 from drivetrain.checkpoint.saving.background import Background
 from drivetrain.checkpoint.storage import filesystem
-from drivetrain.distributed.failure import messages as failure_wire
-from drivetrain.distributed.failure.channel import FailureChannel
-from drivetrain.distributed.failure.messages import TIMING
-from drivetrain.distributed.failure.silence import machine
+from drivetrain.distributed.failure.place import Phase, phase_of_thread
+from drivetrain.run import session
 from drivetrain.strategies.ddp import DDP
 from drivetrain.testing.distributed import run_distributed
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
-
-PATHS = os.pathsep.join(map(str, (Path(__file__).parents[3], Path(drivetrain.__file__).parents[1])))
-"""Where the programs find the tests' tasks, and this very package."""
-
-PROGRAM = """
-import time
-import torch
-from tests.support.tasks import Regression, pairs
-from drivetrain import Callback, CheckpointConfig, Trainer
-from drivetrain.distributed.failure import messages as failure_wire
-
-failure_wire.TIMING = failure_wire.TIMING.scaled(0.3)
-
-def act(here):
-    rank = torch.distributed.get_rank()
-    if here == "WHERE" and rank == SIZE - 1:
-        ACT
-
-class Task(Regression):
-    steps = 0
-
-    def forward(self, features):
-        self.steps += 1
-        if self.steps == 3:
-            act("forward")
-        return super().forward(features)
-
-class Rows(torch.utils.data.Dataset):
-    def __len__(self):
-        return 40 * SIZE
-
-    def __getitem__(self, index):
-        if index >= 24:
-            act("dataset")
-        return torch.ones(4), torch.ones(1)
-
-class Acts(Callback):
-    def on_step_end(self, run):
-        if run.progress.updates == 3:
-            act("step")
-
-    def on_evaluation_end(self, run):
-        act("evaluation")
-
-data = torch.utils.data.DataLoader(Rows(), batch_size=4) if "WHERE" == "dataset" else None
-Trainer(
-    strategy="STRATEGY", devices=SIZE, max_epochs=1, callbacks=[Acts()], run_dir="run", loggers=(),
-    progress_bar=False, checkpoint=CheckpointConfig(every="2 steps", by=None), hang_timeout=2.0,
-).fit(Task(), data or pairs(40 * SIZE, num_workers=WORKERS), pairs(8))
-"""
-
-SLEEPS = "time.sleep(1000)"
-RAISES = "raise ValueError('boom')"
+needs_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+SLEEPS = {"where": "step end", "act": "time.sleep(1000)"}
 
 
-def program(strategy: str, size: int, where: str, act: str, workers: int = 0) -> pytest.MarkDecorator:
-    """A training of which the last rank acts at a place."""
-    text = PROGRAM.replace("STRATEGY", strategy).replace("SIZE", str(size)).replace("WHERE", where)
-    return pytest.mark.program(text.replace("ACT", act).replace("WORKERS", str(workers)), PYTHONPATH=PATHS)
-
-
-def of(strategy: str, size: int, package: str | None = None) -> object:
-    """A training under a strategy, the last rank of which sleeps."""
-    marks = [program(strategy, size, "step", SLEEPS)]
-    if package is not None:
-        marks.append(pytest.mark.full)
-        if importlib.util.find_spec(package) is None:
-            marks.append(pytest.mark.skip(f"needs {package}"))
-    return pytest.param(size, marks=marks, id=f"{strategy} x{size}")
-
-
-def stacks(ended: Ended) -> dict[str, str]:
-    """The stacks of all ranks, from where the last lines say that they are."""
-    told = next(each for each in ended.errors if "the stacks of all ranks are in " in each)
-    directory = Path(told.partition("the stacks of all ranks are in ")[2])
-    assert directory.parent.name == "failures"
-    return {each.name: each.read_text(encoding="utf-8") for each in directory.iterdir()}
-
-
-@pytest.mark.parametrize(
-    "size", [of("ddp", 3), of("fsdp", 2), of("zero2", 2, "deepspeed"), of("accelerate", 2, "accelerate")]
-)
-def test_a_rank_that_sleeps_for_ever_ends_all_and_is_named(ended: Ended, size: int) -> None:
+def names_the_sleeping_rank(ended: Any, size: int, limit: float) -> None:
     assert ended.code == 75, ended.errors
     others = "ranks 0 and 1 wait" if size == 3 else "rank 0 waits"
     assert re.fullmatch(
-        rf"drivetrain: no progress for 2 s; rank {size - 1} is behind, in training, after update 3, in"
-        rf" on_step_end of Acts; {others} in \w+ \(program.py:\d+\), in training, after update 3, in the"
+        rf"drivetrain: no progress for {limit:g} s; rank {size - 1} is behind, in training, after update 3,"
+        rf" in on_step_end of Acts; {others} in \w+ \(\w+.py:\d+\), in training, after update 3, in the"
         r" (forward|backward|step)",
         ended.errors[-1],
     ), ended.errors[-1]
@@ -127,51 +45,30 @@ def test_a_rank_that_sleeps_for_ever_ends_all_and_is_named(ended: Ended, size: i
     assert all("in train_step" in each for each in found.values()), "the main threads are there"
 
 
-@program("ddp", 2, "dataset", SLEEPS)
-def test_a_rank_whose_data_does_not_come_is_named_with_the_batch(ended: Ended) -> None:
-    assert ended.code == 75, ended.errors
+@needs_gloo
+@pytest.mark.real("ranks hang and are ended")
+def test_a_rank_that_sleeps_or_whose_data_does_not_come_ends_all_and_is_named() -> None:
+    data = {"where": "dataset", "act": "time.sleep(1000)", "hang_timeout": 6.0}
+    found = run_all("training.py", {"sleeps": {"devices": 3, "hang_timeout": 6.0, **SLEEPS}, "data": data})
+    names_the_sleeping_rank(found["sleeps"], 3, 6.0)
+    assert found["data"].code == 75, found["data"].errors
     assert re.search(
         r"rank 1 is behind, in training, after update \d+, waiting for batch \d+ of epoch 0 .*__getitem__"
         r".*; rank 0 waits in backward",
-        ended.errors[-1],
-    ), ended.errors[-1]
+        found["data"].errors[-1],
+    ), found["data"].errors[-1]
 
 
-@program("ddp", 2, "evaluation", RAISES)
-def test_the_hook_in_which_a_rank_fails_is_in_the_last_line(ended: Ended) -> None:
-    assert ended.code == 1
-    place = "in validation, batch 1, after update 20, in on_evaluation_end of Acts"
-    assert ended.errors[-1].endswith(f"RankFailure: rank 1 failed first, {place}: ValueError: boom")
-    assert "ValueError: boom" in stacks(ended)["rank1.txt"], "with its traceback"
-
-
-@program("ddp", 2, "step", "import os; os.abort()")
-def test_a_rank_that_aborts_leaves_where_it_was(ended: Ended) -> None:
-    """As gloo does where ranks make different collectives: no Python code runs any more."""
-    assert ended.code == 1
-    assert any("program.py" in each and "in on_step_end" in each for each in ended.errors)
-    assert re.search(
-        r"rank 1 failed first.*: it was killed by SIGABRT; its own messages are above; rank 0 was in"
-        r" training, after update 3, in the backward$",
-        ended.errors[-1],
-    ), ended.errors[-1]
-
-
-@program("ddp", 2, "forward", RAISES, workers=1)
-def test_the_part_of_the_step_is_named_and_the_stacks_of_a_loaders_workers_are_there(ended: Ended) -> None:
-    place = "in training, after update 2, in the forward"
-    assert ended.errors[-1].endswith(f"RankFailure: rank 1 failed first, {place}: ValueError: boom")
-    if machine() is not None:  # where a process can be made to write its stacks
-        for text in stacks(ended).values():
-            assert "/data/_utils/worker.py" in text.partition("\nThe worker process ")[2], text
-
-
-# What follows runs in copies of this process: one that is ended would be an error.
-
-
-def quickly() -> None:
-    """Let the channel look ten times as often."""
-    failure_wire.TIMING = TIMING.scaled(0.1)
+@needs_gloo
+@pytest.mark.nightly
+@pytest.mark.real("ranks hang and are ended")
+@pytest.mark.parametrize(
+    ("strategy", "package"), [("fsdp", "torch"), ("zero2", "deepspeed"), ("accelerate",) * 2]
+)
+def test_a_rank_that_sleeps_is_named_under_every_strategy(strategy: str, package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"needs {package}")
+    names_the_sleeping_rank(run("training.py", strategy=strategy, hang_timeout=20.0, **SLEEPS), 2, 20.0)
 
 
 def test_the_limit_is_ten_minutes_by_default() -> None:
@@ -179,46 +76,87 @@ def test_the_limit_is_ten_minutes_by_default() -> None:
     assert Trainer(max_steps=1, hang_timeout=None).hang_timeout is None
 
 
-def waits_for_its_save() -> str:
-    rank = torch.distributed.get_rank()
-    with FailureChannel(rank, 2, timing=TIMING.scaled(0.1), progress=lambda: 0, hang_timeout=0.4):
-        behind = Background()
-        if rank == 0:
-            behind.start(lambda: time.sleep(1.2))  # stands for the removal of an old checkpoint
-        behind.wait()
-        torch.distributed.barrier()
-    return "fine"
+# What moves in a run, and how a run counts in which nothing moves: no test waits for a limit.
 
 
-def test_a_rank_that_waits_for_its_save_in_the_background_is_no_hang() -> None:
-    assert run_distributed(waits_for_its_save) == ["fine", "fine"]
+def seen(look: Callable[[], Any]) -> Any:
+    """What another thread sees of this one."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(look()))
+    thread.start()
+    thread.join()
+    return found[0]
 
 
-def removes_slowly(directory: str) -> int:
-    quickly()
+def comes_to(phase: Phase, thread: int) -> bool:
+    """Whether a thread comes into a phase."""
+    deadline = time.monotonic() + 60
+    while phase_of_thread(thread)[0] != phase and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return phase_of_thread(thread)[0] == phase
+
+
+def test_every_batch_of_an_evaluation_and_every_report_is_progress() -> None:
+    """Of a validation of its own, of one in a hook, and of a run that holds another."""
+    signs: list[Any] = []
+
+    class Notes(Regression):
+        def validation_step(self, batch: Any) -> Any:
+            signs.append(session._signs())
+            return super().validation_step(batch)
+
+    def validates(run: Any) -> None:
+        quiet().validate(Notes(), pairs(6))
+        for _ in range(2):
+            run.report_progress()
+            signs.append(session._signs())
+
+    quiet(max_steps=2, callbacks=[LambdaCallback(on_fit_end=validates)]).fit(Notes(), pairs(), pairs(8))
+    assert len(signs) == 4 + 3 + 2
+    assert len({tuple(each) for each in signs}) == len(signs)
+
+
+def test_the_body_of_a_loop_has_no_limit() -> None:
+    runs: list[Any] = []
+    noting = LambdaCallback(on_fit_start=runs.append)
+    for _ in quiet(max_steps=2, callbacks=[noting]).steps(Regression(), pairs()):
+        assert seen(session._watchdog(1.0, runs[0])._phase) == Phase.OUTSIDE
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compilation_has_longer() -> None:
+    phases: list[Any] = []
+    main = threading.get_ident()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        phases.append(seen(lambda: phase_of_thread(main)))
+        return graph.forward
+
+    torch.compile(nn.Linear(4, 1), backend=backend)(torch.ones(2, 4))
+    assert phases == [(Phase.OPAQUE, "")]
+
+
+def test_a_wait_for_a_save_or_a_removal_in_the_background_has_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main, found = threading.get_ident(), []
+    behind = Background()
+    behind.start(lambda: found.append(comes_to(Phase.OPAQUE, main)))
+    behind.wait()
+    assert found == [True]
     remove = shutil.rmtree
 
     def slowly(path: Any, *arguments: Any, **options: Any) -> None:
         if ".removing" in str(path):
-            time.sleep(1.2)
+            assert threading.get_ident() != main
+            found.append(comes_to(Phase.OPAQUE, main))
         remove(path, *arguments, **options)
 
-    filesystem.shutil.rmtree = slowly  # type: ignore[assignment]
+    monkeypatch.setattr(filesystem.shutil, "rmtree", slowly)
     policy = CheckpointConfig(every="2 steps", keep_last=1, by=None, asynchronous=True)
-    trainer = quiet(
-        max_steps=4,
-        strategy=DDP(world_size=2),
-        devices=2,
-        run_dir=directory,
-        checkpoint=policy,
-        hang_timeout=0.6,
-    )
-    return trainer.fit(Regression(), pairs()).progress.updates
-
-
-def test_a_slow_removal_of_a_checkpoint_ends_no_training(tmp_path: Path) -> None:
-    assert run_distributed(removes_slowly, str(tmp_path)) == [4, 4]
-    assert (tmp_path / "model.safetensors").exists()
+    quiet(max_steps=4, run_dir=tmp_path, checkpoint=policy).fit(Regression(), pairs())
+    assert len(found) > 1
+    assert all(found)
 
 
 class WaitsForSignal(Callback):
@@ -229,91 +167,14 @@ class WaitsForSignal(Callback):
         if run.progress.updates == 2 and run.engine.ranks.rank == 1:
             event = threading.Event()
             signal.signal(signal.SIGALRM, lambda *_: event.set())
-            signal.setitimer(signal.ITIMER_REAL, 0.8)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
             event.wait()
 
 
-def interrupted_waits() -> int:
-    quickly()
-    options: dict[str, Any] = {"strategy": DDP(world_size=2), "devices": 2, "callbacks": [WaitsForSignal()]}
-    return quiet(max_steps=4, **options).fit(Regression(), pairs()).progress.updates
+@needs_gloo
+def test_a_wait_that_a_signal_ends_goes_on() -> None:
+    def interrupted_waits() -> int:
+        trainer = quiet(max_steps=4, strategy=DDP(world_size=2), devices=2, callbacks=[WaitsForSignal()])
+        return trainer.fit(Regression(), pairs()).progress.updates
 
-
-def test_a_wait_that_a_signal_ends_is_no_hang() -> None:
     assert run_distributed(interrupted_waits) == [4, 4]
-
-
-def alone(function: Any, *arguments: Any) -> Any:
-    """What a function returns in a copy of this process."""
-    return run_distributed(function, *arguments, world_size=1)[0]
-
-
-def compiles_slowly() -> int:
-    def backend(graph: Any, inputs: Any) -> Any:
-        time.sleep(1.2)
-        return graph.forward
-
-    class Compiled(TaskModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Linear(4, 1)
-            self.net.forward = torch.compile(self.net.forward, backend=backend)  # type: ignore[method-assign]
-
-        def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = self.net(x)
-            return found
-
-        def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-            return outputs.square().mean()
-
-    trainer = quiet(max_steps=2, hang_timeout=0.6)
-    return trainer.fit(Compiled(), [{"x": torch.ones(2, 4)}] * 4).progress.updates
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_long_compilation_is_no_hang() -> None:
-    assert alone(compiles_slowly) == 2
-
-
-def has_a_slow_body() -> int:
-    updates = []
-    for step in quiet(max_steps=2, hang_timeout=0.4).steps(Regression(), pairs()):
-        time.sleep(0.8)
-        updates.append(step.update)
-    return len(updates)
-
-
-def test_the_body_of_a_loop_may_take_any_time() -> None:
-    assert alone(has_a_slow_body) == 2
-
-
-class Busy(Callback):
-    """A hook that takes longer than the limit, in which something moves."""
-
-    def __init__(self, how: str) -> None:
-        self.how = how
-
-    def on_fit_end(self, run: Any) -> None:
-        """Report progress, or have another run make some."""
-        if self.how == "reports":
-            for _ in range(6):
-                time.sleep(0.2)
-                run.report_progress()
-        else:
-
-            class Slow(Regression):
-                def validation_step(self, batch: Any) -> Any:
-                    time.sleep(0.2)
-                    return super().validation_step(batch)
-
-            quiet(hang_timeout=None).validate(Slow(), pairs(24))
-
-
-def acts_in_a_hook(how: str) -> int:
-    trainer = quiet(max_steps=2, hang_timeout=0.6, callbacks=[Busy(how)])
-    return trainer.fit(Regression(), pairs()).progress.updates
-
-
-@pytest.mark.parametrize("how", ["reports", "validates"])
-def test_a_long_hook_in_which_something_moves_is_no_hang(how: str) -> None:
-    assert alone(acts_in_a_hook, how) == 2

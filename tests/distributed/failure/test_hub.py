@@ -272,7 +272,7 @@ BACKWARD = {"progress": 7, "where": "in training, after update 3, in the backwar
 def test_a_hang_names_the_rank_that_is_behind() -> None:
     hook, backward, waits = HOOK["where"], BACKWARD["where"], "in barrier (train.py:9)"
     for first, second, told, behind in (
-        ({**BACKWARD, "progress": 8}, HOOK, f"rank 1 is behind, {hook}; rank 0 waits {waits}, {backward}", 1),
+        ({**HOOK, "progress": 8}, BACKWARD, f"rank 1 is behind, {waits}, {backward}; rank 0 is {hook}", 1),
         (HOOK, {**HOOK, **WAITS}, f"rank 0 is behind, {hook}; rank 1 waits {waits}, {hook}", 0),
         (BACKWARD, BACKWARD, f"ranks 0 and 1 wait {waits}, {backward}", 0),
     ):

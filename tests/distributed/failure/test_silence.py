@@ -2,103 +2,103 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from drivetrain.distributed.failure.silence import PATIENCE, Silence, activity, machine
+from drivetrain.distributed.failure import silence as module
+from drivetrain.distributed.failure.silence import PATIENCE, Activity, Silence, activity, machine
 
 pytestmark = pytest.mark.skipif(
     machine() is None, reason="needs Linux, where it can be seen what a process does"
 )
+LIMIT = 5 * PATIENCE
 
-Start = Callable[[str], subprocess.Popen[bytes]]
+
+def ticks(silence: Silence, number: int) -> list[str | None]:
+    return [silence.tick() for _ in range(number)]
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
-    """Starts programs, and ends them."""
-    running = []
+def near(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Silence]:
+    """Makes a silence of a process of this machine, which is seen to do what a function of the tick says."""
 
-    def begin(program: str) -> subprocess.Popen[bytes]:
-        running.append(subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE))
-        return running[-1]
+    def make(seen: Callable[[int], Activity], timeout: float = 1.0) -> Silence:
+        silence = Silence(machine(), 1, timeout)
+        monkeypatch.setattr(module, "activity", lambda pid: seen(silence.ticks))
+        return silence
 
-    yield begin
-    for each in running:
-        each.kill()
-        each.communicate()
+    return make
 
 
-def has_computed(process: subprocess.Popen[bytes]) -> None:
-    """Wait for that."""
-    while activity(process.pid).used < 0.1:
-        time.sleep(0.01)
+def test_a_process_that_computes_is_waited_for_however_long_it_is_silent(near: Any) -> None:
+    for seen in (
+        lambda tick: Activity("R", 0.0),
+        lambda tick: Activity("S", 0.01 * tick),  # a thread computes while the main one sleeps
+        lambda tick: Activity("R" if tick % 2 else "S", 0.0),
+    ):
+        assert not any(ticks(near(seen), LIMIT))
 
 
-def ticks(silence: Silence, number: int, pause: float = 0.0) -> list[str | None]:
-    """What so many ticks tell."""
-    found = []
-    for _ in range(number):
-        time.sleep(pause)
-        found.append(silence.tick())
-    return found
+def test_one_that_does_nothing_or_cannot_be_seen_has_failed_after_twelve_timeouts(near: Any) -> None:
+    for silence, told in (
+        (near(lambda tick: Activity("S", 0.002 * tick)), "it has not answered for 12 s, and is idle"),
+        (near(lambda tick: Activity("", 0.0)), "it has not answered for 12 s, and is idle"),
+        (Silence("another machine", 1, 1.0), "it has not answered for 12 s"),
+    ):
+        assert ticks(silence, LIMIT) == [None] * (LIMIT - 1) + [told]
 
 
-def test_a_process_that_computes_is_waited_for_however_long_it_is_silent(start: Start) -> None:
-    process = start("while True: pass")
-    has_computed(process)
-    assert ticks(Silence(machine(), process.pid, 0.1), 8 * PATIENCE, pause=0.02) == [None] * (8 * PATIENCE)
-
-
-def test_threads_that_compute_count_while_the_main_one_sleeps(start: Start) -> None:
-    process = start("import threading, time; threading.Thread(target=lambda: sum(iter(int, 1))).start()")
-    has_computed(process)
-    assert ticks(Silence(machine(), process.pid, 0.2), 6 * PATIENCE, pause=0.04) == [None] * (6 * PATIENCE)
-
-
-def test_one_that_does_nothing_has_failed_after_twelve_timeouts(start: Start) -> None:
-    process = start("import sys, time; sys.stdout.write('asleep'); sys.stdout.flush(); time.sleep(60)")
-    assert process.stdout is not None
-    assert process.stdout.read(6) == b"asleep"
-    while activity(process.pid).state != "S":
-        time.sleep(0.01)
-    found = ticks(Silence(machine(), process.pid, 1.0), 5 * PATIENCE)
-    assert found[:-1] == [None] * (5 * PATIENCE - 1)
-    assert found[-1] == "it has not answered for 12 s, and is idle"
-
-
-def test_one_that_cannot_be_seen_has_failed_after_twelve_timeouts() -> None:
-    found = ticks(Silence("another machine", 1, 1.0), 5 * PATIENCE)
-    assert found == [None] * (5 * PATIENCE - 1) + ["it has not answered for 12 s"]
-
-
-def test_one_that_is_stopped_or_gone_has_failed_after_one_timeout(start: Start) -> None:
-    process = start("import time; time.sleep(60)")
-    process.send_signal(signal.SIGSTOP)
-    while activity(process.pid).state != "T":
-        time.sleep(0.01)
-    found = ticks(Silence(machine(), process.pid, 1.0), 5)
+def test_one_that_is_stopped_or_gone_has_failed_after_one_timeout(near: Any) -> None:
+    found = ticks(near(lambda tick: Activity("T", 0.0)), 5)
     assert found == [None] * 4 + ["it is stopped (by SIGSTOP, say) and has not answered for 1 s"]
-    process.kill()
-    process.wait()
-    assert "it was killed" in str(ticks(Silence(machine(), process.pid, 1.0), 5)[-1])
+    found = ticks(near(lambda tick: Activity("gone", 0.0)), 5)
+    assert found[:4] == [None] * 4
+    assert "it was killed" in str(found[4])
 
 
-def test_a_word_ends_a_silence(start: Start) -> None:
+def test_a_message_ends_a_silence() -> None:
     silence = Silence("another machine", 1, 1.0)
-    ticks(silence, 5 * PATIENCE - 1)
+    ticks(silence, LIMIT - 1)
     silence.end()
-    assert (silence.ticks, ticks(silence, 5 * PATIENCE - 1)) == (0, [None] * (5 * PATIENCE - 1))
+    assert (silence.ticks, ticks(silence, LIMIT - 1)) == (0, [None] * (LIMIT - 1))
 
 
-def test_a_process_that_has_failed_is_ended(start: Start) -> None:
-    process = start("import time; time.sleep(60)")
-    Silence("another machine", process.pid, 1.0).end_process()
-    assert process.poll() is None, "it is another process of that number"
-    Silence(machine(), process.pid, 1.0).end_process()
-    assert process.wait(10) == -signal.SIGKILL
+def test_a_process_that_cannot_be_looked_at_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **options: Any) -> str:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Path, "read_text", fails)
+    assert activity(os.getpid()) == Activity("", 0.0)
+
+
+@pytest.mark.real("stops and kills a process")
+def test_activity_tells_what_a_process_does() -> None:
+    def until(state: str, used: float = 0.0) -> None:
+        deadline = time.monotonic() + 60
+        while activity(process.pid).state != state or activity(process.pid).used < used:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    # A process without Python starts in a hundredth of a second.
+    with subprocess.Popen(["sh", "-c", "while :; do :; done"]) as process:
+        until("R", used=0.1)
+        process.send_signal(signal.SIGSTOP)
+        until("T")
+        Silence("another machine", process.pid, 1.0).end_process()
+        assert process.poll() is None, "it is another process of that number"
+        Silence(machine(), process.pid, 1.0).end_process()
+        assert process.wait(60) == -signal.SIGKILL
+        assert activity(process.pid).state == "gone"
+    with subprocess.Popen(["sleep", "600"]) as process:
+        until("S")
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert activity(process.pid).state == "gone", "though nobody has read how it ended"

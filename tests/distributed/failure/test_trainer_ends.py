@@ -9,128 +9,84 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.failing import Ended
+from tests.distributed.running import run, run_all, stacks
+
+from drivetrain.distributed.failure.silence import machine
 
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo"),
     pytest.mark.skipif(sys.platform == "win32", reason="needs signals"),
+    pytest.mark.real("ranks are killed and interrupted"),
 ]
-
-PROGRAM = """
-import os, signal, sys, time
-import torch
-from torch import nn
-from drivetrain import Callback, CheckpointConfig, TaskModule, Trainer
-
-def act(here):
-    rank = torch.distributed.get_rank()
-    if here == "WHERE":
-        ACT
-
-class Deep(TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)))
-        self.batches = 0
-
-    def forward(self, x):
-        return self.blocks(x)
-
-    def loss(self, outputs, batch):
-        return outputs.square().mean()
-
-    def training_step(self, batch):
-        self.batches += 1
-        if self.batches == 8:
-            act("second micro-batch of update 3")
-        return super().training_step(batch)
-
-class Acts(Callback):
-    def on_checkpoint_saved(self, run):
-        act("save")
-
-    def on_evaluation_start(self, run):
-        act("evaluation")
-
-    def on_epoch_end(self, run):
-        act("epoch end")
-
-trainer = Trainer(
-    strategy="STRATEGY", devices=2, max_epochs=2, gradient_accumulation_steps=3, callbacks=[Acts()],
-    run_dir="run", checkpoint=CheckpointConfig(every="2 steps", by=None), loggers=(), progress_bar=False,
-)
-data = [{"x": torch.ones(2, 8)}] * 24
-for step in trainer.steps(Deep(), data, data[:4]):
-    if step.update == 1:
-        act("body")
-sys.stdout.write("ended\\n")
-"""
+BOOM = "raise ValueError('boom')"
+ENDS: dict[str, tuple[dict[str, Any], int, str]] = {
+    "save": ({"act": "kill()"}, 1, "RankFailure: rank 1 failed first, last heard of .*: it was killed by"),
+    "evaluation start": (
+        {"strategy": "fsdp", "act": BOOM},
+        1,
+        "RankFailure: rank 1 .*, in validation, .*, in on_evaluation_start of Acts: ValueError: boom$",
+    ),
+    "evaluation end": (
+        {"act": BOOM},
+        1,
+        "RankFailure: rank 1 failed first, in validation, .*after update 10, in on_evaluation_end of Acts",
+    ),
+    "epoch end": (
+        {"act": "sys.exit(3)", "who": [0]},
+        3,
+        "rank 0 .*, after update 10, in on_epoch_end of Acts: Sys",
+    ),
+    "forward": (
+        {"act": "kill()", "who": [0]},
+        -signal.SIGKILL,
+        "RankFailure: rank 0 failed first.*: it was killed",
+    ),
+    # As gloo does where ranks make different collectives: no Python code runs any more.
+    "step end": (
+        {"act": "os.abort()"},
+        1,
+        "rank 1 failed first.*: it was killed by SIGABRT.*; rank 0 was in training, after update 3, in the b",
+    ),
+}
 
 
-def program(strategy: str, where: str, act: str, **options: Any) -> pytest.MarkDecorator:
-    """Two ranks that act at a place of a training."""
-    text = PROGRAM.replace("STRATEGY", strategy).replace("WHERE", where).replace("ACT", act)
-    return pytest.mark.program(text, **options)
+def test_the_first_cause_is_the_last_line_with_its_place() -> None:
+    found = run_all("training.py", {where: {"where": where, **each[0]} for where, each in ENDS.items()})
+    for where, ended in found.items():
+        _, code, last = ENDS[where]
+        assert (where, ended.code, ended.out) == (where, code, ""), ended.errors
+        assert re.search(last, ended.errors[-1]), (where, ended.errors)
+    assert "ValueError: boom" in stacks(found["evaluation end"])["rank1.txt"], "with its traceback"
+    aborted = found["step end"].errors
+    assert any("training.py" in each and "in on_step_end" in each for each in aborted), "where it was"
 
 
-KILL = "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)"
-RAISE = "if rank == 1: raise ValueError('boom')"
-INTERRUPT: dict[str, Any] = {"interrupt": signal.SIGINT, "again": 0.8}
-WAIT = "if rank == 1: open('waiting', 'w').close(); time.sleep(60)"
+def test_the_stacks_of_a_loaders_workers_are_saved_too() -> None:
+    ended = run("training.py", where="forward", act=BOOM, workers=1)
+    place = "in training, after update 2, in the forward"
+    assert ended.errors[-1].endswith(f"RankFailure: rank 1 failed first, {place}: ValueError: boom")
+    if machine() is not None:  # where a process can be made to write its stacks
+        for text in stacks(ended).values():
+            assert "/data/_utils/worker.py" in text.partition("\nThe worker process ")[2], text
 
 
-@pytest.mark.parametrize(
-    ("code", "last"),
-    [
-        pytest.param(code, last, marks=program(strategy, where, act), id=f"{strategy}, {where}: {act}")
-        for strategy, where, act, code, last in [
-            ("ddp", "save", KILL, 1, "RankFailure: rank 1 failed first, last heard of .*: it was killed by"),
-            (
-                "fsdp",
-                "evaluation",
-                RAISE,
-                1,
-                "RankFailure: rank 1 .*, in validation, .*, in on_evaluation_start of Acts: ValueError: boom",
-            ),
-            (
-                "ddp",
-                "epoch end",
-                "if rank == 0: sys.exit(3)",
-                3,
-                "rank 0 .*, after update 4, in on_epoch_end of Acts: Sys",
-            ),
-            (
-                "ddp",
-                "second micro-batch of update 3",
-                KILL.replace("1", "0"),
-                -signal.SIGKILL,
-                "RankFailure: rank 0 failed first.*: it was killed",
-            ),
-        ]
-    ],
-)
-def test_the_first_cause_is_the_last_line(ended: Ended, code: int, last: str) -> None:
-    assert (ended.code, ended.out) == (code, ""), ended.errors
-    assert re.search(last, ended.errors[-1]), ended.errors
-
-
-@program("ddp", "body", RAISE)
-def test_an_error_in_the_body_of_one_ranks_loop_ends_the_run_in_order_and_the_program_badly(
-    ended: Ended,
-) -> None:
+def test_an_error_in_the_body_of_one_ranks_loop_ends_the_run_in_order_and_the_program_badly() -> None:
+    ended = run("training.py", where="body", act=BOOM)
     assert (ended.code, ended.out) == (1, "ended\n"), "the loop of rank 0 ends"
     assert any(each.endswith("ValueError: boom") for each in ended.errors)
     assert ended.errors[-1] == "drivetrain: rank 1 failed: it ended with exit code 1"
 
 
-@pytest.mark.parametrize(
-    "waiting",
-    [
-        pytest.param("all, at a save", marks=program("fsdp", "save", WAIT, **INTERRUPT, whole_group=True)),
-        pytest.param("rank 0, at an epoch's end", marks=program("ddp", "epoch end", WAIT, **INTERRUPT)),
-        pytest.param("rank 0, after its body", marks=program("ddp", "body", WAIT, **INTERRUPT)),
-    ],
-)
-def test_a_second_interrupt_ends_all_ranks_at_once(ended: Ended, waiting: str) -> None:
-    assert (ended.code, ended.out) == (-signal.SIGINT, ""), ended.errors
-    assert any(each.endswith("KeyboardInterrupt") for each in ended.errors)
+def test_a_second_interrupt_ends_all_ranks_at_once() -> None:
+    twice = {"act": "wait()", "interrupt": signal.SIGINT, "again": True}
+    found = run_all(
+        "training.py",
+        {
+            "of all ranks": {"where": "save", "strategy": "fsdp", "whole_group": True, **twice},
+            "while rank 0 waits": {"where": "epoch end", **twice},
+            "after the body of rank 0": {"where": "body", **twice},
+        },
+    )
+    for name, ended in found.items():
+        assert (name, ended.code, ended.out) == (name, -signal.SIGINT, ""), ended.errors
+        assert any(each.endswith("KeyboardInterrupt") for each in ended.errors)

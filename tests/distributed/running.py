@@ -1,0 +1,107 @@
+"""Programs of the folder `programs`, run to their ends side by side: they mostly wait."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.failing import Ended, undisturbed
+from tests.support.forked import Forked
+
+PROGRAMS = Path(__file__).parent / "programs"
+LIMIT = 300.0
+
+
+def run_all(program: str, cases: Mapping[str, Mapping[str, Any]], at_once: int = 4) -> dict[str, Ended]:
+    """How a program of two ranks ends in each case; each runs in a folder of its own, named as the case is.
+
+    Args:
+        program: The name of its file.
+        cases: The options of each, which the program reads as JSON; those of `run` aside.
+        at_once: How many run side by side.
+    """
+    with ThreadPoolExecutor(at_once) as pool:
+        running = {name: pool.submit(run, program, name, **options) for name, options in cases.items()}
+        return {name: each.result() for name, each in running.items()}
+
+
+def run(
+    program: str,
+    folder: str = "here",
+    *,
+    interrupt: signal.Signals | None = None,
+    whole_group: bool = False,
+    again: bool = False,
+    variables: Mapping[str, str] | None = None,
+    **options: Any,
+) -> Ended:
+    """Run a program to its end; a rank that was left behind would hold the output open, and so be found.
+
+    Args:
+        program: The name of its file.
+        folder: Where it runs.
+        interrupt: A signal for rank 0 once the program has made a file "waiting".
+        whole_group: Whether the signal is for all ranks, as a terminal's.
+        again: Send it once more when the first has been handled, and cannot be taken for an echo of it.
+        variables: For its environment.
+        **options: What the program reads as JSON.
+    """
+    directory = Path.cwd() / "".join(each if each.isalnum() else "-" for each in folder)
+    directory.mkdir()
+    words = [str(PROGRAMS / program), json.dumps(options)]
+    process = Forked(words, directory, {**undisturbed(), **(variables or {})})
+    send = os.killpg if whole_group else os.kill
+    try:
+        if interrupt is not None:
+            deadline = time.monotonic() + LIMIT
+            while not (directory / "waiting").exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            send(process.pid, interrupt)
+            if again:
+                _send_again(process.pid, lambda: send(process.pid, interrupt), interrupt)
+        out, err = process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate(timeout=LIMIT)
+        pytest.fail(f"{folder}: a rank has not ended:\n{out}\n{err}")
+    assert process.returncode is not None
+    return Ended(process.returncode, out, err.splitlines())
+
+
+def _send_again(pid: int, send: Callable[[], None], number: signal.Signals) -> None:
+    """Send a signal once more, and again if it was taken for an echo of the first, as in half a second."""
+    deadline = time.monotonic() + LIMIT
+    with contextlib.suppress(OSError):  # the process has ended
+        while _is_pending(pid, number) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(1.0)
+        while time.monotonic() < deadline:
+            send()
+            until = time.monotonic() + 20
+            while time.monotonic() < until:
+                os.kill(pid, 0)
+                time.sleep(0.05)
+
+
+def _is_pending(pid: int, number: int) -> bool:
+    """Whether the system has not given a signal to a process yet."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    pending = next(line.split()[1] for line in status.splitlines() if line.startswith("ShdPnd:"))
+    return bool(int(pending, 16) >> (number - 1) & 1)
+
+
+def stacks(ended: Ended) -> dict[str, str]:
+    """The stacks of all ranks, from where the last lines say that they are; by file."""
+    told = next(each for each in ended.errors if "the stacks of all ranks are in " in each)
+    directory = Path(told.partition("the stacks of all ranks are in ")[2])
+    assert directory.parent.name == "failures"
+    return {each.name: each.read_text(encoding="utf-8") for each in directory.iterdir()}
