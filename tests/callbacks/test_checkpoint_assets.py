@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from tests.support.outcome import weights
-from tests.support.tasks import Regression, pairs, quiet
+from tests.support.ranks import on_two_ranks
+from tests.support.tasks import Regression, pairs, quiet, variant
 
 from drivetrain import CheckpointConfig, ConfigError, LambdaCallback
 from drivetrain.checkpoint import copy_assets, verify
 from drivetrain.checkpoint.storage.schemes import file_system
-from drivetrain.testing.distributed import run_distributed
 
 
 class Words:
@@ -79,13 +79,9 @@ def test_a_task_and_callbacks_give_assets_and_the_trainers_replace_them(tmp_path
 
 
 def test_assets_of_a_wrong_form_are_refused_before_training(tmp_path: Path) -> None:
-    class Wrong(Regression):
-        def assets(self) -> Any:
-            return [3]
-
     settings = {"max_steps": 1, "checkpoint": often(), "run_dir": tmp_path}
-    with pytest.raises(ConfigError, match=r"Wrong\.assets\(\)\[0\] is a int"):
-        quiet(**settings).fit(Wrong(), pairs())
+    with pytest.raises(ConfigError, match=r"Variant\.assets\(\)\[0\] is a int"):
+        quiet(**settings).fit(variant(assets=lambda self: [3])(), pairs())
     late = LambdaCallback(on_step_end=lambda run: run.add_assets([Words("late")]))
     with pytest.raises(ConfigError, match=r"run\.add_assets\(\) is for on_fit_start"):
         quiet(**settings, callbacks=[late]).fit(Regression(), pairs())
@@ -111,24 +107,20 @@ def test_assets_go_to_the_address_of_the_checkpoints(tmp_path: Path) -> None:
     trainer = quiet(max_epochs=1, checkpoint=policy, run_dir=tmp_path, assets={"text": Words("a b")})
     result = trainer.fit(Regression(), pairs())
     files = file_system(place)
-    assert set(files.entries(f"{place}/checkpoints")) == {
-        "index.json",
-        "update-00000005",
-    }
+    assert set(files.entries(f"{place}/checkpoints")) == {"index.json", "update-00000005"}
     assert stored(result.last_checkpoint, tmp_path / "out") == {"text/words.txt": "a b"}
     assert set(files.entries(f"{place}/assets/text")) == {"words.txt"}
 
 
-def _on_a_rank(strategy: str, directory: str) -> int:
+def on_ranks(directory: Path) -> int:
     words = Words("a b")
-    trainer = quiet(strategy=strategy, max_epochs=1, checkpoint=often(), run_dir=directory, assets=[words])
+    trainer = quiet(strategy="ddp", max_epochs=1, checkpoint=often(), run_dir=directory, assets=[words])
     trainer.fit(WithWords(), pairs(16))
     return words.times
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_one_rank_makes_the_assets_of_all(strategy: str, tmp_path: Path) -> None:
-    assert run_distributed(_on_a_rank, strategy, str(tmp_path / "run")) == [1, 0]
+def test_one_rank_makes_the_assets_of_all(tmp_path: Path) -> None:
+    assert on_two_ranks(on_ranks, tmp_path / "run") == [1, 0]
     verify(str(tmp_path / "run" / "checkpoints" / "update-00000004"))
     found = stored(tmp_path / "run", tmp_path / "out")
     assert set(found) == {"words.txt", "task/words.txt", "both/words.txt", "all/words.txt"}

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import multiprocessing
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.callbacks.test_checkpoint import saved
-from tests.support.failing import undisturbed
-from tests.support.forked import Forked
 from tests.support.messages import heard
 from tests.support.outcome import weights
+from tests.support.ranks import on_two_ranks
+from tests.support.refusals import assert_refused
 from tests.support.tasks import FEATURES, Regression, pairs, quiet
 from torch import Tensor, nn
 
 from drivetrain import CheckpointConfig, CheckpointError, ConfigError, LambdaCallback, Trainer
 from drivetrain.checkpoint import CheckpointManager, DirectoryCheckpointIO
+from drivetrain.checkpoint.saving import io
 from drivetrain.checkpoint.saving.index import read_index
 from drivetrain.checkpoint.saving.names import rendered_name
-from drivetrain.testing.distributed import run_distributed
 
 LOSS, ACCURACY = "validation/loss", "validation/accuracy"
 
@@ -115,19 +115,59 @@ def test_a_checkpoint_goes_when_the_last_policy_lets_it_go(tmp_path: Path) -> No
     assert there[:5] == [[3], [3, 5], [3, 5, 6], [5, 6, 9], [6, 9, 10]], "5 was the best until 10 was"
 
 
-@pytest.mark.parametrize("stop", [10, *(pytest.param(each, marks=pytest.mark.full) for each in (7, 17, 25))])
-def test_a_resumed_run_keeps_what_the_undisturbed_one_keeps(tmp_path: Path, stop: int) -> None:
+@pytest.mark.parametrize("stop", [7, 10])
+def test_resumed_run_keeps_what_the_undisturbed_one_keeps(tmp_path: Path, stop: int) -> None:
     fit(tmp_path / "straight", ALL)
     fit(tmp_path / "parts", ALL, max_steps=stop)
-    result = fit(tmp_path / "parts", ALL, resume="auto")
-    assert kept(tmp_path / "parts") == kept(tmp_path / "straight")
+    fit(tmp_path / "parts", ALL, resume="auto")
+    assert_same(tmp_path / "parts", tmp_path / "straight")
+
+
+def assert_same(one: Path, other: Path) -> None:
+    assert kept(one) == kept(other) == KEPT
+    assert saved(one) == [*KEPT]
     task, straight = Planted(), Planted()
-    task.load_weights(result.last_checkpoint)
-    straight.load_weights(tmp_path / "straight")
+    task.load_weights(one)
+    straight.load_weights(other)
     assert weights(task) == weights(straight)
 
 
-def test_a_run_goes_on_under_other_policies(tmp_path: Path) -> None:
+def fit_and_die(run_dir: Path, policies: Any, moment: str, name: str) -> None:
+    """Fit in a process that ends at once when it is about to commit or to remove a checkpoint."""
+
+    def deadly(act: Any) -> Any:
+        def wrapped(*arguments: Any) -> Any:
+            if name in str([getattr(each, "final", each) for each in arguments]):
+                os._exit(9)
+            return act(*arguments)
+
+        return wrapped
+
+    def work() -> None:
+        owner, attribute = (io, "_commit") if moment == "commit" else (DirectoryCheckpointIO, "remove")
+        setattr(owner, attribute, deadly(getattr(owner, attribute)))
+        fit(run_dir, policies, resume="auto")
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join()
+    assert process.exitcode == 9
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_resume_of_a_process_that_died_in_a_save_keeps_what_the_undisturbed_one_keeps(
+    asynchronous: bool, tmp_path: Path
+) -> None:
+    policies = [dataclasses.replace(each, asynchronous=asynchronous) for each in ALL]
+    fit(tmp_path / "straight", policies)
+    # Update 10 is for three policies at once; 5 is the best by the loss until then.
+    for moment, name in (("commit", "00000010"), ("remove", "00000005"), ("commit", "00000027")):
+        fit_and_die(tmp_path / "parts", policies, moment, name)
+    fit(tmp_path / "parts", policies, resume="auto")
+    assert_same(tmp_path / "parts", tmp_path / "straight")
+
+
+def test_resume_under_other_policies(tmp_path: Path) -> None:
     fit(tmp_path, CheckpointConfig(every="1 epoch", keep_last=2, best=1, by=LOSS), max_epochs=3)
     assert kept(tmp_path) == {10: ({"1 epoch"}, {LOSS}), 15: ({"1 epoch", ""}, set())}
     # More policies: what no interval of now has made counts for the first.
@@ -144,7 +184,7 @@ def test_a_run_goes_on_under_other_policies(tmp_path: Path) -> None:
     assert kept(tmp_path) == {10: (set(), {LOSS}), 20: (set(), {ACCURACY}), 30: ({""}, {"train/loss"})}
 
 
-def test_the_best_is_asked_for_by_its_metric_where_several_rank(tmp_path: Path) -> None:
+def test_best_is_asked_for_by_its_metric_where_several_rank(tmp_path: Path) -> None:
     result = fit(tmp_path, ALL)
     for trainer in (quiet(run_dir=tmp_path, checkpoint=ALL), quiet(run_dir=tmp_path, checkpoint=True)):
         a, b = (f"'best:{by}'" for by in (ACCURACY, LOSS))
@@ -164,34 +204,39 @@ def test_the_best_is_asked_for_by_its_metric_where_several_rank(tmp_path: Path) 
         quiet(run_dir=tmp_path, max_epochs=1).fit(Regression(), pairs(), resume=f"best:{LOSS}")
 
 
-@pytest.mark.parametrize(
-    ("policies", "message"),
-    [
-        ([], "or more, not an empty list; checkpoint=False saves none$"),
-        ([ROLLING, "async"], "takes one CheckpointConfig or more, not 'async'"),
-        ([ROLLING, dataclasses.replace(LOWEST, asynchronous=True)], "asynchronous=False in the first"),
-        ([ROLLING, dataclasses.replace(LOWEST, directory="x")], "directory=None in the first.*number 2"),
-        ([ROLLING, dataclasses.replace(LOWEST, resumable=False)], "resumable=True in the first"),
-        ([ROLLING, dataclasses.replace(LOWEST, parameters="trainable")], "parameters=None in the first"),
-        ([ROLLING, dataclasses.replace(LOWEST, name="{epoch}")], "name=None in the first"),
-        ([ROLLING, CheckpointConfig()], "number 2 of checkpoint= does not say how many it keeps by"),
-        ([LOWEST, dataclasses.replace(LOWEST, mode="max")], "rank by 'validation/loss' with mode='min' and"),
-    ],
-)  # fmt: skip
-def test_policies_that_do_not_go_together_are_refused(policies: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Trainer(max_epochs=1, checkpoint=policies)
+def test_policies_that_do_not_go_together_are_refused() -> None:
+    def given(*others: Any, **changes: Any) -> Any:
+        policies = [ROLLING, dataclasses.replace(LOWEST, **changes)] if changes else list(others)
+        return lambda: Trainer(max_epochs=1, checkpoint=policies)
 
-
-def test_a_list_of_one_is_that_one() -> None:
+    maximum = dataclasses.replace(LOWEST, mode="max")
+    table: dict[str, tuple[Any, ...]] = {
+        "none": (given(), "empty list", "checkpoint=False saves none"),
+        "a word": (given(ROLLING, "async"), "'async'"),
+        "asynchronous": (given(asynchronous=True), "asynchronous=False in the first"),
+        "directory": (given(directory="x"), "directory=None in the first", "number 2"),
+        "resumable": (given(resumable=False), "resumable=True in the first"),
+        "parameters": (given(parameters="trainable"), "parameters=None in the first"),
+        "name": (given(name="{epoch}"), "name=None in the first"),
+        "number": (given(ROLLING, CheckpointConfig()), "number 2", "how many it keeps"),
+        "mode": (given(LOWEST, maximum), "'validation/loss' with mode='min' and"),
+    }
+    for name in ("", 3, "{epoch", "{}", "{epoch!r}", "{validation/loss:d}", "a/b", "{epoch}.bad", "x" * 101):
+        table[f"name {name!r}"] = (lambda name=name: CheckpointConfig(name=name), "name")
+    table["step"] = (lambda: CheckpointConfig(name="{step}"), "leave out {step}")
+    assert_refused(ConfigError, table)
     assert Trainer(max_epochs=1, checkpoint=[CheckpointConfig()]).checkpoint == CheckpointConfig()
 
 
-def test_a_misspelt_metric_of_any_policy_ends_the_run_saved(tmp_path: Path) -> None:
+def test_a_misspelt_metric_of_any_policy_or_name_ends_the_run_saved(tmp_path: Path) -> None:
     wrong = CheckpointConfig(every=None, keep_last=0, best=1, by="validation/acuracy")
     with pytest.raises(ConfigError, match=r"'validation/acuracy'.*Did you mean 'validation/accuracy'"):
-        fit(tmp_path, [ROLLING, LOWEST, wrong])
-    assert saved(tmp_path)[-1] == 5
+        fit(tmp_path / "by", [ROLLING, LOWEST, wrong])
+    assert saved(tmp_path / "by")[-1] == 5
+    named = CheckpointConfig(best=0, name="{validation/acuracy:.2f}")
+    with pytest.raises(ConfigError, match=r"by 'validation/acuracy'.*Did you mean 'validation/acc"):
+        fit(tmp_path / "name", named)
+    assert saved(tmp_path / "name")[-1] == 5
 
 
 def test_a_metric_of_training_and_one_of_validation_rank_side_by_side(tmp_path: Path) -> None:
@@ -203,29 +248,20 @@ def test_a_metric_of_training_and_one_of_validation_rank_side_by_side(tmp_path: 
 
 def test_the_plan_shows_each_interval(tmp_path: Path) -> None:
     plan = quiet(max_epochs=6, checkpoint=ALL).plan(Planted(), pairs(10), pairs(2))
-    assert [str(each.every) for each in (plan.saving, *plan.also_saving)] == [
-        "3 steps and the end of the run",
-        "2 epochs",
-    ]
+    shown = [str(each.every) for each in (plan.saving, *plan.also_saving)]
+    assert shown == ["3 steps and the end of the run", "2 epochs"]
     long = CheckpointConfig(every="20 epochs", best=0)
     plan = quiet(max_epochs=6, checkpoint=[ROLLING, long]).plan(Planted(), pairs(10), pairs(2))
     assert any("every=20 epochs is longer than the run" in each for each in plan.warnings)
 
 
-# Names.
-
-
 def test_names_have_values_and_nothing_is_looked_up_by_them(tmp_path: Path) -> None:
-    named = CheckpointConfig(
-        every="5 steps", keep_last=None, best=1, by=LOSS, name="epoch={epoch:02d}-{validation/loss:.3f}"
-    )
+    name = "epoch={epoch:02d}-{validation/loss:.3f}"
+    named = CheckpointConfig(every="5 steps", keep_last=None, best=1, by=LOSS, name=name)
     result = fit(tmp_path, named, max_epochs=3)
     names = sorted(path.name for path in (tmp_path / "checkpoints").glob("update-*"))
-    assert names == [
-        "update-00000005-epoch=01-5.000",
-        "update-00000010-epoch=02-1.000",
-        "update-00000015-epoch=03-3.000",
-    ]
+    values = ("05-epoch=01-5.000", "10-epoch=02-1.000", "15-epoch=03-3.000")
+    assert names == [f"update-000000{each}" for each in values]
     assert Path(result.best_checkpoint).name == names[1]
     assert fit(tmp_path, named, max_epochs=4, resume="auto").progress.updates == 20
     (tmp_path / "checkpoints" / names[1]).rename(tmp_path / "moved")  # as a user who renames one
@@ -248,115 +284,29 @@ def test_a_value_that_has_not_come_is_none_and_one_that_is_odd_is_made_safe(tmp_
     assert rendered_name(None, {}, 0) == ""
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("", "must be a text"),
-        (3, "must be a text"),
-        ("{epoch", "is malformed"),
-        ("{}", "a pair of braces must have a name"),
-        ("{epoch!r}", "must have a name, and at most a format"),
-        ("{validation/loss:d}", "is malformed.*Unknown format code 'd'"),
-        ("a/b", "adds 'a/b'"),
-        ("../{epoch}", "letters, digits and '_=\\+-'"),
-        ("{epoch}.bad", "adds '0.bad'"),
-        ("x" * 101, "at most 100 letters"),
-        ("{step}", r"leave out \{step\}: each name begins with the update's number"),
-    ],
-)
-def test_a_name_that_no_directory_may_have_is_refused(name: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        CheckpointConfig(name=name)
-
-
-def test_a_name_with_a_misspelt_metric_ends_the_run_saved(tmp_path: Path) -> None:
-    named = CheckpointConfig(best=0, name="{validation/acuracy:.2f}")
-    with pytest.raises(
-        ConfigError, match=r"names checkpoints by 'validation/acuracy'.*Did you mean 'validation/acc"
-    ):
-        fit(tmp_path, named)
-    assert saved(tmp_path)[-1] == 5
-
-
 # Several ranks.
 
 
-def fit_on_two(run_dir: Path, asynchronous: bool) -> tuple[dict[str, str], str]:
-    policies = [dataclasses.replace(each, asynchronous=asynchronous) for each in ALL]
-    result = fit(run_dir, policies, strategy="fsdp", devices=2, max_epochs=6)
-    return result.best_checkpoints, str(result.last_checkpoint)
+def fit_on_two(run_dir: Path) -> Any:
+    found = []
+    for asynchronous in (False, True):
+        policies = [dataclasses.replace(each, asynchronous=asynchronous) for each in ALL]
+        folder = run_dir / str(asynchronous)
+        result = fit(folder, policies, strategy="fsdp", devices=2, max_epochs=6)
+        found.append((result.best_checkpoints, str(result.last_checkpoint)))
+    return found
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_two_ranks_that_save_their_shards_keep_the_same(tmp_path: Path, asynchronous: bool) -> None:
-    first, second = run_distributed(fit_on_two, tmp_path, asynchronous, world_size=2)
+@pytest.mark.landing
+def test_two_ranks_that_save_their_shards_keep_the_same(tmp_path: Path) -> None:
+    first, second = on_two_ranks(fit_on_two, tmp_path)
     assert first == second
-    assert kept(tmp_path) == KEPT
-    entries = read_index(str(tmp_path / "checkpoints")) or []
-    assert {path.name for path in (tmp_path / "checkpoints").glob("update-*")} == {
-        each.name for each in entries
-    }
-    for each in entries:
-        assert len(list((tmp_path / "checkpoints" / each.name).glob("model-0000?-of-00002.safetensors"))) == 2
-    for path in first[0].values():
+    for name in ("False", "True"):
+        assert kept(tmp_path / name) == KEPT
+        folder = tmp_path / name / "checkpoints"
+        entries = read_index(str(folder)) or []
+        assert {path.name for path in folder.glob("update-*")} == {each.name for each in entries}
+        for each in entries:
+            assert len(list((folder / each.name).glob("model-0000?-of-00002.safetensors"))) == 2
+    for path in first[0][0].values():
         Planted().load_weights(path)
-
-
-# Kills both ranks when rank 0 is about to commit or to remove a checkpoint.
-KILLED = """
-import dataclasses, os, signal, sys
-from pathlib import Path
-from tests.callbacks.test_checkpoint_policies import ALL, fit
-from drivetrain.checkpoint.saving import io
-
-moment, name, asynchronous = sys.argv[1:]
-
-def deadly(act):
-    def wrapped(*arguments):
-        if name in str([getattr(each, "final", each) for each in arguments]):
-            os.killpg(0, signal.SIGKILL)
-        return act(*arguments)
-    return wrapped
-
-if moment == "commit":
-    io._commit = deadly(io._commit)
-elif moment == "remove":
-    io.DirectoryCheckpointIO.remove = deadly(io.DirectoryCheckpointIO.remove)
-policies = [dataclasses.replace(each, asynchronous=bool(asynchronous)) for each in ALL]
-fit(Path("run"), policies, resume="auto", strategy="fsdp", devices=2)
-"""
-
-
-def run_killed(folder: Path, *words: str) -> int:
-    folder.mkdir(exist_ok=True)
-    (folder / "program.py").write_text(KILLED, encoding="utf-8")
-    root = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    process = Forked(["program.py", *words], folder, {**undisturbed(), "PYTHONPATH": path})
-    process.communicate(timeout=120)
-    return process.returncode
-
-
-@pytest.mark.full
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
-@pytest.mark.parametrize("asynchronous", ["", "1"])
-def test_ranks_that_are_killed_in_a_save_resume_to_what_the_undisturbed_ones_keep(
-    tmp_path: Path, asynchronous: str
-) -> None:
-    assert run_killed(tmp_path / "straight", "never", "", asynchronous) == 0
-    parts = tmp_path / "parts"
-    # Update 10 is for three policies at once; 5 is the best by the loss until then.
-    for moment, name in (
-        ("commit", "update-00000010"),
-        ("remove", "update-00000005"),
-        ("commit", "00000027"),
-    ):
-        assert run_killed(parts, moment, name, asynchronous) == -signal.SIGKILL
-    assert run_killed(parts, "never", "", asynchronous) == 0
-    assert kept(parts / "run") == kept(tmp_path / "straight" / "run") == KEPT
-    assert saved(parts / "run") == [*KEPT]
-    task, straight = Planted(), Planted()
-    task.load_weights(parts / "run")
-    straight.load_weights(tmp_path / "straight" / "run")
-    assert weights(task) == weights(straight)

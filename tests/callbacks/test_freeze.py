@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.support.messages import warned
 from tests.support.outcome import outcome, weights
+from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Duel, duels, pairs, quiet
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -25,13 +26,11 @@ from drivetrain import (
     LossSpike,
     OptimizerConfig,
     ParameterGroup,
-    Precision,
     Run,
     TaskModule,
     WeightAverage,
 )
 from drivetrain.checkpoint.weights.load import load_weights
-from drivetrain.testing import run_distributed
 from drivetrain.testing.strategies.job import StopAfter
 
 
@@ -48,17 +47,17 @@ class Net(TaskModule):
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            self.encoder = nn.Sequential(
-                nn.Linear(4, 8), norm(8), nn.Tanh(), nn.Linear(8, 8), nn.Dropout(dropout)
-            )
+            layers = nn.Linear(4, 8), norm(8), nn.Tanh(), nn.Linear(8, 8), nn.Dropout(dropout)
+            self.encoder = nn.Sequential(*layers)
             self.head = nn.Linear(8, 1)
         self.optimizer = optimizer
+        self.breaks: dict[int, float] = {}  # factors of the loss by update, each used once
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.encoder(x))
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        return F.mse_loss(outputs, batch[1])
+        return F.mse_loss(outputs, batch[1]) * self.breaks.pop(self.progress.updates, 1.0)
 
     def configure_optimizers(self) -> OptimizerConfig:
         if not isinstance(self.optimizer, str):
@@ -69,6 +68,7 @@ class Net(TaskModule):
 
 FIRST, SECOND = ("encoder.0.weight", "encoder.0.bias"), ("encoder.3.weight", "encoder.3.bias")
 NORM, HEAD = ("encoder.1.weight", "encoder.1.bias"), ("head.weight", "head.bias")
+ALL = {*FIRST, *NORM, *SECOND, *HEAD}
 
 
 class Seen(Callback):
@@ -103,27 +103,15 @@ def fitted(freeze: Any, task: TaskModule | None = None, data: Any = None, **opti
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "muon"])
-@pytest.mark.parametrize(
-    ("until", "frozen"),
-    [
-        ("7 steps", 7),
-        (7, 7),
-        ("1 epoch", 10),
-        ("0.25 epochs", 3),
-        ("1.5 epochs", 15),
-        ("9 samples", 5),
-        (None, 30),
-    ],
-)
-def test_frozen_parameters_move_from_their_point_on(until: Any, frozen: int, name: str) -> None:
-    if name == "muon" and until != "7 steps":
-        return
+def test_frozen_parameters_move_from_their_point_on(name: str) -> None:
     optimizer = OptimizerConfig("muon", lr=0.02, weight_decay=0.1) if name == "muon" else name
+    points: dict[Any, int] = {"7 steps": 7, "1 epoch": 10, "0.25 epochs": 3, "9 samples": 5, None: 30}
     start = dict(Net().named_parameters())
-    _, seen = fitted(Freeze("encoder", until=until), Net(optimizer))
-    assert seen.movers()[: frozen - 1] == [set(HEAD)] * (frozen - 1)
-    assert all(torch.equal(seen.after[frozen - 1][each], start[each]) for each in (*FIRST, *NORM, *SECOND))
-    assert seen.movers()[frozen - 1 :] == [set(start)] * (30 - frozen)
+    for until, frozen in points.items():
+        _, seen = fitted(Freeze("encoder", until=until), Net(optimizer))
+        assert seen.movers()[: frozen - 1] == [set(HEAD)] * (frozen - 1)
+        assert all(torch.equal(seen.after[frozen - 1][each], start[each]) for each in ALL - {*HEAD})
+        assert seen.movers()[frozen - 1 :] == [ALL] * (30 - frozen)
 
 
 def by_hand(points: Mapping[str, int], name: str, updates: int) -> tuple[Net, list[float]]:
@@ -134,9 +122,8 @@ def by_hand(points: Mapping[str, int], name: str, updates: int) -> tuple[Net, li
     norms, batches = [], list(pairs(20))
     for update in range(updates):
         for parameter_name, each in task.named_parameters():
-            each.requires_grad_(
-                not any(parameter_name.startswith(p) and update < until for p, until in points.items())
-            )
+            frozen = any(parameter_name.startswith(p) and update < until for p, until in points.items())
+            each.requires_grad_(not frozen)
         batch = batches[update % 10]
         optimizer.zero_grad()
         task.loss(task(batch[0]), batch).backward()
@@ -155,31 +142,22 @@ def test_gradual_unfreezing_is_that_of_a_loop_by_hand(name: str) -> None:
     assert seen.norms == pytest.approx(norms, rel=1e-5)
 
 
-class Optimizers(Callback):
-    """What the optimizer has after some update."""
+@pytest.mark.parametrize("until", [None, "1 epoch"])
+def test_what_is_frozen_for_the_whole_fit_is_in_no_optimizer(until: str | None) -> None:
+    found: dict[str, set[str]] = {}
 
-    def __init__(self, update: int) -> None:
-        self.update = update
-        self.of: dict[str, set[str]] = {}
-
-    def on_step_end(self, run: Run) -> None:
-        if run.progress.updates == self.update:
+    def look(run: Run) -> None:
+        if run.progress.updates == 5:
             names = {each: name for name, each in run.task.named_parameters()}
             (updater,) = run.engine.updaters.values()
             groups = updater.optimizer.param_groups
-            self.of["parameters"] = {names[each] for group in groups for each in group["params"]}
-            self.of["state"] = {names[each] for each in updater.optimizer.state}
-            self.of["gradients"] = {names[each] for each in names if each.grad is not None}
+            found["parameters"] = {names[each] for group in groups for each in group["params"]}
+            found["state"] = {names[each] for each in updater.optimizer.state}
+            found["gradients"] = {names[each] for each in names if each.grad is not None}
 
-
-@pytest.mark.parametrize("until", [None, "1 epoch"])
-def test_what_is_frozen_for_the_whole_fit_is_in_no_optimizer(until: str | None) -> None:
-    found = Optimizers(5)
-    fitted(Freeze("encoder", until=until), callbacks=[found])
-    everything = {name for name, _ in Net().named_parameters()}
-    assert found.of["parameters"] == (set(HEAD) if until is None else everything)
-    assert found.of["state"] == set(HEAD)
-    assert found.of["gradients"] == set()
+    fitted(Freeze("encoder", until=until), callbacks=[LambdaCallback(on_step_end=look)])
+    in_optimizer = set(HEAD) if until is None else ALL
+    assert found == {"parameters": in_optimizer, "state": set(HEAD), "gradients": set()}
 
 
 def test_patterns_name_parameters_and_modules_and_the_first_match_wins() -> None:
@@ -196,39 +174,33 @@ def test_patterns_name_parameters_and_modules_and_the_first_match_wins() -> None
 # What a fit leaves behind.
 
 
-def test_after_the_fit_all_is_as_before() -> None:
+def flags(task: nn.Module) -> Any:
+    modes = {name: each.training for name, each in task.named_modules()}
+    return modes, {name: each.requires_grad for name, each in task.named_parameters()}
+
+
+def test_after_a_fit_or_an_error_all_is_as_before() -> None:
     task = Net(norm=nn.BatchNorm1d)
     task.encoder[3].bias.requires_grad_(False)
     task.encoder[4].eval()
-    before = flags(task)
+    before, start = flags(task), weights(task.encoder[3])
     freeze = Freeze({"encoder.0": "5 steps", "encoder": None})
-    start = weights(task.encoder[3])
     for _ in range(2):  # the second fit by the same callback
         _, seen = fitted(freeze, task)
         assert flags(task) == before
         assert seen.movers()[2] == set(HEAD)
         assert seen.movers()[7] == {*FIRST, *HEAD}
     assert weights(task.encoder[3]) == start
+    for until in (None, "1 epoch"):
 
-
-def flags(task: nn.Module) -> Any:
-    modes = {name: each.training for name, each in task.named_modules()}
-    return modes, {name: each.requires_grad for name, each in task.named_parameters()}
-
-
-@pytest.mark.parametrize("until", [None, "1 epoch"])
-def test_an_error_leaves_all_as_before(until: str | None) -> None:
-    class Fails(Net):
-        def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-            if self.progress.updates == 3:
+        def fail(run: Run) -> None:
+            if run.progress.updates == 3:
                 raise ValueError("broken")
-            return super().loss(outputs, batch)
 
-    task = Fails(norm=nn.BatchNorm1d)
-    before = flags(task)
-    with pytest.raises(ValueError, match="broken"):
-        fitted(Freeze("encoder", until=until), task)
-    assert flags(task) == before
+        failing = LambdaCallback(on_step_start=fail)
+        with pytest.raises(ValueError, match="broken"):
+            fitted(Freeze("encoder", until=until), task, callbacks=[failing])
+        assert flags(task) == before
 
 
 # Modules with running statistics.
@@ -250,13 +222,6 @@ class Statistics(nn.Module):
         return x + self.instance(x[..., None].expand(-1, -1, 2)).sum(-1)
 
 
-class TurnsOn(Callback):
-    """Puts the task in training mode, as users' code does."""
-
-    def on_epoch_start(self, run: Run) -> None:
-        run.task.train()
-
-
 def buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: each.clone() for name, each in module.named_buffers()}
 
@@ -266,25 +231,15 @@ def test_statistics_of_frozen_parts_stay_through_validations_and_train() -> None
     with torch.random.fork_rng():
         torch.manual_seed(0)
         task = Net(norm=Statistics)
-    before = buffers(task)
-    data, seen = pairs(20, 4), Seen()
-    trainer = quiet(max_epochs=3, validate_every="2 steps", callbacks=[Freeze("encoder"), TurnsOn(), seen])
+    before, data = buffers(task), pairs(20, 4)
+    turn_on = LambdaCallback(on_epoch_start=lambda run: run.task.train())  # as users' code does
+    trainer = quiet(max_epochs=3, validate_every="2 steps", callbacks=[Freeze("encoder"), turn_on])
     trainer.fit(task, data, pairs(4))
     assert all(torch.equal(now, before[name]) for name, now in buffers(task).items())
     assert all(each.training for each in task.modules())
-    quiet(max_epochs=3, callbacks=[Freeze("encoder", until="1 epoch"), TurnsOn()]).fit(task, data)
+    quiet(max_epochs=3, callbacks=[Freeze("encoder", until="1 epoch"), turn_on]).fit(task, data)
     counted = {name: now for name, now in buffers(task).items() if not name.endswith("num_batches_tracked")}
     assert not any(torch.equal(now, before[name]) for name, now in counted.items())
-
-
-class Modes(Callback):
-    """The modes of the encoder's modules in each update."""
-
-    def __init__(self) -> None:
-        self.of: list[list[bool]] = []
-
-    def on_micro_batch_end(self, run: Run) -> None:
-        self.of.append([each.training for each in run.task.encoder])
 
 
 def test_a_norm_is_in_evaluation_mode_only_while_all_of_it_is_frozen() -> None:
@@ -293,71 +248,50 @@ def test_a_norm_is_in_evaluation_mode_only_while_all_of_it_is_frozen() -> None:
         (Freeze({"encoder.1.weight": "6 steps", "encoder": "11 steps"}), [False] * 6 + [True] * 9),
         (Freeze("encoder", exclude="encoder.1"), [True] * 15),
     ):
-        modes = Modes()
-        fitted(freeze, Net(norm=nn.BatchNorm1d, dropout=0.1), pairs(20, 4), callbacks=[modes])
-        assert [each[1] for each in modes.of] == expected
-        assert all(each[4] for each in modes.of)  # dropout stays
+        modes: list[list[bool]] = []
+        note = LambdaCallback(
+            on_micro_batch_end=lambda run, modes=modes: modes.append([e.training for e in run.task.encoder])
+        )
+        fitted(freeze, Net(norm=nn.BatchNorm1d, dropout=0.1), pairs(20, 4), callbacks=[note])
+        assert [each[1] for each in modes] == expected
+        assert all(each[4] for each in modes)  # dropout stays
 
 
 # Resumes.
 
 
-def resumable(folder: Path, name: str, stop: int = 13, resume: str | None = None, **options: Any) -> Any:
+def resumable(folder: Path, stop: int = 13, resume: str | None = None) -> Any:
     freeze = Freeze({"encoder.0": "8 steps", "encoder": "1 epoch"})
-    task = Net(name, nn.BatchNorm1d, dropout=0.2)
-    trainer = quiet(
-        max_steps=13,
-        run_dir=folder,
-        checkpoint=True,
-        validate_every="3 steps",
-        **{"loggers": ("jsonl", "csv"), "log_every": 2, "callbacks": [freeze, StopAfter(stop)], **options},
-    )
+    task = Net("adamw", nn.BatchNorm1d, dropout=0.2)
+    options: Any = {"max_steps": 13, "checkpoint": True, "validate_every": "3 steps", "log_every": 2}
+    trainer = quiet(**options, run_dir=folder, loggers=("jsonl", "csv"), callbacks=[freeze, StopAfter(stop)])
     trainer.fit(task, pairs(20, 4, shuffle=True), pairs(4), resume=resume)
     return weights(task)
 
 
-@pytest.mark.parametrize("name", [pytest.param("sgd", marks=pytest.mark.full), "adamw"])
-def test_a_resume_before_at_and_after_an_unfreezing_is_bitwise(name: str, tmp_path: Path) -> None:
-    straight = resumable(tmp_path / "straight", name)
+def test_resume_before_at_and_after_an_unfreezing_is_bitwise(tmp_path: Path) -> None:
+    straight = resumable(tmp_path / "straight")
     whole = outcome(tmp_path / "straight")
     for updates in (3, 5, 8, 9):
         folder = tmp_path / str(updates)
-        resumable(folder, name, updates)
-        assert resumable(folder, name, resume="auto") == straight
+        resumable(folder, updates)
+        # A checkpoint has the state of what has trained.
+        names = {each.rpartition("/")[0] for each in outcome(folder)["optimizer"]}
+        assert names == ({*HEAD} if updates < 6 else ALL - {*FIRST} if updates < 9 else ALL)
+        assert resumable(folder, resume="auto") == straight
         found = outcome(folder)
         for part in ("weights", "optimizer", "progress", "model.safetensors"):
             assert found[part] == whole[part]
 
 
-def test_a_checkpoint_has_the_state_of_what_has_trained(tmp_path: Path) -> None:
-    for updates, names in ((4, set(HEAD)), (9, set(dict(Net().named_parameters())))):
-        folder = tmp_path / str(updates)
-        resumable(folder, "adamw", updates)
-        stored = outcome(folder)["optimizer"]
-        assert {each.rpartition("/")[0] for each in stored} == names
-
-
-def test_a_rollback_freezes_again(tmp_path: Path) -> None:
-    class Spoiled(Net):
-        spoils = True
-
-        def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-            loss = super().loss(outputs, batch)
-            if self.progress.updates == 15 and self.spoils:
-                self.spoils = False
-                return loss * float("nan")
-            return loss
-
-    _, seen = fitted(
-        Freeze("encoder", until="14 steps"),
-        Spoiled(),
-        max_epochs=None,
-        max_steps=20,
-        run_dir=tmp_path,
-        checkpoint=CheckpointConfig(every="13 steps"),
-        callbacks=[LossSpike(window=10, threshold=1e6)],
-        log_every=1,
-    )
+def test_rollback_freezes_again(tmp_path: Path) -> None:
+    task = Net()
+    task.breaks = {15: float("nan")}
+    policy = CheckpointConfig(every="13 steps")
+    options: Any = {"max_epochs": None, "max_steps": 20, "log_every": 1, "checkpoint": policy}
+    callbacks = [LossSpike(window=10, threshold=1e6)]
+    freeze = Freeze("encoder", until="14 steps")
+    _, seen = fitted(freeze, task, run_dir=tmp_path, callbacks=callbacks, **options)
     assert len(seen.after) == 23  # 16, and 7 again from the thirteenth on
     for name in ("encoder.0.weight", "encoder.3.bias"):
         assert not torch.equal(seen.after[14][name], seen.after[12][name])
@@ -365,38 +299,30 @@ def test_a_rollback_freezes_again(tmp_path: Path) -> None:
         assert not torch.equal(seen.after[17][name], seen.after[16][name])
 
 
-def _on_a_rank(folder: str, strategy: str) -> Any:
-    straight = on_ranks(Path(folder) / "straight", strategy)
-    resumed = []
-    for updates in (3, 5):
-        on_ranks(Path(folder) / str(updates), strategy, updates)
-        resumed.append(on_ranks(Path(folder) / str(updates), strategy, resume="auto"))
-    return straight, resumed
-
-
-def on_ranks(folder: Path, strategy: str, stop: int = 9, resume: str | None = None, devices: int = 2) -> Any:
-    task, freeze = Net(dropout=0.0), Freeze({"encoder.0": "7 steps", "encoder": "1 epoch"})
-    trainer = quiet(
-        max_steps=9,
-        max_grad_norm=0.5,
-        strategy=strategy,
-        devices=devices,
-        run_dir=folder,
-        checkpoint=True,
-        callbacks=[freeze, StopAfter(stop)],
-    )
-    trainer.fit(task, pairs(20, 4 // devices), resume=resume)
+def on_ranks(folder: Path, stop: int = 9, resume: str | None = None, **more: Any) -> Any:
+    task, freeze = Net(), Freeze({"encoder.0": "7 steps", "encoder": "1 epoch"})
+    options: Any = {"max_steps": 9, "max_grad_norm": 0.5, "checkpoint": True, **more}
+    trainer = quiet(**options, run_dir=folder, callbacks=[freeze, StopAfter(stop)])
+    trainer.fit(task, pairs(20, 4 // more.get("devices", 1)), resume=resume)
     return {name: each.tolist() for name, each in task.state_dict().items()}
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.full), "fsdp"])
+def straight_and_resumed(folder: Path, strategy: str) -> Any:
+    more: Any = {"strategy": strategy, "devices": 2}
+    found = [on_ranks(folder / "straight", **more)]
+    for updates in (3, 5):
+        on_ranks(folder / str(updates), updates, **more)
+        found.append(on_ranks(folder / str(updates), resume="auto", **more))
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_ranks_have_the_weights_of_one_process_and_resume_bitwise(strategy: str, tmp_path: Path) -> None:
-    first, second = run_distributed(_on_a_rank, str(tmp_path), strategy, timeout=180)
+    first, second = on_two_ranks(straight_and_resumed, tmp_path, strategy)
     assert first == second
-    straight, resumed = first
+    straight, *resumed = first
     assert resumed == [straight, straight]
-    alone = on_ranks(tmp_path / "alone", "cpu", devices=1)
-    for name, value in alone.items():
+    for name, value in on_ranks(tmp_path / "alone").items():
         torch.testing.assert_close(torch.tensor(straight[name]), torch.tensor(value), rtol=1e-6, atol=1e-6)
 
 
@@ -410,32 +336,28 @@ def test_two_ranks_have_the_weights_of_one_process_and_resume_bitwise(strategy: 
         {"gradient_accumulation_steps": 2},
         {"memory": {"activation_checkpointing": ("encoder.3",)}},
         {"memory": {"release_gradients": True}, "max_grad_norm": None},
-        {"precision": "bf16-mixed"},
         {"precision": "bf16-true"},
-        {"precision": Precision("kept", param_dtype=torch.bfloat16, updates="master")},
         {"max_grad_norm": None, "max_grad_value": 0.1},
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_frozen_parameters_stay_with_every_kind_of_update(options: dict[str, Any], name: str) -> None:
+def test_frozen_parameters_stay_with_every_kind_of_update(options: dict[str, Any]) -> None:
     freeze = Freeze({"encoder.0": "5 steps", "encoder": "2 steps"})
-    _, seen = fitted(freeze, Net(name), max_epochs=2, **options)
-    start, last = seen.after[0], seen.after[4]
-    assert all(torch.equal(seen.after[1][each], start[each]) for each in (*FIRST, *NORM, *SECOND))
-    assert all(torch.equal(last[each], start[each]) for each in FIRST)
-    steps = [{*NORM, *SECOND, *HEAD}, {*FIRST, *NORM, *SECOND, *HEAD}]
-    if "gradient_accumulation_steps" not in options and options.get("precision") in (None, "bf16-mixed"):
-        assert seen.movers()[3:6] == [steps[0], steps[1], steps[1]]
+    for name in ("sgd", "adamw"):
+        _, seen = fitted(freeze, Net(name), max_epochs=2, **options)
+        start, last = seen.after[0], seen.after[4]
+        assert all(torch.equal(seen.after[1][each], start[each]) for each in ALL - {*HEAD})
+        assert all(torch.equal(last[each], start[each]) for each in FIRST)
+        if "gradient_accumulation_steps" not in options and "precision" not in options:
+            assert seen.movers()[3:6] == [ALL - {*FIRST}, ALL, ALL]
 
 
-@pytest.mark.full
 def test_compiled_blocks_are_compiled_again_for_what_is_unfrozen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.hub.tqdm.monitor_interval", 0)  # torch's compiler would begin its thread
     freeze = {"encoder.0": "5 steps", "encoder": "2 steps"}
     plain, _ = fitted(Freeze(freeze), max_epochs=1)
-    task, seen = fitted(Freeze(freeze), max_epochs=1, compile={"backend": "aot_eager", "scope": "task"})
-    assert seen.movers()[3:5] == [{*NORM, *SECOND, *HEAD}, set(dict(plain.named_parameters()))]
+    task, seen = fitted(Freeze(freeze), max_epochs=1, compile={"backend": "eager", "scope": "task"})
+    assert seen.movers()[3:5] == [ALL - {*FIRST}, ALL]
     for name, each in plain.named_parameters():
         torch.testing.assert_close(task.get_parameter(name), each, rtol=1e-5, atol=1e-6)
 
@@ -444,29 +366,19 @@ def test_averages_of_frozen_weights_are_these_and_their_statistics_are_not_renew
     for kind in ("ema", "swa"):
         task = Net(norm=nn.BatchNorm1d)
         start = {name: each.clone() for name, each in task.state_dict().items()}
-        average = WeightAverage(kind, every="1 step")
-        fitted(
-            Freeze("encoder", until="29 steps"),
-            task,
-            pairs(20, 4),
-            callbacks=[average, StopAfter(12)],
-            max_epochs=6,
-        )
+        callbacks = [WeightAverage(kind, every="1 step"), StopAfter(12)]
+        fitted(Freeze("encoder", until="29 steps"), task, pairs(20, 4), callbacks=callbacks, max_epochs=6)
         for name, each in task.encoder.state_dict(prefix="encoder.").items():
             assert torch.equal(each, start[name])
         assert not torch.equal(task.head.weight, start["head.weight"])
 
 
-def test_a_checkpoint_of_trained_parameters_leaves_out_what_is_frozen_for_the_whole_fit(
+def test_a_checkpoint_of_trainable_parameters_leaves_out_what_is_frozen_for_the_whole_fit(
     tmp_path: Path,
 ) -> None:
     policy = CheckpointConfig(parameters="trainable")
-    trainer = quiet(
-        max_steps=4,
-        run_dir=tmp_path,
-        checkpoint=policy,
-        callbacks=[Freeze({"encoder.3": "2 steps", "encoder": None})],
-    )
+    callbacks = [Freeze({"encoder.3": "2 steps", "encoder": None})]
+    trainer = quiet(max_steps=4, run_dir=tmp_path, checkpoint=policy, callbacks=callbacks)
     result = trainer.fit(Net(), pairs(20))
     assert set(load_weights(result.last_checkpoint)) == {*SECOND, *HEAD}
     task = Net.from_checkpoint(result.last_checkpoint)
@@ -474,15 +386,12 @@ def test_a_checkpoint_of_trained_parameters_leaves_out_what_is_frozen_for_the_wh
     assert torch.equal(task.head.weight, load_weights(result.model_path)["head.weight"])
 
 
-def test_norms_of_gradients_come_for_layers_that_are_unfrozen() -> None:
+def test_gradient_norms_come_for_layers_that_are_unfrozen() -> None:
     logged: list[dict[str, float]] = []
-
-    class Notes(Callback):
-        def on_log(self, run: Run) -> None:
-            logged.append(dict(run.logged))
-
-    callbacks = [GradientNorms(per_layer=True), Notes()]
-    fitted(Freeze("encoder", until="3 steps"), max_steps=6, max_epochs=None, log_every=1, callbacks=callbacks)
+    notes = LambdaCallback(on_log=lambda run: logged.append(dict(run.logged)))
+    options: Any = {"max_steps": 6, "max_epochs": None, "log_every": 1}
+    callbacks = [GradientNorms(per_layer=True), notes]
+    fitted(Freeze("encoder", until="3 steps"), callbacks=callbacks, **options)
     layer = [each["gradients/norm/encoder.0"] for each in logged]
     assert layer[:3] == [0.0] * 3
     assert min(layer[3:6]) > 0
@@ -490,9 +399,8 @@ def test_norms_of_gradients_come_for_layers_that_are_unfrozen() -> None:
 
 
 def test_a_generator_step_trains_what_is_left_of_each_network() -> None:
-    task = Duel()
+    task, data = Duel(), DataLoader(duels(12), batch_size=4)
     start = {name: each.detach().clone() for name, each in task.named_parameters()}
-    data = DataLoader(duels(12), batch_size=4)
     points = {"*.bias": "3 steps", "generator.weight": "8 steps"}
     callbacks = [Freeze(points, exclude="generator.bias"), StopAfter(6)]
     quiet(max_epochs=3, callbacks=callbacks).fit(task, data)
@@ -502,13 +410,11 @@ def test_a_generator_step_trains_what_is_left_of_each_network() -> None:
         quiet(max_epochs=1, callbacks=[Freeze("generator", until="2 steps")]).fit(Duel(), data)
 
 
-def test_groups_give_rates_of_their_own_to_what_is_unfrozen() -> None:
-    groups = [ParameterGroup("encoder.*", lr_scale=0.1)]
-    task = Net(OptimizerConfig("sgd", lr=0.1, groups=groups))
+def test_parameter_groups_give_rates_of_their_own_to_what_is_unfrozen() -> None:
+    task = Net(OptimizerConfig("sgd", lr=0.1, groups=[ParameterGroup("encoder.*", lr_scale=0.1)]))
     start = task.encoder[0].bias.detach().clone()
-    _, seen = fitted(
-        Freeze("encoder", until="1 step"), task, max_steps=2, max_epochs=None, max_grad_norm=None
-    )
+    options: Any = {"max_steps": 2, "max_epochs": None, "max_grad_norm": None}
+    _, seen = fitted(Freeze("encoder", until="1 step"), task, **options)
     batch = list(pairs(20))[1]
     with torch.no_grad():
         for name, each in task.named_parameters():
@@ -518,108 +424,53 @@ def test_groups_give_rates_of_their_own_to_what_is_unfrozen() -> None:
     torch.testing.assert_close(seen.after[1]["encoder.0.bias"], start - 0.01 * task.encoder[0].bias.grad)
 
 
-def test_the_plan_knows_what_is_frozen() -> None:
+def test_plan_knows_what_is_frozen() -> None:
     plan = quiet(max_epochs=1, callbacks=[Freeze("encoder")]).plan(task := Net(), pairs(20))
     assert plan.trainable == 9
     assert all(each.requires_grad for each in task.parameters())
 
 
-def test_it_adapts_the_engine_at_its_points_only() -> None:
+def test_the_engine_is_adapted_at_the_points_only() -> None:
     calls: list[int] = []
 
-    class Counts(Callback):
-        def on_fit_start(self, run: Run) -> None:
-            original = run.engine.freeze
-
-            def counted(names: Any) -> None:
-                calls.append(run.progress.updates)
-                original(names)
-
-            run.engine.freeze = counted
+    def count(run: Any) -> None:
+        original = run.engine.freeze
+        run.engine.freeze = lambda names: (calls.append(run.progress.updates), original(names))
 
     freeze = Freeze({"encoder.0": "12 steps", "encoder.3": "5 steps", "encoder.1": "5 steps"})
-    task = Net()
-    quiet(max_epochs=3, callbacks=[Counts(), freeze]).fit(task, pairs(20))
+    for each in (freeze, Freeze("encoder")):
+        quiet(max_epochs=3, callbacks=[LambdaCallback(on_fit_start=count), each]).fit(Net(), pairs(20))
     assert calls == [0, 5, 12]
-    calls.clear()
-    quiet(max_epochs=3, callbacks=[Counts(), Freeze("encoder")]).fit(task, pairs(20))
-    assert calls == []
 
 
-# What is refused.
+# What is refused, or named.
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options", "message"),
-    [
-        (({},), {}, "needs a pattern"),
-        (([],), {}, r"Freeze\(patterns=\) must be a glob such as 'blocks\.\*', .* not \[\]"),
-        (({3: None},), {}, r"Freeze\(patterns=\) must be a glob .* not \[3\]"),
-        (({"encoder": None},), {"until": 3}, "leave out until="),
-        (("encoder",), {"until": "10 minutes"}, "cannot unfreeze at '10 minutes'"),
-        (("encoder",), {"until": "2 epoks"}, "Did you mean 'epochs'"),
-        (("encoder",), {"unitl": "2 epochs"}, "Did you mean 'until'"),
-        (("encoder",), {"exclude": [1]}, r"Freeze\(exclude=\) must be a glob .* not \[1\]"),
-    ],
-)
-def test_arguments_are_checked(arguments: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Freeze(*arguments, **options)
+def test_a_fit_that_freezes_without_a_meaning_is_refused() -> None:
+    frozen = Net()
+    frozen.encoder.requires_grad_(False)
+    momentum = Net(OptimizerConfig("sgd", lr=0.1, momentum=0.9, dampening=0.1))
+    whole = "freezes all 8 trainable parameters of Net"
+    for freeze, words, task in (
+        (Freeze("encodr.*"), r"'encodr\.\*' of Freeze matches no parameter.*Did you mean 'encoder", Net()),
+        (Freeze("encoder", exclude="haed"), "exclude='haed' of Freeze .*Did you mean 'head", Net()),
+        (Freeze("*"), whole, Net()),
+        (Freeze("*", until="1 epoch"), whole, Net()),
+        (Freeze({"encoder": None, "encoder.0": "1 epoch"}), r"nothing to unfreeze .* 'encoder\.0'", Net()),
+        (Freeze("encoder", until="1 epoch"), "nothing to unfreeze for the pattern 'encoder'", frozen),
+        (Freeze("encoder", until="1 epoch"), "fused=False", momentum),
+    ):
+        before = flags(task)
+        with pytest.raises(ConfigError, match=words):
+            quiet(max_epochs=1, callbacks=[freeze]).fit(task, pairs(20))
+        assert flags(task) == before
 
 
-@pytest.mark.parametrize(
-    ("freeze", "message"),
-    [
-        (
-            Freeze("encodr.*"),
-            r"the pattern 'encodr\.\*' of Freeze matches no parameter.*Did you mean 'encoder",
-        ),
-        (Freeze("encodr"), "Did you mean 'encoder'"),
-        (
-            Freeze("encoder", exclude="haed"),
-            "exclude='haed' of Freeze matches no parameter.*Did you mean 'head",
-        ),
-        (Freeze("*"), r"freezes all 8 trainable parameters of Net"),
-        (Freeze("*", until="1 epoch"), r"freezes all 8 trainable parameters of Net"),
-        (
-            Freeze({"encoder": None, "encoder.0": "1 epoch"}),
-            r"nothing to unfreeze for the pattern 'encoder\.0'",
-        ),
-    ],
-)
-def test_a_fit_without_a_meaning_is_refused(freeze: Freeze, message: str) -> None:
-    task = Net()
-    with pytest.raises(ConfigError, match=message):
-        quiet(max_epochs=1, callbacks=[freeze]).fit(task, pairs(20))
-    assert all(each.requires_grad for each in task.parameters())
-
-
-def test_what_is_not_trainable_before_is_left_so() -> None:
+def test_unfreezing_by_hand_is_refused_and_a_point_after_the_end_is_named() -> None:
     task = Net()
     task.encoder.requires_grad_(False)
-    with pytest.raises(ConfigError, match="nothing to unfreeze for the pattern 'encoder' at 1 epoch"):
-        fitted(Freeze("encoder", until="1 epoch"), task)
-
-
-def test_two_of_them_are_refused_and_a_point_after_the_end_is_named() -> None:
-    with pytest.raises(ConfigError, match="callbacks has 2 Freeze, which would undo one another"):
-        quiet(max_epochs=1, callbacks=[Freeze("encoder"), Freeze("head")])
+    thaw = LambdaCallback(on_epoch_end=lambda run: task.encoder.requires_grad_(True))
+    with pytest.raises(ConfigError, match=r"callback Freeze\('encoder\.0\.weight', until="):
+        quiet(max_epochs=3, callbacks=[thaw]).fit(task, pairs(20))
     with warned("'encoder' is frozen until 3 epochs, and this fit ends by then"):
         fitted(Freeze("encoder", until="3 epochs"))
-    task = Net()
-    momentum = OptimizerConfig("sgd", lr=0.1, momentum=0.9, dampening=0.1)
-    with pytest.raises(ConfigError, match="fused=False"):
-        fitted(Freeze("encoder", until="1 epoch"), Net(momentum))
-    with pytest.raises(ConfigError, match=r"callback Freeze\('encoder\.0\.weight', until="):
-        quiet(max_epochs=3, callbacks=[LambdaCallback(on_epoch_end=lambda run: thaw(run, task))]).fit(
-            frozen(task), pairs(20)
-        )
-
-
-def frozen(task: Net) -> Net:
-    task.encoder.requires_grad_(False)
-    return task
-
-
-def thaw(run: Run, task: Net) -> None:
-    task.encoder.requires_grad_(True)

@@ -25,16 +25,15 @@ def test_a_rank_that_is_slow_twice_in_a_row_is_named_once() -> None:
     assert second.startswith("rank 2 is slow")
     assert "1.40 times as long as the median of all ranks (1.4 s an update, not 1 s)" in second
     assert rest == [None] * 4
+    # Of two ranks it is compared with the other one; a rank stands for its copies.
+    assert "2.00 times" in str(after(Stragglers(0.5), [6.0, 12.0], [6.0, 12.0])[1])
+    assert str(after(Stragglers(0.2, copies=2), [10.0, 20.0], [10.0, 20.0])[1]).startswith("rank 2 is slow")
 
 
 def test_chance_names_nobody() -> None:
     slow = [10.0, 14.0], [14.0, 10.0]
     assert after(Stragglers(0.2), *slow, *slow) == [None] * 4, "now this one, now that one"
     assert after(Stragglers(0.2), *[[10.0, 11.9]] * 4) == [None] * 4, "not by the margin"
-
-
-def test_of_two_ranks_the_slow_one_is_compared_with_the_other() -> None:
-    assert "2.00 times" in str(after(Stragglers(0.5), [6.0, 12.0], [6.0, 12.0])[1])
 
 
 def test_less_than_ten_seconds_are_not_compared_but_counted() -> None:
@@ -44,7 +43,3 @@ def test_less_than_ten_seconds_are_not_compared_but_counted() -> None:
     found, _ = stragglers.compare([(8.0, 4.0), (12.0, 0.0)], 10)
     assert found is not None
     assert (found.slowest, found.ratio, found.waiting) == (1, 1.5, 4 / 24)
-
-
-def test_a_rank_stands_for_its_copies() -> None:
-    assert str(after(Stragglers(0.2, copies=2), [10.0, 20.0], [10.0, 20.0])[1]).startswith("rank 2 is slow")

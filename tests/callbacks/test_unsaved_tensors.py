@@ -7,47 +7,42 @@ import re
 import sys
 import weakref
 from collections import deque
-from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
-from tests.support.messages import heard, warned
+from tests.support.messages import heard
+from tests.support.ranks import on_two_ranks
 from tests.support.tasks import FEATURES, Regression, pairs, quiet
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from drivetrain import Callback, CheckpointConfig, LambdaCallback
+from drivetrain import CheckpointConfig, LambdaCallback
 from drivetrain.callbacks import unsaved_tensors
-from drivetrain.testing.distributed import run_distributed
 
 
 def told(task: Regression, run_dir: Path, every: str = "1 epoch", **options: Any) -> list[str]:
     """The warnings of a fit of two epochs, of five updates each."""
-    policy = CheckpointConfig(every=every, by=None)
+    policy, resume = CheckpointConfig(every=every, by=None), options.pop("resume", None)
+    options = {"max_epochs": 2, "checkpoint": policy, "run_dir": run_dir, **options}
     with heard() as caught:
-        quiet(**{"max_epochs": 2, "checkpoint": policy, "run_dir": run_dir, **options}).fit(
-            task, pairs(10), pairs(4)
-        )
+        quiet(**options).fit(task, pairs(10), pairs(4), resume=resume)
     return [each for each in caught if "that no checkpoint holds" in each]
 
 
 class Encoder(nn.Module):
     """An LSTM whose state goes on from batch to batch."""
 
-    hidden: tuple[Tensor, Tensor] | None
-
     def __init__(self) -> None:
         super().__init__()
         self.lstm = nn.LSTM(FEATURES, FEATURES)
-        self.hidden = None
+        self.hidden: tuple[Tensor, ...] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor
-        out, (h, c) = self.lstm(x, self.hidden)
-        self.hidden = h.detach(), c.detach()
+        out, hidden = self.lstm(x, self.hidden)
+        self.hidden = tuple(each.detach() for each in hidden)
         return out
 
 
@@ -61,12 +56,11 @@ class Recurrent(Regression):
 
 
 class Touched(Regression):
-    """Does something with itself, or with its layer, in each forward."""
+    """Does something with itself in each forward."""
 
-    def __init__(self, touch: Any) -> None:
+    def __init__(self, touch: Any = lambda task: None) -> None:
         super().__init__()
-        self.touch = touch
-        self.calls = 0
+        self.touch, self.calls = touch, 0
 
     def forward(self, features: Tensor) -> Tensor:
         self.calls += 1
@@ -74,95 +68,68 @@ class Touched(Regression):
         return super().forward(features)
 
 
-def test_the_hidden_state_of_an_lstm_is_named_once_with_what_to_do(tmp_path: Path) -> None:
-    (text,) = told(Recurrent(), tmp_path)
-    assert "'encoder.hidden' of Recurrent" in text
-    assert re.search("register_buffer.*get_extra_state.*state_dict", text)
-
-
-def replace(task: Touched) -> None:
+def replace(task: Any) -> None:
     task.kept = torch.zeros(2) + task.calls
 
 
-def add(task: Touched) -> None:
-    if task.calls == 1:
-        task.kept = torch.zeros(2)
-    task.kept += 1
+def test_hidden_state_of_an_lstm_is_named_once_in_each_fit_with_what_to_do(tmp_path: Path) -> None:
+    for epochs in (1, 2):  # the second one is resumed
+        (text,) = told(Recurrent(), tmp_path, max_epochs=epochs, resume="auto")
+        assert "'encoder.hidden' of Recurrent" in text
+        assert re.search("register_buffer.*get_extra_state.*state_dict", text)
+    assert told(Recurrent(), tmp_path, checkpoint=False) == []
 
 
-def grow(task: Touched) -> None:
-    if task.calls == 1:
-        task.kept = torch.zeros(0)
-    task.kept.resize_(task.calls)
+def test_a_tensor_that_changes_is_named_however_it_is_kept(tmp_path: Path) -> None:
+    def add(task: Any) -> None:
+        task.kept += 1
 
+    def append(task: Any) -> None:
+        task.kept.append(torch.zeros(1))
 
-def extend(task: Touched) -> None:
-    if task.calls == 1:
-        task.kept = []
-    task.kept.append(torch.zeros(1))
-
-
-def recall(task: Touched) -> None:
-    if task.calls == 1:
-        task.kept = deque(maxlen=1)
-    task.kept.append(torch.zeros(1))
-
-
-def average(task: Touched) -> None:
-    if task.calls == 1:
-        task.kept = {"mean": torch.zeros(1)}
-    task.kept["mean"].lerp_(torch.ones(1), 0.1)
-
-
-@pytest.mark.parametrize("change", [replace, add, grow, extend, recall, average])
-def test_a_tensor_that_changes_is_named_however_it_is_kept(change: Any, tmp_path: Path) -> None:
-    (text,) = told(Touched(change), tmp_path, max_epochs=1)
-    assert text.startswith("training changes tensors that no checkpoint holds: 'kept' of Touched,")
-
-
-def test_what_changes_only_where_an_epoch_ends_is_named(tmp_path: Path) -> None:
-    def change(run: Any) -> None:
-        run.task.kept += 1
-
-    task = Touched(lambda task: None)
+    for name, touch, begin in (
+        ("replace", replace, None),
+        ("add", add, torch.zeros(2)),
+        ("grow", lambda task: task.kept.resize_(task.calls), torch.zeros(0)),
+        ("append", append, []),
+        ("recall", append, deque(maxlen=1)),
+        ("average", lambda task: task.kept["mean"].lerp_(torch.ones(1), 0.1), {"mean": torch.zeros(1)}),
+    ):
+        task = Touched(touch)
+        task.kept = begin
+        (text,) = told(task, tmp_path / name, max_epochs=1)
+        assert text.startswith("training changes tensors that no checkpoint holds: 'kept' of Touched,"), name
+    at_epoch_ends = LambdaCallback(on_epoch_end=lambda run: add(run.task))
+    task = Touched()
     task.kept = torch.zeros(1)
-    assert len(told(task, tmp_path, every="2 steps", callbacks=[LambdaCallback(on_epoch_end=change)])) == 1
+    assert len(told(task, tmp_path / "epoch", every="2 steps", callbacks=[at_epoch_ends])) == 1
 
 
-def mask(task: Touched) -> None:
-    if not hasattr(task, "mask"):
-        task.mask = torch.ones(3, 3).triu()
-        task.by_length = {}
-    task.by_length.setdefault(task.calls, torch.zeros(task.calls))
+def test_caches_buffers_views_of_weights_and_numbers_are_not_named(tmp_path: Path) -> None:
+    def mask(task: Any) -> None:
+        if task.calls == 1:
+            task.mask, task.by_length = torch.ones(3, 3).triu(), {}
+        task.by_length.setdefault(task.calls, torch.zeros(task.calls))
 
+    def move(task: Any) -> None:
+        if task.calls == 1:
+            task.scale = task.scale.clone()  # as to another device
 
-def move(task: Touched) -> None:
-    if task.calls == 1:
-        task.scale = task.scale.clone()  # as to another device
+    def change_buffers(task: Any) -> None:
+        if task.calls == 1:
+            task.register_buffer("kept", torch.zeros(2))
+            task.register_buffer("unsaved", torch.zeros(2), persistent=False)
+        task.kept += 1
+        task.unsaved = torch.zeros(2) + task.calls
 
+    def look(task: Any) -> None:
+        task.view, task.detached = task.line.weight[:, :2], [task.line.weight.detach()]
+        task.weights, task.seen, task.words = [task.line.weight], task.calls, [str(task.calls)]
 
-def buffer(task: Touched) -> None:
-    task.kept += 1
-    task.unsaved = torch.zeros(2) + task.calls
-
-
-def look(task: Touched) -> None:
-    task.view, task.detached = task.line.weight[:, :2], [task.line.weight.detach()]
-    task.weights = [task.line.weight]
-
-
-def count(task: Touched) -> None:
-    task.seen, task.words = task.calls, [str(task.calls)]
-
-
-@pytest.mark.parametrize("change", [mask, move, buffer, look, count])
-def test_caches_buffers_views_of_weights_and_numbers_are_not_named(change: Any, tmp_path: Path) -> None:
-    task = Touched(change)
-    task.scale = torch.ones(1)
-    if change is buffer:
-        task.register_buffer("kept", torch.zeros(2))
-        task.register_buffer("unsaved", torch.zeros(2), persistent=False)
-    assert told(task, tmp_path, every="2 steps") == []
+    for touch in (mask, move, look, change_buffers):
+        task = Touched(touch)
+        task.scale = torch.ones(1)
+        assert told(task, tmp_path / touch.__name__, every="2 steps") == [], touch.__name__
 
 
 class Measured(Regression):
@@ -172,7 +139,7 @@ class Measured(Regression):
         super().__init__()
         self.mean, self.other = MeanMetric(), MeanMetric()
 
-    def metrics(self) -> Mapping[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         return {"mean": self.mean}
 
     def metric_inputs(self, outputs: Tensor, batch: Any) -> tuple[Any, ...]:
@@ -207,45 +174,27 @@ class Normed(Regression):
 
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric:UserWarning")
-@pytest.mark.parametrize("make", [Regression, Measured, WithExtra, Normed])
-def test_metrics_extra_states_and_what_torch_computes_are_not_named(make: Any, tmp_path: Path) -> None:
-    assert told(make(), tmp_path) == []
-
-
-def test_without_checkpoints_there_is_nothing_to_warn_of(tmp_path: Path) -> None:
-    assert told(Recurrent(), tmp_path, checkpoint=False) == []
-
-
-def test_a_second_fit_warns_again_and_a_resumed_one_does(tmp_path: Path) -> None:
-    for epochs in (1, 2):
-        policy = CheckpointConfig(by=None)
-        with warned(r"encoder\.hidden"):
-            quiet(max_epochs=epochs, checkpoint=policy, run_dir=tmp_path).fit(
-                Recurrent(), pairs(10), resume="auto"
-            )
+def test_metrics_extra_states_and_what_torch_computes_are_not_named(tmp_path: Path) -> None:
+    for kind in (Regression, Measured, WithExtra, Normed):
+        assert told(kind(), tmp_path / kind.__name__) == [], kind
 
 
 def test_nothing_runs_in_a_step_between_the_first_update_and_the_save(tmp_path: Path) -> None:
     at: set[int] = set()
 
-    class Profiled(Callback):
-        updates = 0
+    def begin(run: Any) -> None:
+        def note(frame: FrameType, event: str, argument: Any) -> None:
+            if event == "call" and frame.f_code.co_filename == unsaved_tensors.__file__:
+                at.add(run.progress.updates)
 
-        def on_fit_start(self, run: Any) -> None:
-            def note(frame: FrameType, event: str, argument: Any) -> None:
-                if event == "call" and frame.f_code.co_filename == unsaved_tensors.__file__:
-                    at.add(run.progress.updates)
-
-            sys.setprofile(note)
-
-        def on_fit_end(self, run: Any) -> None:
-            sys.setprofile(None)
+        sys.setprofile(note)
 
     try:
-        told(Recurrent(), tmp_path, callbacks=[Profiled()])
+        told(Recurrent(), tmp_path, callbacks=[LambdaCallback(on_fit_start=begin)])
     finally:
         sys.setprofile(None)
-    assert at == {1, 5, 10}
+    assert at >= {1, 5, 10}
+    assert not at & {2, 3, 4, 6, 7, 8, 9}
 
 
 def test_no_tensor_is_kept_alive(tmp_path: Path) -> None:
@@ -263,11 +212,11 @@ def test_no_tensor_is_kept_alive(tmp_path: Path) -> None:
     assert dead == [True]
 
 
-def _on_a_rank(run_dir: Path, strategy: str) -> tuple[int, int]:
+def on_ranks(run_dir: Path, strategy: str) -> tuple[int, int]:
     chosen: dict[str, Any] = {"strategy": strategy, "devices": 2}
     return len(told(Regression(), run_dir / "sound", **chosen)), len(told(Recurrent(), run_dir, **chosen))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_of_several_processes_the_first_one_warns(strategy: str, tmp_path: Path) -> None:
-    assert run_distributed(_on_a_rank, tmp_path, strategy, world_size=2) == [(0, 1), (0, 0)]
+def test_of_several_ranks_the_first_one_warns(strategy: str, tmp_path: Path) -> None:
+    assert on_two_ranks(on_ranks, tmp_path, strategy) == [(0, 1), (0, 0)]

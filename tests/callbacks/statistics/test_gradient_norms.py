@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Duel, duels, pairs, quiet
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from drivetrain import Callback, GradientNorms, OptimizerConfig, Run, StrategyError, TaskModule
-from drivetrain.strategies.registry import STRATEGIES
-from drivetrain.testing import run_distributed
+from drivetrain import Callback, GradientNorms, OptimizerConfig, Run, TaskModule
 
 
 class Layers(TaskModule):
@@ -66,16 +65,12 @@ class ByHand(Callback):
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-def test_the_norms_of_the_last_update_are_logged_by_layer_before_clipping(sparse: bool) -> None:
+def test_norms_of_the_last_update_are_logged_by_layer_before_clipping(sparse: bool) -> None:
     by_hand = ByHand()
     callbacks = [GradientNorms(per_layer=True), by_hand]
-    quiet(
-        max_epochs=2,
-        gradient_accumulation_steps=2,
-        max_grad_norm=None if sparse else 0.01,
-        log_every="1 step",
-        callbacks=callbacks,
-    ).fit(Layers(sparse), pairs(), pairs(4))
+    options: Any = {"max_epochs": 2, "gradient_accumulation_steps": 2, "log_every": "1 step"}
+    clip = None if sparse else 0.01
+    quiet(**options, max_grad_norm=clip, callbacks=callbacks).fit(Layers(sparse), pairs(), pairs(4))
     assert len(by_hand.logged) == 6
     for logged, expected in zip(by_hand.logged, by_hand.expected, strict=True):
         assert logged == pytest.approx(expected, rel=1e-6)
@@ -83,34 +78,28 @@ def test_the_norms_of_the_last_update_are_logged_by_layer_before_clipping(sparse
         assert logged["gradients/norm/unused"] == 0.0
 
 
-def test_without_layers_only_the_whole_norm_is_logged() -> None:
-    result = quiet(max_steps=2, callbacks=[GradientNorms()]).fit(Layers(), pairs())
-    assert [name for name in result.metrics if "norm" in name] == ["gradients/norm"]
+def test_norms_are_taken_in_updates_that_are_logged_and_in_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, inner, by_hand = [], torch._foreach_norm, ByHand()
 
+    def counted(*given: Any, **more: Any) -> Any:
+        taken.append(1)
+        return inner(*given, **more)
 
-def test_norms_are_taken_in_updates_that_are_logged_and_in_no_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    taken, inner = [], torch._foreach_norm
-    monkeypatch.setattr(
-        torch, "_foreach_norm", lambda *given, **more: (taken.append(1), inner(*given, **more))[1]
-    )
-    by_hand = ByHand()
+    monkeypatch.setattr(torch, "_foreach_norm", counted)
     quiet(max_steps=9, log_every="4 steps", callbacks=[GradientNorms(), by_hand]).fit(Layers(), pairs(40))
     assert len(taken) == 4
-    assert [set(each) for each in by_hand.logged] == [{"gradients/norm"}] * 3
+    assert [set(each) for each in by_hand.logged] == [{"gradients/norm"}] * 3  # without layers
 
 
 def test_of_several_optimizers_each_layer_has_the_norm_of_its_step() -> None:
-    result = quiet(max_steps=2, callbacks=[GradientNorms(per_layer=True)]).fit(
-        Duel(), DataLoader(duels(), batch_size=2)
-    )
-    norms = [result.metrics[f"gradients/norm/{name}"] for name in ("generator", "discriminator")]
+    trainer = quiet(max_steps=2, callbacks=[GradientNorms(per_layer=True)])
+    metrics = trainer.fit(Duel(), DataLoader(duels(), batch_size=2)).metrics
+    norms = [metrics[f"gradients/norm/{name}"] for name in ("generator", "discriminator")]
     assert all(each > 0.01 for each in norms)
-    assert result.metrics["gradients/norm"] == pytest.approx(math.hypot(*norms))
+    assert metrics["gradients/norm"] == pytest.approx(math.hypot(*norms))
 
 
-def _on_a_rank(strategy: str) -> list[dict[str, float]]:
+def on_ranks(strategy: str) -> list[dict[str, float]]:
     by_hand = ByHand()
     callbacks = [GradientNorms(per_layer=True), by_hand]
     trainer = quiet(strategy=strategy, devices=2, max_steps=3, log_every="1 step", callbacks=callbacks)
@@ -121,20 +110,11 @@ def _on_a_rank(strategy: str) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_the_norms_are_those_of_the_whole_gradient(strategy: str) -> None:
-    first, second = run_distributed(_on_a_rank, strategy)
+def test_norms_on_two_ranks_are_those_of_the_whole_gradient(strategy: str) -> None:
+    first, second = on_two_ranks(on_ranks, strategy)
     assert first == second
     alone = ByHand()
-    quiet(max_steps=2, log_every="1 step", callbacks=[GradientNorms(per_layer=True), alone]).fit(
-        Layers(unused=False), pairs(12, batch_size=6)
-    )
+    callbacks = [GradientNorms(per_layer=True), alone]
+    trainer = quiet(max_steps=2, log_every="1 step", callbacks=callbacks)
+    trainer.fit(Layers(unused=False), pairs(12, batch_size=6))
     assert first[:2] == [pytest.approx(each, rel=1e-5) for each in alone.logged]
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"), [("deepspeed", "DeepSpeed's optimizers"), ("xla_fsdp", "its shards do not tell")]
-)
-def test_strategies_that_hide_gradients_are_refused_by_name(name: str, reason: str) -> None:
-    kind: Any = STRATEGIES[name]
-    with pytest.raises(StrategyError, match=f"GradientNorms with strategy '{name}': {reason}"):
-        GradientNorms().check_trainer(quiet(), kind)

@@ -1,15 +1,17 @@
 """Throughput: speeds, what the time went to, and floating-point operations."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tests.support.messages import heard, warned
-from tests.support.tasks import FEATURES, Regression, pairs, quiet
+from tests.support.tasks import FEATURES, Regression, pairs, quiet, variant
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain.callbacks import LambdaCallback, Throughput
-from drivetrain.core.errors import ConfigError
+from drivetrain.callbacks.statistics import throughput
 from drivetrain.data import Feed, Transfer, as_source
 
 # Of Linear(16, 8) and Linear(8, 1) on one sample, a multiplication and an addition each: forward, the
@@ -25,59 +27,58 @@ def values(point):
     }
 
 
-def test_speeds_agree_with_the_clock(drive):
-    seconds = {"compute": 0.02}
-    run = drive(Throughput(), updates_per_epoch=12, log_every=6, tokens=80, seconds=seconds).fit()
-    point = values(run.history[-1])
-    assert 10 < point["updates_per_second"] <= 50
-    assert point["samples_per_second"] == pytest.approx(8 * point["updates_per_second"])
-    assert point["tokens_per_second"] == pytest.approx(80 * point["updates_per_second"])
+def test_speeds_are_those_of_the_clock(monkeypatch):
+    now = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: now.seconds))
+
+    def pass_time(run):
+        now.seconds += 0.5
+        run.timing["evaluation"] = run.timing["save"] = 0.0
+
+    callbacks = [LambdaCallback(on_step_start=pass_time), Throughput()]
+    for tokens in (10, 0):
+        task = variant(tokens=lambda self, batch, tokens=tokens: tokens)()
+        trainer = quiet(max_steps=12, log_every=6, callbacks=callbacks)
+        point = values(trainer.fit(task, pairs(24)).metrics)
+        assert point["updates_per_second"] == pytest.approx(2)
+        assert point["samples_per_second"] == pytest.approx(4)
+        assert point.get("tokens_per_second") == (20 if tokens else None)  # None: they are not counted
 
 
-def test_tokens_that_are_not_counted_are_not_logged(drive):
-    run = drive(Throughput(), updates_per_epoch=4).fit()
-    assert "tokens_per_second" not in values(run.history[-1])
-    assert "samples_per_second" in values(run.history[-1])
-
-
-def test_the_shares_say_what_the_time_went_to(drive):
-    seconds = {"data": 0.03, "compute": 0.01, "save": 0.01}
-    run = drive(Throughput(measure_flops=False), updates_per_epoch=9, log_every=9, seconds=seconds).fit()
-    point = values(run.history[-1])
-    # A sleep lasts at least as long as it says, on a busy machine longer. The first batches came before the
-    # measurement began.
-    for part, pause in seconds.items():
-        assert point[f"{part}_seconds"] >= 7 * pause
-    assert point["evaluation_share"] == point["evaluation_seconds"] == 0
-    wall = [point[f"{part}_seconds"] / point[f"{part}_share"] for part in seconds]
-    assert wall == pytest.approx([wall[0]] * 3)
-    assert wall[0] >= sum(point[f"{part}_seconds"] for part in seconds)
-
-
-def test_validation_does_not_slow_the_speed_down(drive):
-    seconds = {"compute": 0.01, "evaluation": 0.3}
-    run = drive(
-        Throughput(measure_flops=False),
-        epochs=2,
-        updates_per_epoch=5,
-        log_every=5,
-        seconds=seconds,
-        results=[{"loss": 1.0}] * 2,
-    ).fit()
-    _, validation, after, _ = map(values, run.history)
+def test_shares_say_what_the_time_went_to_and_validation_slows_no_speed_down(drive):
+    seconds = {"data": 0.02, "compute": 0.01, "save": 0.01, "evaluation": 0.1}
+    options = {"epochs": 2, "updates_per_epoch": 5, "log_every": 5, "results": [{"loss": 1.0}] * 2}
+    run = drive(Throughput(measure_flops=False), seconds=seconds, **options).fit()
+    first, validation, after, _ = map(values, run.history)
     assert validation == {}
-    assert after["evaluation_seconds"] >= 0.3
-    wall = after["evaluation_seconds"] / after["evaluation_share"]
-    training = wall - sum(after[f"{part}_seconds"] for part in ("evaluation", "save"))
+    assert first["evaluation_share"] == first["evaluation_seconds"] == 0
+    # A sleep lasts at least as long as it says. The first batch of an epoch may have come before.
+    for part, times in {"data": 4, "compute": 5, "save": 4, "evaluation": 1}.items():
+        assert after[f"{part}_seconds"] >= times * seconds[part], part
+    wall = [after[f"{part}_seconds"] / after[f"{part}_share"] for part in seconds]
+    assert wall == pytest.approx([wall[0]] * len(wall))
+    assert wall[0] >= sum(after[f"{part}_seconds"] for part in seconds)
+    training = wall[0] - after["evaluation_seconds"] - after["save_seconds"]
     assert after["updates_per_second"] == pytest.approx(5 / training)
 
 
-def test_the_operations_are_counted_in_the_first_update(drive):
+def test_operations_are_counted_in_the_first_update_or_given(drive):
     run = drive(Throughput(peak_flops=1e6), updates_per_epoch=6).fit()
     point = values(run.history[-1])
     assert point["model_flops_per_second"] == pytest.approx(FLOPS_PER_SAMPLE * point["samples_per_second"])
     assert point["model_flops"] == FLOPS_PER_SAMPLE * run.progress.samples
     assert point["model_flops_utilisation"] == pytest.approx(point["model_flops_per_second"] / 1e6)
+    point = values(drive(Throughput(flops_per_sample=100.0), updates_per_epoch=4).fit().history[-1])
+    assert point["model_flops_per_second"] == pytest.approx(100 * point["samples_per_second"])
+    assert "model_flops_utilisation" not in point  # no peak is known
+    point = values(drive(Throughput(measure_flops=False), updates_per_epoch=4).fit().history[-1])
+    assert "model_flops_per_second" not in point
+    late = Throughput()  # a first update without an optimizer's step is not the one that counts
+    assert drive(late, updates_per_epoch=3, weightless=1).fit().progress.updates == 2
+    assert late.state_dict()["flops_per_sample"] == FLOPS_PER_SAMPLE
+    wide = nn.Linear(16, 100)  # another fit counts again
+    drive(late, updates_per_epoch=2, net=wide).fit()
+    assert late.state_dict()["flops_per_sample"] == 2 * (2 * 16 * 100)
 
 
 def test_attention_and_convolutions_are_counted(drive):
@@ -97,19 +98,6 @@ def test_attention_and_convolutions_are_counted(drive):
     assert callback.state_dict()["flops_per_sample"] > conv + attention
 
 
-def test_given_operations_are_taken_and_nothing_is_counted(drive):
-    run = drive(Throughput(flops_per_sample=100.0), updates_per_epoch=4).fit()
-    point = values(run.history[-1])
-    assert point["model_flops_per_second"] == pytest.approx(100 * point["samples_per_second"])
-
-
-def test_without_counting_or_a_peak_there_is_no_such_value(drive):
-    run = drive(Throughput(measure_flops=False), updates_per_epoch=4).fit()
-    assert "model_flops_per_second" not in values(run.history[-1])
-    run = drive(Throughput(), updates_per_epoch=4).fit()
-    assert "model_flops_utilisation" not in values(run.history[-1])
-
-
 def test_counting_moves_neither_the_weights_nor_the_random_stream(drive):
     def step(task, features):
         return F.dropout(task(features), 0.5).square().mean()
@@ -121,18 +109,22 @@ def test_counting_moves_neither_the_weights_nor_the_random_stream(drive):
     assert [each["train/loss"] for each in counted.history] == [each["train/loss"] for each in plain.history]
 
 
-@pytest.mark.parametrize("fits", [99, 4])
-def test_attempts_that_ran_out_of_memory_are_not_counted(fits):
+def test_attempts_that_ran_out_of_memory_are_not_counted():
     class Small(Regression):
+        fits = 99
+
         def forward(self, features):
             outputs = super().forward(features)
-            if len(features) > fits:
+            if len(features) > self.fits:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
             return outputs
 
-    callback = Throughput()
-    quiet(max_epochs=1, micro_batch="auto", callbacks=[callback]).fit(Small(), pairs(32, 16))
-    assert callback.state_dict() == {"flops_per_sample": 4 * FEATURES}
+    for fits in (99, 4):
+        task = Small()
+        task.fits = fits
+        callback = Throughput()
+        quiet(max_epochs=1, micro_batch="auto", callbacks=[callback]).fit(task, pairs(32, 16))
+        assert callback.state_dict() == {"flops_per_sample": 4 * FEATURES}
 
 
 def test_a_compiled_task_is_counted_and_still_compiled_afterwards(drive):
@@ -151,24 +143,31 @@ def test_a_compiled_task_is_counted_and_still_compiled_afterwards(drive):
     torch._dynamo.reset()
 
 
-def test_a_resumed_run_takes_the_count_from_the_checkpoint(drive, tmp_path):
-    drive(Throughput(), updates_per_epoch=2, run_dir=tmp_path).fit()
+def modes_of(*callbacks, drive, **options):
+    """In which updates operations were counted, and the run."""
     modes = []
     watch = LambdaCallback(
         on_before_optimizer_step=lambda run: modes.append(torch._C._len_torch_dispatch_stack())
     )
-    resumed = drive(Throughput(), watch, epochs=3, updates_per_epoch=2, run_dir=tmp_path).fit(resume="auto")
+    resume = options.pop("resume", None)
+    run = drive(*callbacks, watch, **options).fit(resume=resume)
+    return modes, run
+
+
+def test_a_count_comes_from_the_checkpoint_or_is_made_once(drive, tmp_path):
+    drive(Throughput(), updates_per_epoch=2, run_dir=tmp_path).fit()
+    options = {"epochs": 3, "updates_per_epoch": 2, "run_dir": tmp_path, "resume": "auto"}
+    modes, resumed = modes_of(Throughput(), drive=drive, **options)
     assert modes == [0, 0, 0, 0]
     point = values(resumed.history[-1])
     assert point["model_flops_per_second"] == pytest.approx(FLOPS_PER_SAMPLE * point["samples_per_second"])
 
+    def step(task, features):  # without matrix products
+        return sum(each.square().sum() for each in task.parameters())
 
-def test_another_fit_counts_again(drive):
-    callback = Throughput()
-    drive(callback, updates_per_epoch=2).fit()
-    wide = nn.Linear(16, 100)
-    drive(callback, updates_per_epoch=2, net=wide).fit()
-    assert callback.state_dict()["flops_per_sample"] == 2 * (2 * 16 * 100)
+    modes, run = modes_of(Throughput(), drive=drive, step=step, updates_per_epoch=4)
+    assert modes == [1, 0, 0, 0]
+    assert "model_flops_per_second" not in values(run.history[-1])
 
 
 def test_an_exception_in_the_counted_update_ends_the_counting(drive):
@@ -182,71 +181,19 @@ def test_an_exception_in_the_counted_update_ends_the_counting(drive):
     drive(Throughput(), updates_per_epoch=2).fit()
 
 
-def test_a_first_update_without_an_optimizer_step_is_not_the_one_that_counts(drive):
-    callback = Throughput()
-    run = drive(callback, updates_per_epoch=3, weightless=1).fit()
-    assert run.progress.updates == 2
-    assert callback.state_dict()["flops_per_sample"] == FLOPS_PER_SAMPLE
+def test_long_waits_for_data_are_hinted_at_once_unless_nobody_asks(drive):
+    for hint, waits, hinted in ((0.2, 1000.0, True), (None, 1000.0, False), (0.2, 0.0, False)):
+
+        def wait(run, seconds=waits):  # as if it had taken that long
+            run.timing["data"] += seconds
+
+        callbacks = Throughput(data_hint=hint), LambdaCallback(on_step_end=wait)
+        with (warned if hinted else heard)("waiting for the training data") as lines:
+            drive(*callbacks, updates_per_epoch=8, log_every=2).fit()
+        assert ["num_workers" in each for each in lines] == [True] * hinted
 
 
-def test_a_task_without_matrix_products_is_counted_once_and_has_no_flops(drive):
-    modes = []
-    watch = LambdaCallback(
-        on_before_optimizer_step=lambda run: modes.append(torch._C._len_torch_dispatch_stack())
-    )
-
-    def step(task, features):
-        return sum(each.square().sum() for each in task.parameters())
-
-    run = drive(Throughput(), watch, step=step, updates_per_epoch=4).fit()
-    assert modes == [1, 0, 0, 0]
-    assert "model_flops_per_second" not in values(run.history[-1])
-
-
-def test_two_of_them_are_refused():
-    """What one opens for its count would be closed while the other's, opened later, is still open."""
-    with pytest.raises(ConfigError, match=r"callbacks has 2 Throughput.*Give one"):
-        quiet(callbacks=[Throughput(), Throughput(measure_flops=False)])
-    quiet(callbacks=[Throughput()])
-
-
-def test_numbers_that_are_not_positive_are_refused():
-    with pytest.raises(ConfigError, match="peak_flops must be a finite number above 0, not 0"):
-        Throughput(peak_flops=0)
-    with pytest.raises(ConfigError, match=r"flops_per_sample .* not -1"):
-        Throughput(flops_per_sample=-1)
-    with pytest.raises(ConfigError, match=r"measure_flops=\) must be True or False, not 'no'"):
-        Throughput(measure_flops="no")
-
-
-@pytest.mark.parametrize("hint", [20, 1.0, 0, True, "20%", float("nan")])
-def test_a_hint_that_would_never_come_is_refused(hint):
-    with pytest.raises(ConfigError, match=f"data_hint.* above 0 and below 1, not {hint!r}"):
-        Throughput(data_hint=hint)
-
-
-def test_long_waits_for_data_are_hinted_at_once(drive):
-    def wait(run):  # as if it had taken that long
-        run.timing["data"] += 1000.0
-
-    with warned("waiting for the training data") as lines:
-        drive(Throughput(), LambdaCallback(on_step_end=wait), updates_per_epoch=8, log_every=2).fit()
-    assert len(lines) == 1
-    assert "num_workers" in lines[0]
-
-
-@pytest.mark.parametrize("hint", [None, 0.2])
-def test_no_hint_where_none_is_asked_for_or_nobody_waits(drive, hint):
-    def wait(run):
-        run.timing["data"] += 1000.0 if hint is None else 0.0
-
-    watch = LambdaCallback(on_step_end=wait)
-    with heard() as warnings:
-        drive(Throughput(data_hint=hint), watch, updates_per_epoch=8, log_every=2).fit()
-    assert warnings == []
-
-
-def test_what_is_advised_for_a_dataset_alone_can_be_done():
+def test_advice_for_data_can_be_followed():
     data = TensorDataset(torch.zeros(4, 2))
     options = {"batch_size": 2, "num_workers": 2}
     advice = as_source(data, "training", 0, **options).advice
@@ -255,18 +202,11 @@ def test_what_is_advised_for_a_dataset_alone_can_be_done():
     advice = as_source(data, "training", 0, changes=True, **options).advice
     assert "start anew" in advice
     assert "a DataLoader with persistent_workers=True" in advice
-
-
-@pytest.mark.parametrize(
-    ("options", "advised"),
-    [
+    for given, advised in (
         ({}, "num_workers=2 or more"),
         ({"num_workers": 2}, "persistent_workers=True"),
         ({"num_workers": 2, "persistent_workers": True}, "More than num_workers=2"),
-    ],
-)
-def test_what_is_advised_depends_on_the_loader(options, advised):
-    data = TensorDataset(torch.zeros(4, 2))
-    feed = Feed(as_source(DataLoader(data, **options), "training", 0), Transfer(torch.device("cpu")))
-    assert advised in feed.advice
-    assert ("start anew" in feed.advice) is ("persistent_workers=True" in advised)
+    ):
+        feed = Feed(as_source(DataLoader(data, **given), "training", 0), Transfer(torch.device("cpu")))
+        assert advised in feed.advice
+        assert ("start anew" in feed.advice) is ("persistent_workers=True" in advised)

@@ -13,14 +13,14 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tests.callbacks.statistics.test_gradient_norms import Layers
 from tests.support.messages import heard
+from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Duel, Regression, duels, pairs, quiet
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
-from drivetrain import Callback, ConfigError, Run, StrategyError, WeightHistograms
+from drivetrain import Callback, ConfigError, LambdaCallback, Run, WeightHistograms
 from drivetrain.core.registry import is_installed
 from drivetrain.loggers import Histogram
-from drivetrain.strategies.registry import STRATEGIES
 from drivetrain.testing import run_distributed
 
 
@@ -63,6 +63,13 @@ class ByHand(Callback):
         self.tensors.append({**weights, **self._gradients})
 
 
+def kept_of(task: Any, data: Any, *more: Any, **options: Any) -> list[tuple[int, dict[str, Histogram]]]:
+    """The histograms of a fit, with their updates."""
+    kept, callback = Kept(), WeightHistograms(**options.pop("histograms", {}))
+    quiet(**options, loggers=kept, callbacks=[callback]).fit(task, data, *more)
+    return kept.points
+
+
 def assert_of(histogram: Histogram, tensor: Tensor) -> None:
     """Assert that a histogram has torch's counts of a tensor, and its other numbers."""
     flat = tensor.double().flatten()
@@ -90,76 +97,61 @@ def test_the_counts_are_those_of_torch_histogram() -> None:
 def test_patterns_choose_parameters_and_frozen_ones_are_left_out_without() -> None:
     task = Layers(unused=False)
     task.first.weight.requires_grad_(False)
-    kept = Kept()
-    quiet(max_steps=1, loggers=kept, callbacks=[WeightHistograms(gradients=True)]).fit(task, pairs())
+    ((_, found),) = kept_of(task, pairs(), max_steps=1, histograms={"gradients": True})
     names = {"first.bias", "second.weight", "second.bias", "scale"}
-    assert set(kept.points[0][1]) == {f"{kind}/{each}" for kind in ("weights", "gradients") for each in names}
-    kept = Kept()
-    histograms = WeightHistograms(patterns="first.*", gradients=True)
-    quiet(max_steps=1, loggers=kept, callbacks=[histograms]).fit(task, pairs())
-    assert set(kept.points[0][1]) == {"weights/first.weight", "weights/first.bias", "gradients/first.bias"}
+    assert set(found) == {f"{kind}/{each}" for kind in ("weights", "gradients") for each in names}
+    chosen = {"patterns": "first.*", "gradients": True}
+    ((_, found),) = kept_of(task, pairs(), max_steps=1, histograms=chosen)
+    assert set(found) == {"weights/first.weight", "weights/first.bias", "gradients/first.bias"}
+    data = torch.utils.data.DataLoader(duels(), batch_size=2)  # several optimizers
+    points = kept_of(Duel(), data, max_steps=2, histograms={"gradients": True, "patterns": "*.weight"})
+    nets = ("generator.weight", "discriminator.weight")
+    assert set(points[-1][1]) == {f"{kind}/{net}" for kind in ("weights", "gradients") for net in nets}
 
 
-def test_of_several_optimizers_each_gradient_is_that_of_its_step() -> None:
-    kept = Kept()
-    quiet(max_steps=2, loggers=kept, callbacks=[WeightHistograms(gradients=True, patterns="*.weight")]).fit(
-        Duel(), torch.utils.data.DataLoader(duels(), batch_size=2)
-    )
-    names = {
-        f"{kind}/{net}.weight" for kind in ("weights", "gradients") for net in ("generator", "discriminator")
-    }
-    assert set(kept.points[-1][1]) == names
-
-
-def test_intervals_take_the_first_log_point_at_or_after_their_end() -> None:
+def test_every_takes_the_first_log_point_at_or_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     for every, updates in ((None, [2, 4, 5, 6, 8, 10]), ("3 steps", [4, 6, 10]), ("1 epoch", [5, 10])):
-        kept = Kept()
         # Epochs of five updates; a validation has a log point too.
-        options = {"max_epochs": 2, "log_every": "2 steps", "validate_every": "1 epoch", "loggers": kept}
-        quiet(**options, callbacks=[WeightHistograms(every=every)]).fit(Regression(), pairs(), pairs(4))
-        assert [step for step, _ in kept.points] == updates, every
-
-
-def test_gradients_are_counted_only_in_updates_that_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+        options: Any = {"max_epochs": 2, "log_every": "2 steps", "histograms": {"every": every}}
+        points = kept_of(Regression(), pairs(), pairs(4), validate_every="1 epoch", **options)
+        assert [step for step, _ in points] == updates, every
     counted, inner = [], torch.bincount
-    monkeypatch.setattr(
-        torch, "bincount", lambda *given, **more: (counted.append(1), inner(*given, **more))[1]
-    )
-    callback = WeightHistograms(gradients=True, patterns="line.weight")
-    quiet(max_steps=9, log_every="4 steps", loggers=Kept(), callbacks=[callback]).fit(Regression(), pairs(40))
+
+    def count(*given: Any, **more: Any) -> Any:
+        counted.append(1)
+        return inner(*given, **more)
+
+    monkeypatch.setattr(torch, "bincount", count)
+    chosen = {"gradients": True, "patterns": "line.weight"}
+    kept_of(Regression(), pairs(40), max_steps=9, log_every="4 steps", histograms=chosen)
     # Weights and gradients after updates 4, 8 and 9; after update 1 a log point may follow, and did not.
     assert len(counted) == 2 * 3 + 1
 
 
-def test_values_that_are_no_numbers_are_counted_apart() -> None:
-    class Odd(Regression):
-        def __init__(self) -> None:
-            super().__init__()
-            values = torch.tensor([1.0, torch.nan, 3.0, -torch.inf, torch.inf, 2.0])
-            self.odd = nn.Parameter(values, requires_grad=False)
-            self.same = nn.Parameter(torch.full((5,), 2.0), requires_grad=False)
-            self.none = nn.Parameter(torch.empty(0), requires_grad=False)
+def parameters(**values: Tensor) -> Regression:
+    """A regression with frozen parameters of these values besides."""
+    task = Regression()
+    for name, value in values.items():
+        setattr(task, name, nn.Parameter(value, requires_grad=False))
+    return task
 
-    kept = Kept()
-    callback = WeightHistograms(bins=2, patterns=["odd", "same", "none"])
-    quiet(max_steps=1, loggers=kept, callbacks=[callback]).fit(Odd(), pairs())
-    assert kept.points[0][1] == {
+
+def test_values_that_are_no_numbers_are_counted_apart() -> None:
+    odd = torch.tensor([1.0, torch.nan, 3.0, -torch.inf, torch.inf, 2.0])
+    task = parameters(odd=odd, same=torch.full((5,), 2.0), none=torch.empty(0))
+    histograms = {"bins": 2, "patterns": ["odd", "same", "none"]}
+    assert kept_of(task, pairs(), max_steps=1, histograms=histograms)[0][1] == {
         "weights/odd": Histogram([1.0, 2.0, 3.0], [1, 2], 1.0, 3.0, 6.0, 14.0, nonfinite=3),
         "weights/same": Histogram([1.5, 2.0, 2.5], [0, 5], 2.0, 2.0, 10.0, 20.0),
     }
+    for dtype in (torch.bfloat16, torch.float64):  # without rounding
+        values = (torch.randn(5000, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+        chosen = {"bins": 11, "patterns": "more"}
+        points = kept_of(parameters(more=values), pairs(), max_steps=1, histograms=chosen)
+        assert_of(points[0][1]["weights/more"], values)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_dtypes_are_counted_without_rounding(dtype: torch.dtype) -> None:
-    task, kept = Regression(), Kept()
-    values = (torch.randn(5000, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
-    task.more = nn.Parameter(values, requires_grad=False)
-    callback = WeightHistograms(bins=11, patterns="more")
-    quiet(max_steps=1, loggers=kept, callbacks=[callback]).fit(task, pairs())
-    assert_of(kept.points[0][1]["weights/more"], values)
-
-
-# Several processes.
+# Several ranks.
 
 
 def layers() -> Layers:
@@ -168,11 +160,11 @@ def layers() -> Layers:
     return task
 
 
-def _on_ranks(strategy: str, gradients: bool) -> list[tuple[int, dict[str, Histogram]]]:
+def on_ranks(strategy: str, gradients: bool) -> list[tuple[int, dict[str, Histogram]]]:
     kept, by_hand = Kept(), ByHand()
     callbacks = [WeightHistograms(bins=5, gradients=gradients), by_hand]
-    options = {"strategy": strategy, "devices": 2, "max_steps": 3, "log_every": "1 step", "loggers": kept}
-    quiet(**options, callbacks=callbacks).fit(layers(), pairs(12, batch_size=2))
+    options: Any = {"devices": 2, "max_steps": 3, "log_every": "1 step", "loggers": kept}
+    quiet(strategy=strategy, **options, callbacks=callbacks).fit(layers(), pairs(12, batch_size=2))
     for (_, histograms), tensors in zip(kept.points, by_hand.tensors, strict=False):
         for name, each in histograms.items():
             assert_of(each, tensors[name])
@@ -181,50 +173,46 @@ def _on_ranks(strategy: str, gradients: bool) -> list[tuple[int, dict[str, Histo
 
 @pytest.mark.parametrize(
     "strategy",
-    ["fsdp", *(pytest.param(each, marks=pytest.mark.full) for each in ("ddp", "zero1", "zero3"))],
+    ["fsdp", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("ddp", "zero1", "zero3"))],
 )
 def test_shards_add_up_to_the_counts_of_one_process(strategy: str) -> None:
     is_zero = strategy.startswith("zero")
     if is_zero and not is_installed("deepspeed"):
         pytest.skip("needs deepspeed")
-    found, nothing = run_distributed(_on_ranks, strategy, not is_zero)
+    found, nothing = (run_distributed if is_zero else on_two_ranks)(on_ranks, strategy, not is_zero)
     assert not nothing  # loggers are rank 0's
-    alone = Kept()
-    callback = WeightHistograms(bins=5, gradients=not is_zero)
-    quiet(max_steps=3, log_every="1 step", loggers=alone, callbacks=[callback]).fit(
-        layers(), pairs(12, batch_size=4)
-    )
-    assert [step for step, _ in found] == [step for step, _ in alone.points] == [1, 2, 3]
+    histograms = {"bins": 5, "gradients": not is_zero}
+    data = pairs(12, batch_size=4)
+    alone = kept_of(layers(), data, max_steps=3, log_every="1 step", histograms=histograms)
+    assert [step for step, _ in found] == [step for step, _ in alone] == [1, 2, 3]
     # After an update the weights differ in rounding only, which moves none of them over an edge.
-    for (_, each), (_, expected) in zip(found, alone.points, strict=True):
-        assert {name: one.counts for name, one in each.items()} == {
-            name: one.counts for name, one in expected.items()
-        }
+    for (_, each), (_, expected) in zip(found, alone, strict=True):
+        counts = [{name: one.counts for name, one in point.items()} for point in (each, expected)]
+        assert counts[0] == counts[1]
+
+
+def gathered_at_a_log_point() -> list[int]:
+    gathered: list[int] = []
+    inner = torch.distributed.all_gather_into_tensor
+
+    def watch(run: Run) -> None:
+        def noted(*given: Any, **more: Any) -> Any:
+            gathered.append(1)
+            return inner(*given, **more)
+
+        torch.distributed.all_gather_into_tensor = noted
+
+    def unwatch(run: Run) -> None:
+        torch.distributed.all_gather_into_tensor = inner
+
+    callbacks = [LambdaCallback(on_log=watch), WeightHistograms(), LambdaCallback(on_log=unwatch)]
+    options: Any = {"strategy": "fsdp", "devices": 2, "max_steps": 1, "loggers": Kept()}
+    quiet(**options, callbacks=callbacks).fit(Layers(), pairs(8))
+    return gathered
 
 
 def test_nothing_is_gathered_from_shards() -> None:
-    run_distributed(_without_gathering)
-
-
-def _without_gathering() -> None:
-    gathered = []
-
-    class Watch(Callback):
-        def on_log(self, run: Run) -> None:
-            inner = torch.distributed.all_gather_into_tensor
-            torch.distributed.all_gather_into_tensor = lambda *given, **more: (
-                gathered.append(1),
-                inner(*given, **more),
-            )[1]
-            self.inner = inner
-
-    class Unwatch(Callback):
-        def on_log(self, run: Run) -> None:
-            torch.distributed.all_gather_into_tensor = run.callbacks[0].inner
-
-    options = {"strategy": "fsdp", "devices": 2, "max_steps": 1, "loggers": Kept()}
-    quiet(**options, callbacks=[Watch(), WeightHistograms(), Unwatch()]).fit(Layers(), pairs(8))
-    assert gathered == []
+    assert on_two_ranks(gathered_at_a_log_point) == [[], []]
 
 
 # Loggers.
@@ -238,10 +226,8 @@ def event_histograms(directory: Path) -> dict[str, list[Any]]:
 
 def test_tensorboard_shows_what_its_own_writer_shows(tmp_path: Path) -> None:
     task = Layers()
-    trainer = quiet(
-        max_steps=1, loggers="tensorboard", run_dir=tmp_path / "ours", callbacks=[WeightHistograms(bins=9)]
-    )
-    trainer.fit(task, pairs())
+    options: Any = {"max_steps": 1, "loggers": "tensorboard", "run_dir": tmp_path / "ours"}
+    quiet(**options, callbacks=[WeightHistograms(bins=9)]).fit(task, pairs())
     writer = SummaryWriter(str(tmp_path / "theirs"))
     for name, each in task.named_parameters():
         values = each.detach().numpy()
@@ -267,10 +253,9 @@ def test_tensorboard_shows_what_its_own_writer_shows(tmp_path: Path) -> None:
 
 
 def test_json_lines_hold_them_and_the_history_leaves_them_out(tmp_path: Path) -> None:
-    options = {"max_steps": 4, "log_every": "2 steps", "loggers": "jsonl", "run_dir": tmp_path}
-    result = quiet(**options, callbacks=[WeightHistograms(bins=3, patterns="line.weight")]).fit(
-        Regression(), pairs()
-    )
+    options: Any = {"max_steps": 4, "log_every": "2 steps", "loggers": "jsonl", "run_dir": tmp_path}
+    callbacks = [WeightHistograms(bins=3, patterns="line.weight")]
+    result = quiet(**options, callbacks=callbacks).fit(Regression(), pairs())
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [list(row) for row in rows] == [["step", "train/loss"], ["step", "histograms"]] * 2
     stored = rows[1]["histograms"]["weights/line.weight"]
@@ -283,9 +268,8 @@ def test_a_resumed_run_writes_the_same_lines(tmp_path: Path) -> None:
     def lines(folder: str, updates: int, resume: str | None = None) -> str:
         callback = WeightHistograms(every="5 steps", bins=3, gradients=True)
         options = {"max_steps": updates, "log_every": "3 steps", "loggers": "jsonl", "checkpoint": True}
-        quiet(**options, run_dir=tmp_path / folder, callbacks=[callback]).fit(
-            Regression(), pairs(40), resume=resume
-        )
+        trainer = quiet(**options, run_dir=tmp_path / folder, callbacks=[callback])
+        trainer.fit(Regression(), pairs(40), resume=resume)
         return (tmp_path / folder / "metrics.jsonl").read_text()
 
     straight = lines("straight", 15)
@@ -302,49 +286,9 @@ def test_a_logger_without_histograms_is_named_once(tmp_path: Path) -> None:
     assert texts == ["WeightHistograms: CSVLogger takes no histograms, and gets none"]
 
 
-# Refusals.
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"every": "10 minutes"}, r"WeightHistograms\(every=\) takes steps or whole epochs"),
-        ({"patterns": ()}, r"WeightHistograms\(patterns=\) must be a glob such as 'blocks.\*'"),
-        ({"patterns": 3}, "or a sequence of globs, not 3"),
-        ({"bins": 0}, r"WeightHistograms\(bins=\) must be a whole number, at least 1"),
-        ({"gradient": True}, "Did you mean 'gradients'"),
-    ],
-)
-def test_arguments_are_checked(arguments: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        WeightHistograms(**arguments)
-
-
-def test_a_pattern_that_matches_nothing_is_an_error_with_the_nearest_name() -> None:
-    trainer = quiet(max_steps=1, loggers=Kept(), callbacks=[WeightHistograms(patterns="lines.weight")])
-    with pytest.raises(ConfigError, match=r"matches no parameter. Did you mean 'line.weight'"):
-        trainer.fit(Regression(), pairs())
-
-
-def test_loggers_and_strategies_that_cannot_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"loggers='csv', none of which takes histograms"):
-        quiet(max_steps=1, loggers="csv", callbacks=[WeightHistograms()])
-    deepspeed: Any = STRATEGIES["deepspeed"]
-    with pytest.raises(StrategyError, match=r"gradients=True\) with strategy 'deepspeed': DeepSpeed's optim"):
-        WeightHistograms(gradients=True).check_trainer(quiet(loggers="jsonl"), deepspeed)
-    WeightHistograms().check_trainer(quiet(loggers="jsonl"), deepspeed)
-    xla_fsdp: Any = STRATEGIES["xla_fsdp"]
-    with pytest.raises(
-        StrategyError, match="WeightHistograms with strategy 'xla_fsdp': its shards do not tell"
-    ):
-        WeightHistograms().check_trainer(quiet(loggers="jsonl"), xla_fsdp)
-    quiet(max_steps=1, try_out="batches", callbacks=[WeightHistograms()]).fit(Regression(), pairs())
-
-
-def test_histograms_are_for_log_points() -> None:
-    class Early(Callback):
-        def on_step_end(self, run: Run) -> None:
-            run.log_histogram("mine", Histogram([0.0, 1.0], [1], 0.0, 1.0, 1.0, 1.0))
-
+def test_log_histogram_is_for_log_points_and_try_out_has_none() -> None:
+    histogram = Histogram([0.0, 1.0], [1], 0.0, 1.0, 1.0, 1.0)
+    early = LambdaCallback(on_step_end=lambda run: run.log_histogram("mine", histogram))
     with pytest.raises(ConfigError, match=r"run.log_histogram\('mine', ...\) is for on_log"):
-        quiet(max_steps=1, callbacks=[Early()]).fit(Regression(), pairs())
+        quiet(max_steps=1, callbacks=[early]).fit(Regression(), pairs())
+    quiet(max_steps=1, try_out="batches", callbacks=[WeightHistograms()]).fit(Regression(), pairs())
