@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain import CheckpointConfig, LambdaCallback
 from drivetrain.distributed.processes import local_rank, once_per_machine, world_size
-from drivetrain.testing import run_distributed
 
 
 class Data:
@@ -42,14 +41,14 @@ class Data:
         self.calls.append(("load", state))
 
 
-@pytest.mark.parametrize("verb", ["fit", "validate", "plan"])
-def test_each_verb_begins_and_ends_its_data(verb: str) -> None:
-    data = Data()
-    getattr(quiet(max_epochs=1), verb)(Regression(), data)
-    name = "fit" if verb == "plan" else verb
-    first, *asked, last = data.calls
-    assert (first, last) == (("begin", name, "Regression", 1), ("end", name))
-    assert set(asked) == ({"validation"} if verb == "validate" else {"validation", "train"})
+def test_each_verb_begins_and_ends_its_data() -> None:
+    for verb in ("fit", "validate", "plan"):
+        data = Data()
+        getattr(quiet(max_epochs=1), verb)(Regression(), data)
+        name = "fit" if verb == "plan" else verb
+        first, *asked, last = data.calls
+        assert (first, last) == (("begin", name, "Regression", 1), ("end", name))
+        assert set(asked) == ({"validation"} if verb == "validate" else {"validation", "train"})
 
 
 def test_data_is_ended_after_an_error_and_after_the_last_callback() -> None:
@@ -78,25 +77,23 @@ def test_the_state_of_the_data_is_in_a_checkpoint(tmp_path: Path) -> None:
     assert ("load", {"epochs": 2}) in again.calls
 
 
-def _prepared(path: str) -> tuple[int, bool]:
+def prepared(path: Path) -> tuple[int, bool]:
     """The size of the job when the data begins, and whether the file was there for this rank."""
     seen: list[Any] = []
 
-    def slow() -> None:
-        time.sleep(0.5)
-        with Path(path).open("a", encoding="utf-8") as file:
+    def prepare() -> None:
+        with path.open("a", encoding="utf-8") as file:
             file.write(f"{local_rank()}\n")
 
     class Prepared(Data):
         def begin(self, verb: str, task: Any) -> None:
-            once_per_machine(slow)
-            seen.append((world_size(), Path(path).exists()))
+            once_per_machine(prepare)
+            seen.append((world_size(), path.exists()))
 
     quiet(max_epochs=1, strategy="ddp", devices=2).fit(Regression(), Prepared())
     return tuple(seen[0])
 
 
 def test_data_begins_when_the_ranks_are_connected_and_is_prepared_once(tmp_path: Path) -> None:
-    path = tmp_path / "prepared"
-    assert run_distributed(_prepared, str(path)) == [(2, True), (2, True)]
-    assert path.read_text(encoding="utf-8") == "0\n"
+    assert on_two_ranks(prepared, tmp_path / "prepared") == [(2, True), (2, True)]
+    assert (tmp_path / "prepared").read_text(encoding="utf-8") == "0\n"

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 from tests.support.messages import heard
-from tests.support.tasks import Regression, pairs, quiet
-from torch import Tensor
+from tests.support.ranks import on_two_ranks
+from tests.support.tasks import Regression, pairs, quiet, variant
 
-from drivetrain import Callback, CheckpointConfig, ConfigError, EarlyStopping, LossSpike, Run, Trainer
-from drivetrain.testing import run_distributed
+from drivetrain import Callback, CheckpointConfig, EarlyStopping, LossSpike, Run, Trainer
 
 
 class Watched(Regression):
@@ -48,78 +47,53 @@ class Evaluations(Callback):
 # A trial.
 
 
-def test_a_share_of_the_batches_to_overfit_is_called_one() -> None:
-    with heard("try_out", logging.INFO) as said:
-        quiet(max_epochs=1, try_out="overfit", limit_train_batches=0.4).fit(Regression(), pairs())
-    assert "trains and validates on a share of 0.4 of the batches of the training data" in said[0]
+def test_try_out_takes_a_few_batches_in_every_verb_and_writes_nothing(tmp_path: Path) -> None:
+    for asked, batches in (("batches", 1), (3, 3)):
+        task, data = Watched(), pairs(100)
+        callbacks = [EarlyStopping("validation/loss"), LossSpike(action="rollback")]
+        limits: Any = {"max_steps": 1000, "min_steps": 500, "limit_train_batches": 0.5}
+        options: Any = {"strategy": "cpu", "progress_bar": False, "validate_every": "200 steps", **limits}
+        trainer = Trainer(**options, run_dir="runs/mine", try_out=asked, callbacks=callbacks)
+        with heard("try_out", logging.INFO) as said:
+            result = trainer.fit(task, data, data, resume="auto")
+        assert "LossSpike" in said[0]
+        assert "EarlyStopping" not in said[0]
+        assert (result.progress.updates, len(task.trained), len(task.validated)) == (batches,) * 3
+        assert {"train/loss", "validation/loss"} <= set(result.metrics)
+        assert (result.run_dir, result.last_checkpoint, result.model_path) == (None, None, None)
+        task.validated.clear()
+        trainer.validate(task, data, checkpoint="best", save_to="results.json")
+        assert len(task.validated) == batches
+        assert len(trainer.predict(task, data)) == batches
+        assert trainer.predict(task, data, save_to="outputs") == []
+        assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(("asked", "batches"), [("batches", 1), (3, 3)])
-def test_a_trial_takes_a_few_batches_in_every_verb_and_writes_nothing(
-    asked: Any, batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    task, data = Watched(), pairs(100)
-    callbacks = [EarlyStopping("validation/loss"), LossSpike(action="rollback")]
-    trainer = Trainer(
-        max_steps=1000,
-        min_steps=500,
-        strategy="cpu",
-        run_dir="runs/mine",
-        try_out=asked,
-        progress_bar=False,
-        limit_train_batches=0.5,
-        validate_every="200 steps",
-        callbacks=callbacks,
-    )
-    with heard("try_out", logging.INFO) as said:
-        result = trainer.fit(task, data, data, resume="auto")
-    assert "LossSpike" in said[0]
-    assert "EarlyStopping" not in said[0]
-    assert (result.progress.updates, len(task.trained), len(task.validated)) == (batches, batches, batches)
-    assert {"train/loss", "validation/loss"} <= set(result.metrics)
-    assert (result.run_dir, result.last_checkpoint, result.model_path) == (None, None, None)
-    task.validated.clear()
-    trainer.validate(task, data, checkpoint="best", save_to="results.json")
-    assert len(task.validated) == batches
-    assert len(trainer.predict(task, data)) == batches
-    assert trainer.predict(task, data, save_to="outputs") == []
-    assert os.listdir(tmp_path) == []
-
-
-# The same few batches.
-
-
-def test_overfitting_trains_and_validates_on_the_first_batches_in_every_epoch(tmp_path: Path) -> None:
-    task = Watched()
-    others = pairs(20, seed=1)
-    data = pairs(40, shuffle=True)
-    trainer = Trainer(
-        max_epochs=3,
-        strategy="cpu",
-        run_dir=tmp_path,
-        try_out="overfit",
-        limit_train_batches=2,
-        progress_bar=False,
-    )
-    result = trainer.fit(task, data, {"a": others})
+def test_overfit_trains_and_validates_on_the_first_batches_in_every_epoch(tmp_path: Path) -> None:
+    task, data = Watched(), pairs(40, shuffle=True)
+    options: Any = {"strategy": "cpu", "progress_bar": False, "run_dir": tmp_path, "try_out": "overfit"}
+    trainer = Trainer(max_epochs=3, limit_train_batches=2, **options)
+    result = trainer.fit(task, data, {"a": pairs(20, seed=1)})
     features = data.dataset.tensors[0]
     first = [features[:2].flatten().tolist(), features[2:4].flatten().tolist()]
     assert task.trained == task.validated == first * 3
     assert "validation/a/loss" in result.metrics
     assert result.last_checkpoint is None
     assert len(result.history) > 0
+    with heard("try_out", logging.INFO) as said:
+        quiet(max_epochs=1, try_out="overfit", limit_train_batches=0.4).fit(Regression(), pairs())
+    assert "trains and validates on a share of 0.4 of the batches of the training data" in said[0]
 
 
-def _overfitted_on_a_rank(rank: int) -> tuple[list[list[float]], list[list[float]], float]:
+def overfitted() -> tuple[list[list[float]], list[list[float]], float]:
     task = Watched()
     trainer = quiet(max_epochs=2, strategy="ddp", devices=2, try_out="overfit", limit_train_batches=2)
     result = trainer.fit(task, pairs(20, shuffle=True))
     return task.trained, task.validated, result.metrics["validation/loss"]
 
 
-def test_the_ranks_overfit_on_batches_of_their_own() -> None:
-    first, second = run_distributed(_overfitted_on_a_rank, 2)
+def test_ranks_overfit_on_batches_of_their_own() -> None:
+    first, second = on_two_ranks(overfitted)
     features = pairs(20).dataset.tensors[0]
     whole = [features[2 * each : 2 * each + 2].flatten().tolist() for each in range(4)]
     for trained, validated, _ in (first, second):
@@ -131,82 +105,70 @@ def test_the_ranks_overfit_on_batches_of_their_own() -> None:
 # The short validation before training.
 
 
-class Broken(Regression):
-    def validation_step(self, batch: Any) -> Any:
+def test_sanity_validation_shows_a_fault_before_the_first_update() -> None:
+    def fail(self: Any, batch: Any) -> Any:
         raise ValueError("broken")
 
-
-def test_a_fault_in_validation_shows_before_the_first_update() -> None:
-    seen = Evaluations()
-    with pytest.raises(ValueError, match="broken") as raised:
-        quiet(max_epochs=1, callbacks=[seen]).fit(Broken(), pairs(1000), pairs())
-    assert any("sanity_validation=None" in note for note in raised.value.__notes__)
-    assert any("after update 0" in note for note in raised.value.__notes__)
-    with pytest.raises(ValueError, match="broken") as raised:
-        quiet(max_epochs=1, sanity_validation=None).fit(Broken(), pairs(1000), pairs())
-    assert any("after update 500" in note for note in raised.value.__notes__)
+    for options, words in (
+        ({}, ("sanity_validation=None", "after update 0")),
+        ({"sanity_validation": None}, ("after update 500",)),
+    ):
+        with pytest.raises(ValueError, match="broken") as raised:
+            quiet(max_epochs=1, **options).fit(variant(validation_step=fail)(), pairs(1000), pairs())
+        assert all(any(each in note for note in raised.value.__notes__) for each in words)
 
 
-class Draws(Regression):
-    """Draws from torch's global stream in validation too."""
+def test_sanity_validation_leaves_no_trace_in_the_numbers() -> None:
+    def draw(self: Any, batch: Any) -> Any:  # from torch's global stream
+        return Regression.validation_step(self, (batch[0] + torch.rand_like(batch[0]), batch[1]))
 
-    def validation_step(self, batch: Any) -> Any:
-        return super().validation_step((batch[0] + torch.rand_like(batch[0]), batch[1]))
-
-
-def test_it_leaves_no_trace_in_the_numbers() -> None:
     runs = []
-    for asked in (None, "auto", 7):
-        task, seen = Draws(dropout=0.3), Evaluations()
+    for asked, short in ((None, []), ("auto", [(True, 0, 2)]), (7, [(True, 0, 7)])):
+        task, seen = variant(validation_step=draw)(dropout=0.3), Evaluations()
         trainer = quiet(max_epochs=2, sanity_validation=asked, callbacks=[seen], seed=3)
         result = trainer.fit(task, pairs(1000, shuffle=True), pairs(20))
         runs.append((task.line.weight.tolist(), result.metrics["validation/loss"]))
-        short = {None: [], "auto": [(True, 0, 2)], 7: [(True, 0, 7)]}[asked]
         assert seen.seen == [*short, (False, 500, 10), (False, 1000, 10)]
     assert runs[0] == runs[1] == runs[2]
 
 
-@pytest.mark.parametrize("name", [None, "{validation/loss:.2f}"])
-def test_what_waits_for_a_validation_waits_for_the_first_whole_one(name: str | None, tmp_path: Path) -> None:
-    kept = CheckpointConfig(best=1, name=name)
-    options: dict[str, Any] = {"checkpoint": kept, "run_dir": tmp_path, "sanity_validation": 1}
-    trainer = quiet(max_epochs=2, log_every="1 step", callbacks=[EarlyStopping()], **options)
-    result = trainer.fit(Regression(), pairs(), pairs())
-    assert result.stop_reason == "max_epochs=2 reached"
-    assert result.best_checkpoint is not None
+def test_sanity_validation_counts_for_no_policy_and_no_resume(tmp_path: Path) -> None:
+    for name in (None, "{validation/loss:.2f}"):
+        kept = CheckpointConfig(best=1, name=name)
+        options: dict[str, Any] = {"checkpoint": kept, "run_dir": tmp_path / str(bool(name))}
+        options["sanity_validation"] = 1
+        trainer = quiet(max_epochs=2, log_every="1 step", callbacks=[EarlyStopping()], **options)
+        result = trainer.fit(Regression(), pairs(), pairs())
+        assert result.stop_reason == "max_epochs=2 reached"
+        assert result.best_checkpoint is not None
+    seen = Evaluations()
+    quiet(max_epochs=3, callbacks=[EarlyStopping(), seen], **options).fit(
+        Regression(), pairs(), pairs(), resume="auto"
+    )
+    assert [short for short, *_ in seen.seen] == [False]
 
 
-def test_by_default_it_is_made_where_it_costs_under_a_hundredth_of_an_epoch() -> None:
+def test_sanity_validation_by_default_where_it_costs_under_a_hundredth_of_an_epoch() -> None:
     def short(batches: int, data: Any = None, **options: Any) -> bool:
         seen = Evaluations()
         trainer = quiet(**{"max_epochs": 1, **options}, callbacks=[seen])
         trainer.fit(Regression(), pairs(batches, batch_size=1), data or pairs())
         return seen.seen[0][0]
 
-    assert short(201)
-    assert not short(200)
-    assert not short(201, {"a": pairs(), "b": pairs()})
-    assert short(401, {"a": pairs(), "b": pairs()})
+    two = {"a": pairs(), "b": pairs()}
+    assert [short(201), short(200), short(201, two), short(401, two)] == [True, False, False, True]
     assert not short(1000, max_steps=100)
-    assert not short(1000, iter(list(pairs())))
+    assert not short(1000, iter(list(pairs())))  # data that can be read once is not used up
     assert short(10, sanity_validation=1)
 
 
-def test_data_that_can_be_read_once_is_not_used_up() -> None:
-    once = iter(list(pairs()))
-    with pytest.raises(ConfigError, match="sanity_validation=2 would use up batches of the validation data"):
-        quiet(max_epochs=1, sanity_validation=2).fit(Regression(), pairs(), once)
-    assert len(list(once)) == 5
-
-
-def test_what_reads_a_whole_evaluation_does_not_read_a_part() -> None:
+def test_evaluation_reader_reads_no_part() -> None:
     read: list[int] = []
 
     class Reader:
-        def __init__(self) -> None:
-            self.records = 0
+        records = 0
 
-        def record(self, loss: Tensor | None, outputs: Any, batch: Any) -> int:
+        def record(self, loss: Any, outputs: Any, batch: Any) -> int:
             return len(batch[0])
 
         def add(self, record: int) -> None:
@@ -216,20 +178,8 @@ def test_what_reads_a_whole_evaluation_does_not_read_a_part() -> None:
             read.append(self.records)
             return {}
 
-        def close(self) -> None:
-            pass
+        def close(self) -> None: ...
 
-    class Reading(Regression):
-        def evaluation_reader(self) -> Any:
-            return Reader()
-
-    quiet(max_epochs=1, sanity_validation=2).fit(Reading(), pairs(), pairs())
+    task = variant(evaluation_reader=lambda self: Reader())()
+    quiet(max_epochs=1, sanity_validation=2).fit(task, pairs(), pairs())
     assert read == [10]
-
-
-def test_a_resumed_fit_has_none(tmp_path: Path) -> None:
-    seen = Evaluations()
-    options: dict[str, Any] = {"run_dir": tmp_path, "checkpoint": True, "sanity_validation": 1}
-    quiet(max_epochs=1, **options).fit(Regression(), pairs(), pairs())
-    quiet(max_epochs=2, callbacks=[seen], **options).fit(Regression(), pairs(), pairs(), resume="auto")
-    assert [short for short, *_ in seen.seen] == [False]

@@ -22,14 +22,13 @@ from drivetrain import (
     Trainer,
     already_split,
 )
-from drivetrain.core.errors import ConfigError, DataError
 
 
 class Classifier(TaskModule):
-    def __init__(self, optimizer=None, hidden=8, norm=False):
+    def __init__(self, optimizer=None, norm=False):
         super().__init__()
-        layers = [nn.Linear(4, hidden), nn.BatchNorm1d(hidden) if norm else nn.Dropout(0.1)]
-        self.net = nn.Sequential(*layers, nn.ReLU(), nn.Linear(hidden, 3))
+        layers = [nn.Linear(4, 8), nn.BatchNorm1d(8) if norm else nn.Dropout(0.1)]
+        self.net = nn.Sequential(*layers, nn.ReLU(), nn.Linear(8, 3))
         self.optimizer = optimizer or OptimizerConfig("adamw", lr=0.01)
 
     def forward(self, features):
@@ -46,8 +45,7 @@ class Unreadable(Dataset):
     """Has a length and no samples that can be had."""
 
     def __init__(self, size, batch_size):
-        self.size = size
-        self.batch_size = batch_size
+        self.size, self.batch_size = size, batch_size
 
     def __len__(self):
         return self.size
@@ -95,43 +93,29 @@ def samples(count=22, batch_size=4, **options):
     )
 
 
-def trainer(**options):
-    quiet = {"progress_bar": False, "loggers": (), "checkpoint": False, "strategy": "cpu"}
-    return Trainer(**{**quiet, **options})
-
-
 def plan(data=None, validation=None, task=None, **options):
-    return trainer(**options).plan(
-        task or Classifier(), samples() if data is None else data, validation_data=validation
-    )
+    data = samples() if data is None else data
+    return quiet(**options).plan(task or Classifier(), data, validation_data=validation)
 
 
 def matches(firings, updates):
-    return (firings.times, firings.first, firings.last) == (
-        len(updates),
-        updates[0] if updates else None,
-        updates[-1] if updates else None,
-    )
+    ends = (updates[0], updates[-1]) if updates else (None, None)
+    return (firings.times, firings.first, firings.last) == (len(updates), *ends)
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("save_every", "options"),
     [
-        {"max_epochs": 3},
-        {"max_steps": 7},
-        {"max_epochs": 3, "gradient_accumulation_steps": 4},
-        {"max_epochs": 3, "limit_train_batches": 5, "gradient_accumulation_steps": 2},
-        {"max_epochs": 4, "validate_every": "2 epochs", "log_every": "3 steps"},
-        {"max_epochs": 3, "validate_every": "0.5 epochs", "log_every": "1 epoch"},
-        {"max_epochs": 2, "validate_every": "10 samples", "log_every": 2},
-        {"max_epochs": 2, "validate_every": None, "log_every": None},
+        ("0.5 epochs", {"max_steps": 7}),
+        (None, {"max_epochs": 3, "limit_train_batches": 5, "gradient_accumulation_steps": 2}),
+        ("16 samples", {"max_epochs": 3, "validate_every": "0.5 epochs", "log_every": "1 epoch"}),
+        ("0.5 epochs", {"max_epochs": 4, "validate_every": "10 samples", "log_every": "3 steps"}),
     ],
 )
-@pytest.mark.parametrize("save_every", ["0.5 epochs", "16 samples", None])
-def test_a_fit_does_what_its_plan_said(tmp_path, options, save_every):
+def test_a_fit_does_what_its_plan_said(tmp_path, save_every, options):
     recorder = Recorder()
     policy = CheckpointConfig(every=save_every, keep_last=1, best=0)
-    runner = trainer(**options, callbacks=[recorder], checkpoint=policy, run_dir=tmp_path)
+    runner = quiet(**options, callbacks=[recorder], checkpoint=policy, run_dir=tmp_path)
     config = OptimizerConfig("adamw", lr=0.01, schedule="cosine", warmup_steps=2)
     found = runner.plan(Classifier(config), samples(), samples(5))
     result = runner.fit(Classifier(config), samples(), samples(5))
@@ -140,44 +124,39 @@ def test_a_fit_does_what_its_plan_said(tmp_path, options, save_every):
     assert found.samples_per_update == max(map(sum, sizes))
     if result.progress.epoch:
         assert found.last_window == (len(sizes[-1]), sum(sizes[-1]))
-    rates = [each["lr"] for each in recorder.rates]
-    assert found.rates["lr"].start == rates[0]
-    assert found.rates["lr"].end == rates[-1]
-    assert found.rates["lr"].peak == max(rates)
-    assert found.rates["lr"].peak_update == rates.index(max(rates))
+    rates, rate = [each["lr"] for each in recorder.rates], found.rates["lr"]
+    assert (rate.start, rate.end, rate.peak) == (rates[0], rates[-1], max(rates))
+    assert rate.peak_update == rates.index(max(rates))
     assert matches(found.validation, recorder.validated)
     assert matches(found.saving, recorder.saved)
     # What is left over at the end is logged once more.
-    assert matches(
-        found.logging, [u for u in recorder.logged if u != found.updates or found.logging.last == u]
-    )
+    last = found.logging.last
+    assert matches(found.logging, [u for u in recorder.logged if u != found.updates or last == u])
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "adafactor", "muon", "adagrad", "rmsprop"])
 @pytest.mark.parametrize("precision", ["32", "bf16-true", "64"])
-def test_memory_is_that_of_a_run(name, precision):
-    recorder = Recorder()
-    runner = trainer(max_steps=1, precision=precision, callbacks=[recorder])
-    found = runner.plan(Classifier(OptimizerConfig(name, lr=0.01)), samples())
-    runner.fit(Classifier(OptimizerConfig(name, lr=0.01)), samples())
-    held = sum(each.numel() * each.element_size() for each in recorder.parameters)
-    assert found.memory["parameters"] == found.memory["gradients"] == held
-    assert found.memory["optimizer"] == sum(each.numel() * each.element_size() for each in recorder.state)
+def test_memory_is_that_of_a_run(precision):
+    for name in ("sgd", "adamw", "adafactor", "muon", "adagrad"):
+        recorder, config = Recorder(), OptimizerConfig(name, lr=0.01)
+        runner = quiet(max_steps=1, precision=precision, callbacks=[recorder])
+        found = runner.plan(Classifier(config), samples())
+        runner.fit(Classifier(config), samples())
+        held = sum(each.numel() * each.element_size() for each in recorder.parameters)
+        assert found.memory["parameters"] == found.memory["gradients"] == held
+        state = sum(each.numel() * each.element_size() for each in recorder.state)
+        assert found.memory["optimizer"] == state, name
 
 
-def test_fused_kernels_and_frozen_parameters_do_not_disturb_the_count():
+def test_fused_kernels_frozen_and_real_parameters_do_not_disturb_the_count():
     task = Classifier(OptimizerConfig("adamw", lr=0.01, fused=True))
     task.net[0].requires_grad_(False)
     found = plan(task=task, max_steps=2)
     assert (found.parameters, found.trainable) == (67, 27)
     assert found.memory == {"parameters": 268, "gradients": 108, "optimizer": 2 * 108 + 2 * 4}
 
-
-def test_what_only_works_on_real_parameters_has_unknown_state_and_known_rates():
-    class FromWeights(Classifier):
+    class FromWeights(Classifier):  # its optimizers only work on real parameters
         def configure_optimizers(self):
-            rate = 0.1 * float(self.net[0].weight.detach().abs().max() > 0)
-            return OptimizerConfig("adam", lr=rate)
+            return OptimizerConfig("adam", lr=0.1 * float(self.net[0].weight.detach().abs().max() > 0))
 
     found = plan(task=FromWeights(), max_steps=2)
     assert found.rates["lr"].peak == 0.1
@@ -185,13 +164,12 @@ def test_what_only_works_on_real_parameters_has_unknown_state_and_known_rates():
     assert "unknown" in str(found)
 
 
-def test_nothing_is_fetched_changed_or_written(tmp_path, monkeypatch, capsys):
+def test_nothing_is_fetched_changed_or_written(tmp_path, capsys):
     class Random(Classifier):
         def configure_optimizers(self):
             draws = torch.rand(1), random.random(), np.random.rand()  # as a user's factory may
             return OptimizerConfig("adamw", lr=0.01 if draws else 1.0)
 
-    monkeypatch.chdir(tmp_path)
     task = Random()
     task.net[1].eval()
     weights = {name: value.clone() for name, value in task.state_dict().items()}
@@ -211,9 +189,8 @@ def test_nothing_is_fetched_changed_or_written(tmp_path, monkeypatch, capsys):
 
 
 def test_a_plan_is_readable_and_json():
-    found = plan(
-        Unreadable(1437, 32), Unreadable(360, 32), max_epochs=3, checkpoint=True, run_dir="never-made"
-    )
+    options = {"max_epochs": 3, "checkpoint": True, "run_dir": "never-made"}
+    found = plan(Unreadable(1437, 32), Unreadable(360, 32), **options)
     text = str(found)
     assert "135 in all, 45 per epoch" in text
     assert "1 batch(es), 29 samples" in text
@@ -236,9 +213,8 @@ def test_the_peak_of_a_long_run_is_exact():
 
 
 def test_rates_come_by_group_and_from_torch_schedulers():
-    groups = OptimizerConfig(
-        "sgd", lr=0.1, schedule="linear", groups=[ParameterGroup("net.0.*", lr_scale=0.1)]
-    )
+    slower = [ParameterGroup("net.0.*", lr_scale=0.1)]
+    groups = OptimizerConfig("sgd", lr=0.1, schedule="linear", groups=slower)
     rates = plan(task=Classifier(groups), max_steps=10).rates
     assert sorted(rate.start for rate in rates.values()) == pytest.approx([0.01, 0.1])
     assert sorted(rate.end for rate in rates.values()) == pytest.approx([0.001, 0.01])
@@ -276,28 +252,14 @@ def test_data_without_a_length_leaves_only_the_steps():
     assert unknown.validation.times is None
 
 
-def test_an_interval_of_fewer_samples_than_an_update_has_is_not_counted():
-    found = plan(max_epochs=2, validation=samples(5), validate_every="3 samples")
+def test_samples_of_ready_batches_and_short_intervals_are_counted_where_they_are_known():
+    found = plan(max_epochs=2, validation=samples(5), validate_every="3 samples")  # fewer than an update has
     assert found.validation.times is None
     assert "3 samples; how often is not known" in str(found)
-
-
-@pytest.mark.parametrize(("sizes", "full", "last"), [((5, 5, 1), 10, 1), ((2, 5, 1), None, None)])
-def test_ready_batches_are_counted_where_all_but_the_last_are_equal(sizes, full, last):
-    batches = [(torch.zeros(size, 4), torch.zeros(size, dtype=torch.long)) for size in sizes]
-    found = plan(batches, max_epochs=1, gradient_accumulation_steps=2)
-    assert (found.samples_per_update, found.last_window) == (full, (1, last))
-
-
-def test_a_wrong_configuration_is_refused_as_in_a_fit():
-    with pytest.raises(ConfigError, match="how long to train"):
-        plan()
-    with pytest.raises(DataError, match="without a batch size"):
-        plan(Unreadable(10, None), max_epochs=1)
-    with pytest.raises(DataError, match="empty"):
-        plan(validation=Unreadable(0, 4), max_epochs=1)
-    with pytest.raises(ConfigError, match="must know the number of updates"):
-        plan(task=Classifier(OptimizerConfig("sgd", schedule="linear")), max_time=60)
+    for sizes, full, last in (((5, 5, 1), 10, 1), ((2, 5, 1), None, None)):
+        batches = [(torch.zeros(size, 4), torch.zeros(size, dtype=torch.long)) for size in sizes]
+        found = plan(batches, max_epochs=1, gradient_accumulation_steps=2)
+        assert (found.samples_per_update, found.last_window) == (full, (1, last))
 
 
 def test_a_sane_configuration_gives_no_warning():
@@ -326,78 +288,64 @@ def evaluating():
 VALIDATION = Unreadable(10, 5)
 
 
-@pytest.mark.parametrize(
-    ("words", "arguments"),
-    [
-        ("warm-up takes 20 updates and the run has 12", {"task": sgd(warmup_steps=20)}),
-        ("'cosine' does not finish", {"task": sgd(schedule="cosine", total_steps=50)}),
-        ("'linear' is at its end early", {"task": sgd(schedule="linear", total_steps=5)}),
-        ("max_steps=100 is not reached", {"max_steps": 100}),
-        ("max_epochs=2 is not reached", {"max_steps": 3}),
-        ("validate_every=50 steps is longer", {"validate_every": 50, "validation": VALIDATION}),
-        ("validate_every=3 epochs is longer", {"validate_every": "3 epochs", "validation": VALIDATION}),
-        ("log_every=13 steps is longer", {"log_every": 13}),
-        (
-            "every=500 steps is longer",
-            {"checkpoint": CheckpointConfig(every=500, best=0), "run_dir": "never-made"},
-        ),
-        ("validate_every=2 steps was asked for", {"validate_every": 2}),
-        ("CheckpointConfig decides by 'validation/f1'", {"checkpoint": CheckpointConfig(by="validation/f1")}),
-        ("early stopping decides by 'validation/loss'", {"callbacks": [EarlyStopping()]}),
-        ("follows the validations never acts", {"task": sgd(schedule="reduce_on_plateau")}),
-        ("gradient_accumulation_steps=9 is more than the 6", {"gradient_accumulation_steps": 9}),
-        ("batch norm (net.1) meets", {"task": Classifier(norm=True), "data": Unreadable(21, 4)}),
-        ("in eval mode at the start of training: net.1", {"task": evaluating()}),
-        ("no optimizer trains net.3.weight, net.3.bias", {"task": partly_trained()}),
-    ],
-)
-def test_a_conflict_is_named_once_and_shown(words, arguments):
-    options = {"max_epochs": 2, "log_every": 2, **arguments}
-    found = plan(**options)
-    assert [words in each for each in found.warnings].count(True) == 1
-    assert f"warning: {next(each for each in found.warnings if words in each)}" in str(found)
+CONFLICTS = {
+    "warm-up takes 20 updates and the run has 12": {"task": sgd(warmup_steps=20)},
+    "'cosine' does not finish": {"task": sgd(schedule="cosine", total_steps=50)},
+    "'linear' is at its end early": {"task": sgd(schedule="linear", total_steps=5)},
+    "max_steps=100 is not reached": {"max_steps": 100},
+    "max_epochs=2 is not reached": {"max_steps": 3},
+    "validate_every=50 steps is longer": {"validate_every": 50, "validation": VALIDATION},
+    "log_every=13 steps is longer": {"log_every": 13},
+    "every=500 steps is longer": {"checkpoint": CheckpointConfig(every=500, best=0), "run_dir": "never-made"},
+    "validate_every=2 steps was asked for": {"validate_every": 2},
+    "CheckpointConfig decides by 'validation/f1'": {"checkpoint": CheckpointConfig(by="validation/f1")},
+    "early stopping decides by 'validation/loss'": {"callbacks": [EarlyStopping()]},
+    "follows the validations never acts": {"task": sgd(schedule="reduce_on_plateau")},
+    "gradient_accumulation_steps=9 is more than the 6": {"gradient_accumulation_steps": 9},
+    "batch norm (net.1) meets": {"task": Classifier(norm=True), "data": Unreadable(21, 4)},
+    "in eval mode at the start of training: net.1": {"task": evaluating()},
+    "no optimizer trains net.3.weight, net.3.bias": {"task": partly_trained()},
+}
+WITHIN = [
+    {"task": sgd(warmup_steps=11)},
+    {"task": sgd(schedule="cosine", total_steps=12)},
+    {"task": sgd(total_steps=50)},
+    {"max_steps": 12},
+    {"log_every": 12},
+    {"validate_every": 12, "validation": VALIDATION},
+    {"checkpoint": CheckpointConfig(every=12, best=0)},
+    {"callbacks": [EarlyStopping()], "validation": VALIDATION},
+    {"checkpoint": CheckpointConfig(by="validation/f1"), "validation": VALIDATION},
+    {"gradient_accumulation_steps": 6, "log_every": 1},
+    {"task": Classifier(norm=True)},
+    {"task": Classifier(norm=True), "data": samples(21, drop_last=True), "log_every": 1},
+]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"task": sgd(warmup_steps=11)},
-        {"task": sgd(schedule="cosine", total_steps=12)},
-        {"task": sgd(total_steps=50)},
-        {"max_steps": 12},
-        {"log_every": 12},
-        {"validate_every": 12, "validation": VALIDATION},
-        {"checkpoint": CheckpointConfig(every=12, best=0)},
-        {"callbacks": [EarlyStopping()], "validation": VALIDATION},
-        {"checkpoint": CheckpointConfig(by="validation/f1"), "validation": VALIDATION},
-        {"gradient_accumulation_steps": 6, "log_every": 1},
-        {"task": Classifier(norm=True)},
-        {"task": Classifier(norm=True), "data": samples(21, drop_last=True), "log_every": 1},
-    ],
-)
-def test_just_within_its_bounds_nothing_is_a_conflict(arguments):
-    assert plan(**{"max_epochs": 2, "log_every": 2, **arguments}).warnings == ()
+def test_a_conflict_is_named_once_and_shown_and_just_within_its_bounds_nothing_is_one():
+    for words, arguments in CONFLICTS.items():
+        found = plan(**{"max_epochs": 2, "log_every": 2, **arguments})
+        (warning,) = [each for each in found.warnings if words in each]
+        assert f"warning: {warning}" in str(found)
+    for arguments in WITHIN:
+        assert plan(**{"max_epochs": 2, "log_every": 2, **arguments}).warnings == (), arguments
 
 
-@pytest.mark.parametrize("processes", [2, 3])
-def test_all_processes_count(processes: int) -> None:
+def test_all_processes_count_and_of_data_that_is_already_split_ones_own_part():
     data = DataLoader(TensorDataset(torch.ones(19, 3), torch.ones(19, 1)), batch_size=4)
-    trainer = quiet(max_epochs=2, strategy="ddp", devices=processes)
-    plan = trainer.plan(Regression(), data)
-    rounds = -(-19 // (4 * processes))
-    assert plan.updates == 2 * rounds
-    assert plan.samples_per_update == 4 * processes
-    assert plan.last_window == (1, 19 - 4 * processes * (rounds - 1))
-    assert f"strategy ddp, {processes} processes" in str(plan)
-    whole = trainer.plan(Regression(), DataLoader(data.dataset, batch_size=4, drop_last=True))
-    assert whole.last_window == (1, {2: 8, 3: 4}[processes])
-    ready = [(torch.ones(size, 3), torch.ones(size, 1)) for size in (4, 2, 5, 1, 3)]
-    assert trainer.plan(Regression(), ready).updates_per_epoch == -(-5 // processes)
-
-
-@pytest.mark.parametrize("devices", [1, 2])
-def test_of_data_that_is_divided_by_rank_only_ones_own_part_is_known(devices: int) -> None:
+    for processes, last in ((2, 8), (3, 4)):
+        runner = quiet(max_epochs=2, strategy="ddp", devices=processes)
+        found = runner.plan(Regression(), data)
+        rounds = -(-19 // (4 * processes))
+        assert (found.updates, found.samples_per_update) == (2 * rounds, 4 * processes)
+        assert found.last_window == (1, 19 - 4 * processes * (rounds - 1))
+        assert f"strategy ddp, {processes} processes" in str(found)
+        whole = runner.plan(Regression(), DataLoader(data.dataset, batch_size=4, drop_last=True))
+        assert whole.last_window == (1, last)
+        ready = [(torch.ones(size, 3), torch.ones(size, 1)) for size in (4, 2, 5, 1, 3)]
+        assert runner.plan(Regression(), ready).updates_per_epoch == -(-5 // processes)
     part = DataLoader(TensorDataset(torch.zeros(10, 4), torch.zeros(10, 1)), batch_size=2)
-    plan = quiet(max_epochs=2, devices=devices).plan(Regression(), already_split(part))
-    assert plan.updates == 10
-    assert ("the length is what the training data says of itself" in str(plan)) == (devices == 2)
+    for devices in (1, 2):
+        found = quiet(max_epochs=2, devices=devices).plan(Regression(), already_split(part))
+        assert found.updates == 10
+        assert ("the length is what the training data says of itself" in str(found)) == (devices == 2)

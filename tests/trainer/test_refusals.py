@@ -1,0 +1,225 @@
+"""Arguments of a Trainer and of its verbs that are refused, with the word that helps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.refusals import assert_refused
+from tests.support.tasks import Regression, pairs, quiet, variant
+from torch import nn
+from torch.utils.data import IterableDataset, TensorDataset
+
+from drivetrain import CheckpointConfig, LambdaCallback, OptimizerConfig, Trainer
+from drivetrain.core.errors import CheckpointError, ConfigError, DataError, StrategyError
+
+COUNT = ((0, ""), (1.5, ""), (True, ""))  # no words: the name of the argument
+SHARE = ((0, ""), (1.0, ""), ("0.5", ""))
+WRONG: dict[str, tuple[tuple[Any, ...], ...]] = {
+    **dict.fromkeys(("max_steps", "min_epochs", "min_steps", "batch_size", "evaluation_batch_size"), COUNT),
+    **dict.fromkeys(("gradient_accumulation_steps", "sanity_validation", "try_out"), COUNT),
+    **{f"limit_{stage}_batches": SHARE for stage in ("train", "validation", "test", "predict")},
+    "max_epochs": ((-0.5, ""), (float("inf"), "")),
+    "max_time": (("3 steps", "is not a time"), ("3 parsecs", "'parsecs'"), (timedelta(0), "positive")),
+    "strategy": (("cup", "did you mean 'cpu'"), (3, "")),
+    "devices": (("two", ""), ([0, 0], "different indices")),
+    "num_nodes": ((0, ""),),
+    "precision": (("bf16", "called 'bf16-mixed'"), (8, "'8'", "'bf16-mixed'")),
+    "evaluation_precision": (("32", "stores no weights"), ("bf16-mixed", "'bf16-true'")),
+    "max_grad_norm": ((0, ""), ("1", "")),
+    "max_grad_value": ((0, ""),),
+    "micro_batch": ((2.5, ""), ("automatic", "'auto'")),
+    "validate_every": ((0, "positive"), ("1 epok", "did you mean 'epochs'"), ("2.5 steps", "whole number")),
+    "validate_from": ((0, "positive"),),
+    "log_first_step": ((1, ""),),
+    "log_every": ((-1, "interval"), ([3], "interval")),
+    "checkpoint": (("yes", "checkpoint must be"), ("asynchronous", "'async'")),
+    "run_dir": (("s3://bucket/run", "CheckpointConfig(directory="), (3, "")),
+    "assets": (("vocabulary.txt", "put the asset into a list"),),
+    "callbacks": (("early_stopping", ""), ([LambdaCallback], ""), ([3], "callback")),
+    "loggers": (("tensorbord", "did you mean 'tensorboard'"), ([print], "no logger")),
+    "progress_bar": (("no", ""),),
+    "train_metrics": ((1, ""),),
+    "compile": (("yes", ""),),
+    "memory": ((True, "MemoryConfig"),),
+    "deterministic": (("false", ""),),
+    "seed": ((-1, ""), (None, "")),
+    "data_seed": ((-1, ""),),
+    "collate": (("pad", "function"),),
+    "group_by_length": ((True, "column or a function"), ("", "column or a function")),
+    "run_name": (("a/b", ""), ("..", "")),
+    "on_bad_batch": (("ignore", ""),),
+    "on_save_error": (("ignore", ""),),
+    "hang_timeout": ((0, ""),),
+    "on_nonfinite": (("ignore", ""),),
+    "preemption": (("SIGTERM", ""),),
+    "num_workers": ((-1, ""),),
+}
+
+
+def test_wrong_arguments_are_refused_when_the_trainer_is_made() -> None:
+    assert WRONG.keys() == {field.name for field in dataclasses.fields(Trainer)}  # a later one is checked too
+    table: dict[str, tuple[Any, ...]] = {}
+    for name, rows in WRONG.items():
+        for value, *words in rows:
+            words = [each or name for each in words]
+            table[f"{name}={value!r}"] = (partial(Trainer, **{"max_epochs": 1, name: value}), *words)
+    assert_refused((ConfigError, StrategyError), table)
+
+
+def test_arguments_that_exclude_each_other_are_refused() -> None:
+    released = {"release_gradients": True}
+    rows: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"validate_every": None, "validate_from": "1 epoch"}, "no validation to delay"),
+        ({"validate_every": None, "sanity_validation": 2}, "needs no check of it"),
+        ({"micro_batch": 2, "evaluation_precision": "bf16-true"}, "with micro_batch=2"),
+        ({"max_grad_norm": 1.0, "max_grad_value": 1.0}, "two ways to clip"),
+        ({"memory": released, "max_grad_value": 1.0}, "release_gradients with max_grad_value"),
+        ({"log_every": None, "log_first_step": True}, "log_every=None"),
+        ({"max_epoch": 3}, "did you mean 'max_epochs'"),
+    )
+    table = {str(given): (partial(Trainer, **{"max_epochs": 1, **given}), words) for given, words in rows}
+    assert_refused(ConfigError, {**table, "by position": (lambda: Trainer(3), "by name")})  # type: ignore[misc]
+
+
+class Stream(IterableDataset[Any]):
+    """A data set without a length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(pairs().dataset)
+
+
+class Bare:
+    """A data set of no class of torch's, whose samples a fit must not need."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError
+
+
+class Half:
+    """A data module that is not complete."""
+
+    def train_data(self) -> Any:
+        return pairs()
+
+
+def test_data_that_do_not_fit_the_trainer_are_refused() -> None:
+    def fit(*data: Any, task: Any = None, **options: Any) -> Any:
+        return lambda: quiet(**{"max_epochs": 1, **options}).fit(task or Regression(), *data)
+
+    bare = TensorDataset(torch.zeros(9, 4), torch.zeros(9, 1))
+    big = {"evaluation_batch_size": 5, "batch_size": 4}
+    evaluate = quiet(**big)
+    table: dict[str, tuple[Any, ...]] = {
+        "no limit": (fit(pairs(), max_epochs=None), "how long to train"),
+        "a class": (fit(pairs(), task=Regression), "pass an instance", "Regression("),
+        "a module": (fit(pairs(), task=nn.Linear(2, 2)), "drivetrain.TaskModule"),
+        "named loaders": (fit({"a": pairs()}), "only evaluation takes named loaders"),
+        "named loaders to predict": (lambda: quiet().predict(Regression(), {"a": pairs(2)}), "one loader"),
+        "half a module": (lambda: quiet().predict(Regression(), Half()), "Half has no predict_data()"),
+        "collate of a loader": (fit(pairs(), collate=list), "collate=", "collate_fn"),
+        "collate of a stream": (fit(Stream(), collate=list), "Stream", "ready batches"),
+        "evaluation of a loader": (fit(bare, pairs(), **big), "evaluation_batch_size=5", "batch_size=5"),
+        "validate": (lambda: evaluate.validate(Regression(), pairs()), "5", "the validation data"),
+        "predict": (lambda: evaluate.predict(Regression(), pairs()), "5", "the predict data"),
+        "read once": (fit(pairs(), iter(list(pairs())), sanity_validation=2), "sanity_validation=2"),
+    }
+    for name in ("batch_size", "num_workers"):
+        for make in (list, iter):
+            ready = make(list(pairs()))
+            table[f"{name} {make}"] = (fit(ready, **{name: 2}), f"{name}=2", "ready", type(ready).__name__)
+    for name, value in (("batch_size", 16), ("num_workers", 2)):
+        for data in ((pairs(),), (pairs(), pairs(4)), (pairs(), {"one": pairs(4)})):
+            words = (f"{name}={value}", "is a DataLoader with", "DataLoader(")
+            table[f"{name} {data}"] = (fit(*data, **{name: value}), *words)
+    assert_refused(ConfigError, table)
+    kinds = {
+        str(type(each)): (fit(each), "a DataLoader, a Dataset") for each in (3, "path", torch.ones(3, 4))
+    }
+    wrong: dict[str, tuple[Any, ...]] = {
+        **kinds,
+        "batch size": (fit(bare), "Trainer(batch_size=32)"),
+        "indexed": (fit(Bare()), "Bare", "Trainer(batch_size=32)"),
+        "validation": (lambda: quiet().validate(Regression(), Bare()), "without a batch size"),
+        "empty": (fit([]), "training data is empty"),
+        "plan without a size": (lambda: quiet(max_epochs=1).plan(Regression(), Bare()), "a batch size"),
+        "empty plan": (lambda: quiet(max_epochs=1).plan(Regression(), pairs(0)), "empty"),
+    }
+    assert_refused(DataError, wrong)
+
+
+@pytest.mark.parametrize(("name", "what"), [("totals", "planned length"), ("progress", "progress")])
+def test_a_task_cannot_hide_what_it_knows_of_the_fit(name: str, what: str) -> None:
+    hides = variant(**{name: lambda self: None})()
+    fit = partial(quiet(max_steps=1).fit, hides, pairs())
+    table: dict[str, tuple[Any, ...]] = {
+        "set": (lambda: setattr(Regression(), name, torch.zeros(2)), f"Regression.{name}", what),
+        "method": (fit, f"Variant.{name} hides"),
+    }
+    assert_refused(ConfigError, table)
+
+
+def test_checkpoints_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:
+    def fit(*data: Any, resume: Any = None, **options: Any) -> Any:
+        return lambda: quiet(**{"max_epochs": 1, **options}).fit(
+            Regression(), *(data or (pairs(),)), resume=resume
+        )
+
+    run_dir = tmp_path / "run"
+    result = quiet(max_epochs=1, run_dir=run_dir, checkpoint=True).fit(Regression(), pairs())
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    trainer = quiet(max_epochs=1, checkpoint=True, run_dir=run_dir)
+    given: dict[str, tuple[Any, ...]] = {
+        "no validation": (fit(run_dir=tmp_path / "a", checkpoint=CheckpointConfig(best=1)), "by=None"),
+        "last": (fit(run_dir=tmp_path, resume="last"), "resume='last'", "'auto'", "last_checkpoint"),
+        "best": (fit(run_dir=tmp_path, resume="best"), "resume='best'", "best_checkpoint"),
+        "weights": (fit(run_dir=tmp_path / "b", resume=result.model_path), "task.load_weights(path)"),
+        "a file": (fit(run_dir=tmp_path / "file"), "cannot be made", "is a file"),
+        "below a file": (fit(run_dir=tmp_path / "file" / "deeper" / "still"), "is a file"),
+        "auto": (fit(resume="auto"), "give the Trainer a run_dir"),
+        "used": (fit(run_dir=run_dir, checkpoint=True), "after update 5", "resume='auto'"),
+        "true": (lambda: trainer.validate(Regression(), pairs(), checkpoint=True), "'best' or 'last'"),
+        "linear": (
+            lambda: quiet(max_time=60).plan(Regression(OptimizerConfig("sgd", schedule="linear")), pairs()),
+            "must know the number of updates"),
+    }  # fmt: skip
+    assert_refused(ConfigError, given)
+    there: dict[str, tuple[Any, ...]] = {
+        "nothing": (fit(resume=str(tmp_path / "nothing")), "no checkpoint found"),
+        "no best": (lambda: trainer.validate(Regression(), pairs(), checkpoint="best"), "no best checkpoint"),
+    }
+    assert_refused(CheckpointError, there)
+
+
+def test_results_that_could_not_be_written_are_not_computed(tmp_path: Path) -> None:
+    def never(self: Any, features: Any) -> Any:
+        raise AssertionError
+
+    (tmp_path / "file").touch()
+    task = variant(forward=never)()
+    table: dict[str, tuple[Any, ...]] = {}
+    for given, *words in (
+        (tmp_path, "is a directory", "'results.json'"),
+        (tmp_path / "file" / "results.json", "cannot be written"),
+        ("s3://bucket/results.json", "local disk"),
+        (3, "local disk", "3"),
+    ):
+        for verb in ("validate", "test"):
+            table[f"{verb} {given}"] = (
+                partial(getattr(quiet(), verb), task, pairs(4), save_to=given),
+                *words,
+            )
+    for path in ("s3://bucket/results", 3):
+        table[f"predict {path}"] = (partial(quiet().predict, task, pairs(4), save_to=path), "local disk")
+    assert_refused(ConfigError, table)
+    folder = partial(quiet().predict, task, pairs(4), save_to=tmp_path / "file" / "folder")
+    assert_refused(CheckpointError, {"folder": (folder, "cannot create", "Not a directory")})
