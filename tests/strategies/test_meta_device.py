@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.ranks import on_two_ranks
 from tests.support.tasks import quiet
 from torch import Tensor, nn
 
 from drivetrain import FSDPConfig, StrategyError, TaskModule
 from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.meta_device import Materialization, on_meta
-from drivetrain.testing.distributed import run_distributed
 
 gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 
@@ -87,7 +87,7 @@ def whole(task: nn.Module) -> dict[str, Tensor]:
 
 def trained(kind: type[TaskModule], config: FSDPConfig, precision: str) -> str:
     """What differs after two updates between a task from the meta device and the same from the CPU."""
-    world_size = int(os.environ["WORLD_SIZE"])
+    world_size = torch.distributed.get_world_size()
     states = []
     for device in ("meta", "cpu"):
         task = make(kind, device)
@@ -101,43 +101,43 @@ def trained(kind: type[TaskModule], config: FSDPConfig, precision: str) -> str:
     return ", ".join(name for name in meta if not torch.equal(meta[name], plain[name]))
 
 
+CASES: list[tuple[type[TaskModule], dict[str, Any], str]] = [
+    (Small, {"wrap": ("Linear", "Block")}, "bf16-true"),
+    (Rescaled, {"sharding": "shard_grad_op"}, "32"),
+    (Small, {"tensor_parallel": 2}, "32"),
+    (Rescaled, {"ignored": ("last",), "tensor_parallel": 2}, "bf16-true"),
+    (Small, {}, "32"),
+    (Small, {"cpu_offload": True, "activation_checkpointing": "full"}, "bf16-mixed"),
+    (Rescaled, {"wrap": 60}, "bf16-true"),
+    (Rescaled, {"tensor_parallel": 2, "activation_checkpointing": "selective"}, "bf16-mixed"),
+    (Small, {"ignored": ("blocks.1", "*.bias", "head")}, "32"),
+]
+
+
 @gloo
-@pytest.mark.parametrize(
-    ("kind", "options", "precision"),
-    [
-        (Small, {}, "32"),
-        (Small, {"wrap": ("Linear", "Block")}, "bf16-true"),
-        (Small, {"cpu_offload": True, "activation_checkpointing": "full"}, "bf16-mixed"),
-        (Rescaled, {"sharding": "shard_grad_op"}, "32"),
-        (Rescaled, {"wrap": 60}, "bf16-true"),
-        (Small, {"tensor_parallel": 2}, "32"),
-        (Rescaled, {"tensor_parallel": 2, "activation_checkpointing": "selective"}, "bf16-mixed"),
-        (Small, {"ignored": ("blocks.1", "*.bias", "head")}, "32"),
-        (Rescaled, {"ignored": ("last",), "tensor_parallel": 2}, "bf16-true"),
-    ],
-)
-def test_a_task_from_the_meta_device_trains_as_one_from_the_cpu(
-    kind: type[TaskModule], options: dict[str, Any], precision: str
-) -> None:
-    assert run_distributed(trained, kind, FSDPConfig(**options), precision) == ["", ""]
+@pytest.mark.parametrize("cases", [CASES[:2], pytest.param(CASES[2:], marks=pytest.mark.nightly)], ids=len)
+def test_task_from_the_meta_device_trains_as_one_from_the_cpu(cases: Any) -> None:
+    def different() -> list[str]:
+        return [trained(kind, FSDPConfig(**options), precision) for kind, options, precision in cases]
+
+    assert on_two_ranks(different) == [[""] * len(cases)] * 2
 
 
 def materialize(task: nn.Module, parts: list[nn.Module], hand_on: Any) -> None:
     Materialization(task).run(parts, torch.device("cpu"), 1, hand_on)
 
 
-@pytest.mark.parametrize("kind", [Small, Rescaled])
-def test_the_values_are_those_of_the_constructor(kind: type[TaskModule]) -> None:
-    expected = make(kind, "cpu")
-    task = make(kind, "meta")
-    materialize(task, list(task.blocks), lambda part: None)  # type: ignore[arg-type]
-    torch.testing.assert_close(whole(task), whole(expected), rtol=0, atol=0)
-    assert task.head.weight is task.embedding.weight
-    for (name, mine), (_, theirs) in zip(task.named_parameters(), expected.named_parameters(), strict=True):
-        assert mine.requires_grad == theirs.requires_grad, name
+def test_materialized_values_are_those_of_the_constructor() -> None:
+    for kind in (Small, Rescaled):
+        expected, task = make(kind, "cpu"), make(kind, "meta")
+        materialize(task, list(task.blocks), lambda part: None)  # type: ignore[arg-type]
+        torch.testing.assert_close(whole(task), whole(expected), rtol=0, atol=0)
+        assert task.head.weight is task.embedding.weight
+        trained = [[each.requires_grad for each in made.parameters()] for made in (task, expected)]
+        assert trained[0] == trained[1]
 
 
-def test_a_process_holds_one_whole_part_at_a_time() -> None:
+def test_materialization_holds_one_whole_part_at_a_time() -> None:
     task = make(Small, "meta")
     handed: list[weakref.ref[nn.Parameter]] = []
 
@@ -155,13 +155,9 @@ def test_a_process_holds_one_whole_part_at_a_time() -> None:
     assert len(handed) == sum(1 for _ in task.blocks.parameters())  # type: ignore[union-attr]
 
 
-class Rotary(TaskModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Module()
-        self.inner.register_buffer("angles", torch.arange(4.0))
-
-
-def test_a_module_that_cannot_make_its_values_is_named() -> None:
+def test_module_that_cannot_make_its_values_is_refused_by_name() -> None:
+    task = TaskModule()
+    task.inner = nn.Module()
+    task.inner.register_buffer("angles", torch.arange(4.0, device="meta"))
     with pytest.raises(StrategyError, match=r"'inner' \(Module\) cannot initialise angles.*reset_par"):
-        materialize(make(Rotary, "meta"), [], lambda part: None)
+        materialize(task, [], lambda part: None)

@@ -2,138 +2,119 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
-from tests.support.tasks import Regression, pairs, quiet
-from torch import nn
+from tests.strategies.conforming import conforms, refused
+from tests.support.counting import Counting
+from tests.support.ranks import on_two_ranks
+from tests.support.tasks import Blocks, Regression, pairs, quiet
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import CheckpointPolicy
 
-from drivetrain import ConfigError, FSDPConfig, StrategyError, TaskModule
+from drivetrain import FSDPConfig, LambdaCallback, OptimizerConfig, TaskModule
 from drivetrain.strategies import SingleDevice
 from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.precision.registry import as_precision
-from drivetrain.strategies.wrapping import units
+from drivetrain.strategies.wrapping import ignored_names, units
 from drivetrain.task.blocks import repeated_blocks
-from drivetrain.testing.distributed import run_distributed
-from drivetrain.testing.strategies.check import check_strategy
+from drivetrain.testing.strategies.check import CHECKS, check_strategy
 from drivetrain.testing.strategies.tasks import Tokens
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 
 
-def fsdp(world_size: int) -> FSDP:
-    return FSDP(world_size=world_size)
+def fsdp(world_size: int, **options: Any) -> FSDP:
+    return FSDP(FSDPConfig(**options), world_size=world_size)
 
 
-@pytest.mark.parametrize("world_size", [2, *(pytest.param(each, marks=pytest.mark.full) for each in (1, 4))])
-def test_fsdp_conforms(world_size: int) -> None:
+def of(**options: Any) -> Any:
+    return lambda world_size: fsdp(world_size, **options)
+
+
+@pytest.mark.landing
+def test_fsdp_conforms() -> None:
+    check_strategy(fsdp, 2)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_fsdp_conforms_on_other_numbers_of_processes(world_size: int) -> None:
     check_strategy(fsdp, world_size)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "shard_grad_op": {"sharding": "shard_grad_op"},
-    "no_shard": {"sharding": "no_shard"},
-    "root": {"wrap": ()},
-    "by_class": {"wrap": ("Sequential",)},
-    "by_size": {"wrap": 100},
-    "by_function": {"wrap": lambda module: isinstance(module, nn.Embedding)},
-    "offload": {"cpu_offload": True},
-    "again": {"activation_checkpointing": "full"},
-    "again_by_class": {"activation_checkpointing": ("Sequential",)},
-    "again_in_part": {"activation_checkpointing": "selective"},
-    "prefetch": {"forward_prefetch": 1, "backward_prefetch": 2},
+    "no_shard": {"sharding": "no_shard", "wrap": ()},
+    "by_class": {"wrap": ("Sequential",), "activation_checkpointing": ("Sequential",)},
+    "by_size": {"wrap": 100, "activation_checkpointing": "selective"},
+    "by_function": {"wrap": lambda module: isinstance(module, nn.Embedding), "cpu_offload": True},
+    "prefetch": {"forward_prefetch": 1, "backward_prefetch": 2, "activation_checkpointing": "full"},
+    "ignored": {"ignored": ("blocks.1", "*.bias")},
 }
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_options_of_fsdp_change_no_number(name: str) -> None:
-    config = FSDPConfig(**OPTIONS[name])
-    check_strategy(lambda world_size: FSDP(config, world_size=world_size), checks=["same_as_the_big_batch"])
+def test_fsdp_options_change_no_number(name: str) -> None:
+    conforms(of(**OPTIONS[name]), "updates")
 
 
-@pytest.mark.full
+def test_fsdp_steps_freeze_generate_and_begin_as_in_one_process() -> None:
+    conforms(fsdp, "updates", "frozen_and_tied", "generator_steps", "all_begin_with_the_weights_of_rank_0")
+
+
+CHECKED = ["frozen_and_tied", "parameters_may_be_unfrozen", "resume_is_bitwise"]
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_options_of_fsdp_conform(name: str) -> None:
-    config = FSDPConfig(**OPTIONS[name])
-    checks = ["frozen_and_tied", "parameters_may_be_unfrozen", "resume_is_bitwise"]
-    check_strategy(lambda world_size: FSDP(config, world_size=world_size), checks=checks)
+def test_fsdp_options_conform(name: str) -> None:
+    more = [*(CHECKS if name == "ignored" else CHECKED), "same_as_the_big_batch"]
+    check_strategy(of(**OPTIONS[name]), checks=more)
 
 
-@pytest.mark.full
-def test_shards_may_be_replicated() -> None:
-    config = FSDPConfig(sharding="hybrid", shard_size=2)
-    checks = ["same_as_the_big_batch", "resume_is_bitwise"]
-    check_strategy(lambda world_size: FSDP(config, world_size=world_size), 4, checks=checks)
+@pytest.mark.nightly
+def test_fsdp_hybrid_shards_conform() -> None:
+    hybrid = of(sharding="hybrid", shard_size=2)
+    check_strategy(hybrid, 4, checks=["same_as_the_big_batch", "resume_is_bitwise"])
+    for ignored in (("head",), ("embedding.weight",), ("*",), ("discriminator", "generator.bias")):
+        generates = ignored[0] == "discriminator"
+        checks = ["generator_steps"] if generates else ["same_as_the_big_batch", "resume_is_bitwise"]
+        check_strategy(of(ignored=ignored), checks=checks)
+    check_strategy(of(ignored=("blocks.1",)), checks=CHECKED[:1], precision="16-mixed", tolerance=0.05)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("precision", "tolerance"), [("64", 1e-6), ("bf16-mixed", 0.05), ("bf16-true", 0.1), ("16-mixed", 0.05)]
-)
-def test_fsdp_conforms_in_every_precision(precision: str, tolerance: float) -> None:
-    checks = [
-        "same_as_the_big_batch",
-        "parameters_may_be_unfrozen",
-        "all_ranks_see_the_same",
-        "resume_is_bitwise",
-    ]
-    check_strategy(fsdp, checks=checks, precision=precision, tolerance=tolerance)
+def layer() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU())
 
 
-class Large(TaskModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4))
-
-    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            batch = layer(batch)
-        loss: torch.Tensor = batch.square().mean()
-        return loss
-
-
-def held(config: FSDPConfig) -> list[int]:
+def held(sharding: str) -> list[int]:
     """Bytes of weights and of optimizer state that a process keeps."""
-    from drivetrain import Callback
-
     sizes: list[int] = []
 
-    class Look(Callback):
-        def on_step_end(self, run: Any) -> None:
-            (updater,) = run.engine.updaters.values()
-            states = [each for state in updater.optimizer.state.values() for each in state.values()]
-            for tensors in (list(run.task.parameters()), states):
-                local: list[Any] = [getattr(each, "_local_tensor", each) for each in tensors]
-                sizes.append(sum(each.numel() * each.element_size() for each in local if each.ndim))
+    def look(run: Any) -> None:
+        (updater,) = run.engine.updaters.values()
+        states = [each for state in updater.optimizer.state.values() for each in state.values()]
+        for tensors in (list(run.task.parameters()), states):
+            local: list[Any] = [getattr(each, "_local_tensor", each) for each in tensors]
+            sizes.append(sum(each.numel() * each.element_size() for each in local if each.ndim))
 
-    world_size = int(os.environ["WORLD_SIZE"])
-    quiet(
-        max_steps=1, strategy=FSDP(config, world_size=world_size), devices=world_size, callbacks=[Look()]
-    ).fit(Large(), [torch.ones(4, 64)] * world_size)
+    options = {"strategy": fsdp(2, sharding=sharding), "devices": 2}
+    task = Blocks(layer, 64, OptimizerConfig("adamw", lr=0.1))
+    task.head = nn.Linear(64, 2)
+    quiet(max_steps=1, callbacks=[LambdaCallback(on_step_end=look)], **options).fit(
+        task, [torch.ones(4, 64)] * 2
+    )
     return sizes
 
 
-@pytest.mark.parametrize(("sharding", "part"), [("full_shard", 4), ("shard_grad_op", 4), ("no_shard", 1)])
-def test_a_process_keeps_its_part_of_weights_and_optimizer(sharding: str, part: int) -> None:
-    whole = 4 * sum(each.numel() for each in Large().parameters())
-    for weights, states in run_distributed(held, FSDPConfig(sharding=sharding), world_size=4):
-        assert weights == whole // part
-        assert states == 2 * whole // part
-
-
-def start(_: int) -> Any:
-    torch.manual_seed(int(os.environ["RANK"]))
-    task = Regression()
-    nn.init.normal_(task.line.weight)
-    quiet(max_steps=1, strategy=FSDP(world_size=2), devices=2).fit(task, pairs())
-    return task.line.weight.tolist()
-
-
-def test_all_ranks_begin_with_the_weights_of_rank_0() -> None:
-    first, second = run_distributed(start, 0)
-    assert first == second
+def test_process_keeps_its_part_of_weights_and_optimizer() -> None:
+    whole = 4 * (3 * 64 * 65 + 2 * 65)
+    parts = {"full_shard": 2, "shard_grad_op": 2, "no_shard": 1}
+    for found in on_two_ranks(lambda: {each: held(each) for each in parts}):
+        assert found == {each: [whole // part, 2 * whole // part] for each, part in parts.items()}
 
 
 def test_repeated_blocks_are_found_and_those_with_tied_parameters_are_not() -> None:
@@ -146,38 +127,23 @@ def test_repeated_blocks_are_found_and_those_with_tied_parameters_are_not() -> N
     assert repeated_blocks(task) == [task.blocks[2]]
 
 
-def test_a_task_may_name_the_classes_to_shard_one_at_a_time() -> None:
+def test_units_to_shard_are_those_of_the_tasks_classes_and_never_containers() -> None:
     class Named(Tokens):
         def block_classes(self) -> tuple[str, ...]:
             return ("Linear", "Embedding")
 
     task = Named()
-    assert units(task, "auto") == [
-        each for each in task.modules() if isinstance(each, (nn.Linear, nn.Embedding))
-    ]
+    expected = [each for each in task.modules() if isinstance(each, (nn.Linear, nn.Embedding))]
+    assert units(task, "auto") == expected
     assert not any(isinstance(each, nn.Embedding) for each in units(Named(tied=True), "auto"))
-
-
-def test_containers_are_passed_over_or_refused_as_they_are_never_called() -> None:
     model = nn.ModuleList(
         nn.ModuleDict({"pair": nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))})
         for _ in range(2)
     )
     assert repeated_blocks(model) == [each for one in model for each in one["pair"]]  # type: ignore[index]
-    with pytest.raises(ConfigError, match="a ModuleDict is never called"):
-        units(model, ("ModuleDict",))
-
-
-def test_parts_chosen_by_function_are_those_for_which_it_is_true() -> None:
-    task = Tokens()
-    assert units(task, lambda module: isinstance(module, nn.Linear))[-1] is task.blocks[0][0]
-    assert units(task, ()) == []
-
-
-def test_parts_chosen_by_size_are_modules_that_are_called() -> None:
-    model = nn.ModuleDict({"lists": nn.ModuleList(nn.MultiheadAttention(4, 2) for _ in range(3))})
-    model["line"] = nn.Linear(4, 8)
-    assert units(model, 20) == [model["line"]]
+    lists = nn.ModuleDict({"lists": nn.ModuleList(nn.MultiheadAttention(4, 2) for _ in range(3))})
+    lists["line"] = nn.Linear(4, 8)
+    assert units(lists, 20) == [lists["line"]]
 
 
 class Normed(TaskModule):
@@ -189,62 +155,29 @@ class Normed(TaskModule):
             torch.manual_seed(1)
             self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
 
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.layers(features)
+    def forward(self, features: Tensor) -> Tensor:
+        made: Tensor = self.layers(features)
         return made
 
-    def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         return nn.functional.mse_loss(outputs, batch[1])
 
 
-def normed(precision: str) -> None:
-    """A batch norm in shards ends as alone, where both processes see the batches of the one."""
-    states: list[tuple[torch.Tensor, torch.Tensor]] = []
-    same = [batch for batch in pairs(12, 4) for _ in range(2)]
-    for strategy, data in ((SingleDevice("cpu"), same[::2]), (FSDP(world_size=2), same)):
-        task = Normed()
-        devices = strategy.world_size
-        quiet(max_epochs=1, strategy=strategy, devices=devices, precision=precision).fit(task, data)
-        norm: Any = task.layers[1]
-        states.append((norm.weight.detach(), norm.running_mean))
-    tolerance = 1e-6 if precision == "32" else 1e-2
-    torch.testing.assert_close(states[1], states[0], rtol=tolerance, atol=tolerance)
+def test_batch_norms_in_shards_end_as_alone_in_every_precision() -> None:
+    def compare() -> None:
+        """Both processes see the batches of the one."""
+        same = [batch for batch in pairs(12, 4) for _ in range(2)]
+        for precision, tolerance in (("32", 1e-6), ("bf16-mixed", 1e-2), ("bf16-true", 1e-2)):
+            states: list[tuple[Tensor, Tensor]] = []
+            for strategy, data in ((SingleDevice("cpu"), same[::2]), (fsdp(2), same)):
+                task = Normed()
+                options = {"devices": strategy.world_size, "precision": precision}
+                quiet(max_epochs=1, strategy=strategy, **options).fit(task, data)
+                norm: Any = task.layers[1]
+                states.append((norm.weight.detach(), norm.running_mean))
+            torch.testing.assert_close(states[1], states[0], rtol=tolerance, atol=tolerance)
 
-
-@pytest.mark.parametrize("precision", ["32", "bf16-mixed", "bf16-true"])
-def test_batch_norms_work_in_every_precision(precision: str) -> None:
-    run_distributed(normed, precision)
-
-
-def test_a_class_that_the_model_does_not_have_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"no module of the class 'Linar'\. Did you mean 'Linear'"):
-        units(Tokens(), ("Linar",))
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"sharding": "full"}, "unknown sharding 'full'.*full_shard"),
-        ({"wrap": "blocks"}, "not 'blocks'"),
-        ({"wrap": 0}, "not 0"),
-        ({"activation_checkpointing": 1.5}, r"\('Block',\), or a policy, not 1.5"),
-        ({"shard_size": 2}, "for sharding='hybrid'"),
-        ({"activation_checkpointing": dict}, "'selective'.*not <class 'dict'>"),
-        ({"forward_prefetch": -1}, "not -1"),
-        ({"backward_prefetch": 1.5}, "backward_prefetch must be a number of blocks, not 1.5"),
-        ({"tensor_parallel": 0}, "tensor_parallel must be a number of processes, not 0"),
-        ({"ignored": "head"}, "such as .*not 'head'"),
-        ({"timeout": 0}, "positive"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(options: Any, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        FSDPConfig(**options)
-
-
-def test_a_shard_size_must_divide_the_processes() -> None:
-    with pytest.raises(StrategyError, match="shard_size=2 does not divide 3 processes"):
-        FSDP(FSDPConfig(sharding="hybrid", shard_size=2), world_size=3)
+    on_two_ranks(compare)
 
 
 def test_every_precision_is_supported_on_a_cpu() -> None:
@@ -252,6 +185,98 @@ def test_every_precision_is_supported_on_a_cpu() -> None:
         assert FSDP().supports(as_precision(name))
 
 
-def test_synchronised_batch_norm_is_refused_on_a_cpu() -> None:
-    with pytest.raises(StrategyError, match="sync_batchnorm needs GPUs"):
-        FSDP(FSDPConfig(sync_batchnorm=True))
+# Recomputation and prefetching, counted.
+
+
+def dropping() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.2))
+
+
+def keep_tanh(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = operation == torch.ops.aten.tanh.default
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def recomputed(again: Any) -> tuple[dict[str, list[Any]], int, int]:
+    """The weights after three updates, and how often a block's parts were computed in each."""
+    task = Blocks(dropping, 4, OptimizerConfig("sgd", lr=0.1))
+    task.head = nn.Identity()  # type: ignore[assignment]
+    data = [torch.arange(8.0).reshape(2, 4) + number for number in range(6)]
+    torch.manual_seed(3)
+    with Counting() as counting:
+        quiet(max_epochs=1, strategy=fsdp(2, activation_checkpointing=again), devices=2).fit(task, data)
+    weights = {name: each.tolist() for name, each in task.state_dict().items()}
+    return weights, counting.seen["addmm"] // 3, counting.seen["tanh"] // 3
+
+
+def test_activation_checkpointing_recomputes_only_what_is_not_kept_and_changes_no_bit() -> None:
+    kinds = {"full": (6, 6), "selective": (3, 6), ("Sequential",): (6, 6), keep_tanh: (6, 3)}
+    for plain, *others in on_two_ranks(lambda: [recomputed(each) for each in (False, *kinds)]):
+        assert plain[1:] == (3, 3)
+        for counts, found in zip(kinds.values(), others, strict=True):
+            assert found == (plain[0], *counts)
+
+
+def prefetched(forward: int, backward: int) -> list[str]:
+    """What was gathered ahead in an update, in order."""
+    task = Blocks(dropping, 4, OptimizerConfig("sgd", lr=0.1))
+    task.head = nn.Identity()  # type: ignore[assignment]
+    strategy = fsdp(2, forward_prefetch=forward, backward_prefetch=backward)
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        quiet(max_steps=1, strategy=strategy, devices=2).fit(task, [torch.ones(2, 4)] * 2)
+    names = [each.name.removeprefix("FSDP::") for each in seen.events() if "prefetch for" in each.name]
+    return [each.replace("_prefetch for task.blocks.", " ") for each in names]
+
+
+def test_prefetch_gathers_as_many_blocks_ahead_as_asked_for() -> None:
+    none, one, two = on_two_ranks(lambda: [prefetched(0, 0), prefetched(0, 1), prefetched(2, 2)])[0]
+    assert none == one == ["backward 1", "backward 0"]  # backward gathers one ahead by itself
+    assert two == ["forward 1", "forward 2", "forward 2", "backward 1", "backward 0", "backward 0"]
+
+
+# Parameters that every process keeps whole.
+
+
+class Scaled(Regression):
+    """Has a scalar, which cannot be sharded."""
+
+    def __init__(self, fused: bool | None = None) -> None:
+        super().__init__(OptimizerConfig("adamw", lr=0.1, fused=fused))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.scale * super().forward(features)
+
+
+def kept(*ignored: str) -> tuple[dict[str, str], float]:
+    kinds: dict[str, str] = {}
+
+    def look(run: Any) -> None:
+        kinds.update({name: type(each).__name__ for name, each in run.task.named_parameters()})
+
+    task = Scaled()
+    options = {"max_grad_norm": 0.1, "callbacks": [LambdaCallback(on_step_end=look)]}
+    quiet(max_epochs=1, strategy=fsdp(2, ignored=ignored), devices=2, **options).fit(task, pairs())
+    return kinds, task.scale.item()
+
+
+def test_scalars_and_ignored_parameters_are_plain_and_the_same_on_all_ranks() -> None:
+    first, second = on_two_ranks(lambda: [kept(), kept("line.bias")])
+    assert first == second
+    for (kinds, scale), bias in zip(first, ("DTensor", "Parameter"), strict=True):
+        assert kinds == {"line.weight": "DTensor", "line.bias": bias, "scale": "Parameter"}
+        assert scale != 2.0
+
+    def fused() -> None:
+        quiet(max_steps=1, strategy=fsdp(2, ignored=("scale",)), devices=2).fit(Scaled(fused=True), pairs())
+
+    assert "for sharded and whole parameters" in refused(fused)
+
+
+def test_ignored_names_and_globs_of_parameters_and_modules_are_found() -> None:
+    task = Tokens()
+    blocks = range(3)
+    assert ignored_names(task, ("head", "embedding.weight")) == {"head.weight", "embedding.weight"}
+    inner = {f"blocks.{number}.0.{each}" for number in blocks for each in ("weight", "bias")}
+    assert ignored_names(task, ("blocks.?.0",)) == inner
+    assert ignored_names(task, ("*.bias",)) == {f"blocks.{number}.0.bias" for number in blocks}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.strategies.conforming import refused
+from tests.support.ranks import on_two_ranks
 from tests.support.tasks import quiet
 from torch import Tensor, nn
 
@@ -63,7 +65,7 @@ class Deep(TaskModule):
 
 def batches() -> list[tuple[Tensor]]:
     generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(4, 4, generator=generator),) for _ in range(8)]
+    return [(torch.randn(4, 4, generator=generator),) for _ in range(4)]
 
 
 def made_of(task: nn.Module) -> Any:
@@ -83,7 +85,7 @@ def goes_on(config: FSDPConfig, precision: str) -> Any:
     torch.manual_seed(1)
     task = Deep()
     before, kept = made_of(task), task.blocks[0].wide.weight.detach().clone()  # type: ignore[union-attr]
-    world_size = int(os.environ["WORLD_SIZE"])
+    world_size = torch.distributed.get_world_size()
     sharded = quiet(
         max_epochs=1, strategy=FSDP(config, world_size=world_size), devices=world_size, precision=precision
     )
@@ -106,19 +108,22 @@ def goes_on(config: FSDPConfig, precision: str) -> Any:
     return copy.deepcopy(task).embedding.weight.float().tolist()
 
 
-@pytest.mark.parametrize(
-    ("config", "precision", "world_size"),
-    [
-        (FSDPConfig(), "32", 2),
-        (FSDPConfig(activation_checkpointing="full", cpu_offload=True), "bf16-mixed", 2),
-        (FSDPConfig(tensor_parallel=2), "32", 4),
-        (FSDPConfig(ignored=("norm",), sharding="hybrid", shard_size=2), "bf16-true", 4),
-    ],
-    ids=["plain", "offloaded", "split", "hybrid"],
-)
-def test_a_task_goes_on_after_a_run(config: FSDPConfig, precision: str, world_size: int) -> None:
-    weights = run_distributed(goes_on, config, precision, world_size=world_size)
-    assert all(each == weights[0] for each in weights)
+def test_task_trains_evaluates_and_copies_after_a_run_under_fsdp() -> None:
+    offloaded = FSDPConfig(activation_checkpointing="full", cpu_offload=True)
+
+    def weights() -> list[Any]:
+        return [goes_on(FSDPConfig(), "32"), goes_on(offloaded, "bf16-mixed")]
+
+    first, second = on_two_ranks(weights)
+    assert first == second
+
+
+@pytest.mark.nightly
+def test_task_trains_evaluates_and_copies_after_a_run_on_four_ranks() -> None:
+    hybrid = FSDPConfig(ignored=("norm",), sharding="hybrid", shard_size=2)
+    for config, precision in ((FSDPConfig(tensor_parallel=2), "32"), (hybrid, "bf16-true")):
+        weights = run_distributed(goes_on, config, precision, world_size=4)
+        assert all(each == weights[0] for each in weights)
 
 
 def shards_left() -> None:
@@ -129,54 +134,28 @@ def shards_left() -> None:
     trainer.validate(task, batches())
 
 
-def test_shards_may_be_left_and_are_then_refused() -> None:
-    told = r"StrategyError: this Deep has only a shard of 'embedding.weight'.*Deep.from_checkpoint\(path\)"
-    with pytest.raises(RuntimeError, match=told):
-        run_distributed(shards_left)
+def test_gather_at_end_false_leaves_shards_which_are_then_refused() -> None:
+    text = refused(shards_left)
+    assert "StrategyError: this Deep has only a shard of 'embedding.weight'" in text
+    assert "Deep.from_checkpoint(path)" in text
 
 
-def own_loop() -> bool:
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    before = made_of(net)
-    engine = Engine(FSDP(world_size=2), devices=2)
-    model, optimizer = engine.prepare(net, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-    engine.backward(model(torch.ones(2, 4)).square().mean())
-    engine.step(optimizer)
-    engine.teardown()
-    return made_of(net) == before and bool(net(torch.ones(2, 4)).isfinite().all())
+def test_engine_leaves_an_ordinary_module() -> None:
+    def own_loop() -> bool:
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        before = made_of(net)
+        engine = Engine(FSDP(world_size=2), devices=2)
+        model, optimizer = engine.prepare(net, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        engine.backward(model(torch.ones(2, 4)).square().mean())
+        engine.step(optimizer)
+        engine.teardown()
+        return made_of(net) == before and bool(net(torch.ones(2, 4)).isfinite().all())
+
+    assert on_two_ranks(own_loop) == [True, True]
 
 
-def test_a_loop_of_ones_own_leaves_an_ordinary_module_too() -> None:
-    assert run_distributed(own_loop) == [True, True]
-
-
-TWICE = """
-import torch
-from torch import nn
-from drivetrain import TaskModule, Trainer
-
-class Line(TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)))
-
-    def forward(self, x):
-        return self.blocks(x)
-
-    def loss(self, outputs, batch):
-        return outputs.square().mean()
-
-quiet = {"max_epochs": 1, "loggers": (), "progress_bar": False}
-for name in ("first", "second"):
-    task = Line()
-    Trainer(strategy="fsdp", devices=2, run_dir=name, **quiet).fit(task, [{"x": torch.ones(2, 8)}] * 4)
-    saved = Line.from_checkpoint(name)
-    print(all(torch.equal(a, b) for a, b in zip(task.parameters(), saved.parameters())))
-"""
-
-
-def test_a_notebook_s_second_run_saves_what_each_process_has() -> None:
-    done = subprocess.run(
-        [sys.executable, "-"], input=TWICE, capture_output=True, text=True, timeout=240, check=False
-    )
+@pytest.mark.landing
+def test_second_run_of_a_program_without_file_saves_what_each_process_has() -> None:
+    program = (Path(__file__).parents[1] / "programs" / "fsdp_twice.py").read_text(encoding="utf-8")
+    done = subprocess.run([sys.executable, "-"], input=program, capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["True", "True"], done.stderr
