@@ -1,4 +1,4 @@
-"""What hooks may ask a fit for: a checkpoint, a validation, the end of an epoch."""
+"""What hooks may ask a fit for: a checkpoint, a validation, the end of an epoch; and its least length."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.support.outcome import weights
+from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Regression, pairs, quiet
 from torch.utils.data import DataLoader
 
-from drivetrain import Callback, CheckpointConfig, ConfigError, LambdaCallback, Run
-from drivetrain.testing import run_distributed
+from drivetrain import Callback, CheckpointConfig, EarlyStopping, LambdaCallback, Run
 
 FAR = CheckpointConfig(every="1000 steps", keep_last=9, best=0, by=None)
 
@@ -20,10 +21,11 @@ FAR = CheckpointConfig(every="1000 steps", keep_last=9, best=0, by=None)
 class Asks(Callback):
     """Asks for something after an update, in a hook, and notes what is called from then on."""
 
-    def __init__(self, hook: str, updates: set[int], ask: Callable[[Run], None]) -> None:
+    def __init__(self, hook: str, updates: set[int], ask: Callable[[Run], Any]) -> None:
         self.epochs: list[int] = []
         self.validated: list[int] = []
         self.saved: list[int] = []
+        self.logged: list[int] = []
         setattr(self, hook, lambda run: ask(run) if run.progress.updates in updates else None)
 
     def on_epoch_end(self, run: Run) -> None:
@@ -35,52 +37,43 @@ class Asks(Callback):
     def on_checkpoint_saved(self, run: Run) -> None:
         self.saved.append(run.progress.updates)
 
+    def on_log(self, run: Run) -> None:
+        self.logged.append(run.progress.updates)
 
-def fit(asks: Asks, validation: Any = None, **options: Any) -> Any:
+
+def fit(asks: Callback, validation: Any = None, **options: Any) -> Any:
     trainer = quiet(callbacks=[asks], **{"max_epochs": 1, **options})
     return trainer.fit(Regression(), pairs(12), validation)
 
 
 @pytest.mark.parametrize("hook", ["on_step_end", "on_log"])
-def test_a_hook_asks_for_a_checkpoint_at_the_end_of_its_update(tmp_path: Path, hook: str) -> None:
+def test_run_save_saves_at_the_end_of_its_update(tmp_path: Path, hook: str) -> None:
     asks = Asks(hook, {2, 3}, Run.save)
-    result = fit(asks, run_dir=tmp_path, checkpoint=FAR, log_every=1)
-    assert asks.saved == [2, 3, result.progress.updates]
+    fit(asks, run_dir=tmp_path, checkpoint=FAR, log_every=1)
+    assert asks.saved == [2, 3, 6]
     assert (tmp_path / "checkpoints" / "update-00000002" / "manifest.json").exists()
 
 
-def test_a_hook_asks_for_a_validation(tmp_path: Path) -> None:
-    asks = Asks("on_step_end", {2}, Run.validate)
-    result = fit(asks, pairs(4), validate_every="1 epoch")
-    assert asks.validated == [2, result.progress.updates]
-    asks = Asks("on_step_end", {2}, Run.validate)
-    fit(asks, pairs(4), validate_every=2, max_steps=3)
+def test_run_validate_and_log_now_are_done_in_their_update() -> None:
+    fit(asks := Asks("on_step_end", {2}, Run.validate), pairs(4), validate_every="1 epoch")
+    assert asks.validated == [2, 6]
+    fit(asks := Asks("on_step_end", {2}, Run.validate), pairs(4), validate_every=2, max_steps=3)
     assert asks.validated == [2]  # once, though both ask
+    for hook in ("on_log", "on_epoch_end"):  # late in an update
+        asks = Asks(hook, {6}, lambda run: (run.validate(), run.log_now()))
+        fit(asks, pairs(4), validate_every="1000 steps", log_every=6, max_epochs=2)
+        assert asks.validated == [6]  # and not at the end, as a fit that has not validated is
+    fit(asks := Asks("on_step_end", {2}, Run.log_now), max_steps=4, log_every=None)
+    assert asks.logged == [2, 4]  # and what is left at the end
 
 
-@pytest.mark.parametrize("hook", ["on_log", "on_epoch_end"])
-def test_what_a_hook_asks_for_late_in_an_update_is_still_done_in_it(hook: str) -> None:
-    asks = Asks(hook, {6}, lambda run: (run.validate(), run.log_now()))
-    fit(asks, pairs(4), validate_every="1000 steps", log_every=6, max_epochs=2)
-    assert asks.validated == [6]  # and not at the end, as a fit that has not validated is
-
-
-def test_an_epoch_that_is_ended_after_a_log_point_does_what_is_due_at_its_end() -> None:
-    asks = Asks("on_log", {2}, Run.end_epoch)
-    fit(asks, pairs(4), log_every=2, max_epochs=2)
+def test_run_end_epoch_after_a_log_point_does_what_is_due_at_the_end_of_an_epoch() -> None:
+    fit(asks := Asks("on_log", {2}, Run.end_epoch), pairs(4), log_every=2, max_epochs=2)
     assert asks.epochs == asks.validated == [2, 8]
 
 
-def test_a_hook_asks_for_a_log_point() -> None:
-    logged: list[int] = []
-    watch = LambdaCallback(on_log=lambda run: logged.append(run.progress.updates))
-    ask = Asks("on_step_end", {2}, Run.log_now)
-    quiet(max_steps=4, log_every=None, callbacks=[ask, watch]).fit(Regression(), pairs(12))
-    assert logged == [2, 4]  # and what is left at the end
-
-
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_hook_ends_an_epoch_and_the_next_one_has_all_of_its_data(workers: int) -> None:
+def test_run_end_epoch_leaves_the_next_epoch_all_of_its_data(workers: int) -> None:
     asks = Asks("on_step_end", {2, 5}, Run.end_epoch)
     seen: list[float] = []
     watch = LambdaCallback(
@@ -90,17 +83,14 @@ def test_a_hook_ends_an_epoch_and_the_next_one_has_all_of_its_data(workers: int)
     result = quiet(max_epochs=3, callbacks=[asks, watch]).fit(Regression(), data)
     assert asks.epochs == [2, 5, 11]
     assert result.progress.epoch == 3
-    assert len(set(seen[:8])) == 8
-    assert len(set(seen[8:20])) == 12
-    assert len(set(seen[20:])) == len(seen[20:]) == 24
+    assert [len(set(part)) for part in (seen[:8], seen[8:20], seen[20:])] == [8, 12, 24]
+    assert len(seen) == 44
 
 
-def test_a_run_that_ended_an_epoch_resumes_bit_for_bit(tmp_path: Path) -> None:
+def test_a_fit_that_ended_an_epoch_resumes_bit_for_bit(tmp_path: Path) -> None:
     def train(directory: Path, **options: Any) -> Regression:
-        task = Regression(dropout=0.5)
-        trainer = quiet(
-            callbacks=[Asks("on_step_end", {2}, Run.end_epoch)], run_dir=directory, checkpoint=FAR, **options
-        )
+        task, asks = Regression(dropout=0.5), Asks("on_step_end", {2}, Run.end_epoch)
+        trainer = quiet(callbacks=[asks], run_dir=directory, checkpoint=FAR, **options)
         trainer.fit(task, pairs(24), resume="auto")
         return task
 
@@ -109,43 +99,65 @@ def test_a_run_that_ended_an_epoch_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert weights(train(tmp_path / "parts", max_epochs=2)) == weights(whole)
 
 
-def _on_two_ranks(rank: int, directory: str) -> tuple[list[int], list[int], list[int]]:
-    asks = Asks("on_step_end", {2}, lambda run: (run.save(), run.validate(), run.end_epoch()))
-    trainer = quiet(
-        max_epochs=2, strategy="ddp", devices=2, callbacks=[asks], run_dir=directory, checkpoint=FAR
-    )
-    trainer.fit(Regression(), pairs(24), pairs(4))
-    return asks.epochs, asks.validated, asks.saved
+# The minimum.
 
 
-def test_all_ranks_act_together(tmp_path: Path) -> None:
-    first, second = run_distributed(_on_two_ranks, 2, str(tmp_path))
-    assert first == second
-    epochs, validated, saved = first
-    assert epochs[0] == validated[0] == saved[0] == 2
+class StopsAt(Callback):
+    """Asks once to stop, after one update and on one rank."""
+
+    def __init__(self, update: int, rank: int = 0) -> None:
+        self.update, self.rank = update, rank
+
+    def on_step_end(self, run: Run) -> None:
+        if run.progress.updates == self.update and run.engine.ranks.rank == self.rank:
+            run.stop("enough")
 
 
 @pytest.mark.parametrize(
-    ("ask", "message"),
-    [
-        (Run.save, r"run\.save\(\) in a fit that saves nothing"),
-        (Run.validate, r"run\.validate\(\) in a fit that has no validation data"),
-    ],
+    ("least", "ends"),
+    [({}, 2), ({"min_steps": 2}, 2), ({"min_steps": 9}, 9), ({"min_steps": 3, "min_epochs": 1}, 6)],
 )
-def test_what_a_fit_cannot_do_is_refused(ask: Callable[[Run], None], message: str) -> None:
-    left: list[set[str]] = []
-
-    def refused(run: Run) -> None:
-        with pytest.raises(ConfigError, match=message):
-            ask(run)
-        left.append(set(run.requests))
-
-    fit(Asks("on_step_end", {1}, refused))
-    assert left == [set()]
+def test_run_stop_waits_for_min_steps_and_min_epochs(least: dict[str, int], ends: int) -> None:
+    result = fit(StopsAt(2), max_epochs=4, **least)
+    assert (result.progress.updates, result.stop_reason) == (ends, "enough")
 
 
-@pytest.mark.parametrize("ask", [Run.save, Run.validate, Run.end_epoch, Run.log_now])
-def test_a_validation_outside_a_fit_is_asked_for_nothing(ask: Callable[[Run], None]) -> None:
-    callback = LambdaCallback(on_evaluation_end=ask)
-    with pytest.raises(ConfigError, match=r"is for the hooks of a fit; this run is a validation run"):
-        quiet(callbacks=[callback]).validate(Regression(), pairs(4))
+def test_limits_and_nonfinite_losses_do_not_wait_for_the_minimum_but_early_stopping_does() -> None:
+    result = fit(StopsAt(2), max_epochs=4, min_steps=100)
+    assert (result.progress.updates, result.stop_reason) == (24, "max_epochs=4 reached")
+    stopping = EarlyStopping("train/loss", patience=1, threshold=1e9)
+    result = fit(stopping, log_every="1 epoch", max_epochs=9, min_epochs=5)
+    assert result.progress.epoch == 5
+    assert "for 4 log points" in result.stop_reason
+    task = Regression()
+    torch.nn.init.constant_(task.line.weight, torch.inf)
+    result = quiet(max_epochs=4, min_epochs=4, on_nonfinite="stop", log_every=1).fit(task, pairs(12))
+    assert result.progress.updates == 1
+
+
+def test_a_stop_that_waits_for_min_steps_is_in_the_checkpoint(tmp_path: Path) -> None:
+    def train(limit: int, resume: str | None = None) -> Any:
+        options = {"run_dir": tmp_path, "checkpoint": CheckpointConfig(every=4, by=None, best=0)}
+        trainer = quiet(max_steps=limit, min_steps=5, callbacks=[StopsAt(2)], **options)
+        return trainer.fit(Regression(), pairs(12), resume=resume)
+
+    train(5)
+    result = train(20, resume=str(tmp_path / "checkpoints" / "update-00000004"))
+    assert (result.progress.updates, result.stop_reason) == (5, "enough")
+
+
+def on_a_rank(directory: str) -> tuple[Any, ...]:
+    asks = Asks("on_step_end", {2}, lambda run: (run.save(), run.validate(), run.end_epoch()))
+    devices: dict[str, Any] = {"strategy": "ddp", "devices": 2}
+    trainer = quiet(max_epochs=2, callbacks=[asks], run_dir=directory, checkpoint=FAR, **devices)
+    trainer.fit(Regression(), pairs(24), pairs(4))
+    result = fit(StopsAt(2, rank=1), max_epochs=4, min_steps=5, **devices)
+    return asks.epochs, asks.validated, asks.saved, (result.progress.updates, result.stop_reason)
+
+
+def test_ranks_act_together_on_what_hooks_ask_for(tmp_path: Path) -> None:
+    first, second = on_two_ranks(on_a_rank, str(tmp_path))
+    assert first == second
+    epochs, validated, saved, stopped = first
+    assert epochs[0] == validated[0] == saved[0] == 2
+    assert stopped in ((5, "enough"), (6, "enough"))  # rank 0 may have ended update 5 when rank 1 asks

@@ -7,24 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor
 
 from drivetrain import ConfigError
-from drivetrain.testing import run_distributed
 
 
 class Reader:
-    """Notes the features of all samples, and what was done with itself.
-
-    Args:
-        notes: The notes.
-        returned: What `compute` returns beside the number of samples.
-    """
+    """Notes the features of all samples, and what was done with itself; `compute` may return more."""
 
     def __init__(self, notes: list[Any], returned: Mapping[str, float]) -> None:
-        self.notes = notes
-        self.returned = returned
+        self.notes, self.returned = notes, returned
         self.rows: list[Tensor] = []
 
     def record(self, loss: Tensor | None, outputs: Any, batch: Any) -> Tensor:
@@ -56,44 +50,34 @@ class Read(Regression):
         return Reader(self.notes, self.returned)
 
 
-def read(task: Read) -> list[Any]:
-    return [each.tolist() for each in task.notes if isinstance(each, Tensor)]
-
-
-def in_order(count: int) -> Any:
-    data: Any = pairs(count).dataset
-    return data.tensors[0].tolist()
-
-
-def validated(devices: int | str, count: int, **options: Any) -> tuple[dict[str, float], list[Any]]:
+def validated(devices: int | str, **options: Any) -> tuple[dict[str, float], list[Any]]:
     task = Read()
     strategy = "cpu" if devices == "auto" else "ddp"
-    data = pairs(count, 2, shuffle=True)
-    return quiet(strategy=strategy, devices=devices, **options).validate(task, data), read(task)
+    found = quiet(strategy=strategy, devices=devices, **options).validate(task, pairs(7, 2, shuffle=True))
+    return found, [each.tolist() for each in task.notes if isinstance(each, Tensor)]
+
+
+IN_ORDER: Any = pairs(7).dataset.tensors[0].tolist()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("options", [{}, {"micro_batch": 1}], ids=["whole", "in parts"])
-def test_all_samples_are_read_in_the_order_of_the_dataset(options: dict[str, Any]) -> None:
-    values, (rows,) = validated("auto", 7, **options)
+def test_an_evaluation_reader_reads_all_samples_in_the_order_of_the_dataset(options: dict[str, Any]) -> None:
+    values, (rows,) = validated("auto", **options)
     assert values["validation/rows"] == 7
-    assert rows == in_order(7)
+    assert rows == IN_ORDER
 
 
-def test_rank_0_reads_the_samples_of_all_ranks_and_all_ranks_get_its_values() -> None:
-    (first, (rows,)), (second, nothing) = run_distributed(validated, 2, 7)
+def test_the_evaluation_reader_of_rank_0_reads_the_samples_of_all_and_all_get_its_values() -> None:
+    (first, (rows,)), (second, nothing) = on_two_ranks(validated, 2)
     assert first == second
     assert first["validation/rows"] == 7
-    assert rows == in_order(7)
+    assert rows == IN_ORDER
     assert nothing == []
 
 
-def test_each_loader_has_a_reader_of_its_own() -> None:
-    task = Read()
-    values = quiet().validate(task, {"one": pairs(3), "other": pairs(5)})
+def test_each_loader_has_an_evaluation_reader_which_is_closed_after_an_error_too() -> None:
+    values = quiet().validate(Read(), {"one": pairs(3), "other": pairs(5)})
     assert (values["validation/one/rows"], values["validation/other/rows"]) == (3, 5)
-
-
-def test_a_reader_is_closed_after_an_error_too() -> None:
     task = Read(loss=1.0)
     with pytest.raises(ConfigError, match="the step returns a value 'loss'"):
         quiet().validate(task, pairs(4))

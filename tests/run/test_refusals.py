@@ -1,0 +1,303 @@
+"""What fits, evaluations and their hooks refuse, and the words that say why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.support.refusals import assert_refused
+from tests.support.tasks import Regression, pairs, quiet, variant
+from torch import Tensor, nn
+
+from drivetrain import (
+    Callback,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    EarlyStopping,
+    Engine,
+    LambdaCallback,
+    OptimizerConfig,
+    PreemptionConfig,
+    Run,
+    Trainer,
+)
+
+
+def fit(task: Any = None, data: Any = None, validation: Any = None, **options: Any) -> Any:
+    return quiet(**{"max_epochs": 1, **options}).fit(task or Regression(), data or pairs(), validation)
+
+
+def hook(name: str, act: Any) -> dict[str, Any]:
+    return {"callbacks": [LambdaCallback(**{name: act})]}
+
+
+class Ported:
+    def on_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """As Lightning calls it."""
+
+
+class Other:
+    def on_train_batch_end(self, run: Any) -> None:
+        """Of another library."""
+
+    def on_log(self, run: Any) -> None:
+        """Ours."""
+
+
+class Misspelt(Callback):
+    def on_step_ends(self, run: Any) -> None:
+        """Never called."""
+
+
+class Constant:
+    """A metric that no checkpoint can hold."""
+
+    def update(self, *inputs: Any) -> None:
+        """Nothing."""
+
+    def compute(self) -> float:
+        return 7.0
+
+    def reset(self) -> None:
+        """Nothing."""
+
+
+def test_callbacks_that_are_none_are_refused() -> None:
+    def of(callback: Any) -> Any:
+        return lambda: Trainer(max_epochs=1, callbacks=[callback])
+
+    assert_refused(
+        ConfigError,
+        {
+            "misspelt hook": (of(Misspelt()), "Misspelt.on_step_ends is no hook", "'on_step_end'"),
+            "another library's hook": (of(Other()), "on_train_batch_end", "here it is called 'on_step_end'"),
+            "a hook that asks for more": (of(Ported()), "Ported.on_epoch_end(trainer, pl_module)"),
+            "a hook that asks for nothing": (
+                lambda: of(LambdaCallback(on_log=lambda: None))(),  # type: ignore[misc, arg-type]
+                "`def on_log(self, run)`",
+            ),
+            "no hook": (of(object()), "callback"),
+            "a name": (of("early_stopping"), "callback"),
+            "a launcher's argument": (
+                lambda: Trainer(max_restarts=3),  # type: ignore[call-arg]
+                "drivetrain launch --max-restarts",
+            ),
+        },
+    )
+
+
+def test_data_that_a_fit_or_an_evaluation_cannot_use_is_refused() -> None:
+    stream = (each for each in pairs(4))
+    assert_refused(
+        DataError,
+        {
+            "empty validation": (lambda: quiet().validate(Regression(), []), "validation data is empty"),
+            "empty prediction": (lambda: quiet().predict(Regression(), []), "predict data is empty"),
+            "a text": (lambda: quiet().predict(Regression(), ["text"]), "batch 0 of epoch 0", "a str"),
+            "a list of loaders": (lambda: fit(validation=[pairs(), pairs()]), '{"first": loader'),
+        },
+    )
+    length = "needs training data of known length"
+    assert_refused(
+        ConfigError,
+        {
+            "part of a stream": (lambda: fit(data=stream, max_epochs=1.5), "max_epochs=1.5", length),
+            "limit of a stream": (lambda: fit(data=stream, limit_train_batches=0.7), "0.7", "known length"),
+        },
+    )
+
+
+def test_losses_metrics_and_logged_values_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    detached = variant(loss=lambda self, outputs, batch: outputs.detach().mean())
+    measured = variant(metrics=lambda self: {"loss": Constant()})
+    kept = variant(metrics=lambda self: {"constant": Constant()})
+    skips = variant(training_step=lambda self, batch: None)
+    several = hook("on_step_end", lambda run: run.log("several", torch.ones(2)))
+    assert_refused(
+        ConfigError,
+        {
+            "no graph": (lambda: fit(detached()), "depends on no parameter"),
+            "no loss": (lambda: fit(skips()), "returned no loss"),
+            "name in training": (lambda: fit(measured(), log_every=1), "value 'loss'", "metrics() declares"),
+            "name in validation": (
+                lambda: quiet().validate(measured(), pairs()),
+                "value 'loss'",
+                "metrics()",
+            ),
+            "several numbers": (lambda: fit(**several), "run.log('several'", "one number", "(2,)"),
+        },
+    )
+    unstorable = (lambda: fit(kept(), run_dir=tmp_path, checkpoint=True), "'constant'", "no state_dict")
+    assert_refused(CheckpointError, {"a metric that cannot be stored": unstorable})
+
+
+def test_metric_names_that_meet_are_refused() -> None:
+    same = variant(metric_name=lambda self, stage, loader, name: name)
+    numbered = variant(metric_name=lambda self, stage, loader, name: 0)
+    counts = variant(
+        metric_name=lambda self, stage, loader, name: name,
+        loss=lambda self, outputs, batch: {"loss": outputs.mean(), "step": torch.ones(())},
+    )
+    two = {"a": pairs(2), "b": pairs(2)}
+
+    def logs(name: str, key: str, **more: Any) -> Any:
+        return lambda: fit(**hook(name, lambda run: run.log(key, 1.0)), **more)
+
+    assert_refused(
+        ConfigError,
+        {
+            "of two stages": (lambda: fit(same(), validation=pairs(2)), "of validation and 'loss' of train"),
+            "of two loaders": (lambda: fit(same(), validation=two), "of validation on 'a'", "on 'b'"),
+            "logged": (logs("on_log", "train/loss"), "run.log('train/loss'", "'loss' of train"),
+            "logged in an evaluation": (
+                logs("on_evaluation_end", "validation/loss", validation=pairs(2)),
+                "run.log('validation/loss'",
+                "'loss' of validation",
+            ),
+            "logged in a step": (
+                logs("on_step_end", "train/loss"),
+                "a value that a hook logs",
+                "'train/loss'",
+            ),
+            "the tables' count": (lambda: fit(counts()), "metric_name gave 'step'"),
+            "the tables' count, logged": (logs("on_step_end", "step"), "'step' is the number of updates"),
+            "no text": (lambda: fit(numbered()), "metric_name gave 0 for 'loss' of train"),
+            "watched by nobody's name": (
+                lambda: fit(validation=pairs(2), log_every=3, callbacks=[EarlyStopping("validation/los")]),
+                "'validation/los'",
+                "did you mean 'validation/loss'",
+            ),
+        },
+    )
+
+
+def test_what_a_hook_cannot_ask_a_run_for_is_refused() -> None:
+    left: list[set[str]] = []
+
+    def asks(ask: Any) -> Any:
+        def act(run: Run) -> None:
+            try:
+                ask(run)
+            finally:
+                left.append(set(run.requests))
+
+        return lambda: fit(**hook("on_step_end", act))
+
+    def outside(ask: Any) -> Any:
+        return lambda: quiet(**hook("on_evaluation_end", ask)).validate(Regression(), pairs(4))
+
+    where = "this run is a validation run"
+    cases = {
+        "save": (asks(Run.save), "run.save() in a fit that saves nothing"),
+        "validate": (asks(Run.validate), "run.validate() in a fit that has no validation data"),
+    }
+    assert_refused(ConfigError, cases)
+    assert left == [set(), set()]
+    every = (Run.save, Run.validate, Run.end_epoch, Run.log_now)
+    assert_refused(ConfigError, {each.__name__: (outside(each), where) for each in every})
+    predict = quiet().predict
+    assert_refused(
+        ConfigError,
+        {
+            "metrics that is no flag": (lambda: predict(Regression(), pairs(), metrics="yes"), "not 'yes'"),
+            "a task without metrics": (
+                lambda: predict(variant(no_predict_metrics="it logs for itself")(), pairs(), metrics=True),
+                "it logs for itself",
+            ),
+        },
+    )
+
+
+def test_limits_and_preemption_options_that_cannot_be_are_refused() -> None:
+    def preempts(**options: Any) -> Any:
+        return lambda: PreemptionConfig(**options)
+
+    assert_refused(
+        ConfigError,
+        {
+            "no minimum": (lambda: fit(min_steps=0), "min_steps", "at least 1"),
+            "minimum over the limit": (lambda: fit(min_steps=9, max_steps=5), "min_steps=9 with max_steps=5"),
+            "minimum of epochs": (lambda: fit(min_epochs=5, max_epochs=4), "min_epochs=5 with max_epochs=4"),
+            "misspelt signal": (preempts(requeue="SIGTREM"), "'SIGTERM'"),
+            "signal of the system": (preempts(requeue=["SIGKILL"]), "unknown signal"),
+            "signal in both": (preempts(stop=["TERM"]), "SIGTERM is in both requeue and stop"),
+            "no deadline": (preempts(deadline=0), "above 0"),
+            "a text": (preempts(deadline="soon"), "'2 minutes'", "'auto'"),
+            "no signal": (preempts(requeue=3.5), "takes signals"),
+            "another library's name": (preempts(requeue_signal="SIGUSR1"), "'requeue'"),
+            "misspelt option": (lambda: Trainer(preemption={"dead_line": 3}), "no option 'dead_line'"),
+        },
+    )
+
+
+class Wider(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, 2)
+        self.more = nn.Linear(2, 1)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.more(self.line(features))
+
+
+def test_a_resume_into_another_run_is_refused(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"checkpoint": True, "run_dir": tmp_path}
+    quiet(max_epochs=3, seed=1, **options).fit(Regression(), pairs())
+    Engine("cpu").save(str(tmp_path / "weights"), model=Regression())
+
+    def resume(task: Any = None, **more: Any) -> Any:
+        trainer = quiet(**{"max_epochs": 4, "seed": 1, **options, **more})
+        return lambda: trainer.fit(task or Regression(), pairs(), resume="auto")
+
+    assert_refused(
+        CheckpointError,
+        {
+            "seed": (resume(seed=2), "this Trainer has seed=2", "Use Trainer(seed=1)"),
+            "optimizer": (resume(Regression(OptimizerConfig("adamw", lr=0.1))), "SGD", "AdamW"),
+            "architecture": (resume(Wider()), "missing 'more.bias'", "shape (1,) there, (2,) here"),
+            "precision": (resume(precision="64"), "float32 there, torch.float64 here"),
+            "past the end in epochs": (
+                resume(max_epochs=2),
+                "past the end",
+                "update 15 in epoch 3",
+                "max_epochs=2",
+            ),
+            "past the end in steps": (resume(max_epochs=None, max_steps=7), "past the end", "max_steps=7"),
+            "weights alone": (
+                lambda: quiet(max_epochs=1).fit(Regression(), pairs(), resume=str(tmp_path / "weights")),
+                "no checkpoint of a Trainer's run",
+            ),
+        },
+    )
+
+
+def test_batches_by_a_schedule_that_do_not_fit_are_refused() -> None:
+    data: Any = pairs().dataset
+    sized: Any = pairs().dataset
+    sized.batch_size = 4
+    grows: Any = {"batch_size": {0: 2, 4: 3}}
+
+    by_samples: Any = {"batch_size": {0: 2, "4 samples": 3}, "on_bad_batch": "skip"}
+    releases: Any = {"gradient_accumulation_steps": {0: 1, 4: 3}, "memory": {"release_gradients": True}}
+    assert_refused(
+        ConfigError,
+        {
+            "a loader": (lambda: fit(data=pairs(), **grows), "with a length", "DataLoader"),
+            "a list": (lambda: fit(data=[*pairs()], **grows), "with a length", "a list"),
+            "a fraction": (lambda: fit(data=data, limit_train_batches=0.5, **grows), "a fraction"),
+            "samples of a list": (
+                lambda: fit(data=[*pairs()], gradient_accumulation_steps={0: 2, "4 samples": 3}),
+                "changes after samples",
+            ),
+            "grouped": (lambda: quiet(group_by_length="x", **grows), "changes how many an update has"),
+            "bad batches": (lambda: quiet(**by_samples), "on_bad_batch='skip' leaves some out"),
+            "released gradients": (lambda: quiet(**releases), "gradients have to be kept"),
+            "no start": (
+                lambda: quiet(gradient_accumulation_steps={"4 epochs": 3}),
+                "no number for the start",
+            ),
+            "a batch size of its own": (lambda: fit(data=sized, **grows), "attribute batch_size=4"),
+        },
+    )
