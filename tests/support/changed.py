@@ -1,6 +1,7 @@
-"""Run the nightly tests of what a change touches: `python -m tests.support.changed REVISION`, or `make test-for`.
+"""Run the nightly tests of what a change touches: `make test-for CHANGE=REVISION`.
 
-Nightly tests run on no landing, so a change runs by hand those of the folders that it touches, before it lands.
+Nightly tests run on no landing, so a change runs by hand those of the folders that it touches, before it
+lands.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SETS: dict[str, tuple[str, ...]] = {
     "benchmarks": ("tests/benchmarks",),
     "Makefile": (XLA,),
 }
-"""From a folder to the nightly tests that a change there needs; a folder's own tests are always among them."""
+"""From a folder to the nightly tests that a change there needs; changed tests are always among them."""
 
 
 def sets_of(files: Iterable[str]) -> list[str]:
