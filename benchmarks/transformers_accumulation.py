@@ -1,6 +1,6 @@
 """The loss and the gradient of one update over two micro-batches: by hand, by transformers' Trainer, by ours.
 
-    PYTHONPATH=package .venv-hf/bin/python benchmarks/transformers_accumulation.py
+    PYTHONPATH=package .venv/bin/python benchmarks/transformers_accumulation.py
 
 Eight samples of different lengths are one batch by hand and two micro-batches of four for the Trainers. The
 optimizer is plain gradient descent with a rate of 1, so that the change of the weights is the gradient.

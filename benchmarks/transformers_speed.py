@@ -1,6 +1,6 @@
 """Small models of transformers trained by a hand-written loop, by transformers' Trainer and by ours.
 
-    PYTHONPATH=package .venv-hf/bin/python benchmarks/transformers_speed.py [--rounds 9] [--updates 200]
+    PYTHONPATH=package .venv/bin/python benchmarks/transformers_speed.py [--rounds 9] [--updates 200]
 
 All train the same model on the same batches in memory with torch's AdamW, without clipping, schedules, logs
 or evaluation. In each round every Trainer trains once, in another order each time, in one process. After
