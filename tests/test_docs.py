@@ -1,9 +1,12 @@
-"""The documentation is code under test: its blocks run, its links lead somewhere, its site has no warnings.
+"""The documentation is code under test: blocks run, tables have what there is, the site has no warnings.
 
 In a page, blocks marked `python` run one after another in one namespace and in a directory of their own; one
 that begins with `# file: name.py` is written there instead, before anything runs. A block marked `output` is
 what the Python block before it prints; digits may differ, and a line `...` stands for any lines. In blocks
 marked `console`, lines that begin with `drivetrain` are run. The blocks of docstrings run too.
+
+`make test` runs README.md and the pages that have changed: those not committed, and those since the revision
+in the variable CHANGE. `make test-landing` runs all. The variable PAGES names others: docs/how-to/data.md.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import traceback
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -26,22 +30,26 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from tests.support.messages import unconfigured
+from tests.support.tasks import Regression, pairs, quiet
+from tests.support.transformers_names import ARGUMENTS, EVENTS
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data._utils.signal_handling import _set_SIGCHLD_handler
 
 import drivetrain
+from drivetrain import FitResult, LambdaCallback, Run, Trainer
 from drivetrain.cli.main import main as command_line
-
-# torch sets this handler once, for good, when a loader first has workers; set now, it is no leak of a page's.
-_set_SIGCHLD_handler()
+from drivetrain.run.hooks import HOOKS
+from drivetrain.strategies.precision.registry import PRECISIONS
+from drivetrain.task.optim.schedules import SCHEDULES
 
 ROOT = Path(__file__).resolve().parent.parent
-REFERENCE = ROOT / "docs" / "reference"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-OBJECT = re.compile(r"^::: ([\w.]+)$", re.M)
-"""The line of a reference page at which the site shows an object's docstring."""
+DOCS, REFERENCE = ROOT / "docs", ROOT / "docs" / "reference"
+README = ROOT / "README.md"
+PAGES = [README, *sorted(DOCS.rglob("*.md"))]
 FENCE = re.compile(r"^(`{3,})(\w*)\n(.*?)^\1$", re.M | re.S)
+SLOW = {"check-resume.md", "compile.md", "deepspeed-checkpoints.md", "launching.md"}
+SLOW |= {"write-a-strategy.md", "write-an-inexact-strategy.md"}
+"""Pages whose blocks start many processes, or compile."""
 
 
 class Block(NamedTuple):
@@ -50,6 +58,12 @@ class Block(NamedTuple):
     language: str
     text: str
     line: int
+
+    @property
+    def file(self) -> str | None:
+        """The name of the file that the block is to be written to."""
+        match = re.match(r"# file: (\S+)\n", self.text)
+        return match[1] if match and self.language == "python" else None
 
 
 def blocks(page: Path) -> list[Block]:
@@ -61,29 +75,20 @@ def named(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-def file_of(block: Block) -> str | None:
-    """The name of the file that a block is to be written to."""
-    match = re.match(r"# file: (\S+)\n", block.text)
-    return match[1] if match and block.language == "python" else None
-
-
-@pytest.fixture(scope="module", autouse=True)
-def environment_is_set() -> None:
-    """The first imports of scikit-learn and of Lightning set variables in it, which is no leak of a page."""
-    importlib.import_module("sklearn")
-    importlib.import_module("lightning.pytorch")
-
-
-@pytest.fixture
-def importable(tmp_path: Path) -> Iterator[Path]:
-    """The page's directory: its files can be imported, and are forgotten afterwards."""
-    known, path = set(sys.modules), list(sys.path)
-    sys.path.insert(0, str(tmp_path))
-    yield tmp_path
-    sys.path[:] = path
-    for name in set(sys.modules) - known:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
-            del sys.modules[name]
+def changed() -> list[Path]:
+    """The pages that PAGES names; without it, README.md and those that have changed."""
+    if os.environ.get("PAGES", "all") != "all":
+        return [ROOT / each for each in os.environ["PAGES"].split()]
+    commands = [["git", "status", "--porcelain", "--no-renames"]]
+    if os.environ.get("CHANGE"):
+        commands.append(["git", "diff", "--name-status", "--no-renames", os.environ["CHANGE"]])
+    found = {README}
+    for command in commands:
+        listed = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=False
+        )  # 128 without git
+        found |= {ROOT / line.split()[-1] for line in listed.stdout.splitlines()}
+    return [page for page in PAGES if page in found]
 
 
 def run_python(page: Path, block: Block, namespace: dict[str, Any]) -> str:
@@ -95,18 +100,17 @@ def run_python(page: Path, block: Block, namespace: dict[str, Any]) -> str:
     return printed.getvalue()
 
 
-def run_console(page: Path, block: Block, directory: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def run_console(block: Block, directory: Path) -> str:
     """Run the lines of a block that call `drivetrain`, in the directory that a `cd` before them names."""
     printed = io.StringIO()
     for line in re.sub(r"\\\n", " ", block.text).splitlines():
         words = shlex.split(line, comments=True)
         if words[:1] == ["cd"]:
-            monkeypatch.chdir(directory / words[1])
-        if words[:1] != ["drivetrain"]:
-            continue
-        with unconfigured(), redirect_stdout(printed), redirect_stderr(printed):
-            code = command_line(words[1:])
-        assert code == 0, f"{named(page)}, from line {block.line}: {line!r} gave {code}: {printed.getvalue()}"
+            os.chdir(directory / words[1])
+        if words[:1] == ["drivetrain"]:
+            with unconfigured(), redirect_stdout(printed), redirect_stderr(printed):
+                code = command_line(words[1:])
+            assert code == 0, f"from line {block.line}: {line!r} gave {code}: {printed.getvalue()}"
     return printed.getvalue()
 
 
@@ -118,58 +122,86 @@ def masked(text: str) -> list[str]:
     return [line for line in lines if line]
 
 
-def assert_printed(page: Path, block: Block, printed: str) -> None:
+def assert_printed(block: Block, printed: str) -> None:
     expected = "\n".join(".*" if line == "..." else re.escape(line) for line in masked(block.text))
     # A line that stands for any lines may stand for none.
     expected = expected.replace(".*\n", "(?:.*\n)?").replace("\n.*", "(?:\n.*)?")
-    found = "\n".join(masked(printed))
-    assert re.fullmatch(expected, found, re.S), (
-        f"{named(page)}, line {block.line}: the page shows\n{block.text}\nbut it is\n{printed}"
-    )
+    is_it = re.fullmatch(expected, "\n".join(masked(printed)), re.S)
+    assert is_it, f"line {block.line}: the page shows\n{block.text}\nbut it is\n{printed}"
 
 
-PYTHON_PAGES = [page for page in PAGES if any(b.language in ("python", "console") for b in blocks(page))]
-
-
-SLOW_PAGES = {
-    "check-resume.md",
-    "compile.md",
-    "deepspeed-checkpoints.md",
-    "launching.md",
-    "write-a-strategy.md",
-    "write-an-inexact-strategy.md",
-}
-"""Pages whose blocks start many processes, or compile."""
-
-
-def tiered(pages: list[Path]) -> list[Any]:
-    """The pages as parameters, the slow ones in the full tier."""
-    return [pytest.param(each, marks=pytest.mark.full if each.name in SLOW_PAGES else ()) for each in pages]
-
-
-def test_every_slow_page_is_there() -> None:
-    assert {page.name for page in PYTHON_PAGES} >= SLOW_PAGES
-
-
-@pytest.mark.usefixtures("own_registries")
-@pytest.mark.parametrize("page", tiered(PYTHON_PAGES), ids=named)
-def test_the_blocks_of_a_page_run(page: Path, importable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if page.name == "README.md" and page.parent == ROOT:
-        shutil.copytree(ROOT / "examples", importable / "examples")
-    for block in blocks(page):
-        file = file_of(block)
-        if file is not None:
-            (importable / file).write_text(block.text, encoding="utf-8")
+def run_page(page: Path, directory: Path) -> None:
+    """Run the blocks of a page in a directory; what it has imported from there is forgotten afterwards."""
+    directory.mkdir()
+    if page == README:
+        shutil.copytree(ROOT / "examples", directory / "examples")
+    found = blocks(page)
+    for block in found:
+        if block.file is not None:
+            (directory / block.file).write_text(block.text, encoding="utf-8")
+    known, path = set(sys.modules), list(sys.path)
+    sys.path.insert(0, str(directory))
+    os.chdir(directory)
     torch.manual_seed(0)
     namespace: dict[str, Any] = {"__name__": "page"}
     printed = ""
-    for block in blocks(page):
-        if block.language == "output":
-            assert_printed(page, block, printed)
-        elif block.language == "console":
-            printed = run_console(page, block, importable, monkeypatch)
-        elif block.language == "python" and file_of(block) is None:
-            printed = run_python(page, block, namespace)
+    try:
+        for block in found:
+            if block.language == "output":
+                assert_printed(block, printed)
+            elif block.language == "console":
+                printed = run_console(block, directory)
+            elif block.language == "python" and block.file is None:
+                printed = run_python(page, block, namespace)
+    finally:
+        sys.path[:] = path
+        for name in set(sys.modules) - known:
+            if str(getattr(sys.modules[name], "__file__", "")).startswith(str(directory)):
+                del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def environment_is_set() -> None:
+    """The first imports of scikit-learn and of Lightning set variables in it, which is no leak of a page."""
+    importlib.import_module("sklearn")
+    importlib.import_module("lightning.pytorch")
+
+
+@pytest.fixture
+def run_pages(environment_is_set: None, own_registries: None, tmp_path: Path) -> Any:
+    """Runs pages one after another, and fails with the traceback of each that does not do what it says."""
+
+    def run(pages: list[Path]) -> None:
+        wrong = []
+        for page in pages:
+            before = dict(os.environ)
+            try:
+                run_page(page, tmp_path / re.sub(r"\W", "_", named(page)))
+            except Exception:
+                wrong.append(f"{named(page)}: {traceback.format_exc()}")
+            os.chdir(tmp_path)
+            if os.environ != before:
+                wrong.append(f"{named(page)} changes the environment")
+        assert not wrong, "\n\n".join(wrong)
+
+    return run
+
+
+@pytest.mark.heavy("a page that has changed, and what a reader runs first")
+def test_the_blocks_of_changed_pages_run(run_pages: Any) -> None:
+    run_pages(changed())
+
+
+@pytest.mark.landing
+def test_the_blocks_of_all_pages_run(run_pages: Any) -> None:
+    run_pages([page for page in PAGES if page.name not in SLOW and page != README])
+
+
+@pytest.mark.nightly
+def test_the_blocks_of_slow_pages_run(run_pages: Any) -> None:
+    slow = [page for page in PAGES if page.name in SLOW]
+    assert len(slow) == len(SLOW)
+    run_pages(slow)
 
 
 class Scalar(nn.Module):
@@ -184,121 +216,153 @@ class Scalar(nn.Module):
         return loss
 
 
-DOCUMENTED_FILES = [
-    path for path in (ROOT / "package").rglob("*.py") if "```python" in path.read_text(encoding="utf-8")
-]
-
-
-@pytest.mark.parametrize("file", DOCUMENTED_FILES, ids=named)
-def test_the_examples_of_docstrings_run(file: Path) -> None:
+def test_the_examples_of_docstrings_run() -> None:
     """They are excerpts, which name a model and a loader."""
-    namespace: dict[str, Any] = {"__name__": "page", "torch": torch, "nn": nn, "F": F}
-    namespace |= {"Engine": drivetrain.Engine, "TaskModule": drivetrain.TaskModule}
-    namespace |= {"model": Scalar(), "loader": list(torch.ones(2, 4, 3))}
     run = 0
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+    for file in (ROOT / "package").rglob("*.py"):
+        source = file.read_text(encoding="utf-8")
+        if "```python" not in source:
             continue
-        for match in re.finditer(r"^( *)```python\n(.*?)^\1```", ast.get_docstring(node) or "", re.M | re.S):
-            run_python(file, Block("python", textwrap.dedent(match[2]), 1), namespace)
-            run += 1
-    assert run
+        namespace: dict[str, Any] = {"__name__": "page", "torch": torch, "nn": nn, "F": F}
+        namespace |= {"Engine": drivetrain.Engine, "TaskModule": drivetrain.TaskModule}
+        namespace |= {"model": Scalar(), "loader": list(torch.ones(2, 4, 3))}
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                text = ast.get_docstring(node) or ""
+                for match in re.finditer(r"^( *)```python\n(.*?)^\1```", text, re.M | re.S):
+                    run_python(file, Block("python", textwrap.dedent(match[2]), 1), namespace)
+                    run += 1
+    assert run > 3
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
-def test_every_relative_link_leads_to_a_file(page: Path) -> None:
-    text = FENCE.sub("", page.read_text(encoding="utf-8"))
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if re.match(r"[a-z]+:", target):
-            continue
-        path, _, anchor = target.partition("#")
-        place = (page.parent / path).resolve() if path else page
-        assert place.exists(), f"{named(page)} links to {target}, which is not there"
-        assert ROOT in place.parents, f"{named(page)} links to {target}, outside the repository"
-        if anchor:
-            there = place.read_text(encoding="utf-8")
-            titles = re.findall(r"^#+ (.*)$", there, re.M)
-            anchors = {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
-            anchors |= set(OBJECT.findall(there))
-            assert anchor in anchors, f"{named(page)} links to {target}, but that page has no such heading"
+# The pages' tables and places.
 
 
-def test_every_page_can_be_reached_from_the_map() -> None:
-    reached: set[Path] = set()
-    left = [ROOT / "docs" / "README.md"]
+def test_every_page_is_on_the_map_and_names_no_place_of_one_machine() -> None:
+    wrong, reached, left = [], set[Path](), [DOCS / "README.md"]
     while left:
         page = left.pop()
-        if page in reached or page.suffix != ".md":
-            continue
-        reached.add(page)
-        links = re.findall(r"\]\(([^)\s#]+)", page.read_text(encoding="utf-8"))
-        left += [(page.parent / each).resolve() for each in links if not re.match(r"[a-z]+:", each)]
-    missing = [named(page) for page in PAGES if page not in reached and page.parent != ROOT]
-    assert not missing, f"no link leads to {', '.join(missing)}"
+        if page not in reached and page.suffix == ".md":
+            reached.add(page)
+            links = re.findall(r"\]\(([^)\s#]+)", page.read_text(encoding="utf-8"))
+            left += [(page.parent / each).resolve() for each in links if not re.match(r"[a-z]+:", each)]
+    for page in PAGES:
+        wrong += [f"no link leads to {named(page)}"] if page not in reached and page.parent != ROOT else []
+        text = page.read_text(encoding="utf-8")
+        places = r"(?i)\bissue #?\d+|(?:/home|/Users|/root|/work|/tmp|/mnt|C:)[/\\][\w./\\-]*"
+        wrong += [f"{named(page)} has {each}" for each in re.findall(places, text)]
+    assert not wrong
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
-def test_a_page_names_neither_issues_nor_places_of_one_machine(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    found = re.findall(r"(?i)\bissue #?\d+|(?:/home|/Users|/root|/work|/tmp|/mnt|C:)[/\\][\w./\\-]*", text)
-    assert not found, f"{named(page)} has {found}"
-
-
-def test_every_public_name_has_its_place_in_the_reference() -> None:
-    described = {
-        each for page in REFERENCE.glob("*.md") for each in OBJECT.findall(page.read_text(encoding="utf-8"))
-    }
-    names = {each.rpartition(".")[2] for each in described}
+def test_public_names_commands_schedules_and_precisions_are_in_the_guides(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    described = "\n".join(page.read_text(encoding="utf-8") for page in REFERENCE.glob("*.md"))
+    names = {each.rpartition(".")[2] for each in re.findall(r"^::: ([\w.]+)$", described, re.M)}
     public = set(drivetrain.__all__) - {"__version__"}
     for module in ("callbacks", "checkpoint", "data", "loggers", "strategies", "testing"):
         public |= set(importlib.import_module(f"drivetrain.{module}").__all__)
-    missing = sorted(public - names)
-    assert not missing, (
-        f"no page of docs/reference has a line '::: ...{missing[0]}'; it lacks {', '.join(missing)}"
-    )
-
-
-def test_every_command_has_its_place_in_the_reference() -> None:
-    page = (REFERENCE / "command-line.md").read_text(encoding="utf-8")
+    assert not public - names, "no page of docs/reference has a line '::: ...NAME'"
     for words in ([], ["checkpoint"], ["runs"]):
-        printed = io.StringIO()
-        with redirect_stdout(printed):
-            command_line([*words, "--help"])
-        for command in re.findall(r"^    ([a-z][\w-]*)", printed.getvalue(), re.M):
-            assert f"<!-- help: {' '.join([*words, command])} -->" in page
+        command_line([*words, "--help"])
+        for command in re.findall(r"^    ([a-z][\w-]*)", capsys.readouterr().out, re.M):
+            assert f"<!-- help: {' '.join([*words, command])} -->" in described
+    for guide, rows in (("optimizers-and-schedules", SCHEDULES), ("precision", PRECISIONS)):
+        text = (DOCS / "how-to" / f"{guide}.md").read_text(encoding="utf-8")
+        assert sorted(re.findall(r'^\| `"([\w-]+)"`', text, re.M)) == sorted(rows), f"the table of {guide}"
+
+
+def definitions(names: set[str], sources: list[str]) -> Iterator[tuple[str, set[str], set[str]]]:
+    """Of public classes and functions: the name, what it or its bases take, and their methods."""
+    pattern = re.compile(rf"^(?:class|def) (?:{'|'.join(names)})\b", re.M)
+    for source in filter(pattern.search, sources if names else []):
+        for node in ast.parse(source).body:
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef) or node.name not in names:
+                continue
+            takes, members = set[str](), set[str]()
+            for part in node.body if isinstance(node, ast.ClassDef) else [node]:
+                if isinstance(part, ast.FunctionDef):
+                    members.add(part.name)
+                    if part.name == "__init__" or part is node:
+                        takes |= {each.arg for each in (*part.args.args, *part.args.kwonlyargs)}
+                elif isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
+                    takes.add(part.target.id)
+            bases = node.bases if isinstance(node, ast.ClassDef) else []
+            above = {each.id for each in bases if isinstance(each, ast.Name)} - names
+            for _, more, methods in definitions(above, sources):
+                takes, members = takes | more, members | methods
+            yield node.name, takes, members
+
+
+def test_the_page_of_transformers_names_has_all_and_names_what_exists() -> None:
+    page = (REFERENCE / "transformers-names.md").read_text(encoding="utf-8")
+    lines = page.partition("\n## TrainingArguments\n")[2].splitlines()
+    rows = [line[2:-2].split(" | ") for line in lines if re.match(r"\| (?!there \||---)", line)]
+    assert len(rows) == 284
+    assert {state for _, state, _ in rows} == {"same name", "other name", "no", "later"}
+    there = {name for row in rows for name in re.findall(r"\w+", row[0])}
+    assert len({*ARGUMENTS} - there) < 60  # on the page of arguments alone
+    assert len(there & {*ARGUMENTS, *EVENTS}) > 100
+    # Names of other packages, the reader's task, and those whose place alone is named.
+    outside = {
+        *re.findall(r"\w+", "HfArgumentParser PeftModel F Task Adafactor CallbackAdapter Seq2SeqTrainer")
+    }
+    codes = {code for row in rows for code in re.findall(r"`([^`]+)`", row[2])}
+    call = re.compile(r"\b([A-Z]\w+|from_training_arguments|export_pretrained)\((.*)\)")
+    calls = [(code, *found) for code in codes for found in call.findall(code) if found[0] not in outside]
+    names = {each[1] for each in calls} | {"TaskModule"}
+    paths = [path for path in (ROOT / "package").rglob("*.py") if path.parent.name != "script"]
+    sources = [path.read_text(encoding="utf-8") for path in paths]  # `Trainer` here is drivetrain's own
+    known = {name: (takes, members) for name, takes, members in definitions(names, sources)}
+    checked, wrong, seen = 0, [], list[Run]()
+    for code, name, given in calls:
+        for argument in re.findall(r"(?:^|, )(\w+)=", re.sub(r"\{.*?\}|\[.*?\]|\(.*?\)", "", given)):
+            wrong += [] if argument in known[name][0] | {"betas", "eps", "amsgrad"} else [code]
+            checked += 1
+    assert checked > 80
+    quiet(max_steps=1, callbacks=[LambdaCallback(on_fit_start=seen.append)]).fit(Regression(), pairs(4))
+    commands = (REFERENCE / "command-line.md").read_text(encoding="utf-8")
+    owners = {"run": dir(seen[0]), "trainer": dir(Trainer(max_steps=1)), "drivetrain": dir(drivetrain)}
+    owners |= {
+        "result": [*FitResult.__dataclass_fields__, *dir(FitResult)],
+        "TaskModule": known["TaskModule"][1],
+    }
+    for code in codes:
+        owner, _, rest = code.partition(".")
+        name = re.match(r"\w*", rest)
+        wrong += [code] if owner in owners and name and name[0] not in owners[owner] else []
+        wrong += [code] if re.fullmatch(r"on_\w+", code) and code not in HOOKS else []
+        wrong += (
+            [code] if code.startswith("drivetrain ") and " ".join(code.split()[:2]) not in commands else []
+        )
+    assert not wrong
+
+
+# The site.
 
 
 def build_site(docs: Path, to: Path) -> subprocess.CompletedProcess[str]:
     """Build the site as `make docs` does."""
-    command = [
-        sys.executable,
-        "-m",
-        "mkdocs",
-        "build",
-        "--config-file",
-        str(docs / "mkdocs.yml"),
-        "--site-dir",
-        str(to),
-    ]
+    command = ["mkdocs", "build", "--config-file", str(docs / "mkdocs.yml"), "--site-dir", str(to)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    command = [sys.executable, "-m", *command]
+    return subprocess.run(command, capture_output=True, text=True, timeout=3600, env=environment, check=False)
 
 
+@pytest.mark.landing
 def test_the_site_is_built_without_a_warning_and_asks_nothing_of_other_hosts(tmp_path: Path) -> None:
-    built = build_site(ROOT / "docs", tmp_path / "site")
+    built = build_site(DOCS, tmp_path / "site")
     assert built.returncode == 0, built.stderr
     assert (tmp_path / "site" / "search" / "search_index.json").exists()
+    elsewhere = re.compile(r'<(?:script|img|iframe)[^>]* src="https?:[^"]*|<link[^>]* href="https?:[^"]*')
     for page in (tmp_path / "site").rglob("*.html"):
-        text = page.read_text(encoding="utf-8")
-        asked = re.findall(
-            r'<(?:script|img|iframe)[^>]* src="https?:[^"]*|<link[^>]* href="https?:[^"]*', text
-        )
+        asked = elsewhere.findall(page.read_text(encoding="utf-8"))
         assert not asked, f"{page} loads {asked}"
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_dead_link_a_dead_anchor_and_a_missing_docstring_each_fail_the_build(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    shutil.copytree(DOCS, tmp_path / "docs")
     shutil.copytree(ROOT / "package", tmp_path / "package", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("CHANGELOG.md", "CONTRIBUTING.md", "tests", "examples", "benchmarks"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -315,13 +379,3 @@ def test_a_dead_link_a_dead_anchor_and_a_missing_docstring_each_fail_the_build(t
     for found in ("no-such-page.md", "#no-heading", "none.py", *bare):
         assert found in built.stderr
     assert built.stderr.count("WARNING") == 5, built.stderr
-
-
-def test_the_schedules_and_precisions_of_the_guides_are_those_that_there_are() -> None:
-    from drivetrain.strategies.precision.registry import PRECISIONS
-    from drivetrain.task.optim.schedules import SCHEDULES
-
-    for guide, names in (("optimizers-and-schedules", SCHEDULES), ("precision", PRECISIONS)):
-        text = (ROOT / "docs" / "how-to" / f"{guide}.md").read_text(encoding="utf-8")
-        rows = re.findall(r'^\| `"([\w-]+)"`', text, re.M)
-        assert sorted(rows) == sorted(names), f"the table of {guide} has {rows}"

@@ -28,7 +28,7 @@ import nbformat
 from nbclient import NotebookClient
 
 notebook = nbformat.reads(sys.stdin.read(), as_version=4)
-NotebookClient(notebook, timeout=240, kernel_name="python3", record_timing=False).execute()
+NotebookClient(notebook, timeout=3600, kernel_name="python3", record_timing=False).execute()
 sys.stdout.write(nbformat.writes(notebook))
 """
 
@@ -44,7 +44,7 @@ def executed(path: Path, directory: Path) -> dict[str, Any]:
         env={**undisturbed(), **here, "PATH": programs, "OMP_NUM_THREADS": "1", "TERM": "dumb"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=7200,
         check=False,
     )
     assert done.returncode == 0, f"{path.name}: {done.stderr[-4000:]}"
@@ -94,15 +94,11 @@ def in_meaning(text: str) -> list[str]:
     return [re.sub(r"# (s|ms|min)\b", "# s", line) for line in masked(text)]
 
 
-def named(path: Path) -> str:
-    return path.stem
-
-
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.skipif(
     not torch.distributed.is_gloo_available() or sys.platform != "linux", reason="needs gloo and a safe fork"
 )
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=named)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_prints_what_it_stores(path: Path, tmp_path: Path) -> None:
     stored = json.loads(path.read_text(encoding="utf-8"))
     found = executed(path, tmp_path)
@@ -111,23 +107,26 @@ def test_a_notebook_runs_and_prints_what_it_stores(path: Path, tmp_path: Path) -
             assert in_meaning(printed(after)) == in_meaning(printed(before)), "".join(before["source"])
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=named)
-def test_a_notebook_leads_somewhere_and_stores_no_place_of_a_machine(path: Path) -> None:
-    notebook = json.loads(path.read_text(encoding="utf-8"))
-    assert any(cell.get("outputs") for cell in notebook["cells"]), "it is stored with its outputs"
-    for cell in notebook["cells"]:
-        assert not any(each["output_type"] == "error" for each in cell.get("outputs", ()))
-        if cell["cell_type"] == "markdown":
-            for target in re.findall(r"\]\(([^)\s#]+)", "".join(cell["source"])):
-                assert (path.parent / target).exists() or re.match(r"[a-z]+:", target), target
-    places = re.findall(r"(?:/home|/Users|/root|/work|/tmp|/mnt)/[\w./-]*", path.read_text(encoding="utf-8"))
-    assert not places
-
-
-def test_the_tutorials_are_four_and_the_map_names_each() -> None:
+def test_the_map_names_each_notebook_which_has_outputs_and_no_place_of_a_machine() -> None:
     text = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     assert len(NOTEBOOKS) == 4
-    assert [path.name for path in NOTEBOOKS if f"tutorials/{path.name}" not in text] == []
+    wrong = [path.name for path in NOTEBOOKS if f"tutorials/{path.name}" not in text]
+    for path in NOTEBOOKS:
+        source = path.read_text(encoding="utf-8")
+        cells = json.loads(source)["cells"]
+        outputs = [each["output_type"] for cell in cells for each in cell.get("outputs", ())]
+        wrong += [] if outputs and "error" not in outputs else [f"{path.name}: outputs"]
+        for cell in cells:
+            links = (
+                re.findall(r"\]\(([^)\s#]+)", "".join(cell["source"]))
+                if cell["cell_type"] == "markdown"
+                else []
+            )
+            wrong += [
+                each for each in links if not re.match(r"[a-z]+:", each) and not (path.parent / each).exists()
+            ]
+        wrong += re.findall(r"(?:/home|/Users|/root|/work|/tmp|/mnt)/[\w./-]*", source)
+    assert not wrong
 
 
 if __name__ == "__main__":

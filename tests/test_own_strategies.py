@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -59,22 +58,15 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
 Install = Callable[[str], Any]
 
 
-def shown(page: str, file: str) -> str:
-    """The block of a page that is written to `file`."""
-    text = (ROOT / "docs" / "how-to" / f"{page}.md").read_text(encoding="utf-8")
-    match = re.search(rf"(?s)```python\n# file: {re.escape(file)}\n(.*?)```", text)
-    assert match, f"{page}.md has no block for {file}"
-    return match[1]
-
-
-@pytest.mark.parametrize(
-    ("page", "name", "lines"),
-    [("write-a-strategy", "all_reduce", 150), ("write-an-inexact-strategy", "local_sgd", 200)],
-)
-def test_the_page_shows_the_whole_file(page: str, name: str, lines: int) -> None:
-    source = (EXAMPLES / name / f"{name}.py").read_text(encoding="utf-8")
-    assert shown(page, f"{name}.py") == source
-    assert len(source.splitlines()) < lines
+def test_the_pages_show_the_whole_files() -> None:
+    for page, name, lines in (
+        ("write-a-strategy", "all_reduce", 150),
+        ("write-an-inexact-strategy", "local_sgd", 200),
+    ):
+        text = (ROOT / "docs" / "how-to" / f"{page}.md").read_text(encoding="utf-8")
+        source = (EXAMPLES / name / f"{name}.py").read_text(encoding="utf-8")
+        assert f"```python\n# file: {name}.py\n{source}```" in text
+        assert len(source.splitlines()) < lines
 
 
 def test_all_reduce_is_found_by_its_entry_point(
@@ -87,35 +79,28 @@ def test_all_reduce_is_found_by_its_entry_point(
         assert strategy.world_size == 2
     assert main(["strategies"]) == 0
     assert "all_reduce" in capsys.readouterr().out
-
-
-def test_all_reduce_refuses_options_of_no_use(installed: Install) -> None:
     with pytest.raises(ConfigError, match=r"AllReduceConfig\(timeout=...\) must be a positive number"):
-        installed("all_reduce").AllReduceConfig(timeout=-1)
+        module.AllReduceConfig(timeout=-1)
 
 
-SMALL = ["same_as_the_big_batch", "frozen_and_tied", "generator_steps", "resume_is_bitwise"]
-
-
-def test_all_reduce_computes_the_big_batch_and_resumes(installed: Install) -> None:
-    module = installed("all_reduce")
-    check_strategy(lambda world_size: module.AllReduce(world_size=world_size), checks=SMALL)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("precision", ["32", "bf16-mixed"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_all_reduce_conforms(installed: Install, world_size: int, precision: str) -> None:
+@pytest.mark.heavy("a strategy of another package under the conformance suite")
+def test_all_reduce_computes_the_big_batch(installed: Install) -> None:
     module = installed("all_reduce")
     check_strategy(
-        lambda world_size: module.AllReduce(world_size=world_size),
-        world_size,
-        precision=precision,
-        tolerance=1e-6 if precision == "32" else 0.005,
+        lambda world_size: module.AllReduce(world_size=world_size), checks=["same_as_the_big_batch"]
     )
 
 
-@pytest.mark.full
+@pytest.mark.nightly
+@pytest.mark.parametrize(("precision", "tolerance"), [("32", 1e-6), ("bf16-mixed", 0.005)])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_all_reduce_conforms(installed: Install, world_size: int, precision: str, tolerance: float) -> None:
+    module = installed("all_reduce")
+    own = lambda world_size: module.AllReduce(world_size=world_size)  # noqa: E731
+    check_strategy(own, world_size, precision=precision, tolerance=tolerance)
+
+
+@pytest.mark.nightly
 def test_all_reduce_resumes_what_others_saved_and_they_what_it_saved(installed: Install) -> None:
     module = installed("all_reduce")
     makers = {
@@ -126,28 +111,22 @@ def test_all_reduce_resumes_what_others_saved_and_they_what_it_saved(installed: 
     assert check_resume(makers, world_sizes=(1, 2)) == 25
 
 
-def test_local_sgd_resumes_bitwise_and_says_why_it_is_not_compared(
-    installed: Install, capsys: pytest.CaptureFixture[str]
+@pytest.mark.nightly
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_local_sgd_conforms_but_for_what_it_declares(
+    installed: Install, world_size: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module = installed("local_sgd")
-    check_strategy(
-        lambda world_size: module.LocalSGD(module.LocalSGDConfig(period=4), world_size=world_size),
-        checks=["checkpoints_have_plain_names", "resume_is_bitwise"],
-    )
-    assert "'local_sgd' is not compared with one process: each process" in capsys.readouterr().out
+    config = module.LocalSGDConfig(period=4)
+    check_strategy(lambda world_size: module.LocalSGD(config, world_size=world_size), world_size)
+    if world_size > 1:
+        assert "'local_sgd' is not compared with one process: each process" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_the_suite_finds_that_local_sgd_differs_if_it_does_not_say_so(installed: Install) -> None:
     class Silent(installed("local_sgd").LocalSGD):  # type: ignore[misc]
         inexact = ""
 
     with pytest.raises(RuntimeError, match=r"the weights .* are not close"):
         check_strategy(lambda world_size: Silent(world_size=world_size), checks=["same_as_the_big_batch"])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_local_sgd_conforms_but_for_what_it_declares(installed: Install, world_size: int) -> None:
-    module = installed("local_sgd")
-    config = module.LocalSGDConfig(period=4)
-    check_strategy(lambda world_size: module.LocalSGD(config, world_size=world_size), world_size)
