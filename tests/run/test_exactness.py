@@ -35,22 +35,11 @@ KILLS: dict[str, dict[str, Any]] = {
     "when the finished weights are written": {"event": "open", "part": "model.safetensors", "number": 5},
 }
 KILLED = -signal.SIGKILL
-WITH_WORKERS = (
-    "after update 1",
-    "after update 3",
-    "after update 6",
-    "during validation",
-    "just before a commit",
-)
+pytestmark = pytest.mark.heavy("a server that trains in some eighty short processes")
+WITH_WORKERS = ("after update 3", "after update 6", "during validation", "just before a commit")
 IN_THE_BACKGROUND = (
-    "after update 3",
-    "after update 5",
-    "during the last validation",
-    "when a saving begins",
-    "in the middle of a saving",
-    "just before a commit",
-    "between a commit and the index",
-    "when an old checkpoint is removed",
+    *("after update 3", "during the last validation", "when a saving begins", "in the middle of a saving"),
+    *("just before a commit", "between a commit and the index", "when an old checkpoint is removed"),
     "when the finished weights are written",
 )
 
@@ -128,40 +117,46 @@ def test_the_uninterrupted_run_is_what_the_kills_assume(workers: int, undisturbe
     check_attempt(directory, 0, workers, rows(directory, 0))
 
 
-@pytest.mark.parametrize(("workers", "moment"), [*((0, m) for m in KILLS), *((2, m) for m in WITH_WORKERS)])
-def test_a_run_killed_and_resumed_equals_the_uninterrupted_one(
-    workers: int, moment: str, undisturbed: Undisturbed, server: Trials, tmp_path: Path
+def check_killed(
+    server: Trials, directory: Path, undisturbed: Undisturbed, *moments: str, workers: int = 0, **options: Any
 ) -> None:
-    assert server.run(tmp_path, 0, workers=workers, kill=KILLS[moment]) == KILLED
-    assert server.run(tmp_path, 1, workers=workers) == 0
+    """A run that is killed at these moments, one an attempt, and resumed equals the uninterrupted one."""
+    for attempt, moment in enumerate(moments):
+        assert server.run(directory, attempt, workers=workers, kill=KILLS[moment], **options) == KILLED
+    assert server.run(directory, len(moments), workers=workers, **options) == 0
     right = undisturbed(workers)
-    assert outcome(tmp_path / "run") == outcome(right / "run")
-    for attempt in range(2):
-        check_attempt(tmp_path, attempt, workers, rows(right, 0))
+    assert outcome(directory / "run") == outcome(right / "run")
+    for attempt in range(len(moments) + 1):
+        check_attempt(directory, attempt, workers, rows(right, 0))
+
+
+@pytest.mark.parametrize("moment", KILLS)
+def test_a_run_killed_and_resumed_equals_the_uninterrupted_one(
+    moment: str, undisturbed: Undisturbed, server: Trials, tmp_path: Path
+) -> None:
+    check_killed(server, tmp_path, undisturbed, moment)
+
+
+@pytest.mark.parametrize("moment", WITH_WORKERS)
+def test_a_run_with_loader_workers_killed_and_resumed_equals_the_uninterrupted_one(
+    moment: str, undisturbed: Undisturbed, server: Trials, tmp_path: Path
+) -> None:
+    check_killed(server, tmp_path, undisturbed, moment, workers=2)
 
 
 @pytest.mark.parametrize("moment", IN_THE_BACKGROUND)
-def test_it_does_so_when_it_saves_in_the_background(
+def test_a_run_that_saves_in_the_background_killed_and_resumed_equals_the_uninterrupted_one(
     moment: str, undisturbed: Undisturbed, server: Trials, tmp_path: Path
 ) -> None:
-    assert server.run(tmp_path, 0, asynchronous=True, kill=KILLS[moment]) == KILLED
-    assert server.run(tmp_path, 1, asynchronous=True) == 0
-    assert outcome(tmp_path / "run") == outcome(undisturbed(0) / "run")
-    for attempt in range(2):
-        check_attempt(tmp_path, attempt, 0, rows(undisturbed(0), 0))
+    check_killed(server, tmp_path, undisturbed, moment, asynchronous=True)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_killed_twice_and_resumed_equals_the_uninterrupted_one(
     workers: int, undisturbed: Undisturbed, server: Trials, tmp_path: Path
 ) -> None:
-    for attempt, moment in enumerate(("after update 3", "in the middle of a saving")):
-        assert server.run(tmp_path, attempt, workers=workers, kill=KILLS[moment]) == KILLED
-    assert server.run(tmp_path, 2, workers=workers) == 0
-    right = undisturbed(workers)
-    assert outcome(tmp_path / "run") == outcome(right / "run")
-    for attempt in range(3):
-        check_attempt(tmp_path, attempt, workers, rows(right, 0))
+    moments = ("after update 3", "in the middle of a saving")
+    check_killed(server, tmp_path, undisturbed, *moments, workers=workers)
 
 
 def test_resuming_a_finished_run_changes_nothing(server: Trials, tmp_path: Path) -> None:

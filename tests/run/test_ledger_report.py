@@ -14,9 +14,7 @@ import pytest
 from drivetrain.core.errors import DataError
 from drivetrain.run.ledger_report import KINDS, NAME, RunLedger, find_runs, read_ledger
 
-SET_UP = 10.0
-UPDATE = 2.0
-SAVE = 1.0
+SET_UP, UPDATE, SAVE = 10.0, 2.0, 1.0
 
 
 class Writer:
@@ -24,51 +22,43 @@ class Writer:
 
     def __init__(self, directory: Path) -> None:
         self.file = directory / NAME
-        self.clock = 1_000_000.0
-        self.attempt = 0
+        self.clock, self.attempt = 1_000_000.0, 0
 
-    def start(self, after: float = 0.0) -> None:
+    def start(self, after: float = 0.0, resumed: int | None = 0) -> Writer:
+        """Begin an attempt some time after the last one, and begin to train, except with None."""
         self.clock += after
         self.attempt += 1
-        self.updates = 0
-        self.resumed: int | None = None
-        self.is_fresh: bool | None = None
+        self.updates, self.resumed, self.is_fresh = 0, None, None
         self.spent = dict.fromkeys(("set-up", "data", "compute", "evaluation", "save", "restore"), 0.0)
         self.line("start")
-
-    def train(self, resumed: int = 0) -> None:
+        if resumed is None:
+            return self
         self.spend("set-up", SET_UP)
         self.updates = self.resumed = resumed
         self.is_fresh = not resumed
-        self.line("train")
+        return self.line("train")
 
-    def spend(self, kind: str, seconds: float) -> None:
+    def spend(self, kind: str, seconds: float) -> Writer:
         self.spent[kind] += seconds
         self.clock += seconds
+        return self
 
-    def update(self, count: int = 1) -> None:
-        for _ in range(count):
-            self.spend("compute", UPDATE)
-            self.updates += 1
+    def update(self, count: int = 1) -> Writer:
+        self.updates += count
+        return self.spend("compute", count * UPDATE)
 
-    def save(self) -> None:
-        self.spend("save", SAVE)
-        self.line("save")
+    def save(self) -> Writer:
+        return self.spend("save", SAVE).line("save")
 
-    def line(self, event: str, **more: Any) -> None:
-        row = {
-            "v": 1,
-            "event": event,
-            "attempt": str(self.attempt),
-            "time": self.clock,
-            "updates": self.updates,
-            "from": self.resumed,
-            "fresh": self.is_fresh,
-            "spent": self.spent,
-            **more,
-        }
+    def line(self, event: str, **more: Any) -> Writer:
+        row = {"v": 1, "event": event, "attempt": str(self.attempt), "time": self.clock}
+        row |= {"updates": self.updates, "from": self.resumed, "fresh": self.is_fresh, "spent": self.spent}
         with self.file.open("a", encoding="ascii") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps({**row, **more}) + "\n")
+        return self
+
+    def end(self, ended: str = "finished") -> Writer:
+        return self.line("end", ended=ended)
 
 
 @pytest.fixture
@@ -84,157 +74,71 @@ def spent(ledger: RunLedger) -> Mapping[str, float]:
     return {kind: round(each, 6) for kind, each in seconds.items() if each}
 
 
-def test_work_after_the_checkpoint_that_is_gone_on_from_is_lost(writer: Writer, tmp_path: Path) -> None:
-    writer.start()
-    writer.train()
-    writer.update(3)
-    writer.save()
-    writer.update(2)
-    writer.spend("data", 0.5)
-    writer.spend("evaluation", 0.25)
-    writer.line("beat")
-    assert spent(read_ledger(tmp_path)) == {
-        "set-up": 10,
-        "compute": 10,
-        "data": 0.5,
-        "evaluation": 0.25,
-        "save": 1,
-    }
-    writer.start(after=30)
-    writer.train(resumed=3)
-    writer.update(4)
-    writer.save()
-    writer.line("end", ended="finished")
+def test_work_after_the_checkpoint_that_is_resumed_is_lost(writer: Writer, tmp_path: Path) -> None:
+    writer.start().update(3).save().update(2).spend("data", 0.5).spend("evaluation", 0.25).line("beat")
+    found = spent(read_ledger(tmp_path))
+    assert found == {"set-up": 10, "compute": 10, "data": 0.5, "evaluation": 0.25, "save": 1}
+    writer.start(after=30, resumed=3).update(4).save().end()
     ledger = read_ledger(tmp_path)
-    assert spent(ledger) == {
-        "set-up": 20,
-        "compute": 7 * UPDATE,
-        "save": 2,
-        "lost work": 2 * UPDATE + 0.75,
-        "waiting": 30,
-    }
+    lost = {"lost work": 2 * UPDATE + 0.75, "waiting": 30}
+    assert spent(ledger) == {"set-up": 20, "compute": 7 * UPDATE, "save": 2, **lost}
     assert ledger.goodput == 7 * UPDATE / ledger.wall
     assert ledger.updates == 7
 
 
 def test_several_attempts_may_have_to_be_made_again(writer: Writer, tmp_path: Path) -> None:
     """The third begins before all that the second has made, and before some of the first."""
-    writer.start()
-    writer.train()
-    for _ in range(3):
-        writer.update(2)
-        writer.save()
-    writer.start(after=5)
-    writer.train(resumed=6)
-    writer.update(3)
-    writer.line("beat")
-    writer.start(after=5)
-    writer.train(resumed=4)
-    writer.update(1)
-    writer.line("beat")
+    writer.start().update(2).save().update(2).save().update(2).save()
+    writer.start(after=5, resumed=6).update(3).line("beat")
+    writer.start(after=5, resumed=4).update(1).line("beat")
     found = read_ledger(tmp_path)
     assert [each.seconds["lost work"] for each in found.attempts] == [2 * UPDATE + SAVE, 3 * UPDATE, 0]
-    assert spent(found)["compute"] == 5 * UPDATE
-    assert spent(found)["save"] == 2 * SAVE
+    assert (spent(found)["compute"], spent(found)["save"]) == (5 * UPDATE, 2 * SAVE)
 
 
 def test_an_attempt_that_did_not_come_to_train_loses_nothing(writer: Writer, tmp_path: Path) -> None:
-    writer.start()
-    writer.train()
-    writer.update(2)
-    writer.save()
-    writer.start(after=3)
-    writer.spend("set-up", 4)
-    writer.line("beat")
+    writer.start().update(2).save()
+    writer.start(after=3, resumed=None).spend("set-up", 4).line("beat")
     found = read_ledger(tmp_path)
     assert spent(found) == {"set-up": 14, "compute": 4, "save": 1, "waiting": 3}
-    assert found.attempts[1].resumed is None
-    assert found.updates == 2
+    assert (found.attempts[1].resumed, found.updates) == (None, 2)
 
 
-def test_another_run_in_a_directory_does_not_undo_the_one_that_has_finished(
+def test_a_new_run_in_a_directory_loses_failed_attempts_but_none_that_finished(
     writer: Writer, tmp_path: Path
 ) -> None:
     for ended in ("finished", "ValueError", "finished"):
-        writer.start()
-        writer.train()
-        writer.update(3)
-        writer.line("end", ended=ended)
+        writer.start().update(3).end(ended)
     found = read_ledger(tmp_path)
     assert [each.seconds["lost work"] for each in found.attempts] == [0, 3 * UPDATE, 0]
 
 
-def test_a_run_that_is_taken_back_loses_what_it_made_since(writer: Writer, tmp_path: Path) -> None:
-    writer.start()
-    writer.train()
-    writer.update(4)
-    writer.save()
-    writer.update(3)
-    writer.spend("restore", 1)
+def test_a_rollback_loses_what_was_made_since(writer: Writer, tmp_path: Path) -> None:
+    writer.start().update(4).save().update(3).spend("restore", 1)
     writer.updates = 4
-    writer.line("back")
-    writer.update(2)
-    writer.save()
-    writer.line("end", ended="finished")
+    writer.line("back").update(2).save().end()
+    lost = {"lost work": 3 * UPDATE}
     found = read_ledger(tmp_path)
-    assert spent(found) == {
-        "compute": 6 * UPDATE,
-        "save": 2,
-        "restore": 1,
-        "set-up": 10,
-        "lost work": 3 * UPDATE,
-    }
-    writer.start()
-    writer.train(resumed=4)
-    writer.update(1)
-    writer.line("beat")
-    again = read_ledger(tmp_path)
-    assert again.seconds["lost work"] == 5 * UPDATE + SAVE
-    assert again.seconds["compute"] == 5 * UPDATE
-
-
-def test_a_run_may_be_taken_back_to_before_where_it_was_resumed(writer: Writer, tmp_path: Path) -> None:
-    writer.start()
-    writer.train(resumed=6)
-    writer.update(2)
+    assert spent(found) == {"compute": 6 * UPDATE, "save": 2, "restore": 1, "set-up": 10, **lost}
+    writer.start(resumed=4).update(1).line("beat")
+    again = read_ledger(tmp_path).seconds
+    assert (again["lost work"], again["compute"]) == (5 * UPDATE + SAVE, 5 * UPDATE)
+    # It may lead to before where the attempt was resumed.
+    writer.file.unlink()
+    writer.start(resumed=6).update(2)
     writer.updates = 4
-    writer.line("back")
-    writer.update(1)
-    writer.line("beat")
+    writer.line("back").update(1).line("beat")
     found = read_ledger(tmp_path)
     assert (found.unreadable, found.updates) == (0, 5)
 
 
 def test_a_clock_that_was_set_back_makes_nothing_negative(writer: Writer, tmp_path: Path) -> None:
-    writer.start()
-    writer.train()
-    writer.update(5)
-    writer.line("end", ended="Preempted")
-    writer.start(after=-3600)
-    writer.train(resumed=5)
-    writer.update(5)
-    writer.line("end", ended="finished")
+    writer.start().update(5).end("Preempted")
+    writer.start(after=-3600, resumed=5).update(5).end()
     assert spent(read_ledger(tmp_path)) == {"set-up": 20, "compute": 20}
 
 
-@pytest.mark.parametrize("size", [1, 20, -1])
-def test_a_line_that_a_kill_has_torn_costs_only_itself(writer: Writer, tmp_path: Path, size: int) -> None:
-    writer.start()
-    writer.train()
-    writer.update(3)
-    writer.save()
-    whole = writer.file.read_bytes()
-    writer.update(3)
-    writer.line("beat")
-    line = writer.file.read_bytes()[len(whole) :]
-    writer.file.write_bytes(whole + line[:size])
-    found = read_ledger(tmp_path)
-    # Without its end a line is whole all the same.
-    assert (found.unreadable, found.updates) == ((0, 6) if size == -1 else (1, 3))
-
-
 HOSTILE = [
-    b"",
     b"\x00\xff\xfe",
     b"null",
     b"[" * 50_000,
@@ -251,42 +155,43 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("line", HOSTILE, ids=range(len(HOSTILE)))
-def test_what_is_no_line_of_a_ledger_is_passed_over(writer: Writer, tmp_path: Path, line: bytes) -> None:
+def test_lines_that_are_none_of_a_ledger_or_torn_cost_only_themselves(writer: Writer, tmp_path: Path) -> None:
     writer.start()
-    writer.train()
-    with writer.file.open("ab") as file:
-        file.write(line + b"\n")
-    writer.update(3)
-    writer.line("beat")
-    found = read_ledger(tmp_path)
-    assert found.updates == 3
-    assert bool(found.unreadable) == bool(line)
+    whole = writer.file.read_bytes()
+    writer.update(3).line("beat")
+    line = writer.file.read_bytes()[len(whole) :]
+    wrong = []
+    # Without its end a line is whole all the same.
+    torn = [(line[:1], 1, 0), (line[:20], 1, 0), (line[:-1], 0, 3)]
+    for bad, unreadable, updates in [
+        *((each + b"\n" + line, 1, 3) for each in HOSTILE),
+        (b"\n" + line, 0, 3),
+        *torn,
+    ]:
+        writer.file.write_bytes(whole + bad)
+        found = read_ledger(tmp_path)
+        if (found.unreadable, found.updates) != (unreadable, updates):
+            wrong.append((bad[:80], found.unreadable, found.updates))
+    assert wrong == []
 
 
-def test_a_directory_without_a_ledger_is_named(tmp_path: Path) -> None:
+def test_read_ledger_and_find_runs_take_directories_and_files(writer: Writer, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no ledger\.jsonl in .*give the run directory"):
         read_ledger(tmp_path)
     (tmp_path / NAME).write_text("nothing of ours\n", encoding="utf-8")
     with pytest.raises(DataError, match=r"nothing in .* can be read as the ledger of a run"):
         read_ledger(tmp_path)
-
-
-def test_runs_are_found_below_a_directory(tmp_path: Path) -> None:
+    (tmp_path / NAME).unlink()
     for each in ("b", "a/first", "a/second"):
         (tmp_path / each).mkdir(parents=True)
         (tmp_path / each / NAME).touch()
     assert find_runs(tmp_path) == [tmp_path / each for each in ("a/first", "a/second", "b")]
-    assert find_runs(tmp_path / "b") == [tmp_path / "b"]
-    assert find_runs(tmp_path / "b" / NAME) == [tmp_path / "b"]
-
-
-def test_a_run_may_be_given_by_its_ledger(writer: Writer, tmp_path: Path) -> None:
+    assert find_runs(tmp_path / "b") == find_runs(tmp_path / "b" / NAME) == [tmp_path / "b"]
     writer.start()
     assert read_ledger(tmp_path / NAME) == read_ledger(tmp_path)
 
 
-def test_reading_does_not_wait_for_torch() -> None:
+def test_reading_a_ledger_does_not_import_torch() -> None:
     program = "import sys, drivetrain.run.ledger_report, drivetrain.cli.runs; print('torch' in sys.modules)"
     printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert printed.stdout.strip() == "False"
