@@ -24,9 +24,6 @@ from drivetrain import ConfigError, Engine, LambdaCallback, OptimizerConfig, Ste
 PACKAGE = str(Path(drivetrain.__file__).parent)
 
 
-# One optimizer, by hand.
-
-
 def test_three_updates_equal_three_by_hand() -> None:
     """With momentum, accumulation, and clipping by the norm: each update begins with gradients of zero."""
     task, hand, batches = (
@@ -63,9 +60,6 @@ def test_gradients_are_cleared_after_each_update_and_clipped_by_their_norm() -> 
     task = ones(OptimizerConfig("sgd", lr=1.0))
     quiet(max_steps=1, max_grad_norm=0.5).fit(task, pairs())
     torch.testing.assert_close(task.line.weight.detach(), before - 0.25)  # the norm of four ones is two
-
-
-# Budgets: exact counts.
 
 
 def is_ours(frame: FrameType | None) -> bool:
@@ -211,9 +205,6 @@ def test_a_step_with_many_values_waits_for_the_device_once_at_the_log_point() ->
     assert len(mode.reads) <= 31  # one copy, read as so many numbers on the CPU
 
 
-# Generator steps.
-
-
 def loader(count: int = 8, batch_size: int = 4) -> DataLoader[Any]:
     return DataLoader(duels(count), batch_size=batch_size)
 
@@ -286,9 +277,6 @@ def test_optimizers_have_their_own_schedules_and_clipping() -> None:
     assert moves[1] > 1e-3
 
 
-# What a step may return.
-
-
 def test_a_step_may_return_a_loss_in_several_forms() -> None:
     plain = Regression()
     expected = quiet(max_epochs=1).fit(plain, pairs()).metrics["train/loss"]
@@ -321,11 +309,7 @@ def test_refusals_of_the_engine_and_of_steps() -> None:
             "a text": (fit("a text"), "a str", "scalar"),
             "a misspelt loss": (fit({"los": torch.ones(())}), "'loss'"),
             "no scalar": (fit(torch.ones(3)), "scalar"),
-            "no generator": (
-                lambda: quiet(max_steps=1).fit(Forgetful(), loader()),
-                "2 optimizers",
-                "generator",
-            ),
+            "no generator": (lambda: quiet(max_steps=1).fit(Forgetful(), loader()), "2 optimizers"),
             "strategy": (lambda: Engine("cpuu"), "Did you mean 'cpu'"),
             "precision": (lambda: Engine(precision="bf16"), "'bf16-mixed'"),
             "two devices": (lambda: Engine("single", devices=2), "devices=2"),

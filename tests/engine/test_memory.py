@@ -68,9 +68,6 @@ def again(spec: Any) -> MemoryConfig:
     return MemoryConfig(activation_checkpointing=spec)
 
 
-# Activation checkpointing.
-
-
 def keep_tanh(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     kept = operation == torch.ops.aten.tanh.default
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
@@ -156,9 +153,6 @@ def test_your_own_loop_recomputes_too() -> None:
     assert twice == 2 * once
 
 
-# Offload.
-
-
 def test_offload_keeps_large_tensors_in_the_hosts_memory_and_parameters_where_they_are() -> None:
     task, x, taken = Deep().eval(), torch.randn(64, SIZE), []
     expected = torch.autograd.grad(task(x).square().mean(), list(task.parameters()))
@@ -186,9 +180,6 @@ def test_offload_keeps_large_tensors_in_the_hosts_memory_and_parameters_where_th
     held = {each.untyped_storage().data_ptr() for each in task.parameters()}
     assert taken
     assert held.isdisjoint(each.untyped_storage().data_ptr() for each in taken)
-
-
-# Gradients that are freed at once.
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "adafactor"])
@@ -247,9 +238,6 @@ def test_release_gradients_refuses_a_second_update_of_a_parameter_in_one_backwar
     task, plain = Twice(), Twice()
     task.reentrant = plain.reentrant = False
     assert weights(fit(RELEASE, task)) == weights(fit(None, plain))
-
-
-# What is refused.
 
 
 def in_own_loop() -> None:

@@ -136,9 +136,6 @@ def test_accumulation_equals_the_big_batch_with_two_optimizers() -> None:
             assert values[name] == pytest.approx(found[0][1][name], rel=1e-12)
 
 
-# Rates, norms, means.
-
-
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "inverse_sqrt", "warmup_stable_decay"])
 def test_the_rate_at_an_update_does_not_depend_on_accumulation(schedule: str) -> None:
     optimizer = OptimizerConfig("sgd", lr=0.1, schedule=schedule, warmup_steps=2)
@@ -225,9 +222,6 @@ def test_logged_values_are_weighted_means() -> None:
         {"validation/loss": (3 + 35) / 8, "validation/double": (3 + 35) / 4},
         {"train/loss": 16.0, "train/double": 32.0},
     ]
-
-
-# A loss that is no number.
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

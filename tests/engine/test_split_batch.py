@@ -87,11 +87,7 @@ def test_refusals_of_batches_and_outputs() -> None:
     assert_refused(
         DataError,
         {
-            "another first dimension": (
-                lambda: split_batch((rows(4), rows(3)), 1),
-                "not the samples",
-                "of one",
-            ),
+            "another first dimension": (lambda: split_batch((rows(4), rows(3)), 1), "not the samples"),
             "a tuple in a batch": (lambda: split_batch((rows(2), (rows(2), rows(2))), 1), "a tuple inside"),
             "a list in a batch": (lambda: split_batch({"x": rows(4), "boxes": boxes}, 1), "a list inside"),
             "packed": (lambda: split_batch(pack_sequence([rows(3), rows(2)]), 1), "PackedSequence", "padded"),

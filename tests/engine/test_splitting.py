@@ -104,9 +104,6 @@ def same(first: nn.Module, second: nn.Module, tolerance: float = 1e-6) -> None:
         torch.testing.assert_close(one, two, rtol=tolerance, atol=tolerance, msg=name)
 
 
-# The same updates.
-
-
 @pytest.mark.parametrize("kind", [Small, FailsInBackward])
 def test_micro_batch_auto_makes_the_updates_of_whole_batches(kind: type[Regression]) -> None:
     for options in ({}, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1}):
@@ -200,9 +197,6 @@ def test_declared_metrics_count_each_sample_once_in_parts() -> None:
     assert weights(tasks[0]) == weights(tasks[1])
 
 
-# What was found.
-
-
 def test_micro_batch_auto_finds_the_size_once_keeps_and_logs_it() -> None:
     task = Small(fits=3)
     with heard("micro-batch", logging.INFO) as texts:
@@ -231,9 +225,6 @@ def test_micro_batch_of_a_number_splits_without_searching() -> None:
     assert task.tried == [3, 3, 2, 3, 3, 2] + [3, 3, 2, 3, 2] * 2
     with pytest.raises(torch.OutOfMemoryError):
         quiet(max_epochs=1, micro_batch=4).fit(Small(fits=3), pairs(16, 8))
-
-
-# What cannot be helped.
 
 
 def notes_of(call: Any, error: type[Exception] = torch.OutOfMemoryError) -> str:
@@ -289,9 +280,6 @@ def test_an_error_of_a_split_mask_hints_at_it() -> None:
     trainer.fit(Masked(), [(features, torch.eye(4)[None])])
 
 
-# Evaluation and prediction.
-
-
 def test_evaluation_in_parts_counts_every_sample_once_and_fails_as_often_as_it_halves() -> None:
     batches: list[int] = []
     seen = LambdaCallback(on_evaluation_step_end=lambda run: batches.append(1))
@@ -325,9 +313,6 @@ def test_predictions_in_parts_are_those_of_whole_batches(micro_batch: int | str)
         torch.testing.assert_close(one["value"], two["value"])
         assert one["text"] == two["text"]
         assert one["drawn"].tolist() == two["drawn"].tolist()  # parts draw one after the other
-
-
-# Several ranks.
 
 
 def on_ranks(micro_batch: int | str | None, fits: tuple[int, int], tokens: bool) -> Any:

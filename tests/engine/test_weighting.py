@@ -26,9 +26,6 @@ def shares(*weights: float | Tensor) -> list[tuple[int, float | Tensor | None]]:
     return [(micro_batch.batch, share) for micro_batch, share in pairs]
 
 
-# Shares.
-
-
 def test_shares_are_proportional_to_the_weights_and_add_up_to_one() -> None:
     assert shares(4, 4) == [(0, 0.5), (1, 0.5)]
     assert shares(6, 2) == [(0, 0.75), (1, 0.25)]
@@ -67,9 +64,6 @@ def test_accumulation_weighs_micro_batches_by_their_samples() -> None:
         torch.testing.assert_close(seen[name], each.grad, rtol=1e-4, atol=1e-5)
 
 
-# What an update reports.
-
-
 def test_an_updates_values_are_means_by_weight_over_its_micro_batches() -> None:
     (step,) = quiet(max_steps=1, gradient_accumulation_steps=3).steps(Regression(), pairs(5, batch_size=2))
     task = Regression()
@@ -90,9 +84,6 @@ def test_each_update_reports_its_own_values() -> None:
 
     steps = quiet(max_epochs=1, gradient_accumulation_steps=2).steps(Counting(), pairs(10))
     assert [(step.update, step.metrics["call"]) for step in steps] == [(0, 1.5), (1, 3.5), (2, 5)]
-
-
-# What generator steps yield and return.
 
 
 def train(body: Any, **options: Any) -> Any:

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from tests.support.ranks import on_two_ranks
+from tests.support.refusals import assert_refused
+from tests.support.tasks import quiet, variant
 
-from drivetrain import ConfigError, NonFiniteError, StepOutput
+from drivetrain import ConfigError, LambdaCallback, NonFiniteError, StepOutput
 from drivetrain.checkpoint import pack, unpack
 from drivetrain.engine.metrics.means import FOLD, MetricBuffer, is_loss, refuse_nonfinite
 from drivetrain.task.output import read_output
@@ -23,8 +25,15 @@ Returned = dict[str, float]
 def add(buffer: MetricBuffer, update: int, values: Returned, weight: Any = 1.0) -> None:
     """One update of one micro-batch that returned these values."""
     _, names, scalars, _ = read_output({name: torch.tensor(value) for name, value in values.items()})
-    assert scalars is not None
     buffer.add([(names, scalars, weight)], update)
+
+
+def buffer_of(*rows: tuple[Returned, Any]) -> MetricBuffer:
+    """A buffer with these values and weights, from update 0 on."""
+    buffer = MetricBuffer()
+    for update, (values, weight) in enumerate(rows):
+        add(buffer, update, values, weight)
+    return buffer
 
 
 def mean(pairs: list[tuple[float, float]]) -> float:
@@ -42,67 +51,42 @@ def made(count: int, seed: int = 0) -> list[tuple[Returned, float]]:
     return [({"loss": value(), "accuracy": value()}, float(source.randint(1, 900))) for _ in range(count)]
 
 
-# Reading.
-
-
-def test_a_bare_loss_is_optimised_with_its_graph_and_logged_without() -> None:
-    loss = torch.tensor(2.0, requires_grad=True) * 3
-    optimised, names, scalars, outputs = read_output(loss)
-    assert optimised is loss
-    assert names == ("loss",)
-    assert scalars is not None
+def values_of(output: Any) -> dict[str, float]:
+    """What is logged of a step's output."""
+    _, names, scalars, _ = read_output(output)
     assert not scalars.requires_grad
-    assert scalars.item() == 6.0
-    assert outputs is None
+    return dict(zip(names, scalars.reshape(-1).tolist(), strict=True))
 
 
-def test_of_a_mapping_the_loss_is_optimised_and_everything_is_logged() -> None:
-    loss = torch.tensor(1.5, requires_grad=True) * 1
-    optimised, names, scalars, _ = read_output({"accuracy": torch.tensor(0.5), "loss": loss, "beam": 3})
-    assert optimised is loss
-    assert scalars is not None
-    assert dict(zip(names, scalars.tolist(), strict=True)) == {"accuracy": 0.5, "loss": 1.5, "beam": 3.0}
-    assert not scalars.requires_grad
-
-
-@pytest.mark.parametrize("metrics", [None, {}, {"accuracy": torch.tensor(0.5)}])
-@pytest.mark.parametrize("named", [False, True])
-def test_a_step_output_adds_outputs_and_metrics(metrics: Any, named: bool) -> None:
+def test_the_loss_is_optimised_with_its_graph_and_everything_is_logged_without() -> None:
     class Mine(StepOutput):
         pass
 
-    loss = torch.tensor(1.0)
-    output = Mine({"loss": loss, "norm": torch.tensor(9.0)} if named else loss, "outputs", metrics)
-    optimised, names, scalars, outputs = read_output(output)
-    assert optimised is loss
-    assert outputs == "outputs"
-    assert scalars is not None
-    values = dict(zip(names, scalars.reshape(-1).tolist(), strict=True))
-    assert values == {
-        "loss": 1.0,
-        **({"norm": 9.0} if named else {}),
-        **({"accuracy": 0.5} if metrics else {}),
-    }
+    loss, half, norm = torch.tensor(2.0, requires_grad=True) * 3, torch.tensor(0.5), torch.tensor(9.0)
+    for output, more in (
+        (loss, {}),
+        ({"accuracy": half, "loss": loss, "beam": 3}, {"accuracy": 0.5, "beam": 3.0}),
+        (Mine(loss, "outputs", None), {}),
+        (Mine(loss, "outputs", {"accuracy": half}), {"accuracy": 0.5}),
+        (Mine({"loss": loss, "norm": norm}, "outputs", {}), {"norm": 9.0}),
+        (Mine({"loss": loss, "norm": norm}, "outputs", {"accuracy": half}), {"norm": 9.0, "accuracy": 0.5}),
+    ):
+        optimised, *_, outputs = read_output(output)
+        assert optimised is loss
+        assert outputs == ("outputs" if isinstance(output, StepOutput) else None)
+        assert values_of(output) == {"loss": 6.0, **more}
 
 
 def test_a_validation_step_may_return_nothing_or_metrics_alone() -> None:
     assert read_output(None) == (None, (), None, None)
-    loss, names, scalars, _ = read_output(StepOutput(None, metrics={"loss": torch.tensor(2.0)}))  # type: ignore[arg-type]
-    assert (loss, names) == (None, ("loss",))
-    assert scalars is not None
-    assert scalars.tolist() == [2.0]
+    alone = StepOutput(None, metrics={"loss": torch.tensor(2.0)})  # type: ignore[arg-type]
+    assert read_output(alone)[0] is None
+    assert values_of(alone) == {"loss": 2.0}
 
 
-def test_a_scalar_in_a_shape_of_one_is_a_scalar() -> None:
-    loss, _, scalars, _ = read_output(torch.tensor([[2.0]]))
-    assert loss is not None
-    assert loss.shape == ()
-    _, names, scalars, _ = read_output({"loss": torch.tensor([2.0]), "a": torch.tensor([[1.0]])})
-    assert scalars is not None
-    assert dict(zip(names, scalars.tolist(), strict=True)) == {"loss": 2.0, "a": 1.0}
-
-
-def test_pythons_and_numpys_numbers_are_values_and_keep_their_digits() -> None:
+def test_scalars_in_a_shape_of_one_and_numbers_of_python_and_numpy_keep_their_digits() -> None:
+    assert read_output(torch.tensor([[2.0]]))[0].shape == ()
+    assert values_of({"loss": torch.tensor([2.0]), "a": torch.tensor([[1.0]])}) == {"loss": 2.0, "a": 1.0}
     values = {
         "tenth": 0.1,
         "count": 2**40 + 1,
@@ -110,99 +94,72 @@ def test_pythons_and_numpys_numbers_are_values_and_keep_their_digits() -> None:
         "numpy": np.float64(0.3),
         "half": np.float16(0.5),
     }
-    _, names, scalars, _ = read_output({"loss": torch.tensor(1 / 3, dtype=torch.float64), **values})
-    assert scalars is not None
-    read = dict(zip(names, scalars.tolist(), strict=True))
+    read = values_of({"loss": torch.tensor(1 / 3, dtype=torch.float64), **values})
     assert read == {"loss": 1 / 3, "tenth": 0.1, "count": 2**40 + 1, "yes": 1.0, "numpy": 0.3, "half": 0.5}
-
-
-def test_a_value_that_the_task_goes_on_changing_was_read_when_it_was_returned() -> None:
     running = torch.tensor(1.0)
     _, _, scalars, _ = read_output({"loss": torch.tensor(0.0), "running": running})
-    running += 5
-    assert scalars is not None
+    running += 5  # a value that the task goes on changing was read when it was returned
     assert scalars.tolist() == [0.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("output", "message"),
-    [
-        (0.5, "a step returned a float; allowed are a scalar tensor"),
-        ((torch.tensor(1.0), 2), "a step returned a tuple"),
-        ({"accuracy": torch.tensor(1.0)}, "a mapping without 'loss'; it has 'accuracy'"),
-        ({}, "a mapping without 'loss'"),
-        ({"loss": 0.5}, "'loss' must be a tensor, not a float"),
-        ({"loss": None}, "'loss' must be a tensor, not a NoneType"),
-        (torch.ones(3), r"'loss' that a step returned has shape \(3,\); only scalars"),
-        ({"loss": torch.tensor(1.0), "rows": torch.ones(2, 2)}, r"'rows' .* has shape \(2, 2\)"),
-        (StepOutput(None, metrics={"a": torch.ones(2), "b": torch.ones(2)}), r"'a' .* has shape \(2,\)"),  # type: ignore[arg-type]
-        ({"loss": torch.ones(0)}, r"'loss' .* has shape \(0,\)"),
-        ({"loss": torch.tensor(1.0), "name": "good"}, "'name' that a step returned is a str, not a number"),
-        ({"loss": torch.tensor(1.0), "none": None}, "'none' that a step returned is a NoneType"),
-    ],
-)
-def test_what_cannot_be_optimised_or_logged_is_named(output: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        read_output(output)
+def test_refusals_of_what_cannot_be_optimised_or_logged() -> None:
+    one, nan = torch.tensor(1.0), torch.tensor(torch.nan)
+    outputs: dict[str, tuple[Any, ...]] = {
+        "a number": (0.5, "a float", "a scalar tensor"),
+        "a tuple": ((one, 2), "a tuple"),
+        "no loss": ({"accuracy": one}, "without 'loss'", "'accuracy'"),
+        "a number as loss": ({"loss": 0.5}, "'loss' must be a tensor, not a float"),
+        "None as loss": ({"loss": None}, "'loss' must be a tensor"),
+        "a vector": (torch.ones(3), "'loss'", "(3,)"),
+        "a matrix": ({"loss": one, "rows": torch.ones(2, 2)}, "'rows'", "(2, 2)"),
+        "vectors": (StepOutput(None, metrics={"a": torch.ones(2), "b": torch.ones(2)}), "'a'", "(2,)"),
+        "empty": ({"loss": torch.ones(0)}, "'loss'", "(0,)"),
+        "a text": ({"loss": one, "name": "good"}, "'name'", "a str"),
+        "None": ({"loss": one, "none": None}, "'none'", "NoneType"),
+        "loss twice": (StepOutput(nan, metrics={"loss": one}), "'loss' twice"),
+        "loss twice by name": (StepOutput({"loss": nan}, metrics={"loss": one}), "'loss' twice"),
+    }
+    assert_refused(
+        ConfigError,
+        {
+            name: (lambda output=output: read_output(output), *words)
+            for name, (output, *words) in outputs.items()
+        },
+    )
 
 
-@pytest.mark.parametrize("loss", [torch.tensor(torch.nan), {"loss": torch.tensor(torch.nan)}])
-def test_a_metric_cannot_hide_the_loss_behind_its_name(loss: Any) -> None:
-    with pytest.raises(ConfigError, match="'loss' twice"):
-        read_output(StepOutput(loss, metrics={"loss": torch.tensor(0.0)}))
-
-
-# Averaging.
-
-
-def test_means_are_weighted() -> None:
+def test_means_are_weighted_by_micro_batch() -> None:
+    assert buffer_of(({"loss": 1.0}, 1.0), ({"loss": 4.0}, 2.0)).means() == {"loss": 3.0}
     buffer = MetricBuffer()
-    add(buffer, 0, {"loss": 1.0}, 1.0)
-    add(buffer, 1, {"loss": 4.0}, 2.0)
-    assert buffer.means() == {"loss": 3.0}
+    buffer.add([(("loss",), torch.tensor(value), weight) for value, weight in ((1.0, 3.0), (5.0, 1.0))], 0)
+    assert buffer.means() == {"loss": 2.0}
+    for weight in (torch.tensor(3), torch.tensor([3.0]), torch.tensor(3.0, dtype=torch.float64)):
+        assert buffer_of(({"loss": 1.0}, 1.0), ({"loss": 5.0}, weight)).means() == {"loss": 4.0}
 
 
-@pytest.mark.parametrize("count", [1, 2, FOLD - 1, FOLD, FOLD + 1, 3 * FOLD + 5])
+@pytest.mark.parametrize("count", [1, FOLD - 1, FOLD, FOLD + 1, 3 * FOLD + 5])
 def test_means_are_exact_however_long_the_interval(count: int) -> None:
-    """Sums of float32 values in float64: where they are folded on the way cannot be seen."""
-    buffer = MetricBuffer()
-    rows = made(count)
+    """Sums of float32 values in float64: where they are folded on the way cannot be seen, but in the memory."""
+    buffer, rows = MetricBuffer(), made(count)
     for update, (values, weight) in enumerate(rows):
         add(buffer, update, values, weight)
+        assert buffer.state_dict()["adds"] < FOLD
     means = buffer.means()
     for name in ("loss", "accuracy"):
         assert means[name] == pytest.approx(mean([(values[name], w) for values, w in rows]), rel=1e-14)
 
 
-def test_memory_does_not_grow_with_the_interval() -> None:
-    buffer = MetricBuffer()
-    for update, (values, weight) in enumerate(made(5 * FOLD)):
-        add(buffer, update, values, weight)
-        assert buffer.state_dict()["adds"] < FOLD
-
-
-def test_micro_batches_count_by_their_weights() -> None:
-    buffer = MetricBuffer()
-    rows = [(("loss",), torch.tensor(value), weight) for value, weight in ((1.0, 3.0), (5.0, 1.0))]
-    buffer.add(rows, 0)
-    assert buffer.means() == {"loss": 2.0}
-
-
 def test_names_that_come_and_go_are_means_over_where_they_were() -> None:
-    buffer = MetricBuffer()
-    add(buffer, 0, {"loss": 1.0}, 2.0)
-    add(buffer, 1, {"loss": 4.0, "penalty": 10.0}, 1.0)
-    add(buffer, 2, {"penalty": 20.0, "loss": 7.0}, 3.0)
-    means = buffer.means()
+    means = buffer_of(
+        ({"loss": 1.0}, 2.0), ({"loss": 4.0, "penalty": 10.0}, 1.0), ({"penalty": 20.0, "loss": 7.0}, 3.0)
+    ).means()
     assert means == {"loss": (2 + 4 + 21) / 6, "penalty": (10 + 60) / 4}
     assert list(means) == ["loss", "penalty"]
 
 
-@pytest.mark.parametrize("folds", [False, True])
-def test_reading_changes_nothing_and_resetting_forgets(folds: bool) -> None:
-    buffer = MetricBuffer()
-    for update in range(FOLD + 1 if folds else 3):
-        add(buffer, update, {"loss": float(update)})
+@pytest.mark.parametrize("count", [3, FOLD + 1])
+def test_reading_changes_nothing_and_resetting_forgets(count: int) -> None:
+    buffer = buffer_of(*(({"loss": float(update)}, 1.0) for update in range(count)))
     buffer.check()
     first = buffer.means()
     buffer.check()
@@ -215,68 +172,59 @@ def test_reading_changes_nothing_and_resetting_forgets(folds: bool) -> None:
     assert buffer.means() == {"loss": 8.0}
 
 
-@pytest.mark.parametrize(
-    "weight", [torch.tensor(3), torch.tensor([3.0]), torch.tensor(3.0, dtype=torch.float64)]
-)
-def test_a_weight_may_be_a_tensor(weight: Tensor) -> None:
-    buffer = MetricBuffer()
-    add(buffer, 0, {"loss": 1.0}, 1.0)
-    add(buffer, 1, {"loss": 5.0}, weight)
-    assert buffer.means() == {"loss": 4.0}
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_value_of_weight_zero_takes_no_part_whatever_it_is(bad: float) -> None:
-    """The mean loss of a batch of padding alone is 0 / 0."""
-    buffer = MetricBuffer()
-    add(buffer, 0, {"loss": 3.0}, 2.0)
-    add(buffer, 1, {"loss": bad}, 0.0)
-    assert buffer.means() == {"loss": 3.0}
-    buffer.check()
-
-
-def test_a_mean_over_nothing_is_no_number() -> None:
-    buffer = MetricBuffer()
-    add(buffer, 0, {"loss": 3.0}, 0.0)
-    assert math.isnan(buffer.means()["loss"])
+def test_a_value_of_weight_zero_takes_no_part_whatever_it_is() -> None:
+    """The mean loss of a batch of padding alone is 0 / 0; a mean over nothing is no number."""
+    for bad in (torch.nan, torch.inf):
+        buffer = buffer_of(({"loss": 3.0}, 2.0), ({"loss": bad}, 0.0))
+        assert buffer.means() == {"loss": 3.0}
+        buffer.check()
+    assert math.isnan(buffer_of(({"loss": 3.0}, 0.0)).means()["loss"])
 
 
 def test_values_in_16_bits_are_summed_in_64() -> None:
     buffer = MetricBuffer()
-    for update in range(300):
-        buffer.add([(("loss",), torch.tensor(1.0, dtype=torch.bfloat16), 1.0)], update)
-    buffer.add([(("loss",), torch.tensor(302.0, dtype=torch.bfloat16), 1.0)], 300)
+    for update in range(301):
+        value = torch.tensor(302.0 if update == 300 else 1.0, dtype=torch.bfloat16)
+        buffer.add([(("loss",), value, 1.0)], update)
     assert buffer.means() == {"loss": 602 / 301}
 
 
-# Values that are not finite.
+def test_means_on_ranks_are_over_the_samples_of_all() -> None:
+    """Rank 0 has batches of two samples and rank 1 of one, with values of their own."""
+
+    def run() -> list[float]:
+        logged: list[dict[str, float]] = []
+        step = lambda self, batch: {"loss": 0 * self(batch[0]).sum() + batch[0].mean()}  # noqa: E731
+        task = variant(training_step=step, validation_step=step)()
+        note = LambdaCallback(on_log=lambda run: logged.append(dict(run.logged)))
+        batches = [(torch.full((2 - number % 2, 4), 10.0**number),) for number in range(4)]
+        trainer = quiet(max_epochs=1, log_every="2 steps", strategy="ddp", devices=2, callbacks=[note])
+        trainer.fit(task, batches, batches)
+        return [value for each in logged for value in each.values()]
+
+    expected = (2 * 1 + 10 + 2 * 100 + 1000) / 6
+    assert on_two_ranks(run) == [[pytest.approx(expected, rel=1e-6)] * 2] * 2
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("at", [0, 3, FOLD + 7])
+@pytest.mark.parametrize("at", [0, FOLD + 7])
 def test_a_loss_that_is_not_finite_is_an_error_that_names_its_first_update(bad: float, at: int) -> None:
     buffer = MetricBuffer()
     for update in range(2 * FOLD):
         add(buffer, 1000 + update, {"loss": bad if update >= at else 1.0, "accuracy": 0.5})
     message = rf"NaN or infinite at update {1000 + at} on rank 0: 'loss' \(from update {1000 + at}\)\."
-    with pytest.raises(NonFiniteError, match=message):
-        buffer.means()
-    with pytest.raises(NonFiniteError, match=message):
-        buffer.check()
+    for look in (buffer.means, buffer.check):
+        with pytest.raises(NonFiniteError, match=message):
+            look()
 
 
 def test_every_bad_value_is_named_with_where_it_began() -> None:
-    buffer = MetricBuffer()
-    add(buffer, 4, {"loss": 1.0, "norm": torch.inf})
-    add(buffer, 5, {"loss": torch.nan, "norm": torch.inf})
+    buffer = buffer_of(({"loss": 1.0, "norm": torch.inf}, 1.0), ({"loss": torch.nan, "norm": torch.inf}, 1.0))
     with pytest.raises(
-        NonFiniteError, match=r"at update 4 .*: 'loss' \(from update 5\), 'norm' \(from update 4\)"
+        NonFiniteError, match=r"at update 0 .*: 'loss' \(from update 1\), 'norm' \(from update 0\)"
     ):
         buffer.means()
-
-
-def test_the_first_bad_update_is_named_also_where_the_names_changed() -> None:
-    buffer = MetricBuffer()
+    buffer = MetricBuffer()  # also where the names changed
     add(buffer, 3, {"loss": torch.nan})
     add(buffer, 9, {"loss": torch.nan, "penalty": 1.0})
     for look in (buffer.check, buffer.means):
@@ -284,25 +232,17 @@ def test_the_first_bad_update_is_named_also_where_the_names_changed() -> None:
             look()
 
 
-def test_a_metric_that_is_not_finite_is_shown_and_stops_nothing() -> None:
-    buffer = MetricBuffer()
-    add(buffer, 0, {"loss": 1.0, "perplexity": torch.inf})
-    add(buffer, 1, {"loss": 3.0, "perplexity": 2.0})
+def test_a_metric_that_is_not_finite_and_an_evaluations_loss_are_shown_and_stop_nothing() -> None:
+    buffer = buffer_of(({"loss": 1.0, "perplexity": torch.inf}, 1.0), ({"loss": 3.0, "perplexity": 2.0}, 1.0))
     buffer.check()
     assert buffer.means() == {"loss": 2.0, "perplexity": math.inf}
-
-
-def test_an_evaluation_shows_a_bad_loss_as_what_it_is() -> None:
-    buffer = MetricBuffer()
-    add(buffer, 0, {"loss": torch.nan})
-    assert math.isnan(buffer.means(refuse_nonfinite=False)["loss"])
-
-
-@pytest.mark.parametrize(
-    ("name", "loss"), [("loss", True), ("generator_loss", True), ("losses", False), ("lossy", False)]
-)
-def test_a_loss_is_told_by_its_name(name: str, loss: bool) -> None:
-    assert is_loss(name) is loss
+    assert math.isnan(buffer_of(({"loss": torch.nan}, 1.0)).means(refuse_nonfinite=False)["loss"])
+    assert [is_loss(name) for name in ("loss", "generator_loss", "losses", "lossy")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_the_losses_of_a_skipped_update_are_looked_at_too() -> None:
@@ -310,9 +250,6 @@ def test_the_losses_of_a_skipped_update_are_looked_at_too() -> None:
     refuse_nonfinite([good], 3)
     with pytest.raises(NonFiniteError, match="at update 3 on rank 1: 'loss'"):
         refuse_nonfinite([good, (("loss",), torch.tensor(torch.nan), 1.0)], 3, rank=1)
-
-
-# State.
 
 
 def stored(buffer: MetricBuffer) -> dict[str, Any]:
@@ -328,12 +265,11 @@ def bits(means: dict[str, float]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("tensors", [False, True], ids=["", "weights that are tensors"])
-@pytest.mark.parametrize("stop", [0, 1, 60, FOLD - 1, FOLD, FOLD + 1, 3 * FOLD + 9])
+@pytest.mark.parametrize("stop", [0, 1, FOLD - 1, FOLD, FOLD + 1, 3 * FOLD + 9])
 def test_a_state_stored_in_the_middle_goes_on_to_the_same_bits(stop: int, tensors: bool) -> None:
     """Values of very different sizes, so that another order of additions would show."""
     whole, first, second = MetricBuffer(), MetricBuffer(), MetricBuffer()
-    rows = made(3 * FOLD + 20, seed=1)
-    for update, (values, weight) in enumerate(rows):
+    for update, (values, weight) in enumerate(made(3 * FOLD + 20, seed=1)):
         if update == stop:
             second.load_state_dict(stored(first))
         scaled = {name: value * 10.0 ** (update % 30) for name, value in values.items()}
@@ -347,48 +283,38 @@ def test_a_state_stored_in_the_middle_goes_on_to_the_same_bits(stop: int, tensor
     assert bits(second.means()) == bits(whole.means())
 
 
-def test_updates_are_stored_in_their_order() -> None:
+def rows(*values: float) -> list[Any]:
+    return [(("loss",), torch.tensor(value, dtype=torch.float64), 1.0) for value in values]
+
+
+def test_updates_and_their_micro_batches_are_stored_in_their_order() -> None:
     """In the order in which they were added, from which the same bits follow on any processor."""
     source = random.Random(2)
     values = [source.uniform(-1, 1) * 10.0 ** source.randint(0, 18) for _ in range(97)]
     whole, second = MetricBuffer(), MetricBuffer()
     for update, value in enumerate(values):
-        whole.add([(("loss",), torch.tensor(value, dtype=torch.float64), 1.0)], update)
+        whole.add(rows(value), update)
     second.load_state_dict(stored(whole))
     for buffer in (whole, second):
         (group,) = stored(buffer)["pending"]
         assert group["updates"] == list(range(97))
         assert group["values"].flatten().tolist() == values
     assert bits(second.means()) == bits(whole.means())
-
-
-def test_several_micro_batches_of_an_update_are_stored_in_their_order() -> None:
-    def rows(update: int) -> list[Any]:
-        values = [1e17 * (update + 1), 1.0, -1e17 * (update + 1), 3.0]
-        return [(("loss",), torch.tensor(v, dtype=torch.float64), 1.0) for v in values]
-
     whole, second = MetricBuffer(), MetricBuffer()
     for update in range(5):
-        whole.add(rows(update), update)
+        whole.add(rows(1e17 * (update + 1), 1.0, -1e17 * (update + 1), 3.0), update)
     second.load_state_dict(stored(whole), torch.device("cpu"))
     assert bits(second.means()) == bits(whole.means())
 
 
-def test_what_was_stored_is_not_touched_by_what_follows() -> None:
-    buffer, other = MetricBuffer(), MetricBuffer()
-    for update in range(FOLD + 3):
-        add(buffer, update, {"loss": 1.0})
+def test_what_was_stored_is_not_touched_by_what_follows_and_has_a_bad_loss() -> None:
+    buffer, other = buffer_of(*[({"loss": 1.0}, 1.0)] * (FOLD + 3)), MetricBuffer()
     state = buffer.state_dict()
     for update in range(2 * FOLD):
         add(buffer, update, {"loss": 9.0})
     other.load_state_dict(state)
     assert other.means() == {"loss": 1.0}
-
-
-def test_a_bad_loss_before_a_checkpoint_is_still_named_after_it() -> None:
-    buffer, other = MetricBuffer(), MetricBuffer()
-    for update in range(FOLD + 3):
-        add(buffer, update, {"loss": torch.nan if update == 5 else 1.0})
-    other.load_state_dict(stored(buffer))
+    bad = buffer_of(*(({"loss": torch.nan if update == 5 else 1.0}, 1.0) for update in range(FOLD + 3)))
+    other.load_state_dict(stored(bad))
     with pytest.raises(NonFiniteError, match="at update 5 on rank 0"):
         other.means()
