@@ -16,43 +16,34 @@ from tests.gpu.run import Part, markdown, parts, run
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.landing
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is said without a GPU")
-def test_without_a_gpu_it_says_so_and_ends_with_2(tmp_path: Path) -> None:
-    done = subprocess.run(
-        ["make", "--silent", "gpu", f"PYTHON={sys.executable}"],
-        cwd=ROOT,
-        env={**os.environ, "OUT": str(tmp_path / "out")},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def test_make_gpu_without_a_gpu_says_so_and_ends_with_2(tmp_path: Path) -> None:
+    make = ["make", "--silent", "gpu", f"PYTHON={sys.executable}"]
+    environment = {**os.environ, "OUT": str(tmp_path / "out")}
+    done = subprocess.run(make, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
     assert "make gpu: torch sees no NVIDIA GPU" in done.stdout
     page = (tmp_path / "out" / "gpu.md").read_text(encoding="utf-8")
     assert "Nothing was run: torch sees no NVIDIA GPU" in page
     report = json.loads((tmp_path / "out" / "gpu.json").read_text(encoding="utf-8"))
-    assert report["device"]["gpu"] is None
-    assert report["parts"] == []
+    assert (report["device"]["gpu"], report["parts"]) == (None, [])
 
 
-def test_a_part_whose_packages_are_missing_is_skipped_with_their_names(tmp_path: Path) -> None:
+def test_part_is_skipped_without_its_packages_and_ended_at_its_limit(tmp_path: Path) -> None:
     part = Part("tests", [sys.executable, "-c", "1 / 0"], 30.0, ("pytest", "no_such_package"))
     run(part, tmp_path, 100.0)
     assert (part.outcome, part.reason) == ("skipped", "not installed: no_such_package")
-
-
-def test_a_part_that_takes_too_long_is_ended_and_the_others_go_on(tmp_path: Path) -> None:
-    slow = Part("slow", [sys.executable, "-c", "import time; print('begun'); time.sleep(600)"], 2.0)
+    slow = Part("slow", [sys.executable, "-c", "import time; time.sleep(600)"], 0.1)
     run(slow, tmp_path, 100.0)
     assert slow.outcome == "ran out of time"
-    assert (tmp_path / "slow.log").read_text(encoding="utf-8") == "begun\n"
     late = Part("late", [sys.executable, "-c", "pass"], 10.0)
     run(late, tmp_path, 3.0)
     assert late.reason == "the 480 seconds of all parts are over"
 
 
-def test_what_each_test_gave_is_in_the_report(tmp_path: Path) -> None:
+@pytest.mark.landing
+def test_report_has_what_each_test_gave(tmp_path: Path) -> None:
     program = (
         "import pytest\n"
         "def test_good(): pass\n"
@@ -62,19 +53,22 @@ def test_what_each_test_gave_is_in_the_report(tmp_path: Path) -> None:
     )
     (tmp_path / "test_three.py").write_text(program, encoding="utf-8")
     words = ["-p", "no:cacheprovider", "-c", os.devnull, f"--junitxml={tmp_path}/three.xml"]
-    part = Part("three", [sys.executable, "-m", "pytest", *words, str(tmp_path / "test_three.py")], 60.0)
-    run(part, tmp_path, 100.0)
+    part = Part("three", [sys.executable, "-m", "pytest", *words, str(tmp_path / "test_three.py")], 300.0)
+    run(part, tmp_path, 400.0)
     assert part.outcome == "failed"
     assert [each["outcome"] for each in part.tests] == ["passed", "failed", "skipped"]
     report = {"refused": "", "device": {}, "installed": {"torch": "2.9"}, "missing": {"tqdm": "bars"}}
     page = markdown(report, [part])
-    assert "| three | failed: exit code 1 |" in page
-    assert "- failed: `test_bad`: AssertionError: not so" in page
-    assert "- skipped: `test_later`: needs more" in page
-    assert "- Not installed: `tqdm`, for bars." in page
+    for line in (
+        "| three | failed: exit code 1 |",
+        "- failed: `test_bad`: AssertionError: not so",
+        "- skipped: `test_later`: needs more",
+        "- Not installed: `tqdm`, for bars.",
+    ):
+        assert line in page
 
 
-def test_the_limits_of_all_parts_fit_into_the_whole(tmp_path: Path) -> None:
+def test_limits_of_all_parts_fit_into_the_whole(tmp_path: Path) -> None:
     assert sum(part.seconds for part in parts(tmp_path)) + 30 <= runner.LIMIT <= 480
     named = {word for part in parts(tmp_path) for word in part.command if word.endswith(".py")}
     assert all((ROOT / each).is_file() for each in named)

@@ -14,15 +14,7 @@ from tests.support.xla import QUIET, Counts, apart, counts, make, trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from drivetrain import (
-    Engine,
-    SequenceLength,
-    StrategyError,
-    Trainer,
-    XLAConfig,
-    XLAFSDPConfig,
-    XLAFSDPv2Config,
-)
+from drivetrain import Engine, SequenceLength, StrategyError, Trainer
 from drivetrain.callbacks import LambdaCallback
 from drivetrain.checkpoint import export_torch, load_weights
 from drivetrain.core.random_streams import device_generators
@@ -30,6 +22,7 @@ from drivetrain.strategies import STRATEGIES, Hardware
 from drivetrain.testing import check_strategy
 from drivetrain.testing.strategies.tasks import Sequences, Tokens
 
+V2 = pytest.param("xla_fsdp_v2", 2, marks=pytest.mark.landing)
 NAMES = [("xla", 1), ("xla_fsdp", 1), ("xla_fsdp_v2", 2)]
 """With how many devices each is held to what all must do."""
 
@@ -47,15 +40,14 @@ CHECKS = [
 """Those for one process; what is drawn at random is its own, and not that of torch on a CPU."""
 
 
-def test_numbers_are_those_of_the_cpu() -> None:
+@pytest.mark.landing
+def test_xla_conforms() -> None:
     check_strategy(make("xla"), 1, checks=CHECKS)
 
 
-@pytest.mark.parametrize(
-    ("precision", "tolerance"), [("bf16-mixed", 0.05), ("bf16-true-nearest", 0.05), ("64", 1e-12)]
-)
-def test_precisions_are_those_of_the_cpu(precision: str, tolerance: float) -> None:
-    check_strategy(make("xla"), 1, checks=["frozen_and_tied"], precision=precision, tolerance=tolerance)
+def test_xla_conforms_in_every_precision() -> None:
+    for precision, tolerance in {"bf16-mixed": 0.05, "bf16-true-nearest": 0.05, "64": 1e-12}.items():
+        check_strategy(make("xla"), 1, checks=["frozen_and_tied"], precision=precision, tolerance=tolerance)
 
 
 def counted(
@@ -72,33 +64,27 @@ def counted(
     return seen
 
 
-@pytest.mark.parametrize(("name", "devices"), NAMES)
-def test_an_update_is_one_program_that_is_compiled_no_more_after_the_second(name: str, devices: int) -> None:
-    def run() -> list[dict[str, int]]:
-        return counted(name, devices, 16, 1, "1000 steps").updates
-
-    updates = apart(run)
+@pytest.mark.parametrize(("name", "devices"), [*NAMES[:2], V2])
+def test_update_is_one_program_that_is_compiled_no_more_after_the_second(name: str, devices: int) -> None:
+    updates = apart(lambda: counted(name, devices, 16, 1, "1000 steps").updates)
     assert len(updates) == 12
     assert updates[2:] == [{"compiled": 0, "run": 1, "copied": 0}] * 10
     assert all(each["copied"] == 0 for each in updates)
 
 
 @pytest.mark.parametrize(("name", "devices"), NAMES)
-def test_accumulation_runs_each_micro_batch_by_itself_whatever_its_share(name: str, devices: int) -> None:
-    def run() -> list[dict[str, int]]:
-        return counted(name, devices, 22, 2, "1000 steps").updates
-
-    updates = apart(run)
-    assert len(updates) == 9  # the third of an epoch has a micro-batch of two
-    assert updates[6:] == [{"compiled": 0, "run": 2, "copied": 0}] * 3
-    assert all(each["copied"] == 0 for each in updates)
+def test_accumulation_runs_each_micro_batch_by_itself_or_a_whole_window_at_once(
+    name: str, devices: int
+) -> None:
+    for run_after, programs in (("micro_batch", 2), ("update", 1)):
+        updates = apart(lambda after=run_after: counted(name, devices, 22, 2, "1000 steps", after).updates)
+        assert len(updates) == 9  # the third of an epoch has a micro-batch of two
+        assert updates[6:] == [{"compiled": 0, "run": programs, "copied": 0}] * 3
+        assert all(each["copied"] == 0 for each in updates)
 
 
 def test_accumulation_by_schedule_compiles_for_each_number_once() -> None:
-    def run() -> list[dict[str, int]]:
-        return counted("xla", 1, 16, {0: 2, "1 epoch": 1}, "1000 steps").updates
-
-    updates = apart(run)
+    updates = apart(lambda: counted("xla", 1, 16, {0: 2, "1 epoch": 1}, "1000 steps").updates)
     assert [each["run"] for each in updates] == [2, 2, *[1] * 8]
     assert all(each["compiled"] == 0 for each in updates[4:])
     assert all(each["copied"] == 0 for each in updates)
@@ -128,23 +114,10 @@ def test_batches_by_schedule_have_the_numbers_of_the_cpu(name: str, devices: int
 
 
 @pytest.mark.parametrize(("name", "devices"), NAMES)
-def test_a_whole_window_can_be_one_program(name: str, devices: int) -> None:
-    def run() -> list[dict[str, int]]:
-        return counted(name, devices, 22, 2, "1000 steps", "update").updates
-
-    updates = apart(run)
-    assert len(updates) == 9  # the third of an epoch has a micro-batch of two, and compiles once
-    assert [each["run"] for each in updates] == [1] * 9
-    assert updates[6:] == [{"compiled": 0, "run": 1, "copied": 0}] * 3
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "devices"),
-    [(XLAConfig, "xla", 1), (XLAFSDPConfig, "xla_fsdp", 1), (XLAFSDPv2Config, "xla_fsdp_v2", 2)],
-)
-def test_the_numbers_of_whole_windows_are_those_of_the_cpu(kind: Any, name: str, devices: int) -> None:
+def test_run_after_update_conforms(name: str, devices: int) -> None:
+    kind: Any = STRATEGIES[name]
     checks = ["same_as_the_big_batch", "generator_steps", "resume_is_bitwise"]
-    check_strategy(make(name, kind(run_after="update"), devices), 1, checks=checks)
+    check_strategy(make(name, kind.config_type(run_after="update"), devices), 1, checks=checks)
 
 
 def own_loop(
@@ -174,8 +147,8 @@ def own_loop(
     return norms, dict(model.state_dict()), keys
 
 
-@pytest.mark.parametrize(("name", "devices"), NAMES)
-def test_a_loop_of_ones_own_has_the_same_numbers_names_and_checkpoints(name: str, devices: int) -> None:
+@pytest.mark.parametrize(("name", "devices"), [*NAMES[:2], V2])
+def test_engine_has_the_numbers_names_and_checkpoints_of_the_cpu(name: str, devices: int) -> None:
     def run() -> None:
         strategy = make(name, devices=devices)
         norms, weights, keys = own_loop(strategy(1), 4)
@@ -194,7 +167,8 @@ def test_a_loop_of_ones_own_has_the_same_numbers_names_and_checkpoints(name: str
     apart(run)
 
 
-def test_a_log_point_and_an_evaluation_copy_once() -> None:
+@pytest.mark.landing
+def test_log_point_and_evaluation_copy_once() -> None:
     def run() -> list[dict[str, int]]:
         found: list[dict[str, int]] = []
         note = LambdaCallback(
@@ -212,7 +186,7 @@ def test_a_log_point_and_an_evaluation_copy_once() -> None:
     assert validated["compiled"] == logged["compiled"]
 
 
-def test_a_stream_is_a_function_of_its_seed_also_beyond_63_bits() -> None:
+def test_random_stream_is_a_function_of_its_seed_also_beyond_63_bits() -> None:
     def run() -> list[list[float]]:
         device = make("xla")(1).device
         (generator,) = device_generators(device)
@@ -235,7 +209,7 @@ def test_a_stream_is_a_function_of_its_seed_also_beyond_63_bits() -> None:
     assert len({*map(tuple, (first, other, later))}) == 3
 
 
-def test_a_checkpoint_that_is_written_behind_the_loop_has_each_parameter(tmp_path: Path) -> None:
+def test_async_checkpoint_has_each_parameter(tmp_path: Path) -> None:
     def run() -> None:
         task = Tokens(tied=True)
         data = DataLoader(Sequences(12), batch_size=4)
@@ -256,7 +230,7 @@ def test_a_checkpoint_that_is_written_behind_the_loop_has_each_parameter(tmp_pat
     apart(run)
 
 
-def test_afterwards_the_task_is_an_ordinary_one_in_the_hosts_memory() -> None:
+def test_task_is_an_ordinary_one_in_the_hosts_memory_afterwards() -> None:
     def run() -> None:
         task = Tokens(tied=True)
         trainer("xla").fit(task, DataLoader(Sequences(12), batch_size=4))
@@ -285,50 +259,25 @@ def test_only_the_strategy_that_was_asked_for_loads_xla_and_sets_its_variable() 
     apart(run)
 
 
-LAUNCHED = """
-import torch_xla
-
-from drivetrain.strategies.xla.single import XLA
-
-
-def train(index):
-    XLA().setup()
-
-
-if __name__ == "__main__":
-    torch_xla.launch(train)
-"""
-
-
 def test_several_processes_of_torch_xla_are_refused() -> None:
-    Path("program.py").write_text(LAUNCHED, encoding="utf-8")
+    program = Path(__file__).parent / "programs" / "launched.py"
     environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}
-    done = subprocess.run(
-        [sys.executable, "program.py"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment,
-        check=False,
-    )
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, env=environment)
     assert done.returncode != 0
     assert "strategy 'xla' runs 1 process, not 2" in done.stderr
 
 
-def test_gradients_before_xla_are_refused_with_the_way_out() -> None:
-    def run() -> None:
+def test_xla_order_of_opening_is_refused_with_the_way_out() -> None:
+    def late() -> None:
         torch.ones(1, requires_grad=True).sum().backward()
         with pytest.raises(StrategyError, match=r"before XLA's device was opened.*Train under XLA first"):
             make("xla")(1)
 
-    apart(run)
-
-
-@pytest.mark.parametrize(("first", "second"), [("xla", "xla_fsdp_v2"), ("xla_fsdp_v2", "xla")])
-def test_one_device_and_all_devices_do_not_go_together_in_a_process(first: str, second: str) -> None:
-    def run() -> None:
+    def both(first: str, second: str) -> None:  # one device and all of them
         make(first, devices=2)(1)
         with pytest.raises(StrategyError, match="in a separate program"):
             make(second, devices=2)(1)
 
-    apart(run)
+    apart(late)
+    apart(both, "xla", "xla_fsdp_v2")
+    apart(both, "xla_fsdp_v2", "xla")

@@ -1,4 +1,4 @@
-"""torch_xla's FSDP on one device: its options, plain names, and what is left of it afterwards."""
+"""torch_xla's FSDP, on one device and over all devices of a process: options, names, and what is left."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.refusals import assert_refused
 from tests.support.xla import apart, make, trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from drivetrain import ConfigError, StrategyError, XLAFSDPConfig, XLAFSDPv2Config
 from drivetrain.callbacks import LambdaCallback
+from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.checkpoint.weights.module_state import module_state
+from drivetrain.strategies import SingleDevice
 from drivetrain.testing import check_strategy
+from drivetrain.testing.strategies.resume import check_resume
 from drivetrain.testing.strategies.tasks import Sequences, Tokens
 
 STEPS = ["frozen_and_tied", "generator_steps"]
@@ -44,30 +48,46 @@ def data() -> DataLoader[Any]:
     return DataLoader(Sequences(12, empty=None), batch_size=4)
 
 
-def test_numbers_are_those_of_the_cpu() -> None:
+@pytest.mark.landing
+def test_xla_fsdp_conforms() -> None:
     check_strategy(make("xla_fsdp"), 1, checks=["same_as_the_big_batch", *STEPS])
 
 
-def test_so_they_are_in_bfloat16() -> None:
+def test_xla_fsdp_options_conform() -> None:
     check_strategy(make("xla_fsdp"), 1, checks=["frozen_and_tied"], precision="bf16-mixed", tolerance=0.05)
+    classes = XLAFSDPConfig(wrap=("Embedding", "Linear"), activation_checkpointing=("Sequential",))
+    check_strategy(make("xla_fsdp", classes), 1, checks=STEPS[:1])
+    whole = XLAFSDPConfig(wrap=(), xla_fsdp_settings={"reshard_after_forward": False})
+    check_strategy(make("xla_fsdp", whole), 1, checks=STEPS)
+
+
+@pytest.mark.landing
+def test_xla_fsdp_v2_conforms_on_two_devices() -> None:
+    more = [
+        "a_process_may_begin_with_padding",
+        "parameters_may_be_unfrozen",
+        "evaluation_counts_each_sample_once",
+    ]
+    checks = ["same_as_the_big_batch", *STEPS, *more, "resume_is_bitwise"]
+    check_strategy(make("xla_fsdp_v2", devices=2), 1, checks=checks)
 
 
 @pytest.mark.parametrize(
-    ("config", "checks"),
-    [
-        (XLAFSDPConfig(wrap=("Embedding", "Linear"), activation_checkpointing=("Sequential",)), STEPS[:1]),
-        (XLAFSDPConfig(wrap=(), xla_fsdp_settings={"reshard_after_forward": False}), STEPS),
-    ],
-    ids=["classes", "whole"],
+    "options", [{}, {"replicas": 2, "activation_checkpointing": "full"}, {"wrap": ("Linear",)}], ids=str
 )
-def test_options_change_no_number(config: XLAFSDPConfig, checks: list[str]) -> None:
-    check_strategy(make("xla_fsdp", config), 1, checks=checks)
+def test_xla_fsdp_v2_options_conform_on_four_devices(options: dict[str, Any]) -> None:
+    check_strategy(make("xla_fsdp_v2", XLAFSDPv2Config(**options), 4), 1, checks=STEPS)
+
+
+def test_xla_fsdp_v2_conforms_in_bfloat16() -> None:
+    made = make("xla_fsdp_v2", devices=2)
+    check_strategy(made, 1, checks=["frozen_and_tied"], precision="bf16-mixed", tolerance=0.05)
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "devices"), [("xla_fsdp", XLAFSDPConfig, 1), ("xla_fsdp_v2", XLAFSDPv2Config, 2)]
 )
-def test_what_is_computed_again_draws_the_same_at_random(name: str, kind: Any, devices: int) -> None:
+def test_activation_checkpointing_draws_the_same_at_random(name: str, kind: Any, devices: int) -> None:
     def run() -> None:
         weights, calls = [], []
         for again in (False, "full"):
@@ -81,7 +101,7 @@ def test_what_is_computed_again_draws_the_same_at_random(name: str, kind: Any, d
     apart(run)
 
 
-def test_in_a_run_the_blocks_are_sharded_under_plain_names_and_settings_are_passed_on() -> None:
+def test_xla_fsdp_shards_blocks_under_plain_names_and_passes_settings_on() -> None:
     def run() -> None:
         from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as Wrapper
 
@@ -107,22 +127,119 @@ def test_in_a_run_the_blocks_are_sharded_under_plain_names_and_settings_are_pass
     apart(run)
 
 
-def test_several_devices_are_refused_with_the_reason() -> None:
+def test_xla_fsdp_refusals() -> None:
+    def alone() -> None:
+        task = Tokens()
+        task.scale = nn.Parameter(torch.ones(()))
+        config = XLAFSDPConfig(xla_fsdp_settings={"reshard": True})
+        assert_refused(
+            (ConfigError, StrategyError),
+            {
+                "setting": (
+                    lambda: trainer("xla_fsdp", config).fit(Tokens(), data()),
+                    "torch_xla",
+                    "'reshard'",
+                ),
+                "scalar": (lambda: trainer("xla_fsdp").fit(task, data()), "'scale' is a scalar", "(1,)"),
+            },
+        )
+
+    def several(name: str, config: Any, devices: int, words: str) -> None:
+        with pytest.raises(StrategyError, match=words):
+            make(name, config, devices)(1)
+
+    apart(alone)
+    apart(several, "xla_fsdp", None, 2, r"are 2 XLA devices.*deadlock.*'xla_fsdp_v2'")
+    apart(several, "xla_fsdp_v2", XLAFSDPv2Config(replicas=3), 4, "replicas=3 does not divide 4 devices")
+
+
+def test_xla_checkpoint_is_resumed_on_other_numbers_of_devices_and_by_other_strategies() -> None:
+    makers: dict[str, Any] = {
+        f"xla_fsdp_v2 on {count}": make("xla_fsdp_v2", devices=count) for count in (2, 4)
+    }
+    makers["xla_fsdp"] = make("xla_fsdp")
+    assert check_resume({"single": lambda world_size: SingleDevice("cpu"), **makers}, (1,)) == 16
+
+
+def spec(tensor: Any) -> str:
+    """How a tensor is divided, as XLA writes it."""
+    import torch_xla
+
+    found: str = torch_xla._XLAC._get_xla_sharding_spec(tensor)
+    return found
+
+
+def specs(run: Any) -> dict[str, set[str]]:
+    """How each parameter is divided, with its optimizer's state, which is as large."""
+    ((_, updater),) = run.engine.updaters.items()
+    found = {}
+    for name, parameter in run.task.named_parameters():
+        slots = [each for each in updater.optimizer.state[parameter].values() if each.ndim]
+        found[name] = {spec(parameter), *map(spec, slots)}
+    return found
+
+
+@pytest.mark.landing
+def test_parameters_states_and_samples_are_divided_also_after_a_resume(tmp_path: Any) -> None:
     def run() -> None:
-        with pytest.raises(StrategyError, match=r"are 2 XLA devices.*deadlock.*'xla_fsdp_v2'"):
-            make("xla_fsdp", devices=2)(1)
+        seen: list[dict[str, set[str]]] = []
+        samples: list[str] = []
+
+        def look(run: Any) -> None:
+            seen.append(specs(run))
+            samples.append(spec(run.window.micro_batches[0].batch["tokens"]))
+
+        options: dict[str, Any] = {
+            "callbacks": [LambdaCallback(on_step_start=look, on_step_end=look)],
+            "run_dir": tmp_path,
+            "checkpoint": CheckpointConfig(every="2 steps"),
+        }
+        data = DataLoader(Sequences(12), batch_size=4)
+        trainer("xla_fsdp_v2", None, 4, max_steps=2, **options).fit(Tokens(), data)
+        trainer("xla_fsdp_v2", None, 4, max_steps=6, **options).fit(Tokens(), data, resume="auto")
+        import torch_xla.distributed.spmd as spmd
+        from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
+
+        mesh = spmd.Mesh(list(range(4)), (1, 4), ("data", "fsdp"))
+        task = Tokens()
+        SpmdFullyShardedDataParallel(task, mesh=mesh)
+        expected = {name: {spec(parameter)} for name, parameter in task.named_parameters()}
+        assert all("devices=" in each for (each,) in expected.values())
+        assert seen == [expected] * 12
+        assert samples == [samples[0]] * 12
+        assert samples[0].startswith("{devices=[4,1]")
 
     apart(run)
 
 
-def test_a_setting_that_torch_xla_does_not_have_and_a_scalar_are_refused() -> None:
+def test_task_is_an_ordinary_one_after_xla_fsdp_v2() -> None:
     def run() -> None:
-        config = XLAFSDPConfig(xla_fsdp_settings={"reshard": True})
-        with pytest.raises(ConfigError, match=r"torch_xla refuses.*'reshard'"):
-            trainer("xla_fsdp", config).fit(Tokens(), data())
+        task = Tokens(tied=True)
+        config = XLAFSDPv2Config(activation_checkpointing="full")
+        trainer("xla_fsdp_v2", config, 2).fit(task, DataLoader(Sequences(12), batch_size=4))
+        assert {each.device.type for each in task.parameters()} == {"cpu"}
+        assert task.head.weight is task.embedding.weight
+        hooks = [(*each._forward_pre_hooks, *each._forward_hooks) for each in task.modules()]
+        assert not any(hooks)
+        assert not any("forward" in vars(each) for each in task.modules())
+        assert task(torch.zeros(2, 5, dtype=torch.int64)).shape == (2, 4, 11)
+
+    apart(run)
+
+
+def test_parameters_with_fewer_rows_than_devices_are_whole_on_each() -> None:
+    def run() -> None:
         task = Tokens()
         task.scale = nn.Parameter(torch.ones(()))
-        with pytest.raises(StrategyError, match=r"'scale' is a scalar.*the shape \(1,\)"):
-            trainer("xla_fsdp").fit(task, data())
+        task.few = nn.Parameter(torch.ones(3))
+        data = DataLoader(Sequences(9), batch_size=2)  # the last of one sample
+        seen: dict[str, set[str]] = {}
+
+        def look(run: Any) -> None:
+            seen.update({name: {spec(each)} for name, each in run.task.named_parameters()})
+
+        callbacks = [LambdaCallback(on_step_end=look)]
+        trainer("xla_fsdp_v2", None, 4, max_epochs=1, callbacks=callbacks).fit(task, data)
+        assert seen["scale"] == seen["few"] == {"{replicated}"}
 
     apart(run)

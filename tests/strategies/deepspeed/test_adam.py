@@ -42,7 +42,7 @@ class Freeing(torch.optim.SGD):
         Freeing.freed += 1
 
 
-def test_the_end_of_a_copy_for_a_checkpoint_does_not_free_what_the_optimizer_computes_with() -> None:
+def test_end_of_a_checkpoints_copy_frees_nothing_of_the_optimizer() -> None:
     optimizer = Freeing([nn.Parameter(torch.ones(2))], lr=0.1)
     copy = state_carrier(optimizer)
     assert type(copy).__name__ == "Freeing"
@@ -51,30 +51,6 @@ def test_the_end_of_a_copy_for_a_checkpoint_does_not_free_what_the_optimizer_com
     del copy
     gc.collect()
     assert Freeing.freed == 0
-
-
-PROGRAM = """
-import sys, torch
-from drivetrain import *
-from torch.utils.data import TensorDataset
-class Task(TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(3, 1)
-    def forward(self, x):
-        return self.net(x)
-    def loss(self, outputs, batch):
-        return outputs.square().mean()
-config = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 2}}
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    task = Task()
-    strategy = DeepSpeedConfig(config=config, offload_optimizer="cpu")
-    Trainer(strategy=strategy, devices=2, max_epochs=1, batch_size=2, checkpoint=False, loggers=(),
-            progress_bar=False).fit(task, TensorDataset(torch.ones(8, 3)))
-    if torch.distributed.get_rank() == 0:
-        print([round(each.sum().item(), 4) for each in task.parameters()])
-"""
 
 
 class Plain(TaskModule):
@@ -97,17 +73,13 @@ def weights_after(
     run_dir: str, stage: int, offload: str | None, stop: int | None = None, resume: str = "auto"
 ) -> Tensor:
     """Of two epochs of six updates, as far as they were not made there before."""
-    options = {"lr": 1e-2, "betas": [0.8, 0.9], "weight_decay": 0.1}
-    config = {"optimizer": {"type": "AdamW", "params": options}}
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.8, 0.9], "weight_decay": 0.1}}
+    }
     chosen = DeepSpeedConfig(stage=stage, offload_optimizer=offload, config=config)
     halt = LambdaCallback(on_step_end=lambda run: run.stop("half") if run.progress.updates == stop else None)
-    trainer = quiet(
-        strategy=DeepSpeed(chosen, world_size=2),
-        max_epochs=2,
-        checkpoint=True,
-        run_dir=run_dir,
-        callbacks=[halt],
-    )
+    options = {"checkpoint": True, "run_dir": run_dir, "callbacks": [halt]}
+    trainer = quiet(strategy=DeepSpeed(chosen, world_size=2), max_epochs=2, **options)
     x = torch.randn(24, 3, generator=torch.Generator().manual_seed(3))
     task = Plain()
     data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=2)
@@ -125,9 +97,7 @@ def _goes_on(path: str) -> None:
 
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("name", ["DeepSpeedCPUAdam", "FusedAdam"])
-def test_deepspeeds_adam_is_stored_as_torchs_and_goes_on_with_what_it_has_too(
-    name: str, decoupled: bool
-) -> None:
+def test_deepspeeds_adam_is_stored_as_torchs(name: str, decoupled: bool) -> None:
     import deepspeed.ops.adam as theirs
 
     kind = getattr(theirs, name)
@@ -154,11 +124,10 @@ def test_deepspeeds_adam_is_stored_as_torchs_and_goes_on_with_what_it_has_too(
             check_settings(optimizer, copy)
 
 
-@pytest.mark.full
-def test_cpu_adam_is_compiled_once_whatever_a_killed_compilation_left_and_its_checkpoints_are_torchs(
+@pytest.mark.nightly
+def test_cpu_adam_is_compiled_once_despite_stale_locks_and_its_checkpoints_are_torchs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "train.py").write_text(PROGRAM, encoding="utf-8")
     folder = tmp_path / "extensions" / "drivetrain" / "cpu_adam"
     folder.mkdir(parents=True)
     (folder / "lock").touch()
@@ -167,15 +136,14 @@ def test_cpu_adam_is_compiled_once_whatever_a_killed_compilation_left_and_its_ch
     compiler.write_text('#!/bin/sh\nexec c++ "$@" -O1 -g0\n', encoding="utf-8")  # in half of the time
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    first = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=540, check=True,
-    )  # fmt: skip
+    program = [sys.executable, Path(__file__).parents[1] / "programs" / "deepspeed_adam.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    first = subprocess.run(program, env=environment, capture_output=True, text=True, check=True)
     assert len(first.stdout.splitlines()) == 1, first.stdout  # and nothing of DeepSpeed's
     assert first.stderr == ""
     built = {path: path.stat().st_mtime_ns for path in folder.glob("*.so")}
     assert built
     (folder / "lock").touch()
     library("cpu")  # once, of which both processes are copies
-    run_distributed(_goes_on, str(tmp_path))
+    run_distributed(_goes_on, str(tmp_path), timeout=600)
     assert {path: path.stat().st_mtime_ns for path in folder.glob("*.so")} == built

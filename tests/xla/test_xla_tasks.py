@@ -1,4 +1,4 @@
-"""Batch norms under XLA take the same statistics from a batch as torch does on a CPU."""
+"""Tasks under XLA: batch norms take torch's statistics from a batch, and an error leaves an ordinary task."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.xla import Counts, apart, trainer
+from tests.support.xla import QUIET, Counts, apart, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -84,12 +84,11 @@ def fitted(task: Images, trainer_of: Any) -> tuple[Buffers, float]:
 
 
 def on_cpu(**options: Any) -> Trainer:
-    quiet: dict[str, Any] = {"max_epochs": 2, "progress_bar": False, "checkpoint": False, "loggers": ()}
-    return Trainer(strategy="cpu", **quiet, **options)
+    return Trainer(strategy="cpu", **QUIET, **options)
 
 
 @pytest.mark.parametrize(("name", "devices"), NAMES)
-def test_buffers_and_validation_are_those_of_the_cpu(name: str, devices: int) -> None:
+def test_batch_norm_buffers_and_validation_are_those_of_the_cpu(name: str, devices: int) -> None:
     def run() -> None:
         def theirs(**options: Any) -> Trainer:
             return trainer(name, None, devices, **options)
@@ -105,5 +104,66 @@ def test_buffers_and_validation_are_those_of_the_cpu(name: str, devices: int) ->
         seen = Counts()
         theirs(callbacks=[seen]).fit(Plain(), DataLoader(pictures(24), batch_size=8))
         assert seen.updates[3:] == [{"compiled": 0, "run": 1, "copied": 0}] * 3
+
+    apart(run)
+
+
+class Failing(TaskModule):
+    """Its third step fails while it is traced; nothing fails at another place.
+
+    Attributes:
+        place: Where: "forward", "loss", "backward" or nowhere.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        kinds = (nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4), nn.Tanh())
+        self.blocks = nn.Sequential(*(nn.Sequential(*copy.deepcopy(kinds)) for _ in range(2)))
+        self.place = ""
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.fail("forward")
+        return self.blocks(x)
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        self.fail("loss")
+        outputs.register_hook(lambda _: self.fail("backward"))  # type: ignore[no-untyped-call]
+        return (outputs - batch).square().mean()
+
+    def fail(self, place: str) -> None:
+        if self.place == place and self.calls >= 3:
+            raise KeyboardInterrupt if place == "loss" else ZeroDivisionError(place)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"), [pytest.param(*NAMES[0], marks=pytest.mark.landing), *NAMES[1:]]
+)
+def test_task_is_an_ordinary_one_after_any_error(name: str, devices: int) -> None:
+    def run() -> None:
+        data = DataLoader(torch.randn(16, 4, generator=torch.Generator().manual_seed(1)), batch_size=4)
+
+        def interrupt(run: Any) -> None:
+            if run.task.place == "callback" and run.progress.updates == 3:
+                raise KeyboardInterrupt
+
+        for place in ("forward", "loss", "backward", "callback"):
+            task = Failing()
+            names = sorted(task.state_dict())
+            task.place = place
+            made = trainer(name, None, devices, callbacks=[LambdaCallback(on_step_end=interrupt)])
+            with pytest.raises((KeyboardInterrupt, ZeroDivisionError)):
+                made.fit(task, data)
+            assert sorted(task.state_dict()) == names
+            assert {each.device.type for each in task.state_dict().values()} == {"cpu"}
+            assert [type(each) for each in task.blocks] == [nn.Sequential] * 2
+            assert not any(each._forward_hooks or each._forward_pre_hooks for each in task.modules())
+        task.place = ""
+        same = copy.deepcopy(task)
+        trainer(name, None, devices).fit(task, data)
+        Trainer(strategy="cpu", **QUIET).fit(same, data)
+        torch.testing.assert_close(task.state_dict(), same.state_dict(), rtol=1e-5, atol=1e-6)
 
     apart(run)
