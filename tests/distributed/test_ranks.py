@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from tests.support.ranks import on_two_ranks
 
 from drivetrain.core.errors import CheckpointError
 from drivetrain.distributed.ranks import ALONE, Ranks
+from drivetrain.distributed.tensors import average_gradients
 from drivetrain.testing.distributed import run_distributed
 
 needs_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
@@ -24,96 +26,90 @@ def test_a_process_alone_waits_for_nobody():
             act(fail)
 
 
-@needs_gloo
-def test_all_get_the_same():
-    def act():
-        ranks = Ranks.of_job()
-        return (
-            ranks.all_gather(ranks.rank * 10),
-            ranks.first(lambda: f"from {ranks.rank}"),
-            ranks.together(lambda: ranks.rank + 1),
-        )
+class OddError(Exception):
+    """One that cannot be sent."""
 
-    found = run_distributed(act, world_size=3)
-    assert found == [([0, 10, 20], "from 0", [1, 2, 3]) for rank in range(3)]
+    def __init__(self, number, handle):
+        super().__init__(number, handle)
 
 
-@needs_gloo
-def test_of_processes_that_have_the_same_one_counts_and_all_hear():
-    def act():
-        job = Ranks.of_job()
-        ranks = job.grouped(2)
-        found = (
-            (ranks.rank, ranks.size, job.grouped(1) is job),
-            ranks.all_gather(job.rank),
-            ranks.total([1.0, job.rank]),
-            ranks.add(torch.tensor(10.0 + job.rank)).item(),
-            ranks.first(lambda: f"from {job.rank}"),
-            ranks.together(lambda: job.rank),
-        )
-        job.close()
-        assert ranks.group is None
-        return found
+def together():
+    ranks = Ranks.of_job()
 
-    for rank, found in enumerate(run_distributed(act, world_size=4)):
-        group = rank // 2
-        both = [0, 2]
-        expected = ((group, 2, True), both, [2.0, 2.0], 22.0, "from 0", both)
-        assert found == expected
+    def fails_on(rank, error):
+        with pytest.raises(Exception, match=r"no room|3") as caught:
+            ranks.together(lambda: error() if ranks.rank == rank else None)
+        return type(caught.value).__name__, getattr(caught.value, "__notes__", [])
 
+    def odd():
+        raise OddError(3, lambda: None)
 
-@needs_gloo
-def test_an_error_of_one_that_does_not_count_is_raised_by_all_too():
-    def act():
-        ranks = Ranks.of_job().grouped(2)
-        with pytest.raises(CheckpointError, match="no room"):
-            ranks.together(lambda: fail() if ranks.copy == 1 else None)
-        return ranks.all_gather("still together")
-
-    assert run_distributed(act) == [["still together"]] * 2
-
-
-@needs_gloo
-def test_an_error_of_one_is_raised_by_all():
-    def act():
-        ranks = Ranks.of_job()
-        with pytest.raises(CheckpointError, match="no room") as caught:
-            ranks.together(lambda: fail() if ranks.rank == 1 else None)
-        notes = getattr(caught.value, "__notes__", [])
+    def fails_first():
         with pytest.raises(CheckpointError, match="no room"):
             ranks.first(fail)
-        return notes, ranks.all_gather("still together")
 
-    notes = ["drivetrain: this happened on rank 1"]
-    together = ["still together"] * 2
-    assert run_distributed(act) == [(notes, together), ([], together)]
-
-
-@needs_gloo
-def test_an_error_that_cannot_be_sent_leaves_nobody_waiting():
-    class OddError(Exception):
-        def __init__(self, number, handle):
-            super().__init__(number, handle)
-
-    def act():
-        ranks = Ranks.of_job()
-
-        def fail():
-            raise OddError(3, lambda: None)
-
-        with pytest.raises(OddError if ranks.rank == 0 else RuntimeError, match="3"):
-            ranks.together(lambda: fail() if ranks.rank == 0 else None)
-        return ranks.all_gather(1)
-
-    assert run_distributed(act) == [[1, 1], [1, 1]]
+    fails_first()
+    return (
+        ranks.all_gather(ranks.rank * 10),
+        ranks.first(lambda: f"from {ranks.rank}"),
+        ranks.together(lambda: ranks.rank + 1),
+        fails_on(1, fail),
+        fails_on(0, odd),
+        ranks.all_gather("still together"),
+    )
 
 
 @needs_gloo
-def test_a_part_of_the_job_adds_up_its_own():
-    def act():
-        rank = torch.distributed.get_rank()
-        groups = [torch.distributed.new_group(each, backend="gloo") for each in ([0, 1], [2, 3])]
-        ranks = Ranks(rank % 2, 2, groups[rank // 2])
-        return ranks.add(torch.tensor(float(10**rank))).item(), ranks.total([10**rank])
+def test_all_get_the_same_also_an_error_of_one():
+    first, second = on_two_ranks(together)
+    assert first[:3] == second[:3] == ([0, 10], "from 0", [1, 2])
+    assert first[3] == ("CheckpointError", ["drivetrain: this happened on rank 1"])
+    assert second[3] == ("CheckpointError", [])
+    assert (first[4][0], second[4][0]) == ("OddError", "RuntimeError")
+    assert first[5] == second[5] == ["still together"] * 2
 
-    assert run_distributed(act, world_size=4) == [(11.0, [11.0])] * 2 + [(1100.0, [1100.0])] * 2
+
+def grouped():
+    job = Ranks.of_job()
+    ranks = job.grouped(2)
+    found = (
+        (ranks.rank, ranks.size, job.grouped(1) is job),
+        ranks.all_gather(job.rank),
+        ranks.total([1.0, job.rank]),
+        ranks.add(torch.tensor(10.0 + job.rank)).item(),
+        ranks.first(lambda: f"from {job.rank}"),
+        ranks.together(lambda: job.rank),
+    )
+    with pytest.raises(CheckpointError, match="no room"):
+        ranks.together(lambda: fail() if ranks.copy == 1 else None)
+    assert ranks.all_gather("still together") == ["still together"] * 2
+    job.close()
+    assert ranks.group is None
+    groups = [torch.distributed.new_group(each, backend="gloo") for each in ([0, 1], [2, 3])]
+    part = Ranks(job.rank % 2, 2, groups[job.rank // 2])
+    return found, (part.add(torch.tensor(float(10**job.rank))).item(), part.total([10**job.rank]))
+
+
+@needs_gloo
+def test_of_ranks_that_have_the_same_one_counts_and_a_part_adds_up_its_own():
+    for rank, (found, part) in enumerate(run_distributed(grouped, world_size=4)):
+        both = [0, 2]
+        assert found == ((rank // 2, 2, True), both, [2.0, 2.0], 22.0, "from 0", both)
+        assert part == ((11.0, [11.0]) if rank < 2 else (1100.0, [1100.0]))
+
+
+def averaged():
+    rank = torch.distributed.get_rank()
+    both, one, none = (torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
+    other = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    both.grad = torch.tensor([1.0, 2.0]) * (rank + 1)
+    other.grad = torch.full((1,), 4.0 * rank, dtype=torch.float64)
+    if rank == 0:
+        one.grad = torch.tensor([6.0, 8.0])
+    average_gradients([both, one, none, other], 2)
+    return [None if each.grad is None else each.grad.tolist() for each in (both, one, none, other)]
+
+
+@needs_gloo
+def test_average_gradients_of_parameters_that_some_or_no_rank_has():
+    assert on_two_ranks(averaged) == [[[1.5, 3.0], [3.0, 4.0], None, [2.0]]] * 2

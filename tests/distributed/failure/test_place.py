@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.support.tasks import Regression, pairs, quiet
-from torch import Tensor, nn
+from torch import nn
 
-from drivetrain import Callback, OptimizerConfig
+from drivetrain import Callback
 from drivetrain.distributed.failure.place import place_of_error, place_of_thread
 
 
-class Broken(torch.autograd.Function):
+def fail(*_: Any, **options: Any) -> Any:
+    raise ArithmeticError
+
+
+class BrokenBackward(torch.autograd.Function):
     """A backward that raises."""
 
-    @staticmethod
-    def forward(_: Any, x: Tensor) -> Tensor:
-        """The same."""
-        return x.clone()
-
-    @staticmethod
-    def backward(_: Any, *gradients: Tensor) -> Tensor:
-        """Raise."""
-        raise ArithmeticError
+    forward = staticmethod(lambda context, x: x.clone())
+    backward = staticmethod(fail)
 
 
 class Fails(Regression):
-    """A task that raises at a place."""
+    """A task that raises in its loss, in training or in a validation, in the backward or in the update."""
 
     def __init__(self, place: str) -> None:
         super().__init__()
@@ -37,28 +35,22 @@ class Fails(Regression):
 
     def loss(self, outputs: Any, batch: Any) -> Any:
         """The loss, perhaps."""
-        if self.place == "loss" or (self.place == "validation" and not self.training):
-            raise ArithmeticError
+        if self.place == ("loss" if self.training else "validation"):
+            fail()
         found = super().loss(outputs, batch)
-        return Broken.apply(found) if self.place == "backward" else found
+        return BrokenBackward.apply(found) if self.place == "backward" else found
 
     def configure_optimizers(self) -> Any:
         """One whose step raises, perhaps."""
-        if self.place != "optimizer":
-            return OptimizerConfig("sgd", lr=0.1)
-
-        class Stubborn(torch.optim.SGD):
-            def step(self, closure: Any = None) -> Any:
-                raise ArithmeticError
-
-        return lambda parameters: Stubborn(parameters, lr=0.1)
+        stubborn = type("Stubborn", (torch.optim.SGD,), {"step": fail} if self.place == "optimizer" else {})
+        return lambda parameters: stubborn(parameters, lr=0.1)
 
 
 class Hooked(Callback):
     """A callback that raises, in a function that it calls."""
 
-    def __init__(self, place: str) -> None:
-        self.place = place
+    def __init__(self, hook: str) -> None:
+        self._hook = hook
 
     def on_evaluation_end(self, run: Any) -> None:
         """Raise, perhaps."""
@@ -68,54 +60,48 @@ class Hooked(Callback):
         """Raise, perhaps."""
         self._act("saved")
 
-    def _act(self, place: str) -> None:
-        if self.place == place:
-            raise ArithmeticError
-
-    def state_dict(self) -> dict[str, Any]:
-        """Raise, perhaps."""
-        self._act("state")
-        return {}
-
-    def load_state_dict(self, state: Any) -> None:
-        """Nothing."""
+    def _act(self, hook: str) -> None:
+        if self._hook == hook:
+            fail()
 
 
-@pytest.mark.parametrize(
-    ("place", "doing"),
-    [
-        ("loss", "in the forward"),
-        ("validation", "in the forward"),
-        ("backward", "in the backward"),
-        ("optimizer", "in the optimizer's step"),
-        ("evaluation end", "in on_evaluation_end of Hooked"),
-        ("saved", "in on_checkpoint_saved of Hooked"),
-    ],
-)
-def test_an_error_is_placed(place: str, doing: str, tmp_path: Any) -> None:
-    trainer = quiet(max_epochs=1, callbacks=[Hooked(place)], run_dir=tmp_path, checkpoint=True)
-    with pytest.raises(ArithmeticError) as caught:
-        trainer.fit(Fails(place), pairs(8), pairs(8))
-    assert place_of_error(caught.value) == doing
+def test_an_error_is_placed(tmp_path: Path) -> None:
+    places = {
+        "loss": "in the forward",
+        "validation": "in the forward",
+        "backward": "in the backward",
+        "optimizer": "in the optimizer's step",
+        "evaluation end": "in on_evaluation_end of Hooked",
+        "saved": "in on_checkpoint_saved of Hooked",
+    }
+    found = {}
+    for place in places:
+        trainer = quiet(max_epochs=1, callbacks=[Hooked(place)], run_dir=tmp_path / place, checkpoint=True)
+        with pytest.raises(ArithmeticError) as caught:
+            trainer.fit(Fails(place), pairs(8), pairs(8))
+        found[place] = place_of_error(caught.value)
+    assert found == places
+    with pytest.raises(TypeError) as other:
+        nn.Linear(1, 1)(None)
+    assert place_of_error(other.value) == ""
+
+
+class Looks(Callback):
+    """Sees from another thread what this one does."""
+
+    def on_step_end(self, run: Any) -> None:
+        """Look."""
+        main = threading.get_ident()
+        thread = threading.Thread(target=lambda: seen.append(place_of_thread(main)))
+        thread.start()
+        thread.join()
+
+
+seen: list[str] = []
 
 
 def test_what_a_thread_does_now_is_seen_from_another() -> None:
-    found: list[str] = []
-
-    class Looks(Callback):
-        def on_step_end(self, run: Any) -> None:
-            main = threading.get_ident()
-            looking = threading.Thread(target=lambda: found.append(place_of_thread(main)))
-            looking.start()
-            looking.join()
-
-    quiet(max_steps=1, callbacks=[Looks()], checkpoint=False).fit(Regression(), pairs(8))
-    assert found == ["in on_step_end of Looks"]
-
-
-def test_other_code_is_not_placed() -> None:
-    with pytest.raises(TypeError) as caught:
-        nn.Linear(1, 1)(None)
-    assert place_of_error(caught.value) == ""
-    assert place_of_thread(threading.get_ident()) == ""
-    assert place_of_thread(-1) == ""
+    seen.clear()
+    quiet(max_steps=1, callbacks=[Looks()]).fit(Regression(), pairs(8))
+    assert seen == ["in on_step_end of Looks"]
+    assert [place_of_thread(each) for each in (threading.get_ident(), -1)] == ["", ""]

@@ -3,219 +3,106 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.support.failing import JOB
-from tests.support.launched import DEEP, FSDP_YAML
+from tests.distributed.running import LIMIT, PROGRAMS, run
+from tests.support.failing import undisturbed
+from tests.support.forked import Forked
+from tests.support.launched import FSDP_YAML
 
 from drivetrain.distributed.sockets import release_port, reserve_port
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
-
-PROGRAM = f"""{DEEP}
-trainer = Trainer(max_epochs=1, loggers=(), checkpoint=False, progress_bar=False)
-strategy = trainer.select_strategy()
-result = trainer.fit(Deep(), [{{"x": torch.ones(2, 4)}}] * 8)
-config = getattr(strategy, "config", None)
-found = {{
-    "strategy": strategy.name,
-    "wrap": getattr(config, "wrap", None),
-    "precision": trainer.precision.name,
-    "samples": result.progress.samples,
-    "updates": result.progress.updates,
-}}
-sys.stdout.write(json.dumps(found) + "\\n")
-"""
-
-DDP = {"strategy": "ddp", "wrap": None, "precision": "32", "samples": 16, "updates": 4}
+pytestmark = [
+    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo"),
+    pytest.mark.real("other programs start the ranks"),
+]
+PROGRAM = str(PROGRAMS / "launched.py")
+DDP = {"strategy": "ddp", "wrap": None, "precision": "32", "samples": 16, "updates": 4, "same": True}
 FSDP = {**DDP, "strategy": "fsdp", "wrap": ["Block"], "precision": "bf16-mixed"}
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without what a launcher of the tests themselves has set."""
-    for name in JOB:
-        monkeypatch.delenv(name, raising=False)
+def port() -> Iterator[int]:
+    found = reserve_port()
+    yield found
+    release_port(found)
 
 
-def outcomes(*processes: subprocess.Popen[str]) -> list[dict[str, object]]:
+def outcomes(text: str) -> list[dict[str, Any]]:
     """What each rank has told at its end."""
-    try:
-        done = [each.communicate(timeout=240) for each in processes]
-    finally:
-        for each in processes:
-            each.kill()
-            each.wait()
-    assert all(each.returncode == 0 for each in processes), "\n".join(error for _, error in done)
-    return [json.loads(line) for out, _ in done for line in out.splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
 
-def start(*words: str, **variables: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+def launch(*words: str, **variables: str) -> list[dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, "-m", *words, PROGRAM],
+        capture_output=True,
         text=True,
-        env={**os.environ, **variables},
+        env={**undisturbed(), **variables},
+        timeout=LIMIT,
+        check=False,
     )
+    assert done.returncode == 0, done.stderr
+    found = outcomes(done.stdout)
+    assert len({each.pop("value") for each in found}) == 1
+    assert all(each.pop("told") == [True, True] for each in found)
+    return found
 
 
-@pytest.mark.full
-@pytest.mark.usefixtures("alone")
-def test_deepspeeds_launcher() -> None:
-    Path("train.py").write_text(PROGRAM, encoding="utf-8")
-    port = reserve_port()
-    words = ("-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(port), "train.py")
-    assert outcomes(start(*words, DS_ACCELERATOR="cpu")) == [DDP, DDP]
-    release_port(port)
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("alone")
+@pytest.mark.landing
 def test_torchrun() -> None:
-    Path("train.py").write_text(PROGRAM, encoding="utf-8")
-    started = start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py")
-    assert outcomes(started) == [DDP, DDP]
+    assert launch("torch.distributed.run", "--standalone", "--nproc-per-node=2") == [DDP, DDP]
 
 
-@pytest.mark.full
-@pytest.mark.usefixtures("alone")
+@pytest.mark.nightly
+def test_deepspeeds_launcher(port: int) -> None:
+    words = ("deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(port))
+    assert launch(*words, DS_ACCELERATOR="cpu") == [DDP, DDP]
+
+
+@pytest.mark.nightly
 def test_accelerate_launch_s_configuration_chooses_strategy_and_precision() -> None:
     pytest.importorskip("accelerate")
-    Path("train.py").write_text(PROGRAM, encoding="utf-8")
     Path("fsdp.yaml").write_text(FSDP_YAML, encoding="utf-8")
-    launch = ["-m", "accelerate.commands.launch", "--config_file", "fsdp.yaml"]
-    assert outcomes(start(*launch, "--main_process_port=0", "train.py")) == [FSDP, FSDP]
+    words = ("accelerate.commands.launch", "--config_file", "fsdp.yaml", "--main_process_port=0")
+    assert launch(*words) == [FSDP, FSDP]
 
 
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(
-    ("same", "own"),
-    [
-        (
-            {
-                "SLURM_JOB_ID": str(os.getpid() % 1000),
-                "SLURM_STEP_ID": "0",
-                "SLURM_STEP_NUM_TASKS": "2",
-                "SLURM_STEP_NUM_NODES": "1",
-                "SLURM_STEP_NODELIST": "localhost",
-            },
-            ("SLURM_PROCID", "SLURM_LOCALID"),
-        ),
-        (
-            {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
-            ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
-        ),
-        ({"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}, ("PMI_RANK", "MPI_LOCALRANKID")),
-    ],
-    ids=["srun", "Open MPI", "MPICH"],
-)
-def test_the_variables_of_batch_systems(same: dict[str, str], own: tuple[str, ...]) -> None:
-    Path("train.py").write_text(PROGRAM, encoding="utf-8")
-    ranks = [start("train.py", **same, **dict.fromkeys(own, str(rank))) for rank in range(2)]
-    assert outcomes(*ranks) == [DDP, DDP]
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
+SYSTEMS = {
+    "srun": ({**SLURM, "SLURM_STEP_NODELIST": "localhost"}, ("SLURM_PROCID", "SLURM_LOCALID")),
+    "Open MPI": (
+        {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ),
+    "MPICH": ({"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}, ("PMI_RANK", "MPI_LOCALRANKID")),
+}
 
 
-ONE_AND_SEVERAL = """
-import sys
-import torch
-from torch import nn
-from drivetrain import OptimizerConfig, TaskModule, Trainer
-
-class Line(TaskModule):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.line = nn.Linear(3, 1)
-
-    def forward(self, x):
-        return self.line(x)
-
-    def loss(self, outputs, batch):
-        return outputs.square().mean()
-
-    def configure_optimizers(self):
-        return OptimizerConfig("sgd", lr=0.1)
-
-data = [{"x": torch.full((2, 3), float(index))} for index in range(4)]
-quiet = {"max_epochs": 1, "loggers": (), "checkpoint": False, "progress_bar": False}
-first = Line()
-Trainer(**quiet).fit(first, data)
-second = Line()
-result = Trainer(strategy="ddp", devices=2, **quiet).fit(second, data)
-again = Trainer(strategy="ddp", devices=2, **quiet).validate(second, data)
-sys.stdout.write(f"{result.progress.updates} {again['validation/loss']:.5f}\\n")
-"""
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_variables_of_batch_systems(system: str, port: int) -> None:
+    same, own = SYSTEMS[system]
+    job = {**undisturbed(), **same, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [Forked([PROGRAM], Path.cwd(), {**job, **dict.fromkeys(own, str(rank))}) for rank in range(2)]
+    ended = [each.communicate(LIMIT) for each in ranks]
+    assert [each.returncode for each in ranks] == [0, 0], ended
+    for each in [outcomes(out)[0] for out, _ in ended]:
+        assert {name: each[name] for name in DDP} == DDP
+        assert each["told"] == [True, True]
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_program_that_has_trained_in_one_process_goes_on_in_several() -> None:
-    Path("train.py").write_text(ONE_AND_SEVERAL, encoding="utf-8")
-    Path("several.py").write_text(ONE_AND_SEVERAL.replace("Trainer(**quiet).fit(first, data)", ""), "utf-8")
-    told = []
-    for name in ("train.py", "several.py"):
-        process = start(name)
-        out, error = process.communicate(timeout=240)
-        assert process.returncode == 0, error
-        told.append(set(out.splitlines()))
-    assert told[0] == told[1]
-    assert {each.split()[0] for each in told[0]} == {"2"}
-
-
-EVALUATES = """
-import json, sys
-import torch
-from torch import nn
-from drivetrain import StrategyError, TaskModule, Trainer
-from drivetrain.strategies import SingleDevice
-
-class Line(TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.line = nn.Linear(3, 1)
-
-    def forward(self, x):
-        return self.line(x)
-
-    def loss(self, outputs, batch):
-        return outputs.square().mean()
-
-data = [{"x": torch.full((2, 3), float(index))} for index in range(5)]
-quiet = {"loggers": (), "checkpoint": False, "progress_bar": False}
-task = Line()
-Trainer(max_epochs=1, strategy="ddp", devices=2, **quiet).fit(task, data)
-told = []
-for one in ({"strategy": "single"}, {"devices": 1}):
-    try:
-        Trainer(**one, **quiet)
-    except StrategyError as error:
-        told.append(str(error))
-together = Trainer(**quiet).validate(task, data)["validation/loss"]
-alone = Trainer(strategy=SingleDevice("cpu"), **quiet).validate(task, data)["validation/loss"]
-sys.stdout.write(json.dumps({"told": told, "values": [round(together, 5), round(alone, 5)]}) + "\\n")
-"""
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(
-    "launcher", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")]
-)
-def test_a_program_of_several_processes_evaluates_in_all_of_them_or_in_each(
-    launcher: tuple[str, ...],
-) -> None:
-    Path("train.py").write_text(EVALUATES, encoding="utf-8")
-    found = outcomes(start(*launcher, "train.py"))
-    values: list[Any] = [each["values"] for each in found]
-    assert values == [[values[0][0]] * 2] * 2
-    for each in found:
-        told: Any = each["told"]
-        assert len(told) == 2
-        assert all(
-            "An evaluation does not need a single process: on several each sample" in one for one in told
-        )
+    """With what it would have had without, where the program is run again for each rank."""
+    options: dict[str, Any] = {"strategy": "ddp", "devices": 2}
+    forked = run("launched.py", "forked", **options, **{"alone first": True})
+    started = run("launched.py", "started", **options)
+    assert (forked.code, started.code) == (0, 0), (forked.errors, started.errors)
+    (one,), both = outcomes(forked.out), outcomes(started.out)
+    assert both == [{**DDP, "told": [True, True], "value": one["value"]}] * 2
+    assert {name: one[name] for name in DDP} == DDP

@@ -9,76 +9,34 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.distributed.running import PROGRAMS
 from tests.support.failing import undisturbed
 
-pytestmark = pytest.mark.skipif(
-    not torch.distributed.is_gloo_available() or sys.platform != "linux", reason="needs gloo and a safe fork"
-)
-
-FIRST = """
-import json
-import torch
-from torch import nn
-from torchmetrics import MeanSquaredError
-from drivetrain import TaskModule, Trainer
-
-class Deep(TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)))
-
-    def forward(self, x):
-        return self.blocks(x)
-
-    def loss(self, outputs, batch):
-        return (outputs - batch["y"]).square().mean()
-
-    def metrics(self):
-        return {"error": MeanSquaredError()}
-
-draw = torch.Generator().manual_seed(0)
-data = [{name: torch.rand(2, 8, generator=draw) for name in "xy"} for _ in range(8)]
-
-def found(**options):
-    trainer = Trainer(max_epochs=2, loggers=(), progress_bar=False, **options)
-    torch.manual_seed(0)
-    task = Deep()
-    result = trainer.fit(task, data, data)
-    values = {**result.metrics, **trainer.validate(task, data), "updates": result.progress.updates}
-    weights = {name: value.flatten().tolist() for name, value in task.state_dict().items()}
-    print(json.dumps([values, weights]))
-"""
-
+pytestmark = [
+    pytest.mark.skipif(
+        not torch.distributed.is_gloo_available() or sys.platform != "linux",
+        reason="needs gloo and a safe fork",
+    ),
+    pytest.mark.landing,
+    pytest.mark.real("a notebook's kernel forks ranks"),
+]
 CELLS = [
-    FIRST,
     'found(run_dir="runs/alone", gradient_accumulation_steps=2)',
     'found(run_dir="runs/1", strategy="ddp", devices=2)',
     'found(run_dir="runs/2", strategy="ddp", devices=2)',
     'found(run_dir="runs/3", strategy="fsdp", devices=2)',
-    'found(run_dir="runs/4", strategy="fsdp", devices=2)',
 ]
-
-EXECUTE = """
-import json, sys
-import nbformat
-from nbclient import NotebookClient
-
-cells = [nbformat.v4.new_code_cell(source) for source in json.load(sys.stdin)]
-notebook = nbformat.v4.new_notebook(cells=cells)
-NotebookClient(notebook, timeout=240, kernel_name="python3").execute()
-json.dump([cell.outputs for cell in notebook.cells], sys.stdout)
-"""
 
 
 def executed(cells: list[str]) -> list[list[dict[str, str]]]:
     """What the cells of a notebook give, in a kernel of their own."""
     here = {name: str(Path.cwd() / name) for name in ("IPYTHONDIR", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR")}
     done = subprocess.run(
-        [sys.executable, "-c", EXECUTE],
+        [sys.executable, str(PROGRAMS / "notebook.py")],
         input=json.dumps(cells),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
         env={**undisturbed(), **here},
         check=False,
     )
@@ -89,14 +47,16 @@ def executed(cells: list[str]) -> list[list[dict[str, str]]]:
 
 
 def test_each_training_of_a_notebook_gives_what_one_process_gives() -> None:
-    nothing, *outputs = executed(CELLS)
+    nothing, *outputs = executed([(PROGRAMS / "cells.py").read_text(encoding="utf-8"), *CELLS])
     assert nothing == []
     texts = [[each["text"] for each in output] for output in outputs]
-    assert [len(each) for each in texts] == [1] * 5, "the other ranks print nothing, and nobody warns"
+    assert [len(each) for each in texts] == [1] * len(CELLS), (
+        "the other ranks print nothing, and nobody warns"
+    )
     values, weights = json.loads(texts[0][0])
     assert values["updates"] == 8
     assert {"train/loss", "train/error", "validation/loss", "validation/error"} <= values.keys()
-    for cell, text in zip(CELLS[2:], texts[1:], strict=True):
+    for cell, text in zip(CELLS[1:], texts[1:], strict=True):
         its_values, its_weights = json.loads(text[0])
         assert its_values == pytest.approx(values, rel=1e-6), cell
         assert its_weights.keys() == weights.keys()

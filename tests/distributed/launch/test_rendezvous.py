@@ -3,61 +3,51 @@
 from __future__ import annotations
 
 import re
+import threading
+from typing import Any
 
 import pytest
 import torch
-from tests.support.failing import Ended
+from tests.distributed.running import run_all
+from tests.support.messages import warned
+from torch._C._distributed_c10d import HashStore
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
-
-PROGRAM = """
-import os, sys, time
-from drivetrain.distributed.group import join, leave
-from drivetrain.distributed.launch.programs import ensure_ranks
-
-rank = ensure_ranks(2).rank
-
-def run():
-    member = join(2, "cpu")
-    member.ranks.all_gather(rank)  # as every run does; a group that one rank closes at once may not form
-    leave(member)
-
-run()
-{after}
-sys.stdout.write("ended")
-"""
-
-
-def program(after: str) -> pytest.MarkDecorator:
-    """Two ranks, and what they do after a run."""
-    return pytest.mark.program(PROGRAM.format(after=after))
-
+from drivetrain.distributed.launch import rendezvous
 
 ADVICE = "and this run needs all ranks. Call fit, validate, test and predict on all ranks, not under `if rank"
 
 
-@pytest.mark.parametrize(
-    ("told", "last"),
-    [
-        pytest.param(
-            "rank 1 (has ended|ended with exit code 0)", "RankFailure", marks=program("if rank == 0: run()")
-        ),
-        pytest.param("rank 0 has ended", "rank 1 failed: it ended", marks=program("if rank == 1: run()")),
-        pytest.param(
-            "rank 1 ended with exit code 0",
-            "RankFailure",
-            marks=program("if rank == 0: run()\nsys.stdout.flush(); os._exit(0)"),
-        ),
-    ],
-)
-def test_a_rank_that_has_ended_is_named_with_what_to_do(ended: Ended, told: str, last: str) -> None:
-    assert ended.code == 1
-    assert any(ADVICE in each and re.search(told, each) for each in ended.errors), ended.errors
-    assert last in ended.errors[-1]
+@pytest.mark.real("ranks end early")
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+def test_a_rank_that_has_ended_is_named_with_what_to_do() -> None:
+    cases = {
+        "if rank == 0: run()": ("rank 1 (has ended|ended with exit code 0)", "RankFailure"),
+        "if rank == 1: run()": ("rank 0 has ended", "rank 1 failed: it ended"),
+        "if rank == 0: run()\nend_at_once()": ("rank 1 ended with exit code 0", "RankFailure"),
+    }
+    for after, ended in run_all("late_runs.py", {after: {"after": after} for after in cases}).items():
+        told, last = cases[after]
+        assert ended.code == 1, after
+        assert any(ADVICE in each and re.search(told, each) for each in ended.errors), ended.errors
+        assert last in ended.errors[-1]
 
 
-@program("if rank == 1: time.sleep(12)\nrun()")
-def test_a_rank_that_is_late_is_waited_for_and_named(ended: Ended) -> None:
-    assert (ended.code, ended.out) == (0, "endedended")
-    told = "rank 0 has waited 10 s for rank 1 to begin the same run"
-    assert sum(told in each for each in ended.errors) == 1
+def test_a_rank_that_is_late_is_waited_for_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, has_warned = HashStore(), threading.Event()
+
+    def warn(text: Any) -> None:
+        logger.warning(text)
+        has_warned.set()
+
+    logger = rendezvous._LOG
+    monkeypatch.setattr(rendezvous, "_LOG", type("Log", (), {"warning": staticmethod(warn)}))
+    monkeypatch.setattr(rendezvous, "_store", lambda: store)
+    monkeypatch.setattr(rendezvous, "_LATE", 0.1)
+    early = threading.Thread(target=rendezvous.gather, args=(0, 2))
+    with warned(r"rank 0 has waited 0.1 s for rank 1 to begin the same run") as told:
+        early.start()
+        assert has_warned.wait(60)
+        assert early.is_alive()
+        rendezvous.gather(1, 2)
+        early.join()
+    assert len(told) == 1

@@ -1,0 +1,41 @@
+"""A program that becomes two ranks; the option `then` is what they do."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from drivetrain.distributed.group import join
+from drivetrain.distributed.launch.programs import ensure_ranks
+
+rank = ensure_ranks(2).rank
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def until(path):
+    while not Path(path).exists():
+        time.sleep(0.01)
+
+
+def joins(before=lambda: None, after=lambda: None):
+    """Form a process group; rank 1 does something before or after."""
+    if rank == 1:
+        before()
+    join(2, "cpu")
+    if rank == 1:
+        after()
+    torch.distributed.all_reduce(torch.ones(1))
+
+
+def fails():
+    raise ValueError("no data")
+
+
+exec(json.loads(sys.argv[1])["then"])

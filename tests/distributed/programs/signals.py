@@ -1,0 +1,95 @@
+"""Signals that a process sends itself while it listens for interrupts; the option is `case`."""
+
+import hashlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+
+from drivetrain.distributed.interrupts import Interrupts
+
+interrupts = Interrupts()
+
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def raises_at_once():
+    try:
+        interrupt()
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def heard():
+    interrupts.open()
+    assert raises_at_once()
+
+
+def unheard():
+    """Another thread sees the interrupt while the main one is in a call that gives nothing back to Python."""
+    interrupts.open()
+    seen, computing = [], threading.Event()
+
+    def look():
+        computing.wait()
+        interrupt()
+        while not seen and not done.is_set():
+            if interrupts.unheard() > 0:
+                seen.append(True)
+
+    done, looking = threading.Event(), threading.Thread(target=look)
+    looking.start()
+    try:
+        while not seen:
+            computing.set()
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 500_000)
+    except KeyboardInterrupt:
+        done.set()
+    looking.join()
+    assert seen
+
+
+def another_signal():
+    interrupts.open()
+    signal.signal(signal.SIGUSR1, lambda number, frame: None)
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def own_handler():
+    found = []
+    signal.signal(signal.SIGINT, lambda number, frame: found.append(number))
+    interrupts.open()
+    interrupt()
+    assert found == [signal.SIGINT]
+
+
+def event_loop():
+    ends = socket.socketpair()
+    for each in ends:
+        each.setblocking(False)
+    signal.set_wakeup_fd(ends[1].fileno())
+    interrupts.open()
+    assert raises_at_once()
+    interrupts.close()
+    assert signal.set_wakeup_fd(-1) == ends[1].fileno()
+    assert ends[0].recv(10) == bytes([signal.SIGINT])
+
+
+def copy():
+    interrupts.open()
+    pid = os.fork()
+    if pid == 0:
+        usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        os._exit(0 if usual and signal.set_wakeup_fd(-1) == -1 else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+globals()[json.loads(sys.argv[1])["case"]]()
+assert interrupts.unheard() == 0
+interrupts.close()
+assert signal.set_wakeup_fd(-1) == -1
