@@ -16,59 +16,46 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reaso
 
 def test_each_rank_returns_its_own_value():
     def act(offset):
-        total = torch.tensor(float(torch.distributed.get_rank()))
+        rank = torch.distributed.get_rank()
+        total = torch.tensor(float(rank))
         torch.distributed.all_reduce(total)
-        return offset + torch.distributed.get_rank(), total.item(), os.environ["WORLD_SIZE"]
+        tensors = {"weights": [torch.full((3,), float(rank)), (torch.ones(2), rank)]}
+        return offset + rank, total.item(), os.environ["WORLD_SIZE"], tensors
 
-    assert run_distributed(act, 10, world_size=3) == [(10, 3.0, "3"), (11, 3.0, "3"), (12, 3.0, "3")]
+    for rank, (*values, tensors) in enumerate(run_distributed(act, 10, world_size=3)):
+        assert values == [10 + rank, 3.0, "3"]
+        assert tensors["weights"][0].tolist() == [rank] * 3  # by value
+        assert tensors["weights"][1][0].tolist() == [1, 1]
     assert "RANK" not in os.environ
     assert multiprocessing.active_children() == []
 
 
-def test_tensors_are_returned_by_value():
-    def own():
-        rank = torch.distributed.get_rank()
-        return {"weights": [torch.full((3,), float(rank)), (torch.ones(2), rank)]}
-
-    for rank, each in enumerate(run_distributed(own)):
-        assert each["weights"][0].tolist() == [rank] * 3
-        assert each["weights"][1][0].tolist() == [1, 1]
-
-
-def test_an_error_names_its_rank_and_has_its_traceback():
-    def act():
+def test_a_failure_names_its_rank_and_a_process_that_dies_or_hangs_is_not_waited_for(tmp_path):
+    def raises():
         if torch.distributed.get_rank() == 1:
             raise ValueError("the second of two")
         torch.distributed.barrier()
 
-    with pytest.raises(RuntimeError, match=r"rank 1 failed:(?s:.*)in act(?s:.*)ValueError: the second"):
-        run_distributed(act)
-    assert multiprocessing.active_children() == []
-
-
-def test_a_process_that_dies_is_not_waited_for(tmp_path):
-    def act():
+    def dies():
         # Once the other is there: what it would say of a connection that breaks as it joins counts more.
         if torch.distributed.get_rank() == 0:
             while not there.exists():
                 time.sleep(0.01)
             os._exit(7)
         there.touch()
-        time.sleep(60)
+        time.sleep(3600)
+
+    def hangs():
+        if torch.distributed.get_rank() == 1:
+            time.sleep(3600)
 
     there = tmp_path / "there"
+    with pytest.raises(RuntimeError, match=r"rank 1 failed:(?s:.*)in raises(?s:.*)ValueError: the second"):
+        run_distributed(raises)
     with pytest.raises(RuntimeError, match=r"rank 0 failed:\nit died with exit code 7"):
-        run_distributed(act)
-    assert multiprocessing.active_children() == []
-
-
-def test_processes_that_hang_are_ended():
-    def act():
-        if torch.distributed.get_rank() == 1:
-            time.sleep(60)
-
-    with pytest.raises(TimeoutError, match=r"ranks \[0, 1\] have not ended within 2 seconds"):
-        run_distributed(act, timeout=2)
+        run_distributed(dies)
+    with pytest.raises(TimeoutError, match=r"ranks \[0, 1\] have not ended within 1 seconds"):
+        run_distributed(hangs, timeout=1)
     assert multiprocessing.active_children() == []
 
 

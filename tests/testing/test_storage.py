@@ -44,21 +44,6 @@ class Clinging(LocalFileSystem):
         os.link(old, new)
 
 
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        (Forgetful(), "a deleted file is gone"),
-        (Careless(), "entries is empty|No such file"),
-        (Short(), "the size of a file"),
-        (Unseekable(), "read from a position"),
-        (Clinging(), "replaced|renamed|leaves no other file|File exists"),
-    ],
-)
-def test_a_bad_disk_is_found_out(tmp_path, files, message):
-    with pytest.raises((AssertionError, OSError, CheckpointError), match=message):
-        check_file_system(files, str(tmp_path / "files"))
-
-
 class Overwriting(DirectoryCheckpointIO):
     def save(self, path, snapshot):
         if self.exists(path):
@@ -85,15 +70,23 @@ class Deaf(DirectoryCheckpointIO):
         pass
 
 
-@pytest.mark.parametrize(
-    ("io", "message"),
-    [
-        (Overwriting(), "save refuses to overwrite"),
-        (Lossy(), "load returns the saved snapshot: model/nan"),
-        (Greedy(), "only the requested groups"),
-        (Deaf(), "a removed checkpoint is gone"),
-    ],
-)
-def test_a_bad_storage_is_found_out(tmp_path, io, message):
-    with pytest.raises(AssertionError, match=message):
-        check_checkpoint_io(io, str(tmp_path / "checkpoints"), os.path.join)
+def test_a_bad_disk_and_a_bad_storage_are_found_out(tmp_path):
+    files = {
+        Forgetful: "a deleted file is gone",
+        Careless: "entries is empty|No such file",
+        Short: "the size of a file",
+        Unseekable: "read from a position",
+        Clinging: "replaced|renamed|leaves no other file|File exists",
+    }
+    for kind, message in files.items():
+        with pytest.raises((AssertionError, OSError, CheckpointError), match=message):
+            check_file_system(kind(), str(tmp_path / kind.__name__))
+    storages = {
+        Overwriting: "save refuses to overwrite",
+        Lossy: "load returns the saved snapshot: model/nan",
+        Greedy: "only the requested groups",
+        Deaf: "a removed checkpoint is gone",
+    }
+    for kind, message in storages.items():
+        with pytest.raises(AssertionError, match=message):
+            check_checkpoint_io(kind(), str(tmp_path / kind.__name__), os.path.join)

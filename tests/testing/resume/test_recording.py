@@ -45,31 +45,25 @@ class Faster(Throughput):
 
 def every_callback(pace: type[Throughput] = Throughput) -> list[Any]:
     """One of each that the library exports."""
-    return [
-        ActivationStats(),
-        CompileTime(),
-        DeviceStats(),
-        EarlyStopping("validation/loss", patience=9),
-        Freeze("*bias", until="3 steps"),
-        GradientNorms(per_layer=True),
-        LambdaCallback(on_log=lambda run: run.log("epoch", run.progress.epoch)),
+    log = LambdaCallback(on_log=lambda run: run.log("epoch", run.progress.epoch))
+    measure = [ActivationStats(), CompileTime(), DeviceStats(), GradientNorms(per_layer=True), pace()]
+    measure += [
         LearningRateMonitor(),
-        LossSpike("skip", window=10),
         MemoryReport(show=False),
         ModelSummary(),
-        NonFiniteDetector(),
-        Profile({"wait": 2, "warmup": 1, "active": 1}),
-        ProgressBar(),
-        pace(),
-        WeightAverage(decay=0.9),
         WeightHistograms(gradients=True),
     ]
+    act = [
+        EarlyStopping("validation/loss", patience=9),
+        Freeze("*bias", until="3 steps"),
+        WeightAverage(decay=0.9),
+    ]
+    act += [LossSpike("skip", window=10), NonFiniteDetector(), Profile({"wait": 2, "warmup": 1, "active": 1})]
+    return [*measure, *act, log, ProgressBar()]
 
 
-@pytest.mark.parametrize("pace", [Throughput, Faster])
-def test_no_callback_of_the_library_is_taken_for_something_that_was_not_saved(
-    pace: type[Throughput],
-) -> None:
+@pytest.mark.heavy("a fit with all callbacks, three times")
+def test_no_callback_of_the_library_is_taken_for_something_that_was_not_saved() -> None:
     exported = [getattr(drivetrain.callbacks, name) for name in drivetrain.callbacks.__all__]
     kinds = {each for each in exported if isinstance(each, type) and issubclass(each, Callback)}
     refused_on_a_cpu = {drivetrain.callbacks.EmptyCache, drivetrain.callbacks.XLAReport}
@@ -77,12 +71,13 @@ def test_no_callback_of_the_library_is_taken_for_something_that_was_not_saved(
     assert {type(each) for each in every_callback()} >= kinds - others - refused_on_a_cpu
 
     def make() -> Any:
-        made = trainer(callbacks=every_callback(pace), loggers=("csv", "jsonl"))
+        made = trainer(callbacks=every_callback(Faster), loggers=("csv", "jsonl"))
         return made, Net(), loader(), loader()
 
     assert_resumable(make)
 
 
+@pytest.mark.nightly
 def test_speeds_of_several_ranks_are_measured_anew_by_a_resumed_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stragglers, "LEAST", 1e-3)  # the processes are copies of this one
 
@@ -118,15 +113,16 @@ def test_a_callback_can_say_that_it_logs_times(tmp_path: Path) -> None:
         assert_resumable(lambda: timed(Clock), ignore=ignore)
     for kind in (UNINTERRUPTED, KILLED, RESUMED):
         recording = Recording(tmp_path, kind, 8, None if kind == UNINTERRUPTED else 3)
-        _run_one_process(lambda: timed(Declared), recording, 60.0)
+        _run_one_process(lambda: timed(Declared), recording, 600.0)
     report = compare(tmp_path, ignore)
     assert report.is_good
     assert "not compared, since any two runs log different values: pace/*" in str(report)
 
 
 @pytest.mark.parametrize(
-    ("updates", "asynchronous"), [(2, True), pytest.param(3, False, marks=pytest.mark.full)]
+    ("updates", "asynchronous"), [pytest.param(2, True), pytest.param(3, False, marks=pytest.mark.nightly)]
 )
+@pytest.mark.heavy("four checks of three fits of two updates")
 def test_two_updates_are_enough_also_where_there_are_no_more(updates: int, asynchronous: bool) -> None:
     def make(limit: int | None = None) -> Fit:
         policy = CheckpointConfig(asynchronous=asynchronous)

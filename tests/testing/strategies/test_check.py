@@ -26,30 +26,20 @@ def fsdp(world_size: int) -> Strategy:
     return FSDP(world_size=world_size)
 
 
+@pytest.mark.heavy("the whole suite for one strategy")
 @pytest.mark.parametrize(
-    "world_size", [2, *(pytest.param(each, marks=pytest.mark.full) for each in (1, 3, 4))]
+    "world_size", [2, *(pytest.param(each, marks=pytest.mark.nightly) for each in (1, 3, 4))]
 )
 def test_ddp_conforms(world_size: int) -> None:
     check_strategy(ddp, world_size)
 
 
-UNEVEN = [
-    "same_as_the_big_batch",
-    "frozen_and_tied",
-    "evaluation_counts_each_sample_once",
-    "resume_is_bitwise",
-]
-
-
-def test_fsdp_trains_and_resumes_on_a_number_of_processes_that_divides_nothing() -> None:
-    check_strategy(fsdp, 3, checks=UNEVEN)
-
-
-@pytest.mark.full
+@pytest.mark.nightly
 def test_fsdp_conforms_on_a_number_of_processes_that_divides_nothing() -> None:
-    check_strategy(fsdp, 3, checks=[name for name in CHECKS if name not in UNEVEN])
+    check_strategy(fsdp, 3)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "config",
     [
@@ -61,11 +51,8 @@ def test_fsdp_conforms_on_a_number_of_processes_that_divides_nothing() -> None:
 )
 def test_the_options_of_ddp_conform(config: DDPConfig) -> None:
     tolerance = 1e-6 if config.communication is None else 2e-3
-    check_strategy(
-        lambda world_size: DDP(config, world_size=world_size),
-        checks=["same_as_the_big_batch", "parameters_may_be_unfrozen"],
-        tolerance=tolerance,
-    )
+    checks = ["same_as_the_big_batch", "parameters_may_be_unfrozen"]
+    check_strategy(lambda world_size: DDP(config, world_size=world_size), checks=checks, tolerance=tolerance)
 
 
 class Summing(DDP):
@@ -225,8 +212,16 @@ FAULTS: list[tuple[type[DDP | FSDP], str, str]] = [
 ]
 
 
+QUICK = {"same_as_the_big_batch", "evaluation_counts_each_sample_once", "resume_is_bitwise"}
+
+
 @pytest.mark.parametrize(
-    ("broken", "check", "found"), FAULTS, ids=[f"{kind.__name__}-{check}" for kind, check, _ in FAULTS]
+    ("broken", "check", "found"),
+    [
+        pytest.param(*row, marks=() if row[1] in QUICK and row[0] is not Deaf else pytest.mark.nightly)
+        for row in FAULTS
+    ],
+    ids=[f"{kind.__name__}-{check}" for kind, check, _ in FAULTS],
 )
 def test_a_strategy_that_is_wrong_is_told_what_differs(
     broken: type[DDP | FSDP], check: str, found: str
@@ -235,10 +230,7 @@ def test_a_strategy_that_is_wrong_is_told_what_differs(
         check_strategy(lambda world_size: broken(world_size=world_size), checks=[check])
 
 
-def test_every_check_has_found_a_fault() -> None:
+def test_every_check_has_found_a_fault_and_an_unknown_one_is_named() -> None:
     assert {check for _, check, _ in FAULTS} == set(CHECKS)
-
-
-def test_a_check_that_does_not_exist_is_named() -> None:
     with pytest.raises(ConfigError, match=r"no check 'same_as_a_big_batch'\. Did you mean 'same_as_the_big"):
         check_strategy(ddp, checks=["same_as_a_big_batch"])

@@ -1,0 +1,65 @@
+"""Exact resume: a run killed at any update, and resumed, is bitwise the uninterrupted one."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+from tests.promises.example import QUIET, Line, batches, samples
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from drivetrain import CheckpointConfig, LambdaCallback, Run, Trainer
+
+UPDATES = 8
+
+
+class Noisy(Dataset[dict[str, Tensor]]):
+    """Samples that are augmented by all generators there are."""
+
+    def __init__(self) -> None:
+        self.samples = samples(14)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        noise = torch.rand(4) + random.random() + float(np.random.rand())
+        return {**self.samples[number], "x": self.samples[number]["x"] + 0.1 * noise}
+
+
+def train(run_dir: Path, killed_at: int = -1) -> None:
+    """Train two epochs with dropout, shuffling, validation and a checkpoint at every second update."""
+
+    def kill(run: Run) -> None:
+        if run.progress.updates == killed_at:
+            os._exit(9)
+
+    data = DataLoader(Noisy(), batch_size=4, shuffle=True)
+    policy = CheckpointConfig(every="2 steps")
+    trainer = Trainer(
+        max_epochs=2,
+        strategy="cpu",
+        run_dir=run_dir,
+        checkpoint=policy,
+        callbacks=[LambdaCallback(on_step_end=kill)],
+        **QUIET,
+    )
+    trainer.fit(Line(dropout=0.2), data, batches(4, 2), resume="auto")
+
+
+def test_a_run_killed_at_any_update_resumes_bitwise(tmp_path: Path) -> None:
+    train(tmp_path / "whole")
+    expected = (tmp_path / "whole" / "model.safetensors").read_bytes()
+    for update in range(1, UPDATES + 1):
+        run_dir = tmp_path / f"killed at {update}"
+        process = multiprocessing.get_context("fork").Process(target=train, args=(run_dir, update))
+        process.start()
+        process.join()
+        assert process.exitcode == 9
+        train(run_dir)
+        assert (run_dir / "model.safetensors").read_bytes() == expected, f"killed at update {update}"
