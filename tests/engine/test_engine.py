@@ -138,23 +138,6 @@ def test_a_steady_step_makes_few_calls_of_our_functions() -> None:
     assert len(default) == 25, default
 
 
-def test_few_of_our_frames_stand_between_fit_and_the_users_step() -> None:
-    seen: list[str] = []
-
-    class Looking(Regression):
-        def training_step(self, batch: Any) -> Tensor:
-            frame: FrameType | None = sys._getframe()
-            seen.clear()
-            while frame is not None:
-                if is_ours(frame):
-                    seen.append(frame.f_code.co_name)
-                frame = frame.f_back
-            return super().loss(self(batch[0]), batch)
-
-    quiet(max_steps=2).fit(Looking(), pairs())
-    assert seen == ["accumulate", "train_step", "train_steps", "fit", "checked"]
-
-
 @pytest.mark.parametrize(("verb", "expected"), [("validate", 9), ("predict", 8)])
 def test_validate_and_predict_make_few_calls_of_our_functions(verb: str, expected: int) -> None:
     """From one call of the user's forward to the next, with what picks the columns and seeds the stream."""

@@ -1,4 +1,4 @@
-"""Outputs of any type come back as the type that a task gave: in predictions, files, metrics and parts."""
+"""Outputs of any type come back as the type that a task gave: in predictions, files and parts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from tests.support.tasks import Regression, pairs, quiet, variant
 from torch import Tensor
 from torch.utils import _pytree
 
-from drivetrain import CheckpointError, DataError, LambdaCallback, StepOutput
+from drivetrain import CheckpointError, DataError
 from drivetrain.checkpoint.prediction_files import read_predictions
-from drivetrain.testing import run_distributed
 
 
 class Pair(NamedTuple):
@@ -128,43 +127,3 @@ def test_an_entry_of_an_output_that_cannot_be_joined_is_named() -> None:
     task = variant(predict_step=lambda self, batch: Plain(self(batch[0]), len(batch[0])))()
     with pytest.raises(DataError, match="'extra': a int does not have one entry for each sample"):
         quiet(micro_batch=2).predict(task, pairs(10, batch_size=5))
-
-
-class Mean:
-    """A metric that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def update(self, outputs: Any, _: Tensor) -> None:
-        self.seen.append(outputs)
-
-    def compute(self) -> float:
-        assert all(type(each) is Frozen and type(each.inner) is Pair for each in self.seen)
-        return float(torch.stack([each.value.detach().mean() for each in self.seen]).mean())
-
-    def reset(self) -> None:
-        self.seen: list[Any] = []
-
-
-class Measured(Regression):
-    """Has outputs of a type of its own, and a metric of them."""
-
-    def training_step(self, batch: Any) -> StepOutput:
-        outputs = self(batch[0])
-        return StepOutput(self.loss(outputs, batch), Frozen(outputs, Pair(outputs + 1, None)))
-
-    def metrics(self) -> Any:
-        return {"mean": Mean()}
-
-
-def measured(**options: Any) -> float:
-    values: dict[str, float] = {}
-    note = LambdaCallback(on_fit_end=lambda run: values.update(run.metrics))
-    quiet(max_steps=3, log_every=1, callbacks=[note], **options).fit(Measured(), pairs(6))
-    return values["train/mean"]
-
-
-def test_metrics_get_outputs_of_the_type_that_the_task_gave() -> None:
-    (found,) = run_distributed(lambda: measured(strategy="fsdp"), world_size=1)
-    assert found == pytest.approx(measured())

@@ -139,7 +139,7 @@ def test_means_are_weighted_by_micro_batch() -> None:
 
 @pytest.mark.parametrize("count", [1, FOLD - 1, FOLD, FOLD + 1, 3 * FOLD + 5])
 def test_means_are_exact_however_long_the_interval(count: int) -> None:
-    """Sums of float32 values in float64: where they are folded on the way cannot be seen, but in the memory."""
+    """Sums of float32 values in float64; where they are folded on the way is seen in memory alone."""
     buffer, rows = MetricBuffer(), made(count)
     for update, (values, weight) in enumerate(rows):
         add(buffer, update, values, weight)

@@ -1,4 +1,4 @@
-"""Metrics of all samples at once (`OverAll`): any function, on rank 0, with the samples of all ranks in order."""
+"""Metrics of all samples at once (`OverAll`): any function, with the samples of all ranks in order."""
 
 from __future__ import annotations
 
