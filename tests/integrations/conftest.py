@@ -12,6 +12,7 @@ import pytest
 @pytest.fixture(scope="session")
 def transformers_library() -> None:
     """Import transformers with its Trainer, and what it and accelerate change in the process once."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # which accelerate would warn of on ranks
     os.environ.update(PYTORCH_NVML_BASED_CUDA_CHECK="1", KMP_DUPLICATE_LIB_OK="True")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,11 +1,7 @@
-"""One module under Lightning's Trainer and under ours, on the same data. As a program it prints tables:
-
-PYTHONPATH=package .venv/bin/python -m tests.integrations.lightning.equality
-"""
+"""One module under Lightning's Trainer and under ours, on the same data."""
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections import defaultdict
 from typing import Any
@@ -24,12 +20,12 @@ MODULES = (
     "Template",
     "OneCycle",
     "Autoencoder",
-    "Teacher",
     "WarmUp",
     "GAN",
     "ManualAccumulation",
+    "Skipping",
 )
-MODULES += ("Skipping", "Segmenter", "Finetuning", "LanguageModel", "Tabular", "Unfreezing")
+MODULES += ("Segmenter", "Finetuning", "LanguageModel", "Tabular")
 # What a module's own trainer logs otherwise, each with the reason.
 EXPLAINED = {
     "Skipping": {"loss_step"},  # Lightning logs the value before again where a step returned None
@@ -136,72 +132,3 @@ def differences(first: dict[str, list[float]], second: dict[str, list[float]]) -
 
 def weights_of(module: Any) -> torch.Tensor:
     return torch.cat([each.detach().reshape(-1).double() for each in module.state_dict().values()])
-
-
-def _table(header: str, rows: list[list[str]]) -> None:
-    columns = header.split("|")
-    print(f"\n| {' | '.join(each.strip() for each in columns)} |\n|{' --- |' * len(columns)}")
-    for row in rows:
-        print(f"| {' | '.join(row)} |")
-
-
-def _compared(kind: Any) -> list[str]:
-    theirs, ours, logged, found = both(kind, {"max_epochs": 3})
-    unequal = differences(logged, found).keys()
-    assert unequal <= EXPLAINED.get(kind.__name__, set())
-    loss = next(
-        name for name in logged if "loss" in name or name == "contrastive" or "reconstruction" in name
-    )
-    others = [name for name in logged if name.startswith("val")] or [*logged]
-    value = next((name for name in others if name != loss), loss)
-    largest = (weights_of(theirs) - weights_of(ours)).abs().max()
-    cells = [f"{name} {logged[name][-1]:.6f} / {found[name][-1]:.6f}" for name in (loss, value)]
-    return [kind.__name__, *cells, f"{largest:.1e}", ", ".join(sorted(unequal)) or "none"]
-
-
-_OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
-    "accumulation 3, whole windows": ({"accumulate_grad_batches": 3}, {"gradient_accumulation_steps": 3}, 24),
-    "accumulation 4, short windows": ({"accumulate_grad_batches": 4}, {"gradient_accumulation_steps": 4}, 24),
-    "bf16-mixed": ({"precision": "bf16-mixed"}, {"precision": "bf16-mixed"}, 24),
-    "clipping": ({"gradient_clip_val": 0.05}, {"max_grad_norm": 0.05}, 24),
-}
-
-
-def _under_options() -> list[list[str]]:
-    rows = []
-    for name, (their_options, our_options, samples) in _OPTIONS.items():
-        modules.loader.__defaults__ = (samples, 0, 4)
-        row = [name]
-        for kind in (modules.Classifier, modules.Segmenter, modules.Template, modules.Autoencoder):
-            epochs = {"max_epochs": 3}
-            theirs, ours, *_ = both(kind, epochs | their_options, epochs | our_options)
-            row.append(f"{(weights_of(theirs) - weights_of(ours)).abs().max():.1e}")
-        rows.append(row)
-    return rows
-
-
-def _hooks() -> list[list[str]]:
-    from tests.integrations.lightning.recording import Recording
-
-    limits = {"max_epochs": 1, "limit_train_batches": 4}
-    their_options = {**limits, "accumulate_grad_batches": 2, "limit_val_batches": 1}
-    our_options = {**limits, "gradient_accumulation_steps": 2, "limit_validation_batches": 1}
-    theirs, ours, *_ = both(Recording, their_options, our_options)
-    return [[f"`{each}`" for each in pair] for pair in zip(theirs.calls, ours.calls, strict=True)]
-
-
-def main() -> None:
-    """Print the tables of docs/explanation/lightning-numbers.md."""
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    _table(
-        "module | a loss: Lightning / drivetrain | a value | difference of weights | logged otherwise",
-        [_compared(getattr(modules, name)) for name in MODULES],
-    )
-    _table("difference of weights | Classifier | Segmenter | Template | Autoencoder", _under_options())
-    _table("Lightning | drivetrain", _hooks())
-
-
-if __name__ == "__main__":
-    main()

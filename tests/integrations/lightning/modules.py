@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from typing import Any
@@ -188,42 +187,6 @@ class Autoencoder(LightningModule):
         return torch.optim.RMSprop(self.parameters(), lr=0.01)
 
 
-class Teacher(LightningModule):
-    """A teacher that follows the student after each batch, by a momentum that grows with the run."""
-
-    def __init__(self):
-        super().__init__()
-        self.student = body()
-        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
-        self.register_buffer("center", torch.zeros(1, 2))
-
-    def training_step(self, batch, batch_idx):
-        x, _ = batch
-        with torch.no_grad():
-            target = (self.teacher(x) - self.center).softmax(1)
-        out = self.student(x + 0.1)
-        self.center.mul_(0.9).add_(0.1 * target.mean(0, keepdim=True))
-        loss = -(target * out.log_softmax(1)).sum(1).mean()
-        self.log("train/ssl_loss", loss, batch_size=len(x))
-        return loss
-
-    def on_after_backward(self):
-        if self.current_epoch < 1:  # the last layer rests in the first epoch
-            for each in self.student[2].parameters():
-                each.grad = None
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        share = self.trainer.global_step / self.trainer.estimated_stepping_batches
-        momentum = 1 - 0.1 * (math.cos(math.pi * share) + 1) / 2
-        for own, other in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
-            own.data.mul_(momentum).add_(other.data, alpha=1 - momentum)
-        self.log("momentum", momentum, on_step=True)
-        self.log("batch_loss", outputs["loss"])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.student.parameters(), lr=0.1)
-
-
 class WarmUp(LightningModule):
     """A warm-up by hand in `optimizer_step`, clipping by hand, norms of gradients."""
 
@@ -237,8 +200,16 @@ class WarmUp(LightningModule):
         self.log("loss", loss)
         return loss
 
+    def on_after_backward(self):
+        if self.current_epoch < 1:  # the last layer rests in the first epoch
+            for each in self.net[2].parameters():
+                each.grad = None
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.log("batch_loss", outputs["loss"])
+
     def on_before_optimizer_step(self, optimizer):
-        norm = torch.stack([p.grad.norm() for p in self.net.parameters()]).norm()
+        norm = torch.stack([p.grad.norm() for p in self.net.parameters() if p.grad is not None]).norm()
         self.log("grad_norm", norm)
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
@@ -400,13 +371,17 @@ class Segmenter(LightningModule):
 
 
 class Finetuning(LightningModule):
-    """A frozen back bone that joins in a later epoch, with a rate of its own."""
+    """A frozen backbone that joins in later, with a rate of its own; `configure_model` makes the head."""
 
     def __init__(self):
         super().__init__()
-        self.backbone = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
-        self.head = nn.Linear(8, 2)
-        self.best = math.inf
+        self.backbone = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU()).requires_grad_(False)
+        self.head, self.best = None, math.inf
+
+    def configure_model(self):
+        if self.head is None:
+            torch.manual_seed(2)
+            self.head = nn.Linear(8, 2)
 
     def train(self, mode=True):
         super().train(mode)
@@ -414,14 +389,17 @@ class Finetuning(LightningModule):
         return self
 
     def on_train_epoch_start(self):
-        rate = 0.0 if self.current_epoch == 0 else 0.02
-        self.optimizers().param_groups[1]["lr"] = rate
+        is_joined = self.current_epoch > 0
+        self.backbone.requires_grad_(is_joined)
+        self.optimizers().param_groups[-1]["lr"] = rate = 0.02 * is_joined
         self.log("backbone_rate", rate)
 
     def training_step(self, batch, batch_idx):
         x, y = batch
-        loss = F.cross_entropy(self.head(self.backbone(x)), y)
+        loss = F.cross_entropy(self.head(self.backbone(x)), y, label_smoothing=0.1)
         self.log("train/loss", loss, on_step=False, on_epoch=True)
+        trained = sum(each.numel() for each in self.parameters() if each.requires_grad)
+        self.log("trained", float(trained), on_step=False, on_epoch=True, reduce_fx="max")
         return loss
 
     def validation_step(self, batch, batch_idx):
@@ -452,35 +430,31 @@ class Tokens(LightningDataModule):
         self.save_hyperparameters()
 
     def setup(self, stage=None):
-        generator = torch.Generator().manual_seed(3)
-        start = torch.randint(0, 7, (26, 1), generator=generator)
+        start = torch.randint(0, 7, (26, 1), generator=torch.Generator().manual_seed(3))
         self.ids = (start + torch.arange(7)) % 7
 
     def train_dataloader(self):
-        return DataLoader([{"ids": each} for each in self.ids[:20]], self.hparams.batch_size, num_workers=0)
+        return DataLoader([{"ids": each} for each in self.ids[:20]], self.hparams.batch_size)
 
     def val_dataloader(self):
         return DataLoader([{"ids": each} for each in self.ids[20:]], 2 * self.hparams.batch_size)
 
 
 class LanguageModel(LightningModule):
-    """A transformer with tied embeddings, groups without decay, and a warm-up by `LambdaLR`, by step."""
+    """A bigram model with tied embeddings, groups without decay, and a warm-up by `LambdaLR`, by step."""
 
     data = Tokens
 
     def __init__(self, width: int = 8, warmup: int = 4):
         super().__init__()
         self.save_hyperparameters()
-        self.embedding = nn.Embedding(7, width)
-        layer = nn.TransformerEncoderLayer(width, 2, 16, dropout=0.0, batch_first=True)
-        self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.embedding, self.norm = nn.Embedding(7, width), nn.LayerNorm(width)
         self.head = nn.Linear(width, 7, bias=False)
         self.head.weight = self.embedding.weight
         self.tokens = SumMetric()
 
     def forward(self, ids):
-        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], device=self.device)
-        return self.head(self.body(self.embedding(ids), mask=mask, is_causal=True))
+        return self.head(self.norm(self.embedding(ids)))
 
     def step(self, batch):
         logits = self(batch["ids"][:, :-1])
@@ -506,16 +480,16 @@ class LanguageModel(LightningModule):
         del self.losses
 
     def configure_optimizers(self):
-        decayed = [each for each in self.parameters() if each.ndim > 1]
-        others = [each for each in self.parameters() if each.ndim < 2]
-        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        parts = [
+            [each for each in self.parameters() if (each.ndim > 1) == decays] for decays in (True, False)
+        ]
+        groups = [{"params": parts[0], "weight_decay": 0.1}, {"params": parts[1], "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95))
-        total = self.trainer.estimated_stepping_batches
+        rest = self.trainer.estimated_stepping_batches - self.hparams.warmup
 
         def factor(step):
-            if step < self.hparams.warmup:
-                return (step + 1) / self.hparams.warmup
-            return max(0.1, 1 - (step - self.hparams.warmup) / (total - self.hparams.warmup))
+            after = step - self.hparams.warmup
+            return (step + 1) / self.hparams.warmup if after < 0 else max(0.1, 1 - after / rest)
 
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {
@@ -571,39 +545,6 @@ class Tabular(LightningModule):
 
     def configure_callbacks(self):
         return [EarlyStopping("val_R2Score", mode="max", patience=5, verbose=False)]
-
-
-class Unfreezing(LightningModule):
-    """A backbone that is frozen in the constructor, and joins in later; `configure_model` makes layers."""
-
-    def __init__(self, at: int = 1):
-        super().__init__()
-        self.save_hyperparameters()
-        self.backbone = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU()).requires_grad_(False)
-        self.head = None
-
-    def configure_model(self):
-        if self.head is None:
-            torch.manual_seed(2)
-            self.head = nn.Linear(8, 2)
-
-    def on_train_epoch_start(self):
-        self.backbone.requires_grad_(self.current_epoch >= self.hparams.at)
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        loss = F.cross_entropy(self.head(self.backbone(x)), y, label_smoothing=0.1)
-        self.log("train_loss", loss)
-        trained = sum(each.numel() for each in self.parameters() if each.requires_grad)
-        self.log("trained", float(trained), on_step=False, on_epoch=True, reduce_fx="max")
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        x, y = batch
-        self.log("val_loss", F.cross_entropy(self.head(self.backbone(x)), y), on_epoch=True, sync_dist=True)
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
 class Noted(LightningModule):

@@ -14,20 +14,16 @@ from tests.integrations.lazy import Lazy
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, pairs
 
-from drivetrain import (
-    CheckpointConfig,
-    ConfigError,
-    DDPConfig,
+from drivetrain import CheckpointConfig, DDPConfig, LambdaCallback, Trainer
+from drivetrain.callbacks import (
     DeviceStats,
     EarlyStopping,
-    LambdaCallback,
     LearningRateMonitor,
     ModelSummary,
     Profile,
     ProgressBar,
-    StrategyError,
-    Trainer,
 )
+from drivetrain.core.errors import ConfigError, StrategyError
 from drivetrain.integrations.lightning import arguments_table as table
 from drivetrain.integrations.lightning import from_lightning_arguments
 from drivetrain.integrations.lightning.arguments import DEFAULTS

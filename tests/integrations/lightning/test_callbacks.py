@@ -193,18 +193,15 @@ def test_freeze_trains_an_unfrozen_backbone_as_lightning() -> None:
 
 # Profiles and summaries.
 
-PHASES = {
-    "data": "[_TrainingEpochLoop].train_dataloader_next",
-    "step": "run_training_batch",
-    "forward": "[Strategy]SingleDeviceStrategy.training_step",
-    "backward": "[Strategy]SingleDeviceStrategy.backward",
-    "optimizer": "[LightningModule]Classifier.optimizer_step",
-    "clip": "[LightningModule]Classifier.configure_gradient_clipping",
-    "validation step": "[Strategy]SingleDeviceStrategy.validation_step",
-    "validation data": "[_EvaluationLoop].val_next",
-    "Watch.on_epoch_end": "[Callback]Watch.on_train_epoch_end",
-    "Watch.on_step_end": "[Callback]Watch.on_train_batch_end",
-}
+PHASES: dict[str, Any] = {"data": "[_TrainingEpochLoop].train_dataloader_next", "step": "run_training_batch"}
+PHASES |= {"forward": "[Strategy]SingleDeviceStrategy.training_step"}
+PHASES |= {"backward": "[Strategy]SingleDeviceStrategy.backward"}
+PHASES |= {"optimizer": "[LightningModule]Classifier.optimizer_step"}
+PHASES |= {"clip": "[LightningModule]Classifier.configure_gradient_clipping"}
+PHASES |= {"validation step": "[Strategy]SingleDeviceStrategy.validation_step"}
+PHASES |= {"validation data": "[_EvaluationLoop].val_next"}
+PHASES |= {"Watch.on_epoch_end": "[Callback]Watch.on_train_epoch_end"}
+PHASES |= {"Watch.on_step_end": "[Callback]Watch.on_train_batch_end"}
 """Phases that both have, under our name and theirs."""
 
 

@@ -15,15 +15,8 @@ from tests.support.tasks import quiet
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from drivetrain import (
-    CheckpointConfig,
-    ConfigError,
-    DataError,
-    LambdaCallback,
-    OptimizerConfig,
-    TaskModule,
-    rank,
-)
+from drivetrain import CheckpointConfig, LambdaCallback, OptimizerConfig, TaskModule, rank
+from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.integrations.lightning import as_data
 
 lightning = Lazy("lightning")

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from drivetrain import CheckpointConfig, ConfigError, EarlyStopping
 from drivetrain.integrations.lightning import LightningTask, as_data, as_task
+from drivetrain.testing import run_distributed
 
 modules = Lazy("tests.integrations.lightning.modules")
 pl = Lazy("lightning.pytorch")
@@ -108,9 +109,7 @@ def _on_two_ranks(name: str) -> tuple[Any, Any]:
     return values, weights_of(module).tolist()  # a tensor's memory would end with its process
 
 
-@pytest.mark.parametrize(
-    "name", ["Classifier", "Template", "Autoencoder", "WarmUp", "OneCycle", "Finetuning"]
-)
+@pytest.mark.parametrize("name", ["Classifier", "Template", "Autoencoder", "WarmUp", "OneCycle"])
 def test_two_ranks_equal_lightning_with_the_double_batch(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     (values, weights), (others, other_weights) = on_two_ranks(_on_two_ranks, name)
     assert weights == other_weights
@@ -360,15 +359,10 @@ def _logging(value: Any = 1.0, **options: Any) -> Any:
 
 
 def test_refusals_of_modules() -> None:
-    never = {
-        "backward": "manual_backward",
-        "transfer_batch_to_device": "to(device)",
-        "on_before_batch_transfer": "collate_fn",
-        "validation_epoch_end": "on_validation_epoch_end",
-        "on_validation_model_eval": "modes",
-        "log": "another name",
-        "manual_backward": "belongs to the run",
-    }
+    never: dict[str, Any] = {"backward": "manual_backward", "transfer_batch_to_device": "to(device)"}
+    never |= {"on_before_batch_transfer": "collate_fn", "validation_epoch_end": "on_validation_epoch_end"}
+    never |= {"on_validation_model_eval": "modes", "log": "another name"}
+    never |= {"manual_backward": "belongs to the run"}
     manual = {"optimizer_step": lambda self, *_: None}
     cases: dict[str, Any] = {
         name: (lambda name=name: as_task(_overriding(name)), f"never called here: {name}", what)
@@ -404,7 +398,7 @@ def test_refusals_of_runs(tmp_path: Path) -> None:
         task.may_skip = False
         quiet(max_epochs=1).fit(task, modules.loader())
 
-    class WithoutIt(modules.Unfreezing):  # type: ignore[name-defined,misc]
+    class WithoutIt(modules.Finetuning):  # type: ignore[name-defined,misc]
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.head.parameters(), lr=0.1)
 
@@ -467,10 +461,10 @@ def test_a_sharded_run_trains_a_module_and_refuses_what_it_cannot() -> None:
     assert on_two_ranks(_sharded) == [3, 3]
     for strategy, name, told in (
         ("fsdp", "GAN", "strategy 'fsdp' cannot run"),
-        ("ddp", "Unfreezing", r"'backbone.0.weight' was added to Unfreezing, .*or unfrozen"),
+        ("ddp", "Finetuning", r"'backbone.0.weight' was added to Finetuning, .*or unfrozen"),
     ):
         with pytest.raises(RuntimeError, match=told):
-            on_two_ranks(_refused_on_ranks, strategy, name)
+            run_distributed(_refused_on_ranks, strategy, name)
 
 
 # Optimizers.

@@ -136,11 +136,8 @@ def _wav2vec2() -> Any:
     sizes = {"conv_dim": (8, 8), "conv_kernel": (3, 3), "conv_stride": (2, 2), "num_feat_extract_layers": 2}
     sizes |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "feat_extract_norm": "layer"}
     dropouts = "layerdrop hidden_dropout attention_dropout activation_dropout feat_proj_dropout final_dropout"
-    options = {
-        "ctc_loss_reduction": "mean",
-        "apply_spec_augment": False,
-        **dict.fromkeys(dropouts.split(), 0.0),
-    }
+    options: dict[str, Any] = {"ctc_loss_reduction": "mean", "apply_spec_augment": False}
+    options |= {**dict.fromkeys(dropouts.split(), 0.0)}
     made = transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(**_ENCODER, **sizes, **options))
     made.wav2vec2.masked_spec_embed.requires_grad_(False)  # which only SpecAugment uses
     return made

@@ -1,39 +1,76 @@
-"""Scripts in the shape of transformers' examples give the same numbers with one import changed."""
+"""Scripts like transformers' examples with one import changed, and the examples of this repository."""
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+from tests.integrations.transformers.scripts.compare import SCRIPTS, results
 
-pytest.importorskip("datasets")
-
-from tests.integrations.transformers.equality import BOUND, OTHER, TABLE, Result, compared, largest_difference
-
-pytestmark = pytest.mark.full
+HERE = Path(__file__).parent
+EXAMPLES = HERE.parents[2] / "examples"
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Result]]:
-    """The results of each script with transformers' Trainer and with ours."""
-    return compared(list(TABLE), tmp_path_factory.mktemp("scripts"))
+def ran(folder: Path, program: Path, *arguments: str) -> str:
+    """Run a program that may not ask the network, and return what it printed."""
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    paths = {"HF_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    command, environment = [sys.executable, str(program), *arguments], {**os.environ, **offline, **paths}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return done.stdout
 
 
-@pytest.mark.parametrize("name", [name for name in TABLE if name != OTHER])
-def test_losses_and_metrics_are_equal(name: str, results: dict[str, dict[str, Result]]) -> None:
-    theirs, ours = results[name].values()
-    assert len(ours.losses) == 20
-    assert largest_difference(theirs, ours) < BOUND
-    assert ours.metric == pytest.approx(theirs.metric, abs=BOUND)
+@pytest.mark.landing
+def test_scripts_have_the_losses_metrics_and_files_of_transformers(tmp_path: Path) -> None:
+    folder = tmp_path / "compared"
+    ran(tmp_path, HERE / "scripts" / "compare.py", str(folder))
+    for name in SCRIPTS:
+        theirs, ours = (results(each, name, folder) for each in ("transformers", "drivetrain"))
+        assert len(ours["losses"]) == 22
+        assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-5), name
+        assert ours["metric"] == pytest.approx(theirs["metric"], abs=1e-5), name
+        # All but the pickle of the arguments.
+        assert ours["files"] == [each for each in theirs["files"] if each != "training_args.bin"]
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_scripts_leave_the_same_files(name: str, results: dict[str, dict[str, Result]]) -> None:
-    """All but the pickle of the arguments."""
-    theirs, ours = results[name].values()
-    assert ours.files == [each for each in theirs.files if each != "training_args.bin"]
+STEPS = {"classify_text": (100, r"others (\S+)%, the largest part is (\S+)%")}
+STEPS |= {"causal_lm": (60, r"before (\S+), after (\S+)"), "translate": (120, r"1,000 syllables: (\S+)%")}
+STEPS |= {"tag_tokens": (60, r"lines: (\S+)% right; the most frequent tag is (\S+)%")}
+STEPS |= {"classify_images": (200, r"accuracy on 300 other digits: (\S+)%")}
+STEPS |= {"recognise_speech": (400, r"whole numbers right: (\S+)% of 200")}
+STEPS |= {"lora": (60, r"parameters \((\S+)%\)\nloss on code before (\S+), after (\S+) nats")}
 
 
-def test_the_loss_of_a_gpt2_is_a_mean_over_the_labels_that_it_predicts(
-    results: dict[str, dict[str, Result]],
-) -> None:
-    theirs, ours = results[OTHER].values()
-    assert theirs.losses[0] == pytest.approx(ours.losses[0] * 31 / 32, rel=1e-6)
+@pytest.mark.nightly
+def test_examples_learn_something_and_write_no_files(tmp_path: Path) -> None:
+    """They share a process, because its imports take longer than an example."""
+    given = [text for name, (steps, _) in STEPS.items() for text in (name, str(steps))]
+    folder = tmp_path / "work"
+    folder.mkdir()
+    printed = ran(folder, HERE / "programs" / "run_examples.py", str(EXAMPLES), *given)
+    assert {each.name for each in folder.iterdir()} <= {"cache"}
+    parts = re.split(r"== (\w+)\n", printed)[1:]
+    texts = dict(zip(parts[::2], parts[1::2], strict=True))
+    found = {}
+    for name, (_, pattern) in STEPS.items():
+        (match,) = re.findall(pattern, texts[name])
+        found[name] = [float(each) for each in ([match] if isinstance(match, str) else match)]
+    right, most = found["classify_text"]
+    assert right > most + 10
+    before, after = found["causal_lm"]
+    assert after < before / 2
+    assert "Return the" in texts["causal_lm"]
+    right, most = found["tag_tokens"]
+    assert right > most + 20
+    assert found["translate"][0] > 50
+    assert found["classify_images"][0] > 50
+    assert found["recognise_speech"][0] > 5  # a guess is right once in 10,000 times
+    share, before, after = found["lora"]
+    assert share < 10
+    assert after < before - 0.1
+    assert all(len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 80 for name in STEPS)

@@ -1,0 +1,191 @@
+"""Subclasses of the script's Trainer as users write them, and callbacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate.utils import DistributedType
+from transformers.training_args import OptimizerNames
+
+from drivetrain.integrations.transformers import Trainer
+
+
+class Wrapping(Trainer):
+    """Looks at each loss."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        assert not loss.requires_grad
+        return loss
+
+
+class OwnBackward(Trainer):
+    """Runs backward by itself, as in transformers' documentation."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs)
+        loss.backward()
+        return loss.detach()
+
+
+class ByAccelerator(Trainer):
+    """Runs backward by the accelerator, and reports another value."""
+
+    def training_step(self, model: Any, inputs: Any) -> Any:
+        loss = self.compute_loss(model, inputs)
+        self.accelerator.backward(loss)
+        return loss.detach() + 1
+
+
+class OwnLoss(Trainer):
+    """Computes the loss from the logits."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        total = torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="sum")
+        loss = total / num_items_in_batch
+        return (loss, outputs) if return_outputs else loss
+
+
+class OwnPrediction(Trainer):
+    """Predicts the class instead of the logits."""
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> Any:
+        loss, logits, labels = super().prediction_step(model, inputs, False, ignore_keys)
+        return loss, logits.argmax(-1), labels
+
+
+class CopiedStep(Trainer):
+    """Has the lines of transformers' own training step."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        cp_context, inputs = self._prepare_context_parallel_inputs(model, inputs)
+        with cp_context():
+            model.train()
+            if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
+                self.optimizer.train()
+            inputs = self._prepare_inputs(inputs)
+            with self.compute_loss_context_manager():
+                loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+            del inputs
+            kwargs: dict[str, Any] = {}
+            if self.args.optim in [OptimizerNames.LOMO, OptimizerNames.ADALOMO]:
+                kwargs["learning_rate"] = self._get_learning_rate()
+            if self.args.n_gpu > 1:
+                loss = loss.mean()
+            if (
+                not self.model_accepts_loss_kwargs or num_items_in_batch is None
+            ) and self.compute_loss_func is None:
+                loss = loss / self.current_gradient_accumulation_steps
+            if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+                kwargs["scale_wrt_gas"] = False
+            self.accelerator.backward(loss, **kwargs)
+            return loss.detach()
+
+
+class CopiedMeans(CopiedStep):
+    """Says that its loss is a mean over each micro-batch, which transformers then divides."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.model_accepts_loss_kwargs = False
+
+
+class CopiedLoss(Trainer):
+    """Has transformers' own loss."""
+
+    compute_loss = transformers.Trainer.compute_loss
+
+
+class CopiedEvaluation(Trainer):
+    """Has transformers' own evaluation."""
+
+    evaluate = transformers.Trainer.evaluate
+    predict = transformers.Trainer.predict
+    prediction_step = transformers.Trainer.prediction_step
+
+
+class CopiedData(Trainer):
+    """Has the lines of transformers' own loader."""
+
+    def get_train_dataloader(self) -> Any:
+        return self.accelerator.prepare(
+            torch.utils.data.DataLoader(
+                self.train_dataset,
+                batch_size=self._train_batch_size,
+                collate_fn=self._get_collator_with_removed_columns(
+                    self.data_collator, description="training"
+                ),
+                sampler=self._get_train_sampler(),
+                drop_last=self.args.dataloader_drop_last,
+            )
+        )
+
+
+class Answering(Trainer):
+    """Evaluates in the shape of transformers' question answering example."""
+
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None) -> dict[str, float]:
+        loader = self.get_eval_dataloader(eval_dataset)
+        output = self.evaluation_loop(loader, description="Evaluation", ignore_keys=ignore_keys)
+        shares = output.predictions.shape[0] / 5
+        metrics = {"eval_f1": shares + self.state.global_step, **output.metrics}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+
+STEPS = (Wrapping, OwnBackward, ByAccelerator, OwnLoss, CopiedStep, CopiedMeans, CopiedLoss, CopiedData)
+STEPS += (CopiedEvaluation,)
+ZERO_STEPS = {"wrapping": Wrapping, "accelerator": ByAccelerator, "loss": OwnLoss, "copied": CopiedStep}
+
+
+def editing(kind: Any) -> Any:
+    """A class that adds the gradients at a neighbouring point, and clears those of the embeddings."""
+
+    class Editing(kind):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            loss = super().training_step(model, inputs, num_items_in_batch)
+            words = model.get_input_embeddings().weight
+            change = 0.1 * words.grad / words.grad.norm()
+            words.data += change
+            self.accelerator.backward(self.compute_loss(model, inputs))
+            words.data -= change
+            words.grad.zero_()
+            return loss
+
+    return Editing
+
+
+class Interrupted(transformers.TrainerCallback):
+    """Ends the program after an update."""
+
+    def __init__(self, update: int) -> None:
+        self.update = update
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.update:
+            raise KeyboardInterrupt
+
+
+class SavesAt2(transformers.TrainerCallback):
+    """Saves the model after the second update, by the script's Trainer."""
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = folder
+        self.script: Any = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step == 2:
+            self.script.save_model(self.folder)
