@@ -10,16 +10,10 @@ import pytest
 import torch
 import xxhash
 
-from drivetrain.checkpoint import (
-    DamagedCheckpointError,
-    DirectoryCheckpointIO,
-    Snapshot,
-    copy_assets,
-    read_manifest,
-    verify,
-)
+from drivetrain.checkpoint import DirectoryCheckpointIO, Snapshot, copy_assets, read_manifest, verify
 from drivetrain.checkpoint.format.strict_json import seal, unseal
 from drivetrain.checkpoint.inspection.compare import compare
+from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.core.errors import CheckpointError
 
@@ -27,45 +21,41 @@ FILES = {"config.json": b'{"model": 1}', "empty": b"", "parts/de/x.bin": bytes(r
 
 
 def save(path: str, assets: dict[str, bytes] = FILES) -> str:
-    snapshot = Snapshot(
-        {"model": {"w": torch.ones(3)}}, {"state": {}}, {"updates": 4, "epoch": 1}, assets=assets
-    )
+    progress = {"updates": 4, "epoch": 1}
+    snapshot = Snapshot({"model": {"w": torch.ones(3)}}, {"state": {}}, progress, assets=assets)
     DirectoryCheckpointIO().save(path, snapshot)
     return path
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
-    }
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def test_assets_are_stored_as_they_are_and_copied_verified(tmp_path: Path) -> None:
     path = save(str(tmp_path / "c"))
     assert contents(tmp_path / "c" / "assets") == FILES
     verify(path)
+    data = read_manifest(path).files["assets.json"].content  # the manifest covers the list
+    assert data is not None
+    assert json.loads(data)["empty"] == {"bytes": 0, "xxh3_128": xxhash.xxh3_128_hexdigest(b"")}
+    (tmp_path / "c" / "assets" / "tokenizer.py").write_text("import os", encoding="utf-8")  # is not listed
     written = copy_assets(path, tmp_path / "out")
     assert written == [str(tmp_path / "out" / name) for name in sorted(FILES)]
     assert contents(tmp_path / "out") == FILES
     assert DirectoryCheckpointIO().load(path).objects == {"state": {}}
+    none = save(str(tmp_path / "none"), {})
+    assert sorted(contents(Path(none))) == ["manifest.json", "model.safetensors"]
+    assert copy_assets(none, tmp_path / "nothing") == []
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
+def test_copy_assets_overwrites_nothing(tmp_path: Path) -> None:
     path = save(str(tmp_path / "c"))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "empty").write_text("mine", encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"empty' exists already"):
         copy_assets(path, tmp_path / "out")
     assert contents(tmp_path / "out") == {"empty": b"mine"}
-
-
-def test_a_checkpoint_without_assets_has_none(tmp_path: Path) -> None:
-    path = save(str(tmp_path / "c"), {})
-    assert sorted(each.name for each in Path(path).iterdir()) == [
-        "manifest.json",
-        "model.safetensors",
-    ]
-    assert copy_assets(path, tmp_path / "out") == []
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "link", "folder link"])
@@ -79,24 +69,14 @@ def test_a_damaged_asset_is_found_by_all_who_read_it(damage: str, tmp_path: Path
         file.write_bytes(content[:-1])
     elif damage == "remove":
         file.unlink()
-    elif damage == "link":  # to the right bytes, outside
-        file.rename(tmp_path / "x.bin")
-        file.symlink_to(tmp_path / "x.bin")
-    else:
-        file.parent.rename(tmp_path / "de")
-        file.parent.symlink_to(tmp_path / "de")
-    with pytest.raises(DamagedCheckpointError, match=r"assets.parts.de"):
-        verify(path)
-    with pytest.raises(DamagedCheckpointError, match=r"assets.parts.de"):
-        copy_assets(path, tmp_path / "out")
+    else:  # to the right bytes, outside
+        moved = file if damage == "link" else file.parent
+        moved.rename(tmp_path / "moved")
+        moved.symlink_to(tmp_path / "moved")
+    for read in (verify, lambda path: copy_assets(path, tmp_path / "out")):
+        with pytest.raises(DamagedCheckpointError, match=r"assets.parts.de"):
+            read(path)
     assert "parts/de/x.bin" not in contents(tmp_path / "out")
-
-
-def test_a_file_that_is_not_listed_is_not_copied(tmp_path: Path) -> None:
-    path = save(str(tmp_path / "c"))
-    (tmp_path / "c" / "assets" / "tokenizer.py").write_text("import os", encoding="utf-8")
-    copy_assets(path, tmp_path / "out")
-    assert contents(tmp_path / "out") == FILES
 
 
 def listing(path: str, change: Any) -> None:
@@ -110,44 +90,25 @@ def listing(path: str, change: Any) -> None:
 
 
 RECORD = {"bytes": 6, "xxh3_128": xxhash.xxh3_128_hexdigest(b"secret")}
-
-HOSTILE = {
-    "up": {"../../secret": RECORD},
-    "root": {"/secret": RECORD},
-    "inside up": {"a/../../../secret": RECORD},
-    "backslash": {"..\\secret": RECORD},
-    "drive": {"C:secret": RECORD},
-    "blank": {"": RECORD},
-    "null byte": {"a\0b": RECORD},
-    "surrogate": {"\ud800": RECORD},
-    "no hash": {"a": {"bytes": 6}},
-    "content": {"a": {**RECORD, "content": "secret"}},
-    "text": {"a": "secret"},
-    "list": [],
-    "huge": {"a": {**RECORD, "bytes": 1 << 31}},
-    "file and folder": {"a": RECORD, "a/b": RECORD},
-}
+OUTSIDE = ("../../secret", "/secret", "a/../../../secret", "..\\secret", "C:secret", "", "a\0b", "\ud800")
+MALFORMED: list[Any] = [{"a": {"bytes": 6}}, {"a": {**RECORD, "content": "secret"}}, {"a": "secret"}, []]
+MALFORMED += [{"a": {**RECORD, "bytes": 1 << 31}}, {"a": RECORD, "a/b": RECORD}]
 
 
-@pytest.mark.parametrize("case", HOSTILE)
-def test_a_list_that_leads_out_or_is_malformed_is_damage(case: str, tmp_path: Path) -> None:
+def test_a_list_of_assets_that_leads_out_or_is_malformed_is_damage(tmp_path: Path) -> None:
     path = save(str(tmp_path / "runs" / "c"))
     (tmp_path / "secret").write_bytes(b"secret")
     (tmp_path / "runs" / "secret").write_bytes(b"secret")
-    listing(path, lambda _: HOSTILE[case])
-    with pytest.raises(DamagedCheckpointError):
-        verify(path)
-    with pytest.raises(DamagedCheckpointError):
-        copy_assets(path, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_honest_list_passes_the_same_way(tmp_path: Path) -> None:
-    path = save(str(tmp_path / "c"))
-    (tmp_path / "c" / "assets" / "more").write_bytes(b"secret")
+    (tmp_path / "runs" / "c" / "assets" / "more").write_bytes(b"secret")
     listing(path, lambda listed: {**listed, "more": RECORD})
-    copy_assets(path, tmp_path / "out")
-    assert contents(tmp_path / "out") == {**FILES, "more": b"secret"}
+    copy_assets(path, tmp_path / "honest")
+    assert contents(tmp_path / "honest") == {**FILES, "more": b"secret"}
+    for case in [*({name: RECORD} for name in OUTSIDE), *MALFORMED]:
+        listing(path, lambda _, case=case: case)
+        for read in (verify, lambda path: copy_assets(path, tmp_path / "out")):
+            with pytest.raises(DamagedCheckpointError):
+                read(path)
+        assert not (tmp_path / "out").exists()
 
 
 def test_assets_are_kept_in_an_object_store(tmp_path: Path) -> None:
@@ -168,10 +129,3 @@ def test_a_comparison_names_the_asset_that_differs(tmp_path: Path) -> None:
     assert compare(first, save(str(tmp_path / "b"))).is_same
     other = compare(first, save(str(tmp_path / "c"), {**FILES, "empty": b"x"}))
     assert {(each.section, each.name.partition(".")[0]) for each in other.values} == {("assets", "empty")}
-
-
-def test_the_manifest_covers_the_list(tmp_path: Path) -> None:
-    path = save(str(tmp_path / "c"))
-    data = read_manifest(path).files["assets.json"].content
-    assert data is not None
-    assert json.loads(data)["empty"] == {"bytes": 0, "xxh3_128": xxhash.xxh3_128_hexdigest(b"")}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.checkpoint.make_corpus import CORPUS, grid, tree
+from tests.support.outcome import bits
 from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain import CheckpointConfig
@@ -17,53 +18,33 @@ from drivetrain.testing.storage import everything
 VERSIONS = sorted(path.name for path in CORPUS.iterdir())
 
 
-def bits(tensor):
-    return tensor.dtype, tensor.shape, tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
-
-
-def test_there_is_a_corpus_of_every_version():
-    assert [f"v{number}" for number in range(1, FORMAT_VERSION + 1)] == VERSIONS
-
-
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_byte_is_as_it_was_written(version):
+def test_every_byte_dtype_shape_and_shard_is_read_as_it_was_written(version):
+    assert [f"v{number}" for number in range(1, FORMAT_VERSION + 1)] == VERSIONS
     manifests = list((CORPUS / version).rglob("manifest.json"))
     assert len(manifests) >= 6
     for path in manifests:
         assert json.loads(path.read_text(encoding="utf-8"))["format_version"] == int(version[1:])
         verify(str(path.parent))
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_every_dtype_and_shape_is_read(version):
     found, expected = DirectoryCheckpointIO().load(str(CORPUS / version / "everything")), everything(1.0)
-    assert found.tensors.keys() == expected.tensors.keys()
-    for group, tensors in expected.tensors.items():
-        assert {name: bits(each) for name, each in found.tensors[group].items()} == {
-            name: bits(each) for name, each in tensors.items()
-        }
+    assert {group: bits(each) for group, each in found.tensors.items()} == {
+        group: bits(each) for group, each in expected.tensors.items()
+    }
     assert found.objects["hparams"] == expected.objects["hparams"]
     assert found.progress == expected.progress
     assert math.isnan(found.metrics["train/loss"])
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("version", VERSIONS)
-def test_shards_are_put_together(version, size):
-    path = str(CORPUS / version / f"sharded-by-{size}")
-    found = DirectoryCheckpointIO().load(path)
-    assert {name: bits(each) for name, each in found.tensors["model"].items()} == {
-        name: bits(each) for name, each in grid().items()
-    }
-    pieces = {name: len(each.pieces) for name, each in read_manifest(path).tensors["model"].items()}
-    assert pieces["both"] == size
-    state, expected = unpack(found.objects["state"], found.tensors["state"]), tree()
-    assert torch.equal(state.pop("tensor"), expected.pop("tensor"))
-    assert repr(state) == repr(expected)
+    for size in (1, 2, 4):
+        path = str(CORPUS / version / f"sharded-by-{size}")
+        found = DirectoryCheckpointIO().load(path)
+        assert bits(found.tensors["model"]) == bits(grid())
+        assert len(read_manifest(path).tensors["model"]["both"].pieces) == size
+        state, expected = unpack(found.objects["state"], found.tensors["state"]), tree()
+        assert torch.equal(state.pop("tensor"), expected.pop("tensor"))
+        assert repr(state) == repr(expected)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_run_goes_on(version, tmp_path):
+def test_a_run_resumes_from_every_version(version, tmp_path):
     run_dir = Path(shutil.copytree(CORPUS / version / "run", tmp_path / "run"))
     config = CheckpointConfig(every="4 steps", keep_last=2, best=1)
     trainer = quiet(max_epochs=3, run_dir=run_dir, checkpoint=config, max_grad_norm=1.0)

@@ -93,28 +93,30 @@ def save(path, whole, order):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("order", ORDERS)
-def test_what_any_mesh_holds_is_read_whole_and_on_another_mesh(tmp_path, order, shape):
+def test_what_any_mesh_holds_is_read_whole_and_on_another_mesh(tmp_path, shape):
     whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
-    save(tmp_path / "c", whole, ORDERS[order])
-    verify(str(tmp_path / "c"))
-    found = DirectoryCheckpointIO().load(str(tmp_path / "c")).tensors["model"]
-    assert torch.equal(found["w"], whole)
-    assert torch.equal(found["plain"], whole)
     others = list(ORDERS)
-    other = ORDERS[others[(others.index(order) + 4) % len(others)]]
+    for number, order in enumerate(ORDERS):
+        path = str(tmp_path / order)
+        save(tmp_path / order, whole, ORDERS[order])
+        verify(path)
+        found = DirectoryCheckpointIO().load(path).tensors["model"]
+        assert torch.equal(found["w"], whole), order
+        assert torch.equal(found["plain"], whole), order
 
-    def read():
-        pattern = sharded(torch.zeros(shape), *other)
-        like = {"w": pattern, "plain": pattern}
-        found = DirectoryCheckpointIO().load(str(tmp_path / "c"), like=lambda group, name, _: like.get(name))
-        expected = sharded(whole, *other).to_local()
-        assert torch.equal(found.tensors["model"]["w"].to_local(), expected)
-        assert torch.equal(found.tensors["model"]["plain"].to_local(), expected)
-        assert found.tensors["model"]["count"] == 3
+        other = ORDERS[others[(number + 4) % len(others)]]
 
-    for rank in (0, 3, 7):
-        as_rank(rank, read)
+        def read(path=path, other=other):
+            pattern = sharded(torch.zeros(shape), *other)
+            like = {"w": pattern, "plain": pattern}
+            found = DirectoryCheckpointIO().load(path, like=lambda group, name, _: like.get(name))
+            expected = sharded(whole, *other).to_local()
+            assert torch.equal(found.tensors["model"]["w"].to_local(), expected)
+            assert torch.equal(found.tensors["model"]["plain"].to_local(), expected)
+            assert found.tensors["model"]["count"] == 3
+
+        for rank in (0, 3, 7):
+            as_rank(rank, read)
 
 
 def test_a_strided_shard_is_stored_as_the_boxes_that_it_is(tmp_path):
@@ -148,21 +150,18 @@ def test_small_tensors_that_all_have_are_in_few_files():
     assert len({record.first for name, record in records.items() if name.endswith("step")}) == 1
 
 
-def test_summands_are_refused():
-    def act():
+def test_what_a_rank_cannot_save_is_refused():
+    def summands():
         pending = sharded(torch.ones(4, 4), LINE, [Partial()])
         with pytest.raises(CheckpointError, match=r"model/w: .*Partial.*redistribute"):
             plan_save({"model": {"w": pending}}, (), Simulated(0, WORLD))
 
-    as_rank(0, act)
-
-
-def test_a_rank_that_holds_another_box_than_rank_0_has_planned_is_refused():
     def plan(rank, order):
         tensors = {"model": {"w": sharded(torch.ones(16, 16), *ORDERS[order])}}
         return plan_save(tensors, (), Simulated(rank, WORLD))
 
-    as_rank(0, lambda: plan(0, "rows"))
+    as_rank(0, summands)
+    as_rank(0, lambda: plan(0, "rows"))  # rank 0 has planned another box than rank 5 holds
     with pytest.raises(CheckpointError, match=r"model/w: rank 5 holds .*\[16, 2\] at \[0, 10\].*\[2, 16\]"):
         as_rank(5, lambda: plan(5, "columns"))
 

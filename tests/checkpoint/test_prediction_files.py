@@ -8,22 +8,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.support.tasks import Regression, pairs, quiet
+from tests.support.tasks import Regression, pairs, quiet, variant
 
 from drivetrain import CheckpointError
 from drivetrain.checkpoint.prediction_files import read_predictions
 
 
-class Structured(Regression):
-    """Predicts more than a tensor."""
-
-    def predict_step(self, batch: Any) -> Any:
-        outputs = self(batch[0])
-        return {"value": outputs, "parts": [outputs > 0, (len(outputs), "text", None)]}
+def predict_step(self: Any, batch: Any) -> Any:
+    outputs = self(batch[0])
+    return {"value": outputs, "parts": [outputs > 0, (len(outputs), "text", None)]}
 
 
-def test_files_hold_what_predict_would_have_returned(tmp_path: Path) -> None:
-    task = Structured()
+def test_predict_save_to_writes_what_predict_would_have_returned(tmp_path: Path) -> None:
+    task = variant(predict_step=predict_step)()
     kept = quiet().predict(task, pairs(5))
     files = quiet().predict(task, pairs(5), save_to=tmp_path / "new" / "predictions")
     assert [file.name for file in files] == [f"predictions-{number:06d}.safetensors" for number in range(3)]
@@ -32,20 +29,15 @@ def test_files_hold_what_predict_would_have_returned(tmp_path: Path) -> None:
         assert torch.equal(read["value"], right["value"])
         assert torch.equal(read["parts"][0], right["parts"][0])
         assert read["parts"][1] == right["parts"][1]
-
-
-def test_the_files_are_plain_safetensors(tmp_path: Path) -> None:
     (file,) = quiet().predict(Regression(), pairs(2), save_to=tmp_path)
     (tensor,) = load_file(file).values()
     assert tensor.shape == (2, 1)
 
 
-def test_what_cannot_be_stored_is_an_error_and_leaves_the_process_as_it_was(tmp_path: Path) -> None:
-    class Unstorable(Regression):
-        def predict_step(self, batch: Any) -> Any:
-            return {"value": object()}
-
-    task = Unstorable()
+def test_a_prediction_that_cannot_be_stored_is_an_error_and_leaves_the_process_as_it_was(
+    tmp_path: Path,
+) -> None:
+    task = variant(predict_step=lambda self, batch: {"value": object()})()
     with pytest.raises(CheckpointError, match="value"):
         quiet().predict(task, pairs(4), save_to=tmp_path)
     assert torch.is_grad_enabled()

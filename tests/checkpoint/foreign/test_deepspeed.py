@@ -4,12 +4,14 @@ import json
 import os
 import pickle
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.fsdp
 from tests.support.messages import warned
+from tests.support.refusals import assert_refused
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -27,7 +29,10 @@ pytest.importorskip("deepspeed")
 from drivetrain.strategies.deepspeed.library import connect, library, quiet
 from drivetrain.strategies.deepspeed.strategy import DeepSpeed
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+pytestmark = [
+    pytest.mark.landing,  # DeepSpeed trains seven models
+    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo"),
+]
 
 QUIET = {"loggers": (), "progress_bar": False, "checkpoint": False}
 SAVED, ALL = 3, 6
@@ -147,7 +152,7 @@ def saved(tmp_path_factory):
     """The folders, by variant, and the losses of the updates after those that were saved."""
     library("cpu")  # once, of which all processes are copies
     root = tmp_path_factory.mktemp("deepspeed")
-    by_rank = run_distributed(_train_with_deepspeed, root, timeout=120)
+    by_rank = run_distributed(_train_with_deepspeed, root)
     means = {
         name: [sum(each) / 2 for each in zip(*(r[name] for r in by_rank), strict=True)] for name in VARIANTS
     }
@@ -176,22 +181,16 @@ def losses_of(path, strategy=None, **options):
     return [float(each.loss) for each in trainer.steps(Task(), data, resume=str(path))]
 
 
-@pytest.mark.parametrize("name", EXACT)
-def test_the_next_losses_are_those_of_deepspeed(saved, imported, name):
-    assert losses_of(imported / name) == pytest.approx(saved[1][name], rel=1e-6)
-
-
-def test_from_16_bits_the_next_losses_are_near_those_of_deepspeed(saved, imported):
+def test_the_next_losses_are_those_of_deepspeed(saved, imported):
+    for name in EXACT:
+        assert losses_of(imported / name) == pytest.approx(saved[1][name], rel=1e-6), name
     assert losses_of(imported / "bf16") == pytest.approx(saved[1]["bf16"], rel=1e-2)
 
 
 def _in_a_strategy(root):
     found = {}
-    rows = [
-        {"x": x, "y": y}
-        for update in range(SAVED, ALL)
-        for x, y in zip(*joined(update).values(), strict=True)
-    ]
+    batches = [joined(update) for update in range(SAVED, ALL)]
+    rows = [{"x": x, "y": y} for each in batches for x, y in zip(*each.values(), strict=True)]
     for name, make in {
         "ddp": lambda: DDP(world_size=2),
         "fsdp": lambda: FSDP(world_size=2),
@@ -199,40 +198,37 @@ def _in_a_strategy(root):
         "zero3": lambda: DeepSpeed(DeepSpeedConfig(stage=3), world_size=2),
     }.items():
         trainer = Trainer(strategy=make(), max_steps=ALL, **QUIET)
-        data = DataLoader(rows, batch_size=4)
-        steps = trainer.steps(Task(), data, resume=f"{root}/zero2")
+        steps = trainer.steps(Task(), DataLoader(rows, batch_size=4), resume=f"{root}/zero2")
         found[name] = [float(each.loss) for each in steps]
     return found
 
 
 def test_every_strategy_goes_on_from_it(saved, imported):
-    by_rank = run_distributed(_in_a_strategy, imported, timeout=120)
+    by_rank = run_distributed(_in_a_strategy, imported)
     for name in by_rank[0]:
         losses = [sum(each) / 2 for each in zip(*(found[name] for found in by_rank), strict=True)]
         assert losses == pytest.approx(saved[1]["zero2"], rel=1e-6), name
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_weights_are_the_optimizers_in_float32_and_load_under_any_name(saved, imported, tmp_path, name):
-    found = import_deepspeed(saved[0] / name, tmp_path / "plain", weights_only=True)
-    assert (found.stage, found.processes, found.updates) == (VARIANTS[name]["stage"], 2, SAVED)
-    assert (found.tensors, found.moments) == (10, 0)
-    module = net()
-    module.load_state_dict(load_weights(tmp_path / "plain"), strict=True)
-    task = Task()
-    report = task.load_weights(tmp_path / "plain", rename={"^": "net."})
-    assert len(report.loaded) == 10
-    assert not report.converted
-    assert torch.equal(task.net.last.weight, module.last.weight)
-    assert not torch.equal(module.last.weight, module.last.weight.bfloat16().float())
-    assert module.frozen.tolist() == [0.5] * 3
-    assert module.count == 7
-    assert torch.equal(load_weights(tmp_path / "plain")["again.weight"], module.first.weight)
-    other = Task()
-    other.load_weights(imported / name)
-    assert torch.equal(other.net.last.weight, module.last.weight)
-    with pytest.raises(CheckpointError, match="holds weights only"):
-        losses_of(tmp_path / "plain")
+def test_weights_are_the_optimizers_in_float32_and_load_under_any_name(saved, imported, tmp_path):
+    for name, zero in VARIANTS.items():
+        path = tmp_path / name
+        found = import_deepspeed(saved[0] / name, path, weights_only=True)
+        assert (found.stage, found.processes, found.updates) == (zero["stage"], 2, SAVED)
+        assert (found.tensors, found.moments) == (10, 0)
+        module = net()
+        module.load_state_dict(load_weights(path), strict=True)
+        task, other = Task(), Task()
+        report = task.load_weights(path, rename={"^": "net."})
+        assert (len(report.loaded), report.converted) == (10, ())
+        other.load_weights(imported / name)
+        for each in (task, other):
+            assert torch.equal(each.net.last.weight, module.last.weight)
+        assert not torch.equal(module.last.weight, module.last.weight.bfloat16().float())
+        assert (module.frozen.tolist(), module.count) == ([0.5] * 3, 7)
+        assert torch.equal(load_weights(path)["again.weight"], module.first.weight)
+        with pytest.raises(CheckpointError, match="holds weights only"):
+            losses_of(path)
 
 
 def test_the_checkpoint_is_sound_and_tells_where_it_comes_from(capsys, saved, imported, tmp_path):
@@ -284,55 +280,33 @@ def test_settings_are_the_tasks_and_a_difference_is_told(imported):
         trained([joined(SAVED)], schedule="reduce_on_plateau")
 
 
-class Sgd(Task):
-    def configure_optimizers(self):
-        return OptimizerConfig("sgd", lr=0.1)
-
-
-class Frozen(Task):
-    def __init__(self):
-        super().__init__()
-        self.net.last.bias.requires_grad = False
-
-
-class Thawed(Task):
-    def __init__(self):
-        super().__init__()
-        self.net.frozen.requires_grad = True
-
-
-class Bare(Task):
-    def __init__(self):
-        super().__init__()
-        self.last = self.net.last
-        del self.net
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (Sgd, "state of Adam, and this run's optimizer is SGD"),
-        (Frozen, "state for 'net.last.bias', which this task does not train"),
-        (Thawed, "no optimizer state for 'net.frozen', which this task trains"),
-        (Bare, r"rename={'\^net\\\\.': ''}"),
-    ],
-)
-def test_a_task_that_it_does_not_fit_is_refused(imported, kind, message):
+def fits(task, imported):
     trainer = Trainer(strategy=SingleDevice("cpu"), max_steps=ALL, **QUIET)
-    with pytest.raises(CheckpointError, match=message):
-        trainer.fit(kind(), [joined(SAVED)], resume=str(imported / "zero2"))
+    return lambda: trainer.fit(task, [joined(SAVED)], resume=str(imported / "zero2"))
 
 
-@pytest.mark.parametrize("inner", [".", f"global_step{SAVED}"])
-def test_where_a_checkpoint_is_wanted_a_folder_of_deepspeeds_is_known(saved, inner):
-    folder = str(saved[0] / "zero3" / inner)
-    with pytest.raises(CheckpointError, match=r"DeepSpeed has saved .* import-deepspeed"):
-        Task().load_weights(folder)
-    with pytest.raises(CheckpointError, match=r"DeepSpeed has saved .* import-deepspeed"):
-        losses_of(folder)
+def test_a_task_or_a_place_that_it_does_not_fit_is_refused(saved, imported):
+    class Sgd(Task):
+        def configure_optimizers(self):
+            return OptimizerConfig("sgd", lr=0.1)
 
+    frozen, thawed, bare = Task(), Task(), Task()
+    frozen.net.last.bias.requires_grad = False
+    thawed.net.frozen.requires_grad = True
+    bare.last = bare.net.last
+    del bare.net
+    cases = {
+        "sgd": (fits(Sgd(), imported), "state of Adam", "this run's optimizer is SGD"),
+        "frozen": (fits(frozen, imported), "state for 'net.last.bias', which this task does not train"),
+        "thawed": (fits(thawed, imported), "no optimizer state for 'net.frozen', which this task trains"),
+        "bare": (fits(bare, imported), r"rename={'^net\\.': ''}"),
+    }
+    for inner in (".", f"global_step{SAVED}"):  # where a checkpoint is wanted, a folder of DeepSpeed's
+        folder = str(saved[0] / "zero3" / inner)
+        for number, act in enumerate((Task().load_weights, losses_of)):
+            cases[f"{inner} {number}"] = (partial(act, folder), "DeepSpeed has saved", "import-deepspeed")
+    assert_refused(CheckpointError, cases)
 
-# What is wrong with a folder.
 
 OPTIMIZER = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 MODEL = "mp_rank_00_model_states.pt"
@@ -377,19 +351,17 @@ def test_folders_of_other_kinds_are_told(folder):
     refused(folder, "is not a DeepSpeed checkpoint")
 
 
-@pytest.mark.parametrize(("kind", "file"), [("zero2", OPTIMIZER), ("zero3", OPTIMIZER)])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_missing_file_is_told(saved, tmp_path, kind, file, rank):
-    folder = Path(shutil.copytree(saved[0] / kind, tmp_path / "folder"))
-    (folder / f"global_step{SAVED}" / file.format(rank)).unlink()
-    message = "lacks the .*optim_states.pt of the processes 0" if rank == 0 else "saved by 2 processes"
-    refused(folder, message)
-
-
-def test_a_missing_file_of_frozen_parameters_is_told(saved, tmp_path):
-    folder = Path(shutil.copytree(saved[0] / "zero3", tmp_path / "folder"))
-    (folder / f"global_step{SAVED}" / f"zero_pp_rank_1_{MODEL}").unlink()
-    refused(folder, "2 of the 3 numbers of 'frozen'")
+def test_a_missing_file_is_told(saved, tmp_path):
+    lacks, saved_by = "lacks the .*optim_states.pt of the processes 0", "saved by 2 processes"
+    for kind, name, message in (
+        *(("zero2", OPTIMIZER.format(rank), each) for rank, each in enumerate((lacks, saved_by))),
+        *(("zero3", OPTIMIZER.format(rank), each) for rank, each in enumerate((lacks, saved_by))),
+        ("zero3", f"zero_pp_rank_1_{MODEL}", "2 of the 3 numbers of 'frozen'"),
+    ):
+        folder = Path(shutil.copytree(saved[0] / kind, tmp_path / "folder"))
+        (folder / f"global_step{SAVED}" / name).unlink()
+        refused(folder, message)
+        shutil.rmtree(folder)
 
 
 def test_files_of_different_checkpoints_are_not_mixed(saved, folder):
@@ -412,80 +384,67 @@ def _set(key, value):
     return lambda content: content["optimizer_state_dict"].__setitem__(key, value)
 
 
-def _slots(change):
+def _each(part, change):
+    """Change the states of the parameters, or the groups."""
+
     def apply(content):
-        for each in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+        found = content["optimizer_state_dict"]["base_optimizer_state"][part]
+        for each in found.values() if part == "state" else found:
             change(each)
 
     return apply
+
+
+def _slots(change):
+    return _each("state", change)
 
 
 def _groups(change):
-    def apply(content):
-        for each in content["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]:
-            change(each)
-
-    return apply
+    return _each("param_groups", change)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (_set("zero_stage", 4), "ZeRO stage 4 .saved by DeepSpeed .*only stages 1, 2 and 3"),
-        (
-            _set("single_partition_of_fp32_groups", None),
-            "no 'single_partition_of_fp32_groups' .saved by Deep",
-        ),
-        (_set("single_partition_of_fp32_groups", [1, 2]), "no numbers as 'fp32' of group 0"),
-        (_set("single_partition_of_fp32_groups", [torch.ones(1)] * 2), "not as ZeRO 2 divides"),
-        (_set("single_partition_of_fp32_groups", [torch.ones(900)] * 2), "not as ZeRO 2 divides"),
-        (_set("param_alignment_paddings", [[0, -1], []]), "paddings that are not numbers"),
-        (_set("partition_count", [2, 3]), "saved by 3 processes, and there are files of 2"),
-        (_set("base_optimizer_state", []), "elastic_checkpoint"),
-        (
-            _set("base_optimizer_state", {"state": {7: {}}, "param_groups": []}),
-            "could not be loaded|no 'step'",
-        ),
-        (_slots(lambda each: each.pop("exp_avg_sq")), "only states of Adam and AdamW are imported"),
-        (
-            _slots(lambda each: each.__setitem__("exp_inf", each["exp_avg"])),
-            "only states of Adam and AdamW are imported",
-        ),
-        (
-            _slots(lambda each: each.__setitem__("max_exp_avg_sq", each["exp_avg"])),
-            "do not both have 'max_exp_avg_sq' of group 0",
-        ),
-        (_slots(lambda each: each.pop("step")), "how many updates the moments have had"),
-        (_groups(lambda each: each.pop("amsgrad")), "settings of another optimizer"),
-        (_groups(lambda each: each.__setitem__("max_coeff", 10.0)), "settings of another optimizer"),
-        (_groups(lambda each: each.__setitem__("params", [5])), "groups that do not exist"),
-    ],
-)
-def test_files_of_another_optimizer_or_version_are_told(folder, change, message):
-    changed(folder, OPTIMIZER.format(0), change)
-    refused(folder, message)
+PARTITIONS, ADAM = "single_partition_of_fp32_groups", "only states of Adam and AdamW are imported"
+OF_THE_OPTIMIZER = [
+    (_set("zero_stage", 4), "ZeRO stage 4 .saved by DeepSpeed .*only stages 1, 2 and 3"),
+    (_set(PARTITIONS, None), f"no '{PARTITIONS}' .saved by Deep"),
+    (_set(PARTITIONS, [1, 2]), "no numbers as 'fp32' of group 0"),
+    (_set(PARTITIONS, [torch.ones(1)] * 2), "not as ZeRO 2 divides"),
+    (_set(PARTITIONS, [torch.ones(900)] * 2), "not as ZeRO 2 divides"),
+    (_set("param_alignment_paddings", [[0, -1], []]), "paddings that are not numbers"),
+    (_set("partition_count", [2, 3]), "saved by 3 processes, and there are files of 2"),
+    (_set("base_optimizer_state", []), "elastic_checkpoint"),
+    (_set("base_optimizer_state", {"state": {7: {}}, "param_groups": []}), "could not be loaded|no 'step'"),
+    (_slots(lambda each: each.pop("exp_avg_sq")), ADAM),
+    (_slots(lambda each: each.__setitem__("exp_inf", each["exp_avg"])), ADAM),
+    (
+        _slots(lambda each: each.__setitem__("max_exp_avg_sq", each["exp_avg"])),
+        "not both have 'max_exp_avg_sq'",
+    ),
+    (_slots(lambda each: each.pop("step")), "how many updates the moments have had"),
+    (_groups(lambda each: each.pop("amsgrad")), "settings of another optimizer"),
+    (_groups(lambda each: each.__setitem__("max_coeff", 10.0)), "settings of another optimizer"),
+    (_groups(lambda each: each.__setitem__("params", [5])), "groups that do not exist"),
+]
+LARGE = torch.Size([10**9, 10**9])
+OF_THE_MODEL = [
+    (lambda content: content.pop("module"), "no 'module' .saved by DeepSpeed"),
+    (lambda content: content.__setitem__("param_shapes", None), "no 'param_shapes'"),
+    (lambda content: content.__setitem__("param_shapes", [{"x": 3}]), "no shapes by name"),
+    (lambda content: content["param_shapes"].pop(), "2 pieces of weights, .* the names of 1"),
+    (lambda content: content["module"].__setitem__("frozen", "x"), "no tensor as 'frozen'"),
+    (lambda content: content["param_shapes"][0].__setitem__("first.weight", LARGE), "not as"),
+    (lambda content: content.__setitem__("global_steps", -1), "progress has"),
+]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda content: content.pop("module"), "no 'module' .saved by DeepSpeed"),
-        (lambda content: content.__setitem__("param_shapes", None), "no 'param_shapes'"),
-        (lambda content: content.__setitem__("param_shapes", [{"x": 3}]), "no shapes by name"),
-        (lambda content: content["param_shapes"].pop(), "2 pieces of weights, .* the names of 1"),
-        (lambda content: content["module"].__setitem__("frozen", "x"), "no tensor as 'frozen'"),
-        (
-            lambda content: content["param_shapes"][0].__setitem__(
-                "first.weight", torch.Size([10**9, 10**9])
-            ),
-            "not as",
-        ),
-        (lambda content: content.__setitem__("global_steps", -1), "progress has"),
-    ],
-)
-def test_a_file_of_the_model_that_makes_no_sense_is_told(folder, change, message):
-    changed(folder, MODEL, change)
-    refused(folder, message)
+def test_files_of_another_optimizer_or_version_are_told(folder):
+    for name, changes in ((OPTIMIZER.format(0), OF_THE_OPTIMIZER), (MODEL, OF_THE_MODEL)):
+        path = folder / f"global_step{SAVED}" / name
+        kept = path.read_bytes()
+        for change, message in changes:
+            changed(folder, name, change)
+            refused(folder, message)
+            path.write_bytes(kept)
 
 
 def test_pieces_of_stage_3_that_are_too_short_are_told(saved, tmp_path):
@@ -508,15 +467,6 @@ def test_pieces_in_16_bits_come_as_float32(folder):
         changed(folder, OPTIMIZER.format(rank), halve)
     import_deepspeed(folder, folder.parent / "out", weights_only=True)
     assert load_weights(folder.parent / "out")["last.weight"].dtype == torch.float32
-
-
-def test_a_damaged_file_is_told(folder):
-    path = folder / f"global_step{SAVED}" / OPTIMIZER.format(1)
-    data = bytearray(path.read_bytes())
-    path.write_bytes(data[:-100])
-    assert isinstance(
-        refused(folder, "optim_states.pt' is not what torch.save writes"), DamagedCheckpointError
-    )
 
 
 def test_moments_of_an_optimizer_that_counts_in_its_settings_are_imported(saved, folder):
@@ -544,13 +494,15 @@ class Planted:
         return os.mkdir, (self.sign,)
 
 
-@pytest.mark.parametrize("name", [MODEL, OPTIMIZER.format(0), OPTIMIZER.format(1)])
+@pytest.mark.parametrize("name", [MODEL, OPTIMIZER.format(0)])
 def test_nothing_in_a_planted_folder_runs(saved, folder, tmp_path, name):
     sign = tmp_path / "it ran"
     changed(folder, name, lambda content: content.__setitem__("client", Planted(sign)))
     import_deepspeed(folder, tmp_path / "imported", rename={"^": "net."})
     assert losses_of(tmp_path / "imported") == pytest.approx(saved[1]["zero2"], rel=1e-6)
     path = folder / f"global_step{SAVED}" / name
+    path.write_bytes(path.read_bytes()[:-100])
+    assert isinstance(refused(folder, "is not what torch.save writes"), DamagedCheckpointError)
     path.write_bytes(pickle.dumps(Planted(sign)))
     refused(folder, "not a zip file")
     torch.save(Planted(sign), path)

@@ -3,10 +3,11 @@
 import errno
 import os
 import threading
-import time
+from functools import partial
 
 import pytest
 import torch
+from tests.support.ranks import on_two_ranks
 
 from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, DirectoryCheckpointIO, Snapshot
 from drivetrain.checkpoint.saving.background import HostBuffers
@@ -14,7 +15,6 @@ from drivetrain.checkpoint.saving.sharding import plan_save
 from drivetrain.checkpoint.storage.filesystem import LocalFileSystem
 from drivetrain.core.errors import CheckpointError
 from drivetrain.distributed.ranks import ALONE, Ranks
-from drivetrain.testing.distributed import run_distributed
 
 ASYNC = CheckpointConfig(keep_last=2, best=0, asynchronous=True)
 
@@ -22,15 +22,24 @@ ASYNC = CheckpointConfig(keep_last=2, best=0, asynchronous=True)
 class Gate(LocalFileSystem):
     """A disk on which no file is created before the gate is open."""
 
-    def __init__(self, opened=False):
+    def __init__(self):
         self.open_gate = threading.Event()
         self.asked = threading.Event()
-        if opened:
-            self.open_gate.set()
 
     def create(self, path):
         self.asked.set()
-        assert self.open_gate.wait(20)
+        self.open_gate.wait()
+        return super().create(path)
+
+
+class Failing(LocalFileSystem):
+    """A disk that may be full."""
+
+    is_full = False
+
+    def create(self, path):
+        if self.is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
         return super().create(path)
 
 
@@ -38,157 +47,129 @@ def snapshot(weights):
     return Snapshot({"model": weights}, {"state": {"some": "thing"}}, {"updates": 1, "epoch": 0})
 
 
+def weights_of(path):
+    return DirectoryCheckpointIO().load(str(path)).tensors["model"]
+
+
+def updates(manager):
+    return [entry.update for entry in manager.entries()]
+
+
 def test_what_changes_during_the_write_is_not_in_the_file(tmp_path):
     files = Gate()
     manager = CheckpointManager(str(tmp_path), ASYNC, files=files)
     weight = torch.full((100, 3), 1.0)
     saved = manager.save(1, 0, {}, lambda: snapshot({"w": weight, "t": weight.t(), "tied": weight}))
-    assert files.asked.wait(20)
+    files.asked.wait()
     weight.fill_(2.0)  # the next update, while the first byte is yet to be written
     assert manager.is_writing
     assert manager.poll() is None
     files.open_gate.set()
     assert manager.wait() == saved.path
     assert not manager.is_writing
-    stored = DirectoryCheckpointIO().load(saved.path).tensors["model"]
+    stored = weights_of(saved.path)
     assert all(torch.equal(each, torch.ones_like(each)) for each in stored.values())
     assert stored["t"].shape == (3, 100)
 
 
-def test_the_next_save_waits_for_the_one_before(tmp_path):
-    files = Gate()
+def test_the_next_save_waits_for_the_one_before(tmp_path, monkeypatch):
+    files, order, join = Gate(), [], threading.Thread.join
     manager = CheckpointManager(str(tmp_path), ASYNC, files=files)
-    weight = torch.ones(3)
-    manager.save(1, 0, {}, lambda: snapshot({"w": weight}))
-    order = []
 
-    def second():
-        manager.save(2, 0, {}, lambda: order.append("copied") or snapshot({"w": weight}))
+    def joined(thread, timeout=None):
+        order.append("waited")
+        files.open_gate.set()
+        join(thread, timeout)
 
-    thread = threading.Thread(target=second)
-    thread.start()
-    assert files.asked.wait(20)
-    time.sleep(0.05)  # what must not happen has no sign of its own
-    assert order == []
-    order.append("opened")
+    def copied():
+        order.append("copied")
+        return snapshot({"w": torch.ones(3)})
+
+    manager.save(1, 0, {}, copied)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "join", joined)
+        manager.save(2, 0, {}, copied)
     files.open_gate.set()
-    thread.join(20)
-    assert order == ["opened", "copied"]
+    assert order == ["copied", "waited", "copied"]
     manager.wait()
-    assert [entry.update for entry in manager.entries()] == [1, 2]
+    assert updates(manager) == [1, 2]
 
 
 def test_a_failed_write_is_told_once_and_leaves_what_was_there(tmp_path):
-    class Failing(LocalFileSystem):
-        failing = False
-
-        def create(self, path):
-            if self.failing:
-                raise OSError(28, "No space left on device")
-            return super().create(path)
-
     files = Failing()
     manager = CheckpointManager(str(tmp_path), ASYNC, files=files)
-    manager.save(1, 0, {}, lambda: snapshot({"w": torch.ones(3)}))
+    content = partial(snapshot, {"w": torch.ones(3)})
+    manager.save(1, 0, {}, content)
     manager.wait()
     index = (tmp_path / "index.json").read_bytes()
-    files.failing = True
-    manager.save(2, 0, {}, lambda: snapshot({"w": torch.ones(3)}))
+    files.is_full = True
+    manager.save(2, 0, {}, content)
     with pytest.raises(CheckpointError, match=r"update-00000002.*ENOSPC"):
         manager.wait()
     assert manager.poll() is None
-    assert [entry.update for entry in manager.entries()] == [1]
+    assert updates(manager) == [1]
     assert (tmp_path / "index.json").read_bytes() == index
     assert sorted(os.listdir(tmp_path)) == ["index.json", "update-00000001"]
-    manager.save(3, 0, {}, lambda: snapshot({"w": torch.ones(3)}))
+    manager.save(3, 0, {}, content)
     with pytest.raises(CheckpointError, match="ENOSPC"):  # by the next save too, before it begins
         manager.save(4, 0, {}, lambda: pytest.fail("nothing is to be saved on top of a failure"))
-    files.failing = False
-    manager.save(5, 0, {}, lambda: snapshot({"w": torch.ones(3)}))
+    files.is_full = False
+    manager.save(5, 0, {}, content)
     manager.wait()
-    assert [entry.update for entry in manager.entries()] == [1, 5]
+    assert updates(manager) == [1, 5]
 
 
 def test_the_policy_is_that_of_saving_in_the_foreground(tmp_path):
     ends = []
-    for name, background in (("foreground", False), ("background", True)):
+    for background in (False, True):
         config = CheckpointConfig(keep_last=2, best=2, by="loss", asynchronous=background)
-        manager = CheckpointManager(str(tmp_path / name), config)
+        directory = tmp_path / str(background)
+        manager = CheckpointManager(str(directory), config)
         weight = torch.zeros(3)
         for update, loss in enumerate([0.5, 0.1, float("nan"), 0.7, 0.3, 0.3], start=1):
             weight.fill_(update)
             keeper = manager.should_keep({"loss": loss})
-            manager.save(
-                update, 0, {"loss": loss}, lambda weight=weight: snapshot({"w": weight}), keeper=keeper
-            )
+            manager.save(update, 0, {"loss": loss}, partial(snapshot, {"w": weight}), keeper=keeper)
         manager.wait()
-        stored = {
-            path: DirectoryCheckpointIO().load(str(tmp_path / name / path)).tensors["model"]["w"].tolist()
-            for path in os.listdir(tmp_path / name)
-            if path != "index.json"
-        }
+        names = [name for name in os.listdir(directory) if name != "index.json"]
+        stored = {name: weights_of(directory / name)["w"].tolist() for name in names}
         ends.append(([repr(entry) for entry in manager.entries()], stored))
     assert ends[0] == ends[1]
     assert sorted(ends[0][1]) == ["update-00000002", "update-00000005", "update-00000006"]
 
 
-def planned(tensors):
-    found = snapshot(tensors)
-    found.plan = plan_save(found.tensors, (), ALONE)
-    return found
-
-
 def test_the_copy_is_made_once_and_its_memory_used_again():
+    buffers = HostBuffers()
+
+    def copy(tensors):
+        planned = snapshot(tensors)
+        planned.plan = plan_save(planned.tensors, (), ALONE)
+        return buffers.copy(planned).tensors["model"]
+
     weight, bias = torch.ones(64, 8), torch.ones(8)
     tensors = {"w": weight, "tied": weight, "w.t": weight.t(), "b": bias, "step": torch.tensor(3.0)}
-    buffers = HostBuffers()
-    first = buffers.copy(planned(tensors)).tensors["model"]
+    first = copy(tensors)
     assert {name: each.tolist() for name, each in first.items()} == {
         name: each.tolist() for name, each in tensors.items()
     }
     assert first["w"].data_ptr() == first["tied"].data_ptr() != weight.data_ptr()
     addresses = {name: each.data_ptr() for name, each in first.items()}
     weight.fill_(2)
-    second = buffers.copy(planned(tensors)).tensors["model"]
+    second = copy(tensors)
     assert {name: each.data_ptr() for name, each in second.items()} == addresses
     assert second["w"][0, 0] == 2
-    third = buffers.copy(planned({**tensors, "b": torch.ones(9)})).tensors["model"]
-    assert third["b"].shape == (9,)
-
-
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
-def test_several_processes_save_in_the_background_while_they_go_on_talking(tmp_path):
-    def act(directory):
-        manager = CheckpointManager(directory, ASYNC, ranks=Ranks.of_job())
-        weight = torch.zeros(1000)
-        for update in range(1, 6):
-            weight.fill_(update)
-            manager.save(update, 0, {}, lambda: snapshot({f"w{number}": weight for number in range(4)}))
-            for _ in range(20):
-                torch.distributed.all_reduce(weight.clone())
-        manager.wait()
-        return [entry.update for entry in manager.entries()]
-
-    assert run_distributed(act, str(tmp_path / "c")) == [[4, 5], [4, 5]]
-    stored = DirectoryCheckpointIO().load(str(tmp_path / "c" / "update-00000005")).tensors["model"]
-    assert all(torch.equal(each, torch.full((1000,), 5.0)) for each in stored.values())
+    assert copy({**tensors, "b": torch.ones(9)})["b"].shape == (9,)
 
 
 def test_weights_that_are_no_longer_tied_get_memory_of_their_own(tmp_path):
     manager = CheckpointManager(str(tmp_path), ASYNC)
-    tied = torch.ones(4)
-    manager.save(1, 0, {}, lambda: snapshot({"a": tied, "b": tied}))
-    apart = {"a": torch.full((4,), 5.0), "b": torch.full((4,), 7.0)}
-    manager.save(2, 0, {}, lambda: snapshot(apart))
-    both = torch.full((4,), 9.0)
-    saved = manager.save(3, 0, {}, lambda: snapshot({"a": both, "b": both}))
+    for update, values in ((1, (1.0,)), (2, (5.0, 7.0)), (3, (9.0,))):
+        tensors = [torch.full((4,), value) for value in values]
+        manager.save(update, 0, {}, partial(snapshot, {"a": tensors[0], "b": tensors[-1]}))
     manager.wait()
-    stored = [DirectoryCheckpointIO().load(str(tmp_path / f"update-0000000{n}")).tensors for n in (2, 3)]
-    assert [{name: each[0].item() for name, each in found["model"].items()} for found in stored] == [
-        {"a": 5.0, "b": 7.0},
-        {"a": 9.0, "b": 9.0},
-    ]
-    assert saved.path.endswith("update-00000003")
+    for update, values in ((2, [5.0, 7.0]), (3, [9.0, 9.0])):
+        stored = weights_of(tmp_path / f"update-0000000{update}")
+        assert [stored[name][0].item() for name in ("a", "b")] == values
 
 
 def test_a_thread_that_cannot_be_started_leaves_the_manager_as_it_was(tmp_path, monkeypatch):
@@ -203,59 +184,64 @@ def test_a_thread_that_cannot_be_started_leaves_the_manager_as_it_was(tmp_path, 
     assert manager.entries() == ()
     manager.save(2, 0, {}, lambda: snapshot({"w": torch.ones(3)}))
     manager.wait()
-    assert [entry.update for entry in manager.entries()] == [2]
+    assert updates(manager) == [2]
 
 
-class Uneven(LocalFileSystem):
-    """A disk on which one rank deletes slowly, so that its work ends later, and another may not write."""
-
-    def __init__(self, seconds, is_full):
-        self.seconds = seconds
-        self.is_full = is_full
-
-    def create(self, path):
-        if self.is_full:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-        return super().create(path)
-
-    def delete(self, path):
-        time.sleep(self.seconds)
-        super().delete(path)
+gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 
 
-def poll_on_ranks(directory, is_full):
-    ranks = Ranks.of_job()
-    files = Uneven(0.3 if ranks.rank == 0 else 0.0, False)
-    manager = CheckpointManager(
-        directory, CheckpointConfig(keep_last=1, by=None, asynchronous=True), files=files, ranks=ranks
-    )
-    tensors = {f"w{number}": torch.ones(3) for number in range(4)}
-    manager.save(1, 0, {}, lambda: snapshot(tensors))
-    manager.wait()
-    files.is_full = is_full and ranks.rank == 1
-    manager.save(2, 0, {}, lambda: snapshot(tensors))
-    for update in range(400):
-        ranks.all_gather(update)  # what the run exchanges meanwhile
-        try:
-            committed = manager.poll()
-        except CheckpointError as error:
-            return update, str(error), [entry.update for entry in manager.entries()]
-        if committed is not None:
-            return update, os.path.basename(committed), [entry.update for entry in manager.entries()]
-        time.sleep(0.01)
-    return None
+@gloo
+def test_several_processes_save_in_the_background_while_they_go_on_talking(tmp_path):
+    def act(directory):
+        manager = CheckpointManager(directory, ASYNC, ranks=Ranks.of_job())
+        weight = torch.zeros(1000)
+        for update in range(1, 6):
+            weight.fill_(update)
+            manager.save(update, 0, {}, lambda: snapshot({f"w{number}": weight for number in range(4)}))
+            for _ in range(20):
+                torch.distributed.all_reduce(weight.clone())
+        manager.wait()
+        return updates(manager)
+
+    assert on_two_ranks(act, str(tmp_path / "c")) == [[4, 5], [4, 5]]
+    stored = weights_of(tmp_path / "c" / "update-00000005")
+    assert all(torch.equal(each, torch.full((1000,), 5.0)) for each in stored.values())
 
 
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
-def test_all_ranks_take_note_of_a_commit_at_the_same_update(tmp_path):
-    first, second = run_distributed(poll_on_ranks, str(tmp_path), False)
+@gloo
+@pytest.mark.parametrize("is_full", [False, True])
+def test_all_ranks_take_note_of_a_commit_or_a_failure_at_the_same_update(tmp_path, is_full):
+    def poll(directory):
+        ranks, may_delete = Ranks.of_job(), threading.Event()
+
+        class Slow(Failing):
+            """One rank deletes what is old only later, so that its work ends after the other's."""
+
+            def delete(self, path):
+                may_delete.wait()
+                super().delete(path)
+
+        files = Slow()
+        config = CheckpointConfig(keep_last=1, by=None, asynchronous=True)
+        manager = CheckpointManager(directory, config, files=files, ranks=ranks)
+        content = partial(snapshot, {f"w{number}": torch.ones(3) for number in range(4)})
+        manager.save(1, 0, {}, content)
+        manager.wait()
+        files.is_full = is_full and ranks.rank == 1
+        manager.save(2, 0, {}, content)
+        update, told = 0, None
+        while told is None:
+            update += 1
+            if update == 30 or is_full or ranks.rank == 1:
+                may_delete.set()
+            ranks.all_gather(update)  # what the run exchanges meanwhile
+            try:
+                told = manager.poll()
+            except CheckpointError as error:
+                told = str(error)
+        return update, os.path.basename(told), updates(manager)
+
+    first, second = on_two_ranks(poll, str(tmp_path))
     assert first == second
-    assert first[1:] == ("update-00000002", [2])
-
-
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
-def test_all_ranks_raise_what_one_could_not_write_at_the_same_update(tmp_path):
-    first, second = run_distributed(poll_on_ranks, str(tmp_path), True)
-    assert first == second
-    assert "ENOSPC" in first[1]
-    assert first[2] == [1]
+    assert first[2] == ([1] if is_full else [2])
+    assert ("ENOSPC" in first[1]) if is_full else (first[0] >= 30 and first[1] == "update-00000002")

@@ -280,10 +280,7 @@ class Life(RuleBasedStateMachine):
         again = self.manager()  # another process finds the same
         for manager in (self.run, again):
             assert [
-                (
-                    *(each.name, each.update, repr(sorted(each.metrics.items()))),
-                    *(frozenset(each.resume), frozenset(each.keeper)),
-                )
+                (each.name, each.update, repr(sorted(each.metrics.items())), *map(frozenset, purposes(each)))
                 for each in manager.entries()
             ] == expected
             assert all(each.epoch == each.update // 3 for each in manager.entries())
@@ -302,6 +299,10 @@ class Life(RuleBasedStateMachine):
             ]
 
 
+def purposes(entry: Any) -> tuple[Any, Any]:
+    return entry.resume, entry.keeper
+
+
 def flip(path: Path, where: float) -> None:
     """Change one bit of a file."""
     content = bytearray(path.read_bytes())
@@ -309,15 +310,6 @@ def flip(path: Path, where: float) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("examples", [30, pytest.param(150, marks=pytest.mark.full)])
+@pytest.mark.parametrize("examples", [8, pytest.param(40, marks=pytest.mark.landing)])
 def test_what_is_kept_in_the_life_of_a_run_directory(examples: int) -> None:
-    run_state_machine_as_test(
-        Life,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=25,
-            deadline=None,
-            derandomize=True,
-            database=None,
-        ),
-    )
+    run_state_machine_as_test(Life, settings=settings(max_examples=examples, stateful_step_count=25))
