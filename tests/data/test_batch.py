@@ -8,7 +8,6 @@ from dataclasses import InitVar, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
@@ -86,43 +85,35 @@ class Boxes:
 ONES = torch.ones(3, 2)
 
 
-@pytest.mark.parametrize(
-    ("batch", "size"),
-    [
-        (ONES, 3),
-        (torch.nn.Parameter(ONES), 3),
-        ({"features": ONES, "label": torch.zeros(3)}, 3),
-        ({"scale": torch.tensor(2.0), "features": ONES}, 3),
-        ({"name": ["a", "b"], "features": ONES}, 3),
-        ({"image": {"left": ONES}}, 3),
-        ((ONES, torch.zeros(3)), 3),
-        ([[ONES], 1], 3),
-        (Pair(ONES, torch.zeros(3)), 3),
-        (Sample(ONES), 3),
-        (OrderedDict(features=ONES), 3),
-        (Encoding({"features": ONES}, encoder="x"), 3),
-        (Window(length=3), 3),
-        (Graph(torch.ones(7, 2), graphs=3), 3),
-        (Boxes(ONES), 3),
-        (pack_sequence([torch.ones(4), torch.ones(2), torch.ones(1)]), 3),
-        ((pack_sequence([torch.ones(4), torch.ones(2), torch.ones(1)]), torch.zeros(3)), 3),
-        (torch.ones(0, 2), 0),
-        (torch.tensor(1.0), None),
-        ({}, None),
-        (["a", "b"], None),
-        ("text", None),
-        (7, None),
-        (Sample, None),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_the_number_of_samples_is_the_first_dimension_of_the_first_tensor(batch: Any, size: int) -> None:
-    assert batch_size(batch) == size
+def test_the_number_of_samples_is_the_first_dimension_of_the_first_tensor() -> None:
+    packed = pack_sequence([torch.ones(4), torch.ones(2), torch.ones(1)])
+    three = (
+        ONES,
+        torch.nn.Parameter(ONES),
+        {"features": ONES, "label": torch.zeros(3)},
+        {"scale": torch.tensor(2.0), "features": ONES},
+        {"name": ["a", "b"], "features": ONES},
+        {"image": {"left": ONES}},
+        (ONES, torch.zeros(3)),
+        [[ONES], 1],
+        Pair(ONES, torch.zeros(3)),
+        Sample(ONES),
+        OrderedDict(features=ONES),
+        Encoding({"features": ONES}, encoder="x"),
+        Window(length=3),
+        Graph(torch.ones(7, 2), graphs=3),
+        Boxes(ONES),
+        packed,
+        (packed, torch.zeros(3)),
+    )
+    assert [batch_size(each) for each in three] == [3] * len(three)
+    assert batch_size(torch.ones(0, 2)) == 0
+    unknown: tuple[Any, ...] = (torch.tensor(1.0), {}, ["a", "b"], "text", 7, Sample)
+    assert [batch_size(each) for each in unknown] == [None] * len(unknown)
 
 
-@pytest.mark.parametrize(
-    "batch",
-    [
+def test_a_moved_batch_keeps_its_form_and_leaves_the_original_alone() -> None:
+    for batch in (
         {"features": ONES, "name": "a"},
         (ONES, 1, None),
         [ONES, "a"],
@@ -130,14 +121,11 @@ def test_the_number_of_samples_is_the_first_dimension_of_the_first_tensor(batch:
         OrderedDict(features=ONES),
         MappingProxyType({"features": ONES}),
         {"outer": [{"inner": (ONES, Pair(ONES, ONES))}]},
-    ],
-    ids=str,
-)
-def test_a_moved_batch_keeps_its_form_and_leaves_the_original_alone(batch: Any) -> None:
-    moved = move(batch, META)
-    assert _form(moved) == _form(batch)
-    assert _devices(moved) == {"meta"}
-    assert _devices(batch) == {"cpu"}
+    ):
+        moved = move(batch, META)
+        assert _form(moved) == _form(batch)
+        assert _devices(moved) == {"meta"}
+        assert _devices(batch) == {"cpu"}
 
 
 def _form(value: Any) -> Any:
@@ -168,32 +156,21 @@ def test_a_dataclass_is_moved_without_being_constructed_again() -> None:
     assert frozen.doubled.dtype == torch.float32
 
 
-def test_mappings_keep_what_they_carry_beside_their_items() -> None:
-    encoding = Encoding({"features": ONES}, encoder="x")
-    moved = move(encoding, META)
-    assert type(moved) is Encoding
-    assert moved.encoder == "x"
-    assert moved["features"].device == META
-    assert encoding["features"].device == CPU
-    lists = defaultdict(list, features=ONES)
-    moved = move(lists, META)
-    assert moved["missing"] == []
-    assert moved["features"].device == META
-    assert lists["features"].device == CPU
+def test_mappings_keep_what_they_carry_beside_their_items_or_become_a_dict() -> None:
+    encoding, lists = Encoding({"features": ONES}, encoder="x"), defaultdict(list, features=ONES)
+    moved, moved_lists, window = move(encoding, META), move(lists, META), move(Window(length=3), META)
+    assert (type(moved), moved.encoder, type(window)) == (Encoding, "x", dict)
+    assert moved_lists["missing"] == []
+    assert {each["features"].device for each in (moved, moved_lists, window)} == {META}
+    assert {each["features"].device for each in (encoding, lists)} == {CPU}
 
 
-def test_a_mapping_that_cannot_be_made_anew_becomes_a_dict() -> None:
-    moved = move(Window(length=3), META)
-    assert type(moved) is dict
-    assert moved["features"].device == META
-
-
-@pytest.mark.parametrize("wrap", [lambda graph: graph, lambda graph: {"pair": (graph, torch.zeros(3))}])
-def test_an_object_with_to_moves_itself_wherever_it_stands(wrap: Any) -> None:
-    moved = move(wrap(Graph(ONES, graphs=3)), META)
-    graph = moved if isinstance(moved, Graph) else moved["pair"][0]
-    assert graph.nodes.device == META
-    assert graph.num_graphs == 3
+def test_an_object_with_to_moves_itself_wherever_it_stands() -> None:
+    for graph in (
+        move(Graph(ONES, graphs=3), META),
+        move({"pair": (Graph(ONES, graphs=3), ONES)}, META)["pair"][0],
+    ):
+        assert (graph.nodes.device, graph.num_graphs) == (META, 3)
 
 
 def test_a_packed_sequence_keeps_its_lengths_on_the_host() -> None:
@@ -206,28 +183,12 @@ def test_a_packed_sequence_keeps_its_lengths_on_the_host() -> None:
     assert moved.batch_sizes.dtype == torch.int64
 
 
-def test_only_floating_point_tensors_are_cast() -> None:
-    batch = {
-        "float": ONES,
-        "half": ONES.half(),
-        "index": torch.arange(3),
-        "mask": torch.ones(3, dtype=torch.bool),
-        "complex": torch.ones(3, dtype=torch.complex64),
-    }
-    moved = move(batch, CPU, torch.bfloat16)
-    assert {name: each.dtype for name, each in moved.items()} == {
-        "float": torch.bfloat16,
-        "half": torch.bfloat16,
-        "index": torch.int64,
-        "mask": torch.bool,
-        "complex": torch.complex64,
-    }
-
-
-def test_nothing_is_copied_that_is_already_in_place() -> None:
-    batch = {"features": ONES, "label": torch.arange(3)}
-    moved = move(batch, CPU)
-    assert all(moved[name] is batch[name] for name in batch)
+def test_only_floating_point_tensors_are_cast_and_nothing_is_copied_that_is_in_place() -> None:
+    dtypes = (torch.float32, torch.float16, torch.int64, torch.bool, torch.complex64)
+    batch = [torch.ones(3, dtype=each) for each in dtypes]
+    cast = [each.dtype for each in move(batch, CPU, torch.bfloat16)]
+    assert cast == [torch.bfloat16, torch.bfloat16, *dtypes[2:]]
+    assert all(one is other for one, other in zip(move(batch, CPU), batch, strict=True))
 
 
 def test_outputs_come_to_the_host_without_their_graph_and_in_their_dtype() -> None:

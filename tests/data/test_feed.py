@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from drivetrain.core.errors import DataError
 from drivetrain.core.random_streams import preserved
@@ -83,28 +83,26 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
-@pytest.mark.parametrize(
-    ("count", "accumulation", "limit", "expected"),
-    [
-        (1, 1, None, [([0], True)]),
-        (3, 1, None, [([0], False), ([1], False), ([2], True)]),
-        (4, 2, None, [([0, 1], False), ([2, 3], True)]),
-        (5, 2, None, [([0, 1], False), ([2, 3], False), ([4], True)]),
-        (2, 8, None, [([0, 1], True)]),
-        (5, 2, 3, [([0, 1], False), ([2], True)]),
-        (5, 2, 4, [([0, 1], False), ([2, 3], True)]),
-        (3, 2, 9, [([0, 1], False), ([2], True)]),
-        (3, 2, 0, []),
-    ],
+WINDOWS: tuple[tuple[int, int, int | None, list[tuple[list[int], bool]]], ...] = (
+    (1, 1, None, [([0], True)]),
+    (3, 1, None, [([0], False), ([1], False), ([2], True)]),
+    (4, 2, None, [([0, 1], False), ([2, 3], True)]),
+    (5, 2, None, [([0, 1], False), ([2, 3], False), ([4], True)]),
+    (2, 8, None, [([0, 1], True)]),
+    (5, 2, 3, [([0, 1], False), ([2], True)]),
+    (5, 2, 4, [([0, 1], False), ([2, 3], True)]),
+    (3, 2, 9, [([0, 1], False), ([2], True)]),
+    (3, 2, 0, []),
 )
-def test_windows_are_full_but_for_the_last_which_is_marked(
-    kind: Any, count: int, accumulation: int, limit: int | None, expected: Any
-) -> None:
-    read = feed(kind(count), accumulation=accumulation, limit=limit)
-    assert shown(read.windows(0)) == expected
-    if read.updates_per_epoch is not None:
-        assert read.updates_per_epoch == len(expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_windows_are_full_but_for_the_last_which_is_marked(kind: str) -> None:
+    for count, accumulation, limit, expected in WINDOWS:
+        read = feed(KINDS[kind](count), accumulation=accumulation, limit=limit)
+        assert shown(read.windows(0)) == expected, (count, accumulation, limit)
+        if read.updates_per_epoch is not None:
+            assert read.updates_per_epoch == len(expected)
 
 
 def test_a_limit_holds_over_a_resume_and_asks_for_nothing_beyond_it() -> None:
@@ -116,7 +114,7 @@ def test_a_limit_holds_over_a_resume_and_asks_for_nothing_beyond_it() -> None:
     assert plain.asked == 5
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, 1])
 def test_indexed_data_is_windowed_from_any_position(workers: int) -> None:
     dataset = TensorDataset(torch.arange(11.0).unsqueeze(1))
 
@@ -125,11 +123,7 @@ def test_indexed_data_is_windowed_from_any_position(workers: int) -> None:
         return feed(loader, accumulation=2)
 
     whole = list(read(2).windows(1))
-    assert [(len(window.micro_batches), window.last) for window in whole] == [
-        (2, False),
-        (2, False),
-        (2, True),
-    ]
+    assert [(len(each.micro_batches), each.last) for each in whole] == [(2, False), (2, False), (2, True)]
     used = sum(each.advance for each in whole[0].micro_batches)
     assert used == 4
     rest = [each for window in read(3).windows(1, position=used) for each in window.micro_batches]
@@ -163,79 +157,16 @@ def test_weights_and_tokens_are_counted_on_the_host_batch() -> None:
     assert all(type(each.weight) is float for each in found)
     assert all(each.batch.device == META for each in found)
 
-
-def test_a_weight_on_an_accelerator_is_not_waited_for() -> None:
-    measure = Measure(weight=lambda batch: torch.ones((), device=META))
-    found = next(feed(numbered(1), measure=measure).micro_batches())
-    assert isinstance(found.weight, Tensor)
-    assert found.weight.device == META
-
-
-def test_a_batch_counts_its_samples_by_default() -> None:
-    found = next(feed(numbered(1)).micro_batches())
-    assert (found.weight, found.samples, found.tokens, found.advance) == (2, 2, 0, 1)
+    found = [
+        next(feed(numbered(1), measure=each).micro_batches()) for each in (None, Measure(weight=on_meta))
+    ]
+    assert (found[0].weight, found[0].samples, found[0].tokens, found[0].advance) == (2, 2, 0, 1)
+    assert isinstance(found[1].weight, Tensor), "one on an accelerator is not waited for"
+    assert found[1].weight.device == META
 
 
-class Empty(Dataset[Tensor]):
-    def __len__(self) -> int:
-        return 0
-
-
-class Unsized(Dataset[Tensor]):
-    batch_size = 2
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ([], "the training data is empty: its list has no batches"),
-        (DataLoader(Empty()), r"is empty: its dataset \(Empty\) has no samples"),
-        (
-            TensorDataset(torch.ones(3, 1)),
-            r"TensorDataset, which.*\) without a batch size.*Trainer\(batch_size=32\)",
-        ),
-        (Unsized(), r"Unsized\) without a length.*IterableDataset"),
-        ("path/to/data", "is a str, which gives no batches. Allowed: a DataLoader"),
-        (torch.ones(3), "is a Tensor, which gives no batches"),
-        ({"a": []}, "is a dict, which gives no batches"),
-        (7, "is a int, which gives no batches"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
-)
-def test_data_that_cannot_be_read_is_refused_with_what_is_allowed(data: Any, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        as_source(data, "training", seed=0)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [Plain([]), DataLoader(TensorDataset(torch.ones(3, 1)), batch_size=4, drop_last=True)],
-    ids=["iterable", "drop_last"],
-)
-def test_data_that_gives_nothing_says_what_may_be_the_cause(data: Any) -> None:
-    with pytest.raises(
-        DataError, match=r"the training data is empty: it gave no batch in epoch 3.*drop_last=True"
-    ):
-        list(feed(data).windows(3))
-
-
-@pytest.mark.parametrize(
-    ("batch", "kind"),
-    [("text", "str"), (["a", 1], "list of int, str"), (torch.tensor(1.0), "Tensor"), (object(), "object")],
-    ids=["text", "list", "scalar", "object"],
-)
-@pytest.mark.parametrize("wrap", [list, Plain])
-def test_a_batch_of_an_unknown_kind_is_named(wrap: Any, batch: Any, kind: str) -> None:
-    read = feed(wrap([torch.ones(2, 1), torch.ones(2, 1), batch]))
-    with pytest.raises(
-        DataError, match=f"batch 2 of epoch 4 of the training data is a {kind} with no tensor"
-    ):
-        list(read.windows(4))
-
-
-def test_the_number_of_a_bad_batch_counts_from_the_epochs_start_after_a_resume_too() -> None:
-    with pytest.raises(DataError, match="batch 2 of epoch 0"):
-        list(feed([torch.ones(2, 1), torch.ones(2, 1), "text"]).windows(0, position=1, done=1))
+def on_meta(batch: Tensor) -> Tensor:
+    return torch.ones((), device=META)
 
 
 class OwnSize(TensorDataset):
@@ -272,23 +203,7 @@ def test_named_evaluation_loaders_keep_their_names() -> None:
     assert [name for name, _ in evaluation_sources(numbered(1), "test", seed=0)] == [None]
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({}, "validation data is a mapping without any loader"),
-        ({"a/b": numbered(1)}, "name 'a/b' of a validation loader"),
-        ({"": numbered(1)}, "name '' of a validation loader"),
-        ({1: numbered(1)}, "name 1 of a validation loader"),
-        ({"night": []}, r"validation \(night\) data is empty"),
-    ],
-    ids=str,
-)
-def test_wrong_evaluation_loaders_are_refused(data: Any, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        evaluation_sources(data, "validation", seed=0)
-
-
-class Counter(torch.utils.data.IterableDataset[torch.Tensor]):
+class Counter(IterableDataset[Tensor]):
     """Samples with a state."""
 
     def __init__(self) -> None:

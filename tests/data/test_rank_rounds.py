@@ -5,7 +5,7 @@ from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.support.messages import warned
 from torch.utils.data import (
@@ -51,7 +51,6 @@ def in_order(shares):
     return [number for together in zip(*shares, strict=True) for each in together for number in numbers(each)]
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     count=st.integers(1, 40), ranks=st.integers(1, 5), size=st.integers(1, 6), shuffle=st.booleans(),
     drop_last=st.booleans(), epoch=st.integers(0, 2),
@@ -59,7 +58,7 @@ def in_order(shares):
 def test_any_number_of_ranks_sees_the_epoch_of_one(count, ranks, size, shuffle, drop_last, epoch):
     data = loader(count, size, shuffle=shuffle, drop_last=drop_last)
     if drop_last and count < size:
-        return
+        return  # an empty epoch, which is refused
     one = in_order(read(data, 1, epoch=epoch))
     shares = read(data, ranks, epoch=epoch)
     assert in_order(shares) == one
@@ -73,7 +72,6 @@ def test_any_number_of_ranks_sees_the_epoch_of_one(count, ranks, size, shuffle, 
             assert together[0].advance == total
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     count=st.integers(1, 40), ranks=st.integers(1, 5), size=st.integers(1, 6),
     then_ranks=st.integers(1, 5), then_size=st.integers(1, 6), after=st.integers(0, 6),
@@ -126,12 +124,11 @@ class Sized(Own):
         return self.count
 
 
-@pytest.mark.parametrize("drop_last", [True, False])
-@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("sampler", [Own(11), Sized(11), SubsetRandomSampler(range(4, 15))])
-def test_samplers_of_the_users_are_shared_too(sampler, ranks, drop_last):
-    data = loader(20, 2, sampler=sampler, drop_last=drop_last)
-    assert in_order(read(data, ranks, epoch=1)) == in_order(read(data, 1, epoch=1))
+def test_samplers_of_the_users_are_shared_too(sampler):
+    for ranks, drop_last in itertools.product((2, 3), (True, False)):
+        data = loader(20, 2, sampler=sampler, drop_last=drop_last)
+        assert in_order(read(data, ranks, epoch=1)) == in_order(read(data, 1, epoch=1))
 
 
 def test_batches_of_a_batch_sampler_stay_whole():
@@ -144,11 +141,7 @@ def test_batches_of_a_batch_sampler_stay_whole():
     ]
     assert [each.advance for each in shares[1]] == [4, 6, 1]
     # Each rank knows the samples of all: nobody has to be asked.
-    assert [each.everywhere for each in shares[1]] == [
-        Everywhere(4, 4, 0),
-        Everywhere(6, 6, 0),
-        Everywhere(1, 1, 0),
-    ]
+    assert [each.everywhere for each in shares[1]] == [Everywhere(each, each, 0) for each in (4, 6, 1)]
     assert in_order(read(data, 3, position=4)) == list(range(4, 11))
 
 
@@ -186,8 +179,7 @@ def test_iterables_and_lists_are_dealt_out_batch_by_batch(ranks):
     batches = [torch.arange(start, min(start + 3, 20)) for start in range(0, 20, 3)]
     assert in_order(read(batches, ranks)) == list(range(20))
     assert in_order(read(DataLoader(Stream(20), batch_size=3), ranks)) == list(range(20))
-    shares = read(batches, ranks, position=2)
-    assert in_order(shares) == list(range(6, 20))
+    assert in_order(read(batches, ranks, position=2)) == list(range(6, 20))
     with warned("its first 2 batches are drawn again"):
         assert in_order(read(DataLoader(Stream(20), batch_size=3), ranks, position=2)) == list(range(6, 20))
 
@@ -208,7 +200,6 @@ def cut(lengths):
     return [list(range(start, end)) for start, end in itertools.pairwise(ends)]
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 4), min_size=1, max_size=12), ranks=st.integers(1, 5),
     then_ranks=st.integers(1, 5), after=st.integers(0, 5), listed=st.booleans(),
@@ -276,11 +267,7 @@ def test_a_limit_and_the_updates_of_an_epoch_count_rounds():
     feed = Feed(source, CPU, accumulation=2, limit=5)
     assert (feed.batches_per_epoch, feed.updates_per_epoch) == (5, 3)
     windows = list(feed.windows(0))
-    assert [(len(window.micro_batches), window.last) for window in windows] == [
-        (2, False),
-        (2, False),
-        (1, True),
-    ]
+    assert [(len(each.micro_batches), each.last) for each in windows] == [(2, False), (2, False), (1, True)]
     assert sum(each.advance for window in windows for each in window.micro_batches) == 60
 
 
@@ -294,7 +281,7 @@ class Drawing(Dataset):
         return torch.rand(())
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, 1])
 def test_what_a_batch_draws_is_a_function_of_its_place_in_the_global_order(workers):
     data = DataLoader(Drawing(), batch_size=2, num_workers=workers)
     first, second = read(data, 2)
@@ -308,12 +295,11 @@ def test_what_a_batch_draws_is_a_function_of_its_place_in_the_global_order(worke
 )
 def test_workers_change_nothing(options):
     data = TensorDataset(torch.arange(11))
-    here = read(DataLoader(data, **options), 3)
-    made = read(DataLoader(data, num_workers=2, **options), 3)
+    here = read(DataLoader(data, **options), 2)
+    made = read(DataLoader(data, num_workers=1, **options), 2)
     assert in_order(made) == in_order(here) == in_order(read(DataLoader(data, **options), 1))
-    assert [[each[1:] for each in share] for share in made] == [
-        [each[1:] for each in share] for share in here
-    ]
+    for one, other in zip(made, here, strict=True):
+        assert [each[1:] for each in one] == [each[1:] for each in other]
 
 
 def test_what_travels_to_workers_is_a_batchs_own_indices():
@@ -332,12 +318,23 @@ def test_weights_and_tokens_of_the_task_are_left_to_be_added_up():
     assert [(each.weight, each.tokens, each.everywhere) for each in second] == [(2.0, 7, None)]
 
 
-@pytest.mark.parametrize("ranks", range(1, 5))
-@pytest.mark.parametrize("size", range(1, 6))
-@pytest.mark.parametrize("count", range(1, 18))
+@given(count=st.integers(1, 40), size=st.integers(1, 8), ranks=st.integers(1, 6))
+@example(count=1, size=1, ranks=4)
+@example(count=1, size=5, ranks=1)
+@example(count=4, size=2, ranks=2)
+@example(count=5, size=2, ranks=2)
+@example(count=8, size=2, ranks=4)
+@example(count=9, size=2, ranks=4)
+@example(count=17, size=5, ranks=3)
 def test_an_evaluation_has_every_sample_once_in_the_order_of_the_data(count, size, ranks):
     data = loader(count, size, shuffle=True, drop_last=True)
     assert in_order(read(data, ranks, in_order=True, every_sample=True)) == list(range(count))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_evaluation_keeps_to_the_samples_that_a_shuffling_sampler_is_made_of(ranks):
+    data = loader(12, 2, sampler=RandomSampler(range(5)))
+    assert in_order(read(data, ranks, in_order=True, every_sample=True)) == list(range(5))
 
 
 def test_every_named_loader_is_shared():

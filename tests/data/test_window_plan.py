@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
@@ -67,7 +67,6 @@ def points() -> Any:
     )
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     batches=points(), sizes=points(), samples=st.integers(1, 40), shares=st.integers(1, 3),
     limit=st.none() | st.integers(1, 6), epochs=st.integers(1, 8),

@@ -1,0 +1,275 @@
+"""What is said when data is of no use, or when a dataset, a sampler or a collation fails."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.support.indexed import Augmented, ByLength, batches, flat, indices, source
+from tests.support.refusals import assert_refused
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, TensorDataset
+
+from drivetrain.core.errors import DataError
+from drivetrain.core.random_streams import preserved
+from drivetrain.data import Feed, Measure, Share, Transfer, as_source, evaluation_sources
+
+
+@pytest.fixture(autouse=True)
+def own_streams() -> Iterator[None]:
+    with preserved():
+        yield
+
+
+def run(
+    data: Any, rank: int = 0, ranks: int = 1, *, epoch: int = 0, position: int = 0, weight: Any = None
+) -> None:
+    read = as_source(data, "training", 0, share=Share(rank, ranks))
+    feed = Feed(read, Transfer(torch.device("cpu")), Measure(weight=weight) if weight else None)
+    for _ in feed.micro_batches(epoch, position):
+        pass
+
+
+class Unsized(Dataset[Tensor]):
+    """A dataset without a length."""
+
+    batch_size = 2
+
+
+class Empty(Dataset[Tensor]):
+    """A dataset without a sample."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+ROWS = TensorDataset(torch.ones(3, 1))
+PAIR = torch.ones(2, 1)
+
+
+def test_data_that_cannot_be_read_is_refused_with_what_is_allowed() -> None:
+    rows = {
+        "an empty list": ([], "training data is empty", "no batches"),
+        "an empty dataset": (DataLoader(Empty()), "is empty", "(Empty) has no samples"),
+        "no batch size": (ROWS, "TensorDataset", "without a batch size", "Trainer(batch_size=32)"),
+        "no length": (Unsized(), "Unsized", "without a length", "IterableDataset"),
+        "a path": ("path/to/data", "is a str", "Allowed: a DataLoader"),
+        "a tensor": (torch.ones(3), "is a Tensor"),
+        "a dict": ({"a": []}, "is a dict"),
+    }
+    assert_refused(
+        DataError,
+        {
+            name: (lambda data=data: as_source(data, "training", seed=0), *words)
+            for name, (data, *words) in rows.items()
+        },
+    )
+    named = {
+        "no loader": ({}, "mapping without any loader"),
+        "a slash": ({"a/b": [PAIR]}, "'a/b'"),
+        "no name": ({"": [PAIR]}, "name ''"),
+        "a number": ({1: [PAIR]}, "name 1"),
+        "an empty one": ({"night": []}, "validation (night) data is empty"),
+    }
+    assert_refused(
+        DataError,
+        {
+            name: (lambda data=data: evaluation_sources(data, "validation", seed=0), word)
+            for name, (data, word) in named.items()
+        },
+    )
+
+
+class Iterable:
+    """An iterable that is no list."""
+
+    def __init__(self, *given: Any) -> None:
+        self.given = given
+
+    def __iter__(self) -> Iterator[Any]:
+        for each in self.given:
+            if isinstance(each, Exception):
+                raise each
+            yield each
+
+
+def test_batches_that_cannot_be_used_are_named() -> None:
+    """By their number among all batches of the epoch, also after a resume and on each rank."""
+    dropping = DataLoader(ROWS, batch_size=4, drop_last=True)
+    listed = [PAIR, PAIR, "text"]
+    six = [PAIR] * 5 + [["words"]]
+    numbered = DataLoader(TensorDataset(torch.arange(24)), batch_size=2)
+    failing = Iterable(PAIR, PAIR, ValueError("broken"))
+
+    def bad_weight(batch: Any) -> float:
+        return -1.0 if 14 in batch[0] else 1.0
+
+    wrong = "batch 2 of epoch 4 of the training data is a"
+    assert_refused(
+        DataError,
+        {
+            "nothing": (
+                lambda: run(Iterable(), epoch=3),
+                "is empty: it gave no batch in epoch 3",
+                "drop_last=True",
+            ),
+            "nothing but a short one": (lambda: run(dropping, epoch=3), "is empty", "drop_last=True"),
+            "the same on a rank": (lambda: run(dropping, 1, 2), "the training data is empty"),
+            "text": (lambda: run(listed, epoch=4), f"{wrong} str with no tensor"),
+            "text of an iterable": (lambda: run(Iterable(*listed), epoch=4), f"{wrong} str with no tensor"),
+            "a list": (
+                lambda: run([PAIR, PAIR, ["a", 1]], epoch=4),
+                f"{wrong} list of int, str with no tensor",
+            ),
+            "a scalar": (
+                lambda: run([PAIR, PAIR, torch.tensor(1.0)], epoch=4),
+                f"{wrong} Tensor with no tensor",
+            ),
+            "text after a resume": (lambda: run(listed, position=1), "batch 2 of epoch 0"),
+            "of rank 1": (lambda: run(six, 1, 2), "batch 5 of epoch 0"),
+            "of rank 2 after a resume": (lambda: run(six, 2, 3, position=3), "batch 5 of epoch 0"),
+            "the only one of its round": (lambda: run(six, 3, 5), "batch 5 of epoch 0"),
+            "raises on 0": (lambda: run(failing, 0, 2), "raised at batch 2 of epoch 0: ValueError: broken"),
+            "raises on 1": (lambda: run(failing, 1, 2), "raised at batch 2 of epoch 0: ValueError: broken"),
+            "a weight": (
+                lambda: run(numbered, position=8, weight=bad_weight),
+                "loss_weight gave -1.0 for batch 7",
+            ),
+            "a weight on rank 1": (
+                lambda: run(numbered, 1, 2, position=8, weight=bad_weight),
+                "loss_weight gave -1.0 for batch 7",
+            ),
+        },
+    )
+    run(six, 0, 2)  # reads no such batch
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_that_raises_names_the_batch_and_its_indices(workers: int) -> None:
+    order = flat(indices(source(), epoch=2))
+    read = source(Augmented(fails=(order[7], ValueError("bad file"))), workers=workers)
+    taken = read.batches(2, 3)
+    assert [int(sample[0]) for sample in next(taken)[0]] == order[3:6]
+    with pytest.raises(DataError) as caught:
+        next(taken)
+    message = str(caught.value)
+    assert "the training data raised at batch 2 of epoch 2" in message
+    assert f"samples 6 to 8 of its order, dataset indices [{', '.join(map(str, order[6:9]))}]" in message
+    assert "ValueError: bad file" in message
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_only_the_rank_that_reads_it_meets_a_broken_sample_and_names_its_batch(workers: int) -> None:
+    data = DataLoader(Augmented(fails=(8, ValueError("broken"))), batch_size=2, num_workers=workers)
+    run(data, 1, 2)
+    place = re.escape("batch 4 of epoch 0 (samples 8 to 9 of its order, dataset indices [8, 9])")
+    by = r", in worker 0 \(pid \d+\): ValueError: broken" if workers else ": ValueError: broken"
+    with pytest.raises(DataError, match=place + by):
+        run(data, 0, 2)
+
+
+def exhausted(samples: list[Tensor]) -> Any:
+    raise StopIteration
+
+
+def broken(samples: list[Tensor]) -> Any:
+    raise RuntimeError("sizes differ")
+
+
+class Broken(ByLength):
+    """A sampler that raises."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        raise ValueError("no weights")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_collate_fn_or_a_sampler_that_raises_is_named_and_ends_no_epoch_early(workers: int) -> None:
+    runs_out = Augmented(fails=(4, StopIteration()))
+    sampler = "the training data's sampler (Broken) raised in epoch 3: ValueError: no weights"
+
+    def read(*arguments: Any, epoch: int = 0, **options: Any) -> Any:
+        return lambda: batches(source(*arguments, workers=workers, **options), epoch=epoch)
+
+    assert_refused(
+        DataError,
+        {
+            "a dataset": (
+                read(runs_out, shuffle=False),
+                "batch 1 of epoch 0",
+                "raised StopIteration for index 4",
+            ),
+            "a collate_fn": (read(collate_fn=broken), "batch 0 of epoch 0 (samples 0 to 2", "sizes differ"),
+            "one that ends": (
+                read(collate_fn=exhausted),
+                "batch 0 of epoch 0 (samples 0 to 2",
+                "StopIteration",
+            ),
+            "a sampler": (read(sampler=Broken(), epoch=3), sampler),
+            "a batch sampler": (read(batch_sampler=Broken(), epoch=3), sampler),
+        },
+    )
+
+
+def test_the_batch_of_a_batch_sampler_that_fails_is_named_by_its_number() -> None:
+    sizes = [len(batch) for batch in indices(source(batch_sampler=ByLength()))]
+    order = flat(indices(source(batch_sampler=ByLength())))
+    bad = Augmented(fails=(order[sum(sizes[:2])], ValueError("bad")))
+    with pytest.raises(DataError, match=f"batch 2 of epoch 0 .samples {sum(sizes[:2])} to"):
+        batches(source(bad, batch_sampler=ByLength()), position=sizes[0])
+
+
+def test_an_interrupt_in_the_dataset_passes_through() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        batches(source(Augmented(fails=(4, KeyboardInterrupt()))))
+
+
+class OwnOrder(DistributedSampler[Any]):
+    """A sampler of the user's that divides."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(super().__iter__())[::-1])
+
+
+class Grouped(Sampler[int]):
+    """Divides the data as some libraries' samplers do, which are not torch's."""
+
+    num_replicas = 3
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(0, 12, 3))
+
+
+class Paired:
+    """A batch sampler of the user's around a sampler that divides."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Any:
+        return zip(*[iter(self.sampler)] * 2, strict=True)
+
+
+DATA = TensorDataset(torch.arange(12))
+
+
+def test_data_that_is_divided_in_a_way_of_its_own_is_not_divided_once_more() -> None:
+    rows: dict[str, dict[str, Any]] = {
+        "OwnOrder": {"sampler": OwnOrder(DATA, 3, 0)},
+        "Grouped": {"sampler": Grouped()},
+        "DistributedSampler": {"batch_sampler": Paired(DistributedSampler(DATA, 3, 0))},
+    }
+    words = ("divides the dataset into 3 parts", "num_replicas=1")
+    assert_refused(
+        DataError,
+        {
+            kind: (lambda each=each: run(DataLoader(DATA, **each), 0, 2), kind, *words)
+            for kind, each in rows.items()
+        },
+    )
+    for rank in range(2):  # one that gives the whole dataset is taken
+        run(DataLoader(DATA, batch_size=2, sampler=OwnOrder(DATA, 1, 0)), rank, 2)
