@@ -7,8 +7,6 @@ what was saved.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -56,7 +54,6 @@ def content(update: int) -> Snapshot:
 
 
 def loss(update: int) -> float:
-    """What an update is ranked by."""
     return LOSSES[update - 1] if update <= len(LOSSES) else 1.0
 
 
@@ -69,9 +66,10 @@ def differences(snapshot: Snapshot) -> str | None:
     objects = {name: value for name, value in snapshot.objects.items() if name in saved.objects}
     if (objects, snapshot.progress, snapshot.metrics) != (saved.objects, saved.progress, saved.metrics):
         return f"the objects, the progress or the metrics of update {update} differ"
-    if {group: list(named) for group, named in snapshot.tensors.items()} != {
-        group: list(named) for group, named in saved.tensors.items()
-    }:
+    there, here = (
+        {group: list(named) for group, named in each.tensors.items()} for each in (snapshot, saved)
+    )
+    if there != here:
         return f"update {update} has other tensors"
     for group, named in saved.tensors.items():
         for name, tensor in named.items():
@@ -84,22 +82,7 @@ def differences(snapshot: Snapshot) -> str | None:
 
 @dataclass
 class Life:
-    """What happens to one directory of checkpoints: processes save and load there, and faults strike.
-
-    Attributes:
-        directory: Where.
-        asynchronous: Whether saving goes on in the background.
-        ranks: The processes that act together.
-        acknowledged: The update of the newest checkpoint that a save, or a load, has answered for.
-        attempted: That of the newest that a save was begun of.
-        passed_over: How often the newest was not what was resumed from.
-        loads: How many checkpoints were loaded.
-        wrong: A text for each load of other bytes than were saved.
-        complaints: A text for each thing that should not have happened.
-        errors: The errors that were raised.
-        warnings: The warnings that were given.
-        steps: What the faults have struck.
-    """
+    """What happens to one directory of checkpoints: processes save and load there, and faults strike."""
 
     directory: str
     asynchronous: bool = False
@@ -120,15 +103,9 @@ class Life:
         return CheckpointConfig(keep_last=2, best=1, by="loss", asynchronous=self.asynchronous)
 
     def live(self, files: FaultyFileSystem) -> bool:
-        """Save and load until all updates are made, or the process is killed.
-
-        An error is met as a user would: the cause is removed, and the same manager is asked again.
-
-        Returns:
-            Whether it came to its end.
-        """
+        """Save and load until all updates are made, or the process is killed."""
         expected: int | None = newest_complete(files.inner, self.directory, self)
-        with self._heard():
+        with heard(texts=self.warnings):
             try:
                 for stop in STOPS:
                     manager = CheckpointManager(self.directory, self.config, files=files, ranks=self.ranks)
@@ -154,11 +131,7 @@ class Life:
         return found
 
     def check_load(self, found: tuple[str, Snapshot] | None) -> int:
-        """Compare what was loaded with what was saved.
-
-        Returns:
-            Its update; 0 for none.
-        """
+        """Compare what was loaded with what was saved."""
         if found is None:
             return 0
         self.loads += 1
@@ -169,14 +142,7 @@ class Life:
         return int(str(snapshot.progress.get("updates", 0)))
 
     def check_newest(self, update: int, expected: int | None, steps: list[Step], warned: list[str]) -> None:
-        """Check that what was resumed from is the newest, and that a warning tells why one was passed over.
-
-        Args:
-            update: What was loaded.
-            expected: The newest complete one on the disk, if that is known.
-            steps: What faults have struck.
-            warned: The warnings that were given.
-        """
+        """Check that the newest was resumed from, and that a warning tells why one was passed over."""
         damaged = self.damaged(steps)
         newest = self.acknowledged if expected is None else expected
         if update != newest and not (newest in damaged and update == newest - 1):
@@ -235,7 +201,7 @@ class Life:
         """Start a last process on a sound file system, and check everything."""
         wanted = _kept(self.acknowledged) & _kept(self.attempted)
         expected = newest_complete(files, self.directory, self)
-        with self._heard():
+        with heard(texts=self.warnings):
             manager = CheckpointManager(self.directory, self.config, files=files)
             update = self.check_load(manager.load_latest())
             self.check_newest(update, expected, self.steps, self.warnings)
@@ -243,8 +209,10 @@ class Life:
             save(manager, update + 1)
             if self.check_load(manager.load_latest()) != update + 1:
                 self.complaints.append("what was saved next is not what is loaded")
+        damaged = self.damaged(self.steps)
         for text in self.warnings:
-            if not self._is_explained(text):
+            named = any((f"update-{update:08d}" if update else INDEX) in text for update in damaged)
+            if not named and not (self.steps and "an old checkpoint could not be removed" in text):
                 self.complaints.append(f"a warning without a cause: {text}")
 
     def _check_directory(self, manager: CheckpointManager, files: FileSystem, wanted: set[int]) -> None:
@@ -270,17 +238,6 @@ class Life:
                 self.complaints.append(f"{name!r} is there, and is no checkpoint")
         for name in unfinished(files, self.directory):
             self.complaints.append(f"{name!r} was left behind")
-
-    def _is_explained(self, text: str) -> bool:
-        damaged = self.damaged(self.steps)
-        if "an old checkpoint could not be removed" in text:
-            return bool(self.steps)
-        return any((f"update-{update:08d}" if update else INDEX) in text for update in damaged)
-
-    @contextmanager
-    def _heard(self) -> Iterator[None]:
-        with heard(texts=self.warnings):
-            yield
 
 
 def _kept(update: int) -> set[int]:

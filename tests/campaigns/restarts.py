@@ -1,7 +1,7 @@
 """Runs that are interrupted again and again: by signals, which they obey, and by kills, which they survive.
 
-Run as `python -m tests.campaigns.restarts --signals 20` or `--kills 100`; see `--help`. It ends with exit
-code 1 if anything was lost, repeated or wrong.
+Run as `python -m tests.campaigns.restarts --signals 20` or `--kills 100`. It ends with exit code 1 if
+anything was lost, repeated or wrong.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,34 +28,15 @@ from tests.campaigns.restart_job import BATCH, EPOCHS, SAMPLES
 from drivetrain.core.errors import EXIT_REQUEUE
 
 STRATEGIES = ("single", "ddp", "fsdp")
-
-_LONGEST = 180.0
+_LONGEST = 600.0
 """Seconds that a program may take."""
-
 _SPREAD = 1.5
 """Seconds after the begin of training within which a fault comes; some come before."""
-
-_SIZES = ("2", "2", "1", "4")
-"""Numbers of processes, one of which is drawn each time that all are killed."""
-
-Tell = Callable[[str], None]
 
 
 @dataclass
 class Score:
-    """What was survived, and what it has cost.
-
-    Attributes:
-        runs: How many were completed.
-        faults: What was sent, and how often.
-        counted: Updates that count.
-        again: Updates that were made once more.
-        useful: Seconds of the updates that count.
-        wall: Seconds of everything.
-        recoveries: Seconds from each kill to the first update after it.
-        endings: Seconds from each signal to the end of the program.
-        failures: What went wrong.
-    """
+    """What was survived, and what it has cost."""
 
     runs: int = 0
     faults: Counter[str] = field(default_factory=Counter)
@@ -68,38 +49,28 @@ class Score:
     failures: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        """As a few lines."""
         made = self.counted + self.again
         kinds = ", ".join(f"{count} x {name}" for name, count in sorted(self.faults.items()))
+        times = {"from a kill to training again": self.recoveries, "from a signal to the end": self.endings}
         lines = [
             f"runs completed: {self.runs}",
             f"faults survived: {self.faults.total()} ({kinds})",
             f"work lost: {self.again} of {made} updates made again ({self.again / max(made, 1):.1%})",
             f"goodput: {self.useful / max(self.wall, 1e-9):.1%} of {self.wall:.0f} s in updates that count",
-            _times("from a kill to training again", self.recoveries),
-            _times("from a signal to the end", self.endings),
+            *(
+                f"{what}: median {statistics.median(s):.1f} s, longest {max(s):.1f} s"
+                for what, s in times.items()
+                if s
+            ),
             *(f"FAILED: {each}" for each in self.failures),
             f"failures: {len(self.failures)}",
         ]
-        return "\n".join(filter(None, lines))
-
-
-def _times(what: str, seconds: Sequence[float]) -> str:
-    if not seconds:
-        return ""
-    return f"{what}: median {statistics.median(seconds):.1f} s, longest {max(seconds):.1f} s"
+        return "\n".join(lines)
 
 
 @dataclass
 class Job:
-    """One run, over all the programs that it takes.
-
-    Attributes:
-        directory: Its own.
-        strategy: One of `STRATEGIES`.
-        every: When it saves of itself.
-        workers: Worker processes of its data.
-    """
+    """One run, over all the programs that it takes."""
 
     directory: Path
     strategy: str
@@ -107,22 +78,16 @@ class Job:
     workers: int = 0
 
     def start(self, *launcher: str) -> subprocess.Popen[str]:
-        """A program of it, begun by itself or by the words of a launcher."""
+        """Begin a program of it, by itself or by the words of a launcher."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        program = [str(Path(__file__).with_name("restart_job.py"))]
-        words = [str(self.directory), self.strategy, self.every, str(self.workers)]
-        command = [sys.executable, "-W", "error", *program, *words]
-        if launcher:
-            command = [sys.executable, "-m", "drivetrain", "launch", *launcher, *program, *words]
+        program = str(Path(__file__).with_name("restart_job.py"))
+        words = [program, str(self.directory), self.strategy, self.every, str(self.workers)]
+        command = ["-m", "drivetrain", "launch", *launcher, *words] if launcher else ["-W", "error", *words]
         with (self.directory / "output").open("a", encoding="utf-8") as output:
+            streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "text": True}
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             return subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                text=True,
-                start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                [sys.executable, *command], start_new_session=True, env=environment, **streams
             )
 
     @property
@@ -145,22 +110,13 @@ class Job:
             found.setdefault(each.name.split("-")[1], []).append(rows)
         return [found[each] for each in sorted(found, key=float)]
 
-    @property
-    def last_update(self) -> int:
-        """The number of the last update that was made."""
+    def updates_since(self, moment: float) -> list[tuple[float, int]]:
+        """When which updates were made after a moment."""
         rows = [row for attempt in self.attempts() for each in attempt for row in each]
-        return max((row["update"] or 0 for row in rows), default=0)
-
-    def updates_since(self, moment: float) -> list[float]:
-        """When updates were made after a moment."""
-        rows = [row for attempt in self.attempts() for each in attempt for row in each]
-        return sorted(each["time"] for each in rows if each["update"] is not None and each["time"] > moment)
+        return sorted((row["time"], row["update"]) for row in rows if row["update"] and row["time"] > moment)
 
     def judge(self, score: Score) -> None:
-        """See that each sample was learned from once in every epoch, and add what that has cost.
-
-        An update counts as the last attempt has made it.
-        """
+        """See that each sample was learned from once in every epoch; an update counts as last made."""
         epochs: dict[int, tuple[int, list[int]]] = {}
         seconds: dict[int, float] = {}
         made = 0
@@ -182,59 +138,43 @@ class Job:
         score.useful += sum(seconds.values())
 
 
-def run_signals(number: int, seed: int, directory: Path, strategy: str, tell: Tell) -> Score:
-    """Send signals at random moments, start the program again after each, and compare the weights.
-
-    Args:
-        number: Of signals.
-        seed: Of what is sent, to whom and when.
-        directory: For the runs.
-        strategy: One of `STRATEGIES`.
-        tell: Is told of the progress.
-    """
+def run_signals(number: int, seed: int, directory: Path, strategy: str) -> Score:
+    """Send signals at random moments, start the program again after each, and compare the weights."""
     score, chance = Score(), random.Random(f"{seed} {strategy}")
     straight = Job(directory / f"straight-{strategy}", strategy)
     if straight.start().wait(_LONGEST) != 0:
         raise RuntimeError(f"the undisturbed run has failed:\n{straight.output}")
     began = time.time()
-    while score.faults.total() < number:
-        workers = chance.choice((0, 2))
-        job = Job(directory / f"signals-{strategy}-{score.runs}", strategy, workers=workers)
+    while score.faults.total() < number and not score.failures:
+        name = f"signals-{strategy}-{score.runs}"
+        job = Job(directory / name, strategy, workers=chance.choice((0, 2)))
         while job.weights is None and not score.failures:
             process = job.start()
             if score.faults.total() < number:
                 _signal(job, process, chance, score)
-                tell(f"{strategy}: {score.faults.total()} signals, {len(score.failures)} failures")
             process.wait(_LONGEST)
-        if score.failures:
-            break
         if job.weights != straight.weights:
-            score.failures.append(f"{job.directory.name}: not the weights of the undisturbed run")
+            score.failures.append(f"{name}: not the weights of the undisturbed run\n{job.output}")
         job.judge(score)
     score.wall = time.time() - began
     return score
 
 
 def _group(process: int) -> int | None:
-    try:
+    with suppress(ProcessLookupError):  # it has ended meanwhile
         return os.getpgid(process)
-    except ProcessLookupError:  # it has ended meanwhile
-        return None
+    return None
 
 
 def _signal(job: Job, process: subprocess.Popen[str], chance: random.Random, score: Score) -> None:
     """Send one signal, to one process or to all, and see that the program ends as it should."""
-    started = time.time()
-    is_training = _wait_until_training(job, process, started, chance)
+    is_training = _wait_until_training(job, process, time.time(), chance)
     if process.poll() is not None:
         return
-    names = [each for each in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2") if hasattr(signal, each)]
-    number = signal.Signals[chance.choice(names)]
+    number = chance.choice((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2))
     # Those of its group: workers of the data have left it.
-    children = _children(process.pid, "restart_job")
-    ranks = [process.pid, *(each for each in children if _group(each) == process.pid)]
-    whom = chance.choice(["all", "one"])
-    sent = time.time()
+    ranks = [process.pid, *(each for each in _children(process.pid) if _group(each) == process.pid)]
+    whom, sent = chance.choice(["all", "one"]), time.time()
     with suppress(ProcessLookupError):
         os.killpg(process.pid, number) if whom == "all" else os.kill(chance.choice(ranks), number)
     score.faults[f"{number.name} to {whom}"] += 1
@@ -243,15 +183,15 @@ def _signal(job: Job, process: subprocess.Popen[str], chance: random.Random, sco
         return
     score.endings.append(time.time() - sent)
     right = -signal.SIGINT if number is signal.SIGINT else EXIT_REQUEUE
-    is_over = job.last_update == EPOCHS * SAMPLES // BATCH  # the fit may be: signals then do what they do
-    if code != right and not is_over:
+    last = max((update for _, update in job.updates_since(0)), default=0)
+    if code != right and last != EPOCHS * SAMPLES // BATCH:  # a fit that is over leaves signals alone
         score.failures.append(f"{number.name} to {whom}: exit code {code} in place of {right}\n{job.output}")
 
 
 def _wait_until_training(
     job: Job, process: subprocess.Popen[str], since: float, chance: random.Random
 ) -> bool:
-    """Wait for a random moment; whether training had begun by then. One in six comes before."""
+    """Wait for a random moment; return whether training had begun. One in six comes before."""
     deadline = since + (chance.uniform(0.0, 4.0) if chance.random() < 1 / 6 else _LONGEST)
     while not job.updates_since(since) and process.poll() is None:
         if time.time() > deadline:
@@ -261,27 +201,19 @@ def _wait_until_training(
     return True
 
 
-def _children(pid: int, name: str) -> list[int]:
-    """The processes that one has started, whose command has a word."""
+def _children(pid: int) -> list[int]:
+    """The ranks that one process has started."""
     found = []
     for each in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             parent = int(each.joinpath("stat").read_text("utf-8", "replace").rpartition(")")[2].split()[1])
-            if parent == pid and name in each.joinpath("cmdline").read_text("utf-8", "replace"):
+            if parent == pid and "restart_job" in each.joinpath("cmdline").read_text("utf-8", "replace"):
                 found.append(int(each.name))
     return found
 
 
-def run_kills(number: int, seed: int, directory: Path, strategy: str, tell: Tell) -> Score:
-    """Kill processes that `drivetrain launch` has started, or all of them, until enough are killed.
-
-    Args:
-        number: Of kills.
-        seed: Of whom and when.
-        directory: For the runs.
-        strategy: "ddp" or "fsdp".
-        tell: Is told of the progress.
-    """
+def run_kills(number: int, seed: int, directory: Path, strategy: str) -> Score:
+    """Kill processes that `drivetrain launch` has started, or all of them, until enough are killed."""
     score, chance = Score(), random.Random(f"{seed} {strategy}")
     began = time.time()
     while score.faults.total() < number and not score.failures:
@@ -289,67 +221,45 @@ def run_kills(number: int, seed: int, directory: Path, strategy: str, tell: Tell
         size = "2"
         while job.weights is None and not score.failures:
             process = job.start("--devices", size, "--max-restarts", "1000")
-            size = _kill(job, process, chance, score, number, tell)
+            size = _kill(job, process, chance, score, number)
         if not score.failures:
             job.judge(score)
     score.wall = time.time() - began
     return score
 
 
-def _kill(
-    job: Job, process: subprocess.Popen[str], chance: random.Random, score: Score, number: int, tell: Tell
-) -> str:
+def _kill(job: Job, process: subprocess.Popen[str], chance: random.Random, score: Score, number: int) -> str:
     """Kill one process after the other under one launcher, perhaps that too; how many to start then."""
     killed = time.time()
     while process.poll() is None:
         _wait_until_training(job, process, killed, chance)
         again = job.updates_since(killed)
         if score.faults and again:
-            score.recoveries.append(again[0] - killed)
+            score.recoveries.append(again[0][0] - killed)
         if score.faults.total() >= number:
             process.wait(_LONGEST)
             break
-        ranks = _children(process.pid, "restart_job")
-        killed = time.time()
+        ranks, killed = _children(process.pid), time.time()
         if chance.random() < 1 / 5:  # the machine goes down
             for each in (process.pid, *ranks):
                 with suppress(ProcessLookupError):
                     os.kill(each, signal.SIGKILL)
             process.wait(_LONGEST)
             score.faults["SIGKILL of all, then another number"] += 1
-            return chance.choice(_SIZES)
+            return chance.choice(("2", "2", "1", "4"))
         if ranks and process.poll() is None:
             with suppress(ProcessLookupError):
                 os.kill(chance.choice(ranks), signal.SIGKILL)
             score.faults["SIGKILL of one process"] += 1
-        tell(f"{job.strategy}: {score.faults.total()} kills, {len(score.failures)} failures")
     if process.returncode != 0:
         score.failures.append(f"{job.directory.name}: exit code {process.returncode}\n{job.output}")
     return "2"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
-    options = _parser().parse_args(arguments)
-    is_bad = False
-    with tempfile.TemporaryDirectory() as own:
-        for strategy in options.strategies:
-            directory = Path(options.directory or own)
-            campaigns = [(options.signals, run_signals)]
-            if strategy != "single":
-                campaigns.append((options.kills, run_kills))
-            for number, campaign in campaigns:
-                if number:
-                    score = campaign(number, options.seed, directory, strategy, _say)
-                    is_bad = is_bad or bool(score.failures)
-                    _say(f"\n{strategy}, {campaign.__name__.removeprefix('run_')}:\n{score}\n")
-    return int(is_bad)
-
-
-def _parser() -> argparse.ArgumentParser:
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.campaigns.restarts",
-        description="Interrupt runs and start them again; see that nothing is lost, repeated or wrong.",
+        description="Interrupt runs; see that nothing is lost, repeated or wrong."
     )
     add = parser.add_argument
     add("--signals", type=int, default=0, help="signals at random moments, for each strategy")
@@ -357,12 +267,18 @@ def _parser() -> argparse.ArgumentParser:
     add("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES, help="default: all")
     add("--seed", type=int, default=0, help="of everything that is drawn (default: %(default)s)")
     add("--directory", help="where (default: a temporary one)")
-    return parser
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
+    options = parser.parse_args(arguments)
+    is_bad = False
+    with tempfile.TemporaryDirectory() as own:
+        for strategy in options.strategies:
+            campaigns = [(options.signals, run_signals), (options.kills * (strategy != "single"), run_kills)]
+            for number, campaign in campaigns:
+                if number:
+                    score = campaign(number, options.seed, Path(options.directory or own), strategy)
+                    is_bad = is_bad or bool(score.failures)
+                    sys.stdout.write(f"\n{strategy}, {campaign.__name__.removeprefix('run_')}:\n{score}\n")
+                    sys.stdout.flush()
+    return int(is_bad)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 import re
 import traceback
+from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from tests.campaigns.life import Life
 from tests.support.fault_kinds import OPERATIONS, Fault, FaultKind, Operation, suits
@@ -18,70 +19,34 @@ from drivetrain.checkpoint.storage.files import delete_if_there
 from drivetrain.checkpoint.storage.filesystem import LOCAL, FileSystem
 
 Storage: TypeAlias = Literal["disk", "objects"]
-"""A disk, or an object store (in memory), whose protocol is another."""
-
 Manner: TypeAlias = Literal["foreground", "background"]
-"""How checkpoints are saved."""
-
-
-_POWER_CUTS = 4
-"""How many power cuts there are at each operation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a trial is made of; `str` gives a text from which `parse` makes it again.
-
-    Attributes:
-        storage: Where.
-        manner: How.
-        faults: One for each process of the run: the second meets its fault while it recovers from the first.
-    """
+    """What a trial is made of; `str` gives a text from which `parse` makes it again."""
 
     storage: Storage
     manner: Manner
     faults: tuple[Fault, ...]
 
     def __str__(self) -> str:
-        """Such as ``disk/background/17:power cut:3/5:kill:0``."""
         told = [f"{fault.operation}:{fault.kind}:{fault.seed}" for fault in self.faults]
         return "/".join((self.storage, self.manner, *told))
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """Read what `str` gave.
-
-        Raises:
-            ValueError: It is no such text; says what one looks like.
-        """
-        storage, _, rest = text.partition("/")
-        manner, *told = rest.split("/")
-        faults = [re.fullmatch(r"(\d+):([^:]+):(\d+)", each) for each in told]
-        for a_storage in get_args(Storage):
-            for a_manner in get_args(Manner):
-                kinds: dict[str, FaultKind] = {kind: kind for kind in OPERATIONS}
-                if (storage, manner) == (a_storage, a_manner) and all(m and m[2] in kinds for m in faults):
-                    found = tuple(Fault(int(m[1]), kinds[m[2]], int(m[3])) for m in faults if m)
-                    return cls(a_storage, a_manner, found)
-        raise ValueError(
-            f"{text!r} is no trial; one looks like 'disk/background/17:power cut:3', and is of "
-            f"{', '.join(get_args(Storage))}; {', '.join(get_args(Manner))}; {', '.join(OPERATIONS)}"
-        )
+        """Read what `str` gave."""
+        found: Any = re.fullmatch(r"(disk|objects)/(foreground|background)((?:/\d+:[^:/]+:\d+)*)", text)
+        told = [each.split(":") for each in found[3].split("/")[1:]] if found else []
+        if not found or not {kind for _, kind, _ in told} <= OPERATIONS.keys():
+            raise ArgumentTypeError(f"{text!r} is no trial; one is 'disk/background/17:power cut:3'")
+        return cls(found[1], found[2], tuple(Fault(int(at), kind, int(seed)) for at, kind, seed in told))
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a trial.
-
-    Attributes:
-        case: What it was.
-        struck: The kinds of the faults that have happened; a second may find nothing to happen at.
-        loads: How many checkpoints were loaded.
-        wrong: A text for each load of other bytes than were saved.
-        newest: Whether every process went on from the newest checkpoint, not from one before a damaged one.
-        asides: Why something was set aside, without the names.
-        complaints: A text for each thing that should not have happened.
-    """
+    """What came of a trial."""
 
     case: str
     struck: list[str] = field(default_factory=list)
@@ -98,13 +63,7 @@ class Outcome:
 
 
 def run_case(case: Case, directory: str, files: FileSystem | None = None) -> Outcome:
-    """Make one trial.
-
-    Args:
-        case: What is to happen.
-        directory: One that does not exist; deleted afterwards.
-        files: Where; None for what the case says.
-    """
+    """Make one trial."""
     files = files or _storage(case.storage)
     life = Life(directory, asynchronous=case.manner == "background")
     try:
@@ -119,25 +78,14 @@ def run_case(case: Case, directory: str, files: FileSystem | None = None) -> Out
 
 
 def outcome_of(life: Life, case: str) -> Outcome:
-    """What came of a life.
-
-    Args:
-        life: One that has come to its end.
-        case: What it was.
-    """
+    """What came of a life."""
     asides = [_without_names(text) for text in life.warnings]
     kinds = [str(step.fault) for step in life.steps]
     return Outcome(case, kinds, life.loads, life.wrong, life.passed_over == 0, asides, life.complaints)
 
 
 def operations(storage: Storage, directory: str, files: FileSystem | None = None) -> list[Operation]:
-    """The operations of a life without faults.
-
-    Args:
-        storage: Where.
-        directory: One that does not exist; deleted afterwards.
-        files: Where, if not in that storage.
-    """
+    """The operations of a life without faults."""
     counting = FaultyFileSystem(files or _storage(storage))
     life = Life(directory)
     try:
@@ -159,8 +107,7 @@ def single_cases(storage: Storage, asked: list[Operation], seed: int) -> list[Ca
         for number, operation in enumerate(asked, 1)
         for kind in OPERATIONS
         if suits(kind, operation, storage == "disk")
-        # What a power cut takes is drawn, from very much.
-        for _ in range(_POWER_CUTS if kind == "power cut" else 1)
+        for _ in range(4 if kind == "power cut" else 1)  # what it takes is drawn, from very much
     ]
 
 
