@@ -5,27 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tests.support.tasks import quiet
 from torch import Tensor, nn
 
-from drivetrain import LambdaCallback, OptimizerConfig, TaskModule, Trainer
+from drivetrain import LambdaCallback, OptimizerConfig, TaskModule
 
 
 class Line(TaskModule):
-    """A straight line through 16 features, in two layers. What a test wants otherwise are attributes."""
+    """A straight line through 16 features, in two layers; its attributes are those of `Drive`."""
 
-    def __init__(self) -> None:
+    def __init__(self, net: nn.Module | None, **attributes: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net: nn.Module = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 1))
-        self.step: Callable[[nn.Module, Tensor], Tensor] | None = None
-        self.results: list[Mapping[str, float]] = []  # of each validation batch
-        self.seconds: dict[str, float] = {}  # how long each part takes at least
-        self.tokens_per_batch = 0
-        self.weightless = 0  # batches at the start with weight zero
+        self.net = net or nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 1))
+        vars(self).update(attributes)
 
     def configure_optimizers(self) -> OptimizerConfig:
         return OptimizerConfig("sgd", lr=0.05)
@@ -42,65 +40,37 @@ class Line(TaskModule):
         values = self.results.pop(0) if self.results else {"loss": 1.0}
         return {name: torch.tensor(value) for name, value in values.items()}
 
-    def tokens(self, batch: Tensor) -> int:
-        return self.tokens_per_batch
-
     def loss_weight(self, batch: Tensor) -> float:
         self.weightless -= 1
         return 0.0 if self.weightless >= 0 else len(batch)
 
 
-class SlowBatches:
-    """Batches that take a while to come."""
+class Batches(list[Tensor]):
+    """Batches that may take a while to come."""
 
-    def __init__(self, batches: Sequence[Tensor], seconds: float) -> None:
-        self.batches = batches
-        self.seconds = seconds
-
-    def __len__(self) -> int:
-        return len(self.batches)
+    seconds = 0.0
 
     def __iter__(self) -> Iterator[Tensor]:
-        for batch in self.batches:
+        for batch in super().__iter__():
             time.sleep(self.seconds)
             yield batch
 
 
-class Memory:
-    """A logger that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.points: list[dict[str, float]] = []
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        self.points.append(dict(metrics))
-
-    def log_config(self, config: Mapping[str, Any]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-def batches(count: int, seed: int = 1) -> list[Tensor]:
-    return list(torch.randn(count, 8, 16, generator=torch.Generator().manual_seed(seed)))
+def batches(count: int, seed: int = 1) -> Batches:
+    return Batches(torch.randn(count, 8, 16, generator=torch.Generator().manual_seed(seed)))
 
 
 class Drive:
     """One task, its data and the Trainer's arguments.
 
     Args:
-        callbacks: What is tested.
         results: What each validation gives, one validation of one batch after each epoch; None for none.
         run_dir: Where to save checkpoints; None for no checkpoints.
         is_main: False makes the callbacks believe that they are on another rank.
         seconds: How long "data" (a batch), "compute" (an update), "evaluation" (a batch) and "save" (an
             update) take at least.
         step: Gives the training loss from the task and a batch, in place of the task's own step.
-        net: The model, in place of the task's own.
-        tokens: In a batch.
         weightless: How many batches at the start have weight zero.
-        on_nonfinite: As the Trainer's.
     """
 
     def __init__(
@@ -115,51 +85,39 @@ class Drive:
         seconds: Mapping[str, float] | None = None,
         step: Callable[[nn.Module, Tensor], Tensor] | None = None,
         net: nn.Module | None = None,
-        tokens: int = 0,
         weightless: int = 0,
         on_nonfinite: str = "raise",
     ) -> None:
-        self.task = Line()
-        self.task.step, self.task.tokens_per_batch, self.task.weightless = step, tokens, weightless
-        self.task.results = list(results or ())
-        self.task.seconds = dict(seconds or {})
-        if net is not None:
-            self.task.net = net
-        self.train_data: Any = batches(updates_per_epoch)
-        if "data" in self.task.seconds:
-            self.train_data = SlowBatches(self.train_data, self.task.seconds["data"])
+        seconds = dict(seconds or {})
+        given = {"results": list(results or ()), "seconds": seconds, "step": step, "weightless": weightless}
+        self.task: Any = Line(net, **given)
+        self.train_data = batches(updates_per_epoch)
+        self.train_data.seconds = seconds.get("data", 0.0)
         self.validation_data = None if results is None else batches(1, seed=2)
-        self.memory = Memory()
+        self.history: list[dict[str, float]] = []
+        """What was logged at each log point."""
         self.run: Any = None
-        self.is_main = is_main
-        watch = LambdaCallback(on_fit_start=self.meet, on_evaluation_start=self.meet, on_save=self.save)
-        self.trainer = Trainer(
-            max_epochs=epochs,
-            log_every=log_every,
-            checkpoint=run_dir is not None,
-            callbacks=[watch, *callbacks],
-            loggers=self.memory,
-            progress_bar=False,
-            run_dir=run_dir,
-            on_nonfinite=on_nonfinite,
+
+        def meet(run: Any) -> None:
+            self.run, run.is_main = run, is_main
+
+        def save(run: Any) -> None:
+            with run.timed("save"):
+                time.sleep(seconds.get("save", 0.0))
+
+        watch = LambdaCallback(on_fit_start=meet, on_evaluation_start=meet, on_save=save)
+        logger = SimpleNamespace(
+            log_metrics=lambda metrics, step: self.history.append(dict(metrics)),
+            log_config=lambda config: None,
+            close=lambda: None,
         )
-
-    def meet(self, run: Any) -> None:
-        self.run = run
-        run.is_main = self.is_main
-
-    def save(self, run: Any) -> None:
-        with run.timed("save"):
-            time.sleep(self.task.seconds.get("save", 0.0))
+        saving: Any = {"checkpoint": run_dir is not None, "run_dir": run_dir, "on_nonfinite": on_nonfinite}
+        options: Any = {"max_epochs": epochs, "log_every": log_every, "loggers": logger, **saving}
+        self.trainer = quiet(**options, callbacks=[watch, *callbacks])
 
     def fit(self, resume: str | None = None) -> Drive:
         self.trainer.fit(self.task, self.train_data, self.validation_data, resume=resume)
         return self
-
-    @property
-    def history(self) -> list[dict[str, float]]:
-        """What was logged at each log point."""
-        return self.memory.points
 
     @property
     def progress(self) -> Any:

@@ -9,7 +9,7 @@ import pytest
 from tests.support.messages import warned
 from tests.support.tasks import Regression, pairs, quiet
 
-from drivetrain import Callback, CheckpointConfig, LambdaCallback
+from drivetrain import CheckpointConfig, LambdaCallback
 from drivetrain.checkpoint import DirectoryCheckpointIO, verify
 from drivetrain.core.errors import CheckpointError
 
@@ -19,24 +19,14 @@ def writer():
     return next((each for each in threading.enumerate() if each.name == "drivetrain-checkpoint"), None)
 
 
-class Watch(Callback):
-    """Notes after which update each checkpoint was told of, and whether it was whole by then."""
-
-    def __init__(self):
-        self.told = []
-
-    def on_checkpoint_saved(self, run):
-        verify(run.last_checkpoint)
-        self.told.append((os.path.basename(run.last_checkpoint), run.progress.updates))
+def wait(run):
+    """Let the write of the update before end in each update, so that its outcome is there to be told."""
+    thread = writer()
+    if thread is not None:
+        thread.join()
 
 
-class WaitForWriter(Callback):
-    """Lets the write of the update before end in each update, so that its outcome is there to be told."""
-
-    def on_step_end(self, run):
-        thread = writer()
-        if thread is not None:
-            thread.join()
+WAIT = LambdaCallback(on_step_end=wait)
 
 
 def fit(run_dir, checkpoint, *callbacks, **options):
@@ -81,11 +71,16 @@ def test_checkpoint_async_is_the_default_policy_in_the_background(tmp_path):
 
 
 def test_on_checkpoint_saved_comes_once_for_each_checkpoint_when_it_is_there(tmp_path):
-    watch = Watch()
+    told = []
+
+    def note(run):
+        verify(run.last_checkpoint)
+        told.append((os.path.basename(run.last_checkpoint), run.progress.updates))
+
     config = CheckpointConfig(every="2 steps", best=0, by=None, keep_last=20, asynchronous=True)
-    fit(tmp_path, config, watch, WaitForWriter(), max_epochs=1)
+    fit(tmp_path, config, LambdaCallback(on_checkpoint_saved=note), WAIT, max_epochs=1)
     # Told after the update that follows; the last by the end of the fit.
-    assert watch.told == [("update-00000002", 3), ("update-00000004", 5), ("update-00000005", 5)]
+    assert told == [("update-00000002", 3), ("update-00000004", 5), ("update-00000005", 5)]
 
 
 def test_a_failed_write_ends_the_run_at_the_next_update(tmp_path):
@@ -95,7 +90,7 @@ def test_a_failed_write_ends_the_run_at_the_next_update(tmp_path):
             (tmp_path / "checkpoints").write_text("", encoding="ascii")
 
     config = CheckpointConfig(every="2 steps", best=0, by=None, asynchronous=True)
-    callbacks = [LambdaCallback(on_step_end=sabotage), WaitForWriter()]
+    callbacks = [LambdaCallback(on_step_end=sabotage), WAIT]
     trainer = quiet(max_epochs=9, run_dir=tmp_path, checkpoint=config, callbacks=callbacks)
     with (
         warned(r"are missing from .*: update-00000002\."),

@@ -1,52 +1,35 @@
-"""An update that is no log point reads nothing from the device, whatever callbacks watch it."""
+"""An update that is no log point reads nothing from the device, and callbacks that watch change no number."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.support.host_syncs import HostSyncs
+from tests.support.outcome import weights
 from tests.support.tasks import quiet
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drivetrain import CheckpointConfig, OptimizerConfig, TaskModule
-from drivetrain.callbacks import (
-    ActivationStats,
-    Callback,
-    CompileTime,
-    DeviceStats,
-    EarlyStopping,
-    Freeze,
-    GradientNorms,
-    LambdaCallback,
-    LearningRateMonitor,
-    LossSpike,
-    MemoryReport,
-    ModelSummary,
-    NonFiniteDetector,
-    Profile,
-    ProgressBar,
-    SequenceLength,
-    Throughput,
-    WeightAverage,
-    WeightHistograms,
-)
+from drivetrain import CheckpointConfig, OptimizerConfig, TaskModule, callbacks
 
 
 class Language(TaskModule):
-    """A model of tokens with a norm."""
+    """A model of tokens with a norm and dropout."""
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
+        self.dropout = nn.Dropout(0.1)
         self.embedding = nn.Embedding(11, 6)
         self.norm = nn.LayerNorm(6)
         self.head = nn.Linear(6, 11)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        return self.head(self.norm(self.embedding(input_ids)))
+        return self.head(self.norm(self.dropout(self.embedding(input_ids))))
 
     def loss(self, outputs: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         return F.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten())
@@ -61,54 +44,63 @@ def batches(count: int) -> list[dict[str, Tensor]]:
 
 
 # Left out are LossSpike("skip") and NonFiniteDetector(history=), which wait in every update, and say so.
-CALLBACKS: dict[str, Callable[[], Callback]] = {
-    "EMA": WeightAverage,
-    "SWA": lambda: WeightAverage("swa", every="1 step"),
-    "LAWA": lambda: WeightAverage("lawa", every="1 step", window=2),
-    "Freeze": lambda: Freeze("embedding"),
-    "Freeze until": lambda: Freeze({"embedding": "4 steps", "norm": "6 steps"}),
-    "SequenceLength": lambda: SequenceLength({0: 4, "5 steps": 6}),
-    "table": lambda: Profile(kinds="table", show=False),
-    "trace": lambda: Profile({"wait": 50, "warmup": 1, "active": 1}, show=False),
-    "WeightHistograms": lambda: WeightHistograms(gradients=True),
-    "GradientNorms": lambda: GradientNorms(per_layer=True),
-    "ActivationStats": ActivationStats,
-    "DeviceStats": DeviceStats,
-    "EarlyStopping": lambda: EarlyStopping("train/loss"),
-    "LossSpike": lambda: LossSpike("rollback", window=10),
-    "NonFiniteDetector": NonFiniteDetector,
-    "MemoryReport": lambda: MemoryReport(show=False),
-    "ModelSummary": lambda: ModelSummary(sizes=True),
-    "Throughput": Throughput,
-    "LearningRateMonitor": LearningRateMonitor,
-    "CompileTime": CompileTime,
-    "ProgressBar": ProgressBar,
-    "LambdaCallback": lambda: LambdaCallback(on_step_end=lambda run: None),
+CHANGE: dict[str, Callable[[], callbacks.Callback]] = {
+    "EMA": callbacks.WeightAverage,
+    "SWA": lambda: callbacks.WeightAverage("swa", every="1 step"),
+    "LAWA": lambda: callbacks.WeightAverage("lawa", every="1 step", window=2),
+    "Freeze": lambda: callbacks.Freeze("embedding"),
+    "Freeze until": lambda: callbacks.Freeze({"embedding": "4 steps", "norm": "6 steps"}),
+    "SequenceLength": lambda: callbacks.SequenceLength({0: 4, "5 steps": 6}),
 }
+WATCH: dict[str, Callable[[], callbacks.Callback]] = {
+    "table": lambda: callbacks.Profile(kinds="table", show=False),
+    "trace": lambda: callbacks.Profile({"wait": 12, "warmup": 1, "active": 1}, show=False),
+    "WeightHistograms": lambda: callbacks.WeightHistograms(gradients=True),
+    "GradientNorms": lambda: callbacks.GradientNorms(per_layer=True),
+    "ActivationStats": callbacks.ActivationStats,
+    "DeviceStats": callbacks.DeviceStats,
+    "EarlyStopping": lambda: callbacks.EarlyStopping("train/loss", patience=99),
+    "LossSpike": lambda: callbacks.LossSpike("rollback", window=10, threshold=1e6),
+    "NonFiniteDetector": callbacks.NonFiniteDetector,
+    "MemoryReport": lambda: callbacks.MemoryReport(show=False),
+    "ModelSummary": lambda: callbacks.ModelSummary(sizes=True),
+    "Throughput": callbacks.Throughput,
+    "LearningRateMonitor": callbacks.LearningRateMonitor,
+    "CompileTime": callbacks.CompileTime,
+    "ProgressBar": callbacks.ProgressBar,
+    "LambdaCallback": lambda: callbacks.LambdaCallback(on_step_end=lambda run: None),
+}
+
+
+def trainer_with(given: list[callbacks.Callback], run_dir: Path) -> Any:
+    policy = CheckpointConfig(every="20 steps", best=0, by=None)
+    options: Any = {"max_epochs": 1, "log_every": "9 steps", "loggers": "jsonl", "checkpoint": policy}
+    return quiet(**options, run_dir=run_dir, callbacks=given)
 
 
 def finite(group: list[Tensor]) -> Tensor:
     return torch.stack([torch.isfinite(each).all() for each in group])
 
 
-@pytest.mark.parametrize("name", CALLBACKS)
-def test_an_update_that_is_no_log_point_waits_for_no_device(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_no_host_sync_in_an_update_that_is_no_log_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a CPU, where a read waits for nothing, it reads a sum to save a comparison.
     monkeypatch.setattr("drivetrain.engine.skip._finite_on_cpu", finite)
-    trainer = quiet(
-        max_epochs=1,
-        log_every="9 steps",
-        loggers="jsonl",
-        run_dir=tmp_path,
-        checkpoint=CheckpointConfig(every="20 steps", best=0, by=None),
-        callbacks=[CALLBACKS[name]()],
-    )
-    steps = trainer.steps(Language(), batches(20))
-    next(steps), next(steps)
-    with HostSyncs() as mode:
-        for _ in range(6):  # the third update to the eighth
-            next(steps)
-    steps.close()
-    assert mode.reads == []
+    reads = {}
+    for name, make in {**CHANGE, **WATCH}.items():
+        steps = trainer_with([make()], tmp_path / name).steps(Language(), batches(20))
+        next(steps), next(steps)
+        with HostSyncs() as mode:
+            for _ in range(6):  # the third update to the eighth
+                next(steps)
+        steps.close()
+        reads[name] = mode.reads
+    assert not {name: each for name, each in reads.items() if each}
+
+
+def test_callbacks_that_watch_change_no_number(tmp_path: Path) -> None:
+    trainer_with([], tmp_path / "plain").fit(plain := Language(), batches(20))
+    for name, make in WATCH.items():
+        trainer_with([make()], tmp_path / name).fit(watched := Language(), batches(20))
+        assert weights(watched) == weights(plain), name

@@ -18,7 +18,7 @@ from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Duel, duels, quiet
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from drivetrain import Callback, CheckpointConfig, DivergenceError, LossSpike, OptimizerConfig, Run
+from drivetrain import CheckpointConfig, DivergenceError, LambdaCallback, LossSpike, OptimizerConfig
 from drivetrain.checkpoint import read_manifest
 
 POLICY = CheckpointConfig(every="4 steps", keep_last=99, best=0, by=None)
@@ -91,7 +91,7 @@ def test_noise_has_no_spikes() -> None:
         (7, GRADIENT, 4, 8, {"log_every": None}),  # the loss is finite, the weights are NaN when saved
     ],
 )
-def test_rollback_goes_on_from_the_checkpoint_with_the_data_after_the_spike(
+def test_rollback_equals_a_run_without_the_data(
     bad: int, mark: int, back: int, seen: int, options: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = [task(), task()]
@@ -132,19 +132,14 @@ def test_rollback_keeps_a_bad_batch_counted_once(tmp_path: Path) -> None:
     assert (progress.skipped > 0, progress.bad_batches, progress.samples) == (True, 1, (COUNT - 1) * SIZE)
 
 
-class Dies(Callback):
-    """Ends its process at once, when the data of so many updates are used."""
+def two_epochs(run_dir: Path, dies_at: int = -1) -> None:
+    """Fit; the process may end at once, when the data of so many updates are used."""
 
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def on_step_end(self, run: Run) -> None:
-        if run.progress.micro_batches == self.at:
+    def die(run: Any) -> None:
+        if run.progress.micro_batches == dies_at:
             os._exit(9)
 
-
-def two_epochs(run_dir: Path, *callbacks: Any) -> None:
-    trainer = rolling(run_dir, *callbacks, max_epochs=2, spike={"max_rollbacks": 4})
+    trainer = rolling(run_dir, LambdaCallback(on_step_end=die), max_epochs=2, spike={"max_rollbacks": 4})
     trainer.fit(task(), data(13, 24), resume="auto")
 
 
@@ -153,7 +148,7 @@ def test_resume_of_a_process_that_died_around_a_rollback_is_exact(tmp_path: Path
     two_epochs(tmp_path / "straight")
     for at in (14, 15, 27):
         run_dir = tmp_path / str(at)
-        died = multiprocessing.get_context("fork").Process(target=two_epochs, args=(run_dir, Dies(at)))
+        died = multiprocessing.get_context("fork").Process(target=two_epochs, args=(run_dir, at))
         died.start()
         died.join()
         assert died.exitcode == 9
@@ -165,13 +160,13 @@ def test_rollback_saves_at_once_what_it_went_back_to(tmp_path: Path) -> None:
     # Found at a log point, and before a save.
     for bad, found, name in ((13, 14, "update-00000012"), (17, 20, "update-00000016")):
 
-        class Fails(Callback):
-            def on_step_start(self, run: Run, found: int = found) -> None:
-                if run.progress.micro_batches == found:
-                    raise ConnectionError
+        def fail(run: Any, found: int = found) -> None:
+            if run.progress.micro_batches == found:
+                raise ConnectionError
 
+        failing = LambdaCallback(on_step_start=fail)
         with pytest.raises(ConnectionError) as caught:
-            rolling(tmp_path / name, Fails()).fit(task(), data(bad))
+            rolling(tmp_path / name, failing).fit(task(), data(bad))
         newest = f"{tmp_path / name / 'checkpoints' / name}-2"
         assert f"the newest checkpoint is {newest}" in "".join(caught.value.__notes__)
         assert read_manifest(newest).progress["position"] == found * SIZE
@@ -188,9 +183,7 @@ def test_rollback_with_data_that_cannot_be_read_again_just_goes_on(tmp_path: Pat
     assert weights(found[0]) == weights(found[1])
 
 
-def test_rollback_has_a_limit_and_needs_a_checkpoint_from_before(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rollback_has_limits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(DivergenceError, match=r"rolled back 2 time\(s\) before, as often as max_rollbacks=2"):
         rolling(tmp_path / "often", spike={"max_rollbacks": 2}).fit(task(), data(14, 19, 23, 27))
     late = CheckpointConfig(every="25 steps", best=0, by=None)

@@ -15,25 +15,8 @@ from tests.support.refusals import assert_refused
 from tests.support.tasks import Duel, Regression, duels, pairs, quiet
 from torch import nn
 
-from drivetrain import CheckpointConfig, CompileConfig, LambdaCallback
-from drivetrain.callbacks import (
-    ActivationStats,
-    DeviceStats,
-    EarlyStopping,
-    EmptyCache,
-    Freeze,
-    GradientNorms,
-    LossSpike,
-    MemoryReport,
-    ModelSummary,
-    NonFiniteDetector,
-    Profile,
-    SequenceLength,
-    Throughput,
-    WeightAverage,
-    WeightHistograms,
-    summarize,
-)
+from drivetrain import CheckpointConfig, CompileConfig
+from drivetrain import callbacks as cb
 from drivetrain.core.errors import ConfigError, MissingDependencyError, StrategyError
 from drivetrain.core.registry import is_installed
 from drivetrain.strategies import STRATEGIES, Strategy
@@ -42,7 +25,8 @@ ONE = {"wait": 1, "warmup": 1, "active": 1}
 
 
 def test_arguments_of_callbacks_that_act_are_refused() -> None:
-    stopping, spike, average, freeze, cut = EarlyStopping, LossSpike, WeightAverage, Freeze, SequenceLength
+    stopping, spike, average = cb.EarlyStopping, cb.LossSpike, cb.WeightAverage
+    freeze, cut = cb.Freeze, cb.SequenceLength
     table: dict[str, tuple[Any, ...]] = {
         "mode": (partial(stopping, mode="mn"), "'mn'", "did you mean 'min'"),
         "threshold_mode": (partial(stopping, threshold_mode="relative"), "threshold_mode", "'abs', 'rel'"),
@@ -90,15 +74,15 @@ def test_arguments_of_callbacks_that_act_are_refused() -> None:
         "no fields": (partial(cut, 8, fields=()), "is empty"),
         "field of a number": (partial(cut, 8, fields=3.5), "names of the batch's tensors"),
         "field of a list": (partial(cut, 8, fields=[["labels"]]), "[['labels']]"),
-        "cache": (partial(EmptyCache, every=0), "every"),
-        "hook": (partial(LambdaCallback, on_step_ends=print), "did you mean 'on_step_end'"),
-        "no function": (partial(LambdaCallback, on_log=3), "on_log", "function"),
+        "cache": (partial(cb.EmptyCache, every=0), "every"),
+        "hook": (partial(cb.LambdaCallback, on_step_ends=print), "did you mean 'on_step_end'"),
+        "no function": (partial(cb.LambdaCallback, on_log=3), "on_log", "function"),
     }
     assert_refused(ConfigError, table)
 
 
 def test_arguments_of_callbacks_that_watch_are_refused() -> None:
-    profile, stats, histograms = Profile, ActivationStats, WeightHistograms
+    profile, stats, histograms = cb.Profile, cb.ActivationStats, cb.WeightHistograms
     table: dict[str, tuple[Any, ...]] = {
         "kind": (partial(profile, kinds="traces"), "did you mean 'trace'"),
         "no kind": (partial(profile, kinds=()), "'table', 'trace', 'memory', 'python'"),
@@ -125,19 +109,19 @@ def test_arguments_of_callbacks_that_watch_are_refused() -> None:
         "pattern of a number": (partial(histograms, patterns=3), "globs", "3"),
         "bins": (partial(histograms, bins=0), "bins=", "at least 1"),
         "misspelt": (partial(histograms, gradient=True), "did you mean 'gradients'"),
-        "over_ranks": (partial(DeviceStats, over_ranks="sum"), "over_ranks", "'sum'"),
-        "interval of device": (partial(DeviceStats, every="1 minute"), "every=", "whole epochs"),
-        "depth": (partial(ModelSummary, depth=-1), "depth=-1"),
-        "depth of text": (partial(ModelSummary, depth="2"), "depth='2'"),
-        "sizes": (partial(ModelSummary, sizes="yes"), "sizes="),
-        "module": (partial(summarize, "net"), "module", "'net'"),
-        "lazy": (lambda: summarize(nn.LazyLinear(3), batch=torch.ones(2, 2)), "lazy"),
-        "ignore": (partial(NonFiniteDetector, "mask"), "ignore='mask'"),
-        "peak_flops": (partial(Throughput, peak_flops=0), "peak_flops", "above 0"),
-        "flops_per_sample": (partial(Throughput, flops_per_sample=-1), "flops_per_sample"),
-        "measure_flops": (partial(Throughput, measure_flops="no"), "measure_flops="),
+        "over_ranks": (partial(cb.DeviceStats, over_ranks="sum"), "over_ranks", "'sum'"),
+        "interval of device": (partial(cb.DeviceStats, every="1 minute"), "every=", "whole epochs"),
+        "depth": (partial(cb.ModelSummary, depth=-1), "depth=-1"),
+        "depth of text": (partial(cb.ModelSummary, depth="2"), "depth='2'"),
+        "sizes": (partial(cb.ModelSummary, sizes="yes"), "sizes="),
+        "module": (partial(cb.summarize, "net"), "module", "'net'"),
+        "lazy": (lambda: cb.summarize(nn.LazyLinear(3), batch=torch.ones(2, 2)), "lazy"),
+        "ignore": (partial(cb.NonFiniteDetector, "mask"), "ignore='mask'"),
+        "peak_flops": (partial(cb.Throughput, peak_flops=0), "peak_flops", "above 0"),
+        "flops_per_sample": (partial(cb.Throughput, flops_per_sample=-1), "flops_per_sample"),
+        "measure_flops": (partial(cb.Throughput, measure_flops="no"), "measure_flops="),
         **{
-            f"data_hint {hint}": (partial(Throughput, data_hint=hint), "data_hint", "below 1", repr(hint))
+            f"data_hint {hint}": (partial(cb.Throughput, data_hint=hint), "data_hint", "below 1", repr(hint))
             for hint in (1.0, 0, True, "20%", math.nan)
         },
     }  # fmt: skip
@@ -149,23 +133,23 @@ def test_callbacks_that_do_not_fit_the_trainer_are_refused_when_it_is_made(tmp_p
         return partial(quiet, max_steps=1, callbacks=callbacks, **options)
 
     weights_only = CheckpointConfig(resumable=False)
-    ramp = SequenceLength({0: 4, "9 samples": 8})
+    ramp = cb.SequenceLength({0: 4, "9 samples": 8})
     table: dict[str, tuple[Any, ...]] = {
-        "two averages": (with_callbacks(WeightAverage(), WeightAverage("swa")), "2 WeightAverage"),
+        "two averages": (with_callbacks(cb.WeightAverage(), cb.WeightAverage("swa")), "2 WeightAverage"),
         "average in two precisions": (
-            with_callbacks(WeightAverage(), evaluation_precision="bf16-true"), "evaluation_precision"),
-        "two freezes": (with_callbacks(Freeze("a"), Freeze("b")), "2 Freeze", "one another"),
-        "two throughputs": (with_callbacks(Throughput(), Throughput()), "2 Throughput", "give one"),
-        "two profiles": (with_callbacks(*(Profile(folder=tmp_path) for _ in "12")), "2 Profile"),
-        "profile without a directory": (with_callbacks(Profile()), "Profile(folder="),
-        "profile of no rank": (with_callbacks(Profile(ranks=[0, 1], folder=tmp_path)), "has rank 1"),
-        "rollback without checkpoints": (with_callbacks(LossSpike("rollback")), "checkpoint=False"),
+            with_callbacks(cb.WeightAverage(), evaluation_precision="bf16-true"), "evaluation_precision"),
+        "two freezes": (with_callbacks(cb.Freeze("a"), cb.Freeze("b")), "2 Freeze", "one another"),
+        "two throughputs": (with_callbacks(cb.Throughput(), cb.Throughput()), "2 Throughput", "give one"),
+        "two profiles": (with_callbacks(*(cb.Profile(folder=tmp_path) for _ in "12")), "2 Profile"),
+        "profile without a directory": (with_callbacks(cb.Profile()), "Profile(folder="),
+        "profile of no rank": (with_callbacks(cb.Profile(ranks=[0, 1], folder=tmp_path)), "has rank 1"),
+        "rollback without checkpoints": (with_callbacks(cb.LossSpike("rollback")), "checkpoint=False"),
         "rollback to weights": (
-            with_callbacks(LossSpike("rollback"), checkpoint=weights_only), "LossSpike(action='rollback')"),
+            with_callbacks(cb.LossSpike("rollback"), checkpoint=weights_only), "action='rollback'"),
         "skipped samples": (with_callbacks(ramp, on_bad_batch="skip"), "on_bad_batch='skip'"),
-        "cache of a CPU": (with_callbacks(EmptyCache(every=1)), "EmptyCache on 'cpu'"),
-        "detector": (with_callbacks(NonFiniteDetector(), compile=True), "compile=False"),
-        "histograms": (with_callbacks(WeightHistograms(), loggers="csv"), "loggers='csv'", "histograms"),
+        "cache of a CPU": (with_callbacks(cb.EmptyCache(every=1)), "EmptyCache on 'cpu'"),
+        "detector": (with_callbacks(cb.NonFiniteDetector(), compile=True), "compile=False"),
+        "histograms": (with_callbacks(cb.WeightHistograms(), loggers="csv"), "loggers='csv'", "histograms"),
     }  # fmt: skip
     assert_refused(ConfigError, table)
 
@@ -175,17 +159,17 @@ def test_strategies_that_cannot_do_what_a_callback_asks_are_refused_by_name() ->
         return lambda: callback.check_trainer(quiet(loggers=loggers), STRATEGIES[name])
 
     on_xla = SimpleNamespace(name="xla", sharded=False, device=torch.device("xla"))
-    batch = ModelSummary(batch=torch.ones(1))
+    batch = cb.ModelSummary(batch=torch.ones(1))
     table: dict[str, tuple[Any, ...]] = {
         **{
-            f"average {name}": (on(WeightAverage(), name), f"'{name}'", "own")
+            f"average {name}": (on(cb.WeightAverage(), name), f"'{name}'", "own")
             for name in ("deepspeed", "xla_fsdp", "xla_fsdp_v2")
         },
-        "skip": (on(LossSpike("skip"), "xla"), "action='skip'", "'xla'"),
-        "norms": (on(GradientNorms(), "deepspeed"), "GradientNorms with strategy 'deepspeed'"),
-        "norms of xla": (on(GradientNorms(), "xla_fsdp"), "GradientNorms with strategy 'xla_fsdp'"),
-        "gradients": (on(WeightHistograms(gradients=True), "deepspeed", "jsonl"), "gradients=True"),
-        "shards": (on(WeightHistograms(), "xla_fsdp", "jsonl"), "WeightHistograms with strategy 'xla_fsdp'"),
+        "skip": (on(cb.LossSpike("skip"), "xla"), "action='skip'", "'xla'"),
+        "norms": (on(cb.GradientNorms(), "deepspeed"), "GradientNorms with strategy 'deepspeed'"),
+        "norms of xla": (on(cb.GradientNorms(), "xla_fsdp"), "GradientNorms with strategy 'xla_fsdp'"),
+        "gradients": (on(cb.WeightHistograms(gradients=True), "deepspeed", "jsonl"), "gradients=True"),
+        "shards": (on(cb.WeightHistograms(), "xla_fsdp", "jsonl"), "WeightHistograms with", "'xla_fsdp'"),
         "summary of shards": (
             lambda: quiet(strategy="fsdp", devices=2, callbacks=[batch]), "'fsdp'", "print(summarize"),
         "summary of xla": (lambda: batch.check_trainer(None, on_xla), "'xla'", "drivetrain sum"),
@@ -193,13 +177,13 @@ def test_strategies_that_cannot_do_what_a_callback_asks_are_refused_by_name() ->
     for name in ("deepspeed", "xla", "xla_fsdp", "xla_fsdp_v2"):
         device = torch.device("cpu" if name == "deepspeed" else "xla")
         strategy = SimpleNamespace(name=STRATEGIES[name].name, device=device)
-        check = partial(MemoryReport().check_trainer, quiet(), strategy)
+        check = partial(cb.MemoryReport().check_trainer, quiet(), strategy)
         table[f"memory {name}"] = (check, f"MemoryReport with strategy '{name}'")
     if is_installed("deepspeed"):
-        zero = partial(quiet, max_epochs=1, strategy="zero2", devices=1, callbacks=[MemoryReport()])
+        zero = partial(quiet, max_epochs=1, strategy="zero2", devices=1, callbacks=[cb.MemoryReport()])
         table["memory zero2"] = (zero, "'deepspeed'", "reduce_bucket_size")
     assert_refused(StrategyError, table)
-    on(WeightHistograms(), "deepspeed", "jsonl")()
+    on(cb.WeightHistograms(), "deepspeed", "jsonl")()
 
 
 def test_skip_on_an_accelerator_has_to_be_allowed_to_wait() -> None:
@@ -209,9 +193,9 @@ def test_skip_on_an_accelerator_has_to_be_allowed_to_wait() -> None:
         no_skipping = ""
 
     kind: Any = Accelerator
-    skip = partial(LossSpike("skip").check_trainer, quiet(), kind)
+    skip = partial(cb.LossSpike("skip").check_trainer, quiet(), kind)
     assert_refused(ConfigError, {"skip": (skip, "action='skip'", "'cuda'", "sync=True")})
-    LossSpike("skip", sync=True).check_trainer(quiet(), kind)
+    cb.LossSpike("skip", sync=True).check_trainer(quiet(), kind)
 
 
 def test_a_fit_refuses_names_that_match_nothing_with_the_nearest(tmp_path: Path) -> None:
@@ -222,16 +206,16 @@ def test_a_fit_refuses_names_that_match_nothing_with_the_nearest(tmp_path: Path)
     spikes = {"checkpoint": True, "run_dir": tmp_path}
     fragile = Fragile(), marked([GOOD] * 16, 2)
     table: dict[str, tuple[Any, ...]] = {
-        "rollback": (fit(LossSpike(metric="los"), **spikes), "metric='los'", "did you mean 'loss'"),
-        "skip": (fit(LossSpike("skip", metric="los")), "metric='los'", "did you mean 'loss'"),
-        "skip of several": (fit(LossSpike("skip"), Duel(), duels()), "'loss'", "'discriminator_loss'"),
-        "detector": (fit(NonFiniteDetector(["net*", "nett*"]), *fragile), "'nett*'"),
-        "activations": (fit(ActivationStats(patterns="lin")), "no module", "did you mean 'line'"),
+        "rollback": (fit(cb.LossSpike(metric="los"), **spikes), "metric='los'", "did you mean 'loss'"),
+        "skip": (fit(cb.LossSpike("skip", metric="los")), "metric='los'", "did you mean 'loss'"),
+        "skip of several": (fit(cb.LossSpike("skip"), Duel(), duels()), "'loss'", "'discriminator_loss'"),
+        "detector": (fit(cb.NonFiniteDetector(["net*", "nett*"]), *fragile), "'nett*'"),
+        "activations": (fit(cb.ActivationStats(patterns="lin")), "no module", "did you mean 'line'"),
         "histograms": (
-            fit(WeightHistograms(patterns="lines.weight"), loggers="jsonl", run_dir=tmp_path / "logs"),
+            fit(cb.WeightHistograms(patterns="lines.weight"), loggers="jsonl", run_dir=tmp_path / "logs"),
             "no parameter", "did you mean 'line.weight'"),
-        "memory": (fit(MemoryReport(), compile=CompileConfig(backend="eager")), "compile=False"),
-        "profile": (fit(Profile(lambda number: 3, folder=tmp_path)), "returned 3 for update 0"),
+        "memory": (fit(cb.MemoryReport(), compile=CompileConfig(backend="eager")), "compile=False"),
+        "profile": (fit(cb.Profile(lambda number: 3, folder=tmp_path)), "returned 3 for update 0"),
     }  # fmt: skip
     assert_refused(ConfigError, table)
 
@@ -240,11 +224,11 @@ def test_missing_packages_are_errors_that_name_the_extra(monkeypatch: pytest.Mon
     where = "drivetrain.callbacks.statistics.device_stats.is_installed"
     monkeypatch.setattr(where, lambda package: False)
     monkeypatch.setattr(torch.version, "hip", None)
-    make = partial(quiet, max_steps=1, callbacks=[DeviceStats()])
+    make = partial(quiet, max_steps=1, callbacks=[cb.DeviceStats()])
     words = ("'psutil'", "pip install 'drivetrain[stats]'")
     assert_refused(MissingDependencyError, {"psutil": (make, *words)})
     monkeypatch.setattr(where, lambda package: package == "psutil")
     on_gpu: Any = SimpleNamespace(device=torch.device("cuda"))
-    check = partial(DeviceStats().check_trainer, quiet(), on_gpu)
+    check = partial(cb.DeviceStats().check_trainer, quiet(), on_gpu)
     assert_refused(MissingDependencyError, {"gpu": (check, "NVIDIA GPU", "'nvidia-ml-py'")})
     make()

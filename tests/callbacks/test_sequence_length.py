@@ -13,6 +13,7 @@ from tests.support.refusals import assert_refused
 from tests.support.tasks import PADDING, VOCABULARY, NextToken, quiet, ragged
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from drivetrain import CheckpointConfig, LambdaCallback, OptimizerConfig, SequenceLength, TaskModule, ramp
 from drivetrain.core.errors import ConfigError
@@ -20,36 +21,26 @@ from drivetrain.core.errors import ConfigError
 LENGTHS = {0: 3, 2: 5, 4: 9}
 
 
-class Sequences:
-    """A dataset of the ragged sequences."""
-
-    def __init__(self, length: int = 9) -> None:
-        self.samples = ragged(22, length)
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return self.samples[index]
+def sequences(batch_size: int = 4, **options: Any) -> DataLoader[Any]:
+    return DataLoader(ragged(22), batch_size=batch_size, **options)  # type: ignore[arg-type]
 
 
-def fitted(*callbacks: Any, resume: str | None = None, **options: Any) -> tuple[NextToken, Any, list[Any]]:
+def fitted(*callbacks: Any, resume: str | None = None, data: Any = None, **options: Any) -> Any:
+    """The task, the result and the shapes of the batches of a fit."""
     seen: list[Any] = []
 
     def see(run: Any) -> None:
         seen.append([tuple(each.batch["tokens"].shape) for each in run.window.micro_batches])
 
     task = NextToken(OptimizerConfig("sgd", lr=0.5))
-    watch = LambdaCallback(on_step_start=see)
-    options = {"max_epochs": 1, "batch_size": 4, **options}
-    result = quiet(callbacks=[*callbacks, watch], **options).fit(task, Sequences(), resume=resume)
-    return task, result, seen
+    trainer = quiet(**{"max_epochs": 1, **options}, callbacks=[*callbacks, LambdaCallback(on_step_start=see)])
+    return task, trainer.fit(task, sequences() if data is None else data, resume=resume), seen
 
 
 def test_sequences_grow_with_the_updates_whatever_the_micro_batches() -> None:
     _, _, seen = fitted(SequenceLength(LENGTHS))
     assert seen == [[(4, 3)], [(4, 3)], [(4, 5)], [(4, 5)], [(4, 9)], [(2, 9)]]
-    _, _, seen = fitted(SequenceLength(LENGTHS), batch_size=2, gradient_accumulation_steps=2)
+    _, _, seen = fitted(SequenceLength(LENGTHS), data=sequences(2), gradient_accumulation_steps=2)
     assert seen == [[(2, 3)] * 2, [(2, 3)] * 2, [(2, 5)] * 2, [(2, 5)] * 2, [(2, 9)] * 2, [(2, 9)]]
     accumulate: Any = {"max_epochs": 2, "gradient_accumulation_steps": {0: 6, 1: 3}}
     _, _, seen = fitted(SequenceLength({0: 4, "1 epoch": 6}), **accumulate)
@@ -61,39 +52,25 @@ def test_sequences_grow_with_the_updates_whatever_the_micro_batches() -> None:
 
 
 def test_tokens_and_the_weights_of_losses_count_what_is_left() -> None:
-    whole = [*fitted(SequenceLength(LENGTHS))]
-    parts = [*fitted(SequenceLength(LENGTHS), batch_size=1, gradient_accumulation_steps=4)]
-    torch.testing.assert_close(whole[0].state_dict(), parts[0].state_dict(), rtol=1e-5, atol=1e-6)
-    assert whole[1].progress.tokens == parts[1].progress.tokens
-
-    by_hand, samples = NextToken(None), Sequences().samples
+    task, result, _ = fitted(SequenceLength(LENGTHS))
+    parts, others, _ = fitted(SequenceLength(LENGTHS), data=sequences(1), gradient_accumulation_steps=4)
+    torch.testing.assert_close(task.state_dict(), parts.state_dict(), rtol=1e-5, atol=1e-6)
+    by_hand, tokens = NextToken(None), 0
     optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.5)
-    order: list[int] = []
-    see = LambdaCallback(
-        on_step_start=lambda run: order.extend(run.window.micro_batches[0].batch["number"].tolist())
-    )
-
-    class Numbered(Sequences):
-        def __getitem__(self, index: int) -> dict[str, Tensor]:
-            return {**super().__getitem__(index), "number": torch.tensor(index)}
-
-    task = NextToken(OptimizerConfig("sgd", lr=0.5))
-    result = quiet(max_epochs=1, batch_size=4, callbacks=[SequenceLength(LENGTHS), see]).fit(task, Numbered())
-    tokens = 0
-    for update, length in enumerate((3, 3, 5, 5, 9, 9)):
-        numbers = order[4 * update : 4 * update + 4]
-        chosen = torch.stack([samples[number]["tokens"] for number in numbers])[:, :length]
+    for length, batch in zip((3, 3, 5, 5, 9, 9), sequences(), strict=True):
+        chosen = batch["tokens"][:, :length]
         tokens += int((chosen[:, 1:] != PADDING).sum())
         optimizer.zero_grad()
         by_hand.loss(by_hand(chosen), {"tokens": chosen}).backward()
         optimizer.step()
-    assert result.progress.tokens == tokens
+    assert result.progress.tokens == others.progress.tokens == tokens
     torch.testing.assert_close(task.state_dict(), by_hand.state_dict(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.nightly)])
 def test_resume_next_to_each_change_is_bitwise(workers: int, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"max_epochs": 2, "num_workers": workers}
+    data = sequences(shuffle=True, num_workers=workers)
+    options: dict[str, Any] = {"max_epochs": 2, "data": data}
     policy = CheckpointConfig(every="1 step", keep_last=None, best=0, by=None)
     expected, _, whole = fitted(SequenceLength(LENGTHS), run_dir=tmp_path, checkpoint=policy, **options)
     for done in (1, 2, 3) if not workers else (2,):
@@ -104,16 +81,12 @@ def test_resume_next_to_each_change_is_bitwise(workers: int, tmp_path: Path) -> 
 
 
 def test_evaluations_are_not_cut() -> None:
-    shapes: set[int] = set()
-
-    class Watched(NextToken):
-        def validation_step(self, batch: Any) -> Any:
-            shapes.add(batch["tokens"].shape[1])
-            return self.loss(self(batch["tokens"]), batch)
-
-    task = Watched(OptimizerConfig("sgd", lr=0.1))
-    quiet(max_epochs=1, batch_size=4, callbacks=[SequenceLength(3)]).fit(task, Sequences(), Sequences())
-    assert shapes == {9}
+    losses = []
+    for callbacks in ([SequenceLength(3)], []):
+        task = NextToken(OptimizerConfig("sgd", lr=1e-9))
+        metrics = quiet(max_epochs=1, callbacks=callbacks).fit(task, sequences(), sequences()).metrics
+        losses.append(metrics["validation/loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 class Attention(TaskModule):
@@ -185,7 +158,7 @@ def test_a_first_batch_that_cannot_be_cut_is_refused() -> None:
 
 
 def on_ranks(strategy: str) -> Any:
-    task, result, seen = fitted(SequenceLength(LENGTHS), batch_size=2, strategy=strategy, devices=2)
+    task, result, seen = fitted(SequenceLength(LENGTHS), data=sequences(2), strategy=strategy, devices=2)
     return [each.detach().flatten().tolist() for each in task.parameters()], seen, result.progress.tokens
 
 

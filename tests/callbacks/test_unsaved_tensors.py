@@ -15,7 +15,7 @@ import pytest
 import torch
 from tests.support.messages import heard
 from tests.support.ranks import on_two_ranks
-from tests.support.tasks import FEATURES, Regression, pairs, quiet
+from tests.support.tasks import FEATURES, Regression, pairs, quiet, variant
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
@@ -33,26 +33,21 @@ def told(task: Regression, run_dir: Path, every: str = "1 epoch", **options: Any
 
 
 class Encoder(nn.Module):
+    """A module of the user's."""
+
+
+class Recurrent(Regression):
     """An LSTM whose state goes on from batch to batch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(FEATURES, FEATURES)
-        self.hidden: tuple[Tensor, ...] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        out, hidden = self.lstm(x, self.hidden)
-        self.hidden = tuple(each.detach() for each in hidden)
-        return out
-
-
-class Recurrent(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = Encoder()
+        self.encoder: Any = Encoder()
+        self.encoder.lstm, self.encoder.hidden = nn.LSTM(FEATURES, FEATURES), None
 
     def forward(self, features: Tensor) -> Tensor:
-        return super().forward(self.encoder(features))
+        out, hidden = self.encoder.lstm(features, self.encoder.hidden)
+        self.encoder.hidden = tuple(each.detach() for each in hidden)
+        return super().forward(out)
 
 
 class Touched(Regression):
@@ -132,21 +127,6 @@ def test_caches_buffers_views_of_weights_and_numbers_are_not_named(tmp_path: Pat
         assert told(task, tmp_path / touch.__name__, every="2 steps") == [], touch.__name__
 
 
-class Measured(Regression):
-    """Has its declared metric, and another one, as modules of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean, self.other = MeanMetric(), MeanMetric()
-
-    def metrics(self) -> dict[str, Any]:
-        return {"mean": self.mean}
-
-    def metric_inputs(self, outputs: Tensor, batch: Any) -> tuple[Any, ...]:
-        self.other.update(outputs.detach())
-        return (outputs,)
-
-
 class WithExtra(Recurrent):
     """Saves what is in it by itself."""
 
@@ -161,22 +141,19 @@ class OwnLinear(nn.Linear):
     """A layer of the user's class."""
 
 
-class Normed(Regression):
-    """Its weight is a plain attribute, which torch computes in each forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        nn.utils.parametrizations.weight_norm(self.line)
-        self.second = nn.utils.spectral_norm(OwnLinear(FEATURES, FEATURES))
-
-    def forward(self, features: Tensor) -> Tensor:
-        return super().forward(self.second(features))
-
-
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric:UserWarning")
 def test_metrics_extra_states_and_what_torch_computes_are_not_named(tmp_path: Path) -> None:
-    for kind in (Regression, Measured, WithExtra, Normed):
-        assert told(kind(), tmp_path / kind.__name__) == [], kind
+    def inputs(self: Any, outputs: Tensor, batch: Any) -> tuple[Any, ...]:
+        self.other.update(outputs.detach())
+        return (outputs,)
+
+    measured = variant(metrics=lambda self: {"mean": self.mean}, metric_inputs=inputs)()
+    measured.mean, measured.other = MeanMetric(), MeanMetric()  # a declared one, and another
+    normed = variant(forward=lambda self, features: self.line(self.second(features)))()
+    nn.utils.parametrizations.weight_norm(normed.line)  # the weight is a plain attribute
+    normed.second = nn.utils.spectral_norm(OwnLinear(FEATURES, FEATURES))
+    for number, task in enumerate((Regression(), measured, WithExtra(), normed)):
+        assert told(task, tmp_path / str(number)) == [], number
 
 
 def test_nothing_runs_in_a_step_between_the_first_update_and_the_save(tmp_path: Path) -> None:

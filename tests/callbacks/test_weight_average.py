@@ -15,17 +15,10 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader
 
-from drivetrain import (
-    Callback,
-    CheckpointConfig,
-    CheckpointError,
-    ConfigError,
-    LossSpike,
-    OptimizerConfig,
-    Run,
-    WeightAverage,
-)
+from drivetrain import CheckpointConfig, OptimizerConfig, Run
+from drivetrain.callbacks import Callback, LossSpike, WeightAverage
 from drivetrain.checkpoint.weights.load import load_weights
+from drivetrain.core.errors import CheckpointError, ConfigError
 
 OF_KIND: dict[str, Any] = {"ema": {"decay": 0.9}, "swa": {}, "lawa": {"window": 2}}
 """The arguments of each kind, for the averages of `expected`."""
@@ -176,9 +169,7 @@ def straight_and_resumed(folder: Path, strategy: str, kind: str) -> Any:
 
 
 @pytest.mark.parametrize(("strategy", "kind"), [("ddp", "ema"), ("fsdp", "lawa")])
-def test_two_ranks_have_the_average_of_one_process_and_resume_bitwise(
-    strategy: str, kind: str, tmp_path: Path
-) -> None:
+def test_two_ranks_average_and_resume_as_one_process(strategy: str, kind: str, tmp_path: Path) -> None:
     first, second = on_two_ranks(straight_and_resumed, tmp_path, strategy, kind)
     assert first == second
     straight, resumed = first
@@ -188,23 +179,17 @@ def test_two_ranks_have_the_average_of_one_process_and_resume_bitwise(
     assert straight[2] == pytest.approx(alone, abs=1e-6)
 
 
-class Normed(Regression):
-    """Has a batch norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-
-    def forward(self, features: Tensor) -> Tensor:
-        return super().forward(self.norm(features))
+def normed() -> Regression:
+    task = variant(forward=lambda self, features: self.line(self.norm(features)))()
+    task.norm = nn.BatchNorm1d(4)
+    return task
 
 
 def test_batch_norms_are_renewed_at_the_end_and_only_then(tmp_path: Path) -> None:
-    seen, task = Trajectory(), Normed()
+    seen, task, by_hand = Trajectory(), normed(), normed()
     trainer = quiet(max_epochs=3, run_dir=tmp_path, checkpoint=True, callbacks=[WeightAverage("swa"), seen])
     result = trainer.fit(task, pairs(), pairs(4))
     assert torch.equal(seen.validated[-1], seen.after[-1])
-    by_hand = Normed()
     by_hand.load_state_dict(task.state_dict())
     update_bn(DataLoader(pairs().dataset.tensors[0], batch_size=2), by_hand)
     torch.testing.assert_close(task.norm.running_mean, by_hand.norm.running_mean)
@@ -212,16 +197,14 @@ def test_batch_norms_are_renewed_at_the_end_and_only_then(tmp_path: Path) -> Non
     assert task.norm.momentum == 0.1
     assert torch.equal(load_weights(result.model_path)["norm.running_mean"], task.norm.running_mean)
 
-
-def test_batch_norms_are_not_renewed_from_data_that_may_not_end() -> None:
     class Endless:
         def __iter__(self) -> Any:
             while True:
                 yield from pairs()
 
     with pytest.raises(ConfigError, match="no known length"):
-        quiet(max_steps=1, callbacks=[WeightAverage("swa")]).fit(Normed(), Endless())
-    quiet(max_steps=1, callbacks=[WeightAverage("swa", every=1, save=False)]).fit(Normed(), Endless())
+        quiet(max_steps=1, callbacks=[WeightAverage("swa")]).fit(normed(), Endless())
+    quiet(max_steps=1, callbacks=[WeightAverage("swa", every=1, save=False)]).fit(normed(), Endless())
 
 
 def test_an_error_in_a_validation_leaves_the_trained_weights() -> None:
@@ -244,11 +227,11 @@ def test_a_fit_after_a_rollback_begins_a_new_average(tmp_path: Path) -> None:
             self.steps += 1
             return self.loss(self(batch[0]), batch) * (1e4 if self.steps == self.spike else 1.0)
 
-    average = WeightAverage(decay=0.9)
+    average = WeightAverage("swa", every=1)
     spike = LossSpike("rollback", window=10, threshold=1000)
     policy = CheckpointConfig(every="4 steps", best=0, by=None)
     found: list[Spiking] = []
-    for number, callbacks in enumerate(([average, spike], [average, spike], [WeightAverage(decay=0.9)])):
+    for number, callbacks in enumerate(([average, spike], [average, spike], [WeightAverage("swa", every=1)])):
         options: Any = {"max_steps": 20, "log_every": 1, "checkpoint": policy}
         trainer = quiet(callbacks=callbacks, run_dir=tmp_path / str(number), **options)
         found.append(Spiking())
@@ -271,15 +254,9 @@ def test_weights_of_16_bits_are_averaged_in_float32() -> None:
 
 
 def test_complex_weights_are_averaged_whole() -> None:
-    class Turned(Regression):
-        def __init__(self) -> None:
-            super().__init__()
-            self.phase = nn.Parameter(torch.ones(4) * (1 + 2j))
-
-        def forward(self, features: Tensor) -> Tensor:
-            return super().forward(features * (self.phase * features).abs())
-
-    task, seen = Turned(), Trajectory()
+    turn = {"forward": lambda self, features: self.line(features * (self.phase * features).abs())}
+    task, seen = variant(**turn)(), Trajectory()
+    task.phase = nn.Parameter(torch.ones(4) * (1 + 2j))
     quiet(max_steps=6, callbacks=[WeightAverage(decay=0.9), seen]).fit(task, pairs(12))
     average = seen.after[0]
     for each in seen.after[1:]:

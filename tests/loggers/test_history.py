@@ -15,16 +15,12 @@ from drivetrain.loggers.history import read_history
 
 
 @pytest.mark.parametrize("loggers", ["csv", ("tensorboard", "jsonl"), "instance"])
-def test_the_history_has_every_log_point_before_a_resume_too(tmp_path: Path, loggers: Any) -> None:
-    def fit(steps: int) -> Any:
+def test_history_has_every_log_point_before_a_resume_too(tmp_path: Path, loggers: Any) -> None:
+    for steps in (4, 8):
         given = JSONLinesLogger(tmp_path / "elsewhere", "all.log") if loggers == "instance" else loggers
-        trainer = quiet(
-            max_steps=steps, log_every=2, run_dir=tmp_path / "run", loggers=given, checkpoint=True
-        )
-        return trainer.fit(Regression(), pairs(12), pairs(4), resume="auto")
-
-    fit(4)
-    result = fit(8)
+        options: Any = {"max_steps": steps, "log_every": 2, "loggers": given, "checkpoint": True}
+        trainer = quiet(**options, run_dir=tmp_path / "run")
+        result = trainer.fit(Regression(), pairs(12), pairs(4), resume="auto")
     history = result.history
     assert [row["step"] for row in history if "train/loss" in row] == [2, 4, 6, 8]
     validated = [row["validation/loss"] for row in history if "validation/loss" in row]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,31 +20,16 @@ from drivetrain import LambdaCallback, ModelSummary, ProgressBar, Totals
 from drivetrain.core.progress import Progress
 
 
-class Module:
-    """A data module; counts how often each of its loaders is made."""
-
-    def __init__(self) -> None:
-        self.made: list[str] = []
-
-    def train_data(self) -> Any:
-        self.made.append("train")
-        return pairs(10)
-
-    def validation_data(self) -> Any:
-        self.made.append("validation")
-        return pairs(4)
-
-    def test_data(self) -> Any:
-        self.made.append("test")
-        return {"near": pairs(4), "far": pairs(6)}
-
-    def predict_data(self) -> Any:
-        self.made.append("predict")
-        return pairs(3)
-
-
 def test_a_data_module_gives_each_verb_its_data() -> None:
-    task, right, module = Regression(), Regression(), Module()
+    made: list[str] = []  # each when needed
+
+    def data(verb: str, loaders: Any) -> Any:
+        return lambda: (made.append(verb), loaders)[1]
+
+    two = {"near": pairs(4), "far": pairs(6)}
+    training = {"train_data": data("train", pairs(10)), "validation_data": data("validation", pairs(4))}
+    rest = {"test_data": data("test", two), "predict_data": data("predict", pairs(3))}
+    task, right, module = Regression(), Regression(), SimpleNamespace(**training, **rest)
     result = quiet(max_epochs=1).fit(task, module)
     expected = quiet(max_epochs=1).fit(right, pairs(10), pairs(4))
     assert weights(task) == weights(right)
@@ -51,10 +37,10 @@ def test_a_data_module_gives_each_verb_its_data() -> None:
     assert quiet().validate(task, module) == quiet().validate(task, pairs(4))
     assert set(quiet().test(task, module)) == {"test/near/loss", "test/far/loss"}
     assert len(quiet().predict(task, module)) == 2
-    assert sorted(module.made) == ["predict", "test", "train", "validation", "validation"]  # each when needed
-    mine = quiet(max_epochs=1).fit(task, Module(), {"mine": pairs(2)})
+    assert sorted(made) == ["predict", "test", "train", "validation", "validation"]
+    mine = quiet(max_epochs=1).fit(task, module, {"mine": pairs(2)})
     assert "validation/mine/loss" in mine.metrics
-    half = type("Half", (), {"train_data": lambda self: pairs()})()
+    half = SimpleNamespace(train_data=pairs)
     assert quiet(max_epochs=1).fit(Regression(), half).progress.updates == 5
 
 
@@ -186,19 +172,13 @@ def test_data_seed_is_for_the_order_of_the_data_alone() -> None:
 
 
 def test_run_name_names_the_run() -> None:
-    class Named:
-        def log_config(self, config: Any) -> None:
-            self.name = config["trainer"]["run_name"]
-
-        def log_metrics(self, metrics: Any, step: int) -> None: ...
-
-        def close(self) -> None: ...
-
-    logger = Named()
+    told: list[Any] = []
+    ignore = {"log_metrics": lambda metrics, step: None, "close": lambda: None}
+    logger = SimpleNamespace(log_config=told.append, **ignore)
     result = quiet(max_steps=1, run_name="warm-up 3", loggers=["csv", logger]).fit(Regression(), pairs())
     assert result.run_dir is not None
     assert result.run_dir.name.startswith("warm-up 3-")
-    assert logger.name == "warm-up 3"
+    assert told[0]["trainer"]["run_name"] == "warm-up 3"
 
 
 def test_train_metrics_can_be_left_out_of_training() -> None:

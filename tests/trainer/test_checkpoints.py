@@ -27,9 +27,7 @@ def test_policies_that_can_be_followed_need_no_validation(tmp_path: Path) -> Non
     )
 
 
-def test_load_weights_of_a_run_reads_them_once_and_names_a_lost_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_load_weights_of_a_run_reads_them_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quiet(max_epochs=2, run_dir=tmp_path, checkpoint=True).fit(Regression(), pairs())
     opened: list[str] = []
     init = checkpoint_files.HashedReader.__init__
@@ -52,9 +50,7 @@ def test_load_weights_of_a_run_reads_them_once_and_names_a_lost_checkpoint(
         resolve("")
 
 
-def test_a_task_that_changes_the_working_directory_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_working_directory_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "other").mkdir()
     leave = LambdaCallback(on_epoch_end=lambda run: monkeypatch.chdir(tmp_path / "other"))
     quiet(max_epochs=2, run_dir="run", checkpoint=True, callbacks=[leave]).fit(Regression(), pairs())
@@ -109,7 +105,7 @@ def test_a_program_that_may_start_again_needs_resumable_checkpoints_in_a_run_dir
 @pytest.mark.usefixtures("may_start_again")
 @pytest.mark.parametrize("again", ["TORCHELASTIC_RESTART_COUNT", "DRIVETRAIN_AGAIN"])
 @pytest.mark.parametrize("resume", [None, "elsewhere"])
-def test_a_program_that_is_started_again_resumes_whatever_it_was_told(
+def test_a_program_that_is_started_again_resumes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, resume: str | None, again: str
 ) -> None:
     run_dir, seen = tmp_path / "run", []

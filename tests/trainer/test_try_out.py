@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -165,21 +166,15 @@ def test_sanity_validation_by_default_where_it_costs_under_a_hundredth_of_an_epo
 def test_evaluation_reader_reads_no_part() -> None:
     read: list[int] = []
 
-    class Reader:
-        records = 0
+    def reader(self: Any) -> Any:
+        records: list[int] = []
+        return SimpleNamespace(
+            record=lambda loss, outputs, batch: len(batch[0]),
+            add=records.append,
+            compute=lambda: read.append(sum(records)) or {},
+            close=lambda: None,
+        )
 
-        def record(self, loss: Any, outputs: Any, batch: Any) -> int:
-            return len(batch[0])
-
-        def add(self, record: int) -> None:
-            self.records += record
-
-        def compute(self) -> dict[str, float]:
-            read.append(self.records)
-            return {}
-
-        def close(self) -> None: ...
-
-    task = variant(evaluation_reader=lambda self: Reader())()
+    task = variant(evaluation_reader=reader)()
     quiet(max_epochs=1, sanity_validation=2).fit(task, pairs(), pairs())
     assert read == [10]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,14 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from drivetrain import (
-    ActivationStats,
-    Callback,
-    CompileConfig,
-    MemoryConfig,
-    OptimizerConfig,
-    Run,
-)
+from drivetrain import CompileConfig, MemoryConfig, OptimizerConfig, Run
+from drivetrain.callbacks import ActivationStats, Callback, LambdaCallback
 from drivetrain.callbacks.statistics.activation_stats import STATISTICS
 from drivetrain.core.errors import ConfigError
 from drivetrain.core.registry import is_installed
@@ -49,8 +41,7 @@ class Recomputing(Block):
         return checkpoint(super().forward, x, use_reentrant=self.reentrant)
 
 
-class Reentrant(Recomputing):
-    reentrant = True
+Reentrant = type("Reentrant", (Recomputing,), {"reentrant": True})
 
 
 def task(block: type[nn.Module] = Block) -> Blocks:
@@ -64,44 +55,34 @@ def rows(count: int = 16, seed: int = 1, size: int = 4) -> DataLoader[Any]:
 
 
 class ByHand(Callback):
-    """Every output of a block's activation in training, by update, and what was logged."""
+    """The statistics of all outputs of a block's activation in an update, at once; and what was logged."""
 
     def __init__(self) -> None:
-        self.outputs: list[Tensor] = []
         self.logged: list[dict[str, float]] = []
         self.expected: list[dict[str, float]] = []
 
     def on_fit_start(self, run: Run) -> None:
-        self.handle = run.task.blocks[1].act.register_forward_hook(self._note)
+        def note(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            self.outputs.append(output.detach().double().flatten())
 
-    def _note(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
-        self.outputs.append(output.detach().double().flatten())
+        self.handle = run.task.blocks[1].act.register_forward_hook(note)
 
     def on_step_start(self, run: Run) -> None:
-        self.outputs = []
+        self.outputs: list[Tensor] = []
 
     def on_log(self, run: Run) -> None:
         if "train/loss" not in run.logged:
             return
-        outputs = torch.cat(run.engine.ranks.all_gather(torch.cat(self.outputs)))
+        values = torch.cat(run.engine.ranks.all_gather(torch.cat(self.outputs)))
         found = {name: each for name, each in run.logged.items() if name.endswith("/blocks.1.act")}
         if found:  # of rank 0, whose values are those of all ranks after this hook
             self.logged.append({name.split("/")[1]: each for name, each in found.items()})
-            self.expected.append(of(outputs))
+            parts = (values.mean(), values.std(correction=0), values.min(), values.max())
+            numbers = dict(zip(("mean", "std", "min", "max"), map(float, parts), strict=True))
+            self.expected.append({**numbers, "zeros": float((values == 0).double().mean())})
 
     def on_fit_end(self, run: Run) -> None:
         self.handle.remove()
-
-
-def of(values: Tensor) -> dict[str, float]:
-    """The statistics of values, all at once."""
-    return {
-        "mean": float(values.mean()),
-        "std": float(values.std(correction=0)),
-        "min": float(values.min()),
-        "max": float(values.max()),
-        "zeros": float((values == 0).double().mean()),
-    }
 
 
 def by_hand_and_stats(data: Any, validation: Any = None, **options: Any) -> tuple[ByHand, dict[str, float]]:
@@ -120,36 +101,18 @@ def test_the_numbers_are_those_of_all_outputs_of_the_update() -> None:
         assert 0 < logged["zeros"] < 1
 
 
-def test_validations_do_not_count_and_training_is_as_without() -> None:
-    plain, watched, by_hand = task(), task(), ByHand()
-    quiet(max_epochs=2).fit(plain, rows(), rows(4))
-    callbacks = [ActivationStats(statistics=STATISTICS), by_hand]
-    quiet(max_epochs=2, log_every="1 epoch", callbacks=callbacks).fit(watched, rows(), rows(4))
-    assert len(by_hand.logged) == 2
-    for name, each in watched.named_parameters():
-        assert torch.equal(each, plain.get_parameter(name)), name
-
-
 def hooks_of(model: nn.Module) -> int:
     return sum(len(each._forward_hooks) for each in model.modules())
 
 
 def test_modules_have_hooks_in_logged_updates_alone() -> None:
-    class Count(Callback):
-        hooks: list[int]
-
-        def on_fit_start(self, run: Run) -> None:
-            self.hooks = []
-
-        def on_before_optimizer_step(self, run: Run) -> None:
-            self.hooks.append(hooks_of(run.task))
-
-    count, watched = Count(), task()
+    hooks, watched = [], task()
+    count = LambdaCallback(on_before_optimizer_step=lambda run: hooks.append(hooks_of(run.task)))
     callbacks = [ActivationStats(patterns=["blocks.*.act", "head"], every="8 steps"), count]
     quiet(max_steps=13, log_every="4 steps", callbacks=callbacks).fit(watched, rows(80))
     # Log points follow updates 4, 8, 12 and 13, and the first at or after each eighth is taken.
-    assert [update for update, hooks in enumerate(count.hooks, 1) if hooks] == [8]
-    assert count.hooks[7] == 4
+    assert [update for update, count in enumerate(hooks, 1) if count] == [8]
+    assert hooks[7] == 4
     assert hooks_of(watched) == 0
 
     class Fails(Blocks):
@@ -223,9 +186,7 @@ def test_several_optimizers_and_values_that_are_no_numbers() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of torch's compiler itself
-def test_of_a_compiled_task_the_blocks_and_what_is_outside_are_measured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_compiled_blocks_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     # torch's compiler has a bar of tqdm's, whose thread stays.
     monkeypatch.setattr("torch.hub.tqdm.monitor_interval", 0)
     eager = CompileConfig(backend="eager")
@@ -278,24 +239,6 @@ def test_means_over_ranks_are_those_of_one_process(strategy: str) -> None:
     by_hand, _ = by_hand_and_stats(rows(13))
     assert len(first) == 4
     assert first == [pytest.approx(each, rel=1e-5, abs=1e-6) for each in by_hand.logged]
-
-
-# Resumes and warnings.
-
-
-def test_a_resumed_run_logs_the_same(tmp_path: Path) -> None:
-    def logged(folder: str, updates: int, resume: str | None = None) -> str:
-        options: Any = {"max_steps": updates, "log_every": "3 steps", "loggers": "jsonl", "checkpoint": True}
-        trainer = quiet(**options, run_dir=tmp_path / folder, callbacks=[ActivationStats(every="5 steps")])
-        trainer.fit(task(), rows(80), resume=resume)
-        return (tmp_path / folder / "metrics.jsonl").read_text()
-
-    straight = logged("straight", 15)
-    points = [json.loads(each) for each in straight.splitlines()]
-    assert [each["step"] for each in points if "activations/mean/head" in each] == [6, 12, 15]
-    for updates in (6, 9):
-        logged(str(updates), updates)
-        assert logged(str(updates), 15, "auto") == straight
 
 
 def test_a_chosen_module_that_is_not_called_is_named_once() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from fnmatch import fnmatchcase
@@ -69,6 +68,8 @@ def test_the_values_are_those_of_psutil(tmp_path: Path, monkeypatch: pytest.Monk
     assert found.keys() == {*OF_HOST, *RATES}
     assert {name: found[name] for name in OF_HOST} == OF_HOST
     assert all(found[name] > 0 for name in RATES)
+    for name in found:  # which no comparison of two runs compares
+        assert any(fnmatchcase(f"device/{name}", each) for each in DeviceStats.timed_names)
 
 
 def test_a_rate_is_the_growth_since_the_last_value(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,21 +87,6 @@ def test_a_value_that_the_machine_does_not_tell_is_named_once(monkeypatch: pytes
     assert len(texts) == 1
     assert "disk_read_bytes_per_second, disk_written_bytes_per_second" in texts[0]
     assert {name for name in RATES if name.startswith("net")} == values(result.metrics).keys() - {*OF_HOST}
-
-
-def test_every_and_a_resume_give_the_log_points_of_an_uninterrupted_run(tmp_path: Path) -> None:
-    def points(folder: str, updates: int, resume: str | None = None) -> list[int]:
-        options: Any = {"max_steps": updates, "log_every": "3 steps", "loggers": "jsonl", "checkpoint": True}
-        trainer = quiet(**options, run_dir=tmp_path / folder, callbacks=[DeviceStats(every="5 steps")])
-        trainer.fit(Regression(), pairs(40), resume=resume)
-        lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
-        return [row["step"] for row in map(json.loads, lines) if "device/cpu_percent" in row]
-
-    assert points("straight", 15) == [6, 12, 15]
-    points("resumed", 9)
-    assert points("resumed", 15, "auto") == [6, 12, 15]
-    for name in (*OF_HOST, *RATES):  # which no comparison of two runs compares
-        assert any(fnmatchcase(f"device/{name}", each) for each in DeviceStats.timed_names)
 
 
 def on_ranks() -> list[dict[str, float]]:

@@ -13,15 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from drivetrain import (
-    CheckpointConfig,
-    EarlyStopping,
-    OptimizerConfig,
-    ParameterGroup,
-    TaskModule,
-    Trainer,
-    already_split,
-)
+from drivetrain import CheckpointConfig, OptimizerConfig, ParameterGroup, TaskModule, Trainer, already_split
+from drivetrain.callbacks import EarlyStopping
 
 
 class Classifier(TaskModule):
@@ -75,22 +68,17 @@ class Recorder:
         self.saved.append(run.progress.updates)
 
     def on_fit_end(self, run):
-        self.state = [
-            value
-            for updater in run.engine.updaters.values()
-            for state in updater.optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, torch.Tensor)
-        ]
+        states = [each.optimizer.state.values() for each in run.engine.updaters.values()]
+        slots = [value for state in states for each in state for value in each.values()]
+        self.state = [each for each in slots if isinstance(each, torch.Tensor)]
         self.parameters = list(run.task.parameters())
 
 
 def samples(count=22, batch_size=4, **options):
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(count, 4, generator=generator)
-    return DataLoader(
-        TensorDataset(features, torch.arange(count) % 3), batch_size=batch_size, shuffle=True, **options
-    )
+    data = TensorDataset(features, torch.arange(count) % 3)
+    return DataLoader(data, batch_size=batch_size, shuffle=True, **options)
 
 
 def plan(data=None, validation=None, task=None, **options):
