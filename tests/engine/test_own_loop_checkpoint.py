@@ -112,28 +112,24 @@ def test_refusals_of_save_and_load_leave_nothing_behind(tmp_path: Path) -> None:
     path, engine = str(tmp_path / "saved"), Engine("cpu")
     network_there = str(tmp_path / "network")
     alone = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    assert_refused(
-        (ConfigError, CheckpointError),
-        {
-            "optimizer alone": (lambda: engine.save(path, optimizer=alone), "give the model too"),
-            "no module": (lambda: engine.save(path, model="weights"), "model must be a module"),
-            "no optimizer": (lambda: engine.save(path, model=nn.Linear(1, 1), optimizer=3), "optimizer must"),
-            "unknown object": (lambda: engine.save(path, thing=object()), "thing"),
-        },
-    )
+    cases: dict[str, tuple[Any, ...]] = {
+        "optimizer alone": (lambda: engine.save(path, optimizer=alone), "give the model too"),
+        "no module": (lambda: engine.save(path, model="weights"), "model must be a module"),
+        "no optimizer": (lambda: engine.save(path, model=nn.Linear(1, 1), optimizer=3), "optimizer must"),
+        "unknown object": (lambda: engine.save(path, thing=object()), "thing"),
+    }
+    assert_refused((ConfigError, CheckpointError), cases)
     assert list(tmp_path.iterdir()) == []
     engine.save(path, epoch=3)
     Engine("cpu").save(network_there, model=network())
     engine.backward(torch.ones((), requires_grad=True))
-    assert_refused(
-        (ConfigError, CheckpointError),
-        {
-            "a name that was not saved": (lambda: engine.load(path, epochs=0), "'epochs'", "'epoch'"),
-            "one that is there": (lambda: Engine("cpu").save(path, epoch=4), "there already"),
-            "another network": (lambda: engine.load(network_there, model=nn.Linear(4, 6)), "'weight'"),
-            "between backward and step": (lambda: engine.save(path + "2"), "make the step first"),
-        },
-    )
+    cases: dict[str, tuple[Any, ...]] = {
+        "a name that was not saved": (lambda: engine.load(path, epochs=0), "'epochs'", "'epoch'"),
+        "one that is there": (lambda: Engine("cpu").save(path, epoch=4), "there already"),
+        "another network": (lambda: engine.load(network_there, model=nn.Linear(4, 6)), "'weight'"),
+        "between backward and step": (lambda: engine.save(path + "2"), "make the step first"),
+    }
+    assert_refused((ConfigError, CheckpointError), cases)
     assert Engine("cpu").load(path) == {"epoch": 3}
 
 

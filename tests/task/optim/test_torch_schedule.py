@@ -117,27 +117,19 @@ def test_refusals_of_torch_schedule(tmp_path: Path) -> None:
         {"checkpoint": CheckpointConfig(every=100, best=0), "run_dir": tmp_path},
     )
     misspelt = task(PLATEAU, metric="validation/los")
-    assert_refused(
-        ConfigError,
-        {
-            "half an epoch": (lambda: TorchSchedule(step, every="0.5 epochs"), "whole epochs"),
-            "minutes": (lambda: TorchSchedule(step, every="10 minutes"), "'10 minutes'"),
-            "no metric": (lambda: TorchSchedule(ReduceLROnPlateau(optimizer)), "metric='validation/loss'"),
-            "a partial": (
-                lambda: TorchSchedule(functools.partial(ReduceLROnPlateau, patience=1)),
-                "the name",
-            ),
-            "a metric": (lambda: TorchSchedule(step, metric="validation/loss"), "StepLR.step takes none"),
-            "a number": (lambda: TorchSchedule(ReduceLROnPlateau, metric=3), "a value's name"),
-            "required": (lambda: TorchSchedule(StepLR, required="no"), "required", "True or False"),
-            "a text": (lambda: TorchSchedule("cosine").made(optimizer), "a str"),
-            "Lightning's": (lambda: TorchSchedule(StepLR, monitor="validation/loss"), "'metric'"),
-            "no state": (lambda: TorchSchedule(Stepping()).made(optimizer), "no state_dict"),
-            "another's": (lambda: rates(task(lambda _: step)), "another optimizer"),
-            "no validation": (lambda: rates(task(PLATEAU, metric="validation/loss")), "no validation data"),
-            "not logged": (lambda: rates(misspelt, pairs(4), **saved), "'validation/los'"),
-        },
-    )
+    cases: dict[str, tuple[Any, ...]] = {
+        "half an epoch": (lambda: TorchSchedule(step, every="0.5 epochs"), "whole epochs"),
+        "minutes": (lambda: TorchSchedule(step, every="10 minutes"), "'10 minutes'"),
+        "no metric": (lambda: TorchSchedule(ReduceLROnPlateau(optimizer)), "metric='validation/loss'"),
+        "a metric": (lambda: TorchSchedule(step, metric="validation/loss"), "StepLR.step takes none"),
+        "a text": (lambda: TorchSchedule("cosine").made(optimizer), "a str"),
+        "Lightning's": (lambda: TorchSchedule(StepLR, monitor="validation/loss"), "'metric'"),
+        "no state": (lambda: TorchSchedule(Stepping()).made(optimizer), "no state_dict"),
+        "another's": (lambda: rates(task(lambda _: step)), "another optimizer"),
+        "no validation": (lambda: rates(task(PLATEAU, metric="validation/loss")), "no validation data"),
+        "not logged": (lambda: rates(misspelt, pairs(4), **saved), "'validation/los'"),
+    }
+    assert_refused(ConfigError, cases)
     assert (tmp_path / "checkpoints" / "update-00000005").is_dir()  # the last ends the run once it is saved
 
 
