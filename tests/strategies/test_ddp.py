@@ -120,12 +120,13 @@ def test_ranks_have_the_same_weights_from_start_to_end_whatever_the_communicatio
     def zeros(_: None, bucket: Any) -> Any:
         return done(torch.zeros_like(bucket.buffer()))
 
-    def start() -> list[Any]:
-        task = Regression()
-        with torch.random.fork_rng():
-            torch.manual_seed(int(os.environ["RANK"]))
-            nn.init.normal_(task.line.weight)
-        return fit(task, pairs())
+    def start() -> tuple[list[Any], list[Any]]:
+        task, other = Regression(), Regression()
+        with torch.no_grad():
+            for each in (task, other):
+                each.line.weight.add_(int(os.environ["RANK"]))
+        quiet(strategy=ddp(2), devices=2).validate(other, pairs())
+        return fit(task, pairs()), other.line.weight.tolist()
 
     def found() -> list[Any]:
         return [

@@ -15,18 +15,17 @@ import torch
 from tests.strategies.conforming import conforms, refused
 from tests.support.counting import Counting
 from tests.support.failing import JOB
-from tests.support.launched import DEEP, FSDP_YAML
+from tests.support.launched import FSDP_YAML
 from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Blocks, Regression, pairs, quiet, variant
 from torch import nn
 
-import drivetrain
 from drivetrain import (
     AccelerateConfig,
-    Callback,
     ConfigError,
     DDPConfig,
+    LambdaCallback,
     OptimizerConfig,
     StrategyError,
     Trainer,
@@ -44,11 +43,7 @@ accelerate = pytest.importorskip("accelerate")
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
-from accelerate.utils import (  # noqa: E402
-    AutocastKwargs,
-    DistributedDataParallelKwargs,
-    InitProcessGroupKwargs,
-)
+from accelerate.utils import AutocastKwargs, DistributedDataParallelKwargs, InitProcessGroupKwargs  # noqa: E402
 
 from drivetrain.strategies.accelerate.strategy import Accelerate  # noqa: E402
 
@@ -81,8 +76,10 @@ def test_accelerate_updates_equal_those_of_one_process() -> None:
 
 @pytest.mark.landing
 def test_accelerate_conforms() -> None:
-    check_strategy(replicated, 2)
-    check_strategy(sharded, 2, checks=CHECKED)
+    check_strategy(
+        replicated, checks=[*CHECKED, "evaluation_counts_each_sample_once", "all_ranks_see_the_same"]
+    )
+    check_strategy(sharded, checks=CHECKED[1:])
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -117,9 +114,8 @@ def test_accelerate_conforms_in_mixed_precision_and_on_other_numbers_of_processe
     check_strategy(make, checks=["parameters_may_be_unfrozen"], precision="bf16-mixed", tolerance=0.05)
     check_strategy(make, checks=CHECKED, precision="bf16-mixed", tolerance=5e-3)
     check_strategy(make, 4, checks=CHECKED)
-    if make is sharded:
-        check_strategy(make, 2)
-        check_strategy(make, 1)
+    check_strategy(make, 2)
+    check_strategy(make, 1, checks=CHECKED)
 
 
 @pytest.mark.nightly
@@ -134,23 +130,17 @@ def test_accelerate_checkpoints_go_from_and_to_every_other_strategy() -> None:
     assert check_resume(makers, world_sizes=(1, 2)) == 25
 
 
-class Seen(Callback):
-    """What a run's parameters are, and what its model is."""
-
-    shards = 0
-    model = ""
-
-    def on_step_end(self, run: Any) -> None:
-        parameters = list(run.task.parameters())
-        self.shards = sum(hasattr(each, "to_local") for each in parameters)
-        self.model = type(run.engine.model).__name__
-
-
 def _seen(make: Callable[[int], Strategy]) -> tuple[int, str, int]:
-    seen, task = Seen(), Regression()
-    quiet(strategy=make(2), devices=2, max_epochs=1, callbacks=[seen]).fit(task, pairs(8))
-    left = sum(hasattr(each, "to_local") for each in task.parameters())
-    return seen.shards, seen.model, left
+    """How many parameters are shards in a run, what its model is, and how many are shards afterwards."""
+
+    def shards(task: nn.Module) -> int:
+        return sum(hasattr(each, "to_local") for each in task.parameters())
+
+    seen, task = [], Regression()
+    note = lambda run: seen.append((shards(task), type(run.engine.model).__name__))  # noqa: E731
+    look = LambdaCallback(on_step_end=note)
+    quiet(strategy=make(2), devices=2, max_steps=1, callbacks=[look]).fit(task, pairs(8))
+    return (*seen[0], shards(task))
 
 
 def test_accelerate_wraps_and_shards_the_model_which_is_ordinary_afterwards() -> None:
@@ -205,10 +195,9 @@ def test_accelerates_own_state_is_afterwards_as_it_was() -> None:
 
 
 class Dtypes(Regression):
-    def training_step(self, batch: Any) -> Any:
-        outputs = self(batch[0])
-        self.computed = outputs.dtype
-        return drivetrain.StepOutput(self.loss(outputs, batch), outputs=outputs)
+    def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+        self.computed = self.line(batch[0]).dtype
+        return super().loss(outputs.float(), batch)
 
 
 def test_mixed_precision_is_the_accelerators() -> None:
@@ -226,26 +215,22 @@ def test_mixed_precision_is_the_accelerators() -> None:
     assert task.computed is torch.float32
 
 
-class Unused(Regression):
-    def __init__(self) -> None:
+class Extended(Regression):
+    def __init__(self, **parts: nn.Module) -> None:
         super().__init__()
-        self.spare = nn.Linear(2, 2)
-
-
-class Sparse(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.word = nn.Embedding(3, 4, sparse=True)
+        for name, each in parts.items():
+            self.add_module(name, each)
 
 
 def test_accelerate_names_parameters_without_gradients_and_those_with_sparse_ones() -> None:
     def fit(task: Any) -> None:
         quiet(strategy=replicated(2), devices=2, max_epochs=1).fit(task, pairs(8))
 
-    text = refused(fit, Unused())
+    text = refused(fit, Extended(spare=nn.Linear(2, 2)))
     assert "got no gradient: spare.weight, spare.bias" in text
     assert "Kwargs" in text
-    assert "'word.weight' of Sparse gets sparse gradients" in refused(fit, Sparse())
+    words = Extended(word=nn.Embedding(3, 4, sparse=True))
+    assert "'word.weight' of Extended gets sparse gradients" in refused(fit, words)
 
 
 def _given(mixed: str) -> tuple[str, str, bool, int, list[float]]:
@@ -286,10 +271,7 @@ def test_given_accelerator_that_does_not_fit_is_refused() -> None:
             {
                 "processes": (of({}, devices=2), "has 1 process(es), and the run 2", "Start the processes"),
                 "precision": (of(bf16, precision="32"), "mixed_precision='bf16'; give precision='auto'"),
-                "none": (
-                    of({}, precision="bf16-mixed"),
-                    "mixed_precision='no'; give precision='auto' or '32'",
-                ),
+                "none": (of({}, precision="bf16-mixed"), "='no'; give precision='auto' or '32'"),
                 "compile": (of({"dynamo_backend": "inductor"}), "give Trainer(compile=True)"),
                 "plugin": (of({"fsdp_plugin": sharding}), "does not use its FSDP plugin"),
             },
@@ -305,10 +287,11 @@ def test_accelerate_config_refusals() -> None:
     def of(options: Any) -> Any:
         return lambda: AccelerateConfig(options=options)
 
+    def fit(config: AccelerateConfig, **options: Any) -> None:
+        quiet(strategy=config, max_epochs=1, **options).fit(Regression(), pairs(8))
+
     def fitted(**options: Any) -> Any:
-        return lambda: quiet(strategy=AccelerateConfig(options=options), max_epochs=1).fit(
-            Regression(), pairs(4)
-        )
+        return lambda: fit(AccelerateConfig(options=options))
 
     def file(text: str | None) -> Any:
         def call() -> None:
@@ -322,12 +305,10 @@ def test_accelerate_config_refusals() -> None:
     def variable(name: str, value: str = "true") -> Any:
         return lambda: select_strategy("accelerate", FULL, hardware=Hardware(), environment={name: value})
 
-    def unlike() -> None:
-        quiet(strategy=steps, gradient_accumulation_steps=2, max_epochs=1).fit(Regression(), pairs(8))
-
     before, both, group = _shared(), {"mixed_precision": "no"}, InitProcessGroupKwargs()
     steps = AccelerateConfig(options={"gradient_accumulation_steps": 4})
-    quiet(strategy=steps, gradient_accumulation_steps=4, max_epochs=1).fit(Regression(), pairs(8))
+    fit(steps, gradient_accumulation_steps=4)
+    unlike = lambda: fit(steps, gradient_accumulation_steps=2)  # noqa: E731
     alone = "distributed_type: 'NO'\n"
     assert_refused(
         (ConfigError, StrategyError),
@@ -345,27 +326,14 @@ def test_accelerate_config_refusals() -> None:
             "placement": (fitted(device_placment=True), "no option 'device_placment'"),
             "group": (fitted(kwargs_handlers=[group]), "AccelerateConfig(timeout=..."),
             "steps": (unlike, "steps=4, but the Trainer for 2", "accumulation_steps=4"),
-            "variable": (
-                variable("ACCELERATE_USE_DEEPSPEED"),
-                "does not support DEEPSPEED",
-                "DeepSpeedConfig",
-            ),
-            "version": (
-                variable("ACCELERATE_USE_FSDP"),
-                "flattens parameters",
-                "fsdp_version to 2",
-                "'fsdp'",
-            ),
+            "variable": (variable("ACCELERATE_USE_DEEPSPEED"), "not support DEEPSPEED", "DeepSpeedConfig"),
+            "version": (variable("ACCELERATE_USE_FSDP"), "flattens parameters", "fsdp_version to 2"),
             "words": (variable("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "some"), "steps='some'"),
             "parallel": (variable("ACCELERATE_USE_PARALLELISM_CONFIG"), "parallelism_config"),
             "no file": (file(None), "the file does not exist"),
             "no YAML": (file("distributed_type: ["), "cannot be read"),
             "key": (file(f"{alone}unknown: 1\n"), "cannot be read", "unknown"),
-            "old": (
-                file("distributed_type: FSDP\nfsdp_config: {fsdp_version: 1}\n"),
-                "version 1",
-                "flattens",
-            ),
+            "old": (file("distributed_type: FSDP\nfsdp_config: {fsdp_version: 1}\n"), "version 1"),
             "dynamo": (file(f"{alone}dynamo_config: {{dynamo_backend: INDUCTOR}}\n"), "asked to compile"),
         },
     )
@@ -406,25 +374,7 @@ def test_missing_accelerate_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> 
         Trainer(max_epochs=1, strategy="accelerate")
 
 
-PROGRAM = f"""{DEEP}
-from drivetrain import AccelerateConfig, Callback
-
-class Kinds(Callback):
-    def on_step_end(self, run):
-        self.found = sorted({{type(each).__name__ for each in run.task.modules()}} - {{"Deep", "Sequential"}})
-
-kinds = Kinds()
-strategy = AccelerateConfig(**json.loads(sys.argv[1])) if len(sys.argv) > 2 else "accelerate"
-devices = int(sys.argv[2]) if len(sys.argv) > 2 else "auto"
-trainer = Trainer(
-    max_epochs=1, strategy=strategy, devices=devices, loggers=(), checkpoint=False, progress_bar=False,
-    callbacks=[kinds],
-)
-result = trainer.fit(Deep(), [{{"x": torch.ones(2, 4)}}] * 8)
-found = {{"precision": trainer.precision.name, "samples": result.progress.samples, "kinds": kinds.found}}
-sys.stdout.write(json.dumps(found) + "\\n")
-"""
-
+PROGRAM = str(Path(__file__).parents[1] / "programs" / "accelerated.py")
 EXPECTED = {"precision": "bf16-mixed", "samples": 16, "kinds": ["FSDPBlock", "Linear"]}
 
 
@@ -432,7 +382,6 @@ EXPECTED = {"precision": "bf16-mixed", "samples": 16, "kinds": ["FSDPBlock", "Li
 def program(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in JOB:
         monkeypatch.delenv(name, raising=False)
-    Path("train.py").write_text(PROGRAM, encoding="utf-8")
     Path("fsdp.yaml").write_text(FSDP_YAML, encoding="utf-8")
 
 
@@ -446,14 +395,14 @@ def told(*words: str) -> list[dict[str, Any]]:
 @pytest.mark.usefixtures("program")
 def test_accelerate_launch_shards_as_its_file_says() -> None:
     launch = ["-m", "accelerate.commands.launch", "--config_file", "fsdp.yaml", "--main_process_port=0"]
-    assert told(*launch, "train.py") == [EXPECTED, EXPECTED]
+    assert told(*launch, PROGRAM) == [EXPECTED, EXPECTED]
 
 
 @pytest.mark.landing
 @pytest.mark.usefixtures("program")
 def test_config_file_is_enough_without_accelerate_launch() -> None:
     # Of the processes that the program has started itself, rank 0 alone has this output.
-    assert told("train.py", json.dumps({"config_file": "fsdp.yaml"}), "2")[0] == EXPECTED
+    assert told(PROGRAM, json.dumps({"config_file": "fsdp.yaml"}), "2")[0] == EXPECTED
 
 
 def test_config_file_is_read_and_counts_alone() -> None:

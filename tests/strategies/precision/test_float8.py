@@ -172,7 +172,7 @@ def test_float8_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         quiet(precision="fp8")
 
 
-@pytest.mark.landing
+@pytest.mark.nightly
 def test_other_precisions_do_not_load_torchao() -> None:
     program = (
         "import sys; from drivetrain import Trainer;"

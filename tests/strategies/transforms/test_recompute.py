@@ -21,38 +21,43 @@ from drivetrain import CompileConfig, FSDPConfig, LambdaCallback, MemoryConfig, 
 from drivetrain.strategies.transforms.recompute import Recomputation
 
 SIZE = 6
+AGAIN = MemoryConfig(activation_checkpointing=True)
 
 
-class Normed(nn.Module):
-    """Batch norm, whose kernel writes to running statistics uncounted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.line, self.norm = nn.Linear(SIZE, SIZE), nn.BatchNorm1d(SIZE)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.norm(self.line(x)))
-
-
-class Spectral(nn.Module):
-    """A weight that depends on buffers to which each forward writes."""
+class Part(nn.Module):
+    """A line, and what a test adds to it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.line = spectral_norm(nn.Linear(SIZE, SIZE))
+        self.line = nn.Linear(SIZE, SIZE)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.line(x))
 
 
-class Averaging(nn.Module):
+class Normed(Part):
+    """Batch norm, whose kernel writes to running statistics uncounted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Sequential(self.line, nn.BatchNorm1d(SIZE))  # type: ignore[assignment]
+
+
+class Spectral(Part):
+    """A weight that depends on buffers to which each forward writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        spectral_norm(self.line)
+
+
+class Averaging(Part):
     """A mean that is written to past torch's count, and one that is replaced; beside one made when called."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.line = nn.Linear(SIZE, SIZE)
-        self.register_buffer("mean", torch.ones(SIZE))
-        self.register_buffer("other", torch.ones(SIZE))
+        for name in ("mean", "other"):
+            self.register_buffer(name, torch.ones(SIZE))
         self.register_buffer("calls", None)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,12 +68,8 @@ class Averaging(nn.Module):
         return x + y * self.calls.cos()
 
 
-class Drawing(nn.Module):
+class Drawing(Part):
     """Draws from Python's and numpy's global generators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = nn.Linear(SIZE, SIZE)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.line(x) * random.random()) * float(np.random.randn())
@@ -114,47 +115,40 @@ def test_recomputed_buffers_and_draws_are_those_of_one_forward_on_two_ranks() ->
     def compare() -> list[str]:
         wrong = []
         for kind in (Normed, Drawing):
-            plain, again = (fit(kind, each, strategy="ddp", devices=2) for each in (False, True))
+            options: dict[str, Any] = {"devices": 2, "max_epochs": 1}
+            plain, again = (fit(kind, each, strategy="ddp", **options) for each in (False, True))
             config = [FSDPConfig(activation_checkpointing=each) for each in ("full", False)]
-            full, off = (fit(kind, None, strategy=each, devices=2) for each in config)
+            full, off = (fit(kind, None, strategy=each, **options) for each in config)
             wrong += [kind.__name__] * (plain != again or full != off)
         return wrong
 
     assert on_two_ranks(compare) == [[], []]
 
 
-def test_block_that_is_used_twice_is_recomputed_each_time_from_what_it_found() -> None:
-    def gradients(kind: type[nn.Module], again: bool) -> tuple[Any, Any]:
-        task = Deep(kind)
-        taken = Recomputation(task, "full") if again else None
-        x = batches()[1]
+def gradients(kind: type[nn.Module], again: bool, backward: Callable[[nn.Module, Tensor], None]) -> Any:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    task = Deep(kind)
+    taken = Recomputation(task, "full") if again else None
+    backward(task, batches()[1])
+    if taken is not None:
+        taken.remove()
+    return [each.grad.tolist() for each in task.parameters()], state(task)
+
+
+def test_block_that_is_used_twice_and_graph_that_is_retained_are_recomputed_each_time() -> None:
+    def twice(task: nn.Module, x: Tensor) -> None:
         (task(x) + task(x)).square().mean().backward()
-        if taken is not None:
-            taken.remove()
-        return [each.grad.tolist() for each in task.parameters()], state(task)
 
-    for kind in (Normed, Spectral):
-        assert gradients(kind, True) == gradients(kind, False)
-
-
-def test_retained_graph_is_recomputed_twice() -> None:
-    def gradients(again: bool) -> list[Any]:
-        torch.manual_seed(0)
-        random.seed(0)
-        task = Deep(Drawing)
-        taken = Recomputation(task, "full") if again else None
-        loss = task(batches()[1]).square().mean()
+    def retained(task: nn.Module, x: Tensor) -> None:
+        loss = task(x).square().mean()
         loss.backward(retain_graph=True)
         random.random()
         loss.backward()
-        if taken is not None:
-            taken.remove()
-        return [each.grad.tolist() for each in task.parameters()]
 
-    np.random.seed(0)
-    expected = gradients(False)
-    np.random.seed(0)
-    assert gradients(True) == expected
+    for kind, backward in ((Normed, twice), (Spectral, twice), (Drawing, retained)):
+        assert gradients(kind, True, backward) == gradients(kind, False, backward)
 
 
 def test_recomputation_keeps_nothing_of_buffers_that_stay_as_they_are() -> None:
@@ -189,33 +183,25 @@ def test_recomputed_task_is_copied_and_pickled_while_it_trains() -> None:
         copies.extend([copy.deepcopy(run.task), pickle.loads(pickle.dumps(run.task))])
 
     task = Deep(Normed)
-    memory = MemoryConfig(activation_checkpointing=True)
     callback = LambdaCallback(on_fit_end=take)
-    quiet(max_epochs=1, memory=memory, callbacks=[callback]).fit(task, batches())
+    quiet(max_epochs=1, memory=AGAIN, callbacks=[callback]).fit(task, batches())
     assert len(copies) == 2
     for each in copies:
         assert state(pickle.loads(pickle.dumps(each))) == state(task)
         before = state(task)
         each.train()(batches()[1]).sum().backward()
         assert state(task) == before
-        quiet(max_epochs=1, memory=memory).fit(each, batches())
+        quiet(max_epochs=1, memory=AGAIN).fit(each, batches())
     assert state(copies[0]) == state(copies[1])
     assert all("forward" not in vars(each) for each in task.modules())
 
 
 def test_forward_set_on_an_instance_is_recomputed_and_put_back() -> None:
-    task = Deep(Normed)
-    block, calls = task.blocks[0], []
-    own = block.forward
-
-    def counted(x: Tensor) -> Tensor:
-        calls.append(1)
-        return own(x)
-
-    block.forward = counted  # type: ignore[method-assign]
-    memory = MemoryConfig(activation_checkpointing=True)
-    quiet(max_steps=1, memory=memory).fit(task, batches())
-    assert (len(calls), block.forward) == (2, counted)
+    task, calls = Deep(Normed), []
+    own = task.blocks[0].forward
+    task.blocks[0].forward = counted = lambda x: calls.append(1) or own(x)  # type: ignore[method-assign]
+    quiet(max_steps=1, memory=AGAIN).fit(task, batches())
+    assert (len(calls), task.blocks[0].forward) == (2, counted)
 
 
 @pytest.fixture
@@ -236,29 +222,34 @@ def compiled(test: Callable[..., None]) -> Callable[..., None]:
 
 @compiled
 @pytest.mark.parametrize(
-    ("kind", "scope", "spec"),
+    "cases",
     [
-        (Drawing, "task", True),
-        pytest.param(Spectral, "blocks", True, marks=pytest.mark.nightly),
-        pytest.param(Normed, "task", True, marks=pytest.mark.nightly),
-        pytest.param(Normed, "step", "selective", marks=pytest.mark.nightly),
-        pytest.param(Normed, "blocks", ("blocks.*.line",), marks=pytest.mark.nightly),
-        pytest.param(Spectral, "task", "selective", marks=pytest.mark.nightly),
+        [(Drawing, "task", True)],
+        pytest.param(
+            [
+                (Spectral, "blocks", True),
+                (Normed, "task", True),
+                (Normed, "step", "selective"),
+                (Spectral, "task", "selective"),
+                (Normed, "blocks", ("blocks.*.line",)),
+            ],
+            marks=pytest.mark.nightly,
+        ),
     ],
-    ids=str,
+    ids=len,
 )
-def test_compiled_recomputation_is_that_of_one_forward(kind: type[nn.Module], scope: str, spec: Any) -> None:
-    config = CompileConfig(scope=scope, backend="aot_eager")
-    assert fit(kind, spec, compile=config, max_epochs=1) == fit(kind, None, compile=config, max_epochs=1)
+def test_compiled_recomputation_is_that_of_one_forward(cases: list[Any]) -> None:
+    for kind, scope, spec in cases:
+        options = {"compile": CompileConfig(scope=scope, backend="aot_eager"), "max_epochs": 1}
+        assert fit(kind, spec, **options) == fit(kind, None, **options)
 
 
 class InPlace(nn.Sequential):
     """Writes over results that "selective" keeps."""
 
     def __init__(self) -> None:
-        super().__init__(
-            nn.Linear(SIZE, SIZE), nn.ReLU(inplace=True), nn.Linear(SIZE, SIZE), nn.SiLU(inplace=True)
-        )
+        lines = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+        super().__init__(lines[0], nn.ReLU(inplace=True), lines[1], nn.SiLU(inplace=True))
 
 
 def test_selective_recomputation_refuses_results_that_were_written_over() -> None:
@@ -292,25 +283,17 @@ def test_recomputed_blocks_are_compiled_once() -> None:
         graphs.append(graph.code)
         return lookup_backend("aot_eager")(graph, inputs)
 
-    memory = MemoryConfig(activation_checkpointing=True)
     for scope in ("blocks", "task"):
         graphs.clear()
         config = CompileConfig(scope=scope, backend=backend)
-        quiet(max_epochs=1, memory=memory, compile=config).fit(Deep(Normed), batches())
+        quiet(max_epochs=1, memory=AGAIN, compile=config).fit(Deep(Normed), batches())
+        found = len(graphs), "".join(graphs).count("ops.higher_order.tag_activation_checkpoint(")
         # The first block's input needs no gradient, which the others' do.
-        assert len(graphs) == (2 if scope == "blocks" else 1)
-        assert "".join(graphs).count("ops.higher_order.tag_activation_checkpoint(") == (
-            2 if scope == "blocks" else BLOCKS
-        )
+        assert found == ((2, 2) if scope == "blocks" else (1, BLOCKS))
 
 
-@compiled
-def test_compiled_modules_in_a_recomputed_block_stay_compiled() -> None:
-    graphs: list[Any] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
+class Outer(Deep):
+    """A block that cannot be compiled whole, and its layers can."""
 
     class Inner(nn.Module):
         def __init__(self) -> None:
@@ -320,21 +303,23 @@ def test_compiled_modules_in_a_recomputed_block_stay_compiled() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.layers[1](self.layers[0](x)) * random.random()
 
-    options = {"compile": CompileConfig(backend=backend)}
+    def __init__(self, kind: Any) -> None:
+        super().__init__(kind)
+        self.blocks = nn.ModuleList([Outer.Inner()])
+        for each in self.parameters():
+            nn.init.constant_(each, 0.3)
 
-    class Outer(Deep):
-        def __init__(self) -> None:
-            super().__init__(Normed)
-            self.blocks = nn.ModuleList([Inner()])
 
+@compiled
+def test_compiled_modules_in_a_recomputed_block_stay_compiled() -> None:
+    graphs: list[Any] = []
+    config = CompileConfig(backend=lambda graph, inputs: graphs.append(graph) or graph)
     found = []
     for spec in (None, ("Inner",)):
         graphs.clear()
-        task = Outer()
-        for each in task.parameters():
-            nn.init.constant_(each, 0.3)
+        task = Outer(Normed)
         memory = MemoryConfig(activation_checkpointing=spec) if spec else None
-        quiet(max_epochs=1, memory=memory, **options).fit(task, batches())
+        quiet(max_epochs=1, memory=memory, compile=config).fit(task, batches())
         assert graphs
         found.append(state(task))
     assert found[0] == found[1]
