@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from peers.hand import Hand
 from rows import BY_NAME, MODELS, ROWS, Row
 from turns import OtherPlace, Place, Turn, Turns, turn
 
+pytestmark = pytest.mark.nightly  # and before the benchmarks themselves, by `make bench`
 UPDATES = 4
 SMALL = [row for row in ROWS if row.table != MODELS and row.name != "200 parameters"]
 HERE = [name for name in installed() if not ROSTER[name].apart]
@@ -34,33 +34,26 @@ def same_work(place: OtherPlace, rows: list[Row]) -> None:
         assert {HAND, OURS} <= set(turns), row.name
         for name, one in turns.items():
             assert one.same_work(turns[HAND]), (row.name, name, one, turns[HAND])
-            assert one.seconds > 0
 
 
 def test_ours_does_the_work_of_the_hand_written_loop_in_every_row(place: OtherPlace) -> None:
     same_work(place, SMALL)
+    bare, clipped = (turn(Hand(), BY_NAME[name], UPDATES).outcome for name in ("in memory, bare", "clipping"))
+    assert bare != clipped, "a wish reaches the contestants"
 
 
-ONE_OF_EACH = [next(row for row in SMALL if row.verb == verb) for verb in ("train", "evaluate", "predict")]
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [
-        pytest.param(ONE_OF_EACH, id="one of each verb", marks=pytest.mark.full),
-        pytest.param(SMALL, id="every row", marks=pytest.mark.extended),
-    ],
-)
-def test_every_installed_contestant_does_the_same_work(rows: list[Row]) -> None:
+def test_every_installed_contestant_does_the_same_work() -> None:
     every = OtherPlace(HERE)
-    same_work(every, rows)
+    same_work(
+        every, [next(row for row in SMALL if row.verb == verb) for verb in ("train", "evaluate", "predict")]
+    )
     every.close()
 
 
-def test_two_runs_of_a_contestant_make_the_same_calls(place: OtherPlace) -> None:
+def test_two_runs_make_the_same_calls_and_ours_no_more_than_the_hand_written_loop(place: OtherPlace) -> None:
     row = BY_NAME["in memory, bare"]
-    assert place.calls(OURS, row) == place.calls(OURS, row)
     ours, hand = place.calls(OURS, row), place.calls(HAND, row)
+    assert place.calls(OURS, row) == ours
     assert 20 < ours["python"] <= hand["python"]
 
 
@@ -72,31 +65,11 @@ class Careless(Hand):
         super().train(job)
 
 
-def test_a_contestant_that_does_other_work_is_refused() -> None:
+def test_a_contestant_that_does_other_work_is_refused_and_a_process_that_ends_is_named() -> None:
     with Turns([HAND, OURS]) as there:
         there.places[0].peers[OURS] = Careless()
         with pytest.raises(RuntimeError, match=r"drivetrain ends at .* did not do the same work"):
             there.measure(BY_NAME["in memory, bare"], 1, UPDATES)
-
-
-def test_a_figure_is_the_difference_to_the_hand_written_loop_of_its_round() -> None:
-    seconds = iter([1.0, 3.0, 10.0, 13.0, 5.0, 5.5])
-
-    class Told(Place):
-        def turn(self, name: str, row: Row, updates: int) -> Turn:
-            return told[name].pop(0)
-
-    with Turns([HAND, OURS]) as there:
-        pairs = [(next(seconds), next(seconds)) for _ in range(3)]
-        told = {HAND: [Turn(a, 0.5, 1.0) for a, _ in pairs], OURS: [Turn(b, 0.5, 1.0) for _, b in pairs]}
-        there.places[0].__class__ = Told
-        hand, ours = there.measure(BY_NAME["in memory, bare"], 3, UPDATES)
-    assert (hand.spent, hand.added, hand.ratio) == (5e6, 0.0, 1.0)
-    assert (ours.spent, ours.added, ours.lowest, ours.highest) == (5.5e6, 2e6, 0.5e6, 3e6)
-    assert ours.ratio == pytest.approx(1.3)
-
-
-def test_a_process_that_ends_is_named(place: OtherPlace) -> None:
     ending = OtherPlace([HAND])
     ending.process.kill()
     ending.process.wait()
@@ -108,21 +81,24 @@ def test_a_process_that_ends_is_named(place: OtherPlace) -> None:
         ending.process.stdin.close()  # type: ignore[union-attr]
 
 
-def test_a_wish_reaches_the_contestants(tmp_path: Path) -> None:
-    bare, clipped = (turn(Hand(), BY_NAME[name], UPDATES).outcome for name in ("in memory, bare", "clipping"))
-    assert bare != clipped
-    every = BY_NAME["in memory, everything on"].job(UPDATES, tmp_path)
-    every.net.train()
-    torch.manual_seed(0)
-    Place([OURS]).peers[OURS].train(every)
-    assert list(tmp_path.rglob("events.out.tfevents*"))
-    assert list(tmp_path.rglob("*.csv"))
+def test_a_figure_is_the_difference_to_the_hand_written_loop_of_its_round() -> None:
+    rounds = [(1.0, 3.0), (10.0, 13.0), (5.0, 5.5)]
+    told = {HAND: [Turn(a, 0.5, 1.0) for a, _ in rounds], OURS: [Turn(b, 0.5, 1.0) for _, b in rounds]}
+
+    class Told(Place):
+        def turn(self, name: str, row: Row, updates: int) -> Turn:
+            return told[name].pop(0)
+
+    with Turns([HAND, OURS]) as there:
+        there.places[0].__class__ = Told
+        hand, ours = there.measure(BY_NAME["in memory, bare"], 3, UPDATES)
+    assert (hand.spent, hand.added, hand.ratio) == (5e6, 0.0, 1.0)
+    assert (ours.spent, ours.added, ours.lowest, ours.highest) == (5.5e6, 2e6, 0.5e6, 3e6)
+    assert ours.ratio == pytest.approx(1.3)
 
 
 def test_versions_are_those_that_are_installed_and_an_unknown_name_is_refused() -> None:
-    found = versions()
-    assert found["torch"] == torch.__version__
-    assert found["drivetrain"] != "not installed"
+    assert versions()["torch"] == torch.__version__
     assert installed([OURS]) == [HAND, OURS]
     with pytest.raises(SystemExit, match="no contestant is called 'Kerass'"):
         installed(["Kerass"])
