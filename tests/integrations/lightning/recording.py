@@ -20,9 +20,7 @@ class Noting(pl.LightningModule):
         self.calls: list[str] = []
 
     def note(self, name: str) -> None:
-        trainer = self._trainer
-        where = "" if trainer is None else f" {self.current_epoch} {self.global_step}"
-        self.calls.append(name + where)
+        self.calls.append(f"{name} {self.current_epoch} {self.global_step}" if self._trainer else name)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.note(f"validation_step {batch_idx}")
@@ -33,6 +31,24 @@ class Noting(pl.LightningModule):
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         self.note(f"predict_step {batch_idx}")
         return batch[1]
+
+
+def _noting(name: str) -> Callable[..., None]:
+    def hook(self: Any, *arguments: Any, **options: Any) -> None:
+        indices = [each for each in arguments if type(each) is int]
+        given = [getattr(each, "value", each) for each in options.values()]
+        self.note(" ".join(map(str, [name, *indices, *given])))
+
+    return hook
+
+
+_NOTED = ["on_fit_start", "on_fit_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"]
+_NOTED += ["on_before_optimizer_step", "prepare_data", "setup", "teardown", "configure_model"]
+for _stage in ("train", "validation", "test", "predict"):
+    for _part in ("", "_epoch", "_batch"):
+        _NOTED += [f"on_{_stage}{_part}_start", f"on_{_stage}{_part}_end"]
+for _name in _NOTED:
+    setattr(Noting, _name, _noting(_name))
 
 
 class Recording(Noting):
@@ -50,6 +66,13 @@ class Recording(Noting):
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
         optimizer.step(closure=optimizer_closure)
         self.note(f"optimizer_step {epoch} {batch_idx}")
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step()
+        self.note("lr_scheduler_step")
+
+    def configure_gradient_clipping(self, optimizer: Any, **_: Any) -> None:
+        self.note("configure_gradient_clipping")
 
 
 class ManualRecording(Noting):
@@ -70,45 +93,3 @@ class ManualRecording(Noting):
     def configure_optimizers(self) -> Any:
         self.calls.append("configure_optimizers")
         return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def _noting(name: str) -> Callable[..., None]:
-    def hook(self: Any, *arguments: Any, **options: Any) -> None:
-        indices = [each for each in arguments if type(each) is int]
-        self.note(
-            " ".join(
-                map(str, [name, *indices, *(str(getattr(each, "value", each)) for each in options.values())])
-            )
-        )
-
-    return hook
-
-
-_NOTED = [
-    f"on_{stage}{at}" for stage in ("train", "validation", "test", "predict") for at in ("_start", "_end")
-]
-_NOTED += [each.replace("_start", "_epoch_start").replace("_end", "_epoch_end") for each in _NOTED]
-_NOTED += [
-    f"on_{stage}_batch_{at}"
-    for stage in ("train", "validation", "test", "predict")
-    for at in ("start", "end")
-]
-_NOTED += ["on_fit_start", "on_fit_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"]
-_NOTED += ["on_before_optimizer_step", "prepare_data", "setup", "teardown", "configure_model"]
-
-
-for _name in _NOTED:
-    setattr(Noting, _name, _noting(_name))
-
-
-def _lr_scheduler_step(self: Any, scheduler: Any, metric: Any) -> None:
-    scheduler.step()
-    self.note("lr_scheduler_step")
-
-
-def _configure_gradient_clipping(self: Any, optimizer: Any, **_: Any) -> None:
-    self.note("configure_gradient_clipping")
-
-
-Recording.lr_scheduler_step = _lr_scheduler_step
-Recording.configure_gradient_clipping = _configure_gradient_clipping

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import logging
@@ -17,7 +16,6 @@ import pytest
 import torch
 from tests.integrations.lazy import Lazy
 from tests.integrations.transformers.families import loader, model
-from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
 
 from drivetrain import CheckpointConfig, LambdaCallback, OptimizerConfig, Totals
@@ -338,163 +336,33 @@ def test_every_optimizer_is_the_one_that_their_trainer_makes(tmp_path: Path) -> 
             }
 
 
-# Training, beside their Trainer.
-
-
-def _pair(folder: Path, options: dict[str, Any], metrics: Any = None, **ours: Any) -> Any:
-    """Fit under both; their Trainer, our adapter, our task and our result."""
-    options = {**QUIET, "per_device_train_batch_size": 4, "train_sampling_strategy": "sequential", **options}
-    there, data = model(BERT), Samples()
-    here = copy.deepcopy(there)
-    evaluated = data if "eval_strategy" in options else None
-    args = transformers.TrainingArguments(output_dir=str(folder / "theirs"), **options)
-    given: list[dict[str, Any]] = [{"compute_metrics": metrics()} if metrics else {} for _ in range(2)]
-    trainer = transformers.Trainer(there, args, train_dataset=data, eval_dataset=evaluated, **given[0])
-    trainer.train()
-    adapter = hf.CallbackAdapter([])
-    own = {"callbacks": [adapter], **ours}
-    mapped = from_training_arguments({**options, "output_dir": str(folder / "ours")}, **own)
-    task = hf.TransformersTask(here, **given[1], **mapped.task_options)
-    result = mapped.trainer.fit(task, mapped.train_data(data, task.collate_function()), evaluated)
-    return trainer, adapter, task, result
-
-
-def _equal(one: Any, other: Any) -> None:
-    torch.testing.assert_close(one.state_dict(), other.state_dict(), atol=1e-6, rtol=1e-5)
-
-
-def _updates(history: list[dict[str, Any]], name: str) -> list[int]:
-    return [row["step"] for row in history if name in row]
-
-
-def scores(*values: float) -> Any:
-    """A maker of functions that give one score after the other."""
-
-    def made() -> Any:
-        left = list(values)
-        return lambda _: {"score": left.pop(0)}
-
-    return made
-
-
-def test_a_run_equals_their_trainers_and_its_task_is_stored(tmp_path: Path) -> None:
-    options = {"learning_rate": 1e-2, "weight_decay": 0.1, "warmup_steps": 2, "lr_scheduler_type": "cosine"}
-    options |= {"max_grad_norm": 0.5, "num_train_epochs": 2.5, "save_strategy": "epoch"}
-    options |= {"include_num_input_tokens_seen": "non_padding"}
-    trainer, _, task, result = _pair(tmp_path, options)
-    assert result.progress.updates == trainer.state.global_step == 8
-    assert result.progress.tokens == trainer.state.num_input_tokens_seen
-    _equal(task.model, trainer.model)
-    assert hf.TransformersTask.from_checkpoint(tmp_path / "ours").optimizer == task.optimizer
-
-
-def test_the_last_update_is_evaluated_as_theirs(tmp_path: Path) -> None:
-    steps = {"eval_strategy": "steps"}
-    rows: tuple[tuple[dict[str, Any], list[int]], ...] = (
-        ({**steps, "eval_steps": 5, "save_steps": 5, "max_steps": 7}, [5, 7]),
-        ({**steps, "eval_steps": 3, "save_steps": 3, "max_steps": 6}, [3, 6]),
-        ({**steps, "eval_steps": 5, "max_steps": 7, "eval_delay": 6}, [7]),
-        ({"eval_strategy": "epoch", "logging_strategy": "epoch", "max_steps": 4}, [3, 4]),
-        ({"eval_strategy": "epoch", "max_steps": 4, "eval_delay": 1.2}, [4]),
-    )
-    for number, (options, evaluated) in enumerate(rows):
-        best = {"metric_for_best_model": "score", "load_best_model_at_end": "save_steps" in options}
-        trainer, adapter, *_ = _pair(tmp_path / str(number), options | best, scores(1.0, 2.0, 1.0, 0.0))
-        theirs, ours = trainer.state, adapter.state
-        for name in ("eval_score", "loss"):
-            assert _updates(ours.log_history, name) == _updates(theirs.log_history, name), options
-        assert _updates(ours.log_history, "eval_score") == evaluated, options
-        assert ours.best_global_step == theirs.best_global_step
-        assert "save_steps" not in options or ours.best_global_step == evaluated[1]
-
-
-def test_shares_of_a_run_are_their_updates(tmp_path: Path) -> None:
-    options = {"num_train_epochs": 7, "logging_steps": 0.1, "eval_strategy": "steps", "warmup_steps": 0.1}
-    options |= {"eval_steps": 0.5, "save_steps": 0.5}
-    trainer, adapter, *_ = _pair(tmp_path, options, total_updates=21)
-    theirs, ours = trainer.state.log_history, adapter.state.log_history
-    assert _updates(ours, "loss") == _updates(theirs, "loss") == [3, 6, 9, 12, 15, 18, 21]
-    assert _updates(ours, "eval_loss") == _updates(theirs, "eval_loss") == [11, 21]
-    rates = [[row["learning_rate"] for row in each if "loss" in row] for each in (theirs, ours)]
-    assert rates[0] == pytest.approx(rates[1])
-
-
-def test_the_best_of_a_run_and_a_rate_that_watches_it_are_theirs(tmp_path: Path) -> None:
-    plateau = {"patience": 0, "factor": 0.5, "mode": "max", "min_lr": 2e-3}
-    options: dict[str, Any] = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": plateau}
-    options |= {"learning_rate": 1e-2}
-    options |= {"eval_strategy": "epoch", "save_strategy": "epoch", "save_total_limit": 1}
-    options |= {"num_train_epochs": 4}
-    options |= {"load_best_model_at_end": True, "metric_for_best_model": "score"}
-    rates: list[float] = []
-    watch = LambdaCallback(on_epoch_end=lambda run: rates.append(run.learning_rates()["lr"]))
-    made = scores(1.0, 3.0, 2.0, 2.0)
-    trainer, _, _, result = _pair(tmp_path, options, made, callbacks=[watch])
-    assert rates[-1] == pytest.approx(trainer.optimizer.param_groups[0]["lr"]) == 2.5e-3
-    best = hf.TransformersTask.from_checkpoint(str(result.best_checkpoint))
-    _equal(best.model, trainer.model)  # they have loaded the best
-
-
 # Options whose effect shows in a run.
 
 
-def _fit(folder: Path, options: dict[str, Any], weight: float | None = None) -> tuple[list[Any], set[Any]]:
-    """Train for five updates; the log, and the dtypes of the head in evaluations."""
-    adapter = hf.CallbackAdapter([])
-    given: dict[str, Any] = {"max_steps": 5, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
-    given |= {**QUIET, **options}
-    mapped = from_training_arguments({"output_dir": str(folder), **given}, callbacks=[adapter])
+def _fit(folder: Path, options: dict[str, Any], weight: float | None = None) -> set[Any]:
+    """Train for five updates; the dtypes of the head in evaluations. The stored task is rebuilt."""
+    given = {"max_steps": 5, "eval_strategy": "steps", "eval_steps": 1, **QUIET, **options}
+    mapped = from_training_arguments({"output_dir": str(folder), **given})
     made, seen = model(BERT), set()
     if weight is not None:
         torch.nn.init.constant_(made.classifier.weight, weight)
     made.classifier.register_forward_hook(
         lambda module, _, output: seen.add(output.dtype) if not module.training else None
     )
-    data = loader(BERT, 16, size=8)
-    mapped.trainer.fit(hf.TransformersTask(made, **mapped.task_options), data, data, resume=mapped.resume)
-    return adapter.state.log_history, seen
+    data, task = loader(BERT, 16, size=8), hf.TransformersTask(made, **mapped.task_options)
+    mapped.trainer.fit(task, data, data, resume=mapped.resume)
+    assert hf.TransformersTask.from_checkpoint(folder).optimizer == mapped.task_options["optimizer"]
+    return seen
 
 
 def test_options_are_seen_in_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    every, float32 = [1, 2, 3, 4, 5], torch.float32
-    for number, (options, logged, evaluated, dtype) in enumerate(
-        (
-            ({"eval_delay": 3}, [2, 4], [3, 4, 5], float32),
-            ({"logging_first_step": True}, [1, 2, 4], every, float32),
-            ({"bf16_full_eval": True}, [2, 4], every, torch.bfloat16),
-        )
-    ):
-        history, seen = _fit(tmp_path / str(number), options)
-        assert _updates(history, "loss") == logged, options
-        assert _updates(history, "eval_loss") == evaluated, options
-        assert seen == {dtype}, options
-    options = {"debug": "underflow_overflow", "logging_nan_inf_filter": False}
+    assert _fit(tmp_path / "half", {"bf16_full_eval": True}) == {torch.bfloat16}
+    options: dict[str, Any] = {"debug": "underflow_overflow", "logging_nan_inf_filter": False}
     with pytest.raises(NonFiniteError):
         _fit(tmp_path / "overflow", options, weight=math.inf)
     assert "abs min" in caplog.text  # the calls before it
     assert "classifier" in caplog.text
     options = {"save_only_model": True, "save_steps": 3}
-    _fit(tmp_path / "weights", options)
+    assert _fit(tmp_path / "weights", options) == {torch.float32}
     with pytest.raises(CheckpointError, match="resumable=False"):
         _fit(tmp_path / "weights", {**options, "resume_from_checkpoint": True})
-
-
-def _distributed(folder: str) -> list[dict[str, float]]:
-    adam = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
-    zero = {"deepspeed": {"zero_optimization": {"stage": 2}, "optimizer": adam}}
-    found = []
-    for number, strategy in enumerate(({"ddp_bucket_cap_mb": 1}, {"fsdp": "full_shard"}, zero)):
-        options = {"max_steps": 2, "learning_rate": 0.1, "weight_decay": 0.1, "disable_tqdm": True}
-        mapped = from_training_arguments({**strategy, **options, "output_dir": f"{folder}/{number}"})
-        task = hf.TransformersTask(model(BERT), **mapped.task_options)
-        mapped.trainer.fit(task, Samples())
-        found.append({name: float(each.detach().double().norm()) for name, each in task.named_parameters()})
-    return found
-
-
-@pytest.mark.landing
-def test_strategies_of_the_arguments_train_on_two_ranks(tmp_path: Path) -> None:
-    first, second = on_two_ranks(_distributed, str(tmp_path))
-    assert first == second
-    for each in first:
-        assert each == pytest.approx(first[0], rel=1e-5)

@@ -22,7 +22,7 @@ SCRIPTS = {
         "t5",
         "translation",
         "words",
-        "--source_lang ko --target_lang en --predict_with_generate --do_predict",
+        "--source_lang ko --target_lang en --predict_with_generate",
     ),
 }
 """By name: the model, the data, the metric of the evaluation, and further arguments."""

@@ -25,74 +25,53 @@ else:
 class DataTrainingArguments:
     train_file: str = field(metadata={"help": "A JSON file with the training data."})
     validation_file: str = field(metadata={"help": "A JSON file with the validation data."})
-    max_seq_length: int = field(default=32, metadata={"help": "Longer sequences are cut."})
-
-
-@dataclass
-class ModelArguments:
     model_name_or_path: str = field(metadata={"help": "A folder with a model and a tokenizer."})
 
 
 def main():
-    parser = HfArgumentParser((ModelArguments, DataTrainingArguments, TrainingArguments))
-    model_args, data_args, training_args = parser.parse_args_into_dataclasses()
+    data_args, training_args = HfArgumentParser(
+        (DataTrainingArguments, TrainingArguments)
+    ).parse_args_into_dataclasses()
     set_seed(training_args.seed)
-
-    raw_datasets = load_dataset(
-        "json", data_files={"train": data_args.train_file, "validation": data_args.validation_file}
-    )
+    files = {"train": data_args.train_file, "validation": data_args.validation_file}
+    raw_datasets = load_dataset("json", data_files=files)
     label_list = sorted(raw_datasets["train"].unique("label"))
     label_to_id = {name: number for number, name in enumerate(label_list)}
 
-    config = AutoConfig.from_pretrained(model_args.model_name_or_path, num_labels=len(label_list))
-    tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path)
-    model = AutoModelForSequenceClassification.from_pretrained(model_args.model_name_or_path, config=config)
+    config = AutoConfig.from_pretrained(data_args.model_name_or_path, num_labels=len(label_list))
+    tokenizer = AutoTokenizer.from_pretrained(data_args.model_name_or_path)
+    model = AutoModelForSequenceClassification.from_pretrained(data_args.model_name_or_path, config=config)
     model.config.label2id = label_to_id
     model.config.id2label = {number: name for name, number in label_to_id.items()}
 
     def preprocess_function(examples):
-        result = tokenizer(examples["sentence"], max_length=data_args.max_seq_length, truncation=True)
+        result = tokenizer(examples["sentence"], max_length=32, truncation=True)
         result["label"] = [label_to_id[name] for name in examples["label"]]
         return result
 
     raw_datasets = raw_datasets.map(preprocess_function, batched=True)
 
     def compute_metrics(p: EvalPrediction):
-        logits = p.predictions[0] if isinstance(p.predictions, tuple) else p.predictions
-        return {"accuracy": (logits.argmax(axis=1) == p.label_ids).mean().item()}
+        return {"accuracy": (p.predictions.argmax(axis=1) == p.label_ids).mean().item()}
 
     trainer = Trainer(
         model=model,
         args=training_args,
-        train_dataset=raw_datasets["train"] if training_args.do_train else None,
-        eval_dataset=raw_datasets["validation"] if training_args.do_eval else None,
+        train_dataset=raw_datasets["train"],
+        eval_dataset=raw_datasets["validation"],
         compute_metrics=compute_metrics,
         processing_class=tokenizer,
         data_collator=DataCollatorWithPadding(tokenizer),
     )
-
-    if training_args.do_train:
-        train_result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
-        metrics = train_result.metrics
-        metrics["train_samples"] = len(raw_datasets["train"])
-        trainer.save_model()
-        trainer.log_metrics("train", metrics)
-        trainer.save_metrics("train", metrics)
-        trainer.save_state()
-
-    if training_args.do_eval:
-        metrics = trainer.evaluate(eval_dataset=raw_datasets["validation"])
-        metrics["eval_samples"] = len(raw_datasets["validation"])
-        trainer.log_metrics("eval", metrics)
-        trainer.save_metrics("eval", metrics)
-
-    if training_args.do_predict:
-        predict_dataset = raw_datasets["validation"].remove_columns("label")
-        predictions = trainer.predict(predict_dataset, metric_key_prefix="predict").predictions
-        if trainer.is_world_process_zero():
-            with open(os.path.join(training_args.output_dir, "predict_results.txt"), "w") as writer:
-                for index, item in enumerate(predictions.argmax(axis=1)):
-                    writer.write(f"{index}\t{label_list[item]}\n")
+    metrics = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint).metrics
+    metrics["train_samples"] = len(raw_datasets["train"])
+    trainer.save_model()
+    trainer.log_metrics("train", metrics)
+    trainer.save_metrics("train", metrics)
+    trainer.save_state()
+    metrics = trainer.evaluate(eval_dataset=raw_datasets["validation"])
+    trainer.log_metrics("eval", metrics)
+    trainer.save_metrics("eval", metrics)
 
 
 if __name__ == "__main__":
