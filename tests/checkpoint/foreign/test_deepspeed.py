@@ -34,10 +34,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo"),
 ]
 
-QUIET = {"loggers": (), "progress_bar": False, "checkpoint": False}
 SAVED, ALL = 3, 6
 """After which update DeepSpeed saves, and how many it makes."""
-
 VARIANTS = {
     "zero1": {"stage": 1},
     "zero2": {"stage": 2},
@@ -48,7 +46,8 @@ VARIANTS = {
     "aligned": {"stage": 2, "parameter_alignment": True},
     "bf16": {"stage": 1},
 }
-EXACT = ("zero1", "zero2", "zero3", "pieces", "in turn", "aligned")
+INNER = f"global_step{SAVED}"
+OPTIMIZER, MODEL = "zero_pp_rank_{}_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"
 
 
 class Net(nn.Module):
@@ -107,6 +106,11 @@ class Task(TaskModule):
         return OptimizerConfig("adamw", **self.options)
 
 
+def trainer_of(steps=ALL, **options):
+    options = {"strategy": SingleDevice("cpu"), "checkpoint": False, **options}
+    return Trainer(max_steps=steps, loggers=(), progress_bar=False, **options)
+
+
 def _train_with_deepspeed(root):
     deepspeed = library("cpu")
     connect(deepspeed)
@@ -115,19 +119,11 @@ def _train_with_deepspeed(root):
     for name, zero in VARIANTS.items():
         module = net()
         trained = [each for each in module.parameters() if each.requires_grad]
-        optimizer = torch.optim.AdamW(
-            [
-                {"params": [each for each in trained if each.ndim > 1], "weight_decay": 0.1},
-                {"params": [each for each in trained if each.ndim < 2], "weight_decay": 0.0},
-            ],
-            lr=1e-2,
-        )
-        config = {
-            "train_micro_batch_size_per_gpu": 4,
-            "zero_optimization": zero,
-            "zero_allow_untested_optimizer": True,
-            "gradient_clipping": 0.0,
-        }
+        matrices = {"params": [each for each in trained if each.ndim > 1], "weight_decay": 0.1}
+        vectors = {"params": [each for each in trained if each.ndim < 2], "weight_decay": 0.0}
+        optimizer = torch.optim.AdamW([matrices, vectors], lr=1e-2)
+        config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": zero, "gradient_clipping": 0.0}
+        config["zero_allow_untested_optimizer"] = True
         if name == "bf16":
             config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
         with quiet():
@@ -152,11 +148,9 @@ def saved(tmp_path_factory):
     """The folders, by variant, and the losses of the updates after those that were saved."""
     library("cpu")  # once, of which all processes are copies
     root = tmp_path_factory.mktemp("deepspeed")
-    by_rank = run_distributed(_train_with_deepspeed, root)
-    means = {
-        name: [sum(each) / 2 for each in zip(*(r[name] for r in by_rank), strict=True)] for name in VARIANTS
-    }
-    return root, {name: each[SAVED:] for name, each in means.items()}
+    first, second = run_distributed(_train_with_deepspeed, root)
+    pairs = {name: list(zip(first[name], second[name], strict=True))[SAVED:] for name in VARIANTS}
+    return root, {name: [sum(each) / 2 for each in both] for name, both in pairs.items()}
 
 
 @pytest.fixture(scope="module")
@@ -174,39 +168,37 @@ def folder(saved, tmp_path):
     return Path(shutil.copytree(saved[0] / "zero2", tmp_path / "folder"))
 
 
-def losses_of(path, strategy=None, **options):
+def losses_of(path):
     """Those of the updates after it."""
-    trainer = Trainer(strategy=strategy or SingleDevice("cpu"), max_steps=ALL, **{**QUIET, **options})
     data = [joined(update) for update in range(SAVED, ALL)]
-    return [float(each.loss) for each in trainer.steps(Task(), data, resume=str(path))]
+    return [float(each.loss) for each in trainer_of().steps(Task(), data, resume=str(path))]
 
 
 def test_the_next_losses_are_those_of_deepspeed(saved, imported):
-    for name in EXACT:
-        assert losses_of(imported / name) == pytest.approx(saved[1][name], rel=1e-6), name
-    assert losses_of(imported / "bf16") == pytest.approx(saved[1]["bf16"], rel=1e-2)
-
-
-def _in_a_strategy(root):
-    found = {}
-    batches = [joined(update) for update in range(SAVED, ALL)]
-    rows = [{"x": x, "y": y} for each in batches for x, y in zip(*each.values(), strict=True)]
-    for name, make in {
-        "ddp": lambda: DDP(world_size=2),
-        "fsdp": lambda: FSDP(world_size=2),
-        "zero1": lambda: DeepSpeed(DeepSpeedConfig(stage=1), world_size=2),
-        "zero3": lambda: DeepSpeed(DeepSpeedConfig(stage=3), world_size=2),
-    }.items():
-        trainer = Trainer(strategy=make(), max_steps=ALL, **QUIET)
-        steps = trainer.steps(Task(), DataLoader(rows, batch_size=4), resume=f"{root}/zero2")
-        found[name] = [float(each.loss) for each in steps]
-    return found
+    for name in VARIANTS:
+        expected = pytest.approx(saved[1][name], rel=1e-2 if name == "bf16" else 1e-6)
+        assert losses_of(imported / name) == expected, name
 
 
 def test_every_strategy_goes_on_from_it(saved, imported):
-    by_rank = run_distributed(_in_a_strategy, imported)
-    for name in by_rank[0]:
-        losses = [sum(each) / 2 for each in zip(*(found[name] for found in by_rank), strict=True)]
+    def act(root):
+        found = {}
+        batches = [joined(update) for update in range(SAVED, ALL)]
+        rows = [{"x": x, "y": y} for each in batches for x, y in zip(*each.values(), strict=True)]
+        for name, make in {
+            "ddp": DDP,
+            "fsdp": FSDP,
+            "zero1": partial(DeepSpeed, DeepSpeedConfig(stage=1)),
+            "zero3": partial(DeepSpeed, DeepSpeedConfig(stage=3)),
+        }.items():
+            trainer = trainer_of(strategy=make(world_size=2))
+            steps = trainer.steps(Task(), DataLoader(rows, batch_size=4), resume=f"{root}/zero2")
+            found[name] = [float(each.loss) for each in steps]
+        return found
+
+    first, second = run_distributed(act, imported)
+    for name in first:
+        losses = [sum(each) / 2 for each in zip(first[name], second[name], strict=True)]
         assert losses == pytest.approx(saved[1]["zero2"], rel=1e-6), name
 
 
@@ -216,9 +208,8 @@ def test_weights_are_the_optimizers_in_float32_and_load_under_any_name(saved, im
         found = import_deepspeed(saved[0] / name, path, weights_only=True)
         assert (found.stage, found.processes, found.updates) == (zero["stage"], 2, SAVED)
         assert (found.tensors, found.moments) == (10, 0)
-        module = net()
+        module, task, other = net(), Task(), Task()
         module.load_state_dict(load_weights(path), strict=True)
-        task, other = Task(), Task()
         report = task.load_weights(path, rename={"^": "net."})
         assert (len(report.loaded), report.converted) == (10, ())
         other.load_weights(imported / name)
@@ -231,45 +222,45 @@ def test_weights_are_the_optimizers_in_float32_and_load_under_any_name(saved, im
             losses_of(path)
 
 
-def test_the_checkpoint_is_sound_and_tells_where_it_comes_from(capsys, saved, imported, tmp_path):
+def test_the_command_makes_a_sound_checkpoint_and_tells_where_it_comes_from(
+    capsys, saved, imported, tmp_path
+):
+    def run(*words):
+        return main(["checkpoint", *map(str, words)]), capsys.readouterr()
+
     verify(str(imported / "zero3"))
-    words = ["--rename", "^=net.", "--rename", "^net.last=net.head", "--json"]
-    source = str(saved[0] / "zero3")
-    assert main(["checkpoint", "import-deepspeed", source, str(tmp_path / "out"), *words]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["stage"] == 3
-    assert told["moments"] == 6
-    assert "net.head.weight" in load_weights(tmp_path / "out")
-    assert main(["checkpoint", "show", str(tmp_path / "out"), "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["progress"]["updates"] == SAVED
-    assert shown["progress"]["samples"] == SAVED * 8
+    command, out = ("import-deepspeed", saved[0] / "zero3"), tmp_path / "out"
+    code, told = run(*command, out, "--rename", "^=net.", "--rename", "^net.last=net.head", "--json")
+    found = json.loads(told.out)
+    assert (code, found["stage"], found["moments"]) == (0, 3, 6)
+    assert "net.head.weight" in load_weights(out)
+    shown = json.loads(run("show", out, "--json")[1].out)
+    assert (shown["progress"]["updates"], shown["progress"]["samples"]) == (SAVED, SAVED * 8)
     first, second = shown["optimizers"]["default"]["groups"]
     assert (first["lr"], first["weight_decay"], first["parameters"]) == (1e-2, 0.1, 3)
     assert (second["betas"], second["parameters"]) == ([0.9, 0.999], 3)
-    assert main(["checkpoint", "import-deepspeed", source, str(tmp_path / "out")]) == 1
-    assert "already" in capsys.readouterr().err
-    assert main(["checkpoint", "import-deepspeed", source, str(tmp_path / "new"), "--rename", "net."]) == 2
-    assert "--rename takes PATTERN=NEW" in capsys.readouterr().err
+    code, told = run(*command, out)
+    assert (code, "already" in told.err) == (1, True)
+    code, told = run(*command, tmp_path / "new", "--rename", "net.")
+    assert (code, "--rename takes PATTERN=NEW" in told.err) == (2, True)
 
 
 def test_a_run_begins_where_deepspeed_was_at_the_start_of_the_data(saved, imported, tmp_path):
     """Put among a run's checkpoints, it is what `resume="auto"` goes on from, also after a kill."""
     run_dir = tmp_path / "run"
     import_deepspeed(saved[0] / "zero1", run_dir / "checkpoints" / "imported", rename={"^": "net."})
-    options = {**QUIET, "checkpoint": True, "run_dir": run_dir, "strategy": SingleDevice("cpu")}
+    options = {"checkpoint": True, "run_dir": run_dir}
     data = [joined(update) for update in range(SAVED, ALL)]
-    result = Trainer(max_steps=ALL - 1, **options).fit(Task(), data, resume="auto")
+    result = trainer_of(ALL - 1, **options).fit(Task(), data, resume="auto")
     assert (result.progress.updates, result.progress.epoch, result.progress.position) == (ALL - 1, 0, 2)
-    rest = Trainer(max_steps=ALL, **options).steps(Task(), data, resume="auto")
+    rest = trainer_of(**options).steps(Task(), data, resume="auto")
     assert [float(each.loss) for each in rest] == pytest.approx(saved[1]["zero1"][-1:], rel=1e-6)
 
 
 def test_settings_are_the_tasks_and_a_difference_is_told(imported):
     def trained(validation=None, **options):
-        trainer = Trainer(strategy=SingleDevice("cpu"), max_steps=SAVED + 1, **QUIET)
         task = Task(**options)
-        trainer.fit(task, [joined(SAVED)], validation, resume=str(imported / "zero2"))
+        trainer_of(SAVED + 1).fit(task, [joined(SAVED)], validation, resume=str(imported / "zero2"))
         return task.net.last.weight.detach()
 
     with warned(r"had betas=\[0.9, 0.999\] .* this task has betas=\[0.5, 0.999\]"):
@@ -280,15 +271,14 @@ def test_settings_are_the_tasks_and_a_difference_is_told(imported):
         trained([joined(SAVED)], schedule="reduce_on_plateau")
 
 
-def fits(task, imported):
-    trainer = Trainer(strategy=SingleDevice("cpu"), max_steps=ALL, **QUIET)
-    return lambda: trainer.fit(task, [joined(SAVED)], resume=str(imported / "zero2"))
-
-
 def test_a_task_or_a_place_that_it_does_not_fit_is_refused(saved, imported):
     class Sgd(Task):
         def configure_optimizers(self):
             return OptimizerConfig("sgd", lr=0.1)
+
+    def fits(task, *words):
+        path = str(imported / "zero2")
+        return lambda: trainer_of().fit(task, [joined(SAVED)], resume=path), *words
 
     frozen, thawed, bare = Task(), Task(), Task()
     frozen.net.last.bias.requires_grad = False
@@ -296,28 +286,23 @@ def test_a_task_or_a_place_that_it_does_not_fit_is_refused(saved, imported):
     bare.last = bare.net.last
     del bare.net
     cases = {
-        "sgd": (fits(Sgd(), imported), "state of Adam", "this run's optimizer is SGD"),
-        "frozen": (fits(frozen, imported), "state for 'net.last.bias', which this task does not train"),
-        "thawed": (fits(thawed, imported), "no optimizer state for 'net.frozen', which this task trains"),
-        "bare": (fits(bare, imported), r"rename={'^net\\.': ''}"),
+        "sgd": fits(Sgd(), "state of Adam", "this run's optimizer is SGD"),
+        "frozen": fits(frozen, "state for 'net.last.bias', which this task does not train"),
+        "thawed": fits(thawed, "no optimizer state for 'net.frozen', which this task trains"),
+        "bare": fits(bare, r"rename={'^net\\.': ''}"),
     }
-    for inner in (".", f"global_step{SAVED}"):  # where a checkpoint is wanted, a folder of DeepSpeed's
-        folder = str(saved[0] / "zero3" / inner)
+    for inner in (".", INNER):  # where a checkpoint is wanted, a folder of DeepSpeed's
+        path = str(saved[0] / "zero3" / inner)
         for number, act in enumerate((Task().load_weights, losses_of)):
-            cases[f"{inner} {number}"] = (partial(act, folder), "DeepSpeed has saved", "import-deepspeed")
+            cases[f"{inner} {number}"] = (partial(act, path), "DeepSpeed has saved", "import-deepspeed")
     assert_refused(CheckpointError, cases)
-
-
-OPTIMIZER = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
-MODEL = "mp_rank_00_model_states.pt"
 
 
 def changed(folder, name, change):
     """Change what is in a file; ours to unpickle, as this test wrote it."""
-    path = folder / f"global_step{SAVED}" / name
-    content = torch.load(path, weights_only=False)
+    content = torch.load(folder / INNER / name, weights_only=False)
     change(content)
-    torch.save(content, path)
+    torch.save(content, folder / INNER / name)
 
 
 def refused(folder, match, **options):
@@ -328,20 +313,24 @@ def refused(folder, match, **options):
 
 
 def test_folders_of_other_kinds_are_told(folder):
-    inner = folder / f"global_step{SAVED}"
+    inner = folder / INNER
     refused(folder / "none", "no folder")
-    refused(folder, f"no folder 'step9' inside. The folders with .* are: global_step{SAVED}", tag="step9")
+    refused(folder, f"no folder 'step9' inside. The folders with .* are: {INNER}", tag="step9")
     refused(folder, "no folder '../x' inside", tag="../x")
+    with pytest.raises(ConfigError, match="cannot be applied"):
+        import_deepspeed(folder, folder.parent / "out", rename={"(": ""})
+    refused(folder, "both become 'x'", rename={".*weight": "x"})
     (folder / "latest").unlink()
-    refused(folder, f"Give one of 'global_step{SAVED}' as the tag")
+    refused(folder, f"Give one of '{INNER}' as the tag")
     import_deepspeed(inner, folder.parent / "by the inner folder")
     import_deepspeed(folder, folder.parent / "by the tag", tag=inner.name)
-    (inner / "layer_00-model_states.pt").touch()
-    refused(inner, "pipeline stages or experts")
-    (inner / "layer_00-model_states.pt").unlink()
-    (inner / "mp_rank_01_model_states.pt").touch()
-    refused(inner, "tensor parallelism over 2 processes")
-    (inner / "mp_rank_01_model_states.pt").unlink()
+    for name, text in (
+        ("layer_00-model_states.pt", "pipeline stages or experts"),
+        ("mp_rank_01_model_states.pt", "tensor parallelism over 2 processes"),
+    ):
+        (inner / name).touch()
+        refused(inner, text)
+        (inner / name).unlink()
     for rank in (0, 1):
         (inner / OPTIMIZER.format(rank)).unlink()
     refused(inner, r"without ZeRO \(stage 0\)")
@@ -352,78 +341,64 @@ def test_folders_of_other_kinds_are_told(folder):
 
 
 def test_a_missing_file_is_told(saved, tmp_path):
-    lacks, saved_by = "lacks the .*optim_states.pt of the processes 0", "saved by 2 processes"
+    texts = ("lacks the .*optim_states.pt of the processes 0", "saved by 2 processes")
     for kind, name, message in (
-        *(("zero2", OPTIMIZER.format(rank), each) for rank, each in enumerate((lacks, saved_by))),
-        *(("zero3", OPTIMIZER.format(rank), each) for rank, each in enumerate((lacks, saved_by))),
+        *((kind, OPTIMIZER.format(rank), texts[rank]) for kind in ("zero2", "zero3") for rank in (0, 1)),
         ("zero3", f"zero_pp_rank_1_{MODEL}", "2 of the 3 numbers of 'frozen'"),
     ):
         folder = Path(shutil.copytree(saved[0] / kind, tmp_path / "folder"))
-        (folder / f"global_step{SAVED}" / name).unlink()
+        (folder / INNER / name).unlink()
         refused(folder, message)
         shutil.rmtree(folder)
 
 
 def test_files_of_different_checkpoints_are_not_mixed(saved, folder):
     name = OPTIMIZER.format(1)
-    own = folder / f"global_step{SAVED}" / name
+    own = folder / INNER / name
     kept = own.read_bytes()
-    shutil.copy(saved[0] / "zero1" / f"global_step{SAVED}" / name, own)
+    shutil.copy(saved[0] / "zero1" / INNER / name, own)
     refused(folder, f"{name}' is of another checkpoint than the first process's file")
     own.write_bytes(kept)
-
-    def later(content):
-        for each in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
-            each["step"] += 1
-
-    changed(folder, OPTIMIZER.format(0), later)
+    changed(folder, OPTIMIZER.format(0), slots(lambda each: each["step"].add_(1)))
     refused(folder, f"{name}' is of another checkpoint than the first process's file")
 
 
-def _set(key, value):
+def put(key, value):
     return lambda content: content["optimizer_state_dict"].__setitem__(key, value)
 
 
-def _each(part, change):
-    """Change the states of the parameters, or the groups."""
-
-    def apply(content):
-        found = content["optimizer_state_dict"]["base_optimizer_state"][part]
-        for each in found.values() if part == "state" else found:
-            change(each)
-
-    return apply
+def slots(change):
+    """Change the states of the parameters."""
+    return lambda content: [
+        change(each) for each in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values()
+    ]
 
 
-def _slots(change):
-    return _each("state", change)
-
-
-def _groups(change):
-    return _each("param_groups", change)
+def groups(change):
+    return lambda content: [
+        change(each) for each in content["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]
+    ]
 
 
 PARTITIONS, ADAM = "single_partition_of_fp32_groups", "only states of Adam and AdamW are imported"
+OTHERS, AMSGRAD = "settings of another optimizer", "not both have 'max_exp_avg_sq'"
 OF_THE_OPTIMIZER = [
-    (_set("zero_stage", 4), "ZeRO stage 4 .saved by DeepSpeed .*only stages 1, 2 and 3"),
-    (_set(PARTITIONS, None), f"no '{PARTITIONS}' .saved by Deep"),
-    (_set(PARTITIONS, [1, 2]), "no numbers as 'fp32' of group 0"),
-    (_set(PARTITIONS, [torch.ones(1)] * 2), "not as ZeRO 2 divides"),
-    (_set(PARTITIONS, [torch.ones(900)] * 2), "not as ZeRO 2 divides"),
-    (_set("param_alignment_paddings", [[0, -1], []]), "paddings that are not numbers"),
-    (_set("partition_count", [2, 3]), "saved by 3 processes, and there are files of 2"),
-    (_set("base_optimizer_state", []), "elastic_checkpoint"),
-    (_set("base_optimizer_state", {"state": {7: {}}, "param_groups": []}), "could not be loaded|no 'step'"),
-    (_slots(lambda each: each.pop("exp_avg_sq")), ADAM),
-    (_slots(lambda each: each.__setitem__("exp_inf", each["exp_avg"])), ADAM),
-    (
-        _slots(lambda each: each.__setitem__("max_exp_avg_sq", each["exp_avg"])),
-        "not both have 'max_exp_avg_sq'",
-    ),
-    (_slots(lambda each: each.pop("step")), "how many updates the moments have had"),
-    (_groups(lambda each: each.pop("amsgrad")), "settings of another optimizer"),
-    (_groups(lambda each: each.__setitem__("max_coeff", 10.0)), "settings of another optimizer"),
-    (_groups(lambda each: each.__setitem__("params", [5])), "groups that do not exist"),
+    (put("zero_stage", 4), "ZeRO stage 4 .saved by DeepSpeed .*only stages 1, 2 and 3"),
+    (put(PARTITIONS, None), f"no '{PARTITIONS}' .saved by Deep"),
+    (put(PARTITIONS, [1, 2]), "no numbers as 'fp32' of group 0"),
+    (put(PARTITIONS, [torch.ones(1)] * 2), "not as ZeRO 2 divides"),
+    (put(PARTITIONS, [torch.ones(900)] * 2), "not as ZeRO 2 divides"),
+    (put("param_alignment_paddings", [[0, -1], []]), "paddings that are not numbers"),
+    (put("partition_count", [2, 3]), "saved by 3 processes, and there are files of 2"),
+    (put("base_optimizer_state", []), "elastic_checkpoint"),
+    (put("base_optimizer_state", {"state": {7: {}}, "param_groups": []}), "could not be loaded|no 'step'"),
+    (slots(lambda each: each.pop("exp_avg_sq")), ADAM),
+    (slots(lambda each: each.__setitem__("exp_inf", each["exp_avg"])), ADAM),
+    (slots(lambda each: each.__setitem__("max_exp_avg_sq", each["exp_avg"])), AMSGRAD),
+    (slots(lambda each: each.pop("step")), "how many updates the moments have had"),
+    (groups(lambda each: each.pop("amsgrad")), OTHERS),
+    (groups(lambda each: each.__setitem__("max_coeff", 10.0)), OTHERS),
+    (groups(lambda each: each.__setitem__("params", [5])), "groups that do not exist"),
 ]
 LARGE = torch.Size([10**9, 10**9])
 OF_THE_MODEL = [
@@ -437,51 +412,38 @@ OF_THE_MODEL = [
 ]
 
 
-def test_files_of_another_optimizer_or_version_are_told(folder):
+def test_files_of_another_optimizer_or_version_are_told(saved, folder, tmp_path):
     for name, changes in ((OPTIMIZER.format(0), OF_THE_OPTIMIZER), (MODEL, OF_THE_MODEL)):
-        path = folder / f"global_step{SAVED}" / name
-        kept = path.read_bytes()
+        kept = (folder / INNER / name).read_bytes()
         for change, message in changes:
             changed(folder, name, change)
             refused(folder, message)
-            path.write_bytes(kept)
-
-
-def test_pieces_of_stage_3_that_are_too_short_are_told(saved, tmp_path):
-    folder = Path(shutil.copytree(saved[0] / "zero3", tmp_path / "folder"))
+            (folder / INNER / name).write_bytes(kept)
 
     def shorten(content):
         pieces = content["optimizer_state_dict"]["fp32_flat_groups"]
         pieces[0] = pieces[0][:-1].clone()
 
-    changed(folder, OPTIMIZER.format(1), shorten)
-    refused(folder, r"not as ZeRO 3 divides them among 2 processes: each must have \d+ numbers")
+    third = Path(shutil.copytree(saved[0] / "zero3", tmp_path / "third"))
+    changed(third, OPTIMIZER.format(1), shorten)
+    refused(third, r"not as ZeRO 3 divides them among 2 processes: each must have \d+ numbers")
 
 
-def test_pieces_in_16_bits_come_as_float32(folder):
+def test_pieces_in_16_bits_and_counts_in_the_settings_are_imported(saved, folder):
     def halve(content):
-        pieces = content["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+        pieces = content["optimizer_state_dict"][PARTITIONS]
         pieces[:] = [each.bfloat16() for each in pieces]
 
+    counted = folder.parent / "counted"
+    shutil.copytree(folder, counted)
     for rank in (0, 1):
         changed(folder, OPTIMIZER.format(rank), halve)
-    import_deepspeed(folder, folder.parent / "out", weights_only=True)
-    assert load_weights(folder.parent / "out")["last.weight"].dtype == torch.float32
-
-
-def test_moments_of_an_optimizer_that_counts_in_its_settings_are_imported(saved, folder):
-    for rank in (0, 1):
-        changed(folder, OPTIMIZER.format(rank), _slots(lambda each: each.pop("step")))
-        changed(folder, OPTIMIZER.format(rank), _groups(lambda each: each.__setitem__("step", SAVED)))
-    out = folder.parent / "out"
-    import_deepspeed(folder, out, rename={"^": "net."})
-    assert losses_of(out) == pytest.approx(saved[1]["zero2"], rel=1e-6)
-
-
-def test_a_rename_that_cannot_be_is_refused(folder):
-    with pytest.raises(ConfigError, match="cannot be applied"):
-        import_deepspeed(folder, folder.parent / "out", rename={"(": ""})
-    refused(folder, "both become 'x'", rename={".*weight": "x"})
+        changed(counted, OPTIMIZER.format(rank), slots(lambda each: each.pop("step")))
+        changed(counted, OPTIMIZER.format(rank), groups(lambda each: each.__setitem__("step", SAVED)))
+    import_deepspeed(folder, folder.parent / "16", weights_only=True)
+    assert load_weights(folder.parent / "16")["last.weight"].dtype == torch.float32
+    import_deepspeed(counted, folder.parent / "out", rename={"^": "net."})
+    assert losses_of(folder.parent / "out") == pytest.approx(saved[1]["zero2"], rel=1e-6)
 
 
 class Planted:
@@ -494,13 +456,13 @@ class Planted:
         return os.mkdir, (self.sign,)
 
 
-@pytest.mark.parametrize("name", [MODEL, OPTIMIZER.format(0)])
+@pytest.mark.parametrize("name", [MODEL, OPTIMIZER.format(0), OPTIMIZER.format(1)])
 def test_nothing_in_a_planted_folder_runs(saved, folder, tmp_path, name):
     sign = tmp_path / "it ran"
     changed(folder, name, lambda content: content.__setitem__("client", Planted(sign)))
     import_deepspeed(folder, tmp_path / "imported", rename={"^": "net."})
     assert losses_of(tmp_path / "imported") == pytest.approx(saved[1]["zero2"], rel=1e-6)
-    path = folder / f"global_step{SAVED}" / name
+    path = folder / INNER / name
     path.write_bytes(path.read_bytes()[:-100])
     assert isinstance(refused(folder, "is not what torch.save writes"), DamagedCheckpointError)
     path.write_bytes(pickle.dumps(Planted(sign)))

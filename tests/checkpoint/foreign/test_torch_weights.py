@@ -7,8 +7,6 @@ import collections
 import functools
 import pathlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,6 @@ from drivetrain.cli.main import main
 
 # Saved by Lightning 2.6.6 with its EMAWeightAveraging and the hyper-parameters {"lr": 0.1, "args": None}.
 LIGHTNING = Path(__file__).with_name("lightning_2_6_6.ckpt")
-PROGRAM = Path(__file__).parent / "programs" / "lightning_checkpoints.py"
 AVERAGES = {"net.weight": 0.3788, "net.bias": -1.2925}
 
 
@@ -207,13 +204,3 @@ def test_weights_at_an_address_and_half_a_file(tmp_path: Path) -> None:
         for read in (load_weights, Net.from_checkpoint):
             with pytest.raises(DamagedCheckpointError, match=re.escape(str(path))):
                 read(path)
-
-
-@pytest.mark.nightly
-def test_lightning_writes_what_is_read(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, PROGRAM, tmp_path], check=True, capture_output=True)
-    for path in (files := sorted(tmp_path.glob("*.ckpt"))):
-        expected = torch.load(path.with_suffix(".pt"), weights_only=True)
-        assert values(load_weights(path)) == values(expected)
-        assert values(Net.from_checkpoint(path, lr=1.0).state_dict()) == values(expected)
-    assert len(files) == 5

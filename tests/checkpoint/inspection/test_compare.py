@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tests.support.ranks import on_two_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -13,7 +14,6 @@ from drivetrain.checkpoint.inspection.compare import compare
 from drivetrain.checkpoint.inspection.description import open_checkpoint
 from drivetrain.checkpoint.saving.index import PURPOSE
 from drivetrain.distributed.ranks import Ranks
-from drivetrain.testing.distributed import run_distributed
 
 
 @pytest.fixture
@@ -30,73 +30,54 @@ def differences(tmp_path):
     return run
 
 
-def model(**tensors):
-    return Snapshot({"model": tensors})
+def model(tensor):
+    return Snapshot({"model": {"w": tensor}})
 
 
 def values(found):
     return {f"{each.section}.{each.name}": (each.first, each.second) for each in found.values}
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "max_abs", "relative"),
-    [
+def test_how_far_apart_tensors_are(differences, monkeypatch):
+    def measured(first, second):
+        (found,) = differences(model(first), model(second), values=True).tensors
+        return found
+
+    for first, second, max_abs, relative in (
         ([3.0, 4.0], [3.0, 4.5], 0.5, 0.1),
         ([0.0, 0.0], [0.0, 1.0], 1.0, math.inf),
         ([0.0], [-0.0], 0.0, 0.0),
         ([math.inf, 1.0], [math.inf, 2.0], 1.0, 1.0),
         ([math.nan, 1.0], [math.nan, 2.0], 1.0, 1.0),
         ([math.inf, 1.0], [2.0, 1.0], math.inf, math.inf),
-    ],
-)
-def test_how_far_apart(differences, first, second, max_abs, relative):
-    found = differences(model(w=torch.tensor(first)), model(w=torch.tensor(second)), values=True)
-    assert (found.tensors[0].max_abs, found.tensors[0].relative) == pytest.approx((max_abs, relative))
-
-
-def test_not_a_number_in_one_alone_is_said(differences):
-    found = differences(
-        model(w=torch.tensor([1.0, math.nan])), model(w=torch.tensor([1.0, 2.0])), values=True
-    )
-    assert math.isnan(found.tensors[0].max_abs)
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.complex64])
-def test_every_kind_of_number_is_measured(differences, dtype):
-    first, second = torch.tensor([0, 1]).to(dtype), torch.tensor([0, 0]).to(dtype)
-    assert differences(model(w=first), model(w=second), values=True).tensors[0].max_abs == 1.0
-
-
-def test_other_dtypes_of_one_shape_are_measured_too(differences):
+    ):
+        found = measured(torch.tensor(first), torch.tensor(second))
+        assert (found.max_abs, found.relative) == pytest.approx((max_abs, relative))
+    assert math.isnan(measured(torch.tensor([1.0, math.nan]), torch.tensor([1.0, 2.0])).max_abs)
+    for dtype in (torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.complex64):
+        assert measured(torch.tensor([0, 1]).to(dtype), torch.tensor([0, 0]).to(dtype)).max_abs == 1.0
     weights = torch.tensor([1.0, 1.001])
-    found = differences(model(w=weights), model(w=weights.bfloat16()), values=True).tensors[0]
-    assert found.kind == "dtype"
-    assert found.max_abs == pytest.approx(0.001, rel=1e-3)
-
-
-def test_large_tensors_are_measured_piece_by_piece_and_alone(differences, monkeypatch):
-    monkeypatch.setattr(comparison, "_CHUNK", 3)
+    found = measured(weights, weights.bfloat16())
+    assert (found.kind, found.max_abs) == ("dtype", pytest.approx(0.001, rel=1e-3))
+    monkeypatch.setattr(comparison, "_CHUNK", 3)  # large ones are measured piece by piece and alone
     monkeypatch.setattr(comparison, "_AT_ONCE", 0)
     first = torch.arange(10.0)
     second = first.clone()
     second[7] += 2.0
-    found = differences(model(w=first), model(w=second), values=True).tensors[0]
+    found = measured(first, second)
     assert (found.max_abs, found.relative) == (2.0, pytest.approx(2.0 / first.norm().item()))
 
 
-def save_rows(path, whole):
-    """Save a tensor of which each process holds some rows."""
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    rows = distribute_tensor(whole, mesh, [Shard(0)])
-    DirectoryCheckpointIO(ranks=Ranks.of_job()).save(path, model(w=rows))
-
-
 def test_what_is_stored_in_other_pieces_is_read(tmp_path):
+    def save_rows(path, whole):
+        rows = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)])
+        DirectoryCheckpointIO(ranks=Ranks.of_job()).save(path, model(rows))
+
     sharded, same, other = (str(tmp_path / name) for name in ("sharded", "same", "other"))
     whole = torch.arange(10.0).reshape(5, 2)
-    run_distributed(save_rows, sharded, whole, world_size=2)
-    DirectoryCheckpointIO().save(same, model(w=whole))
-    DirectoryCheckpointIO().save(other, model(w=whole + torch.eye(5, 2)))
+    on_two_ranks(save_rows, sharded, whole)
+    DirectoryCheckpointIO().save(same, model(whole))
+    DirectoryCheckpointIO().save(other, model(whole + torch.eye(5, 2)))
     assert len(open_checkpoint(sharded).manifest.tensors["model"]["w"].pieces) == 2
     assert compare(sharded, same).is_same
     found = compare(sharded, other, values=True).tensors
@@ -115,35 +96,20 @@ def test_values_keep_their_types_and_need_not_be_numbers(differences):
     assert found["hparams.b"] == (1, 1.0)
     assert found["hparams.d.x"] == (1, None)
     assert "hparams.c" not in found
-    only_tuple = [Snapshot(objects={"notes": pack(each)[0]}) for each in ({"a": (1,)}, {"a": [1]})]
-    assert values(differences(*only_tuple))
+    assert values(differences(*(Snapshot(objects={"notes": pack({"a": each})[0]}) for each in ((1,), [1]))))
+    (found,) = differences(Snapshot(objects={"notes": None}), Snapshot()).values
+    assert (found.section, found.kind) == ("notes", "only in the first")
 
 
-def test_time_and_purpose_are_no_differences(differences):
-    first, second = (
-        Snapshot(
-            objects={"state": {"timing": {"data": seconds}}, PURPOSE: {"order": int(seconds)}},
-            progress={"updates": 3, "seconds": seconds},
-        )
-        for seconds in (1.0, 2.0)
-    )
-    assert differences(first, second).is_same
+def test_time_and_purpose_are_no_differences_and_settings_of_optimizers_are(differences):
+    def run(seconds, rate=0.1, names=("a", "b")):
+        optimizer = {"optimizer": "SGD", "groups": [{"lr": rate, "parameters": list(names)}]}
+        state = {"timing": {"data": seconds}, "optimizers": {"default": optimizer}}
+        objects = {"state": state, PURPOSE: {"order": int(seconds)}}
+        return Snapshot(objects=objects, progress={"updates": 3, "seconds": seconds})
 
-
-def test_optimizer_settings_and_their_parameters(differences):
-    def run(rate, *names):
-        groups = [{"lr": rate, "parameters": list(names)}]
-        return Snapshot(
-            objects={"state": {"optimizers": {"default": {"optimizer": "SGD", "groups": groups}}}}
-        )
-
-    found = values(differences(run(0.1, "a", "b"), run(0.2, "b", "a", "c")))
-    assert found == {
+    assert differences(run(1.0), run(2.0)).is_same
+    assert values(differences(run(1.0), run(1.0, 0.2, "bac"))) == {
         "optimizers.default.groups.0.lr": (0.1, 0.2),
         "optimizers.default.groups.0.parameters.c": (None, True),
     }
-
-
-def test_an_object_in_one_alone(differences):
-    (found,) = differences(Snapshot(objects={"notes": None}), Snapshot()).values
-    assert (found.section, found.kind) == ("notes", "only in the first")

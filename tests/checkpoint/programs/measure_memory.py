@@ -25,6 +25,7 @@ def measure(name, act):
     before = memory("VmRSS")
     kept = act()
     peaks[name] = memory("VmHWM") - before
+    del kept
 
 
 def behind(name, tensors):
