@@ -30,12 +30,10 @@ from drivetrain.strategies import (
     SingleDevice,
     Strategy,
     choose,
-    select_strategy,
 )
 from drivetrain.strategies.ddp import DDP
 from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.precision.base import Precision
-from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.registry import XLA
 from drivetrain.strategies.select import OURS
 from drivetrain.strategies.wrapping import ignored_names, units
@@ -73,10 +71,7 @@ def test_choice_refusals() -> None:
             "idle TPU": (chosen("ddp", TPU), "TPU idle", "4 TPU chips", "'xla'", "'cpu'"),
             "several on XLA": (chosen("xla", LAPTOP, None, 2), "process on xla", "or 'xla_fsdp_v2'"),
             "no CUDA": (chosen("cuda", MAC), "has no CUDA GPUs and Metal", "strategy='auto'"),
-            "no Metal": (
-                lambda: select_strategy("mps", as_precision("32"), hardware=ONE_GPU),
-                "has 1 CUDA GPU and no Metal",
-            ),
+            "no Metal": (chosen("mps", ONE_GPU), "has 1 CUDA GPU and no Metal"),
             "more than one": (chosen("single", LAPTOP, None, "auto", 2), "asks for 2", "Use devices=1"),
             "indices on a CPU": (chosen("auto", LAPTOP, None, [0, 2]), "run is on cpu", "devices=2"),
             "no such GPU": (chosen("ddp", FOUR_GPUS, None, [0, 4]), "no GPU 4", "from 0 to 3"),
@@ -118,33 +113,26 @@ def test_name_refusals() -> None:
 
 
 def test_device_refusals() -> None:
+    def of(world_size: int, **options: Any) -> Any:
+        return lambda: FSDP(FSDPConfig(**options), world_size=world_size)
+
+    def whole() -> None:
+        Trainer(strategy=FSDP(world_size=2), compile=CompileConfig(scope="step"))
+
+    hybrid: dict[str, Any] = {"tensor_parallel": 2, "sharding": "hybrid", "shard_size": 4}
     rows = {
         "GPU": (lambda: SingleDevice("gpu"), "must be 'cpu', 'cuda', 'cuda:1', 'mps' or 'xpu'"),
         "index": (lambda: SingleDevice("cuda:x"), "must be 'cpu'"),
         "number": (lambda: SingleDevice(1.5), "must be 'cpu'"),  # type: ignore[arg-type]
-        "DDP, 3 of 2": (
-            lambda: FSDP(FSDPConfig(sharding="hybrid", shard_size=2), world_size=3),
-            "not divide",
-        ),
+        "of three": (of(3, sharding="hybrid", shard_size=2), "shard_size=2 does not divide 3"),
         "sync batch norm": (lambda: DDP(DDPConfig(sync_batchnorm=True)), "needs GPUs"),
         "of FSDP": (lambda: FSDP(FSDPConfig(sync_batchnorm=True)), "sync_batchnorm needs GPUs"),
         "bf16 hook": (lambda: DDP(DDPConfig(communication="bf16")), "needs GPUs"),
-        "parallel": (
-            lambda: FSDP(FSDPConfig(tensor_parallel=2), world_size=3),
-            "tensor_parallel=2",
-            "divide 3",
-        ),
-        "hybrid split": (
-            lambda: FSDP(FSDPConfig(tensor_parallel=2, sharding="hybrid", shard_size=4), world_size=4),
-            "shard_size=4 does not divide 2 groups of 2 processes",
-        ),
+        "parallel": (of(3, tensor_parallel=2), "tensor_parallel=2 does not divide 3"),
+        "hybrid split": (of(4, **hybrid), "shard_size=4 does not divide 2 groups of 2"),
         "TF32": (lambda: Engine("cpu", "tf32"), "TF32 needs an NVIDIA GPU", "'32' or 'bf16-mixed'"),
         "float8": (lambda: Trainer(strategy="cpu", precision="fp8"), "Float8(emulate=True)"),
-        "compiled whole": (
-            lambda: Trainer(strategy=FSDP(world_size=2), compile=CompileConfig(scope="step")),
-            "compile scope 'step' with strategy 'fsdp'",
-            "scope='blocks'",
-        ),
+        "compiled whole": (whole, "compile scope 'step' with strategy 'fsdp'", "scope='blocks'"),
     }
     for kind, absent in (
         ("cuda:1", not torch.cuda.is_available()),
@@ -166,8 +154,9 @@ def test_option_refusals() -> None:
     def mine(**options: Any) -> Any:
         return lambda: Precision("mine", **options)
 
-    settings = {"flatten_parameters": True}
+    settings, boxes = {"flatten_parameters": True}, nn.ModuleList([nn.ModuleDict()])
     half, low = torch.float16, torch.bfloat16
+    scaled: Any = {"compute_dtype": half, "loss_scaling": True}
     assert_refused(
         ConfigError,
         {
@@ -185,22 +174,12 @@ def test_option_refusals() -> None:
             "again, a type": (of(FSDPConfig, activation_checkpointing=dict), "'selective'", "<class 'dict'>"),
             "shard size": (of(FSDPConfig, shard_size=2), "for sharding='hybrid'"),
             "prefetch": (of(FSDPConfig, forward_prefetch=-1), "forward_prefetch", "not -1"),
-            "backward": (
-                of(FSDPConfig, backward_prefetch=1.5),
-                "backward_prefetch must be a number of blocks",
-            ),
+            "backward": (of(FSDPConfig, backward_prefetch=1.5), "backward_prefetch", "number of blocks"),
             "parallel": (of(FSDPConfig, tensor_parallel=0), "tensor_parallel must be a number of processes"),
             "ignored": (of(FSDPConfig, ignored="head"), "such as", "not 'head'"),
-            "ignored name": (
-                lambda: ignored_names(Tokens(), ("heda",)),
-                "ignored='heda'",
-                "Did you mean 'head'",
-            ),
+            "ignored name": (lambda: ignored_names(Tokens(), ("heda",)), "'heda'", "'head'"),
             "class": (lambda: units(Tokens(), ("Linar",)), "class 'Linar'", "Did you mean 'Linear'"),
-            "container": (
-                lambda: units(nn.ModuleList([nn.ModuleDict()]), ("ModuleDict",)),
-                "ModuleDict is never called",
-            ),
+            "container": (lambda: units(boxes, ("ModuleDict",)), "ModuleDict is never called"),
             "XLA, wrap": (of(XLAFSDPConfig, wrap="all"), "wrap", "'auto', names of classes", "not 'all'"),
             "XLA, again": (of(XLAFSDPv2Config, activation_checkpointing=True), "'full' or names of classes"),
             "XLA, flat": (of(XLAFSDPConfig, xla_fsdp_settings=settings), "have parameters by name"),
@@ -213,10 +192,7 @@ def test_option_refusals() -> None:
             "whole": (mine(compute_dtype=torch.int8), "torch.int8 is not a floating-point dtype"),
             "complex": (mine(param_dtype=torch.complex64), "complex64 is not a floating-point dtype"),
             "scale": (mine(compute_dtype=low, loss_scaling=True), "and compute in torch.bfloat16"),
-            "scale of halves": (
-                mine(param_dtype=half, compute_dtype=half, loss_scaling=True),
-                "in torch.float16",
-            ),
+            "scale of halves": (mine(param_dtype=half, **scaled), "parameters in torch.float16"),
         },
     )
 
@@ -226,6 +202,9 @@ def test_compile_refusals() -> None:
         return lambda: Trainer(compile=given)
 
     step = CompileConfig(scope="step", backend="eager")
+
+    def generator() -> None:
+        quiet(max_epochs=1, compile=step).fit(Duel(), [duels()[0]])
 
     def module() -> None:
         with Engine(strategy="cpu", compile=step) as engine:
@@ -243,10 +222,7 @@ def test_compile_refusals() -> None:
             "both": (of({"options": {}, "mode": "default"}), "mode or options, not both"),
             "fullgraph": (of({"fullgraph": "no"}), "fullgraph", "True or False"),
             "options": (of({"options": 3}), "options", "must be a mapping"),
-            "generator": (
-                lambda: quiet(max_epochs=1, compile=step).fit(Duel(), [duels()[0]]),
-                "Duel.training_step is a generator",
-            ),
+            "generator": (generator, "Duel.training_step is a generator"),
             "no step": (module, "Linear has none", "Use scope 'task' or 'blocks'"),
         },
     )

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from drivetrain import ConfigError, DeepSpeedConfig, Engine, StrategyError, Trainer, XLAFSDPConfig
-from drivetrain.core.errors import MissingDependencyError
 from drivetrain.core.registry import Registry
 from drivetrain.distributed.group import own_device
 from drivetrain.distributed.launch.children import PARENT
@@ -31,7 +30,7 @@ from drivetrain.strategies import (
 from drivetrain.strategies.accelerate.launcher import Request
 from drivetrain.strategies.ddp import DDP, DDPConfig
 from drivetrain.strategies.precision.registry import as_precision
-from drivetrain.strategies.registry import configure, strategy_class
+from drivetrain.strategies.registry import configure
 
 LAPTOP, MAC, TPU = Hardware(), Hardware(mps=True), Hardware(tpu=4)
 ONE_GPU, FOUR_GPUS, EIGHT_GPUS = Hardware(cuda=1), Hardware(cuda=4), Hardware(cuda=8)
@@ -294,14 +293,3 @@ def test_broken_row_of_another_package_is_named_and_hinders_no_other(installed: 
     from ring_plugin import RingConfig
 
     assert choose(RingConfig(), LAPTOP).name == "zring"
-
-
-def test_row_whose_package_is_missing_names_the_extra(installed: Install) -> None:
-    installed("needy = ring_plugin:Ring\n")
-    path = Path(sys.path[0]) / "ring_plugin.py"
-    text = "from drivetrain.core.errors import MissingDependencyError\n"
-    path.write_text(text + "raise MissingDependencyError('rings', 'ring', 'a ring')\n", encoding="utf-8")
-    with pytest.raises(MissingDependencyError, match=r"drivetrain.ring."):
-        strategy_class("needy")
-    with pytest.raises(ConfigError, match=r"'needy': a ring needs the package 'rings'"):
-        choose(Hardware(), LAPTOP)
