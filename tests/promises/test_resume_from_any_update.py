@@ -5,9 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from tests.promises.example import QUIET, Line, batches, samples
 from torch import Tensor
@@ -18,7 +21,7 @@ from drivetrain import CheckpointConfig, LambdaCallback, Run, Trainer
 UPDATES = 8
 
 
-class Noisy(Dataset[dict[str, Tensor]]):
+class Augmented(Dataset[dict[str, Tensor]]):
     """Samples that are augmented by all generators there are."""
 
     def __init__(self) -> None:
@@ -32,34 +35,35 @@ class Noisy(Dataset[dict[str, Tensor]]):
         return {**self.samples[number], "x": self.samples[number]["x"] + 0.1 * noise}
 
 
-def train(run_dir: Path, killed_at: int = -1) -> None:
+class Mixing(Line):
+    """Draws in its step too."""
+
+    def training_step(self, batch: Mapping[str, Tensor]) -> Any:
+        return super().training_step({**batch, "x": batch["x"] * (random.random() + float(np.random.rand()))})
+
+
+def train(run_dir: Path, data: Any, killed_at: int = -1) -> None:
     """Train two epochs with dropout, shuffling, validation and a checkpoint at every second update."""
 
     def kill(run: Run) -> None:
         if run.progress.updates == killed_at:
             os._exit(9)
 
-    data = DataLoader(Noisy(), batch_size=4, shuffle=True)
-    policy = CheckpointConfig(every="2 steps")
-    trainer = Trainer(
-        max_epochs=2,
-        strategy="cpu",
-        run_dir=run_dir,
-        checkpoint=policy,
-        callbacks=[LambdaCallback(on_step_end=kill)],
-        **QUIET,
-    )
-    trainer.fit(Line(dropout=0.2), data, batches(4, 2), resume="auto")
+    options = {"strategy": "cpu", "checkpoint": CheckpointConfig(every="2 steps"), **QUIET}
+    trainer = Trainer(max_epochs=2, run_dir=run_dir, callbacks=[LambdaCallback(on_step_end=kill)], **options)
+    loader = DataLoader(data, batch_size=4, shuffle=True)
+    trainer.fit(Mixing(dropout=0.2), loader, batches(4, 2), resume="auto")
 
 
-def test_a_run_killed_at_any_update_resumes_bitwise(tmp_path: Path) -> None:
-    train(tmp_path / "whole")
+@pytest.mark.parametrize("data", [samples(14), Augmented()], ids=["as they are", "augmented"])
+def test_a_run_killed_at_any_update_resumes_bitwise(data: Any, tmp_path: Path) -> None:
+    train(tmp_path / "whole", data)
     expected = (tmp_path / "whole" / "model.safetensors").read_bytes()
     for update in range(1, UPDATES + 1):
         run_dir = tmp_path / f"killed at {update}"
-        process = multiprocessing.get_context("fork").Process(target=train, args=(run_dir, update))
+        process = multiprocessing.get_context("fork").Process(target=train, args=(run_dir, data, update))
         process.start()
         process.join()
         assert process.exitcode == 9
-        train(run_dir)
+        train(run_dir, data)
         assert (run_dir / "model.safetensors").read_bytes() == expected, f"killed at update {update}"
