@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from tests.support.host_syncs import HostSyncs
-from tests.support.outcome import weights
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Duel, Regression, duels, pairs, quiet, variant
 from torch import Tensor
@@ -19,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 import drivetrain
-from drivetrain import ConfigError, Engine, LambdaCallback, OptimizerConfig, StepOutput, StrategyError
+from drivetrain import ConfigError, Engine, LambdaCallback, OptimizerConfig, StrategyError
 
 PACKAGE = str(Path(drivetrain.__file__).parent)
 
@@ -242,35 +241,12 @@ def test_optimizers_have_their_own_schedules_and_clipping() -> None:
     assert moves[1] > 1e-3
 
 
-def test_a_step_may_return_a_loss_in_several_forms() -> None:
-    plain = Regression()
-    expected = quiet(max_epochs=1).fit(plain, pairs()).metrics["train/loss"]
-    wraps: list[Any] = [
-        lambda loss: loss.reshape(1),
-        lambda loss: {"loss": loss, "extra": 1.5},
-        lambda loss: StepOutput({"loss": loss, "extra": loss.detach()}, outputs=loss),
-        lambda loss: StepOutput(loss, metrics={"extra": 2}),
-    ]
-    for wrap in wraps:
-        step = lambda self, batch, wrap=wrap: wrap(self.loss(self(batch[0]), batch))  # noqa: E731
-        task = variant(training_step=step)()
-        assert quiet(max_epochs=1).fit(task, pairs()).metrics["train/loss"] == expected
-        assert weights(task) == weights(plain)
-
-
-def test_refusals_of_the_engine_and_of_steps() -> None:
-    def fit(returned: Any) -> Any:
-        task = variant(training_step=lambda self, batch: returned)()
-        return lambda: quiet(max_steps=1).fit(task, pairs())
-
+def test_refusals_of_the_engine() -> None:
     class Forgetful(Duel):
         def training_step(self, batch: Mapping[str, Tensor]) -> Any:
             return self._judged(batch["real"], 1.0)
 
     cases: dict[str, tuple[Any, ...]] = {
-        "None": (fit(None), "loss"),
-        "a text": (fit("a text"), "a str", "scalar"),
-        "no scalar": (fit(torch.ones(3)), "scalar"),
         "no generator": (lambda: quiet(max_steps=1).fit(Forgetful(), loader()), "2 optimizers"),
         "strategy": (lambda: Engine("cpuu"), "Did you mean 'cpu'"),
         "precision": (lambda: Engine(precision="bf16"), "'bf16-mixed'"),

@@ -29,10 +29,8 @@ class Plain:
     extra: Any = None
 
 
-@dataclass
-class Registered:
-    value: Tensor
-    extra: Any = None
+class Registered(Plain):
+    pass
 
 
 @dataclass(frozen=True)
@@ -65,15 +63,9 @@ MAKERS: dict[str, Any] = {
 NOT_FILED = ("registered type", "with a default", "torch's")
 
 
-class Giving(Regression):
-    """Predicts an object of a type, by its name in `MAKERS`."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-
-    def predict_step(self, batch: Any) -> Any:
-        return MAKERS[self.kind](self(batch[0]))
+def giving(kind: str) -> Regression:
+    """A task that predicts an object of a type, by its name in `MAKERS`."""
+    return variant(predict_step=lambda self, batch: MAKERS[kind](self(batch[0])))()
 
 
 def same(left: Any, right: Any) -> bool:
@@ -96,7 +88,7 @@ def same(left: Any, right: Any) -> bool:
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_predictions_parts_and_files_are_of_the_type_that_the_task_gave(kind: str, tmp_path: Path) -> None:
-    task, data = Giving(kind), pairs(10, batch_size=5)
+    task, data = giving(kind), pairs(10, batch_size=5)
     with torch.no_grad():
         right = [MAKERS[kind](task(features)) for features, _ in data]
     assert same(quiet().predict(task, data), right)
@@ -108,7 +100,7 @@ def test_predictions_parts_and_files_are_of_the_type_that_the_task_gave(kind: st
 
 
 def test_a_type_that_is_not_known_where_a_file_is_read_is_named(tmp_path: Path) -> None:
-    (file,) = quiet().predict(Giving("dataclass"), pairs(2), save_to=tmp_path)
+    (file,) = quiet().predict(giving("dataclass"), pairs(2), save_to=tmp_path)
     with pytest.raises(CheckpointError, match=r"test_outputs\.Plain.*types=\[Plain\]"):
         read_predictions(file)
 
@@ -116,7 +108,7 @@ def test_a_type_that_is_not_known_where_a_file_is_read_is_named(tmp_path: Path) 
 def test_all_ranks_get_predictions_of_the_type_that_the_task_gave() -> None:
     def predicted() -> list[bool]:
         """By type, whether the predictions on one of two ranks are those of one process."""
-        tasks = [Giving(kind) for kind in ("nested dataclass", "registered dataclass", "registered type")]
+        tasks = [giving(kind) for kind in ("nested dataclass", "registered dataclass", "registered type")]
         ranks = quiet(strategy="ddp", devices=2)
         return [same(ranks.predict(task, pairs(6)), quiet().predict(task, pairs(6))) for task in tasks]
 

@@ -16,7 +16,6 @@ from tests.support.tasks import Regression, pairs, quiet, variant
 from torch import Tensor, nn
 
 from drivetrain import (
-    Callback,
     ConfigError,
     DDPConfig,
     FSDPConfig,
@@ -103,16 +102,8 @@ OPTIMIZERS: list[tuple[Any, bool, str]] = [
     (only_the_bias, True, ""),
     (OptimizerConfig("adam", lr=0.05), False, "the kind of optimizer 'default' is SGD on rank 0 and Adam"),
     (OptimizerConfig("sgd", lr=0.5), False, "lr of group 0 of optimizer 'default' is 0.05 on rank 0"),
-    (
-        OptimizerConfig(**SGD, schedule="cosine"),
-        False,
-        "the schedule's factor at update 0 of optimizer 'default'",
-    ),
-    (
-        OptimizerConfig(**SGD, max_grad_norm=1.0),
-        False,
-        "max_grad_norm of optimizer 'default' is None on rank 0",
-    ),
+    (OptimizerConfig(**SGD, schedule="cosine"), False, "the schedule's factor at update 0 of optimizer"),
+    (OptimizerConfig(**SGD, max_grad_norm=1.0), False, "max_grad_norm of optimizer 'default' is None"),
     (only_the_bias, False, "the group of 'line.weight' is 0 of optimizer 'default' on rank 0"),
 ]
 
@@ -203,27 +194,25 @@ def test_validation_and_checkpoint_have_the_same_running_means(strategy: str, tm
     assert ranks[0][2] == ranks[1][2]
 
 
-class FreezesLate(Callback):
-    def on_epoch_start(self, run: Any) -> None:
-        if run.progress.epoch == 1:
-            run.task.line.bias.requires_grad_(False)
+def freezing(**by_epoch: bool) -> LambdaCallback:
+    """Sets whether parameters of the line require gradients: before the second epoch the contrary."""
 
+    def freeze(run: Any) -> None:
+        for name, requires in by_epoch.items():
+            getattr(run.task.line, name).requires_grad_(requires == (run.progress.epoch > 0))
 
-class ThawsLate(Callback):
-    def on_fit_start(self, run: Any) -> None:
-        run.task.line.weight.requires_grad_(False)
-
-    def on_epoch_start(self, run: Any) -> None:
-        run.task.line.weight.requires_grad_(run.progress.epoch > 0)
+    return LambdaCallback(on_fit_start=freeze, on_epoch_start=freeze)
 
 
 def frozen_late() -> None:
-    quiet(max_epochs=2, strategy="ddp", devices=2, callbacks=[FreezesLate()]).fit(Regression(), pairs(8))
+    quiet(max_epochs=2, strategy="ddp", devices=2, callbacks=[freezing(bias=False)]).fit(
+        Regression(), pairs(8)
+    )
 
 
 def thawed_late(strategy: Any, world_size: int) -> Tensor:
     task = Regression()
-    trainer = quiet(max_epochs=2, strategy=strategy, devices=world_size, callbacks=[ThawsLate()])
+    trainer = quiet(max_epochs=2, strategy=strategy, devices=world_size, callbacks=[freezing(weight=True)])
     trainer.fit(task, pairs(8, batch_size=4 // world_size))
     return task.line.weight.detach().clone()
 

@@ -33,44 +33,26 @@ class Tagger(TaskModule):
         return OptimizerConfig("sgd", lr=0.1)
 
 
-class Weighted(Tagger):
-    """As the warning says."""
-
-    def loss_weight(self, batch: Any) -> Any:
-        return (batch["labels"] != -100).sum()
+def tagger(**methods: Any) -> Tagger:
+    return type("Tagger", (Tagger,), methods)()
 
 
-class Miscounted(Tagger):
-    """Counts the padding too."""
-
-    def loss_weight(self, batch: Any) -> Any:
-        return batch["labels"].numel()
+COUNTED = {"loss_weight": lambda self, batch: (batch["labels"] != -100).sum()}  # as the warning says
+ALL = {"loss_weight": lambda self, batch: batch["labels"].numel()}  # counts the padding too
 
 
-class Shifted(Weighted):
-    """Counts the first labels too, which its loss leaves out."""
-
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        return F.nll_loss(outputs[:, :-1].flatten(0, 1).log_softmax(-1), batch["labels"][:, 1:].flatten())
+def shifted(self: Tagger, outputs: Tensor, batch: Any) -> Tensor:
+    """A loss that leaves out the first labels, which `COUNTED` counts."""
+    return F.nll_loss(outputs[:, :-1].flatten(0, 1).log_softmax(-1), batch["labels"][:, 1:].flatten())
 
 
-class OfClasses(Miscounted):
+def of_classes(self: Tagger, outputs: Tensor, batch: Any) -> Tensor:
     """A mean over the weights of classes, which no weight of ours can be compared with."""
-
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        return super().loss(outputs, batch, weight=torch.ones(5))
+    return Tagger.loss(self, outputs, batch, weight=torch.ones(5))
 
 
-class Summed(Miscounted):
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        return super().loss(outputs, batch, reduction="sum") / batch["labels"].numel()
-
-
-class BySequence(Tagger):
-    """As good as labels where all sequences have one length."""
-
-    def loss_weight(self, batch: Any) -> Any:
-        return len(batch["labels"])
+def summed(self: Tagger, outputs: Tensor, batch: Any) -> Tensor:
+    return Tagger.loss(self, outputs, batch, reduction="sum") / batch["labels"].numel()
 
 
 def batches(ignored: int, as_dict: bool = True) -> list[Any]:
@@ -84,19 +66,19 @@ def batches(ignored: int, as_dict: bool = True) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "as_dict", "message"),
+    ("methods", "as_dict", "message"),
     [
-        (Tagger, True, r"def loss_weight\(self, batch\): return \(batch\['labels'\] != -100\)"),
-        (Tagger, False, r"def loss_weight\(self, batch\): return \(batch\[-1\] != -100\)"),
-        (Miscounted, True, "gives 12 for .* mean over 10 labels"),
-        (Shifted, True, "gives 10 for .* mean over 9 labels"),
+        ({}, True, r"def loss_weight\(self, batch\): return \(batch\['labels'\] != -100\)"),
+        ({}, False, r"def loss_weight\(self, batch\): return \(batch\[-1\] != -100\)"),
+        (ALL, True, "gives 12 for .* mean over 10 labels"),
+        ({**COUNTED, "loss": shifted}, True, "gives 10 for .* mean over 9 labels"),
     ],
 )
 def test_ignored_labels_without_the_right_loss_weight_are_warned_of_once(
-    kind: Any, as_dict: bool, message: str
+    methods: Any, as_dict: bool, message: str
 ) -> None:
     with warned(message) as seen:
-        quiet(max_epochs=3).fit(kind(), batches(2, as_dict))
+        quiet(max_epochs=3).fit(tagger(**methods), batches(2, as_dict))
     assert len(seen) == 1
 
 
@@ -108,12 +90,14 @@ def test_the_loss_weight_of_the_warning_makes_accumulation_equal_to_the_large_ba
         quiet(max_epochs=1, gradient_accumulation_steps=2).fit(task, given)
         return nn.utils.parameters_to_vector(task.parameters())
 
-    whole = trained(Weighted(), [longest])
-    assert torch.allclose(trained(Weighted(), data), whole, rtol=1e-6, atol=1e-7)
+    whole = trained(tagger(**COUNTED), [longest])
+    assert torch.allclose(trained(tagger(**COUNTED), data), whole, rtol=1e-6, atol=1e-7)
     with warned("loss_weight"):
         assert not torch.allclose(trained(Tagger(), data), whole, rtol=1e-6, atol=1e-7)
 
 
 def test_nothing_is_warned_of_without_ignored_labels_or_with_a_right_loss_weight() -> None:
-    for kind, ignored in ((Tagger, 0), (Weighted, 2), (BySequence, 0), (OfClasses, 2), (Summed, 2)):
-        quiet(max_epochs=1).fit(kind(), batches(ignored))
+    by_sequence = {"loss_weight": lambda self, batch: len(batch["labels"])}  # as good, of one length
+    of_weights, of_sums = {**ALL, "loss": of_classes}, {**ALL, "loss": summed}
+    for methods, ignored in (({}, 0), (COUNTED, 2), (by_sequence, 0), (of_weights, 2), (of_sums, 2)):
+        quiet(max_epochs=1).fit(tagger(**methods), batches(ignored))

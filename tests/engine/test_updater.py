@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.outcome import weights
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Duel, Regression, pairs, quiet, variant
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
 from drivetrain import CheckpointError, ConfigError, LambdaCallback, OptimizerConfig, TaskModule
 
@@ -87,25 +86,6 @@ def test_factory_gets_the_trainable_parameters_and_reports_the_rate_of_each_grou
     quiet(max_steps=1, callbacks=[note]).fit(task, pairs())
     assert [id(each) for each in given[0]] == [id(task.line.weight), id(task.line.bias)]
     assert seen == [{"lr/0": 0.1, "lr/1": 0.5}]
-
-
-@pytest.mark.parametrize(
-    "factory",
-    [
-        halving,
-        made(LambdaLR, lr_lambda=lambda update: 1 / (1 + update)),
-        made(OneCycleLR, max_lr=2, total_steps=11),
-    ],
-    ids=["step", "lambda", "one cycle"],
-)
-def test_torch_schedule_goes_on_after_a_resume(factory: Any, tmp_path: Path) -> None:
-    whole, resumed = Regression(factory), Regression(factory)
-    right = rates(whole, max_epochs=2)
-    assert len(set(right)) > 3
-    options = {"checkpoint": True, "run_dir": tmp_path}
-    first = rates(Regression(factory), max_steps=3, **options)
-    assert first + rates(resumed, max_epochs=2, resume="auto", **options) == right
-    assert weights(resumed) == weights(whole)
 
 
 def test_torch_schedule_is_not_moved_by_a_skipped_update() -> None:

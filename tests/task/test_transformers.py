@@ -21,8 +21,12 @@ transformers.utils.logging.disable_progress_bar()  # whose thread would stay
 torchmetrics = pytest.importorskip("torchmetrics.classification")
 
 BERT = {
-    "vocab_size": 99, "hidden_size": 16, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "intermediate_size": 16, "num_labels": 3,
+    "vocab_size": 99,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "num_labels": 3,
 }
 GPT2 = {"vocab_size": 99, "n_embd": 16, "n_layer": 1, "n_head": 2}
 
