@@ -151,7 +151,7 @@ def prepared(strategy: str) -> list[str]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_ranks_that_prepare_different_things_are_told(strategy: str) -> None:
+def test_ranks_that_prepare_different_things_are_refused(strategy: str) -> None:
     for same, rate, shape in on_two_ranks(prepared, strategy):
         assert same == "nothing"
         assert "lr of group 0 of the optimizer is 0.1 on rank 0 and 0.2 on rank 1" in rate

@@ -33,7 +33,7 @@ from drivetrain.strategies.ddp import settle_buckets
 from drivetrain.testing import run_distributed
 
 
-def told(check: Any) -> str:
+def error_text(check: Any) -> str:
     """The text of the error, or nothing."""
     try:
         check()
@@ -61,7 +61,7 @@ def call_differs(strategy: Any = "ddp", task: Any = None, verb: str = "fit", **g
     one.setup()
     try:
         settings = same_on_all_ranks(quiet(devices=2, **options))
-        return told(lambda: check_same_call(settings, mine[0], one, mine[1], **mine[2]))
+        return error_text(lambda: check_same_call(settings, mine[0], one, mine[1], **mine[2]))
     finally:
         one.teardown()
 
@@ -72,7 +72,7 @@ def optimizers_differ(configured: Any, on_both: bool) -> str:
     ranks = Ranks.of_job()
     updaters = build_updaters(task, optimizer_specs(task.configure_optimizers()), 10, None)
     try:
-        return told(lambda: check_same_optimizers(task, updaters, 10, ranks))
+        return error_text(lambda: check_same_optimizers(task, updaters, 10, ranks))
     finally:
         ranks.close()
 
@@ -109,12 +109,12 @@ OPTIMIZERS: list[tuple[Any, bool, str]] = [
 
 
 def test_calls_and_optimizers_that_differ_between_ranks_are_named_and_others_are_not() -> None:
-    def all_told() -> list[str]:
+    def all_errors() -> list[str]:
         calls = [call_differs(**dict(given)) for given, _ in CALLS]
         return calls + [optimizers_differ(configured, both) for configured, both, _ in OPTIMIZERS]
 
     expected = [words for *_, words in (*CALLS, *OPTIMIZERS)]
-    for rank in on_two_ranks(all_told):
+    for rank in on_two_ranks(all_errors):
         each = zip(rank, expected, strict=True)
         assert not [(found, words) for found, words in each if words not in found or (found and not words)]
 

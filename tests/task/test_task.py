@@ -32,46 +32,6 @@ class Plain(TaskModule):
         return image
 
 
-class Named(TaskModule):
-    def forward(self, image: Any, mask: Any = None, *, scale: Any = 1) -> Any:
-        return image, mask, scale
-
-
-class Everything(TaskModule):
-    def forward(self, **columns: Any) -> Any:
-        return columns
-
-
-class WithTheRest(TaskModule):
-    def forward(self, image: Any, **others: Any) -> Any:
-        return image, others
-
-
-class Starred(TaskModule):
-    def forward(self, *tensors: Any) -> Any:
-        return tensors
-
-
-class Both(TaskModule):
-    def forward(self, image: Any, mask: Any) -> Any:
-        return image, mask
-
-
-class ByNameOnly(TaskModule):
-    def forward(self, *, image: Any) -> Any:
-        return image
-
-
-class Doubled(Plain):
-    def predict_step(self, batch: Any) -> Any:
-        return 2 * batch["image"]
-
-
-class Renamed(Plain):
-    def inputs(self, batch: Any) -> Any:
-        return batch["label"]
-
-
 class CalledOtherwise(Plain):
     def __call__(self, image: Any) -> Any:
         return 3 * super().__call__(image)
@@ -85,29 +45,36 @@ def by_name_only(forward: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-class Decorated(TaskModule):
-    @by_name_only
-    def forward(self, image: Any) -> Any:
-        return image
+def task_of(base: type[TaskModule] = TaskModule, **methods: Any) -> TaskModule:
+    """A task with these methods."""
+    return type("Made", (base,), methods)()
 
 
-# What forward gets.
+PLAIN = Plain()
+NAMED = task_of(forward=lambda self, image, mask=None, *, scale=1: (image, mask, scale))
+COLUMNS = task_of(forward=lambda self, **columns: columns)
+WITH_THE_REST = task_of(forward=lambda self, image, **others: (image, others))
+STARRED = task_of(forward=lambda self, *tensors: tensors)
 
 FORWARDS: list[tuple[TaskModule, Any, Any]] = [
-    (Named(), {"label": TWO, "mask": THREE, "image": ONE}, (ONE, THREE, 1)),
-    (Named(), UserDict({"image": ONE, "label": TWO, "scale": 5}), (ONE, None, 5)),
-    (Everything(), {"image": ONE, "label": TWO}, {"image": ONE, "label": TWO}),
-    (Everything(), UserDict({"image": ONE}), {"image": ONE}),
-    (WithTheRest(), {"image": ONE, "label": TWO}, (ONE, {"label": TWO})),
-    (Named(), (ONE, TWO, THREE), (ONE, TWO, 1)),
-    (Plain(), (ONE, TWO), ONE),
-    (Plain(), [ONE], ONE),
-    (Plain(), Pair(ONE, TWO), ONE),
-    (Plain(), ONE, ONE),
-    (Plain(), "a text", "a text"),
-    (Both(), {"mask": TWO, "label": THREE, "image": ONE}, (ONE, TWO)),
-    (ByNameOnly(), {"image": ONE}, ONE),
-    (Decorated(), {"image": ONE}, ONE),
+    (NAMED, {"label": TWO, "mask": THREE, "image": ONE}, (ONE, THREE, 1)),
+    (NAMED, UserDict({"image": ONE, "label": TWO, "scale": 5}), (ONE, None, 5)),
+    (NAMED, (ONE, TWO, THREE), (ONE, TWO, 1)),
+    (COLUMNS, {"image": ONE, "label": TWO}, {"image": ONE, "label": TWO}),
+    (COLUMNS, UserDict({"image": ONE}), {"image": ONE}),
+    (WITH_THE_REST, {"image": ONE, "label": TWO}, (ONE, {"label": TWO})),
+    (PLAIN, (ONE, TWO), ONE),
+    (PLAIN, [ONE], ONE),
+    (PLAIN, Pair(ONE, TWO), ONE),
+    (PLAIN, ONE, ONE),
+    (PLAIN, "a text", "a text"),
+    (
+        task_of(forward=lambda self, image, mask: (image, mask)),
+        {"mask": TWO, "y": THREE, "image": ONE},
+        (ONE, TWO),
+    ),
+    (task_of(forward=lambda self, *, image: image), {"image": ONE}, ONE),
+    (task_of(forward=by_name_only(lambda self, image: image)), {"image": ONE}, ONE),
 ]
 
 
@@ -119,9 +86,11 @@ def test_forward_and_predictions_get_what_the_parameters_say() -> None:
                 assert given is expected
             else:
                 torch.testing.assert_close(given, expected, rtol=0, atol=0)
-    assert call_forward(Starred(), Starred().inputs((ONE, TWO, THREE))) == (ONE, TWO, THREE)
-    assert Starred().predict_step({"image": ONE}) == ()
-    for task, expected in ((Doubled(), 2 * ONE), (Renamed(), TWO), (CalledOtherwise(), 3 * ONE)):
+    assert call_forward(STARRED, STARRED.inputs((ONE, TWO, THREE))) == (ONE, TWO, THREE)
+    assert STARRED.predict_step({"image": ONE}) == ()
+    doubled = task_of(Plain, predict_step=lambda self, batch: 2 * batch["image"])
+    renamed = task_of(Plain, inputs=lambda self, batch: batch["label"])
+    for task, expected in ((doubled, 2 * ONE), (renamed, TWO), (CalledOtherwise(), 3 * ONE)):
         assert torch.equal(task.predict_step({"image": ONE, "label": TWO}), expected)
 
 
@@ -184,20 +153,17 @@ class Shot:
 
 
 def test_inputs_may_be_overridden_to_give_anything() -> None:
-    class Own(Plain):
-        def inputs(self, batch: Any) -> Any:
-            return {"image": batch.picture}
-
-    assert Own().predict_step(Shot(ONE)) is ONE
-    assert Plain().predict_step(shot := Shot(TWO)) is shot
+    own = task_of(Plain, inputs=lambda self, batch: {"image": batch.picture})
+    assert own.predict_step(Shot(ONE)) is ONE
+    assert PLAIN.predict_step(shot := Shot(TWO)) is shot
 
 
 def test_metric_inputs_are_the_outputs_and_the_target() -> None:
     for name in ("label", "labels", "target", "targets", "y"):
-        assert Plain().metric_inputs(ONE, {"image": THREE, name: TWO}) == (ONE, TWO)
-    assert Plain().metric_inputs(ONE, UserDict({"y": THREE, "label": TWO})) == (ONE, TWO)
-    assert Plain().metric_inputs(ONE, (THREE, THREE, TWO)) == (ONE, TWO)
-    assert Plain().metric_inputs(ONE, [THREE, TWO]) == (ONE, TWO)
+        assert PLAIN.metric_inputs(ONE, {"image": THREE, name: TWO}) == (ONE, TWO)
+    assert PLAIN.metric_inputs(ONE, UserDict({"y": THREE, "label": TWO})) == (ONE, TWO)
+    assert PLAIN.metric_inputs(ONE, (THREE, THREE, TWO)) == (ONE, TWO)
+    assert PLAIN.metric_inputs(ONE, [THREE, TWO]) == (ONE, TWO)
 
 
 def test_loss_weight_is_the_number_of_samples_and_other_defaults() -> None:
@@ -208,7 +174,7 @@ def test_loss_weight_is_the_number_of_samples_and_other_defaults() -> None:
         (zeros(0, 4), 0),
         ({"name": "no tensor"}, 1),
     ):
-        assert Plain().loss_weight(batch) == weight
+        assert PLAIN.loss_weight(batch) == weight
     task = Plain()
     assert dict(task.metrics()) == {}
     assert task.tokens({"image": ONE}) == 0
@@ -236,9 +202,9 @@ def test_a_model_that_returns_its_own_loss_needs_no_other() -> None:
     class Output(dict[str, Tensor]):
         pass
 
-    assert Plain().loss({"loss": ONE}, None) is ONE
-    assert Plain().loss(Output(loss=TWO), None) is TWO
-    assert Plain().loss(Shot(TWO, loss=ONE), None) is ONE
+    assert PLAIN.loss({"loss": ONE}, None) is ONE
+    assert PLAIN.loss(Output(loss=TWO), None) is TWO
+    assert PLAIN.loss(Shot(TWO, loss=ONE), None) is ONE
 
 
 class Recorded(TaskModule):
@@ -273,7 +239,7 @@ def test_hparams_are_the_constructor_arguments_as_they_were_given() -> None:
     assert Recorded(2, 0.5, "a", "b", name="y", depth=3).hparams == given
     assert Narrow().hparams == {"width": 3}
     assert Inheriting(4).hparams == {"hidden": 4, "rate": 0.1, "more": (), "name": "x"}
-    assert Plain().hparams == {}
+    assert PLAIN.hparams == {}
     assert Popping([1, 2], {"names": ["a"]}).hparams == {"sizes": [1, 2], "options": {"names": ["a"]}}
     module = nn.Linear(1, 1)
     assert Popping([module, 2], {"names": []}).hparams["sizes"][0] is module
@@ -290,8 +256,7 @@ def test_a_copy_is_the_same_task() -> None:
 
 
 def test_refusals_of_a_task() -> None:
-    class Two(TaskModule):
-        def forward(self, image: Any, question: Any) -> Any: ...
+    two = task_of(forward=lambda self, image, question: None)
 
     class Without(Plain):
         def __init__(self) -> None:
@@ -306,14 +271,14 @@ def test_refusals_of_a_task() -> None:
         return lambda: setattr(Plain(), name, value), f"Plain.{name} is a method", f"'{name}_function'"
 
     def loss(outputs: Any) -> tuple[Any, ...]:
-        return lambda: Plain().loss(outputs, None), "Plain has no loss", "`loss(self, outputs, batch)`"
+        return lambda: PLAIN.loss(outputs, None), "Plain has no loss", "`loss(self, outputs, batch)`"
 
     images = {"images": ONE, "label": TWO}
     cases: dict[str, tuple[Any, ...]] = {
-        "a column": (lambda: Plain().inputs(images), "'image'", "'images', 'label'", "Rename"),
-        "too short": (lambda: Two().inputs([ONE]), "2 inputs (image, question)", "sequence of 1"),
-        "no target": (lambda: Plain().metric_inputs(ONE, {"lable": TWO}), "'lable'", "none of 'label'"),
-        "a tensor": (lambda: Plain().metric_inputs(ONE, ONE), "a Tensor", "metric_inputs"),
+        "a column": (lambda: PLAIN.inputs(images), "'image'", "'images', 'label'", "Rename"),
+        "too short": (lambda: two.inputs([ONE]), "2 inputs (image, question)", "sequence of 1"),
+        "no target": (lambda: PLAIN.metric_inputs(ONE, {"lable": TWO}), "'lable'", "none of 'label'"),
+        "a tensor": (lambda: PLAIN.metric_inputs(ONE, ONE), "a Tensor", "metric_inputs"),
         "no constructor": (lambda: Without().predict_step({"image": ONE}), "Without"),
         "no loss of a tensor": loss(ONE),
         "a module": hide("loss", nn.CrossEntropyLoss()),
