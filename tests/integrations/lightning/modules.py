@@ -587,6 +587,8 @@ class Numbers(Noted):
         self.log("first", self.global_rank + 1.0, rank_zero_only=True)
         self.log("first_epoch", self.global_rank + 1.0, rank_zero_only=True, on_step=False, on_epoch=True)
         self.log("mean", self.global_rank + 1.0, sync_dist=True)
+        for fx in ("min", "max"):
+            self.log(fx, self.global_rank + 1.0, on_step=False, on_epoch=True, reduce_fx=fx)
         if self.trainer.is_global_zero:
             self.log("only", 5.0, rank_zero_only=True, logger=False)
         return super().training_step(batch, batch_idx)

@@ -165,10 +165,10 @@ def test_numbers_of_several_kinds_are_logged_as_in_lightning() -> None:
     assert found == logged
 
 
-@pytest.mark.landing
 def test_logged_numbers_are_those_of_all_ranks_or_of_the_first_and_each_sample_counts_once() -> None:
     for values, *counted in on_two_ranks(_numbers):
         assert (values["first"], values["first_epoch"], values["mean"], values["only"]) == (1, 1, 1.5, 5)
+        assert (values["min"], values["max"]) == (1, 2)
         assert counted == [(9.0, 9.0)] * 2
 
 
@@ -280,7 +280,6 @@ def test_a_data_module_is_set_up_knows_its_trainer_and_changes_batches() -> None
     assert torch.equal(weights_of(theirs), weights_of(ours))
 
 
-@pytest.mark.landing
 def test_a_data_module_that_divides_the_batch_by_the_ranks_gives_the_same_weights() -> None:
     alone = torch.tensor(_divided("cpu")).double()
     for weights in on_two_ranks(_divided, "ddp"):

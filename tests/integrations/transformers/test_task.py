@@ -306,17 +306,6 @@ def test_a_stream_is_padded_and_resumes_where_it_was(tmp_path: Path) -> None:
 # Rebuilding from a checkpoint.
 
 
-def test_a_classifier_is_trained_evaluated_predicted_and_rebuilt(tmp_path: Path) -> None:
-    made = task(BERT, compute_metrics=lambda given: {"rows": len(given.predictions)})
-    result = quiet(max_steps=2, run_dir=tmp_path, checkpoint=True).fit(made, loader(BERT), loader(BERT, 7))
-    assert result.metrics["validation/rows"] == 7
-    again, batch = hf.TransformersTask.from_checkpoint(tmp_path), padded(rows(BERT, 4))
-    with torch.no_grad():
-        assert torch.equal(again.eval()(**batch).logits, made.eval()(**batch).logits)
-    shapes = [each.logits.shape for each in quiet().predict(made, loader(BERT, 3))]
-    assert shapes == [(2, 3), (1, 3)]
-
-
 def test_a_rebuilt_task_has_transformers_own_class_its_configuration_and_its_options(tmp_path: Path) -> None:
     given = model("gpt2")
     given.generation_config.update(do_sample=True, top_k=7)

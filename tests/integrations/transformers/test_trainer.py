@@ -27,8 +27,6 @@ scripted = Lazy("tests.integrations.transformers.scripted")
 transformers = Lazy("transformers")
 
 CLASSES = "bert, classes"
-# transformers' own loop warns of its own functions.
-pytestmark = pytest.mark.filterwarnings("ignore::Warning:transformers", "ignore::Warning:torch.optim")
 
 
 def even(family: str, count: int) -> Any:
@@ -745,6 +743,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::Warning:torch.optim")  # of transformers' own loop
 @pytest.mark.parametrize("name", OPTIONS)
 def test_updates_rates_and_bests_of_the_log_are_transformers(name: str, tmp_path: Path) -> None:
     class Ends(transformers.TrainerCallback):  # type: ignore[name-defined,misc]
