@@ -18,6 +18,7 @@ from tests.support.ranks import on_two_ranks
 from tests.support.tasks import NextToken, Regression, pairs, quiet, ragged
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import SumMetric
 
 from drivetrain import LambdaCallback, OptimizerConfig, StepOutput
 from drivetrain.engine.memory_advice import memory_advice
@@ -64,23 +65,17 @@ class SmallNextToken(NextToken):
         return super().forward(tokens)
 
 
-class Counting:
-    """A metric: how many samples it was given."""
+class Counted(Small):
+    """Has a metric: how many samples it was given."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    def metrics(self) -> Mapping[str, Any]:
+        return {"count": SumMetric()}
 
-    def update(self, outputs: Tensor, _: Tensor) -> None:
-        self.count += len(outputs)
-
-    def compute(self) -> float:
-        return self.count
-
-    def reset(self) -> None:
-        self.count = 0
+    def metric_inputs(self, outputs: Tensor, batch: Any) -> Any:
+        return (torch.tensor(float(len(outputs))),)
 
 
-class Weighed(Small):
+class Weighed(Counted):
     """A loss that is a mean over samples with weights of their own, the batch's last column."""
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
@@ -89,9 +84,6 @@ class Weighed(Small):
 
     def loss_weight(self, batch: Any) -> Any:
         return batch[2].sum()
-
-    def metrics(self) -> Mapping[str, Any]:
-        return {"count": Counting()}
 
 
 def weighed(weight: list[float]) -> list[Any]:
@@ -166,7 +158,7 @@ def test_an_attempt_that_ran_out_of_memory_leaves_no_trace(precision: str) -> No
     assert weights(found) == weights(fixed)
 
 
-class FailsLate(Small):
+class FailsLate(Counted):
     """Fails late in a batch, after metrics of its first parts were there."""
 
     def training_step(self, batch: Any) -> StepOutput:
@@ -175,9 +167,6 @@ class FailsLate(Small):
         if len(outputs) > 2 and len(self.tried) > 1:
             lacks_memory()
         return StepOutput(self.loss(outputs, batch), outputs)
-
-    def metrics(self) -> Mapping[str, Any]:
-        return {"count": Counting()}
 
 
 def test_declared_metrics_count_each_sample_once_in_parts() -> None:

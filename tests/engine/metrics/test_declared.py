@@ -27,16 +27,15 @@ class Largest:
     """A metric of nobody's library, with a state."""
 
     def __init__(self) -> None:
-        self.reset()
+        self.value = -1.0
+
+    reset = __init__
 
     def update(self, outputs: Tensor, target: Tensor) -> None:
         self.value = max(self.value, float(outputs.max()))
 
     def compute(self) -> float:
         return self.value
-
-    def reset(self) -> None:
-        self.value = -1.0
 
     def state_dict(self) -> dict[str, float]:
         return {"value": self.value}
