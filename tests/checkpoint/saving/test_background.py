@@ -28,7 +28,7 @@ class Gate(LocalFileSystem):
 
     def create(self, path):
         self.asked.set()
-        self.open_gate.wait()
+        assert self.open_gate.wait(300)
         return super().create(path)
 
 
@@ -60,7 +60,7 @@ def test_what_changes_during_the_write_is_not_in_the_file(tmp_path):
     manager = CheckpointManager(str(tmp_path), ASYNC, files=files)
     weight = torch.full((100, 3), 1.0)
     saved = manager.save(1, 0, {}, lambda: snapshot({"w": weight, "t": weight.t(), "tied": weight}))
-    files.asked.wait()
+    assert files.asked.wait(300)
     weight.fill_(2.0)  # the next update, while the first byte is yet to be written
     assert manager.is_writing
     assert manager.poll() is None
@@ -218,7 +218,7 @@ def test_all_ranks_take_note_of_a_commit_or_a_failure_at_the_same_update(tmp_pat
             """One rank deletes what is old only later, so that its work ends after the other's."""
 
             def delete(self, path):
-                may_delete.wait()
+                assert may_delete.wait(300)
                 super().delete(path)
 
         files = Slow()

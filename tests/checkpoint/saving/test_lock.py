@@ -208,7 +208,7 @@ def test_the_lock_is_renewed_without_saves(tmp_path: Path, monkeypatch: pytest.M
     lock.take()
     first = (tmp_path / "lock.json").read_text(encoding="utf-8")
     renewed.clear()
-    renewed.wait()
+    assert renewed.wait(300)
     assert (tmp_path / "lock.json").read_text(encoding="utf-8") != first
     lock.release()
     assert os.listdir(tmp_path) == []

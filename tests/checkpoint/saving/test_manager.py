@@ -228,19 +228,6 @@ def test_one_name_may_be_set_aside_twice(directory, save):
             assert open_manager(directory).latest() is None
 
 
-def test_a_checkpoint_that_cannot_be_read_now_is_not_called_damaged(directory, save):
-    class Unreadable(DirectoryCheckpointIO):
-        def load(self, path, groups=None):
-            raise CheckpointError("cannot read: Too many open files (EMFILE)")
-
-    manager = open_manager(directory)
-    for update in (1, 2):
-        save(manager, update)
-    with pytest.raises(CheckpointError, match="EMFILE"):
-        CheckpointManager(str(directory), CheckpointConfig(), Unreadable()).load_latest()
-    assert on_disk(directory) == ["update-00000001", "update-00000002"]
-
-
 def test_a_checkpoint_that_vanished_is_forgotten_with_a_warning(directory, save):
     manager = open_manager(directory)
     for update in (1, 2):
