@@ -90,12 +90,11 @@ def test_every_saves_when_the_interval_ends_also_after_a_resume(
         assert saved(folder) == sorted({*due, at, 10})
 
 
-def test_an_interval_counts_updates_and_goes_on_when_a_finished_run_is_made_longer(tmp_path: Path) -> None:
+def test_an_interval_counts_updates_and_goes_on_in_a_longer_run(tmp_path: Path) -> None:
     # Five batches of two samples make three updates: samples 4, 8, 10, and 14, 18, 20.
-    for every, due in (("2 steps", [2, 4, 6]), ("1 epoch", [3, 6]), ("6 samples", [2, 4, 5, 6])):
-        policy = CheckpointConfig(every=every, keep_last=99, by=None)
-        run(tmp_path / every, policy, gradient_accumulation_steps=2)
-        assert saved(tmp_path / every) == due
+    policy = CheckpointConfig(every="6 samples", keep_last=99, by=None)
+    run(tmp_path / "parts", policy, gradient_accumulation_steps=2)
+    assert saved(tmp_path / "parts") == [2, 4, 5, 6]
     policy = CheckpointConfig(every="4 steps", keep_last=99, by=None)
     run(tmp_path, policy, max_epochs=1)
     run(tmp_path, policy, max_epochs=3, resume="auto")

@@ -259,9 +259,6 @@ def test_a_value_that_has_not_come_is_none_and_one_that_is_odd_is_made_safe(tmp_
     assert rendered_name(None, {}, 0) == ""
 
 
-# Several ranks.
-
-
 def fit_on_two(run_dir: Path) -> Any:
     found = []
     for asynchronous in (False, True):

@@ -81,9 +81,6 @@ def fitted(freeze: Any, task: TaskModule | None = None, data: Any = None, **opti
     return task, seen
 
 
-# What moves, and when: ten updates in an epoch.
-
-
 @pytest.mark.parametrize("name", ["sgd", "adamw", "muon"])
 def test_frozen_parameters_move_from_their_point_on(name: str) -> None:
     optimizer = OptimizerConfig("muon", lr=0.02, weight_decay=0.1) if name == "muon" else name
@@ -156,9 +153,6 @@ def test_patterns_name_parameters_and_modules_and_the_first_match_wins() -> None
         assert fitted(freeze)[1].movers()[5] == trained
 
 
-# What a fit leaves behind.
-
-
 def flags(task: nn.Module) -> Any:
     modes = {name: each.training for name, each in task.named_modules()}
     return modes, {name: each.requires_grad for name, each in task.named_parameters()}
@@ -186,9 +180,6 @@ def test_after_a_fit_or_an_error_all_is_as_before() -> None:
         with pytest.raises(ValueError, match="broken"):
             fitted(Freeze("encoder", until=until), task, callbacks=[failing])
         assert flags(task) == before
-
-
-# Modules with running statistics.
 
 
 class Statistics(nn.Module):
@@ -235,9 +226,6 @@ def test_a_norm_is_in_evaluation_mode_only_while_all_of_it_is_frozen() -> None:
         fitted(freeze, Net(norm=nn.BatchNorm1d, dropout=0.1), pairs(20, 4), callbacks=[note])
         assert [each[1] for each in modes] == expected
         assert all(each[4] for each in modes)  # dropout stays
-
-
-# Resumes.
 
 
 def resumable(folder: Path, stop: int = 13, resume: str | None = None) -> Any:
@@ -306,9 +294,6 @@ def test_two_ranks_have_the_weights_of_one_process_and_resume_bitwise(strategy: 
         torch.testing.assert_close(torch.tensor(straight[name]), torch.tensor(value), rtol=1e-6, atol=1e-6)
 
 
-# With other parts.
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -362,9 +347,6 @@ def test_checkpoint_of_trainable_parameters_has_none_that_are_frozen(tmp_path: P
     task = Net.from_checkpoint(result.last_checkpoint)
     assert all(each.requires_grad for each in task.parameters())
     assert torch.equal(task.head.weight, load_weights(result.model_path)["head.weight"])
-
-
-# What is refused, or named.
 
 
 def test_a_fit_that_freezes_without_a_meaning_is_refused() -> None:

@@ -54,9 +54,6 @@ def fitted(profile: Profile | None, updates: int = 8, **options: Any) -> Regress
     return task
 
 
-# Traces, memory and Python's functions.
-
-
 def test_trace_has_the_chosen_updates_alone_with_every_phase_by_name(tmp_path: Path) -> None:
     profile = Profile(kinds="trace")
     callbacks = [EarlyStopping("validation/loss", patience=9), profile]
@@ -73,20 +70,6 @@ def test_trace_has_the_chosen_updates_alone_with_every_phase_by_name(tmp_path: P
     assert {name: found[name] for name in phases} == dict.fromkeys(phases, 3)
     assert found["data"] == 1 + 3  # update 10 begins an epoch
     assert not {"validation", "profiling"} & found.keys()
-
-
-def test_trace_of_the_end_of_an_epoch_has_validation_saving_and_loggers(tmp_path: Path) -> None:
-    profile = Profile({"wait": 3, "warmup": 1, "active": 1, "repeat": 2}, kinds="trace")
-    options: dict[str, Any] = {"max_epochs": 2, "run_dir": tmp_path, "checkpoint": True, "loggers": "csv"}
-    quiet(**options, log_every="1 epoch", callbacks=[profile]).fit(Regression(), pairs(), pairs(4))
-    assert [path.name.split("-")[2] for path in profile.files] == ["4", "9"]
-    for number, path in zip("49", profile.files, strict=True):
-        found = names(path)
-        assert updates(path) == [number]
-        # Of the validation's data: the begin, the batches, and that there are no more.
-        parts = {"validation": 1, "validation step": 2, "validation data": 1 + 2 + 1}
-        assert {name: found[name] for name in parts} == parts
-        assert min(found["saving"], found["log point"], found["CSVLogger"] - 1) >= 1
 
 
 def test_schedule_of_torchs_own_and_options_for_shapes(tmp_path: Path) -> None:
@@ -128,9 +111,6 @@ def test_memory_and_python_list_the_operators_and_functions_of_their_updates(tmp
     assert found["mse_loss"] == 3
     text = listed.read_text(encoding="utf-8")
     assert "mse_loss" in text or "train_step" in text
-
-
-# The table.
 
 
 def test_table_counts_every_phase_and_hook(tmp_path: Path) -> None:
@@ -186,9 +166,6 @@ def test_table_counts_every_kind_of_update_and_saves_in_the_background(tmp_path:
     found = calls(tmp_path / "profile")
     assert found["CheckpointSaver.on_save"] == 12
     assert found["saving"] >= 2
-
-
-# Runs of all kinds.
 
 
 def test_profiling_changes_no_weights_and_leaves_nothing_behind(tmp_path: Path) -> None:

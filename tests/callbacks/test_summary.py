@@ -234,9 +234,6 @@ def test_the_callback_shows_operations_in_a_fit():
         assert summary.summary.total.forward_flops == 48
 
 
-# The sizes of each rank.
-
-
 class Wide(Regression):
     def __init__(self):
         super().__init__()

@@ -102,15 +102,6 @@ def test_an_object_with_a_length_that_is_indexed_is_a_dataset() -> None:
     assert quiet(max_epochs=1, batch_size=4).fit(Regression(), bare).progress.updates == 2
 
 
-def test_any_iterable_of_batches_will_do() -> None:
-    class Endless:
-        def __iter__(self) -> Iterator[Any]:
-            while True:
-                yield from pairs()
-
-    assert quiet(max_steps=12).fit(Regression(), Endless()).progress.updates == 12
-
-
 def test_a_progress_bar_and_a_summary_of_ones_own_replace_ours() -> None:
     found: list[list[str]] = []
     look = LambdaCallback(on_fit_start=lambda run: found.append([type(c).__name__ for c in run.callbacks]))

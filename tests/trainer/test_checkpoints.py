@@ -82,9 +82,6 @@ def test_resume_by_the_runs_path_sets_a_damaged_checkpoint_aside(tmp_path: Path)
     assert names == ["index.json", "update-00000005", "update-00000010", "update-00000010.bad"]
 
 
-# A program that torch's agent may start again.
-
-
 @pytest.fixture
 def may_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """An environment in which torch's agent may start this program again."""
@@ -132,9 +129,6 @@ def test_log_tells_where_a_resumed_fit_continues() -> None:
     newest = "run/checkpoints/update-00000007"
     assert told("auto", max_steps=8) == [f"goes on from {newest} (update 7, epoch 1)"]
     assert told("auto", progress_bar=False) == []
-
-
-# The best.
 
 
 def test_best_is_found_again_by_the_loader_and_the_mode_that_ranked(tmp_path: Path) -> None:

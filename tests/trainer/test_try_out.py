@@ -45,9 +45,6 @@ class Evaluations(Callback):
         run.log("seen", float(len(self.seen)))
 
 
-# A trial.
-
-
 def test_try_out_takes_a_few_batches_in_every_verb_and_writes_nothing(tmp_path: Path) -> None:
     for asked, batches in (("batches", 1), (3, 3)):
         task, data = Watched(), pairs(100)
@@ -101,9 +98,6 @@ def test_ranks_overfit_on_batches_of_their_own() -> None:
         assert trained == validated == trained[:2] * 2
     assert sorted(first[0][:2] + second[0][:2]) == sorted(whole)
     assert first[2] == second[2]
-
-
-# The short validation before training.
 
 
 def test_sanity_validation_shows_a_fault_before_the_first_update() -> None:

@@ -182,9 +182,6 @@ def test_several_optimizers_and_values_that_are_no_numbers() -> None:
     assert math.isfinite(metrics["activations/max/line"])
 
 
-# Compiled code.
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of torch's compiler itself
 def test_compiled_blocks_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     # torch's compiler has a bar of tqdm's, whose thread stays.
@@ -215,9 +212,6 @@ def test_modules_inside_of_compiled_code_are_refused_by_name() -> None:
     compiled.blocks[0].compile(backend="eager")
     with pytest.raises(ConfigError, match=r"'blocks.0' is inside of compiled code"):
         quiet(max_steps=1, callbacks=[ActivationStats(patterns="blocks.0")]).fit(compiled, rows())
-
-
-# Several ranks.
 
 
 def on_ranks(strategy: str) -> tuple[list[dict[str, float]], dict[str, float]]:

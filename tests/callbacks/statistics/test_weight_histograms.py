@@ -135,9 +135,6 @@ def test_values_that_are_no_numbers_are_counted_apart() -> None:
         assert_of(points[0][1]["weights/more"], values)
 
 
-# Several ranks.
-
-
 def layers() -> Layers:
     task = Layers(unused=False)
     task.scale = nn.Parameter(torch.ones(1))  # ZeRO shards no scalars
@@ -197,9 +194,6 @@ def gathered_at_a_log_point() -> list[int]:
 
 def test_nothing_is_gathered_from_shards() -> None:
     assert on_two_ranks(gathered_at_a_log_point) == [[], []]
-
-
-# Loggers.
 
 
 def event_histograms(directory: Path) -> dict[str, list[Any]]:
