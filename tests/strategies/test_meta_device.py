@@ -33,23 +33,27 @@ class Block(nn.Module):
 
 
 class Small(TaskModule):
-    def __init__(self, tied: bool = True) -> None:
+    """Blocks, tied weights, a frozen block, and buffers."""
+
+    def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(16, 8)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.norm = nn.BatchNorm1d(8)
         self.head = nn.Linear(8, 16, bias=False)
         self.last = nn.Linear(16, 1)
-        if tied:
-            self.head.weight = self.embedding.weight
+        self.head.weight = self.embedding.weight
         self.blocks[0].requires_grad_(False)
 
-    def training_step(self, batch: Tensor) -> Tensor:
-        x = self.embedding(batch)
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        loss: Tensor = self.last(self.head(self.norm(x.flatten(0, 1)))).square().mean()
-        return loss
+        outputs: Tensor = self.last(self.head(self.norm(x.flatten(0, 1))))
+        return outputs
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return outputs.square().mean()
 
     def parallel_plan(self) -> Mapping[str, Any]:
         from torch.distributed.tensor import Replicate
