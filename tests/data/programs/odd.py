@@ -16,7 +16,15 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from drivetrain import LambdaCallback
 
-given = {"act": "", "data": "rows", "workers": 1, "options": {}, "raises": False, **json.loads(sys.argv[1])}
+given = {
+    "raises": False,
+    "preempted": False,
+    "act": "",
+    "data": "rows",
+    "workers": 1,
+    "options": {},
+    **json.loads(sys.argv[1]),
+}
 
 
 class Odd(Dataset):
@@ -50,9 +58,19 @@ def sleep():
     time.sleep(1000)
 
 
+def stick():
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    Path("sticks").touch()
+    time.sleep(1000)
+
+
 def fail(run):
     if given["raises"] and run.progress.updates == 3:
         raise ValueError("boom")
+    if given["preempted"] and run.progress.updates == 5:
+        while not Path("sticks").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":
