@@ -37,7 +37,7 @@ def trainer(name: str, config: Any = None, devices: int = 1, **options: Any) -> 
 
 def apart(function: Callable[..., Any], *arguments: Any) -> Any:
     """What a function returns in a process of its own."""
-    (found,) = run_distributed(function, *arguments, world_size=1, timeout=300)
+    (found,) = run_distributed(function, *arguments, world_size=1)
     return found
 
 

@@ -213,7 +213,7 @@ def test_tensor_parallel_is_split_and_sharded_on_four_processes() -> None:
 
     # Of 16 x 8 a quarter, and of what no plan names a half, in both processes of a tensor group.
     expected = (["", ""], ([4, 8], [8, 8]))
-    assert run_distributed(found, world_size=4, timeout=300) == [expected] * 4
+    assert run_distributed(found, world_size=4) == [expected] * 4
 
 
 def test_without_tensor_parallel_no_plan_is_looked_at() -> None:
