@@ -12,14 +12,7 @@ import pytest
 import torch
 from tests.support.indexed import Augmented
 from torch import Tensor
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    RandomSampler,
-    Sampler,
-    SubsetRandomSampler,
-    get_worker_info,
-)
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, SubsetRandomSampler, get_worker_info
 
 from drivetrain.core.random_streams import preserved
 from drivetrain.data import as_source

@@ -11,14 +11,22 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
-from tests.support.failing import Ended, undisturbed
+from tests.support.failing import undisturbed
 from tests.support.forked import Forked
 
 PROGRAMS = Path(__file__).parent / "programs"
 LIMIT = 300.0
+
+
+class Ended(NamedTuple):
+    """How a program has ended: its code, what it has written, and the lines of its errors."""
+
+    code: int
+    out: str
+    errors: list[str]
 
 
 def run_all(program: str, cases: Mapping[str, Mapping[str, Any]], at_once: int = 4) -> dict[str, Ended]:
