@@ -79,8 +79,8 @@ def changed() -> list[Path]:
     """The pages that PAGES names; without it, README.md and those that have changed."""
     if os.environ.get("PAGES", "all") != "all":
         return [ROOT / each for each in os.environ["PAGES"].split()]
-    commands = [["git", "status", "--porcelain", "--no-renames"]]
-    if os.environ.get("CHANGE"):
+    commands = [["git", "status", "--porcelain", "--no-renames"]] if shutil.which("git") else []
+    if commands and os.environ.get("CHANGE"):
         commands.append(["git", "diff", "--name-status", "--no-renames", os.environ["CHANGE"]])
     found = {README}
     for command in commands:

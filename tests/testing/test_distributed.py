@@ -14,6 +14,14 @@ from drivetrain.testing.distributed import run_distributed
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 
 
+@pytest.fixture(autouse=True)
+def no_process_is_left():
+    """The pool of ranks, which other tests use, may be there before."""
+    before = set(multiprocessing.active_children())
+    yield
+    assert set(multiprocessing.active_children()) <= before
+
+
 def test_each_rank_returns_its_own_value():
     def act(offset):
         rank = torch.distributed.get_rank()
@@ -27,7 +35,6 @@ def test_each_rank_returns_its_own_value():
         assert tensors["weights"][0].tolist() == [rank] * 3  # by value
         assert tensors["weights"][1][0].tolist() == [1, 1]
     assert "RANK" not in os.environ
-    assert multiprocessing.active_children() == []
 
 
 def test_a_failure_names_its_rank_and_a_process_that_dies_or_hangs_is_not_waited_for(tmp_path):
@@ -56,7 +63,6 @@ def test_a_failure_names_its_rank_and_a_process_that_dies_or_hangs_is_not_waited
         run_distributed(dies)
     with pytest.raises(TimeoutError, match=r"ranks \[0, 1\] have not ended within 1 seconds"):
         run_distributed(hangs, timeout=1)
-    assert multiprocessing.active_children() == []
 
 
 class Garbage:

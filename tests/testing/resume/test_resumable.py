@@ -31,9 +31,7 @@ RNG = random.Random(7)
 Fit = tuple[Trainer, TaskModule, Any]
 
 
-class Net(TaskModule):
-    """Learns a sum; what it must not do is done by `factor`."""
-
+class Net(TaskModule):  # learns a sum; what it must not do is done by `factor`
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -76,9 +74,7 @@ def loader(data: Dataset[Any] | None = None) -> DataLoader[Any]:
     return DataLoader(data or Sums(), batch_size=4, shuffle=True)
 
 
-class Average(Callback):
-    """Has state, and has it saved."""
-
+class Average(Callback):  # has state, and has it saved
     def __init__(self) -> None:
         self.value = 0.0
 
@@ -92,9 +88,7 @@ class Average(Callback):
         self.value = state["value"]
 
 
-class Transient(Net):
-    """Keeps something for the length of a step, which nobody misses."""
-
+class Transient(Net):  # keeps something for the length of a step, which nobody misses
     def factor(self) -> float | Tensor:
         self.last = torch.rand(2)
         self.seconds = time.perf_counter()  # and this differs between any two runs
@@ -118,9 +112,7 @@ def test_a_run_that_forgets_nothing_passes_and_leaves_the_users_directories_alon
     assert not own.exists()
 
 
-class Scratch(Callback):
-    """Fills each of its places before it is read, in whatever update a run begins."""
-
+class Scratch(Callback):  # fills each of its places before it is read, in whatever update a run begins
     def __init__(self) -> None:
         self.device: str | None = None
         self.is_large: bool | None = None
@@ -163,9 +155,7 @@ def test_several_processes_that_forget_nothing_pass() -> None:
     assert_resumable(lambda: (trainer(strategy="ddp", devices=2), Net(), loader()), world_size=2)
 
 
-class Recurrent(nn.Module):
-    """Continues from the state that the batch before has left."""
-
+class Recurrent(nn.Module):  # continues from the state that the batch before has left
     def __init__(self) -> None:
         super().__init__()
         self.lstm = nn.LSTM(3, 3)
@@ -189,9 +179,7 @@ def counted() -> Any:
     return fraction
 
 
-class Forgetting(Drawing):
-    """Keeps what a step depends on in every place that no checkpoint has."""
-
+class Forgetting(Drawing):  # keeps what a step depends on in every place that no checkpoint has
     calls = 0
 
     def __init__(self) -> None:
@@ -223,9 +211,7 @@ class Forgetting(Drawing):
         return make
 
 
-class Counts(Callback):
-    """Counts updates and evaluations, keeps the best, and has none of it saved."""
-
+class Counts(Callback):  # counts updates and evaluations, keeps the best, and has none of it saved
     def __init__(self) -> None:
         self.seen = self.evaluations = 0
         self.best: float | None = None
@@ -239,9 +225,7 @@ class Counts(Callback):
         run.log("evaluations", self.evaluations)
 
 
-class Numbered(Sums):
-    """Counts what it is asked for."""
-
+class Numbered(Sums):  # counts what it is asked for
     def __init__(self) -> None:
         self.asked = 0
 

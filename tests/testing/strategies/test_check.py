@@ -55,16 +55,12 @@ def test_the_options_of_ddp_conform(config: DDPConfig) -> None:
     check_strategy(lambda world_size: DDP(config, world_size=world_size), checks=checks, tolerance=tolerance)
 
 
-class Summing(DDP):
-    """Forgets that the shares are of all ranks' weight."""
-
+class Summing(DDP):  # forgets that the shares are of all ranks' weight
     def backward(self, loss: Any, share: Any = None, inputs: Any = None) -> None:
         super().backward(loss, None, inputs)
 
 
-class Deaf(DDP):
-    """Never exchanges a gradient."""
-
+class Deaf(DDP):  # never exchanges a gradient
     def microbatch(self, model: Any, last: bool) -> None:
         super().microbatch(model, False)
 
@@ -72,23 +68,17 @@ class Deaf(DDP):
         pass
 
 
-class Exaggerating(DDP):
-    """Tells of a norm that is too large by a thousandth."""
-
+class Exaggerating(DDP):  # tells of a norm that is too large by a thousandth
     def clip_grad_norm(self, parameters: Any, max_norm: float) -> Any:
         return super().clip_grad_norm(parameters, max_norm) * 1.001
 
 
-class Mute(DDP):
-    """Clips, and tells of no norm."""
-
+class Mute(DDP):  # clips, and tells of no norm
     def clip_grad_norm(self, parameters: Any, max_norm: float) -> Any:
         super().clip_grad_norm(parameters, max_norm)
 
 
-class Stubborn(DDP):
-    """Leaves each process the values that it has made."""
-
+class Stubborn(DDP):  # leaves each process the values that it has made
     def prepare(self, module: Any, make_optimizers: Any, precision: Any) -> Any:
         own = [each.detach().clone() for each in module.parameters()]
         prepared = super().prepare(module, make_optimizers, precision)
@@ -98,86 +88,64 @@ class Stubborn(DDP):
         return prepared
 
 
-class Unweighted(FSDP):
-    """Takes every micro-batch for as much of the window as every other."""
-
+class Unweighted(FSDP):  # takes every micro-batch for as much of the window as every other
     def backward(self, loss: Any, share: Any = None, inputs: Any = None) -> None:
         super().backward(loss, None, inputs)
 
 
-class Thawing(DDP):
-    """Trains what is frozen."""
-
+class Thawing(DDP):  # trains what is frozen
     def prepare(self, module: Any, make_optimizers: Any, precision: Any) -> Any:
         module.requires_grad_(True)
         return super().prepare(module, make_optimizers, precision)
 
 
-class Waiting(DDP):
-    """Waits for the gradients of all that it once trained."""
-
+class Waiting(DDP):  # waits for the gradients of all that it once trained
     def retrain(self, model: Any) -> Any:
         return model
 
 
-class Untying(DDP):
-    """Gives each module a weight of its own."""
-
+class Untying(DDP):  # gives each module a weight of its own
     def prepare(self, module: Any, make_optimizers: Any, precision: Any) -> Any:
         module.task.head.weight = torch.nn.Parameter(module.task.head.weight.detach().clone())
         return super().prepare(module, make_optimizers, precision)
 
 
-class Parroting(DDP):
-    """Draws the same on every rank, at every update."""
-
+class Parroting(DDP):  # draws the same on every rank, at every update
     def microbatch(self, model: Any, last: bool) -> None:
         torch.manual_seed(0)
         super().microbatch(model, last)
 
 
-class Rereading(DDP):
-    """Reads the first share of the data on every rank."""
-
+class Rereading(DDP):  # reads the first share of the data on every rank
     @property
     def data_rank(self) -> int:
         return 0
 
 
-class Isolated(DDP):
-    """Does not say who the other processes are."""
-
+class Isolated(DDP):  # does not say who the other processes are
     def setup(self) -> None:
         super().setup()
         self.ranks = ALONE
 
 
-class OwnNumbers(Ranks):
-    """Takes what one process has for what all have, where it is a single number."""
-
+class OwnNumbers(Ranks):  # takes what one process has for what all have, where it is a single number
     def total(self, numbers: Any) -> list[float]:
         return list(numbers) if len(numbers) == 1 else super().total(numbers)
 
 
-class OwnClock(DDP):
-    """Each process has a clock of its own."""
-
+class OwnClock(DDP):  # each process has a clock of its own
     def setup(self) -> None:
         super().setup()
         self.ranks = OwnNumbers(self.ranks.rank, self.ranks.size, self.ranks.group)
 
 
-class Wrapping(DDP):
-    """Puts a wrapper inside of the task, where its name is seen."""
-
+class Wrapping(DDP):  # puts a wrapper inside of the task, where its name is seen
     def prepare(self, module: Any, make_optimizers: Any, precision: Any) -> Any:
         module.task.head = torch.nn.Sequential(module.task.head)
         return super().prepare(module, make_optimizers, precision)
 
 
-class Drifting(DDP):
-    """Has a state that no checkpoint knows."""
-
+class Drifting(DDP):  # has a state that no checkpoint knows
     steps = 0
 
     def optimizer_step(self, optimizer: Any) -> bool:
