@@ -12,12 +12,13 @@ from tests.support.tasks import Regression
 
 from drivetrain.checkpoint import resolve, verify
 
-GROUPS = ("paths", "tensors", "texts", "states")
+MODULES = ("paths", "tensors", "texts", "states")
+GROUPS = (*MODULES, "places", "runs")
 LINUX = sys.platform == "linux"  # for fork, limits, and /proc to measure by
 if LINUX:
     from tests.checkpoint.hostile.cases import CASES, attempt_all, checkpoint_of, prepare
 
-    for each in GROUPS:
+    for each in MODULES:
         importlib.import_module(f"tests.checkpoint.hostile.{each}")
 
 pytestmark = [

@@ -185,7 +185,7 @@ LIKE_THESE += ("hub/model-00001-of-00002.safetensors", "predictions-000000.json"
 LIKE_THESE += ("predictions-000000.safetensors",)
 for number, place in enumerate((*OWN_WAYS, *LIKE_THESE)):
     for kind in ("good copy", *(KINDS if place in OWN_WAYS else [*KINDS][number % 3 :: 3])):
-        enter(f"{kind} for {place}", in_the_place_of(place, kind))
+        enter(f"{kind} for {place}", in_the_place_of(place, kind), "places")
 
 
 @case

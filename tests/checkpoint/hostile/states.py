@@ -154,7 +154,8 @@ for place, values in {
     ("data",): [KeyError],
 }.items():
     for number, value in enumerate(values):
-        enter(f"a_run_with_another_{'.'.join(map(str, place))}_{number}", with_changed_state(place, value))
+        name = f"a_run_with_another_{'.'.join(map(str, place))}_{number}"
+        enter(name, with_changed_state(place, value), "runs")
 
 
 def with_progress(change):

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import atexit
 import json
+import multiprocessing
 import os
-import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 from tests.support.messages import heard
 from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Regression, pairs, quiet
@@ -30,67 +30,54 @@ from drivetrain.distributed.launch.process_start import process_started
 from drivetrain.distributed.ranks import Ranks
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
-Meet = Callable[[str], None]
+Meet = Callable[[], None]
 
 
-@dataclass
-class Job:
-    """Another process, which has told that it is where the test wants it."""
-
+class Job(NamedTuple):
     pid: int
-    told: str
-    go_on: Callable[[], Any]
-
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
-
-    def end(self) -> int:
-        """Let it go on to its end; returns its exit code."""
-        with suppress(BrokenPipeError):  # one that has ended already
-            self.go_on()
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+    kill: Callable[[], None]
+    end: Callable[[], int]
 
 
 @contextmanager
 def job(act: Callable[[Meet], None]) -> Iterator[Job]:
-    """A process that does something, and waits where it calls what it is given."""
-    told, tell = os.pipe()
-    wait, let = os.pipe()
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            os.close(let)
+    """A process that does something, and waits where it calls what it is given; this begins when it waits."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
 
-            def meet(text: str) -> None:
-                os.write(tell, f"{text}\n".encode())
-                os.read(wait, 1)
+    def meet() -> None:
+        there.send("here")
+        there.recv()
 
-            act(meet)
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    os.close(tell)
-    os.close(wait)
+    process: Any = context.Process(target=act, args=(meet,))
+    process.start()
+    there.close()
+
+    def end() -> int:
+        """Let it go on to its end; returns its exit code."""
+        with suppress(BrokenPipeError):  # one that has ended already
+            here.send("go on")
+        process.join()
+        return int(process.exitcode)
+
+    def kill() -> None:
+        process.kill()
+        process.join()
+
     try:
-        with os.fdopen(told, encoding="utf-8") as lines:
-            # Not by closing: ranks that are forked meanwhile have the pipe open as well.
-            yield Job(pid, lines.readline(), lambda: os.write(let, b"go on"))
+        with suppress(EOFError):
+            here.recv()
+        yield Job(process.pid, kill, end)
     finally:
-        with suppress(ProcessLookupError, ChildProcessError):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        os.close(let)
+        kill()
+        here.close()
 
 
 def holding(directory: Path) -> Callable[[Meet], None]:
     def hold(meet: Meet) -> None:
         lock = DirectoryLock(str(directory), LOCAL)
         lock.take()
-        meet("held")
+        meet()
         lock.release()
 
     return hold
@@ -131,13 +118,12 @@ def test_a_second_live_job_is_refused_and_the_first_is_unharmed(tmp_path: Path) 
         def on_step_end(run: Any) -> None:
             if run.progress.updates == 2:
                 half.mkdir()
-                meet("training")
+                meet()
 
         assert fit(tmp_path, LambdaCallback(on_step_end=on_step_end)).progress.updates == 3
         assert half.exists()
 
     with job(train) as first:
-        assert first.told == "training\n"
         text = rf"in use by another job: process {first.pid} on .*, since 2.* UTC\. Choose another run_dir"
         with pytest.raises(ConfigError, match=text):
             fit(tmp_path)
@@ -151,7 +137,7 @@ def test_a_second_live_job_is_refused_and_the_first_is_unharmed(tmp_path: Path) 
 @needs_fork
 def test_after_a_kill_the_next_job_starts_at_once(tmp_path: Path) -> None:
     def train(meet: Meet) -> None:
-        fit(tmp_path, LambdaCallback(on_step_end=lambda run: meet("training")), max_steps=1)
+        fit(tmp_path, LambdaCallback(on_step_end=lambda run: meet()), max_steps=1)
 
     with job(train) as first:
         assert lock_of(tmp_path).exists()
@@ -232,7 +218,7 @@ def test_the_lock_is_released_whatever_ends_the_fit(tmp_path: Path) -> None:
 def test_the_lock_is_released_at_the_end_of_the_program(tmp_path: Path) -> None:
     def leave(meet: Meet) -> None:
         CheckpointManager(str(tmp_path / "checkpoints"), CheckpointConfig(by=None)).lock()
-        meet("held")
+        meet()
         atexit._run_exitfuncs()
 
     with job(leave) as first:
@@ -250,50 +236,27 @@ def test_two_fits_at_once_in_one_process_are_refused_and_one_after_the_other_is_
     assert fit(tmp_path, max_steps=4).progress.updates == 4
 
 
-@needs_fork
 def test_of_jobs_that_start_at_the_same_moment_one_wins(tmp_path: Path) -> None:
-    """Each holds the lock until all have tried; before half of the rounds a dead job has left its lock."""
-    rounds, jobs = 20, 3
-    gates, dones = ([os.pipe() for _ in range(rounds)] for _ in range(2))
-    told, tell = os.pipe()
+    """Each holds the lock until both have tried; before half of the rounds a dead job has left its lock."""
 
-    def play() -> None:
-        for turn in range(rounds):
+    def race() -> list[bool]:
+        won = []
+        for turn in range(30):
+            if turn % 2 and torch.distributed.get_rank() == 0:
+                write(tmp_path / str(turn) / "lock.json", owner(renewed=0.0))
             lock = DirectoryLock(str(tmp_path / str(turn)), LOCAL)
-            os.read(gates[turn][0], 1)
+            torch.distributed.barrier()
             try:
                 lock.take()
-                os.write(tell, b"W")
             except ConfigError:
-                os.write(tell, b"L")
-            os.read(dones[turn][0], 1)
+                won.append(False)
+            else:
+                won.append(True)
+            torch.distributed.barrier()
             lock.release()
+        return won
 
-    children = []
-    for _ in range(jobs):
-        children.append(os.fork())
-        if not children[-1]:
-            code = 1
-            try:
-                play()
-                code = 0
-            finally:
-                os._exit(code)
-    outcomes = []
-    for turn in range(rounds):
-        if turn % 2:
-            write(tmp_path / str(turn) / "lock.json", owner(renewed=0.0))
-        os.write(gates[turn][1], b"g" * jobs)
-        found = b""
-        while len(found) < jobs:
-            found += os.read(told, jobs)
-        outcomes.append(bytes(sorted(found)))
-        os.write(dones[turn][1], b"d" * jobs)
-    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0] * jobs
-    for each in (*gates, *dones, (told, tell)):
-        os.close(each[0])
-        os.close(each[1])
-    assert outcomes == [b"LLW"] * rounds
+    assert [sorted(each) for each in zip(*on_two_ranks(race), strict=True)] == [[False, True]] * 30
 
 
 def test_of_two_that_take_over_the_lock_of_a_dead_job_the_second_gives_back_what_it_took(

@@ -164,42 +164,38 @@ class Mortal(LocalFileSystem):
         hidden = path if self.renames else str(self.scratch / "object")
         if not self.renames:
             Path(hidden).unlink(missing_ok=True)
-        return MortalSink(self, super().create(hidden), hidden, path)
+        sink = super().create(hidden)
+        write, finish = sink.write, sink.finish
 
-    def make_directory(self, path):
+        def die_or_write(data):
+            if self.left == 0:
+                write(data[: len(data) // 2])
+            self.count()
+            return write(data)
+
+        def die_or_finish():
+            try:
+                self.count()
+            except Killed:
+                sink.abort()  # the system closes the files of the dead
+                raise
+            finish()
+            os.replace(hidden, path)
+
+        sink.write, sink.finish = die_or_write, die_or_finish
+        return sink
+
+
+def dying(name):
+    def change(self, *paths):
         self.count()
-        super().make_directory(path)
+        getattr(LocalFileSystem, name)(self, *paths)
 
-    def rename(self, old, new):
-        self.count()
-        super().rename(old, new)
-
-    def delete(self, path):
-        self.count()
-        super().delete(path)
+    return change
 
 
-class MortalSink:
-    def __init__(self, files, inner, hidden, path):
-        self.files, self.inner, self.hidden, self.path = files, inner, hidden, path
-
-    def write(self, data):
-        if self.files.left == 0:
-            self.inner.write(data[: len(data) // 2])
-        self.files.count()
-        return self.inner.write(data)
-
-    def finish(self):
-        try:
-            self.files.count()
-        except Killed:
-            self.abort()
-            raise
-        self.inner.finish()
-        os.replace(self.hidden, self.path)
-
-    def abort(self):
-        self.inner.abort()  # the system closes the files of the dead
+for each in ("make_directory", "rename", "delete"):
+    setattr(Mortal, each, dying(each))
 
 
 @pytest.mark.parametrize("renames", [True, False], ids=["disk", "object store"])
