@@ -53,24 +53,16 @@ logger("drivetrain.part").warning("act on it")
 
 
 def test_the_level_and_the_handlers_are_the_programs() -> None:
-    ours, silent = (
-        "logging.getLogger('drivetrain')",
-        "logging.getLogger('drivetrain').addHandler(logging.NullHandler())",
-    )
-    both = ["drivetrain: progress", "drivetrain: act on it"]
+    ours, both = "logging.getLogger('drivetrain')", ["drivetrain: progress", "drivetrain: act on it"]
+    formatted = ["INFO:drivetrain.part:progress", "WARNING:drivetrain.part:act on it"]
     for before, after, level, expected in (
         ("", "", "", both),
         ("", "", "warning", both[1:]),
         ("", "", "50", []),
         ("", f"{ours}.setLevel('ERROR')", "info", []),
         (f"{ours}.setLevel('WARNING')", "", "info", both[1:]),
-        (
-            "logging.basicConfig()",
-            "",
-            "",
-            ["INFO:drivetrain.part:progress", "WARNING:drivetrain.part:act on it"],
-        ),
-        ("", silent, "warning", both[1:]),
+        ("logging.basicConfig()", "", "", formatted),
+        ("", f"{ours}.addHandler(logging.NullHandler())", "warning", both[1:]),
     ):
         command = [sys.executable, "-c", PROGRAM, before, after]
         env = {**os.environ, "DRIVETRAIN_LOG_LEVEL": level}

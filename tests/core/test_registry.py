@@ -29,13 +29,20 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("plugin_module", None)
 
 
-def test_a_name_gives_its_object() -> None:
-    registry = Registry("colour", {"red": 1, "blue": 2})
-    assert registry["red"] == 1
-    assert list(registry) == ["blue", "red"]
-    assert len(registry) == 2
-    assert "red" in registry
-    assert "green" not in registry
+def test_a_registry_gives_its_objects_and_shares_no_rows_with_another() -> None:
+    rows: dict[str, int | str] = {"red": 1, "blue": 2}
+    first, second = Registry[int]("colour", rows), Registry[int]("colour", rows)
+    assert (first["red"], list(first), len(first), "red" in first, "green" in first) == (
+        1,
+        ["blue", "red"],
+        2,
+        True,
+        False,
+    )
+    first.register("green", 2)
+    assert first["green"] == 2
+    assert "green" not in second
+    assert rows == {"red": 1, "blue": 2}
 
 
 def test_a_row_is_imported_when_it_is_asked_for_and_not_before(site: Path) -> None:
@@ -44,15 +51,6 @@ def test_a_row_is_imported_when_it_is_asked_for_and_not_before(site: Path) -> No
     registry.check("late")
     assert (list(registry), "late" in registry, "plugin_module" in sys.modules) == (["late"], True, False)
     assert registry["late"] == "a green"
-
-
-def test_registries_do_not_share_rows() -> None:
-    rows: dict[str, int | str] = {"red": 1}
-    first, second = Registry[int]("colour", rows), Registry[int]("colour", rows)
-    first.register("green", 2)
-    assert first["green"] == 2
-    assert "green" not in second
-    assert rows == {"red": 1}
 
 
 def test_an_installed_package_adds_rows(site: Path) -> None:
@@ -64,18 +62,13 @@ def test_an_installed_package_adds_rows(site: Path) -> None:
         Registry[object]("new colour")["gren"]
 
 
-def test_an_installed_package_cannot_replace_a_row_of_ours(site: Path) -> None:
-    plugin(site, "red = plugin_module:other", "other = 2\n")
-    registry: Registry[object] = Registry("new colour", {"red": 1})
-    assert len(registry) == 1
-    assert registry["red"] == 1
-
-
-def test_what_an_installed_package_lacks_is_said_by_name(site: Path) -> None:
+def test_an_installed_package_replaces_no_row_and_what_it_lacks_is_named(site: Path) -> None:
     code = (
         "from drivetrain.core.errors import MissingDependencyError\n"
         "raise MissingDependencyError('dye', 'dye', 'the colour green')\n"
     )
-    plugin(site, "green = plugin_module:green", code)
+    plugin(site, "red = plugin_module:other\ngreen = plugin_module:green", code)
+    registry: Registry[object] = Registry("new colour", {"red": 1})
+    assert (sorted(registry), registry["red"]) == (["green", "red"], 1)
     with pytest.raises(MissingDependencyError, match=r"pip install 'drivetrain\[dye\]'"):
-        Registry[object]("new colour")["green"]
+        registry["green"]

@@ -34,14 +34,12 @@ class Fails(Regression):
         self.place = place
 
     def loss(self, outputs: Any, batch: Any) -> Any:
-        """The loss, perhaps."""
         if self.place == ("loss" if self.training else "validation"):
             fail()
         found = super().loss(outputs, batch)
         return BrokenBackward.apply(found) if self.place == "backward" else found
 
     def configure_optimizers(self) -> Any:
-        """One whose step raises, perhaps."""
         stubborn = type("Stubborn", (torch.optim.SGD,), {"step": fail} if self.place == "optimizer" else {})
         return lambda parameters: stubborn(parameters, lr=0.1)
 
@@ -53,11 +51,9 @@ class Hooked(Callback):
         self._hook = hook
 
     def on_evaluation_end(self, run: Any) -> None:
-        """Raise, perhaps."""
         self._act("evaluation end")
 
     def on_checkpoint_saved(self, run: Any) -> None:
-        """Raise, perhaps."""
         self._act("saved")
 
     def _act(self, hook: str) -> None:
@@ -90,7 +86,6 @@ class Looks(Callback):
     """Sees from another thread what this one does."""
 
     def on_step_end(self, run: Any) -> None:
-        """Look."""
         main = threading.get_ident()
         thread = threading.Thread(target=lambda: seen.append(place_of_thread(main)))
         thread.start()

@@ -17,15 +17,12 @@ class Deep(TaskModule):
         self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)))
 
     def forward(self, x):
-        """The outputs."""
         return self.blocks(x)
 
     def loss(self, outputs, batch):
-        """The mean squared error."""
         return (outputs - batch["y"]).square().mean()
 
     def metrics(self):
-        """The same, as a metric."""
         return {"error": MeanSquaredError()}
 
 

@@ -19,7 +19,6 @@ class Block(nn.Module):
         self.line = nn.Linear(4, 4)
 
     def forward(self, x):
-        """A step from the input."""
         return x + self.line(x).tanh()
 
 
@@ -32,11 +31,9 @@ class Deep(TaskModule):
         self.blocks = nn.Sequential(*(Block() for _ in range(3)))
 
     def forward(self, x):
-        """The outputs."""
         return self.blocks(x)
 
     def loss(self, outputs, batch):
-        """A mean."""
         return outputs.square().mean()
 
 

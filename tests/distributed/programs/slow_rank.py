@@ -14,7 +14,6 @@ class Slow(Regression):
     """Sleeps on rank 1."""
 
     def forward(self, features):
-        """Sleep, and compute."""
         time.sleep(0.4 if torch.distributed.get_rank() == 1 else 0.02)
         return super().forward(features)
 
@@ -23,7 +22,6 @@ class Shows:
     """Prints what the ranks' times are."""
 
     def on_log(self, run):
-        """Print."""
         if run.is_main and "throughput/slowest_rank" in run.logged:
             names = ("slowest_rank", "slowest_rank_ratio", "waiting_share")
             print(*(run.logged[f"throughput/{name}"] for name in names), flush=True)

@@ -44,7 +44,6 @@ class Task(Blocks):
     steps = 0
 
     def forward(self, x):
-        """Act, perhaps."""
         self.steps += 1
         if self.steps == 3:
             act("forward")
@@ -67,24 +66,19 @@ class Acts(Callback):
     """Acts in hooks."""
 
     def on_step_end(self, run):
-        """Act after update 3, perhaps."""
         if run.progress.updates == 3:
             act("step end")
 
     def on_checkpoint_saved(self, run):
-        """Act, perhaps."""
         act("save")
 
     def on_evaluation_start(self, run):
-        """Act, perhaps."""
         act("evaluation start")
 
     def on_evaluation_end(self, run):
-        """Act, perhaps."""
         act("evaluation end")
 
     def on_epoch_end(self, run):
-        """Act, perhaps."""
         act("epoch end")
 
 

@@ -16,7 +16,6 @@ class Hung(type(directory)):
     """A directory of a file system that does not answer."""
 
     def mkdir(self, *arguments, **options):
-        """Wait."""
         threading.Event().wait()
 
 
