@@ -14,16 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import settings, stateful
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.support.held import in_files
 from tests.support.keeping import Oracle, Saved
 from tests.support.messages import heard
@@ -312,4 +305,4 @@ def flip(path: Path, where: float) -> None:
 
 @pytest.mark.parametrize("examples", [8, pytest.param(40, marks=pytest.mark.landing)])
 def test_what_is_kept_in_the_life_of_a_run_directory(examples: int) -> None:
-    run_state_machine_as_test(Life, settings=settings(max_examples=examples, stateful_step_count=25))
+    stateful.run_state_machine_as_test(Life, settings=settings(max_examples=examples, stateful_step_count=25))
