@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import math
 import multiprocessing
 import os
 import random
@@ -112,7 +113,12 @@ def _results() -> list[Any]:
             try:
                 moment, failed, value, seconds = cloudpickle.loads(each.recv_bytes())
             except (EOFError, ConnectionError):
-                moment, failed, value, seconds = 0.0, True, "it died and reported no exception", 0.0
+                process = _pool[rank][0]
+                process.join()
+                # A kill is a cause. An exit without an exception follows from another rank's failure.
+                moment = 0.0 if process.exitcode < 0 else math.inf
+                failed, seconds = True, 0.0
+                value = f"it died with exit code {process.exitcode} and reported no exception"
             cpu_seconds += seconds
             results[rank] = value
             if failed:
