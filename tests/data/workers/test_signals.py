@@ -72,11 +72,13 @@ def wait_for_a_death() -> None:
     assert not multiprocessing.active_children()
 
 
-def wait_until_told() -> None:
-    """Until the system has told of a worker's end, where nobody waits for a batch."""
-    deadline = time.monotonic() + LIMIT
-    while not worker_signals.aside and time.monotonic() < deadline:
-        time.sleep(0.01)
+def kill(worker: Any) -> None:
+    """Kill a worker, and wait until this process has been told of its end."""
+    os.kill(worker.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+    until = time.monotonic() + 1.0  # the handler runs at once, but torch may not know the worker yet
+    while not worker_signals.aside and time.monotonic() < until:
+        time.sleep(0.001)
 
 
 @pytest.fixture(autouse=True)
@@ -187,16 +189,15 @@ def test_a_death_is_told_before_the_next_batch_is_waited_for(
     """A loader's timeout is also how long torch waits before it looks for dead workers."""
     asked: list[bool] = []
 
-    def kill(run: Any) -> None:
+    def kills(run: Any) -> None:
         [worker] = multiprocessing.active_children()
-        os.kill(worker.pid or 0, signal.SIGKILL)
-        wait_until_told()
+        kill(worker)
         looks = dataloader._MultiProcessingDataLoaderIter
         monkeypatch.setattr(looks, "_try_get_data", lambda *_: (bool(asked.append(True)), None))
 
     loader = DataLoader(data(), batch_size=2, num_workers=1, timeout=3600)
     with pytest.raises(DataError, match=r"worker 0 \(pid \d+\) was killed by signal SIGKILL"):
-        quiet(max_epochs=1, callbacks=[LambdaCallback(on_step_end=kill)]).fit(Regression(), loader)
+        quiet(max_epochs=1, callbacks=[LambdaCallback(on_step_end=kills)]).fit(Regression(), loader)
     assert not asked
     assert not worker_signals.aside
 
@@ -341,7 +342,7 @@ def test_an_end_amid_a_collection_is_told_and_not_lost(workers: int) -> None:
     """Errors in what the collector calls are printed and forgotten."""
     killed: list[int] = []
 
-    def kill(phase: str, _: Any) -> None:
+    def collecting(phase: str, _: Any) -> None:
         frame = sys._getframe().f_back
         while frame is not None and frame.f_code.co_filename != dataloader.__file__:
             frame = frame.f_back
@@ -349,16 +350,15 @@ def test_an_end_amid_a_collection_is_told_and_not_lost(workers: int) -> None:
         is_main = threading.current_thread() is threading.main_thread()
         if phase == "start" and found and not killed and is_main:
             killed.append(found[0].pid or 0)
-            os.kill(killed[0], signal.SIGKILL)
-            wait_until_told()
+            kill(found[0])
 
     thresholds = gc.get_threshold()
-    gc.callbacks.append(kill)
+    gc.callbacks.append(collecting)
     gc.set_threshold(1)
     try:
         with pytest.raises(DataError, match=r"worker 0 \(pid \d+\) was killed by signal SIGKILL"):
             quiet(max_epochs=1).fit(Regression(), DataLoader(Rows(), batch_size=2, num_workers=workers))
     finally:
         gc.set_threshold(*thresholds)
-        gc.callbacks.remove(kill)
+        gc.callbacks.remove(collecting)
     assert killed
