@@ -1,8 +1,10 @@
-"""What a checkpoint of a run holds: a resumed fit goes on with every state of the one before."""
+"""What a checkpoint of a run holds: a fit that is left, killed or over and resumed loses nothing."""
 
 from __future__ import annotations
 
+import csv
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,18 @@ import torch
 from tests.support.messages import warned
 from tests.support.outcome import weights
 from tests.support.tasks import Regression, pairs, quiet, variant
+from torch import Tensor
 from torchmetrics import MeanAbsoluteError
 
-from drivetrain import Callback, CheckpointConfig, CheckpointError, LambdaCallback
+from drivetrain import (
+    Callback,
+    CheckpointConfig,
+    CheckpointError,
+    EarlyStopping,
+    LambdaCallback,
+    OptimizerConfig,
+    Trainer,
+)
 
 
 def first_run(run_dir: Path, task: Any = None, **options: Any) -> None:
@@ -136,33 +147,135 @@ def test_a_run_resumes_from_a_path_into_a_new_directory(tmp_path: Path) -> None:
     assert str(tmp_path / "second") in result.last_checkpoint
 
 
+class Killed(BaseException):
+    """Ends a run from inside, as a signal would."""
+
+
+@pytest.mark.parametrize("left_at", [3, 7, 14])
+def test_a_steps_loop_that_is_left_keeps_what_was_due_at_that_update(tmp_path: Path, left_at: int) -> None:
+    def train(run_dir: Path, leave: int | None = None) -> Regression:
+        options = {"patience": 0, "threshold": 0.5}
+        plateau = OptimizerConfig("sgd", lr=0.05, schedule="reduce_on_plateau", schedule_options=options)
+        task = Regression(plateau)
+        often = {"validate_every": "7 steps", "log_every": 7}
+        trainer = quiet(max_epochs=4, checkpoint=True, loggers="csv", run_dir=run_dir, **often)
+        steps = trainer.steps(task, pairs(), pairs(seed=1), resume="auto")
+        for step in steps:
+            if step.update + 1 == leave:
+                break
+        steps.close()
+        return task
+
+    straight = train(tmp_path / "straight")
+    train(tmp_path / "left", left_at)
+    assert weights(train(tmp_path / "left")) == weights(straight)
+    with (tmp_path / "left" / "metrics.csv").open(encoding="utf-8", newline="") as file:
+        validated = [row["step"] for row in csv.DictReader(file) if row["validation/loss"]]
+    assert validated == ["7", "14"]
+
+
 class Stream:
-    """Batches without a length, which can be gone on with."""
+    """Batches without an end, with a state of its own that outlives an epoch."""
 
     def __init__(self) -> None:
-        self.batches, self.at, self.given = list(pairs(16)), 0, 0
+        self.drawn = 0
 
-    def __iter__(self) -> Any:
-        start, self.at = self.at, 0
-        for number in range(start, len(self.batches)):
-            self.given += 1
-            self.at = number + 1
-            yield self.batches[number]
-        self.at = 0
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        while True:
+            generator = torch.Generator().manual_seed(self.drawn)
+            self.drawn += 1
+            features = torch.randn(2, 4, generator=generator)
+            yield [features, features.sum(1, keepdim=True)]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
+        return {"drawn": self.drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
+        self.drawn = state["drawn"]
 
 
-def test_a_stateful_iterable_is_resumed_by_its_own_state(tmp_path: Path) -> None:
-    whole, task, rest = Regression(), Regression(), Stream()
-    quiet(max_epochs=2).fit(whole, Stream())
-    policy = CheckpointConfig(every="1 step", by=None)
-    options: dict[str, Any] = {"checkpoint": policy, "run_dir": tmp_path}
-    quiet(max_steps=5, **options).fit(Regression(), Stream())
-    quiet(max_epochs=2, **options).fit(task, rest, resume="auto")
-    assert weights(task) == weights(whole)
-    assert rest.given == 16 - 5
+class Rewound(Stream):
+    """Six batches; a state that was loaded counts for the next iteration only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._go_on = False
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        if not self._go_on:
+            self.drawn = 0
+        self._go_on = False
+        endless = super().__iter__()
+        while self.drawn < 6:
+            yield next(endless)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._go_on = True
+
+
+@pytest.mark.parametrize(("kind", "limit"), [(Stream, 4), (Rewound, None), (Rewound, 4)])
+def test_data_with_a_state_resumes_from_any_update(
+    tmp_path: Path, kind: type[Stream], limit: int | None
+) -> None:
+    def train(run_dir: Path, kill: int | None = None) -> Regression:
+        def at(run: Any) -> None:
+            if run.progress.updates == kill:
+                raise Killed
+
+        task = Regression()
+        checkpoint = CheckpointConfig(every="1 step", by=None)
+        options: dict[str, Any] = {"limit_train_batches": limit, "run_dir": run_dir, "checkpoint": checkpoint}
+        trainer = quiet(max_steps=12, callbacks=[LambdaCallback(on_step_start=at)], **options)
+        trainer.fit(task, kind(), resume="auto")
+        return task
+
+    straight = train(tmp_path / "straight")
+    for killed_at in (3, 4, 6):
+        with pytest.raises(Killed):
+            train(tmp_path / str(killed_at), killed_at)
+        assert weights(train(tmp_path / str(killed_at))) == weights(straight), killed_at
+
+
+def test_a_fit_that_early_stopping_ended_stays_so_when_it_is_resumed(tmp_path: Path) -> None:
+    class KilledWhenStopped(Callback):
+        def on_checkpoint_saved(self, run: Any) -> None:
+            if run.stop_reason:
+                raise Killed
+
+    def trainer(*more: Any, patience: int = 2) -> Trainer:
+        stopping = EarlyStopping(mode="max", patience=patience)
+        return quiet(max_epochs=20, run_dir=tmp_path, checkpoint=True, callbacks=[stopping, *more])
+
+    task = Regression()
+    with pytest.raises(Killed):
+        trainer(KilledWhenStopped()).fit(task, pairs(), pairs())
+    for _ in range(2):
+        resumed = Regression()
+        result = trainer().fit(resumed, pairs(), pairs(), resume="auto")
+        assert result.progress.epoch == 3
+        assert result.stop_reason.startswith("early stopping")
+        assert weights(resumed) == weights(task)
+    assert trainer(patience=4).fit(Regression(), pairs(), pairs(), resume="auto").progress.epoch == 5
+
+
+def test_evaluation_counts_the_samples_that_the_loader_would_drop() -> None:
+    whole = quiet().validate(Regression(), pairs(count=11, batch_size=4))
+    dropping = pairs(count=11, batch_size=4, drop_last=True)
+    assert quiet().validate(Regression(), dropping) == whole
+    assert sum(map(len, quiet().predict(Regression(), dropping))) == 11
+    assert quiet(max_epochs=1).fit(Regression(), dropping).progress.samples == 8
+
+
+def test_a_program_that_a_launcher_starts_again_resumes_without_being_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in {**variables, "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RUN_ID": "1"}.items():
+        monkeypatch.setenv(name, value)
+    quiet(max_epochs=1, run_dir=tmp_path, checkpoint=True).fit(Regression(), pairs())
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    seen: list[int] = []
+    look = LambdaCallback(on_step_start=lambda run: seen.append(run.progress.updates))
+    quiet(max_epochs=2, run_dir=tmp_path, checkpoint=True, callbacks=[look]).fit(Regression(), pairs())
+    assert seen == [5, 6, 7, 8, 9]

@@ -25,9 +25,6 @@ from drivetrain import (
     LambdaCallback,
     OptimizerConfig,
 )
-from drivetrain.data.feed import Feed
-from drivetrain.data.reading import as_source
-from drivetrain.data.transfer import Transfer
 from drivetrain.run.hooks import HOOKS
 from drivetrain.testing import run_distributed
 
@@ -99,11 +96,6 @@ def test_on_micro_batch_end_skips_placeholders_and_counts_each_loss_of_a_generat
         options: dict[str, Any] = {"gradient_accumulation_steps": 2, "limit_train_batches": 2}
         quiet(max_epochs=1, callbacks=hooks, **options).fit(task, data)
         assert len(called) == expected
-
-
-def test_a_last_log_point_before_the_end_has_what_is_not_logged_yet(tmp_path: Path) -> None:
-    called = recorded(tmp_path, max_epochs=1, log_every="1000 steps", validate_every=None)
-    assert called[-2:] == ["on_log", "on_fit_end"]
 
 
 def test_validate_test_and_predict_call_the_hooks_of_evaluation_alone() -> None:
@@ -360,16 +352,6 @@ def test_a_fit_that_run_stop_ends_validates_but_not_a_loop_that_is_left() -> Non
     assert called == []
 
 
-def test_reduce_on_plateau_follows_validation() -> None:
-    options = {"metric": "validation/loss", "patience": 0, "factor": 0.5}
-    optimizer = OptimizerConfig("sgd", lr=0.1, schedule="reduce_on_plateau", schedule_options=options)
-    task = variant(validation_step=lambda self, batch: torch.tensor(1.0))(optimizer)
-    rates: list[float] = []
-    note = LambdaCallback(on_epoch_start=lambda run: rates.append(run.learning_rates()["lr"]))
-    quiet(max_epochs=4, callbacks=[note]).fit(task, pairs(4), pairs(2))
-    assert rates == pytest.approx([0.1, 0.1, 0.05, 0.025])
-
-
 # A loop over the steps, on several ranks.
 
 
@@ -519,25 +501,10 @@ class Made(list[Any]):
         return (torch.full((2, FEATURES), float(each)) for each in super().__iter__())
 
 
-def test_predict_reads_a_list_as_it_is_iterated_and_as_it_is_now() -> None:
+def test_predict_reads_a_list_as_it_is_iterated() -> None:
     task = Regression()
     expected = [task(torch.full((2, FEATURES), float(each))).detach() for each in range(3)]
     torch.testing.assert_close(quiet().predict(task, Made(range(3))), expected)
-    waits: list[str | None] = []
-
-    class Slow(list[Any]):
-        def __iter__(self) -> Iterator[Any]:
-            for each in super().__iter__():
-                waits.append(feed.waiting())
-                yield each
-
-    feed = Feed(as_source(Slow([torch.ones(1, 1)] * 2), "predict", 0), Transfer(torch.device("cpu")))
-    assert len(list(feed.micro_batches())) == 2
-    assert waits == [f"batch {number} of epoch 0 of the predict data" for number in (0, 1)]
-    ready = [torch.zeros(2, FEATURES)]
-    source = as_source(ready, "predict", 0, in_order=True)
-    ready.append(torch.ones(2, FEATURES))
-    assert len(list(Feed(source, Transfer(torch.device("cpu"))).micro_batches())) == 2
 
 
 def test_noise_of_predict_follows_from_the_number_of_the_batch_however_it_is_read() -> None:

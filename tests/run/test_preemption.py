@@ -243,7 +243,6 @@ def test_a_signal_to_a_run_that_is_not_resumable_asks_for_no_restart(tmp_path: P
 def ended(
     send: Callable[[int], None],
     words: str,
-    launcher: list[str] | None = None,
     reads: bool = True,
     **more: str,
 ) -> tuple[int, list[str]]:
@@ -252,11 +251,11 @@ def ended(
     environment = {**undisturbed(), "PYTHONPATH": path, **more}
     command = [str(PROGRAM), *words.split()]
     process: Forked | subprocess.Popen[str]
-    if launcher is None and reads:
+    if reads:
         process = Forked(command, Path.cwd(), environment)
     else:
         pipe: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-        process = subprocess.Popen([sys.executable, *(launcher or ()), *command], env=environment, **pipe)
+        process = subprocess.Popen([sys.executable, *command], env=environment, **pipe)
     try:
         deadline = time.monotonic() + 240
         while len(list(Path().glob("training-*"))) < int(words.split()[0]):
@@ -354,14 +353,3 @@ def test_a_signal_to_one_rank_or_all_ends_all_ranks_in_order(send: Callable[[int
     assert found == code, errors
     assert code != 75 or errors[-1].endswith("exit code 75")
     assert saved_at(Path("run")) >= 3
-
-
-@pytest.mark.real
-@pytest.mark.nightly
-@needs_gloo
-def test_the_launcher_passes_a_signal_on_and_restarts_nothing() -> None:
-    launcher = ["-m", "drivetrain", "launch", "--devices", "2", "--max-restarts", "2"]
-    code, errors = ended(to_one(signal.SIGTERM), "2 ddp 240 0", launcher)
-    assert code == 75, errors
-    assert errors[-1].endswith("exit code 75")
-    assert not any("started again" in each for each in errors)
