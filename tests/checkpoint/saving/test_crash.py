@@ -59,7 +59,7 @@ def test_after_a_kill_at_any_operation_the_newest_complete_checkpoint_is_found(t
     directory, acknowledged = tmp_path / "checkpoints", tmp_path / "acknowledged"
     chance = random.Random(0)
     halves = 0
-    for kill in range(25):
+    for kill in range(16):
         event = chance.choice(("open", "open", "os.rename", "os.mkdir", "shutil.rmtree"))
         child = os.fork()
         if not child:
@@ -71,7 +71,7 @@ def test_after_a_kill_at_any_operation_the_newest_complete_checkpoint_is_found(t
         assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL, kill
         halves += directory.exists() and any(name.startswith(".") for name in os.listdir(directory))
         check(directory, acknowledged)
-    assert halves > 5  # that many kills have hit the middle of a save
+    assert halves > 3  # that many kills have hit the middle of a save
 
 
 # What a training process does to files, and about how often; each time is a moment to be killed at.
