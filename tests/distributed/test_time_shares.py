@@ -9,6 +9,7 @@ import torch
 from tests.distributed.running import run
 
 
+@pytest.mark.landing
 @pytest.mark.real("a rank sleeps in its steps")
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux, where it can be seen")
@@ -17,7 +18,7 @@ def test_a_training_tells_which_rank_is_slow() -> None:
     assert ended.code == 0, ended.errors
     rows = [list(map(float, line.split())) for line in ended.out.splitlines()]
     assert len(rows) >= 2
-    for slowest, ratio, waiting in rows:  # of its own work rank 1 has 20 times as much
+    for slowest, ratio, waiting in rows:  # of its own work rank 1 has 50 times as much
         assert slowest == 1
         assert ratio > 1.2
         assert waiting > 0.05

@@ -14,7 +14,7 @@ class Slow(Regression):
     """Sleeps on rank 1."""
 
     def forward(self, features):
-        time.sleep(0.4 if torch.distributed.get_rank() == 1 else 0.02)
+        time.sleep(1.0 if torch.distributed.get_rank() == 1 else 0.02)
         return super().forward(features)
 
 
@@ -27,5 +27,5 @@ class Shows:
             print(*(run.logged[f"throughput/{name}"] for name in names), flush=True)
 
 
-trainer = quiet(max_steps=20, strategy="ddp", devices=2, log_every=5, callbacks=[Throughput(), Shows()])
+trainer = quiet(max_steps=15, strategy="ddp", devices=2, log_every=5, callbacks=[Throughput(), Shows()])
 trainer.fit(Slow(), pairs(80))
