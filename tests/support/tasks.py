@@ -60,7 +60,7 @@ class Regression(TaskModule):
 
 
 def variant(**methods: Any) -> type[Regression]:
-    """Return a subclass of `Regression` with these methods, such as `loss=lambda self, outputs, batch: ...`."""
+    """Return a subclass of `Regression` with these methods: `loss=lambda self, outputs, batch: ...`."""
     return type("Variant", (Regression,), methods)
 
 
