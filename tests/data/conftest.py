@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from tests.support.ranks import end_pool
 from torch.utils.data import DataLoader
 
 
@@ -16,12 +15,6 @@ from torch.utils.data import DataLoader
 def workers_were_used_before() -> None:
     """Use workers once: torch then installs its handler for dead ones, which stays for the process's life."""
     assert len(list(DataLoader([0], num_workers=1))) == 1
-
-
-@pytest.fixture
-def no_other_children() -> None:
-    """Leave this process without children, for tests that count its workers."""
-    end_pool()
 
 
 @pytest.fixture(autouse=True)

@@ -91,6 +91,8 @@ def _begin() -> None:
             process.start()
         there.close()
         _pool.append((process, here))
+        # The pool is no business of a test that counts this process's children, as of a loader.
+        multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
     atexit.unregister(end_pool)
     atexit.register(end_pool)  # before multiprocessing waits for its processes
 

@@ -25,8 +25,6 @@ import drivetrain
 from drivetrain import Callback, CheckpointConfig, DataError, LambdaCallback
 from drivetrain.data import Feed, Transfer, already_split, as_source
 
-pytestmark = pytest.mark.usefixtures("no_other_children")
-
 
 class Noted(Dataset[tuple[Tensor, Tensor]]):
     """A dataset that notes in a file which process fetched what, and what was asked of it before."""

@@ -36,7 +36,6 @@ from drivetrain.data.workers.pool import LookAhead
 pytestmark = [
     pytest.mark.skipif(not hasattr(signal, "SIGCHLD"), reason="the system tells of no child's end"),
     pytest.mark.real("workers get signals and are killed"),
-    pytest.mark.usefixtures("no_other_children"),
 ]
 PROGRAMS = Path(__file__).parents[1] / "programs"
 
