@@ -1,7 +1,7 @@
 """Tell whether XLA's tests have to run before a landing: `python tests/xla/passed.py` fails if they have to.
 
-They depend on the strategy, the public testing kit and the Makefile. With `--write`, after they have passed, the digest of
-these files is written to passed.txt, which is committed with the change.
+They depend on the strategy, the public testing kit and the Makefile. With `--write`, after they have passed,
+the digest of these files is written to passed.txt, which is committed with the change.
 """
 
 from __future__ import annotations
