@@ -43,7 +43,7 @@ class Asks(Callback):
 
 def fit(asks: Callback, world_size: int = 1, **options: Any) -> Any:
     strategy = {} if world_size == 1 else {"strategy": DDP(world_size=world_size), "devices": world_size}
-    given = {"max_epochs": 4, "validate_every": "3 steps", "log_every": "2 steps", **strategy, **options}
+    given = {"max_epochs": 3, "validate_every": "3 steps", "log_every": "2 steps", **strategy, **options}
     return quiet(callbacks=[asks], **given).fit(Regression(), pairs(24), pairs(8))
 
 
