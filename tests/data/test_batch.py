@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.nn.utils.rnn import pack_sequence
 
 from drivetrain.data import batch_size, map_tensors, move, to_host
 
@@ -163,24 +163,6 @@ def test_mappings_keep_what_they_carry_beside_their_items_or_become_a_dict() -> 
     assert moved_lists["missing"] == []
     assert {each["features"].device for each in (moved, moved_lists, window)} == {META}
     assert {each["features"].device for each in (encoding, lists)} == {CPU}
-
-
-def test_an_object_with_to_moves_itself_wherever_it_stands() -> None:
-    for graph in (
-        move(Graph(ONES, graphs=3), META),
-        move({"pair": (Graph(ONES, graphs=3), ONES)}, META)["pair"][0],
-    ):
-        assert (graph.nodes.device, graph.num_graphs) == (META, 3)
-
-
-def test_a_packed_sequence_keeps_its_lengths_on_the_host() -> None:
-    packed = pack_sequence([torch.ones(4), torch.ones(2)])
-    moved, label = move((packed, torch.zeros(2)), META, torch.float64)
-    assert isinstance(moved, PackedSequence)
-    assert moved.data.device == label.device == META
-    assert moved.data.dtype == label.dtype == torch.float64
-    assert moved.batch_sizes.device == CPU
-    assert moved.batch_sizes.dtype == torch.int64
 
 
 def test_only_floating_point_tensors_are_cast_and_nothing_is_copied_that_is_in_place() -> None:

@@ -85,25 +85,8 @@ def test_what_is_changed_at_an_epochs_end_is_seen_in_the_next(tmp_path: Path) ->
     assert data.noted(1) == [0] * 8 + [10] * 8 + [20] * 8
 
 
-def test_what_a_loops_body_changes_after_an_epochs_last_update_is_seen_in_the_next(tmp_path: Path) -> None:
-    data = Noisy(tmp_path / "note")
-    for step in quiet(max_epochs=3, num_workers=2).steps(Regression(), data):
-        if step.update % 4 == 3:
-            data.noise += 10
-    assert data.noted(1) == [0] * 8 + [10] * 8 + [20] * 8
-
-
 def test_workers_that_the_user_keeps_do_not_see_a_change(tmp_path: Path) -> None:
     data = Noisy(tmp_path / "note")
     given = DataLoader(data, batch_size=2, num_workers=1, persistent_workers=True)
     quiet(max_epochs=3, callbacks=[Curriculum(data)]).fit(Regression(), given)
     assert data.noted(1) == [0] * 24
-
-
-def test_a_callback_has_workers_start_anew_and_none_keeps_them(tmp_path: Path) -> None:
-    def nothing(run: Any) -> None: ...
-
-    for number, callbacks in enumerate(([], [LambdaCallback(on_step_end=nothing)])):
-        data = Noisy(tmp_path / f"note-{number}")
-        quiet(max_epochs=3, num_workers=1, callbacks=callbacks).fit(Regression(), data)
-        assert len(set(data.noted(0))) == (3 if callbacks else 1)

@@ -105,15 +105,6 @@ def test_windows_are_full_but_for_the_last_which_is_marked(kind: str) -> None:
             assert read.updates_per_epoch == len(expected)
 
 
-def test_a_limit_holds_over_a_resume_and_asks_for_nothing_beyond_it() -> None:
-    read = feed(numbered(9), accumulation=2, limit=5)
-    assert shown(read.windows(0, position=4, done=4)) == [([4], True)]
-    assert shown(read.windows(0, position=5, done=5)) == []
-    plain = Plain(numbered(9))
-    assert len(shown(feed(plain, limit=5).windows(0))) == 5
-    assert plain.asked == 5
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_indexed_data_is_windowed_from_any_position(workers: int) -> None:
     dataset = TensorDataset(torch.arange(11.0).unsqueeze(1))
@@ -179,21 +170,6 @@ def test_a_bare_dataset_uses_its_own_batch_size_before_the_trainers() -> None:
         assert [samples for _, _, samples in read.batches(0, 0)] == [size] * (8 // size)
 
 
-class Items(IterableDataset[Tensor]):
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(numbered(2))
-
-
-class Doubled(DataLoader[Any]):
-    def __iter__(self) -> Any:
-        return (2 * batch[0] for batch in super().__iter__())
-
-
-def test_a_loader_with_an_iteration_of_its_own_is_read_by_it() -> None:
-    assert shown(feed(Doubled(TensorDataset(torch.ones(2, 1)))).windows(0)) == [([2], False), ([2], True)]
-    assert shown(feed(Items()).windows(0)) == [([0], False), ([1], True)]
-
-
 def test_named_evaluation_loaders_keep_their_names() -> None:
     sources = evaluation_sources({"day": numbered(1), "night": numbered(2)}, "validation", seed=0)
     assert [(name, source.name, source.count()) for name, source in sources] == [
@@ -229,15 +205,3 @@ def test_a_bare_iterable_dataset_gives_samples_with_a_batch_size_and_batches_wit
     assert batch.shape == (3,)
     with pytest.raises(DataError, match=r"IterableDataset \(Counter\), and num_workers=2 was given"):
         as_source(Counter(), "training", seed=0, batch_size=4, num_workers=2)
-
-
-def test_samples_of_a_resumed_stream_are_not_drawn_again() -> None:
-    source = as_source(Counter(), "training", seed=0, batch_size=2, collate=lambda rows: [len(rows), *rows])
-    batches = source.batches(0, 0)
-    next(batches)
-    state = source.snapshot()
-    data = Counter()
-    again = as_source(data, "training", seed=0, batch_size=2)
-    again.restore(state)
-    assert data.at == 2
-    assert [batch[:, 0].tolist() for batch, _, _ in again.batches(0, 1)] == [[3, 4], [5, 6], [7]]

@@ -25,7 +25,6 @@ from tests.support.indexed import (
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
-    ConcatDataset,
     Dataset,
     RandomSampler,
     Sampler,
@@ -151,13 +150,6 @@ def test_torchs_batch_sampler_passed_by_hand_is_what_the_loader_would_make(drop_
     assert by_hand.count() == made.count() == (2 if drop_last else 3)
 
 
-def test_drop_last_leaves_the_short_batch_out() -> None:
-    read = source(drop_last=True)
-    assert [len(batch) for batch in indices(read)] == [3, 3, 3]
-    assert flat(indices(read)) == flat(indices(source()))[:9]
-    assert [read.count(position) for position in (0, 3, 9)] == [3, 2, 0]
-
-
 def test_the_number_of_batches_is_known_from_any_position() -> None:
     read = source()
     assert read.exact
@@ -200,26 +192,6 @@ def test_a_sampler_of_index_lists_reads_a_dataset_in_bulk() -> None:
     assert indices(read, 1, position=1) == indices(read, 1)[1:]
 
 
-class Together(Augmented):
-    """Fetches a batch's samples at once."""
-
-    def __getitems__(self, many: list[int]) -> list[Tensor]:
-        return [torch.tensor([index, -1.0]) for index in many]
-
-
-def test_datasets_that_fetch_a_batch_at_once_are_asked_to() -> None:
-    assert batches(source(Together(), shuffle=False))[0] == [[0, -1], [1, -1], [2, -1]]
-
-
-def test_other_datasets_are_read_alike() -> None:
-    listed = [torch.tensor([float(i)]) for i in range(SIZE)]
-    for dataset in (listed, Subset(Augmented(), range(SIZE)), ConcatDataset([Augmented(), Augmented()])):
-        expected = batches(source(dataset), epoch=1)
-        disturb()
-        assert batches(source(dataset), 1, position=3) == expected[1:]
-        assert sorted(flat(indices(source(dataset)))) == sorted(int(sample[0]) for sample in dataset)
-
-
 def test_a_dataset_can_be_read_in_its_own_order() -> None:
     for options in ({}, {"batch_sampler": BatchSampler(RandomSampler(range(SIZE)), 3, False)}):
         read = as_source(loader(**options), "predict", SEED, in_order=True)
@@ -236,29 +208,6 @@ def test_workers_that_stay_give_the_same_over_epochs_an_early_end_and_a_resume()
     assert batches(read, 1, position=6) == expected[1][2:]
     assert batches(read, 2) == expected[2]
     read.close()
-
-
-@pytest.mark.landing
-def test_spawned_workers_give_the_same(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
-    monkeypatch.syspath_prepend(pytestconfig.rootpath)  # a fresh process imports the dataset by its name
-    read = source(workers=1, multiprocessing_context="spawn")
-    assert batches(read, 1, position=6) == batches(source(), 1, position=6)
-
-
-def note_seed(worker: int) -> None:
-    Path(f"worker-{worker}").write_text(str(torch.initial_seed()), encoding="utf-8")
-
-
-def test_workers_begin_with_seeds_of_the_epoch() -> None:
-    def begin(read: Source, epoch: int) -> list[str]:
-        batches(read, epoch)
-        return [Path(f"worker-{worker}").read_text(encoding="utf-8") for worker in range(2)]
-
-    resumed = begin(source(workers=2, worker_init_fn=note_seed), 1)
-    read = source(workers=2, worker_init_fn=note_seed)
-    first = begin(read, 0)
-    assert begin(read, 1) == resumed
-    assert len({*first, *resumed}) == 4
 
 
 def test_reading_leaves_the_users_generator_and_loader_alone() -> None:
@@ -294,10 +243,3 @@ def test_data_that_cannot_draw_leaves_the_steps_streams_alone(workers: int) -> N
     with preserved():
         expected = [(random.random(), float(np.random.rand()), float(torch.rand(()))) for _ in range(3)]
     assert step_draws(source(dataset, workers=workers)) == expected
-
-
-def test_a_sampler_that_draws_leaves_the_steps_streams_alone() -> None:
-    dataset = [torch.tensor([float(i)]) for i in range(SIZE)]
-    with preserved():
-        expected = random.random(), float(np.random.rand()), float(torch.rand(()))
-    assert step_draws(source(dataset, sampler=Evens(), batch_size=20))[0] == expected

@@ -45,14 +45,6 @@ def test_updates_come_in_a_random_order_but_for_the_longest() -> None:
     assert 30 < rises < 70  # of 98; a sorted order has none
 
 
-def test_less_data_than_a_group_is_one_group() -> None:
-    assert sorted(LengthGroupedSampler([3, 1, 2], 8)) == [0, 1, 2]
-    with pytest.raises(ConfigError, match="empty"):
-        LengthGroupedSampler([], 8)
-    with pytest.raises(ConfigError, match="group_size"):
-        LengthGroupedSampler([1], 0)
-
-
 class Rows(Dataset[dict[str, Any]]):
     """Rows with a column of tokens, and columns as a `datasets.Dataset` has them on request."""
 
@@ -119,12 +111,6 @@ def test_the_order_does_not_depend_on_how_an_update_is_divided_and_resumes(tmp_p
     halves: Any = {"batch_size": 8, "run_dir": tmp_path, "checkpoint": True}
     assert trained(max_steps=4, **halves) + trained(max_epochs=2, resume="auto", **halves) == whole
     assert sorted(chain(*whole[:7])) == sorted(map(float, LENGTHS[:50]))
-
-
-def test_a_loader_takes_the_sampler() -> None:
-    loader = DataLoader(Samples(), batch_size=8, sampler=LengthGroupedSampler(LENGTHS[:50], 8))
-    bare = trained(max_epochs=1, batch_size=8)
-    assert trained(max_epochs=1, data=loader, group_by_length=None) == bare
 
 
 class Stream(IterableDataset[Tensor]):

@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.indexed import Augmented
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, SubsetRandomSampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, SubsetRandomSampler
 
 from drivetrain.core.random_streams import preserved
 from drivetrain.data import as_source
@@ -35,15 +33,6 @@ class Endless(Sampler[int]):
             yield (
                 random.randrange(SIZE) + int(np.random.randint(SIZE)) + int(torch.randint(SIZE, ()))
             ) % SIZE
-
-
-class EndlessBatches(Sampler[list[int]]):
-    """Batches of endless indices, of lengths that differ."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        indices = iter(Endless())
-        for number in itertools.count():
-            yield list(itertools.islice(indices, 2 + number % 2))
 
 
 class Numbers(Dataset[int]):
@@ -92,23 +81,6 @@ def test_a_sampler_may_be_endless_and_is_resumed_anywhere(workers: int) -> None:
     assert resumed == expected[8:]
 
 
-def test_a_batch_of_an_endless_order_is_drawn_from_its_own_place() -> None:
-    def read(count: int, position: int) -> list[Any]:
-        data = as_source(DataLoader(Augmented(), sampler=Endless(), batch_size=3), "training", 5)
-        return [batch.tolist() for batch, _, _ in itertools.islice(data.batches(0, position), count)]
-
-    whole = read(8, 0)
-    assert read(3, 15) == whole[5:]
-    noise = [sample[1] for batch in whole for sample in batch]
-    assert len(set(noise)) == len(noise)
-
-
-def test_a_batch_sampler_may_be_endless_and_is_resumed_anywhere() -> None:
-    expected = first(12, batch_sampler=EndlessBatches())
-    assert [len(batch) for batch in expected] == [2, 3] * 6
-    assert first(4, position=20, batch_sampler=EndlessBatches()) == expected[8:]
-
-
 def test_an_order_longer_than_is_drawn_at_once_goes_on_in_its_own_stream() -> None:
     """What others draw between two pieces does not move it, and it does not move them."""
     order = Order("training", Endless(), SIZE, seed=3)
@@ -135,28 +107,3 @@ def test_reading_in_order_gives_up_the_shuffling_and_keeps_the_choice() -> None:
         loader = DataLoader(Numbers(), batch_size=2, sampler=sampler)
         read = as_source(loader, "predict", 5, in_order=True)
         assert [i for batch, _, _ in read.batches(0, 0) for i in batch.tolist()] == expected
-
-
-class Opened(Dataset[Tensor]):
-    """Has to be opened in each worker, as files and connections are."""
-
-    handle = -1
-
-    def __len__(self) -> int:
-        return SIZE
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.tensor(self.handle)
-
-
-def open_dataset(worker: int) -> None:
-    info = get_worker_info()
-    assert info is not None
-    assert isinstance(info.dataset, Opened)
-    info.dataset.handle = 40 + worker
-
-
-def test_a_worker_is_begun_on_the_users_own_dataset() -> None:
-    loader = DataLoader(Opened(), batch_size=4, num_workers=2, worker_init_fn=open_dataset)
-    read = as_source(loader, "training", 5)
-    assert [batch.tolist() for batch, _, _ in read.batches(0, 0)] == [[40] * 4, [41] * 3]

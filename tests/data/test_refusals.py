@@ -215,19 +215,6 @@ def test_a_collate_fn_or_a_sampler_that_raises_is_named_and_ends_no_epoch_early(
     )
 
 
-def test_the_batch_of_a_batch_sampler_that_fails_is_named_by_its_number() -> None:
-    sizes = [len(batch) for batch in indices(source(batch_sampler=ByLength()))]
-    order = flat(indices(source(batch_sampler=ByLength())))
-    bad = Augmented(fails=(order[sum(sizes[:2])], ValueError("bad")))
-    with pytest.raises(DataError, match=f"batch 2 of epoch 0 .samples {sum(sizes[:2])} to"):
-        batches(source(bad, batch_sampler=ByLength()), position=sizes[0])
-
-
-def test_an_interrupt_in_the_dataset_passes_through() -> None:
-    with pytest.raises(KeyboardInterrupt):
-        batches(source(Augmented(fails=(4, KeyboardInterrupt()))))
-
-
 class OwnOrder(DistributedSampler[Any]):
     """A sampler of the user's that divides."""
 

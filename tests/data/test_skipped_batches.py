@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.messages import heard, warned
+from tests.support.messages import heard
 from tests.support.outcome import weights
 from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
-from tests.support.tasks import FEATURES, Duel, Regression, duels, quiet
+from tests.support.tasks import FEATURES, Regression, quiet
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
@@ -90,16 +90,6 @@ def test_within_a_window_the_others_weigh_what_they_have() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_each_is_told_with_its_place_and_its_reason(workers: int) -> None:
-    with warned("is cut short; the batch is left out") as told:
-        quiet(max_epochs=1, on_bad_batch="skip").fit(Regression(), loader(7, 20, num_workers=workers))
-    first, second = told
-    assert "the training data raised at batch 3 of epoch 0 (samples 6 to 7 of its order, dataset" in first
-    assert "batch 10 of epoch 0 (samples 20 to 21 of its order, dataset indices [20, 21])" in second
-    assert (f"in worker {0} (pid " in first) == bool(workers)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
 def test_a_resumed_run_is_the_undisturbed_one(workers: int, tmp_path: Path) -> None:
     """Resumed before a bad batch, in its place, and after it; the position moves over it."""
 
@@ -160,25 +150,6 @@ def test_a_validation_is_not_made_smaller_and_a_policy_must_be_known() -> None:
         quiet(on_bad_batch="ignore")
 
 
-def test_an_error_that_cannot_be_sent_is_told_by_its_text_and_traceback() -> None:
-    class LocalError(Exception):
-        pass
-
-    class Failing(Lines):
-        def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
-            if number == 3:
-                raise LocalError("of a class that no other process can find")
-            return super().__getitem__(number)
-
-    data = DataLoader(Failing(), batch_size=2, num_workers=1)
-    with pytest.raises(
-        DataError, match=r"batch 1 of epoch 0.*in worker 0 \(pid \d+\).*LocalError: of a"
-    ) as caught:
-        quiet(max_epochs=1).fit(Regression(), data)
-    assert caught.value.__cause__ is not None
-    assert "in __getitem__" in str(caught.value.__cause__.__cause__)
-
-
 # Several processes.
 
 
@@ -237,17 +208,3 @@ def _all_bad() -> None:
 def test_ranks_end_together_where_all_is_bad() -> None:
     with pytest.raises(RuntimeError, match=f"last {IN_A_ROW} batches were all bad"):
         run_distributed(_all_bad)
-
-
-def test_a_step_of_several_optimizers_too() -> None:
-    class Bad(Dataset[Any]):
-        def __len__(self) -> int:
-            return 11
-
-        def __getitem__(self, index: int) -> Any:
-            if index == 4:
-                raise ValueError("bad")
-            return duels()[index]
-
-    _, result = left_out(DataLoader(Bad(), batch_size=2), task=Duel())
-    assert (result.progress.updates, result.progress.bad_batches) == (5, 1)

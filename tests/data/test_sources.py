@@ -91,15 +91,6 @@ def test_an_iterable_draws_the_same_in_any_process_and_after_anything() -> None:
     assert values(as_source(Noise(), "training", seed=4)) != first
 
 
-def test_what_is_drawn_between_batches_does_not_move_an_iterable() -> None:
-    expected = values(as_source(Noise(), "training", seed=3))
-    got = []
-    for batch, _, _ in as_source(Noise(), "training", seed=3).batches(0, 0):
-        got.append(batch.tolist())
-        torch.rand(7), random.random(), np.random.rand(3)
-    assert got == expected
-
-
 def test_an_iterable_without_state_is_drawn_again_and_says_so() -> None:
     expected = values(as_source(Noise(), "training", seed=3), epoch=1)
     source = as_source(Noise(), "training", seed=3)
@@ -121,14 +112,6 @@ def test_a_stateful_iterable_goes_on_from_its_own_state() -> None:
     assert values(after, position=2) == rest == expected[2:]
     assert data.given == 3
     assert values(after, epoch=1) == values(before, epoch=1)
-
-
-def test_taking_a_state_over_leaves_the_checkpoint_alone() -> None:
-    source = as_source(Cursor(), "training", seed=3)
-    state = {"used": [2]}
-    source.restore(state)
-    values(source, position=2)
-    assert state == {"used": [2]}
 
 
 def test_an_iterables_own_length_is_told_but_not_relied_on() -> None:
@@ -160,16 +143,6 @@ def test_an_iterable_that_raises_or_cannot_begin_names_the_batch_and_keeps_the_c
     assert isinstance(caught.value.__cause__, OSError)
     with pytest.raises(DataError, match="training data raised at batch 0 of epoch 2: OSError: no connection"):
         values(as_source(Closed(), "training", seed=0), epoch=2)
-
-
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
-def test_a_request_to_stop_passes_through(stop: type[BaseException]) -> None:
-    def batches() -> Iterator[Tensor]:
-        yield torch.ones(2, 1)
-        raise stop
-
-    with pytest.raises(stop):
-        values(as_source(batches(), "training", seed=0))
 
 
 class Stream(IterableDataset[Tensor]):
@@ -213,34 +186,3 @@ def test_a_step_draws_the_same_whatever_the_iterable_drew(workers: int) -> None:
             draws.append((random.random(), float(np.random.rand())))
     assert draws[:4] == draws[4:]
     assert len(set(draws)) == 4
-
-
-class HasOthers(Noise):
-    """An iterable whose iterators call something of their own what torch's call their processes."""
-
-    def __init__(self, workers: Any) -> None:
-        super().__init__()
-        self._workers = workers
-
-    def __iter__(self) -> Any:
-        iterator = _Others(super().__iter__())
-        iterator._workers = self._workers
-        return iterator
-
-
-class _Others:
-    def __init__(self, batches: Iterator[Any]) -> None:
-        self._batches = batches
-        self._workers: Any = None
-
-    def __iter__(self) -> Any:
-        return self
-
-    def __next__(self) -> Any:
-        return next(self._batches)
-
-
-def test_what_an_iterator_calls_its_workers_is_its_own_affair() -> None:
-    expected = values(as_source(Noise(), "training", seed=3))
-    for workers in (3, "three", [object()]):
-        assert values(as_source(HasOthers(workers), "training", seed=3)) == expected

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 import drivetrain
 from drivetrain import Callback, CheckpointError, Engine, already_split
-from drivetrain.data import Feed, Transfer, as_source, evaluation_sources
 from drivetrain.strategies.ddp import DDP
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
@@ -191,18 +190,6 @@ def test_evaluation_counts_every_rank_s_samples_once() -> None:
     for named, predictions in on_two_ranks(evaluated):
         assert named["validation/short/loss"] == pytest.approx(expected)
         assert predictions == 17
-
-
-def test_one_process_reads_it_like_other_data() -> None:
-    data = pairs(8, shuffle=True)
-    read = [
-        [batch[0].tolist() for batch, *_ in as_source(each, "training", 3).batches(0, 0)]
-        for each in (data, already_split(data))
-    ]
-    assert read[0] == read[1]
-    ((name, source),) = evaluation_sources(already_split({"some": data}), "test", 3)
-    assert name == "some"
-    assert Feed(source, Transfer(torch.device("cpu"))).batches_per_epoch == 4
 
 
 class Noisy(Dataset[Any]):

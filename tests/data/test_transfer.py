@@ -33,14 +33,6 @@ def test_on_the_cpu_nothing_is_touched() -> None:
     assert transfer.ahead(given) is given
 
 
-def test_a_dtype_casts_floating_point_tensors_also_on_the_cpu() -> None:
-    transfer = Transfer(CPU, torch.float64)
-    for each in transfer.ahead(micro_batches(2, [])):
-        dtypes = {name: tensor.dtype for name, tensor in each.batch.items()}
-        assert dtypes == {"features": torch.float64, "index": torch.int64}
-    assert transfer({"index": torch.ones(1)})["index"].dtype == torch.float64
-
-
 @pytest.mark.parametrize("early", [True, False])
 def test_what_is_counted_travels_with_the_moved_batch(early: bool) -> None:
     drawn: list[int] = []
@@ -68,13 +60,6 @@ def test_an_accelerator_gets_every_batch_whole_and_in_order(early: bool) -> None
         assert each.batch["features"].dtype == torch.float64
         sums.append(each.batch["features"].sum())
     assert [float(value) for value in sums] == [6.0 * number for number in range(50)]
-
-
-@needs_cuda
-def test_an_accelerators_next_batch_is_copied_beside_the_current_step() -> None:
-    drawn: list[int] = []
-    next(Transfer(torch.device("cuda", 0)).ahead(micro_batches(3, drawn)))
-    assert drawn == [0, 1]
 
 
 class Owner:

@@ -120,19 +120,3 @@ def test_workers_that_make_the_next_epoch_ahead_make_its_sizes() -> None:
     here = windows(0)
     assert [[len(batch) for batch in window] for window, _ in here[:6]] == [[1, 1]] * 4 + [[3, 3], [3]]
     assert windows(2) == here
-
-
-def test_a_run_of_any_length_is_counted_by_division() -> None:
-    plan = WindowPlan(
-        Stages("steps", {0: 8, "1_000_000_000 steps": 4, "3_000_000_000 steps": 1}),
-        Stages("size", 1),
-        rounds=100,
-    )
-    # 13 windows of an epoch with 8 micro-batches, 25 with 4, 100 with 1. One epoch has both of two numbers.
-    first = 1_000_000_000 // 13
-    mixed = 1_000_000_000 - 13 * first
-    rest = -(-(100 - 8 * mixed) // 4)
-    assert plan.windows_in(first) == mixed + rest
-    assert plan.windows_before(first + 1) == first * 13 + mixed + rest
-    assert plan.windows_in(10**15) == 100
-    assert plan.after(10**18).windows == 10**18

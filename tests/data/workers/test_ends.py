@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -119,17 +117,6 @@ def test_a_worker_over_an_iterable_that_is_gone_or_raises_is_named_in_one_line()
         assert signal.getsignal(signal.SIGCHLD) is not worker_signals._handle_sigchld
 
 
-@LINUX
-@real
-@pytest.mark.nightly
-def test_a_worker_that_hangs_ends_the_run_after_the_loaders_timeout() -> None:
-    for data in (Odd, OddStream):
-        loader = DataLoader(data(lambda: time.sleep(600)), batch_size=2, num_workers=1, timeout=20)
-        message = r"training data raised at batch 6 of epoch 0.*timed out after 20 seconds"
-        with pytest.raises(DataError, match=message):
-            quiet(max_epochs=1).fit(Regression(), loader)
-
-
 def test_what_torch_says_of_a_worker_is_explained() -> None:
     """In each of its three ways; the last does not say how, unless the system has told it first."""
     killed = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
@@ -233,26 +220,3 @@ def test_the_last_line_names_the_rank_whose_worker_over_an_iterable_fails() -> N
         assert ended.code == 1
         place = ("rank 1 failed first, in training, after update ", " of epoch 0", "worker 0 (pid ")
         assert [each for each in (*place, cases[act]) if each not in ended.errors[-1]] == []
-
-
-@real
-@pytest.mark.nightly
-@pytest.mark.skipif(sys.platform != "linux" or shutil.which("unshare") is None, reason="needs a /dev/shm")
-def test_a_lack_of_shared_memory_is_named_and_is_no_bad_batch() -> None:
-    small = ("unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=8m tmpfs /dev/shm && exec "$@"', "sh")
-    if subprocess.run([*small, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("mounting is not allowed here")
-    made = "made = torch.zeros(5_000_000), torch.zeros(1)"
-    given = f'{{"act": "{made}", "options": {{"on_bad_batch": "skip"}}}}'
-    paths = os.pathsep.join([*sys.path[:2], str(Path(__file__).parents[3])])
-    done = subprocess.run(
-        [*small, sys.executable, PROGRAM, given],
-        env={**undisturbed(), "PYTHONPATH": paths},
-        capture_output=True,  # which a process that was left behind would hold open
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
-    assert done.returncode == 1
-    for each in ("in worker 0 (pid ", "Enlarge /dev/shm", "of 8 MiB free now"):
-        assert each in done.stderr

@@ -13,16 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.data.test_indexed import Evens
-from tests.support.indexed import Augmented, batches, loader, source
+from tests.support.indexed import Augmented, batches, source
 from tests.support.outcome import weights
 from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Regression, quiet
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import Dataset, Subset
 
 import drivetrain
-from drivetrain import Callback, CheckpointConfig, DataError, LambdaCallback
+from drivetrain import CheckpointConfig, DataError, LambdaCallback
 from drivetrain.data import Feed, Transfer, already_split, as_source
 
 
@@ -64,15 +63,6 @@ def test_workers_are_started_once_for_all_epochs_and_validations(tmp_path: Path)
     assert Counter(validation.fetched()) == dict.fromkeys(range(4), 3)
 
 
-def test_a_loader_of_the_users_keeps_its_setting(tmp_path: Path) -> None:
-    for persistent in (False, True):
-        train = Noted(tmp_path / f"train-{persistent}")
-        given = DataLoader(train, batch_size=2, num_workers=1, persistent_workers=persistent)
-        quiet(max_epochs=3).fit(Regression(), given)
-        assert len(set(train.fetched(0))) == (1 if persistent else 3)
-        assert Counter(train.fetched()) == dict.fromkeys(range(12), 3)
-
-
 def test_nothing_is_fetched_that_no_epoch_uses(tmp_path: Path) -> None:
     several: list[dict[str, Any]] = [
         {"max_epochs": 3, "limit_train_batches": 4},
@@ -105,44 +95,6 @@ def test_the_next_epochs_first_batches_are_made_before_the_last_one_is_used(
     assert data.fetched()[12:] == before
 
 
-def test_an_epoch_that_is_not_read_is_not_made(tmp_path: Path) -> None:
-    data = Noted(tmp_path / "train", 6)
-    feed = Feed(as_source(data, "training", 0, num_workers=1), Transfer(torch.device("cpu")))
-    assert len(list(feed.windows(0, until=1))) == 3
-    assert len(list(feed.windows(1, until=2))) == 3  # by the same worker
-    feed.close()
-    assert len(data.fetched()) == 12
-    assert len(set(data.fetched(0))) == 1
-
-
-def test_what_was_made_for_another_place_is_dropped() -> None:
-    expected = [batches(source(), epoch) for epoch in range(4)]
-    read = source(workers=2, persistent_workers=True)
-    feed = Feed(read, Transfer(torch.device("cpu")))
-
-    def given(epoch: int, position: int, until: int) -> list[Any]:
-        return [
-            window.micro_batches[0].batch.tolist() for window in feed.windows(epoch, position, until=until)
-        ]
-
-    assert given(0, 0, 4) == expected[0]
-    assert given(2, 3, 4) == expected[2][1:]  # and not epoch 1, which was begun
-    assert given(3, 0, 4) == expected[3]
-    assert given(0, 6, 1) == expected[0][2:]
-    feed.close()
-    assert given(1, 0, 2) == expected[1]
-    feed.close()
-
-
-def test_a_sampler_of_the_users_is_run_when_its_epoch_begins() -> None:
-    sampler = Evens()
-    read = source(sampler=sampler, workers=1, persistent_workers=True)
-    feed = Feed(read, Transfer(torch.device("cpu")))
-    for _ in feed.windows(0, until=2):
-        assert sampler.epoch == 0
-    feed.close()
-
-
 def test_two_passes_at_a_time_are_refused() -> None:
     read = source(workers=1, persistent_workers=True)
     first = read.batches(0, 0)
@@ -173,27 +125,6 @@ def test_the_first_batches_are_made_while_the_run_is_set_up(tmp_path: Path) -> N
     quiet(max_epochs=2, num_workers=2).fit(task, train)
     assert seen == [True]
     assert Counter(train.fetched()) == dict.fromkeys(range(12), 2)
-
-
-class Counts(Callback):
-    """Tells the dataset its epoch, as curricula do."""
-
-    def __init__(self, data: Noted) -> None:
-        self.data = data
-
-    def on_epoch_start(self, run: Any) -> None:
-        self.data.epoch = run.progress.epoch
-
-
-def test_a_dataset_that_a_callback_changes_first_is_copied_to_the_workers_afterwards(tmp_path: Path) -> None:
-    for by_function in (False, True):
-        train = Noted(tmp_path / f"train-{by_function}")
-        counts: Any = Counts(train)
-        if by_function:
-            counts = LambdaCallback(on_epoch_start=counts.on_epoch_start)
-        given = DataLoader(train, batch_size=2, num_workers=1)
-        quiet(max_epochs=2, callbacks=[counts]).fit(Regression(), given)
-        assert train.fetched(2) == [0] * 12 + [1] * 12
 
 
 def test_a_set_up_that_fails_ends_them(tmp_path: Path) -> None:
@@ -260,30 +191,19 @@ def test_a_worker_that_fails_is_ended_and_replaced_by_the_next_reading() -> None
     read.close()
 
 
-def test_a_loader_without_workers_starts_none() -> None:
-    read = as_source(loader(), "training", 0)
-    batches(read)
-    read.close()
-    assert not multiprocessing.active_children()
-
-
-def fit_of_ranks(directory: str, divided: bool) -> list[Any]:
+def fit_of_ranks(directory: str) -> list[Any]:
     found = []
     for workers in (0, 1):
-        data: Any = Noted(Path(directory) / f"note-{drivetrain.rank()}-{workers}", 10)
-        data.batch_size = 2
-        if divided:
-            data = already_split(Subset(data, range(drivetrain.rank(), 10, 3)))
+        data = Noted(Path(directory) / f"note-{drivetrain.rank()}-{workers}", 10)
+        part = already_split(Subset(data, range(drivetrain.rank(), 10, 3)))
         task = Regression()
-        trainer = quiet(strategy="ddp", max_epochs=3, batch_size=2, num_workers=workers)
-        trainer.fit(task, data, Noted(Path(directory) / f"validation-{drivetrain.rank()}", 5))
+        quiet(strategy="ddp", max_epochs=2, batch_size=2, num_workers=workers).fit(task, part)
         assert not multiprocessing.active_children()
         found.append(weights(task))
     return found
 
 
-@pytest.mark.parametrize("divided", [False, True])
-def test_workers_of_several_ranks_go_on_together(tmp_path: Path, divided: bool) -> None:
-    first, second = on_two_ranks(fit_of_ranks, str(tmp_path), divided)
+def test_workers_of_several_ranks_go_on_together(tmp_path: Path) -> None:
+    first, second = on_two_ranks(fit_of_ranks, str(tmp_path))
     assert first == second
     assert first[0] == first[1]

@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import selectors
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -22,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 from tests.distributed.running import LIMIT, run
-from tests.support.indexed import Augmented, batches, source
+from tests.support.indexed import batches, source
 from tests.support.tasks import Regression, quiet
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, dataloader
@@ -30,8 +29,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, dataloader
 from drivetrain import DataError, LambdaCallback
 from drivetrain.core.errors import EXIT_REQUEUE
 from drivetrain.data.workers import signals as worker_signals
-from drivetrain.data.workers.ends import workers_of
-from drivetrain.data.workers.pool import LookAhead
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(signal, "SIGCHLD"), reason="the system tells of no child's end"),
@@ -117,17 +114,6 @@ def test_a_worker_that_dies_is_a_fault_of_the_data_wherever_the_run_stands(data:
         assert not multiprocessing.active_children()
 
 
-def test_a_worker_that_dies_unread_is_forgotten_with_the_rest() -> None:
-    before = signal.getsignal(signal.SIGCHLD)
-    read = source(Dies(0), shuffle=False, workers=1, persistent_workers=True)
-    for _ in range(2):
-        read.begin(0, 0, None, LookAhead())
-        wait_for_a_death()
-        assert signal.getsignal(signal.SIGCHLD) is not before
-        read.close()
-        assert signal.getsignal(signal.SIGCHLD) is before
-
-
 def test_other_loaders_workers_are_heard_of_as_ever() -> None:
     read = source(workers=1, persistent_workers=True)
     first = read.batches(0, 0)
@@ -136,16 +122,6 @@ def test_other_loaders_workers_are_heard_of_as_ever() -> None:
         list(torch.utils.data.DataLoader(Dies(0), num_workers=1))
     assert len(list(first)) == len(batches(source())) - 1
     read.close()
-
-
-def test_torchs_handler_is_back_once_an_iterator_is_dropped() -> None:
-    before = signal.getsignal(signal.SIGCHLD)
-    iterator = iter(torch.utils.data.DataLoader(Augmented(), num_workers=1))
-    worker_signals.watch_workers(iterator)
-    assert signal.getsignal(signal.SIGCHLD) is not before
-    del iterator
-    assert not multiprocessing.active_children()
-    assert signal.getsignal(signal.SIGCHLD) is before
 
 
 def test_workers_of_a_loader_over_an_iterable_end_with_the_run() -> None:
@@ -226,20 +202,6 @@ def test_a_signal_to_every_process_ends_no_worker(data: Any) -> None:
     assert multiprocessing.active_children() == []
 
 
-@pytest.mark.parametrize("data", [Rows, Stream])
-def test_nor_does_one_that_comes_as_it_is_started(data: Any) -> None:
-    _forked[:] = [signal.SIGUSR2, signal.SIGTERM]
-    try:
-        result = quiet(max_epochs=1).fit(Regression(), DataLoader(data(), batch_size=4, num_workers=2))
-    finally:
-        _forked.clear()
-    assert result.progress.updates == 10
-
-
-def catch_it(worker: int) -> None:
-    signal.signal(signal.SIGUSR1, lambda number, frame: Path(f"caught-{worker}").touch())
-
-
 class Garbage:
     """Refers to itself, and notes the process that frees it."""
 
@@ -279,39 +241,6 @@ def test_no_worker_frees_the_garbage_of_the_process_that_it_was_forked_from(data
     assert Path("freed").read_text(encoding="utf-8").split() == [str(os.getpid())]
 
 
-@pytest.mark.parametrize("data", [Rows, Stream])
-def test_a_handler_of_ones_own_counts_in_a_worker(data: Any) -> None:
-    def to_workers(run: Any) -> None:
-        deadline = time.monotonic() + LIMIT
-        while len(list(Path().glob("caught-*"))) < 2 and time.monotonic() < deadline:
-            for each in multiprocessing.active_children():
-                os.kill(each.pid or 0, signal.SIGUSR1)
-            time.sleep(0.01)
-
-    loader = DataLoader(data(), batch_size=4, num_workers=2, worker_init_fn=catch_it)
-    quiet(max_epochs=1, callbacks=[LambdaCallback(on_step_end=to_workers)]).fit(Regression(), loader)
-    assert loader.worker_init_fn is catch_it
-    assert sorted(each.name for each in Path().glob("caught-*")) == ["caught-0", "caught-1"]
-
-
-class Starts(Rows):
-    """Has a program of its own that only SIGTERM ends."""
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        program = subprocess.Popen(["sleep", "600"])
-        program.terminate()
-        return torch.tensor([program.wait(), 0.0, 0.0, 0.0]), torch.ones(1)
-
-
-def test_what_a_worker_starts_has_signals_as_ever() -> None:
-    seen = []
-    noting = LambdaCallback(on_step_end=lambda run: seen.append(run.window.micro_batches[0].batch))
-    quiet(max_steps=1, callbacks=[noting]).fit(
-        Regression(), DataLoader(Starts(), batch_size=1, num_workers=1, prefetch_factor=1)
-    )
-    assert seen[0][0].tolist() == [[-signal.SIGTERM, 0, 0, 0]]
-
-
 def frame_within(*files: str) -> Any:
     """A frame of the last file, called from the one before, and so on."""
     inner: Any = sys._getframe
@@ -335,30 +264,3 @@ def test_an_end_is_raised_only_where_torch_waits_for_a_batch() -> None:
         ("elsewhere", [threading.__file__], False),
     ):
         assert worker_signals._waits_for_batch(frame_within(*files)) is expected, what
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_an_end_amid_a_collection_is_told_and_not_lost(workers: int) -> None:
-    """Errors in what the collector calls are printed and forgotten."""
-    killed: list[int] = []
-
-    def collecting(phase: str, _: Any) -> None:
-        frame = sys._getframe().f_back
-        while frame is not None and frame.f_code.co_filename != dataloader.__file__:
-            frame = frame.f_back
-        found = [] if frame is None else workers_of(frame.f_locals.get("self"))
-        is_main = threading.current_thread() is threading.main_thread()
-        if phase == "start" and found and not killed and is_main:
-            killed.append(found[0].pid or 0)
-            kill(found[0])
-
-    thresholds = gc.get_threshold()
-    gc.callbacks.append(collecting)
-    gc.set_threshold(1)
-    try:
-        with pytest.raises(DataError, match=r"worker 0 \(pid \d+\) was killed by signal SIGKILL"):
-            quiet(max_epochs=1).fit(Regression(), DataLoader(Rows(), batch_size=2, num_workers=workers))
-    finally:
-        gc.set_threshold(*thresholds)
-        gc.callbacks.remove(collecting)
-    assert killed
