@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from drivetrain.engine.buffers import KeptBuffers
 
@@ -72,46 +72,3 @@ def test_a_lazy_buffer_without_values_yet_is_left_alone() -> None:
     module(torch.randn(4, 2))
     kept.put_back()
     assert state(module) == before
-
-
-def test_buffers_of_synchronized_norms_can_be_left_out() -> None:
-    module, kept = nn.Sequential(nn.BatchNorm1d(2), nn.SyncBatchNorm(2)), KeptBuffers()
-    kept.keep(module, but=nn.SyncBatchNorm)
-    for each in module.buffers():
-        each.add_(1)
-    kept.put_back()
-    assert [int(each.num_batches_tracked) for each in module] == [0, 1]
-
-
-class Scripted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        return x
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_buffers_of_scripted_modules_are_put_back() -> None:
-    module, kept = nn.Sequential(torch.jit.script(Scripted()), torch.jit.script(nn.ReLU())), KeptBuffers()
-    kept.keep(module)
-    module(torch.ones(1))
-    assert float(module[0].count) == 1
-    kept.put_back()
-    assert float(module[0].count) == 0
-
-
-def test_autograd_refuses_a_loss_whose_graph_holds_what_was_put_back_but_for_norms() -> None:
-    module, kept = nn.Module(), KeptBuffers()
-    module.register_buffer("scale", torch.ones(1))
-    module.norm = nn.BatchNorm1d(1)
-    weight = nn.Parameter(torch.ones(1))
-    kept.keep(module)
-    held = (weight * module.scale).sum()
-    normed = module.norm(weight * torch.ones(4, 1)).sum()
-    kept.put_back()
-    normed.backward()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        held.backward()

@@ -12,9 +12,9 @@ from tests.support.counting import Counting
 from tests.support.outcome import outcome, weights
 from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
-from tests.support.tasks import BLOCKS, Blocks, Duel, Regression, duels, pairs, quiet
+from tests.support.tasks import BLOCKS, Blocks, Duel, Regression, duels, quiet
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+from torch.utils.checkpoint import CheckpointPolicy
 
 from drivetrain import (
     ConfigError,
@@ -25,10 +25,7 @@ from drivetrain import (
     OptimizerConfig,
     StrategyError,
     TaskModule,
-    Throughput,
 )
-from drivetrain.cli.settings import Settings
-from drivetrain.engine.memory import as_memory
 from drivetrain.strategies.transforms.offload import Offload
 
 SIZE = 8
@@ -59,7 +56,8 @@ def batches(count: int = 4) -> list[Tensor]:
 
 def fit(memory: Any, task: TaskModule | None = None, **options: Any) -> TaskModule:
     task = Deep() if task is None else task
-    quiet(**{"max_epochs": 1, "memory": memory, **options}).fit(task, batches())
+    length = {} if "max_steps" in options else {"max_epochs": 1}
+    quiet(**length, memory=memory, **options).fit(task, batches())
     return task
 
 
@@ -74,8 +72,8 @@ def keep_tanh(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkp
 
 @pytest.mark.parametrize(
     ("spec", "kept"),
-    [(True, 0), ("Block", 0), ((Block, nn.Linear), 0), (("blocks.0", "blocks.2"), 1), (keep_tanh, 0)],
-    ids=["true", "name", "mixed", "names", "policy"],
+    [(True, 0), ((Block, nn.Linear), 0), (("blocks.0", "blocks.2"), 1), (keep_tanh, 0)],
+    ids=["true", "types", "names", "policy"],
 )
 def test_activation_checkpointing_recomputes_what_was_asked_for_and_changes_no_bit(
     spec: Any, kept: int
@@ -100,10 +98,10 @@ def test_selective_activation_checkpointing_keeps_the_products_and_globs_choose_
 
 
 def on_ranks(strategy: str, memory: MemoryConfig | None) -> Any:
-    return weights(fit(memory, strategy=strategy, devices=2))
+    return weights(fit(memory, strategy=strategy, devices=2, max_steps=1))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.nightly)])
 def test_ranks_train_the_same_weights_with_activation_checkpointing(strategy: str) -> None:
     assert on_two_ranks(on_ranks, strategy, again(True)) == on_two_ranks(on_ranks, strategy, None)
 
@@ -121,21 +119,6 @@ def test_a_task_is_an_ordinary_module_after_activation_checkpointing() -> None:
         assert not each._forward_hooks
         assert not each._forward_pre_hooks
     assert weights(fit(again("selective"), task)) == weights(fit(None, plain))
-
-
-def test_your_own_loop_recomputes_too() -> None:
-    def trained(memory: Any) -> tuple[Any, int]:
-        with Engine(strategy="cpu", memory=memory) as engine, Counting() as counting:
-            model, optimizer = engine.prepare(Deep(), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-            torch.manual_seed(0)
-            for batch in batches():
-                engine.backward(model(batch).square().mean())
-                engine.step(optimizer)
-            return weights(model), counting.seen["tanh"]
-
-    (plain, once), (found, twice) = trained(None), trained({"activation_checkpointing": "full"})
-    assert found == plain
-    assert twice == 2 * once
 
 
 def test_offload_keeps_large_tensors_in_the_hosts_memory_and_parameters_where_they_are() -> None:
@@ -181,18 +164,6 @@ def test_release_gradients_makes_the_same_weights_state_and_rates(name: str, tmp
     assert outcome(tmp_path / "released") == outcome(tmp_path / "plain")
 
 
-def test_release_gradients_works_with_autocast_torch_schedules_and_other_callbacks() -> None:
-    def configured(parameters: Any) -> Any:
-        optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-
-    found, plain = (
-        fit(memory, Deep(configured), precision="bf16-mixed", callbacks=[Throughput()])
-        for memory in (RELEASE, None)
-    )
-    assert weights(found) == weights(plain)
-
-
 def test_release_gradients_holds_no_two_gradients_at_once() -> None:
     task, most = Deep(), []
     for parameter in task.parameters():
@@ -204,25 +175,6 @@ def test_release_gradients_holds_no_two_gradients_at_once() -> None:
     assert all(not each._post_accumulate_grad_hooks for each in task.parameters())
     fit(None, task)
     assert max(most) > 1
-
-
-class Twice(Deep):
-    """Goes through one block twice, each time apart from the rest of the graph."""
-
-    reentrant = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(2):
-            x = checkpoint(self.blocks[0], x.requires_grad_(), use_reentrant=self.reentrant)
-        return self.head(x)
-
-
-def test_release_gradients_refuses_a_second_update_of_a_parameter_in_one_backward() -> None:
-    with pytest.raises(ConfigError, match=r"second gradient of 'blocks\.0\.line\.\w+'.*use_reentrant=False"):
-        fit(RELEASE, Twice())
-    task, plain = Twice(), Twice()
-    task.reentrant = plain.reentrant = False
-    assert weights(fit(RELEASE, task)) == weights(fit(None, plain))
 
 
 def in_own_loop() -> None:
@@ -238,10 +190,8 @@ def test_refusals_of_memory_options() -> None:
     released = {
         "gradient_accumulation_steps=2": {"gradient_accumulation_steps": 2},
         "max_grad_norm=1.0": {"max_grad_norm": 1.0},
-        "micro_batch=2": {"micro_batch": 2},
         "'16-mixed'": {"precision": "16-mixed"},
         "strategy 'ddp'": {"strategy": "ddp", "devices": 2},
-        "strategy 'fsdp'": {"strategy": "fsdp", "devices": 2},
         "on_before_optimizer_step": {"callbacks": looking},
         "on_nonfinite='skip'": {"on_nonfinite": "skip"},
     }
@@ -255,33 +205,10 @@ def test_refusals_of_memory_options() -> None:
         "two optimizers": (lambda: quiet(max_steps=1, memory=RELEASE).fit(Duel(), duels()), "several"),
         "own loop": (in_own_loop, "Trainer.fit"),
         "a closure": (lambda: fit(None, Deep(lbfgs)), "LBFGS", "closure"),
-        "a number": (lambda: again((Block, 3)), "'full', 'selective'", "3"),
-        "offload": (lambda: MemoryConfig(offload_activations=1), "True or False"),
-        "no such option": (lambda: MemoryConfig(recompute=True), "'recompute'"),
-        "offload on the host": (
-            lambda: quiet(memory=MemoryConfig(offload_activations=True)),
-            "offload_activations",
-            "'cpu' device",
-        ),
+        "offload on the host": (lambda: quiet(memory=MemoryConfig(offload_activations=True)), "'cpu' device"),
         "shards": (lambda: quiet(strategy=sharded, devices=2, memory=again(True)), "give FSDPConfig"),
-        "a misspelt key": (
-            lambda: quiet(memory={"activation_checkpoint": True}),
-            "activation_checkpointing",
-        ),
+        "a misspelt key": (lambda: quiet(memory={"activation_checkpoint": True}), "activation_checkpointing"),
         "no such mode": (lambda: fit(again("selectiv")), "'selectiv'", "'selective'"),
-        "no blocks": (
-            lambda: quiet(max_steps=1, memory=again(True)).fit(Regression(), pairs()),
-            "no repeated blocks",
-        ),
+        "no blocks": (lambda: fit(again(True), Regression()), "no repeated blocks"),
     }
     assert_refused((ConfigError, StrategyError), cases)
-
-
-def test_memory_options_are_given_on_the_command_line() -> None:
-    for given, expected in (
-        ("activation_checkpointing true", again("full")),
-        ("activation_checkpointing Block,encoder.*", again(("Block", "encoder.*"))),
-        ("release_gradients true", RELEASE),
-    ):
-        line = f"--trainer.strategy cpu --trainer.loggers= --trainer.memory.{given}"
-        assert as_memory(Settings("fit", "train", line.split()).trainer().memory) == expected

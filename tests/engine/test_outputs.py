@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Regression, pairs, quiet, variant
 from torch import Tensor
 from torch.utils import _pytree
 
-from drivetrain import CheckpointError, DataError
+from drivetrain import CheckpointError
 from drivetrain.checkpoint.prediction_files import read_predictions
 
 
@@ -103,19 +102,3 @@ def test_a_type_that_is_not_known_where_a_file_is_read_is_named(tmp_path: Path) 
     (file,) = quiet().predict(giving("dataclass"), pairs(2), save_to=tmp_path)
     with pytest.raises(CheckpointError, match=r"test_outputs\.Plain.*types=\[Plain\]"):
         read_predictions(file)
-
-
-def test_all_ranks_get_predictions_of_the_type_that_the_task_gave() -> None:
-    def predicted() -> list[bool]:
-        """By type, whether the predictions on one of two ranks are those of one process."""
-        tasks = [giving(kind) for kind in ("nested dataclass", "registered dataclass", "registered type")]
-        ranks = quiet(strategy="ddp", devices=2)
-        return [same(ranks.predict(task, pairs(6)), quiet().predict(task, pairs(6))) for task in tasks]
-
-    assert on_two_ranks(predicted) == [[True] * 3] * 2
-
-
-def test_an_entry_of_an_output_that_cannot_be_joined_is_named() -> None:
-    task = variant(predict_step=lambda self, batch: Plain(self(batch[0]), len(batch[0])))()
-    with pytest.raises(DataError, match="'extra': a int does not have one entry for each sample"):
-        quiet(micro_batch=2).predict(task, pairs(10, batch_size=5))

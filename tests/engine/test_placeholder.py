@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from drivetrain import CheckpointConfig, LambdaCallback, OptimizerConfig, TaskModule
-from drivetrain.core.registry import is_installed
-from drivetrain.testing import run_distributed
 
 SIZE = 48
 """Six rounds of two batches of four."""
@@ -88,18 +86,17 @@ def fitted(task: TaskModule, data: Dataset[Any], resume: str | None = None, **op
         return quiet(**options).fit(task, DataLoader(data, batch_size=4), resume=resume)
 
 
-def refused(strategy: str) -> list[bool]:
+def refused() -> list[bool]:
     applied: list[bool] = []
     note = LambdaCallback(on_step_end=lambda run: applied.append(run.step.applied))
     data = Numbers(bad=(30,), nan=(21,))
-    fitted(Normed(), data, strategy=strategy, on_nonfinite="skip", callbacks=[note])
+    fitted(Normed(), data, on_nonfinite="skip", callbacks=[note])
     return applied
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_placeholder_is_no_batch_whose_update_was_skipped(strategy: str) -> None:
+def test_placeholder_is_no_batch_whose_update_was_skipped() -> None:
     """Rank 1 has a NaN in the third round, and a batch that cannot be read in the fourth."""
-    assert on_two_ranks(refused, strategy) == [[True, True, False, True, True, True]] * 2
+    assert on_two_ranks(refused) == [[True, True, False, True, True, True]] * 2
 
 
 def spoiled(kind: type[Normed], options: dict[str, Any]) -> tuple[bool, int]:
@@ -113,7 +110,7 @@ def spoiled(kind: type[Normed], options: dict[str, Any]) -> tuple[bool, int]:
     return all(bool(each.isfinite().all()) for each in task.state_dict().values()), result.progress.updates
 
 
-@pytest.mark.parametrize(("kind", "options"), [(Normed, {}), (Normed, {"micro_batch": 2}), (Yielding, {})])
+@pytest.mark.parametrize(("kind", "options"), [(Normed, {"micro_batch": 2}), (Yielding, {})])
 def test_placeholder_may_have_a_loss_of_nan(kind: type[Normed], options: dict[str, Any]) -> None:
     assert on_two_ranks(spoiled, kind, options) == [(True, 6)] * 2
 
@@ -132,12 +129,7 @@ def resumed(kind: type[Normed], run_dir: Path, options: dict[str, Any]) -> tuple
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [
-        (Normed, {"gradient_accumulation_steps": 3}),
-        (Normed, {"micro_batch": 4}),
-        (Weighed, {}),
-        (Yielding, {"gradient_accumulation_steps": 3}),
-    ],
+    [(Normed, {"micro_batch": 4}), (Weighed, {}), (Yielding, {"gradient_accumulation_steps": 3})],
 )
 def test_placeholder_leaves_buffers_alone_so_that_resume_is_exact(
     kind: type[Normed], options: dict[str, Any], tmp_path: Path
@@ -168,15 +160,9 @@ def over_nothing(strategy: str) -> list[Tensor]:
     return [each.detach().clone() for each in task.state_dict().values()]
 
 
-@pytest.mark.parametrize(
-    "strategy", ["fsdp", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("zero2", "zero3"))]
-)
-def test_placeholder_of_a_mean_over_nothing_adds_a_gradient_of_zero(strategy: str) -> None:
-    if strategy.startswith("zero") and not is_installed("deepspeed"):
-        pytest.skip("needs deepspeed")
+def test_placeholder_of_a_mean_over_nothing_adds_a_gradient_of_zero() -> None:
     right = on_two_ranks(over_nothing, "ddp")
-    run = run_distributed if strategy.startswith("zero") else on_two_ranks
-    for ours, ddps in zip(run(over_nothing, strategy), right, strict=True):
+    for ours, ddps in zip(on_two_ranks(over_nothing, "fsdp"), right, strict=True):
         for one, other in zip(ours, ddps, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
             assert one.isfinite().all()

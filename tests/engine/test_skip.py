@@ -15,13 +15,11 @@ from tests.support.outcome import outcome, weights
 from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Duel, duels, quiet
-from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 from drivetrain import (
     CheckpointConfig,
     ConfigError,
-    LambdaCallback,
     NonFiniteError,
     OptimizerConfig,
     StrategyError,
@@ -55,18 +53,13 @@ def watched(task: TaskModule, data: Any = None, **options: Any) -> LeftBehind:
     return watch
 
 
-# One of each family: without state, moments, accelerated, factored, averaged, by signs, and combined.
-@pytest.mark.parametrize("name", ["sgd", "adamw", "nadam", "adafactor", "asgd", "rprop", "muon"])
-def test_skipped_updates_leave_nothing_behind_in_any_optimizer(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("sgd", "bf16-mixed"), ("adamw", "bf16-true"), ("adafactor", "64"), ("muon", "32")],
+)
+def test_skipped_updates_leave_nothing_behind(name: str, precision: str) -> None:
     options = {"momentum": 0.9} if name == "sgd" else {}
-    watch = watched(Fragile(OptimizerConfig(name, lr=0.01, **options)))
-    assert watch.applied == [mark == GOOD for mark in MARKS]
-    assert watch.changed == SKIPPED
-
-
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64"])
-def test_skipped_updates_leave_nothing_behind_in_any_precision(precision: str) -> None:
-    watch = watched(Fragile(), precision=precision)
+    watch = watched(Fragile(OptimizerConfig(name, lr=0.01, **options)), precision=precision)
     assert watch.applied == [mark == GOOD for mark in MARKS]
     assert watch.changed == SKIPPED
 
@@ -123,43 +116,6 @@ def test_a_resumed_run_skips_alike(tmp_path: Path) -> None:
     assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
 
 
-class Rivals(TaskModule):
-    """Two networks with a batch norm each; the first or the second is lost in the batches that say so."""
-
-    def __init__(self, first: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.one = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
-        self.two = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
-        self.first = first
-
-    def training_step(self, batch: Any) -> Any:
-        middle = self.one(batch["x"])
-        one = (middle - 1).square().mean()
-        yield "one", one * batch["factor"] if self.first else one
-        two = (self.two(middle if self.first else batch["x"]) - 1).square().mean()
-        yield "two", two if self.first else two * batch["factor"]
-        return {"total_loss": one.detach() + (two * batch["factor"]).detach()}
-
-    def configure_optimizers(self) -> Any:
-        return {"one": OptimizerConfig("sgd", lr=0.1), "two": OptimizerConfig("sgd", lr=0.1)}
-
-
-class Shared(Rivals):
-    """A loss is led back through what was put back."""
-
-    def training_step(self, batch: Any) -> Any:
-        fake = self.one(batch["x"])
-        yield "two", self.two(fake.detach()).square().mean() * batch["factor"]
-        yield "one", self.two(fake).square().mean()
-
-
-def rivalry(count: int = 6, bad: int = 2) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    factors = [torch.tensor(torch.nan if index == bad else 1.0) for index in range(count)]
-    return [{"x": torch.randn(4, 3, generator=generator), "factor": each} for each in factors]
-
-
 def test_each_of_several_optimizers_is_skipped_for_itself() -> None:
     class Broken(Duel):
         steps = 0
@@ -172,21 +128,6 @@ def test_each_of_several_optimizers_is_skipped_for_itself() -> None:
     result = skipping(log_every="1 step").fit(Broken(), duels())
     assert result.progress.skipped == 0, "an update of which one optimizer stepped is made"
     assert all(map(math.isfinite, result.metrics.values()))
-    for first in (False, True):  # the buffers of the one that has stepped stay
-        logged: list[bool] = []
-        note = LambdaCallback(
-            on_log=lambda run, logged=logged: logged.append("train/total_loss" in run.logged)
-        )
-        moved = Rivals(first)
-        result = skipping(log_every="1 step", callbacks=[note]).fit(moved, rivalry())
-        assert result.progress.updates == 6
-        counts = moved.one[0].num_batches_tracked, moved.two[0].num_batches_tracked
-        assert counts == ((5, 6) if first else (6, 5))
-        assert logged[:6] == [True, True, False, True, True, True]
-        assert math.isfinite(result.metrics["train/total_loss"])
-    task = Shared()
-    assert watched(task, rivalry(), max_grad_norm=None).applied == [True] * 6
-    assert all(bool(each.isfinite().all()) for each in task.state_dict().values())
 
 
 def test_a_large_gradient_is_finite_also_if_it_is_complex_or_sparse() -> None:
@@ -211,7 +152,7 @@ def on_ranks(strategy: str, precision: str) -> Any:
     return watch.applied, watch.changed, weights(task)
 
 
-@pytest.mark.parametrize(("strategy", "precision"), [("ddp", "32"), ("fsdp", "32"), ("fsdp", "bf16-mixed")])
+@pytest.mark.parametrize(("strategy", "precision"), [("ddp", "32"), ("fsdp", "bf16-mixed")])
 def test_all_ranks_skip_what_one_of_them_has(strategy: str, precision: str) -> None:
     first, second = on_two_ranks(on_ranks, strategy, precision)
     assert first == second
@@ -222,18 +163,14 @@ def test_refusals_of_skipping(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = skipping()
     trainer.fit(Fragile(), marked(in_batches([GOOD, *[NAN] * (IN_A_ROW - 1), GOOD, NAN], 2), 2))
     row, none = (marked(in_batches(marks, 2), 2) for marks in ([GOOD, *[NAN] * IN_A_ROW], [NAN] * 3))
-    strategies: Any = [STRATEGIES[name] for name in ("deepspeed", "xla", "xla_fsdp", "xla_fsdp_v2")]
-    for kind in strategies:
-        check_on_nonfinite("stop", kind)
+    kind: Any = STRATEGIES["deepspeed"]
+    check_on_nonfinite("stop", kind)
     monkeypatch.setattr(SingleDevice, "no_skipping", Strategy.no_skipping)  # as of another package's strategy
     assert quiet()
     cases: dict[str, tuple[Any, ...]] = {
         "no such choice": (lambda: quiet(on_nonfinite="skp"), "'skp'", "'skip'"),
         "a strategy of another package": (skipping, "strategy 'single'"),
-        **{
-            kind.name: (lambda kind=kind: check_on_nonfinite("skip", kind), "on_nonfinite='skip'")
-            for kind in strategies
-        },
+        "deepspeed": (lambda: check_on_nonfinite("skip", kind), "on_nonfinite='skip'"),
         "a row": (lambda: trainer.fit(Fragile(), row), f"{IN_A_ROW} updates in a row"),
         "every update": (lambda: trainer.fit(Fragile(), none), "all 3 updates", "nothing was trained"),
     }

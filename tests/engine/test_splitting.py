@@ -5,14 +5,12 @@ from __future__ import annotations
 import gc
 import logging
 import random
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.support.forked import run_forked
 from tests.support.messages import heard
 from tests.support.outcome import weights
 from tests.support.ranks import on_two_ranks
@@ -22,8 +20,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
 
 from drivetrain import LambdaCallback, OptimizerConfig, StepOutput
-from drivetrain.engine.memory_advice import memory_advice
-from drivetrain.testing import run_distributed
 
 ADAMW, SGD = OptimizerConfig("adamw", lr=0.05), OptimizerConfig("sgd", lr=0.5, momentum=0.9)
 
@@ -181,17 +177,9 @@ def test_declared_metrics_count_each_sample_once_in_parts() -> None:
     options = {"max_epochs": 1, "gradient_accumulation_steps": 3, "log_every": None}
     found = quiet(micro_batch="auto", **options).fit(FailsLate(), pairs(24, 8), pairs(11, 8)).metrics
     assert (found["train/count"], found["validation/count"]) == (24, 11)
-    # Samples without weight count too, and what is learned does not depend on whether metrics are declared.
-    for micro_batch, fits in ((None, 99), (2, 99), ("auto", 2)):
-        result = quiet(max_epochs=1, micro_batch=micro_batch).fit(
-            Weighed(fits), weighed([1, 1, 0, 0, 1, 0, 0, 0])
-        )
-        assert result.metrics["train/count"] == 8
-    tasks = [Weighed(dropout=0.4) for _ in range(2)]
-    for task, metrics in zip(tasks, (True, False), strict=True):
-        trainer = quiet(max_epochs=3, micro_batch=2, train_metrics=metrics)
-        trainer.fit(task, weighed([1, 0, 0, 0, 1, 0, 2, 1]))
-    assert weights(tasks[0]) == weights(tasks[1])
+    for micro_batch, fits in ((None, 99), ("auto", 2)):  # samples without weight count too
+        trainer = quiet(max_epochs=1, micro_batch=micro_batch)
+        assert trainer.fit(Weighed(fits), weighed([1, 1, 0, 0, 1, 0, 0, 0])).metrics["train/count"] == 8
 
 
 def test_micro_batch_auto_finds_the_size_once_keeps_and_logs_it() -> None:
@@ -199,9 +187,7 @@ def test_micro_batch_auto_finds_the_size_once_keeps_and_logs_it() -> None:
     with heard("micro-batch", logging.INFO) as texts:
         quiet(max_epochs=3, micro_batch="auto", progress_bar=True).fit(task, pairs(16, 8))
     assert [each for each in task.tried if each > 3] == [8, 4]
-    assert ["micro-batch auto" in each or "micro-batch 2 of 8 samples" in each for each in texts] == [
-        True
-    ] * 2
+    assert any("micro-batch 2 of 8 samples" in each for each in texts)
 
 
 def test_micro_batch_auto_is_taken_over_on_resume(tmp_path: Path) -> None:
@@ -224,8 +210,8 @@ def test_micro_batch_of_a_number_splits_without_searching() -> None:
         quiet(max_epochs=1, micro_batch=4).fit(Small(fits=3), pairs(16, 8))
 
 
-def notes_of(call: Any, error: type[Exception] = torch.OutOfMemoryError) -> str:
-    with pytest.raises(error) as caught:
+def notes_of(call: Any) -> str:
+    with pytest.raises(torch.OutOfMemoryError) as caught:
         call()
     return "\n".join(caught.value.__notes__)
 
@@ -233,17 +219,9 @@ def notes_of(call: Any, error: type[Exception] = torch.OutOfMemoryError) -> str:
 def test_out_of_memory_errors_have_advice_that_leaves_out_what_is_done_already() -> None:
     notes = notes_of(lambda: quiet(max_epochs=1, micro_batch="auto").fit(Small(fits=0), pairs(8, 4)))
     assert "not even a micro-batch of one sample" in notes
-    assert "activation checkpointing" in notes
-    assert "micro_batch='auto'" not in notes
     notes = notes_of(lambda: quiet(max_epochs=1, gradient_accumulation_steps=2).fit(Small(), pairs(10, 5)))
     assert "rank 0 ran out of memory in training, after update 0 with batches of 5, 5 samples" in notes
     assert "Trainer(micro_batch='auto')" in notes
-    notes = notes_of(lambda: quiet(micro_batch=8).validate(Small(), pairs(8, 8)))
-    assert "a micro_batch smaller than 8, or 'auto'" in notes
-    assert "gradient_accumulation_steps" not in notes
-    for name in ("memory={'activation_checkpointing': True}", "OptimizerConfig('adamw8bit')"):
-        assert name in memory_advice(None)
-        assert name not in memory_advice(None, training=False)
 
 
 def test_an_update_that_has_begun_to_change_weights_is_not_repeated() -> None:
@@ -297,75 +275,58 @@ def test_predictions_in_parts_are_those_of_whole_batches(micro_batch: int | str)
 
 
 def on_ranks(micro_batch: int | str | None, fits: tuple[int, int], tokens: bool) -> Any:
-    rank, options = (
-        torch.distributed.get_rank(),
-        {"strategy": "ddp", "devices": 2, "micro_batch": micro_batch},
-    )
+    rank = torch.distributed.get_rank()
+    options = {"strategy": "ddp", "devices": 2, "micro_batch": micro_batch, "max_epochs": 1}
     if tokens:
         task: Any = (NextToken if rank else SmallNextToken)(SGD)
-        result = quiet(max_epochs=2, **options).fit(task, DataLoader(ragged(), batch_size=6))
+        result = quiet(**options).fit(task, DataLoader(ragged(), batch_size=6))
     else:
         task = Small(fits=fits[rank], optimizer=ADAMW)  # the last round: 3 and 2 samples
-        result = quiet(max_epochs=2, max_grad_norm=0.5, **options).fit(task, pairs(17, 6), pairs(7, 6))
+        result = quiet(max_grad_norm=0.5, **options).fit(task, pairs(17, 6), pairs(7, 6))
     result.progress.seconds = 0.0
     return task, result.metrics, result.progress
 
 
+def in_the_pool(function: Any, *arguments: Any) -> list[Any]:
+    """As `on_two_ranks`; what ranks have imported is left out of the collections."""
+
+    def frozen() -> Any:
+        gc.freeze()
+        try:
+            return function(*arguments)
+        finally:
+            gc.unfreeze()
+
+    return on_two_ranks(frozen)
+
+
 def test_all_ranks_repeat_the_update_of_one_that_ran_out_of_memory() -> None:
-    whole = on_two_ranks(on_ranks, None, (99, 99), False)
-    for fits in ((99, 2), (2, 99)):
-        parts = on_two_ranks(on_ranks, "auto", fits, False)
-        for (task, metrics, progress), (right, right_metrics, right_progress) in zip(
-            parts, whole, strict=True
-        ):
-            same(task, right)
-            assert metrics == pytest.approx(right_metrics, rel=1e-5)
-            assert progress == right_progress
-            assert {6, 3, 1} <= set(task.tried)  # both, though the memory of one was enough
+    whole, parts = (
+        in_the_pool(on_ranks, size, fits, False) for size, fits in ((None, (99, 99)), ("auto", (99, 2)))
+    )
+    for (task, metrics, progress), (right, right_metrics, right_progress) in zip(parts, whole, strict=True):
+        same(task, right)
+        assert metrics == pytest.approx(right_metrics, rel=1e-5)
+        assert progress == right_progress
+        assert {6, 3, 1} <= set(task.tried)  # both, though the memory of one was enough
+    whole = NextToken(SGD)  # and with weights that differ, on the other rank
+    quiet(max_epochs=1).fit(whole, DataLoader(ragged(), batch_size=12))
+    for task, _, _ in in_the_pool(on_ranks, "auto", (3, 99), True):
+        same(task, whole, 1e-5)
 
 
-def test_ranks_with_ragged_weights_have_the_gradient_of_the_whole_in_parts() -> None:
-    whole = NextToken(SGD)
-    quiet(max_epochs=2).fit(whole, DataLoader(ragged(), batch_size=12))
-    for micro_batch in ("auto", 1):
-        for task, _, _ in on_two_ranks(on_ranks, micro_batch, (3, 99), True):
-            same(task, whole, 1e-5)
-
-
-def without_weight(micro_batch: int | str) -> Any:
+def without_weight() -> Any:
     # Of 16 samples for each rank and update only rank 0's weigh something, and of these only the last.
-    features, targets, _ = weighed([0.0] * 64)[0]
-    weight = torch.tensor([0.0] * 12 + [1.0] * 4 + [0.0] * 16).repeat(2)
-    data = DataLoader(TensorDataset(features, targets, weight), batch_size=16)
+    features, targets, _ = weighed([0.0] * 32)[0]
+    data = DataLoader(
+        TensorDataset(features, targets, torch.tensor([0.0] * 12 + [1.0] * 4 + [0.0] * 16)), batch_size=16
+    )
     task = Weighed(fits=4)
     options = {"strategy": "ddp", "devices": 2, "train_metrics": False}
-    quiet(max_epochs=1, micro_batch=micro_batch, **options).fit(task, data)
+    quiet(max_epochs=1, micro_batch="auto", **options).fit(task, data)
     assert all(bool(each.isfinite().all()) for each in task.parameters())
     return task.tried
 
 
 def test_a_rank_without_weight_splits_its_placeholder_too() -> None:
-    assert on_two_ranks(without_weight, 4) == [[4, 4], [4, 4]]
-    assert on_two_ranks(without_weight, "auto")[1][-2:] == [4, 4]
-
-
-def ending() -> None:
-    fits = 0 if torch.distributed.get_rank() else 99
-    quiet(max_epochs=1, strategy="ddp", devices=2, micro_batch="auto").fit(Small(fits), pairs(12, 3))
-
-
-def test_one_rank_without_memory_ends_all_with_its_advice() -> None:
-    with pytest.raises(RuntimeError) as caught:  # has what the first to end has raised, with its notes
-        run_distributed(ending)
-    text = str(caught.value)
-    assert "rank 1 ran out of memory in training, after update 0 with batches of 3 samples" in text
-    assert "activation checkpointing" in text
-
-
-@pytest.mark.landing
-@pytest.mark.skipif(sys.platform != "linux", reason="the limit is set by the size in /proc")
-def test_a_real_lack_of_the_hosts_memory_is_found_and_survived(tmp_path: Path) -> None:
-    program = Path(__file__).parent / "programs" / "out_of_memory.py"
-    done = run_forked([str(program)], tmp_path, timeout=600)
-    assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr
-    assert "of 512 samples" in done.stderr
+    assert in_the_pool(without_weight)[1][-1:] == [4]

@@ -176,16 +176,6 @@ def test_state_copies_and_resets_of_a_metric_share_nothing(kind: str) -> None:
     assert first.compute() == fresh.compute()
 
 
-def test_an_option_of_a_metric_is_not_overwritten_by_a_checkpoint() -> None:
-    from torchmetrics.classification import MulticlassAccuracy
-
-    first = DeclaredMetrics({"it": MulticlassAccuracy(CLASSES, top_k=1)}, CPU)
-    first.update(inputs(0))
-    metric = MulticlassAccuracy(CLASSES, top_k=2)
-    DeclaredMetrics({"it": metric}, CPU).load_state_dict(first.state_dict())
-    assert metric.top_k == 2
-
-
 def test_whatever_a_metric_computes_becomes_floats_by_name() -> None:
     for value, floats in (
         (3, {"it": 3.0}),
@@ -201,17 +191,6 @@ def test_whatever_a_metric_computes_becomes_floats_by_name() -> None:
         metrics.update(())
         assert metrics.compute() == floats
         assert all(type(each) is float for each in metrics.compute().values())
-
-
-def test_a_metric_is_moved_where_it_is_updated_without_gradients() -> None:
-    metric = Forgetful()
-    metrics = DeclaredMetrics({"it": metric}, CPU)
-    assert metrics.compute() == {}  # before an update there is no value
-    metrics.update(())
-    assert (metric.device, metric.gradients) == ("cpu", False)
-    assert metrics.compute() == {"it": 1.0}
-    assert metrics
-    assert not DeclaredMetrics({}, CPU)
 
 
 def test_refusals_of_metrics() -> None:
