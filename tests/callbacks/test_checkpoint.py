@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,8 @@ import torch
 from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, pairs, quiet, variant
-from torch import Tensor
 
 from drivetrain import CheckpointConfig, ConfigError, LambdaCallback, OptimizerConfig
-from drivetrain.checkpoint.format import strict_json
 from drivetrain.checkpoint.saving.index import read_index
 from drivetrain.core.errors import CheckpointError
 
@@ -69,9 +66,7 @@ def counted(run_dir: Path, policy: CheckpointConfig, *callbacks: Any, resume: st
         ("1 epoch", [5, 10]),
         ("0.4 epochs", [2, 4, 7, 9]),
         ("7 samples", [4, 8]),
-        ("20 tokens", [4, 8]),
         ("2600 seconds", [3, 6, 8]),
-        (timedelta(minutes=55), [4, 7, 10]),
     ],
 )
 def test_every_saves_when_the_interval_ends_also_after_a_resume(
@@ -121,9 +116,7 @@ def test_keep_last_keeps_as_many_resume_points_and_at_least_the_newest(tmp_path:
         (2, "max", (4.0, 1.0, 2.0, 5.0), [1, 4]),
         (1, "min", (NAN, 2.0, NAN, 1.0), [4]),
         (1, "max", (1.0, 2.0, 2.0, 1.0), [2]),
-        (2, "min", (3.0, NAN, 3.0, 3.0), [3, 1]),
         (2, "max", (-INF, NAN, 1.0, INF), [3, 4]),
-        (3, "min", (INF, NAN, NAN, NAN), [1]),
         (0, "min", (4.0, 1.0, 2.0, 5.0), []),
     ],
 )
@@ -158,20 +151,6 @@ def test_best_of_a_resumed_run_has_to_beat_what_was_best_before(tmp_path: Path) 
     assert kept(tmp_path) == {"resume points": [20], "keepers": [5]}
     run(tmp_path, policy, (0.5,), max_epochs=5, resume="auto")
     assert saved(tmp_path) == [25]
-
-
-def test_by_takes_any_metric_of_any_loader(tmp_path: Path) -> None:
-    loaders = {"near": pairs(2), "far": pairs(2, seed=1)}
-    for loader, best in (("near", 5), ("far", 10)):
-        left = [0.9, 0.1, 0.5, 0.7, 0.7, 0.3]  # near and far, epoch after epoch
-
-        def validate(self: Any, batch: Any, left: list[float] = left) -> dict[str, Tensor]:
-            return {"loss": torch.tensor(1.0), "accuracy": torch.tensor(left.pop(0))}
-
-        policy = CheckpointConfig(every=None, by=f"validation/{loader}/accuracy", mode="max")
-        trainer = quiet(max_epochs=3, checkpoint=policy, run_dir=tmp_path / loader)
-        trainer.fit(variant(validation_step=validate)(), pairs(10), loaders)
-        assert saved(tmp_path / loader) == [best, 15]
 
 
 @pytest.mark.parametrize(
@@ -238,10 +217,6 @@ def test_by_a_value_that_a_callback_logs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'scor', which is not logged. Did you mean 'score'"):
         learn(tmp_path / "other", "scor", [1.0] * 15, **options)
     assert saved(tmp_path / "other") == [10]  # an epoch after the value might have come
-    with pytest.raises(ConfigError, match="'scor', which is not logged"):
-        learn(tmp_path / "end", "scor", [1.0] * 5, callbacks=[score], max_epochs=1)
-    assert saved(tmp_path / "end") == [5]
-    assert (tmp_path / "end" / "model.safetensors").exists()
 
 
 def rank_on_two(run_dir: Path) -> tuple[str, str]:
@@ -258,13 +233,6 @@ def test_all_ranks_keep_the_same_best_by_a_metric_of_training(tmp_path: Path) ->
     assert Path(first[0]).is_dir()
 
 
-def test_default_policy_does_without_a_metric_that_is_not_there(tmp_path: Path) -> None:
-    silent = variant(validation_step=lambda self, batch: None)()
-    result = quiet(max_epochs=2, checkpoint=True, run_dir=tmp_path).fit(silent, pairs(10), pairs(2))
-    assert result.best_checkpoint is None
-    assert saved(tmp_path) == [5, 10]
-
-
 def test_a_run_that_fails_keeps_what_was_saved_and_leaves_no_finished_weights(tmp_path: Path) -> None:
     def fail(run: Any) -> None:
         if run.progress.updates == 4:
@@ -275,17 +243,6 @@ def test_a_run_that_fails_keeps_what_was_saved_and_leaves_no_finished_weights(tm
         run(tmp_path, policy, callbacks=[LambdaCallback(on_step_end=fail)])
     assert saved(tmp_path) == [2]
     assert not (tmp_path / "model.safetensors").exists()
-
-
-def test_too_many_parameters_end_the_run_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    callback = LambdaCallback(on_step_end=lambda run: seen.append(run.progress.updates))
-    policy = CheckpointConfig(every=1000, best=0)
-    monkeypatch.setattr(strict_json, "MAX_CONTAINERS", 5)
-    trainer = quiet(max_epochs=2, checkpoint=policy, run_dir=tmp_path, callbacks=[callback])
-    with pytest.raises(CheckpointError, match=r"2 trained parameters with 0 entries.*at most 1\."):
-        trainer.fit(Regression(), pairs())
-    assert seen == [1]
 
 
 def test_checkpoints_that_are_not_resumable_hold_the_task_alone(tmp_path: Path) -> None:

@@ -6,17 +6,15 @@ import logging
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.fragile import GOOD, GRADIENT, LARGE, NAN, Fragile, LeftBehind, marked
-from tests.support.messages import warned
 from tests.support.outcome import outcome, weights
 from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Duel, duels, quiet
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import DataLoader, Subset
 
 from drivetrain import CheckpointConfig, DivergenceError, LambdaCallback, LossSpike, OptimizerConfig
 from drivetrain.checkpoint import read_manifest
@@ -76,12 +74,6 @@ def test_skip_ends_a_run_whose_level_does_not_come_back() -> None:
         trainer.fit(task(), data(*range(12, 30)))
 
 
-def test_noise_has_no_spikes() -> None:
-    trainer = quiet(max_epochs=20, log_every="1 epoch", callbacks=[LossSpike("skip", window=50)])
-    result = trainer.fit(task(), marked([GOOD] * 640, 64, shuffle=True))
-    assert (result.progress.updates, result.progress.skipped) == (200, 0)
-
-
 @pytest.mark.parametrize(
     ("bad", "mark", "back", "seen", "options"),
     [
@@ -112,24 +104,6 @@ def test_rollback_in_a_run_by_steps_makes_up_for_the_updates(tmp_path: Path) -> 
     result = rolling(tmp_path, max_epochs=None, max_steps=20).fit(task(), data(19))
     assert result.progress.updates == 20
     assert result.progress.samples == 24 * SIZE, "the spike came in the last update, which was not the last"
-
-
-class Unreadable(Subset[Any]):
-    """Has samples that cannot be read."""
-
-    def __getitem__(self, index: Any) -> Any:
-        if index in range(17 * SIZE, 18 * SIZE):
-            raise OSError(f"sample {index}")
-        return super().__getitem__(index)
-
-    __getitems__ = None  # type: ignore[assignment]
-
-
-def test_rollback_keeps_a_bad_batch_counted_once(tmp_path: Path) -> None:
-    bad = DataLoader(Unreadable(data(18).dataset, range(COUNT * SIZE)), batch_size=SIZE)
-    with warned("sample 68; the batch is left out"):
-        progress = rolling(tmp_path, on_bad_batch="skip").fit(task(), bad).progress
-    assert (progress.skipped > 0, progress.bad_batches, progress.samples) == (True, 1, (COUNT - 1) * SIZE)
 
 
 def two_epochs(run_dir: Path, dies_at: int = -1) -> None:
@@ -170,17 +144,6 @@ def test_rollback_saves_at_once_what_it_went_back_to(tmp_path: Path) -> None:
         newest = f"{tmp_path / name / 'checkpoints' / name}-2"
         assert f"the newest checkpoint is {newest}" in "".join(caught.value.__notes__)
         assert read_manifest(newest).progress["position"] == found * SIZE
-
-
-def test_rollback_with_data_that_cannot_be_read_again_just_goes_on(tmp_path: Path) -> None:
-    class Stream(IterableDataset[Any]):
-        def __iter__(self) -> Iterator[Any]:
-            return iter(list(data(18)))
-
-    found = [task(), task()]
-    rolling(tmp_path / "stream").fit(found[0], DataLoader(Stream(), batch_size=None))
-    rolling(tmp_path / "indexed").fit(found[1], data(18))
-    assert weights(found[0]) == weights(found[1])
 
 
 def test_rollback_has_limits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

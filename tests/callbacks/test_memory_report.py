@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ from tests.support.tasks import quiet
 from torch import Tensor, nn
 
 from drivetrain import MemoryConfig, MemoryReport, MemoryUse, OptimizerConfig, TaskModule
-from drivetrain.engine.gradient_release import GradientRelease
-from drivetrain.engine.memory_profile import MemoryWatch
 
 SIZE, BLOCKS = 64, 4
 ELEMENTS = 2 * BLOCKS * SIZE * SIZE
@@ -101,40 +98,12 @@ def test_activations_count_until_backward_frees_them() -> None:
     assert halves.activations <= plain.activations + 2 * RESULT  # a second batch
 
 
-def test_gradients_that_are_released_count_one_by_one() -> None:
-    use = used(memory=MemoryConfig(release_gradients=True))
-    assert use.gradients == 4 * SIZE * SIZE
-    assert use.total < 3.5 * use.parameters
-    line = nn.Linear(256, 256, bias=False)
-    optimizer = torch.optim.SGD(line.parameters(), lr=0.1)
-    release = GradientRelease(optimizer, lambda: None, {})
-    with MemoryWatch(line, [optimizer], torch.device("cpu")) as watch:
-        line(torch.ones(1, 256)).sum().backward()
-    release.remove()
-    use = watch.use()
-    assert use.parameters == use.gradients == 4 * 256 * 256
-    assert use.activations < use.gradients / 10
-
-
 def test_shards_count_with_the_rank_that_holds_them() -> None:
     for use in on_two_ranks(lambda: used(strategy="fsdp", devices=2)):
         assert use.parameters == 4 * ELEMENTS / 2
         assert use.optimizer == 2 * use.parameters + COUNTERS
         # One gathered block and the next: FSDP frees the others without an operation.
         assert 0 < use.other <= 2 * 4 * ELEMENTS / BLOCKS + 8
-
-
-def test_updates_that_a_loss_scale_skips_do_not_count() -> None:
-    class Overflowing(Words):
-        def training_step(self, batch: Any) -> Any:
-            loss = super().training_step(batch)
-            if self.steps in (1, 3):
-                loss.register_hook(lambda grad: grad * math.inf)
-            return loss
-
-    use = used(Overflowing(), max_epochs=2, precision="16-mixed")
-    assert use.optimizer > 2 * use.parameters
-    assert use.gradients == use.parameters
 
 
 def test_memory_report_comes_once_and_leaves_nothing_also_after_an_error() -> None:

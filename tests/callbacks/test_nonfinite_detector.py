@@ -106,24 +106,6 @@ def test_a_batch_or_a_loss_that_broke_is_told_from_a_module() -> None:
     assert "; first in the forward of 'net.0' (Linear)." in text
 
 
-def test_ignore_leaves_masks_out() -> None:
-    class Mask(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.masked_fill(torch.tensor([False, True]), -torch.inf)
-
-    class Masked(Deep):
-        def __init__(self) -> None:
-            super().__init__(BreaksForward)
-            self.mask = Mask()
-
-        def forward(self, features: Tensor) -> Tensor:
-            x = super().forward(features)
-            return x + self.mask(torch.cat([x, x * 0], 1)).softmax(1)[:, :1] * 0
-
-    assert "first in the forward of 'mask' (Mask), at update 0" in message(Masked())
-    assert "first in the forward of 'middle.1.1'" in message(Masked(), ignore=["mask*"])
-
-
 def test_the_module_is_named_with_skip_and_stop(caplog: pytest.LogCaptureFixture) -> None:
     found = []
     for choice in ("skip", "stop"):

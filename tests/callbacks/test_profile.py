@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import cProfile
 import gzip
 import json
 import pstats
@@ -12,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.messages import heard, warned
+from tests.support.messages import heard
 from tests.support.outcome import weights
 from tests.support.ranks import on_two_ranks
-from tests.support.tasks import Duel, Regression, duels, pairs, quiet, variant
+from tests.support.tasks import Regression, pairs, quiet, variant
 
-from drivetrain import CompileConfig, ConfigError, EarlyStopping, Freeze, LambdaCallback, Profile
+from drivetrain import EarlyStopping, LambdaCallback, Profile
 from drivetrain.core.registry import is_installed
 from drivetrain.testing import run_distributed
 
@@ -70,17 +69,6 @@ def test_trace_has_the_chosen_updates_alone_with_every_phase_by_name(tmp_path: P
     assert {name: found[name] for name in phases} == dict.fromkeys(phases, 3)
     assert found["data"] == 1 + 3  # update 10 begins an epoch
     assert not {"validation", "profiling"} & found.keys()
-
-
-def test_schedule_of_torchs_own_and_options_for_shapes(tmp_path: Path) -> None:
-    schedule = torch.profiler.schedule(skip_first=1, wait=0, warmup=1, active=2, repeat=1)
-    profile = Profile(schedule, "trace", folder=tmp_path, options={"record_shapes": True})
-    fitted(profile)
-    (trace,) = profile.files
-    assert updates(trace) == ["2", "3"]
-    with gzip.open(trace, "rt", encoding="utf-8") as file:
-        events = json.load(file)["traceEvents"]
-    assert any("Input Dims" in each.get("args", {}) for each in events)
 
 
 def test_resumed_run_counts_on_from_its_update_and_ends_with_the_same_weights(tmp_path: Path) -> None:
@@ -146,26 +134,6 @@ def test_table_counts_every_phase_and_hook(tmp_path: Path) -> None:
     assert by_name["forward"]["own_seconds"] == by_name["forward"]["seconds"]
     (text,) = told
     assert (tmp_path / "table-updates-0-8-rank-0.txt").read_text(encoding="utf-8") == f"{text}\n"
-    assert {line.split()[0] for line in text.splitlines()[2:]} >= {"forward", "other", "validation"}
-
-
-def test_table_counts_every_kind_of_update_and_saves_in_the_background(tmp_path: Path) -> None:
-    quiet(max_epochs=1, callbacks=[Profile(kinds="table", folder=tmp_path / "duel")]).fit(Duel(), duels())
-    found = calls(tmp_path / "duel")
-    assert found["forward"] == 3 * found["step"] == 33  # to each of two yields, and to the end
-    assert found["backward"] == found["optimizer"] == 22
-    fitted(Profile(kinds="table", folder=tmp_path / "parts"), 5, micro_batch=1)
-    found = calls(tmp_path / "parts")
-    assert found["forward"] == found["backward"] == 2 * found["optimizer"] == 10
-    fitted(Profile(kinds="table", folder=tmp_path / "cast"), 5, precision="bf16-true")
-    assert calls(tmp_path / "cast")["transfer"] == 5  # to bfloat16
-    freeze = Freeze("line.bias", until="4 steps")
-    fitted(Profile(kinds="table", folder=tmp_path / "freeze"), 8, callbacks=[freeze])
-    assert calls(tmp_path / "freeze")["forward"] == 8
-    fitted(Profile(kinds="table"), 12, run_dir=tmp_path, checkpoint="async")
-    found = calls(tmp_path / "profile")
-    assert found["CheckpointSaver.on_save"] == 12
-    assert found["saving"] >= 2
 
 
 def test_profiling_changes_no_weights_and_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -202,35 +170,6 @@ def test_an_error_leaves_what_was_recorded(tmp_path: Path) -> None:
     assert "aten::sum" in {each.key for each in after.key_averages()}
 
 
-def test_a_loop_that_is_left_and_a_fit_that_ends_early_write_what_there_is(tmp_path: Path) -> None:
-    trainer = quiet(max_steps=9, callbacks=[Profile({**ONE, "active": 9}, folder=tmp_path)])
-    for step in trainer.steps(Regression(), pairs()):
-        if step.update == 4:
-            break
-    assert updates(tmp_path / "trace-updates-2-4-rank-0.json.gz") == ["2", "3", "4"]
-    with warned("chose none of the updates 0 to 4, so none was recorded"):
-        fitted(Profile(folder=tmp_path / "late"), 5)
-    quiet(run_dir=tmp_path / "run", callbacks=[Profile()]).validate(Regression(), pairs(4))
-    assert not (tmp_path / "run" / "profile").exists()  # an evaluation outside a fit is not profiled
-
-
-def test_a_profiler_that_is_active_is_an_error_and_goes_on(tmp_path: Path) -> None:
-    with (
-        torch.profiler.profile() as outer,
-        pytest.raises(ConfigError, match="cannot record update 1: another profiler of torch is active"),
-    ):
-        fitted(Profile(ONE, folder=tmp_path))
-    assert "aten::addmm" in {each.key for each in outer.key_averages()}
-    of_python = cProfile.Profile()
-    of_python.enable()
-    try:
-        with pytest.raises(ConfigError, match="cannot record the Python functions of update 2: "):
-            fitted(Profile(ONE, "python", folder=tmp_path))
-    finally:
-        of_python.disable()
-    assert "mse_loss" in {key[2] for key in pstats.Stats(of_python).stats}  # type: ignore[attr-defined]
-
-
 def on_a_rank(folder: Path, strategy: str, ranks: Any) -> list[str]:
     profile = Profile(ONE, ranks=ranks)
     options: dict[str, Any] = {"max_epochs": 1, "run_dir": folder, "checkpoint": True, "max_grad_norm": 1.0}
@@ -262,32 +201,3 @@ def test_two_ranks_write_files_of_their_own(strategy: str, tmp_path: Path) -> No
         assert (counts["step"], counts["validation"], counts["data"]) == (5, 1, 5)
         assert content["rank"] == rank
     assert run(on_a_rank, tmp_path / "second", strategy, [1]) == [of_rank(1)] * 2
-
-
-def test_a_compiled_task_is_profiled(tmp_path: Path) -> None:
-    profile = Profile(ONE, folder=tmp_path)
-    quiet(max_steps=5, compile=CompileConfig(backend="eager"), callbacks=[profile]).fit(Regression(), pairs())
-    assert names(next(tmp_path.glob("trace-*")))["forward"] == 1
-    assert calls(tmp_path)["forward"] == 5
-
-
-def test_try_out_leaves_a_profile_without_a_run_directory_out_by_name(tmp_path: Path) -> None:
-    trainer = quiet(max_steps=5, run_dir=tmp_path, try_out="batches", callbacks=[Profile()])
-    with heard("Profile", level=20) as told:
-        trainer.fit(Regression(), pairs())
-    assert "left out" in told[0]
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_or_a_file_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"cannot make its folder .*file/profile.*Not a directory"):
-        fitted(Profile(folder=tmp_path / "file" / "profile"))
-    (tmp_path / "trace-updates-2-2-rank-0.json.gz").mkdir()
-    profile = Profile(ONE, folder=tmp_path)
-    with warned("could not write .*trace-updates-2-2-rank-0.json.gz: .*Is a directory.*not affected"):
-        task = fitted(profile)
-    assert weights(task) == weights(fitted(None))
-    table = "table-updates-0-7-rank-0"
-    assert [path.name for path in profile.files] == [f"{table}.txt", f"{table}.json"]
-    assert not list(tmp_path.glob(".partial*"))

@@ -80,16 +80,6 @@ def test_a_file_has_one_plain_line_per_interval(drive, capsys):
     assert lines_of(capsys)[0].startswith("epoch 1 | update 1 | train/loss ")
 
 
-def test_a_line_that_was_due_is_written_before_an_error(drive, capsys):
-    def fail(run):
-        raise RuntimeError("in the validation")
-
-    failing = LambdaCallback(on_evaluation_start=fail)
-    with pytest.raises(RuntimeError, match="in the validation"):
-        drive(failing, ProgressBar(), log_every=4, results=[{"loss": 0.5}]).fit()
-    assert lines_of(capsys)[0].startswith("epoch 1/1 | update 4/4 | train/loss ")
-
-
 def test_metrics_are_those_that_are_named_or_four_of_each_stage(drive, capsys):
     values = {"loss": 1.0} | {f"m{number}": 1.0 for number in range(6)}
     extra = LambdaCallback(on_log=lambda run: run.log("throughput/x", 1.0))
@@ -99,14 +89,6 @@ def test_metrics_are_those_that_are_named_or_four_of_each_stage(drive, capsys):
     assert "throughput" not in line
     drive(extra, ProgressBar(metrics=["throughput/x", "missing"]), log_every=9, results=[values]).fit()
     assert lines_of(capsys)[0] == "epoch 1/1 | update 4/4 | throughput/x 1"
-
-
-def test_a_terminal_that_cannot_hold_a_bar_gets_plain_lines(drive):
-    for kind, columns in (("dumb", 80), ("xterm", 0)):  # cannot move its cursor; has no known width
-        with terminal(kind, columns) as screen:
-            drive(ProgressBar(), log_every=4).fit()
-        assert screen.text.startswith("epoch 1/1 | update 4/4 | train/loss")
-        assert screen.text.count("\r") == screen.text.count("\r\n") == 1  # a terminal writes \r\n for \n
 
 
 @pytest.fixture
@@ -130,20 +112,6 @@ def test_a_terminal_gets_a_bar_that_ends_full_and_goes_on_after_a_resume(drive, 
     first = next(part for part in screen.text.split("\r") if "epoch" in part)
     assert "epoch 2/2:  50%" in first
     assert "4/8" in first
-
-
-@pytest.mark.usefixtures("every_draw")
-def test_evaluation_and_prediction_have_bars_that_disappear(drive):
-    run = drive(ProgressBar())
-    with terminal() as screen:
-        run.trainer.test(run.task, {"clean": run.train_data, "noisy": run.train_data[:3]})
-    assert all(part in screen.text for part in ("test clean: 100%", "4/4", "test noisy: 100%", "3/3"))
-    assert screen.text.rsplit("\r", 2)[-2].strip() == ""  # the line was wiped
-    assert "\n" not in screen.text
-    with terminal() as screen:
-        run.trainer.predict(run.task, run.train_data)
-    assert "predict: 100%" in screen.text
-    assert "\n" not in screen.text
 
 
 def test_a_bar_is_drawn_only_now_and_then_and_starts_no_thread(drive, monkeypatch):

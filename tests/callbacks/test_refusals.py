@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +14,9 @@ from tests.support.refusals import assert_refused
 from tests.support.tasks import Duel, Regression, duels, pairs, quiet
 from torch import nn
 
-from drivetrain import CheckpointConfig, CompileConfig
 from drivetrain import callbacks as cb
 from drivetrain.core.errors import ConfigError, MissingDependencyError, StrategyError
-from drivetrain.core.registry import is_installed
-from drivetrain.strategies import STRATEGIES, Strategy
+from drivetrain.strategies import STRATEGIES
 
 ONE = {"wait": 1, "warmup": 1, "active": 1}
 
@@ -29,51 +26,30 @@ def test_arguments_of_callbacks_that_act_are_refused() -> None:
     freeze, cut = cb.Freeze, cb.SequenceLength
     table: dict[str, tuple[Any, ...]] = {
         "mode": (partial(stopping, mode="mn"), "'mn'", "did you mean 'min'"),
-        "threshold_mode": (partial(stopping, threshold_mode="relative"), "threshold_mode", "'abs', 'rel'"),
         "metric": (partial(stopping, metric=None), "metric=", "'validation/loss'"),
         "patience 0": (partial(stopping, patience=0), "patience=", "at least 1"),
-        "patience of text": (partial(stopping, patience="3"), "patience=", "'3'"),
         "threshold": (partial(stopping, threshold=-0.1), "threshold=", "at least 0"),
-        "min_epochs": (partial(stopping, min_epochs="2"), "min_epochs="),
         "stop_at": (partial(stopping, stop_at="low"), "stop_at"),
-        "diverged_at": (partial(stopping, diverged_at=math.nan), "diverged_at"),
         "strict": (partial(stopping, strict=1), "strict"),
-        "check_finite": (partial(stopping, check_finite=None), "check_finite"),
-        "limits, min": (partial(stopping, stop_at=0.5, diverged_at=0.5), "diverged_at is the worse"),
         "limits, max": (partial(stopping, stop_at=0.5, diverged_at=0.9, mode="max"), "the worse of the two"),
         "min_delta": (partial(stopping, min_delta=0.1), "threshold"),
-        "stopping_threshold": (partial(stopping, stopping_threshold=0.1), "stop_at"),
-        "divergence_threshold": (partial(stopping, divergence_threshold=9.0), "diverged_at"),
         "action": (partial(spike, action="rolback"), "did you mean 'rollback'"),
-        "threshold 0": (partial(spike, threshold=0), "threshold"),
-        "window": (partial(spike, window=5), "window"),
         "max_rollbacks": (partial(spike, max_rollbacks=0), "max_rollbacks"),
         "limit of skip": (partial(spike, max_in_a_row=3), "max_in_a_row=3", "limit of 'skip'"),
-        "limit of rollback": (partial(spike, action="skip", max_rollbacks=3), "limit of 'rollback'"),
-        "sync": (partial(spike, sync=1), "sync"),
         "kind": (partial(average, kind="mean"), "kind"),
         "decay 1": (partial(average, decay=1.0), "below 1"),
-        "decay 0": (partial(average, decay=0), "decay"),
         "every of time": (partial(average, every="10 minutes"), "every=", "steps or whole epochs"),
-        "every of half an epoch": (partial(average, every="0.5 epochs"), "whole epochs"),
         "window of lawa": (partial(average, kind="lawa", window=0), "window"),
         "decay of swa": (partial(average, kind="swa", decay=0.9), "decay is for 'ema' alone"),
-        "window of ema": (partial(average, window=3), "window is for 'lawa' alone"),
-        "save": (partial(average, save=1), "save"),
         "no pattern": (partial(freeze, {}), "needs a pattern"),
-        "empty list": (partial(freeze, []), "patterns=", "blocks.*"),
-        "pattern of a number": (partial(freeze, {3: None}), "patterns=", "[3]"),
         "until twice": (partial(freeze, {"encoder": None}, until=3), "leave out until="),
         "until of time": (partial(freeze, "encoder", until="10 minutes"), "'10 minutes'"),
-        "misspelt unit": (partial(freeze, "encoder", until="2 epoks"), "did you mean 'epochs'"),
         "misspelt until": (partial(freeze, "encoder", unitl="2 epochs"), "did you mean 'until'"),
         "exclude": (partial(freeze, "encoder", exclude=[1]), "exclude=", "[1]"),
         "length 0": (partial(cut, 0), "at least 1"),
         "point of time": (partial(cut, {0: 8, "1 hour": 16}), "steps, whole epochs, or samples"),
         "dimension 0": (partial(cut, 8, fields={"labels": 0}), "dimension 0 counts samples"),
         "no fields": (partial(cut, 8, fields=()), "is empty"),
-        "field of a number": (partial(cut, 8, fields=3.5), "names of the batch's tensors"),
-        "field of a list": (partial(cut, 8, fields=[["labels"]]), "[['labels']]"),
         "cache": (partial(cb.EmptyCache, every=0), "every"),
         "hook": (partial(cb.LambdaCallback, on_step_ends=print), "did you mean 'on_step_end'"),
         "no function": (partial(cb.LambdaCallback, on_log=3), "on_log", "function"),
@@ -85,45 +61,24 @@ def test_arguments_of_callbacks_that_watch_are_refused() -> None:
     profile, stats, histograms = cb.Profile, cb.ActivationStats, cb.WeightHistograms
     table: dict[str, tuple[Any, ...]] = {
         "kind": (partial(profile, kinds="traces"), "did you mean 'trace'"),
-        "no kind": (partial(profile, kinds=()), "'table', 'trace', 'memory', 'python'"),
         "ranks": (partial(profile, ranks=-1), "ranks", "at least 0"),
-        "no ranks": (partial(profile, ranks=[]), "empty list"),
-        "schedule without active": (partial(profile, {"wait": 1, "warmup": 1}), "no 'active'"),
         "misspelt active": (partial(profile, {**ONE, "actve": 1}), "did you mean 'active'"),
-        "active 0": (partial(profile, {**ONE, "active": 0}), "'active'", "at least 1"),
-        "schedule": (partial(profile, 20), "mapping"),
         "schedule of a table": (partial(profile, ONE, "table"), "no effect on 'table'"),
         "folder": (partial(profile, folder=3), "folder=", "local disk"),
         "options": (partial(profile, options=3), "options=", "record_shapes"),
         "misspelt option": (partial(profile, options={"record_shape": True}), "did you mean 'record_shapes'"),
-        "option of a trace": (partial(profile, ONE, "memory", options={"record_shapes": True}), "'trace'"),
         "two profilers": (
             partial(profile, ONE, ("trace", "python"), options={"with_stack": True}), "only slot"),
         "statistic": (partial(stats, statistics=("mean", "median")), "'median'", "did you mean 'mean'"),
-        "no statistics": (partial(stats, statistics=()), "statistics=()"),
-        "statistics": (partial(stats, statistics=3), "statistics=3"),
         "pattern": (partial(stats, patterns=["a", 1]), "patterns=", "glob"),
-        "interval": (partial(stats, every="0.5 epochs"), "every=", "whole epochs"),
         "interval of time": (partial(histograms, every="10 minutes"), "every=", "whole epochs"),
-        "no pattern": (partial(histograms, patterns=()), "patterns=", "blocks.*"),
-        "pattern of a number": (partial(histograms, patterns=3), "globs", "3"),
         "bins": (partial(histograms, bins=0), "bins=", "at least 1"),
-        "misspelt": (partial(histograms, gradient=True), "did you mean 'gradients'"),
         "over_ranks": (partial(cb.DeviceStats, over_ranks="sum"), "over_ranks", "'sum'"),
-        "interval of device": (partial(cb.DeviceStats, every="1 minute"), "every=", "whole epochs"),
         "depth": (partial(cb.ModelSummary, depth=-1), "depth=-1"),
-        "depth of text": (partial(cb.ModelSummary, depth="2"), "depth='2'"),
-        "sizes": (partial(cb.ModelSummary, sizes="yes"), "sizes="),
         "module": (partial(cb.summarize, "net"), "module", "'net'"),
         "lazy": (lambda: cb.summarize(nn.LazyLinear(3), batch=torch.ones(2, 2)), "lazy"),
         "ignore": (partial(cb.NonFiniteDetector, "mask"), "ignore='mask'"),
-        "peak_flops": (partial(cb.Throughput, peak_flops=0), "peak_flops", "above 0"),
-        "flops_per_sample": (partial(cb.Throughput, flops_per_sample=-1), "flops_per_sample"),
-        "measure_flops": (partial(cb.Throughput, measure_flops="no"), "measure_flops="),
-        **{
-            f"data_hint {hint}": (partial(cb.Throughput, data_hint=hint), "data_hint", "below 1", repr(hint))
-            for hint in (1.0, 0, True, "20%", math.nan)
-        },
+        "data_hint": (partial(cb.Throughput, data_hint=1.0), "data_hint", "below 1"),
     }  # fmt: skip
     assert_refused(ConfigError, table)
 
@@ -132,20 +87,15 @@ def test_callbacks_that_do_not_fit_the_trainer_are_refused_when_it_is_made(tmp_p
     def with_callbacks(*callbacks: Any, **options: Any) -> Any:
         return partial(quiet, max_steps=1, callbacks=callbacks, **options)
 
-    weights_only = CheckpointConfig(resumable=False)
     ramp = cb.SequenceLength({0: 4, "9 samples": 8})
     table: dict[str, tuple[Any, ...]] = {
         "two averages": (with_callbacks(cb.WeightAverage(), cb.WeightAverage("swa")), "2 WeightAverage"),
         "average in two precisions": (
             with_callbacks(cb.WeightAverage(), evaluation_precision="bf16-true"), "evaluation_precision"),
         "two freezes": (with_callbacks(cb.Freeze("a"), cb.Freeze("b")), "2 Freeze", "one another"),
-        "two throughputs": (with_callbacks(cb.Throughput(), cb.Throughput()), "2 Throughput", "give one"),
-        "two profiles": (with_callbacks(*(cb.Profile(folder=tmp_path) for _ in "12")), "2 Profile"),
         "profile without a directory": (with_callbacks(cb.Profile()), "Profile(folder="),
         "profile of no rank": (with_callbacks(cb.Profile(ranks=[0, 1], folder=tmp_path)), "has rank 1"),
         "rollback without checkpoints": (with_callbacks(cb.LossSpike("rollback")), "checkpoint=False"),
-        "rollback to weights": (
-            with_callbacks(cb.LossSpike("rollback"), checkpoint=weights_only), "action='rollback'"),
         "skipped samples": (with_callbacks(ramp, on_bad_batch="skip"), "on_bad_batch='skip'"),
         "cache of a CPU": (with_callbacks(cb.EmptyCache(every=1)), "EmptyCache on 'cpu'"),
         "detector": (with_callbacks(cb.NonFiniteDetector(), compile=True), "compile=False"),
@@ -158,41 +108,27 @@ def test_strategies_that_cannot_do_what_a_callback_asks_are_refused_by_name() ->
     def on(callback: Any, name: str, loggers: Any = ()) -> Any:
         return lambda: callback.check_trainer(quiet(loggers=loggers), STRATEGIES[name])
 
-    on_xla = SimpleNamespace(name="xla", sharded=False, device=torch.device("xla"))
     batch = cb.ModelSummary(batch=torch.ones(1))
     table: dict[str, tuple[Any, ...]] = {
-        **{
-            f"average {name}": (on(cb.WeightAverage(), name), f"'{name}'", "own")
-            for name in ("deepspeed", "xla_fsdp", "xla_fsdp_v2")
-        },
+        "average": (on(cb.WeightAverage(), "deepspeed"), "'deepspeed'", "own"),
+        "average of xla": (on(cb.WeightAverage(), "xla_fsdp"), "'xla_fsdp'", "own"),
         "skip": (on(cb.LossSpike("skip"), "xla"), "action='skip'", "'xla'"),
         "norms": (on(cb.GradientNorms(), "deepspeed"), "GradientNorms with strategy 'deepspeed'"),
-        "norms of xla": (on(cb.GradientNorms(), "xla_fsdp"), "GradientNorms with strategy 'xla_fsdp'"),
         "gradients": (on(cb.WeightHistograms(gradients=True), "deepspeed", "jsonl"), "gradients=True"),
         "shards": (on(cb.WeightHistograms(), "xla_fsdp", "jsonl"), "WeightHistograms with", "'xla_fsdp'"),
         "summary of shards": (
             lambda: quiet(strategy="fsdp", devices=2, callbacks=[batch]), "'fsdp'", "print(summarize"),
-        "summary of xla": (lambda: batch.check_trainer(None, on_xla), "'xla'", "drivetrain sum"),
     }  # fmt: skip
-    for name in ("deepspeed", "xla", "xla_fsdp", "xla_fsdp_v2"):
-        device = torch.device("cpu" if name == "deepspeed" else "xla")
-        strategy = SimpleNamespace(name=STRATEGIES[name].name, device=device)
+    for name in ("deepspeed", "xla"):
+        strategy = SimpleNamespace(name=name, device=torch.device("cpu" if name == "deepspeed" else "xla"))
         check = partial(cb.MemoryReport().check_trainer, quiet(), strategy)
         table[f"memory {name}"] = (check, f"MemoryReport with strategy '{name}'")
-    if is_installed("deepspeed"):
-        zero = partial(quiet, max_epochs=1, strategy="zero2", devices=1, callbacks=[cb.MemoryReport()])
-        table["memory zero2"] = (zero, "'deepspeed'", "reduce_bucket_size")
     assert_refused(StrategyError, table)
     on(cb.WeightHistograms(), "deepspeed", "jsonl")()
 
 
 def test_skip_on_an_accelerator_has_to_be_allowed_to_wait() -> None:
-    class Accelerator(Strategy):
-        name = "accelerator"
-        device = torch.device("cuda")
-        no_skipping = ""
-
-    kind: Any = Accelerator
+    kind: Any = SimpleNamespace(name="accelerator", device=torch.device("cuda"), no_skipping="")
     skip = partial(cb.LossSpike("skip").check_trainer, quiet(), kind)
     assert_refused(ConfigError, {"skip": (skip, "action='skip'", "'cuda'", "sync=True")})
     cb.LossSpike("skip", sync=True).check_trainer(quiet(), kind)
@@ -203,10 +139,8 @@ def test_a_fit_refuses_names_that_match_nothing_with_the_nearest(tmp_path: Path)
         trainer = quiet(max_epochs=1, log_every="2 steps", callbacks=[callback], **options)
         return lambda: trainer.fit(task or Regression(), data or pairs())
 
-    spikes = {"checkpoint": True, "run_dir": tmp_path}
     fragile = Fragile(), marked([GOOD] * 16, 2)
     table: dict[str, tuple[Any, ...]] = {
-        "rollback": (fit(cb.LossSpike(metric="los"), **spikes), "metric='los'", "did you mean 'loss'"),
         "skip": (fit(cb.LossSpike("skip", metric="los")), "metric='los'", "did you mean 'loss'"),
         "skip of several": (fit(cb.LossSpike("skip"), Duel(), duels()), "'loss'", "'discriminator_loss'"),
         "detector": (fit(cb.NonFiniteDetector(["net*", "nett*"]), *fragile), "'nett*'"),
@@ -214,7 +148,6 @@ def test_a_fit_refuses_names_that_match_nothing_with_the_nearest(tmp_path: Path)
         "histograms": (
             fit(cb.WeightHistograms(patterns="lines.weight"), loggers="jsonl", run_dir=tmp_path / "logs"),
             "no parameter", "did you mean 'line.weight'"),
-        "memory": (fit(cb.MemoryReport(), compile=CompileConfig(backend="eager")), "compile=False"),
         "profile": (fit(cb.Profile(lambda number: 3, folder=tmp_path)), "returned 3 for update 0"),
     }  # fmt: skip
     assert_refused(ConfigError, table)

@@ -129,14 +129,6 @@ def test_sequence_length_finds_and_cuts_all_that_goes_with_the_tokens() -> None:
     assert fit(batch(), SequenceLength(5)) == expected
 
 
-def test_fields_alone_are_cut() -> None:
-    found = fit(batch(), SequenceLength(5, fields={"input_ids": 1, "mask": (2, 3)}))
-    assert (found["input_ids"], found["mask"], found["labels"]) == ((2, 5), (2, 1, 5, 5), (2, 8))
-    pair = (torch.zeros(2, 8, dtype=torch.long), torch.zeros(2, 6, dtype=torch.long))
-    assert fit(pair, SequenceLength(5, fields=[0])) == {0: (2, 5), 1: (2, 6)}
-    assert fit(pair, SequenceLength(5, fields=(0, 1))) == {0: (2, 5), 1: (2, 5)}
-
-
 def test_a_first_batch_that_cannot_be_cut_is_refused() -> None:
     def cut(data: Any, **options: Any) -> Any:
         return lambda: fit(data, SequenceLength(5, **options))
@@ -145,12 +137,8 @@ def test_a_first_batch_that_cannot_be_cut_is_refused() -> None:
     unsure = "cannot tell whether to cut"
     table: dict[str, tuple[Any, ...]] = {
         "short": (cut(batch(5)), "nothing to cut", "5 tokens"),
-        "image": (cut({"image": torch.zeros(2, 3, 8, 8)}), "no tensor of tokens"),
         "labels": (cut({**batch(), "labels": torch.zeros(2, 6, dtype=torch.long)}), unsure, "'labels'"),
-        "heads": (cut({**batch(), "heads": torch.zeros(2, 3, 8)}), unsure, "'heads'"),
-        "packed": (cut({**batch(), "cu_seqlens": torch.zeros(3)}), unsure, "'cu_seqlens'"),
         "misspelt": (cut(batch(), fields="label"), "did you mean 'labels'"),
-        "dimension": (cut(batch(), fields={"labels": 2}), "dimension 2 of 'labels'"),
         "padded left": (cut({**batch(), "attention_mask": left}), "padding at their beginning"),
         "two": (lambda: fit(batch(), SequenceLength(5), SequenceLength(4)), "two SequenceLengths"),
     }

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader
 
 from drivetrain import CheckpointConfig, OptimizerConfig, Run
-from drivetrain.callbacks import Callback, LossSpike, WeightAverage
+from drivetrain.callbacks import Callback, WeightAverage
 from drivetrain.checkpoint.weights.load import load_weights
 from drivetrain.core.errors import CheckpointError, ConfigError
 
@@ -197,15 +197,6 @@ def test_batch_norms_are_renewed_at_the_end_and_only_then(tmp_path: Path) -> Non
     assert task.norm.momentum == 0.1
     assert torch.equal(load_weights(result.model_path)["norm.running_mean"], task.norm.running_mean)
 
-    class Endless:
-        def __iter__(self) -> Any:
-            while True:
-                yield from pairs()
-
-    with pytest.raises(ConfigError, match="no known length"):
-        quiet(max_steps=1, callbacks=[WeightAverage("swa")]).fit(normed(), Endless())
-    quiet(max_steps=1, callbacks=[WeightAverage("swa", every=1, save=False)]).fit(normed(), Endless())
-
 
 def test_an_error_in_a_validation_leaves_the_trained_weights() -> None:
     def fails(self: Any, batch: Any) -> Any:
@@ -215,30 +206,6 @@ def test_an_error_in_a_validation_leaves_the_trained_weights() -> None:
     with pytest.raises(ValueError, match="broken"):
         quiet(max_epochs=1, callbacks=[WeightAverage(decay=0.5), seen]).fit(task, pairs(), pairs(4))
     assert torch.equal(flat(task), seen.after[-1])
-
-
-def test_a_fit_after_a_rollback_begins_a_new_average(tmp_path: Path) -> None:
-    class Spiking(Regression):
-        """The loss of one step is a spike."""
-
-        steps, spike = 0, 0
-
-        def training_step(self, batch: Any) -> Tensor:
-            self.steps += 1
-            return self.loss(self(batch[0]), batch) * (1e4 if self.steps == self.spike else 1.0)
-
-    average = WeightAverage("swa", every=1)
-    spike = LossSpike("rollback", window=10, threshold=1000)
-    policy = CheckpointConfig(every="4 steps", best=0, by=None)
-    found: list[Spiking] = []
-    for number, callbacks in enumerate(([average, spike], [average, spike], [WeightAverage("swa", every=1)])):
-        options: Any = {"max_steps": 20, "log_every": 1, "checkpoint": policy}
-        trainer = quiet(callbacks=callbacks, run_dir=tmp_path / str(number), **options)
-        found.append(Spiking())
-        found[-1].spike = 0 if number else 15
-        trainer.fit(found[-1], pairs(60))
-        assert number or spike.rollbacks == 1
-    assert weights(found[1]) == weights(found[2])
 
 
 def test_weights_of_16_bits_are_averaged_in_float32() -> None:
@@ -251,22 +218,3 @@ def test_weights_of_16_bits_are_averaged_in_float32() -> None:
     # In 16 bits each of these steps would be lost in rounding.
     assert torch.equal(flat(task), by_hand.to(torch.bfloat16))
     assert not torch.equal(flat(task), seen.after[0])
-
-
-def test_complex_weights_are_averaged_whole() -> None:
-    turn = {"forward": lambda self, features: self.line(features * (self.phase * features).abs())}
-    task, seen = variant(**turn)(), Trajectory()
-    task.phase = nn.Parameter(torch.ones(4) * (1 + 2j))
-    quiet(max_steps=6, callbacks=[WeightAverage(decay=0.9), seen]).fit(task, pairs(12))
-    average = seen.after[0]
-    for each in seen.after[1:]:
-        average = 0.9 * average + 0.1 * each
-    assert average.is_complex()
-    torch.testing.assert_close(flat(task), average, rtol=1e-5, atol=1e-6)
-
-
-def test_a_fit_that_averages_nothing_warns() -> None:
-    for points in ({"every": "5 epochs"}, {"start": "3 epochs"}):
-        with warned("WeightAverage: no point of every=.* came in the 10 updates of this fit"):
-            quiet(max_epochs=2, callbacks=[WeightAverage("swa", **points)]).fit(Regression(), pairs())
-    quiet(max_epochs=2, callbacks=[WeightAverage("swa", start="1 epoch")]).fit(Regression(), pairs())

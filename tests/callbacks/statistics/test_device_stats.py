@@ -18,7 +18,6 @@ from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain import DeviceStats
-from drivetrain.callbacks.statistics import device_stats
 
 OF_HOST = {
     "cpu_percent": 12.0,
@@ -70,23 +69,6 @@ def test_the_values_are_those_of_psutil(tmp_path: Path, monkeypatch: pytest.Monk
     assert all(found[name] > 0 for name in RATES)
     for name in found:  # which no comparison of two runs compares
         assert any(fnmatchcase(f"device/{name}", each) for each in DeviceStats.timed_names)
-
-
-def test_a_rate_is_the_growth_since_the_last_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    times, counts = iter([10.0, 12.0, 12.5]), iter([100, 160, 170])
-    monkeypatch.setattr(device_stats, "time", SimpleNamespace(perf_counter=lambda: next(times)))
-    rate = device_stats._Rate(lambda: next(counts))
-    assert [rate(), rate(), rate()] == [0.0, 30.0, 20.0]
-
-
-def test_a_value_that_the_machine_does_not_tell_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    psutil_of(monkeypatch)
-    monkeypatch.setattr(psutil, "disk_io_counters", lambda: None)  # as without /proc/diskstats
-    with heard("does not tell", logging.INFO) as texts:
-        result = quiet(max_steps=4, log_every=1, callbacks=[DeviceStats()]).fit(Regression(), pairs())
-    assert len(texts) == 1
-    assert "disk_read_bytes_per_second, disk_written_bytes_per_second" in texts[0]
-    assert {name for name in RATES if name.startswith("net")} == values(result.metrics).keys() - {*OF_HOST}
 
 
 def on_ranks() -> list[dict[str, float]]:

@@ -5,13 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tests.support.messages import heard, warned
-from tests.support.tasks import FEATURES, pairs, quiet, variant
+from tests.support.tasks import pairs, quiet, variant
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain.callbacks import LambdaCallback, Throughput
 from drivetrain.callbacks.statistics import throughput
-from drivetrain.data import Feed, Transfer, as_source
+from drivetrain.callbacks.statistics.peaks import peak_flops
 
 # Of Linear(16, 8) and Linear(8, 1) on one sample, a multiplication and an addition each: forward, the
 # gradient of the weights, and that of the inputs, which the first layer does not need.
@@ -80,73 +79,15 @@ def test_operations_are_counted_in_the_first_update_or_given(drive):
     assert late.state_dict()["flops_per_sample"] == 2 * (2 * 16 * 100)
 
 
-def test_attempts_that_ran_out_of_memory_are_not_counted():
-    def forward(self, features):
-        outputs = self.line(features)
-        if len(features) > limit[0]:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return outputs
-
-    limit = []
-    for limit[:] in ([99], [4]):
-        task = variant(forward=forward)()
-        callback = Throughput()
-        quiet(max_epochs=1, micro_batch="auto", callbacks=[callback]).fit(task, pairs(32, 16))
-        assert callback.state_dict() == {"flops_per_sample": 4 * FEATURES}
-
-
-def test_a_compiled_task_is_counted_and_still_compiled_afterwards(drive):
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda task, features: task(features).square().mean(), backend=backend)
-    callback = Throughput()
-    drive(callback, step=compiled, updates_per_epoch=3).fit()
-    assert callback.state_dict() == {"flops_per_sample": FLOPS_PER_SAMPLE}
-    assert graphs
-    torch._dynamo.reset()
-
-
-def modes_of(*callbacks, drive, **options):
-    """In which updates operations were counted, and the run."""
-    modes = []
-    watch = LambdaCallback(
-        on_before_optimizer_step=lambda run: modes.append(torch._C._len_torch_dispatch_stack())
-    )
-    resume = options.pop("resume", None)
-    run = drive(*callbacks, watch, **options).fit(resume=resume)
-    return modes, run
-
-
-def test_a_count_comes_from_the_checkpoint_or_is_made_once(drive, tmp_path):
+def test_a_resumed_run_has_the_count_of_its_checkpoint(drive, tmp_path):
     drive(Throughput(), updates_per_epoch=2, run_dir=tmp_path).fit()
-    options = {"epochs": 3, "updates_per_epoch": 2, "run_dir": tmp_path, "resume": "auto"}
-    modes, resumed = modes_of(Throughput(), drive=drive, **options)
+    modes = []
+    mode = lambda run: modes.append(torch._C._len_torch_dispatch_stack())  # noqa: E731
+    watch = LambdaCallback(on_before_optimizer_step=mode)
+    run = drive(Throughput(), watch, epochs=3, updates_per_epoch=2, run_dir=tmp_path).fit(resume="auto")
     assert modes == [0, 0, 0, 0]
-    point = values(resumed.history[-1])
+    point = values(run.history[-1])
     assert point["model_flops_per_second"] == pytest.approx(FLOPS_PER_SAMPLE * point["samples_per_second"])
-
-    def step(task, features):  # without matrix products
-        return sum(each.square().sum() for each in task.parameters())
-
-    modes, run = modes_of(Throughput(), drive=drive, step=step, updates_per_epoch=4)
-    assert modes == [1, 0, 0, 0]
-    assert "model_flops_per_second" not in values(run.history[-1])
-
-
-def test_an_exception_in_the_counted_update_ends_the_counting(drive):
-    def fail(task, features):
-        task(features)
-        raise RuntimeError("lost")
-
-    with pytest.raises(RuntimeError, match="lost"):
-        drive(Throughput(), step=fail).fit()
-    assert torch._C._len_torch_dispatch_stack() == 0
-    drive(Throughput(), updates_per_epoch=2).fit()
 
 
 def test_long_waits_for_data_are_hinted_at_once_unless_nobody_asks(drive):
@@ -161,15 +102,11 @@ def test_long_waits_for_data_are_hinted_at_once_unless_nobody_asks(drive):
         assert ["num_workers" in each for each in lines] == [True] * hinted
 
 
-def test_advice_for_data_can_be_followed():
-    data = TensorDataset(torch.zeros(4, 2))
-    for changes in (False, True):
-        advice = as_source(data, "training", 0, changes=changes, batch_size=2, num_workers=2).advice
-        assert ("start anew" in advice) == ("a DataLoader with persistent_workers=True" in advice) == changes
-    for given, advised in (
-        ({}, "num_workers=2 or more"),
-        ({"num_workers": 2}, "persistent_workers=True"),
-        ({"num_workers": 2, "persistent_workers": True}, "More than num_workers=2"),
-    ):
-        feed = Feed(as_source(DataLoader(data, **given), "training", 0), Transfer(torch.device("cpu")))
-        assert advised in feed.advice
+def test_a_known_gpu_has_its_peak_and_no_other_takes_a_row_whose_name_it_contains():
+    tera = {"NVIDIA H200": 989.5, "NVIDIA H200 NVL": 835.5, "NVIDIA GH200 480GB": 989.5, "NVIDIA A10": 125}
+    others = ["NVIDIA A10G", "NVIDIA A1000", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", ""]
+    expected = {**{name: each * 1e12 for name, each in tera.items()}, **dict.fromkeys(others)}
+    assert {name: peak_flops(name, torch.float16) for name in expected} == expected
+    assert peak_flops("NVIDIA H200", torch.float32) == 67e12
+    assert peak_flops("NVIDIA H200", torch.float32, tf32=True) == 494.5e12
+    assert peak_flops("NVIDIA H200", torch.float64) is None

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tests.callbacks.statistics.test_gradient_norms import Layers
-from tests.support.messages import heard
 from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Duel, Regression, duels, pairs, quiet
 from torch import Tensor, nn
-from torch.utils.tensorboard import SummaryWriter
 
-from drivetrain import Callback, ConfigError, LambdaCallback, Run, WeightHistograms
+from drivetrain import Callback, Run, WeightHistograms
 from drivetrain.core.registry import is_installed
 from drivetrain.loggers import Histogram
 from drivetrain.testing import run_distributed
@@ -98,20 +94,6 @@ def test_patterns_choose_parameters_and_frozen_ones_are_left_out_without() -> No
     assert set(points[-1][1]) == {f"{kind}/{net}" for kind in ("weights", "gradients") for net in nets}
 
 
-def test_gradients_are_counted_only_in_updates_that_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted, inner = [], torch.bincount
-
-    def count(*given: Any, **more: Any) -> Any:
-        counted.append(1)
-        return inner(*given, **more)
-
-    monkeypatch.setattr(torch, "bincount", count)
-    chosen = {"gradients": True, "patterns": "line.weight"}
-    kept_of(Regression(), pairs(40), max_steps=9, log_every="4 steps", histograms=chosen)
-    # Weights and gradients after updates 4, 8 and 9; after update 1 a log point may follow, and did not.
-    assert len(counted) == 2 * 3 + 1
-
-
 def parameters(**values: Tensor) -> Regression:
     """A regression with frozen parameters of these values besides."""
     task = Regression()
@@ -141,9 +123,18 @@ def layers() -> Layers:
     return task
 
 
+class Ungathered(WeightHistograms):
+    """Fails where anything is gathered from shards."""
+
+    def on_log(self, run: Run) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.distributed, "all_gather_into_tensor", None)
+            super().on_log(run)
+
+
 def on_ranks(strategy: str, gradients: bool) -> list[tuple[int, dict[str, Histogram]]]:
     kept, by_hand = Kept(), ByHand()
-    callbacks = [WeightHistograms(bins=5, gradients=gradients), by_hand]
+    callbacks = [Ungathered(bins=5, gradients=gradients), by_hand]
     options: Any = {"devices": 2, "max_steps": 3, "log_every": "1 step", "loggers": kept}
     quiet(strategy=strategy, **options, callbacks=callbacks).fit(layers(), pairs(12, batch_size=2))
     for (_, histograms), tensors in zip(kept.points, by_hand.tensors, strict=False):
@@ -172,62 +163,29 @@ def test_shards_add_up_to_the_counts_of_one_process(strategy: str) -> None:
         assert counts[0] == counts[1]
 
 
-def gathered_at_a_log_point() -> list[int]:
-    gathered: list[int] = []
-    inner = torch.distributed.all_gather_into_tensor
-
-    def watch(run: Run) -> None:
-        def noted(*given: Any, **more: Any) -> Any:
-            gathered.append(1)
-            return inner(*given, **more)
-
-        torch.distributed.all_gather_into_tensor = noted
-
-    def unwatch(run: Run) -> None:
-        torch.distributed.all_gather_into_tensor = inner
-
-    callbacks = [LambdaCallback(on_log=watch), WeightHistograms(), LambdaCallback(on_log=unwatch)]
-    options: Any = {"strategy": "fsdp", "devices": 2, "max_steps": 1, "loggers": Kept()}
-    quiet(**options, callbacks=callbacks).fit(Layers(), pairs(8))
-    return gathered
-
-
-def test_nothing_is_gathered_from_shards() -> None:
-    assert on_two_ranks(gathered_at_a_log_point) == [[], []]
-
-
 def event_histograms(directory: Path) -> dict[str, list[Any]]:
     reader = EventAccumulator(str(directory), size_guidance={"histograms": 0})
     reader.Reload()
     return {tag: reader.Histograms(tag) for tag in reader.Tags()["histograms"]}
 
 
-def test_tensorboard_shows_what_its_own_writer_shows(tmp_path: Path) -> None:
-    task = Layers()
-    options: Any = {"max_steps": 1, "loggers": "tensorboard", "run_dir": tmp_path / "ours"}
-    quiet(**options, callbacks=[WeightHistograms(bins=9)]).fit(task, pairs())
-    writer = SummaryWriter(str(tmp_path / "theirs"))
-    for name, each in task.named_parameters():
-        values = each.detach().numpy()
-        # `bins=9` fails in the writer with numpy 2 for a tensor of one value, as a scalar is.
-        edges = np.histogram_bin_edges(values, 9)
-        writer.add_histogram(f"weights/{name}", values, 1, bins=edges)
-    writer.close()
-    ours, theirs = event_histograms(tmp_path / "ours"), event_histograms(tmp_path / "theirs")
-    assert ours.keys() == theirs.keys()
-    for tag, (each,) in ours.items():
-        (their,) = theirs[tag]
-        mine, other = each.histogram_value, their.histogram_value
-        assert each.step == their.step == 1
-        assert (mine.min, mine.max, mine.num) == (other.min, other.max, other.num)
-        assert mine.sum == pytest.approx(other.sum, abs=1e-6)
-        assert mine.sum_squares == pytest.approx(other.sum_squares, rel=1e-6)
-        # Theirs leaves out empty buckets at both ends.
-        filled = [count for count in mine.bucket if count], [count for count in other.bucket if count]
-        assert filled[0] == filled[1]
-        start = mine.bucket.index(filled[0][0]) - 1
-        limits = mine.bucket_limit[start:][: len(other.bucket_limit)]
-        assert limits == pytest.approx(other.bucket_limit, rel=1e-6, abs=1e-7)
+def test_tensorboard_shows_histograms(tmp_path: Path) -> None:
+    kept = Kept()
+    options: Any = {"max_steps": 1, "loggers": ["tensorboard", kept], "run_dir": tmp_path}
+    quiet(**options, callbacks=[WeightHistograms(bins=9)]).fit(Layers(), pairs())
+    shown = event_histograms(tmp_path)
+    ((_, expected),) = kept.points
+    assert shown.keys() == expected.keys()
+    for tag, (each,) in shown.items():
+        found, wanted = each.histogram_value, expected[tag]
+        assert each.step == 1
+        assert (found.min, found.max, found.num) == (wanted.minimum, wanted.maximum, sum(wanted.counts))
+        assert (found.sum, found.sum_squares) == (wanted.sum, wanted.sum_of_squares)
+        filled = [count for count in found.bucket if count]
+        assert filled == [count for count in wanted.counts if count]
+        start = found.bucket.index(filled[0])
+        edges = wanted.edges[1:][[bool(count) for count in wanted.counts].index(True) :]
+        assert found.bucket_limit[start:][: len(edges)] == edges
 
 
 def test_json_lines_hold_them_and_the_history_leaves_them_out(tmp_path: Path) -> None:
@@ -240,18 +198,3 @@ def test_json_lines_hold_them_and_the_history_leaves_them_out(tmp_path: Path) ->
     assert len(stored["edges"]) == 4
     assert sum(stored["counts"]) == 4
     assert result.history == [{"step": 2, "train/loss": rows[0]["train/loss"]}, rows[2]]
-
-
-def test_a_logger_without_histograms_is_named_once(tmp_path: Path) -> None:
-    options = {"max_steps": 4, "log_every": 1, "loggers": ("csv", "jsonl"), "run_dir": tmp_path}
-    with heard("histograms", logging.INFO) as texts:
-        quiet(**options, callbacks=[WeightHistograms()]).fit(Regression(), pairs())
-    assert texts == ["WeightHistograms: CSVLogger takes no histograms, and gets none"]
-
-
-def test_log_histogram_is_for_log_points_and_try_out_has_none() -> None:
-    histogram = Histogram([0.0, 1.0], [1], 0.0, 1.0, 1.0, 1.0)
-    early = LambdaCallback(on_step_end=lambda run: run.log_histogram("mine", histogram))
-    with pytest.raises(ConfigError, match=r"run.log_histogram\('mine', ...\) is for on_log"):
-        quiet(max_steps=1, callbacks=[early]).fit(Regression(), pairs())
-    quiet(max_steps=1, try_out="batches", callbacks=[WeightHistograms()]).fit(Regression(), pairs())
