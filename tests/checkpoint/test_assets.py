@@ -12,9 +12,7 @@ import xxhash
 
 from drivetrain.checkpoint import DirectoryCheckpointIO, Snapshot, copy_assets, read_manifest, verify
 from drivetrain.checkpoint.format.strict_json import seal, unseal
-from drivetrain.checkpoint.inspection.compare import compare
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError
-from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.core.errors import CheckpointError
 
 FILES = {"config.json": b'{"model": 1}', "empty": b"", "parts/de/x.bin": bytes(range(256)) * 5000}
@@ -109,23 +107,3 @@ def test_a_list_of_assets_that_leads_out_or_is_malformed_is_damage(tmp_path: Pat
             with pytest.raises(DamagedCheckpointError):
                 read(path)
         assert not (tmp_path / "out").exists()
-
-
-def test_assets_are_kept_in_an_object_store(tmp_path: Path) -> None:
-    place = f"memory://{tmp_path.name}/c"
-    save(place)
-    verify(place)
-    copy_assets(place, tmp_path / "out")
-    assert contents(tmp_path / "out") == FILES
-    copy_assets(place, f"memory://{tmp_path.name}/copied")
-    files = file_system(place)
-    assert set(files.entries(f"memory://{tmp_path.name}/copied")) == {"config.json", "empty", "parts"}
-    DirectoryCheckpointIO().remove(place)
-    assert files.entries(place) == {}
-
-
-def test_a_comparison_names_the_asset_that_differs(tmp_path: Path) -> None:
-    first = save(str(tmp_path / "a"))
-    assert compare(first, save(str(tmp_path / "b"))).is_same
-    other = compare(first, save(str(tmp_path / "c"), {**FILES, "empty": b"x"}))
-    assert {(each.section, each.name.partition(".")[0]) for each in other.values} == {("assets", "empty")}

@@ -4,14 +4,13 @@
 """
 
 import random
-from contextlib import suppress
 
 import pytest
 import torch
 from tests.campaigns.checkpoints import run_campaign
 from tests.campaigns.life import Life, content, differences
 from tests.campaigns.processes import run_shards
-from tests.support.fault_kinds import OPERATIONS, Fault, Killed
+from tests.support.fault_kinds import OPERATIONS, Fault
 from tests.support.faults import FaultyFileSystem, read_bytes
 from tests.support.memory import MemoryDisk, MemoryObjects
 from tests.support.messages import warned
@@ -54,46 +53,6 @@ def test_a_fault_of_one_process_of_two_does_no_harm(tmp_path):
     assert sum(each.loads for each in outcomes) > 12
 
 
-class Unsynced(FaultyFileSystem):
-    """Leaves out the syncs of some directories."""
-
-    left_out = ""
-
-    def sync(self, directory):
-        if self.left_out not in directory:
-            super().sync(directory)
-
-
-class Unfinished(FaultyFileSystem):
-    """Leaves out the syncs of files."""
-
-    def create(self, path):
-        sink = super().create(path)
-        sink._twin.finish = lambda: None
-        return sink
-
-
-def complaints(make, cuts):
-    found = []
-    for seed in range(cuts):
-        disk, life = MemoryDisk(), Life("/run")
-        life.live(make(disk, Fault(1 + seed, "power cut", seed), root="/run"))
-        try:
-            life.end(disk)
-        except (AssertionError, CheckpointError) as error:
-            found.append(str(error))
-        found += life.complaints
-    return found
-
-
-def test_a_sync_that_is_left_out_would_be_noticed(monkeypatch):
-    assert complaints(FaultyFileSystem, 60) == []
-    assert any("is lost without a cause" in text for text in complaints(Unsynced, 60))
-    monkeypatch.setattr(Unsynced, "left_out", ".saving-")
-    assert any("is missing" in text or "lost" in text for text in complaints(Unsynced, 60))
-    assert any("is lost without a cause" in text for text in complaints(Unfinished, 60))
-
-
 def save_another(disk):
     DirectoryCheckpointIO(disk).save("/run/update-2", content(2))
 
@@ -132,22 +91,6 @@ def test_what_has_returned_survives_a_power_cut_at_once(act, expected):
             Reader(disk, f"/run/{name}").verify()
         if "index" in expected:
             assert read_bytes(disk, "/run/index") == b"content"
-
-
-@pytest.mark.parametrize(
-    ("storage", "kind"), [(MemoryDisk, "kill"), (MemoryDisk, "power cut"), (MemoryObjects, "kill")]
-)
-def test_a_removal_that_is_cut_short_leaves_a_whole_checkpoint_or_none(storage, kind):
-    files = storage()
-    io = DirectoryCheckpointIO(files)
-    for seed in range(100):
-        path = f"/run-{seed}/update-1"
-        io.save(path, content(1))
-        faulty = FaultyFileSystem(files, Fault(1 + seed % 12, kind, seed), root=f"/run-{seed}")
-        with suppress(Killed):
-            DirectoryCheckpointIO(faulty).remove(path)
-        if io.list(f"/run-{seed}"):
-            assert differences(io.load(path)) is None
 
 
 @pytest.fixture
@@ -200,3 +143,43 @@ def test_what_the_medium_has_lost_is_set_aside_with_the_reason(two, file, kind, 
     assert path == "/run/update-00000001"
     assert differences(snapshot) is None
     assert sorted(two.entries("/run")) == ["index.json", "update-00000001", "update-00000002.bad"]
+
+
+class Unsynced(FaultyFileSystem):
+    """Leaves out the syncs of some directories."""
+
+    left_out = ""
+
+    def sync(self, directory):
+        if self.left_out not in directory:
+            super().sync(directory)
+
+
+class Unfinished(FaultyFileSystem):
+    """Leaves out the syncs of files."""
+
+    def create(self, path):
+        sink = super().create(path)
+        sink._twin.finish = lambda: None
+        return sink
+
+
+def complaints(make, cuts):
+    found = []
+    for seed in range(cuts):
+        disk, life = MemoryDisk(), Life("/run")
+        life.live(make(disk, Fault(1 + seed, "power cut", seed), root="/run"))
+        try:
+            life.end(disk)
+        except (AssertionError, CheckpointError) as error:
+            found.append(str(error))
+        found += life.complaints
+    return found
+
+
+def test_a_sync_that_is_left_out_would_be_noticed(monkeypatch):
+    assert complaints(FaultyFileSystem, 60) == []
+    assert any("is lost without a cause" in text for text in complaints(Unsynced, 60))
+    monkeypatch.setattr(Unsynced, "left_out", ".saving-")
+    assert any("is missing" in text or "lost" in text for text in complaints(Unsynced, 60))
+    assert any("is lost without a cause" in text for text in complaints(Unfinished, 60))

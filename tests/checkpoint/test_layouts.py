@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import Partial, _StridedShard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from drivetrain.checkpoint import DirectoryCheckpointIO, Snapshot, read_manifest, verify
@@ -16,7 +16,6 @@ from drivetrain.checkpoint.format.records import Cells, Layout
 from drivetrain.checkpoint.saving.io import Place
 from drivetrain.checkpoint.saving.sharding import plan_save
 from drivetrain.checkpoint.storage.filesystem import LOCAL
-from drivetrain.core.errors import CheckpointError
 from drivetrain.distributed.ranks import Ranks
 
 WORLD = 8
@@ -136,34 +135,6 @@ def test_each_piece_is_written_once_and_a_rule_describes_them(tmp_path):
     body = json.loads((tmp_path / "c" / "manifest.json").read_text(encoding="utf-8"))
     layout, _ = body["tensors"]["model"]["w"]
     assert body["layouts"][layout] == {"dtype": "F32", "shape": [9, 7], "grid": [[[4, 1]], []]}
-
-
-def test_small_tensors_that_all_have_are_in_few_files():
-    """Or each rank would open the file of every other to read the counts of the optimizer."""
-
-    def act():
-        weights = {f"w{number}": sharded(torch.ones(800, 10), *ORDERS["rows"]) for number in range(20)}
-        counts = {f"w{number}/step": torch.tensor(0.0) for number in range(20)}
-        return plan_save({"optimizer": {**weights, **counts}}, (), Simulated(0, WORLD))
-
-    records = as_rank(0, act).records["optimizer"]
-    assert len({record.first for name, record in records.items() if name.endswith("step")}) == 1
-
-
-def test_what_a_rank_cannot_save_is_refused():
-    def summands():
-        pending = sharded(torch.ones(4, 4), LINE, [Partial()])
-        with pytest.raises(CheckpointError, match=r"model/w: .*Partial.*redistribute"):
-            plan_save({"model": {"w": pending}}, (), Simulated(0, WORLD))
-
-    def plan(rank, order):
-        tensors = {"model": {"w": sharded(torch.ones(16, 16), *ORDERS[order])}}
-        return plan_save(tensors, (), Simulated(rank, WORLD))
-
-    as_rank(0, summands)
-    as_rank(0, lambda: plan(0, "rows"))  # rank 0 has planned another box than rank 5 holds
-    with pytest.raises(CheckpointError, match=r"model/w: rank 5 holds .*\[16, 2\] at \[0, 10\].*\[2, 16\]"):
-        as_rank(5, lambda: plan(5, "columns"))
 
 
 def test_the_pieces_of_a_layout_cover_it_once():

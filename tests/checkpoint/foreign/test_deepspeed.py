@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.fsdp
-from tests.support.messages import warned
 from tests.support.refusals import assert_refused
 from torch import nn
 from torch.nn import functional as F
@@ -257,20 +256,6 @@ def test_a_run_begins_where_deepspeed_was_at_the_start_of_the_data(saved, import
     assert [float(each.loss) for each in rest] == pytest.approx(saved[1]["zero1"][-1:], rel=1e-6)
 
 
-def test_settings_are_the_tasks_and_a_difference_is_told(imported):
-    def trained(validation=None, **options):
-        task = Task(**options)
-        trainer_of(SAVED + 1).fit(task, [joined(SAVED)], validation, resume=str(imported / "zero2"))
-        return task.net.last.weight.detach()
-
-    with warned(r"had betas=\[0.9, 0.999\] .* this task has betas=\[0.5, 0.999\]"):
-        other = trained(betas=(0.5, 0.999))
-    assert not torch.equal(other, trained())
-    assert not torch.equal(trained(lr=1e-3), trained())  # the rate differs at every restart of a schedule
-    with warned("no state of schedules: that of default starts anew"):
-        trained([joined(SAVED)], schedule="reduce_on_plateau")
-
-
 def test_a_task_or_a_place_that_it_does_not_fit_is_refused(saved, imported):
     class Sgd(Task):
         def configure_optimizers(self):
@@ -352,98 +337,10 @@ def test_a_missing_file_is_told(saved, tmp_path):
         shutil.rmtree(folder)
 
 
-def test_files_of_different_checkpoints_are_not_mixed(saved, folder):
-    name = OPTIMIZER.format(1)
-    own = folder / INNER / name
-    kept = own.read_bytes()
-    shutil.copy(saved[0] / "zero1" / INNER / name, own)
-    refused(folder, f"{name}' is of another checkpoint than the first process's file")
-    own.write_bytes(kept)
-    changed(folder, OPTIMIZER.format(0), slots(lambda each: each["step"].add_(1)))
-    refused(folder, f"{name}' is of another checkpoint than the first process's file")
-
-
-def put(key, value):
-    return lambda content: content["optimizer_state_dict"].__setitem__(key, value)
-
-
-def slots(change):
-    """Change the states of the parameters."""
-    return lambda content: [
-        change(each) for each in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values()
-    ]
-
-
 def groups(change):
     return lambda content: [
         change(each) for each in content["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]
     ]
-
-
-PARTITIONS, ADAM = "single_partition_of_fp32_groups", "only states of Adam and AdamW are imported"
-OTHERS, AMSGRAD = "settings of another optimizer", "not both have 'max_exp_avg_sq'"
-OF_THE_OPTIMIZER = [
-    (put("zero_stage", 4), "ZeRO stage 4 .saved by DeepSpeed .*only stages 1, 2 and 3"),
-    (put(PARTITIONS, None), f"no '{PARTITIONS}' .saved by Deep"),
-    (put(PARTITIONS, [1, 2]), "no numbers as 'fp32' of group 0"),
-    (put(PARTITIONS, [torch.ones(1)] * 2), "not as ZeRO 2 divides"),
-    (put(PARTITIONS, [torch.ones(900)] * 2), "not as ZeRO 2 divides"),
-    (put("param_alignment_paddings", [[0, -1], []]), "paddings that are not numbers"),
-    (put("partition_count", [2, 3]), "saved by 3 processes, and there are files of 2"),
-    (put("base_optimizer_state", []), "elastic_checkpoint"),
-    (put("base_optimizer_state", {"state": {7: {}}, "param_groups": []}), "could not be loaded|no 'step'"),
-    (slots(lambda each: each.pop("exp_avg_sq")), ADAM),
-    (slots(lambda each: each.__setitem__("exp_inf", each["exp_avg"])), ADAM),
-    (slots(lambda each: each.__setitem__("max_exp_avg_sq", each["exp_avg"])), AMSGRAD),
-    (slots(lambda each: each.pop("step")), "how many updates the moments have had"),
-    (groups(lambda each: each.pop("amsgrad")), OTHERS),
-    (groups(lambda each: each.__setitem__("max_coeff", 10.0)), OTHERS),
-    (groups(lambda each: each.__setitem__("params", [5])), "groups that do not exist"),
-]
-LARGE = torch.Size([10**9, 10**9])
-OF_THE_MODEL = [
-    (lambda content: content.pop("module"), "no 'module' .saved by DeepSpeed"),
-    (lambda content: content.__setitem__("param_shapes", None), "no 'param_shapes'"),
-    (lambda content: content.__setitem__("param_shapes", [{"x": 3}]), "no shapes by name"),
-    (lambda content: content["param_shapes"].pop(), "2 pieces of weights, .* the names of 1"),
-    (lambda content: content["module"].__setitem__("frozen", "x"), "no tensor as 'frozen'"),
-    (lambda content: content["param_shapes"][0].__setitem__("first.weight", LARGE), "not as"),
-    (lambda content: content.__setitem__("global_steps", -1), "progress has"),
-]
-
-
-def test_files_of_another_optimizer_or_version_are_told(saved, folder, tmp_path):
-    for name, changes in ((OPTIMIZER.format(0), OF_THE_OPTIMIZER), (MODEL, OF_THE_MODEL)):
-        kept = (folder / INNER / name).read_bytes()
-        for change, message in changes:
-            changed(folder, name, change)
-            refused(folder, message)
-            (folder / INNER / name).write_bytes(kept)
-
-    def shorten(content):
-        pieces = content["optimizer_state_dict"]["fp32_flat_groups"]
-        pieces[0] = pieces[0][:-1].clone()
-
-    third = Path(shutil.copytree(saved[0] / "zero3", tmp_path / "third"))
-    changed(third, OPTIMIZER.format(1), shorten)
-    refused(third, r"not as ZeRO 3 divides them among 2 processes: each must have \d+ numbers")
-
-
-def test_pieces_in_16_bits_and_counts_in_the_settings_are_imported(saved, folder):
-    def halve(content):
-        pieces = content["optimizer_state_dict"][PARTITIONS]
-        pieces[:] = [each.bfloat16() for each in pieces]
-
-    counted = folder.parent / "counted"
-    shutil.copytree(folder, counted)
-    for rank in (0, 1):
-        changed(folder, OPTIMIZER.format(rank), halve)
-        changed(counted, OPTIMIZER.format(rank), slots(lambda each: each.pop("step")))
-        changed(counted, OPTIMIZER.format(rank), groups(lambda each: each.__setitem__("step", SAVED)))
-    import_deepspeed(folder, folder.parent / "16", weights_only=True)
-    assert load_weights(folder.parent / "16")["last.weight"].dtype == torch.float32
-    import_deepspeed(counted, folder.parent / "out", rename={"^": "net."})
-    assert losses_of(folder.parent / "out") == pytest.approx(saved[1]["zero2"], rel=1e-6)
 
 
 class Planted:

@@ -177,15 +177,6 @@ def test_a_program_that_makes_no_sense_is_told(path):
             assert path in text
 
 
-def test_a_description_that_contains_itself_is_read_in_time(path):
-    # Each tuple holds the one before twice: as a tree it would have 2**60 leaves.
-    doubling = b"".join(b"q%c0h%ch%c\x86" % (number, number, number) for number in range(60))
-    programmed(path, b"\x80\x02)" + doubling + b".")
-    assert len(read(path)) == 2
-    programmed(path, b"\x80\x02})" + doubling + b"K\x01s.")  # as a key it would be hashed as that tree
-    assert read(path) == {}
-
-
 def test_a_changed_byte_or_half_a_file_is_found(path):
     torch.save({"x": torch.full((1000,), 0.25)}, path)
     data = Path(path).read_bytes()

@@ -6,7 +6,6 @@ import argparse
 import collections
 import functools
 import pathlib
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from tests.support.tasks import quiet
 from torch import Tensor, nn
 
 from drivetrain import CheckpointError, ConfigError, TaskModule
-from drivetrain.checkpoint import DamagedCheckpointError, load_weights
+from drivetrain.checkpoint import load_weights
 from drivetrain.checkpoint.foreign.weights import import_weights
 from drivetrain.cli.main import main
 
@@ -108,14 +107,6 @@ def test_of_averaged_weights_the_averages_are_taken_with_a_warning() -> None:
         assert "the averages (state_dict) of" in str(Net().load_weights(LIGHTNING))
 
 
-def test_hyper_parameters_that_a_task_does_not_take_are_named(tmp_path: Path) -> None:
-    path = saved(tmp_path / "last.ckpt", {"lr": 0.5, "width": 3, "criterion": nn.MSELoss()})
-    with warned("Net does not take, which are left out: criterion, width"):
-        assert Net.from_checkpoint(path).lr == 0.5
-    path = saved(tmp_path / "last.ckpt", {"lr": 0.5, "width": 3}, hparams_name="args")
-    assert Net.from_checkpoint(path).args == {"lr": 0.5, "width": 3}  # save_hyperparameters(args)
-
-
 STATE = {"net.weight": torch.full((1, 1), 3.0), "net.bias": torch.full((1,), 4.0)}
 EXPECTED = {"net.weight": 3.0, "net.bias": 4.0}
 COMPOSER = {  # composer/core/state.py, State.state_dict; composer/utils/checkpoint.py, get_checkpoint
@@ -166,15 +157,6 @@ def test_a_state_dict_is_found_where_programs_put_it(tmp_path: Path) -> None:
         load_weights(tmp_path / "sharded")
 
 
-def test_evaluation_takes_the_weights_of_such_files(tmp_path: Path) -> None:
-    data, path = [torch.ones(2, 1)], tmp_path / "model.pt"
-    torch.save({"state_dict": STATE}, path)
-    trainer = quiet(max_steps=1)
-    assert trainer.validate(Net(), data, checkpoint=str(path)) == {"validation/loss": 49.0}
-    assert trainer.test(Net(), data, checkpoint=str(path)) == {"test/loss": 49.0}
-    assert trainer.predict(Net(), data, checkpoint=str(path))[0].tolist() == [[7.0], [7.0]]
-
-
 def test_a_run_is_not_resumed_from_another_programs_file(tmp_path: Path) -> None:
     path = saved(tmp_path / "last.ckpt", {"lr": 0.5})
     with pytest.raises(ConfigError, match=r"Only its weights can be read.*task\.load_weights\(path\) before"):
@@ -194,13 +176,3 @@ def test_the_command_makes_a_checkpoint_of_ours(tmp_path: Path, capsys: pytest.C
     renamed = import_weights(path, tmp_path / "renamed", rename={"^net": "head", "bias$": None})
     assert (renamed.tensors, renamed.dropped) == (1, ("net.bias",))
     assert list(load_weights(tmp_path / "renamed")) == ["head.weight"]
-
-
-def test_weights_at_an_address_and_half_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
-    assert values(load_weights(f"file://{saved(path, None)}")) == AVERAGES
-    for kept in (0, 100, -100):
-        path.write_bytes(LIGHTNING.read_bytes()[:kept])
-        for read in (load_weights, Net.from_checkpoint):
-            with pytest.raises(DamagedCheckpointError, match=re.escape(str(path))):
-                read(path)

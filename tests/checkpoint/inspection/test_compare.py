@@ -4,16 +4,11 @@ import math
 
 import pytest
 import torch
-from tests.support.ranks import on_two_ranks
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
-from drivetrain.checkpoint import DirectoryCheckpointIO, Snapshot, pack
+from drivetrain.checkpoint import DirectoryCheckpointIO, Snapshot
 from drivetrain.checkpoint.inspection import compare as comparison
 from drivetrain.checkpoint.inspection.compare import compare
-from drivetrain.checkpoint.inspection.description import open_checkpoint
 from drivetrain.checkpoint.saving.index import PURPOSE
-from drivetrain.distributed.ranks import Ranks
 
 
 @pytest.fixture
@@ -66,39 +61,6 @@ def test_how_far_apart_tensors_are(differences, monkeypatch):
     second[7] += 2.0
     found = measured(first, second)
     assert (found.max_abs, found.relative) == (2.0, pytest.approx(2.0 / first.norm().item()))
-
-
-def test_what_is_stored_in_other_pieces_is_read(tmp_path):
-    def save_rows(path, whole):
-        rows = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)])
-        DirectoryCheckpointIO(ranks=Ranks.of_job()).save(path, model(rows))
-
-    sharded, same, other = (str(tmp_path / name) for name in ("sharded", "same", "other"))
-    whole = torch.arange(10.0).reshape(5, 2)
-    on_two_ranks(save_rows, sharded, whole)
-    DirectoryCheckpointIO().save(same, model(whole))
-    DirectoryCheckpointIO().save(other, model(whole + torch.eye(5, 2)))
-    assert len(open_checkpoint(sharded).manifest.tensors["model"]["w"].pieces) == 2
-    assert compare(sharded, same).is_same
-    found = compare(sharded, other, values=True).tensors
-    assert [(each.kind, each.max_abs) for each in found] == [("content", 1.0)]
-
-
-def test_values_keep_their_types_and_need_not_be_numbers(differences):
-    first, second = (
-        Snapshot(objects={"state": pack(tree)[0], "hparams": {"values": pack(tree)[0], "unstored": []}})
-        for tree in (
-            {"a": (1, 2), "b": 1, "c": math.nan, "d": {"x": 1}},
-            {"a": [1, 2], "b": 1.0, "c": math.nan, "d": {}},
-        )
-    )
-    found = values(differences(first, second))
-    assert found["hparams.b"] == (1, 1.0)
-    assert found["hparams.d.x"] == (1, None)
-    assert "hparams.c" not in found
-    assert values(differences(*(Snapshot(objects={"notes": pack({"a": each})[0]}) for each in ((1,), [1]))))
-    (found,) = differences(Snapshot(objects={"notes": None}), Snapshot()).values
-    assert (found.section, found.kind) == ("notes", "only in the first")
 
 
 def test_time_and_purpose_are_no_differences_and_settings_of_optimizers_are(differences):

@@ -65,14 +65,6 @@ def test_a_list_keeps_the_names_of_files_and_a_mapping_gives_them(folder: Path) 
     }
 
 
-def test_two_assets_may_write_the_same_file_only_with_the_same_content() -> None:
-    assert made([Tokenizer(), Tokenizer()])["tokenizer.json"] == b"words"
-    with pytest.raises(ConfigError, match=r"it\[1\] writes 'tokenizer.json'.*other content"):
-        made([Tokenizer("1"), Tokenizer("2")])
-    later = make_assets(("task", [Tokenizer("1")]), ("Trainer", [Tokenizer("2")]))
-    assert later["tokenizer.json"] == b"2"
-
-
 def test_a_link_is_followed_inside_its_asset_alone(folder: Path, tmp_path: Path) -> None:
     (folder / "same.json").symlink_to("en.json")
     assert made([folder])["labels/same.json"] == b"{}"
@@ -86,12 +78,3 @@ def test_a_link_is_followed_inside_its_asset_alone(folder: Path, tmp_path: Path)
     (folder / "up").symlink_to(tmp_path)
     with pytest.raises(ConfigError, match=r"up' is a link to a folder, which is not followed"):
         made([folder])
-
-
-def test_an_error_of_an_asset_says_whose_it_is() -> None:
-    def fail(folder: str) -> None:
-        raise RuntimeError("no vocabulary")
-
-    with pytest.raises(RuntimeError, match="no vocabulary") as caught:
-        made({"words": fail})
-    assert caught.value.__notes__ == ["drivetrain: raised as it['words'] wrote its files"]

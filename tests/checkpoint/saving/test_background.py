@@ -161,32 +161,6 @@ def test_the_copy_is_made_once_and_its_memory_used_again():
     assert copy({**tensors, "b": torch.ones(9)})["b"].shape == (9,)
 
 
-def test_weights_that_are_no_longer_tied_get_memory_of_their_own(tmp_path):
-    manager = CheckpointManager(str(tmp_path), ASYNC)
-    for update, values in ((1, (1.0,)), (2, (5.0, 7.0)), (3, (9.0,))):
-        tensors = [torch.full((4,), value) for value in values]
-        manager.save(update, 0, {}, partial(snapshot, {"a": tensors[0], "b": tensors[-1]}))
-    manager.wait()
-    for update, values in ((2, [5.0, 7.0]), (3, [9.0, 9.0])):
-        stored = weights_of(tmp_path / f"update-0000000{update}")
-        assert [stored[name][0].item() for name in ("a", "b")] == values
-
-
-def test_a_thread_that_cannot_be_started_leaves_the_manager_as_it_was(tmp_path, monkeypatch):
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
-    manager = CheckpointManager(str(tmp_path), ASYNC)
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(CheckpointError, match="no thread can be started"):
-            manager.save(1, 0, {}, lambda: snapshot({"w": torch.ones(3)}))
-    assert manager.entries() == ()
-    manager.save(2, 0, {}, lambda: snapshot({"w": torch.ones(3)}))
-    manager.wait()
-    assert updates(manager) == [2]
-
-
 gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 
 

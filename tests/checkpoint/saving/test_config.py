@@ -2,15 +2,12 @@
 
 import copy
 import dataclasses
-import math
 import pickle
 from datetime import timedelta
 from pathlib import Path, PureWindowsPath
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from drivetrain.checkpoint import CheckpointConfig
 from drivetrain.core.intervals import Every
@@ -43,13 +40,3 @@ def test_policies_that_say_the_same_are_equal_copied_or_not_and_do_not_change():
     assert dataclasses.replace(config, mode="max") != config
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.best = 2
-
-
-@given(st.floats(), st.floats(), st.sampled_from(["min", "max"]))
-def test_of_two_values_at_most_one_is_better_and_nan_never_is(value, other, mode):
-    config = CheckpointConfig(mode=mode)
-    found = config.is_better(value, other), config.is_better(other, value)
-    if math.isnan(value) or math.isnan(other) or value == other:
-        assert found == (False, False)
-    else:
-        assert found == ((value < other, other < value) if mode == "min" else (other < value, value < other))

@@ -9,10 +9,8 @@ import torch
 from tests.support import held
 
 from drivetrain.checkpoint import DirectoryCheckpointIO, Snapshot, read_manifest, verify
-from drivetrain.checkpoint.format.manifest import Plan
-from drivetrain.checkpoint.format.records import Layout, TensorRecord
-from drivetrain.checkpoint.saving.io import SMALL, CheckpointIO, Place
-from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, LocalFileSystem
+from drivetrain.checkpoint.saving.io import SMALL, CheckpointIO
+from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError
 from drivetrain.core.errors import CheckpointError
 from drivetrain.distributed.ranks import Ranks
 
@@ -73,38 +71,6 @@ def test_what_is_large_has_a_file_of_its_own(tmp_path):
         assert found.objects == snapshot.objects
         for group, tensors in snapshot.tensors.items():
             assert all(torch.equal(found.tensors[group][name], each) for name, each in tensors.items())
-
-
-def test_what_the_manifest_holds_is_not_sent_to_other_processes(tmp_path):
-    (tmp_path / "c").mkdir()
-    place = Place(LocalFileSystem(), str(tmp_path / "c"), "c")
-    tensors = {"model": {"w": torch.ones(2)}, "state": {"t": torch.ones(3000)}}
-    records = {
-        group: {name: TensorRecord(Layout.whole("F32", (len(each),))) for name, each in named.items()}
-        for group, named in tensors.items()
-    }
-    shares = [place.write_share(Plan(records, tensors, processes=2), 0, {"state"}), {}]
-    assert set(shares[0]) == {"model-00001-of-00002.safetensors"}
-    place.write_rest(shares, Plan(records, tensors, processes=2), Snapshot(objects={"state": 1}))
-    assert torch.equal(io.load(str(tmp_path / "c")).tensors["state"]["t"], torch.ones(3000))
-
-
-def test_files_are_closed_before_an_error_is_told(tmp_path):
-    """Rank 0 deletes them as soon as it hears of it, and some systems delete no open file."""
-    ended = []
-
-    class Watched(LocalFileSystem):
-        def create(self, path):
-            sink = super().create(path)
-            abort = sink.abort
-            sink.abort = lambda: (ended.append(os.path.basename(path)), abort())
-            return sink
-
-    place = Place(Watched(), str(tmp_path), "c")
-    parts = {"model": {"w": torch.ones(2)}, "Not a name": {"w": torch.ones(2)}}
-    with pytest.raises(CheckpointError, match="Not a name"):
-        place.write_share(Plan({}, parts), 0)
-    assert ended == ["model.safetensors"]
 
 
 def test_weights_are_read_without_the_rest(in_files):
@@ -234,17 +200,6 @@ def test_weights_of_another_checkpoint_or_a_pickle_are_found(saved, tmp_path, he
     damaged(saved, "model.safetensors")
 
 
-def test_a_manifest_that_misdescribes_a_tensor_is_found(saved):
-    manifest = read_manifest(str(saved))
-    record = manifest.tensors["model"].pop("bias")
-    (saved / "manifest.json").write_bytes(manifest.dump())
-    damaged(saved, "'bias' of the group 'model' is F32")
-    damaged(saved, "but missing in the manifest")
-    manifest.tensors["model"]["renamed"] = record
-    (saved / "manifest.json").write_bytes(manifest.dump())
-    damaged(saved, "'bias'", [io.load])
-
-
 @pytest.mark.parametrize(("operation", "least"), [("mkdir", 2), ("fsync", 5), ("replace", 1)])
 def test_a_fault_at_any_step_leaves_all_or_nothing(tmp_path, monkeypatch, operation, least, helpers):
     real = getattr(os, operation)
@@ -300,22 +255,6 @@ def test_everything_is_synced_before_the_commit(tmp_path, monkeypatch, helpers):
     assert before[-1] == "."  # the files' names, before the rename commits them
     assert before.count(".") == 1
     assert synced[-1] == str(tmp_path)
-
-
-def test_an_interrupt_leaves_nothing(tmp_path, monkeypatch, helpers):
-    def interrupt(descriptor):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "fsync", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        io.save(str(tmp_path / "c"), helpers.make_snapshot())
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_directory_that_may_not_be_written_is_named(locked):
-    for path in (locked / "c", locked / "deep" / "c"):
-        with pytest.raises(CheckpointError, match=r"locked.*EACCES.*check the permissions"):
-            io.save(str(path), Snapshot())
 
 
 def test_a_committed_checkpoint_stays_when_a_peer_is_lost_right_after(tmp_path, helpers):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import multiprocessing
 import os
@@ -16,17 +15,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.support.messages import heard
 from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Regression, pairs, quiet
 
-from drivetrain import CheckpointConfig, CheckpointError, ConfigError, LambdaCallback
+from drivetrain import CheckpointConfig, ConfigError, LambdaCallback
 from drivetrain.checkpoint import CheckpointManager
 from drivetrain.checkpoint.saving import lock as locking
 from drivetrain.checkpoint.saving.lock import EXPIRES, RENEWS, DirectoryLock, Owner
 from drivetrain.checkpoint.storage.filesystem import LOCAL
 from drivetrain.checkpoint.storage.schemes import file_system
-from drivetrain.distributed.launch.process_start import process_started
 from drivetrain.distributed.ranks import Ranks
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
@@ -147,19 +144,6 @@ def test_after_a_kill_the_next_job_starts_at_once(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "checkpoints").count("lock.json") == 0
 
 
-@needs_fork
-def test_a_process_that_only_has_the_number_of_the_owner_is_not_it(tmp_path: Path) -> None:
-    with job(holding(tmp_path)) as first:
-        lock = DirectoryLock(str(tmp_path), LOCAL)
-        with pytest.raises(ConfigError, match="in use by another job"):
-            lock.take()
-        content = content_of(tmp_path / "lock.json")
-        assert content["started"] == process_started(first.pid)
-        write(tmp_path / "lock.json", Owner(**{**content, "started": content["started"] - 1}))
-        lock.take()
-        lock.release()
-
-
 def test_a_job_on_another_machine_keeps_the_lock_for_ten_minutes_after_its_last_renewal(
     tmp_path: Path,
 ) -> None:
@@ -180,26 +164,6 @@ def test_a_job_on_another_machine_keeps_the_lock_for_ten_minutes_after_its_last_
     assert os.listdir(tmp_path) == []
 
 
-def test_the_lock_is_renewed_without_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    renewed, renew = threading.Event(), locking.DirectoryLock._renew
-
-    def renewing(lock: DirectoryLock) -> bool:
-        found = renew(lock)
-        renewed.set()
-        return found
-
-    monkeypatch.setattr("drivetrain.checkpoint.saving.lock.RENEWS", 0.01)
-    monkeypatch.setattr(locking.DirectoryLock, "_renew", renewing)
-    lock = DirectoryLock(str(tmp_path), LOCAL)
-    lock.take()
-    first = (tmp_path / "lock.json").read_text(encoding="utf-8")
-    renewed.clear()
-    assert renewed.wait(300)
-    assert (tmp_path / "lock.json").read_text(encoding="utf-8") != first
-    lock.release()
-    assert os.listdir(tmp_path) == []
-
-
 def test_the_lock_is_released_whatever_ends_the_fit(tmp_path: Path) -> None:
     def fail(run: Any) -> None:
         assert lock_of(tmp_path / "run").exists()
@@ -212,19 +176,6 @@ def test_the_lock_is_released_whatever_ends_the_fit(tmp_path: Path) -> None:
         if hook == "on_fit_start":  # a fit that saves nothing leaves no directory
             assert not (tmp_path / "run" / "checkpoints").exists()
     assert not [each for each in threading.enumerate() if each.name == "drivetrain-lock"]
-
-
-@needs_fork
-def test_the_lock_is_released_at_the_end_of_the_program(tmp_path: Path) -> None:
-    def leave(meet: Meet) -> None:
-        CheckpointManager(str(tmp_path / "checkpoints"), CheckpointConfig(by=None)).lock()
-        meet()
-        atexit._run_exitfuncs()
-
-    with job(leave) as first:
-        assert lock_of(tmp_path).exists()
-        first.end()
-    assert not lock_of(tmp_path).exists()
 
 
 def test_two_fits_at_once_in_one_process_are_refused_and_one_after_the_other_is_fine(tmp_path: Path) -> None:
@@ -259,24 +210,6 @@ def test_of_jobs_that_start_at_the_same_moment_one_wins(tmp_path: Path) -> None:
     assert [sorted(each) for each in zip(*on_two_ranks(race), strict=True)] == [[False, True]] * 30
 
 
-def test_of_two_that_take_over_the_lock_of_a_dead_job_the_second_gives_back_what_it_took(
-    tmp_path: Path,
-) -> None:
-    write(tmp_path / "lock.json", owner(renewed=0.0))
-    first = DirectoryLock(str(tmp_path), LOCAL)
-
-    def overtaken() -> float:
-        if not first.is_held:
-            first.take()
-        return time.time()
-
-    with pytest.raises(ConfigError, match="another fit of this process"):
-        DirectoryLock(str(tmp_path), LOCAL, clock=overtaken).take()
-    assert os.listdir(tmp_path) == ["lock.json"]
-    first.release()
-    assert os.listdir(tmp_path) == []
-
-
 def test_a_job_whose_lock_was_taken_ends_at_its_next_save(tmp_path: Path) -> None:
     def lose(run: Any) -> None:
         if run.progress.updates == 2:
@@ -286,17 +219,6 @@ def test_a_job_whose_lock_was_taken_ends_at_its_next_save(tmp_path: Path) -> Non
         fit(tmp_path, LambdaCallback(on_step_end=lose))
     assert content_of(lock_of(tmp_path))["pid"] == 4321  # not its own to remove
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["index.json", "lock.json", "update-00000001"]
-
-
-@needs_fork
-def test_a_copy_of_the_process_does_not_release_the_lock(tmp_path: Path) -> None:
-    lock = DirectoryLock(str(tmp_path), LOCAL)
-    lock.take()
-    with job(lambda meet: lock.release()) as copy:
-        assert copy.end() == 0
-    assert (tmp_path / "lock.json").exists()
-    lock.release()
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_lock_file_that_somebody_removed_is_made_again_and_a_strange_one_refused(tmp_path: Path) -> None:
@@ -338,26 +260,6 @@ def test_ranks_share_one_lock_and_all_hear_of_a_refusal(tmp_path: Path) -> None:
     assert on_two_ranks(lock, str(tmp_path / "checkpoints")) == ["", ""]
     assert on_two_ranks(train, tmp_path) == [True, True]
     assert not lock_of(tmp_path).exists()
-
-
-def test_a_directory_that_cannot_be_written_goes_by_on_save_error(tmp_path: Path) -> None:
-    place = tmp_path / "file"
-    place.write_text("", encoding="utf-8")
-    checkpoint = CheckpointConfig(every="1 step", by=None, directory=str(place))
-
-    def free(run: Any) -> None:
-        if run.progress.updates == 2:
-            place.unlink()
-
-    with pytest.raises(CheckpointError, match="cannot lock"):
-        fit(tmp_path / "run", checkpoint=checkpoint)
-    with heard() as texts:
-        hook = LambdaCallback(on_step_end=free)
-        result = fit(tmp_path / "run", hook, checkpoint=checkpoint, on_save_error="warn")
-    assert "not protected against another job" in texts[0]
-    assert "the checkpoint after update 1 was not saved" in texts[1]
-    assert len(texts) == 2
-    assert result.last_checkpoint == str(place / "checkpoints" / "update-00000003")
 
 
 def test_the_lock_in_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

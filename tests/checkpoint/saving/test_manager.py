@@ -46,13 +46,6 @@ def on_disk(directory):
     return sorted(name for name in os.listdir(directory) if name != "index.json")
 
 
-def test_a_fresh_directory_has_nothing_and_is_not_even_made(directory):
-    manager = open_manager(directory)
-    assert manager.latest() is manager.load_latest() is manager.best() is None
-    assert manager.entries() == ()
-    assert not directory.exists()
-
-
 def test_keep_last_rolls_the_newest_resume_points(directory, save, helpers):
     manager = open_manager(directory, keep_last=2)
     for update in (10, 20, 30):
@@ -220,14 +213,6 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(directory,
     assert updates(open_manager(directory)) == [1]
 
 
-def test_one_name_may_be_set_aside_twice(directory, save):
-    for suffix in (".bad", ".bad-2"):
-        save(open_manager(directory), 1)
-        damage(directory / "update-00000001" / "model.safetensors")
-        with warned(f"update-00000001{suffix}'"):
-            assert open_manager(directory).latest() is None
-
-
 def test_a_checkpoint_that_vanished_is_forgotten_with_a_warning(directory, save):
     manager = open_manager(directory)
     for update in (1, 2):
@@ -330,18 +315,3 @@ def test_an_index_that_cannot_be_written_removes_nothing(directory, save, monkey
     assert updates(open_manager(directory)) == [1, 2]
     save(manager, 3)
     assert updates(manager) == updates(open_manager(directory)) == [3]
-
-
-def test_an_old_checkpoint_that_cannot_be_removed_stops_nothing(directory, save):
-    class Stubborn(DirectoryCheckpointIO):
-        def remove(self, path):
-            raise CheckpointError(f"cannot remove {path}: it is in use")
-
-    manager = CheckpointManager(str(directory), CheckpointConfig(keep_last=1), Stubborn())
-    save(manager, 1)
-    with warned("it is in use"):
-        save(manager, 2)
-    again = open_manager(directory, keep_last=1)
-    assert updates(again) == [1, 2]
-    save(again, 3)
-    assert on_disk(directory) == ["update-00000003"]

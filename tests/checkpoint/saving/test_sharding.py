@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.messages import heard
 from tests.support.ranks import on_two_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -234,40 +233,6 @@ def test_an_error_on_one_rank_is_an_error_on_all_and_leaves_nothing(tmp_path):
     for act in (differ, fail):
         on_two_ranks(act, str(tmp_path / "c"))
         assert os.listdir(tmp_path) == []
-
-
-def test_the_managers_of_all_ranks_agree(tmp_path):
-    """A rank that finds its shard damaged makes all of them take the checkpoint before."""
-
-    def manager_of(directory):
-        return CheckpointManager(directory, CheckpointConfig(keep_last=3, best=0), ranks=Ranks.of_job())
-
-    def life(directory):
-        manager = manager_of(directory)
-        model, optimizers = trained(sharded(Model()))
-        for update in (1, 2, 3):
-            for parameter in model.parameters():
-                parameter.data.fill_(update)
-            manager.save(update, 0, {}, lambda: snapshot_of(model, optimizers))
-        return [entry.name for entry in manager.entries()]
-
-    def resume(directory):
-        with heard() as caught:
-            path, snapshot = manager_of(directory).load_latest(like_module(sharded(Model(seed=1))))
-        values = set(full(snapshot.tensors["model"]["first.weight"]).flatten().tolist())
-        return os.path.basename(path), values, caught
-
-    directory = str(tmp_path / "checkpoints")
-    names = on_two_ranks(life, directory)
-    assert names[0] == names[1] == ["update-00000001", "update-00000002", "update-00000003"]
-    file = Path(directory, names[0][2], "optimizer-00002-of-00002.safetensors")
-    file.write_bytes(file.read_bytes()[:-1])
-    (first, second) = on_two_ranks(resume, directory)
-    assert first[:2] == second[:2] == ("update-00000002", {2.0})
-    (text,) = first[2]
-    assert "was set aside as" in text
-    assert "optimizer-00002-of-00002" in text
-    assert second[2] == []
 
 
 def test_a_rank_that_does_not_see_what_rank_0_sees_is_no_damage(tmp_path):

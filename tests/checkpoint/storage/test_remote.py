@@ -12,7 +12,6 @@ import botocore.exceptions
 import fsspec
 import fsspec.config
 import pytest
-import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 from tests.support.faults import read_bytes, write_bytes
@@ -25,13 +24,12 @@ from drivetrain.checkpoint import (
     CheckpointManager,
     DamagedCheckpointError,
     DirectoryCheckpointIO,
-    read_manifest,
     resolve,
     verify,
 )
 from drivetrain.checkpoint.format.manifest import MANIFEST
 from drivetrain.checkpoint.saving.io import UNFINISHED, discard
-from drivetrain.checkpoint.storage.files import write_atomically, write_file
+from drivetrain.checkpoint.storage.files import write_file
 from drivetrain.checkpoint.storage.filesystem import LOCAL, plain_path
 from drivetrain.checkpoint.storage.remote import RemoteFileSystem
 from drivetrain.checkpoint.storage.retries import Retry, as_os_error, is_transient
@@ -116,22 +114,6 @@ def test_every_operation_is_what_checkpoints_need(place):
     check_checkpoint_io(DirectoryCheckpointIO(), f"{place}/checkpoints", files.join)
 
 
-def test_a_manager_at_an_address_saves_in_the_background_and_keeps_the_best(place, helpers):
-    config = CheckpointConfig(keep_last=1, best=1, by="loss", asynchronous=True)
-    manager = CheckpointManager(place, config)
-    for update, loss in enumerate((0.5, 0.1, 0.4, 0.3), 1):
-        snapshot = helpers.make_snapshot(float(update))
-        saved = manager.save(update, 0, {"loss": loss}, lambda snapshot=snapshot: snapshot, keeper=True)
-    assert manager.wait() == saved.path
-    again = CheckpointManager(place, config)
-    assert [entry.update for entry in again.entries()] == [2, 4]
-    assert again.best().endswith("update-00000002")
-    path, snapshot = again.load_latest()
-    assert path == saved.path == resolve(place)
-    assert helpers.same_bits(snapshot.tensors["model"]["weight"], torch.full((8, 3), 4.0))
-    assert verify(path) == read_manifest(path)
-
-
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(memory, helpers):
     manager = CheckpointManager(memory, CheckpointConfig(by=None))
     for update in (1, 2):
@@ -190,27 +172,6 @@ def test_what_an_address_needs_is_named(monkeypatch):
         RemoteFileSystem("gs")
 
 
-def test_a_changed_configuration_and_what_others_have_written_are_seen(memory, monkeypatch):
-    files = RemoteFileSystem("memory")
-    assert files.entries(memory) == {}
-    write_file(f"{memory}/object", [b"1"], RemoteFileSystem("memory"))
-    assert files.entries(memory) == {"object": "file"}
-    monkeypatch.setitem(fsspec.config.conf, "memory", {"global_store": False})
-    assert files.kind(f"{memory}/object") is None
-    monkeypatch.undo()
-    assert files.kind(f"{memory}/object") == "file"
-
-
-def test_addresses_are_put_together_and_taken_apart():
-    files = RemoteFileSystem("memory")
-    assert files.split("memory://bucket/run") == ("memory://bucket", "run")
-    assert files.split("memory://bucket") == ("memory://", "bucket")
-    assert files.join("memory://", "bucket") == "memory://bucket"
-    assert files.join("memory://bucket/", "run") == "memory://bucket/run"
-    assert files.absolute("memory://bucket/run/") == "memory://bucket/run"
-    assert files.absolute("memory://") == "memory://"
-
-
 def test_whatever_stops_a_deletion_no_half_is_a_checkpoint(flaky, helpers):
     io, path = DirectoryCheckpointIO(flaky), "flaky://bucket/one"
     io.save(path, helpers.make_snapshot())
@@ -246,21 +207,6 @@ def test_a_failure_that_passes_is_tried_again_and_told_of(flaky, caplog):
     assert "writing 'flaky://bucket/object'" in text
     assert "ConnectionResetError" in text
     assert "(2 of 4)" in text
-
-
-def test_an_object_that_is_replaced_while_it_is_read_is_the_old_or_the_new(flaky):
-    path = "flaky://bucket/index.json"
-    write_atomically(path, [b"1" * 10], flaky)
-    info = Flaky.info
-
-    def replaced(self, name, **options):
-        found = info(self, name, **options)
-        Flaky.info = info
-        write_atomically(path, [b"2" * 700], flaky)
-        return found
-
-    Flaky.info = replaced
-    assert read_bytes(flaky, path) == b"2" * 700
 
 
 def test_a_failure_that_stays_is_given_up_after_so_many_tries_or_so_long(flaky):
@@ -302,16 +248,6 @@ def test_a_checkpoint_that_cannot_be_reached_is_not_called_damaged(flaky, helper
     assert not isinstance(caught.value, DamagedCheckpointError)
     Flaky.plan.clear()
     assert CheckpointManager("flaky://bucket/run", CheckpointConfig(by=None), files=flaky).latest()
-
-
-def test_pauses_grow_and_differ_and_leave_the_random_numbers_of_a_run_alone():
-    retry = Retry(pause=1.0, longest=8.0)
-    state = random.getstate()
-    for failures, top in ((1, 1.0), (2, 2.0), (3, 4.0), (4, 8.0), (9, 8.0)):
-        drawn = [retry.draw_pause(failures) for _ in range(50)]
-        assert all(top / 2 <= each <= top for each in drawn)
-        assert len(set(drawn)) > 25
-    assert random.getstate() == state
 
 
 def answered(status, code):
@@ -381,16 +317,6 @@ def test_a_large_object_of_any_other_service_is_a_file_that_is_committed(tmp_pat
         sink.write(memoryview(content)[:1000])
     sink.abort()
     assert files.entries(f"local://{tmp_path}/in") == {"object": "file"}
-
-
-def test_an_object_in_memory_is_not_seen_before_it_is_whole(memory):
-    files = RemoteFileSystem("memory", part=10)
-    sink = files.create(f"{memory}/object")
-    for _ in range(5):
-        assert sink.write(memoryview(b"0123456789")) == 10
-        assert files.kind(f"{memory}/object") is None
-    sink.finish()
-    assert read_bytes(files, f"{memory}/object") == b"0123456789" * 5
 
 
 @pytest.mark.parametrize("size", [9876, 9000])  # in blocks of 1000

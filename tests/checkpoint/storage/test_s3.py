@@ -1,22 +1,16 @@
 """Checkpoints in an S3 bucket: a server in memory, and in front of it one that fails as it is told to."""
 
-import errno
 import http.client
 import json
-import os
 import random
-import re
 import subprocess
 import sys
-import tracemalloc
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec.asyn
 import fsspec.config
 import pytest
-import torch
 from tests.campaigns.checkpoints import run_campaign
 from tests.support import s3_server
 from tests.support.faults import read_bytes
@@ -24,12 +18,11 @@ from tests.support.outcome import weights
 from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain import CheckpointConfig
-from drivetrain.checkpoint import CheckpointManager, DirectoryCheckpointIO, Snapshot, resolve, verify
+from drivetrain.checkpoint import DirectoryCheckpointIO, resolve, verify
 from drivetrain.checkpoint.storage.files import write_file
 from drivetrain.checkpoint.storage.remote import RemoteFileSystem
 from drivetrain.checkpoint.storage.retries import Retry
 from drivetrain.checkpoint.storage.schemes import file_system
-from drivetrain.core.errors import CheckpointError
 from drivetrain.testing.storage import check_checkpoint_io, check_file_system
 
 pytestmark = pytest.mark.landing  # the server and its client are large; test_remote.py has what is not S3's
@@ -121,11 +114,6 @@ def write(files, path):
     return write_file(path, chunks, files)
 
 
-def snapshot(update):
-    weight = torch.full((8, 3), float(update))
-    return Snapshot({"model": {"weight": weight}}, {"state": [update]}, {"updates": update, "epoch": 0})
-
-
 def test_every_operation_is_what_checkpoints_need(service, place):
     files = file_system(place)
     check_file_system(files, f"{place}/files")
@@ -177,19 +165,6 @@ def test_a_failure_that_passes_does_no_harm(service):
     assert random.getstate() == state  # a run's random numbers do not depend on the network
 
 
-def test_an_upload_that_is_unknown_is_finished_only_if_its_object_is_there(service):
-    files = service.files
-    service.fail("lost answer", "NoSuchUpload", method="POST", pattern="uploadId=")
-    write(files, OBJECT)
-    assert read_bytes(files, OBJECT) == CONTENT
-    files.delete(OBJECT)
-    for kinds in (("NoSuchUpload",), ("refused", "refused", "NoSuchUpload")):
-        service.fail(*kinds, method="POST", pattern="uploadId=")
-        with pytest.raises(FileNotFoundError, match="upload does not exist"):
-            write(files, OBJECT)
-        assert files.kind(OBJECT) is None
-
-
 def test_an_object_that_could_not_be_written_is_not_there_and_costs_nothing(service):
     for kind, method, pattern in (
         ("AccessDenied", "PUT", "partNumber=2"),
@@ -201,107 +176,3 @@ def test_an_object_that_could_not_be_written_is_not_there_and_costs_nothing(serv
             write(service.files, OBJECT)
         assert service.files.kind(OBJECT) is None
         assert service.unfinished_uploads() == 0
-
-
-def test_a_save_that_cannot_be_done_ends_and_leaves_the_one_before(service, place):
-    files, config = service.files, CheckpointConfig(by=None)
-    CheckpointManager(place, config, files=files).save(1, 0, {}, lambda: snapshot(1))
-    for kind, skip in (("AccessDenied", 0), ("SlowDown", 2), ("refused", 1)):
-        manager = CheckpointManager(place, config, files=files)
-        manager.entries()
-        service.fail(kind, method="PUT", skip=skip, many=99)
-        with pytest.raises(CheckpointError, match=re.escape(place)) as caught:
-            manager.save(2, 0, {}, lambda: snapshot(2))
-        number = caught.value.__cause__.errno
-        assert number in ((errno.EACCES,) if kind == "AccessDenied" else (errno.EBUSY, errno.ECONNRESET))
-        service.requests()
-        path, found = CheckpointManager(place, config, files=files).load_latest()
-        assert (path, found.objects["state"]) == (f"{place}/update-00000001", [1])
-        assert set(files.entries(place)) == {"index.json", "update-00000001"}
-    again = CheckpointManager(place, config, files=files)
-    again.save(2, 0, {}, lambda: snapshot(2))
-    assert again.load_latest()[1].objects["state"] == [2]
-
-
-def test_a_life_with_a_failure_at_every_eighth_request_is_a_life_without(service, place):
-    files = service.files
-    rules = [
-        {"kind": kind, "method": method, "pattern": ".", "skip": skip, "many": 1}
-        for method in ("GET", "HEAD", "PUT", "DELETE")
-        for skip, kind in zip(range(0, 40, 8), ("SlowDown", "lost answer", "InternalError") * 2, strict=False)
-    ]
-    service.requests(rules)
-    for update in (1, 2, 3):
-        manager = CheckpointManager(place, CheckpointConfig(by=None, keep_last=1), files=files)
-        assert len(manager.entries()) == (update > 1)
-        manager.save(update, 0, {}, lambda update=update: snapshot(update))
-    assert manager.load_latest()[1].objects["state"] == [3]
-    assert set(files.entries(place)) == {"index.json", "update-00000003"}
-
-
-def test_a_bucket_that_is_not_there_is_said_at_once(service):
-    manager = CheckpointManager("s3://nothing/run", CheckpointConfig(by=None), files=service.files)
-    with pytest.raises(CheckpointError, match=r"'s3://nothing/run.*bucket does not exist"):
-        manager.save(1, 0, {}, lambda: snapshot(1))
-    assert [each.split()[0] for each in service.requests()].count("PUT") == 1
-
-
-@pytest.mark.extended
-def test_memory_does_not_grow_with_the_object(service, place):
-    size = 64 << 20
-    files = service.connected(block=PART)
-    chunk = memoryview(bytes(1 << 20))
-    write_file(f"{place}/warm", [chunk], files)
-    tracemalloc.start()
-    try:
-        write_file(f"{place}/object", (chunk for _ in range(size >> 20)), files)
-        written = tracemalloc.get_traced_memory()[1]
-        tracemalloc.reset_peak()
-        source, target, count = files.open(f"{place}/object"), bytearray(1 << 20), 0
-        while part := source.read_into(memoryview(target)):
-            count += part
-        source.close()
-        read = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert count == size
-    assert max(written, read) < 8 * PART
-
-
-def test_a_listing_shows_what_others_have_written_and_no_folder_in_itself(service, place):
-    files, path = service.files, f"/{place.removeprefix('s3://')}"
-    assert files.entries(place) == {}
-    for number in (1, 2):
-        send(service.port, "PUT", f"{path}/{number}", b"1")
-        assert len(files.entries(place)) == number
-        assert files.kind(f"{place}/{number}") == "file"
-    send(service.port, "PUT", f"{path}/new/folder/", b"")  # empty, as a console makes one
-    assert files.entries(f"{place}/new") == {"folder": "directory"}
-    assert files.entries(f"{place}/new/folder") == {}
-    write_file(f"{place}/new/folder/object", [b"1"], files)
-    files.delete(f"{place}/new/folder")
-    assert files.kind(f"{place}/new/folder") is None
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_threads_share_a_connection_and_a_forked_process_has_its_own(service, place):
-    files = service.files
-
-    def work(number):
-        for turn in range(5):
-            write_file(f"{place}/{number}", [b"%d" % turn], files)
-            assert read_bytes(files, f"{place}/{number}") == b"%d" % turn
-
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(work, range(4)))
-    write_file(f"{place}/object", [b"parent"], files)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads, which is the case here
-        child = os.fork()
-    if child == 0:
-        try:
-            write_file(f"{place}/child", [read_bytes(files, f"{place}/object")], files)
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-    assert read_bytes(files, f"{place}/child") == read_bytes(files, f"{place}/object") == b"parent"

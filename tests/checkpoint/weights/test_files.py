@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drivetrain.checkpoint import DamagedCheckpointError
-from drivetrain.checkpoint.weights.files import WeightFiles, divide, dump_index, parse_index, parse_size
+from drivetrain.checkpoint.weights.files import divide, dump_index, parse_index, parse_size
 
 
 def test_max_shard_size_is_a_number_or_a_text():
@@ -32,17 +32,6 @@ def test_tensors_are_divided_as_hugging_face_divides_them():
     ):
         tensors = {str(number): torch.empty(size, dtype=torch.uint8) for number, size in enumerate(sizes)}
         assert divide(tensors, 10) == [[str(number) for number in file] for file in files]
-
-
-def test_names_follow_from_the_single_file():
-    files = WeightFiles("model.safetensors")
-    assert files.several(2) == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    assert files.index == "model.safetensors.index.json"
-    assert all(map(files.is_one_of_several, files.several(3)))
-    others = ["my-model-00001-of-00002.safetensors", "model-00001-of-00002.safetensors.index"]
-    assert not any(map(files.is_one_of_several, ["model.safetensors", *others]))
-    assert WeightFiles("a+b").several(1) == ["a+b-00001-of-00001.safetensors"]
-    assert WeightFiles("a+b").is_one_of_several("a+b-00001-of-00001.safetensors")
 
 
 OUTSIDE = ["../x", "/etc/x", "sub/x", "sub\\x", "C:x", "", ".hidden"]

@@ -13,7 +13,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from drivetrain.checkpoint.weights import module_state as subject
 from drivetrain.checkpoint.weights.module_state import load_module_state, module_state, parameter_names
 from drivetrain.core.errors import CheckpointError
-from drivetrain.task.optim.state import load_state_by_name, state_by_name
 
 
 class Scaled(nn.Module):
@@ -142,14 +141,6 @@ def test_a_module_without_memory_says_how_it_gets_some() -> None:
         load(net().to("meta"), module_state(net(1))[0])
 
 
-@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
-def test_a_lazy_layer_takes_the_shape_that_was_stored() -> None:
-    module = nn.Sequential(nn.LazyLinear(4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    tensors, _ = module_state(net(1))
-    load(module, tensors, adopt_dtypes=True)
-    assert torch.equal(module[0].weight, tensors["0.weight"])
-
-
 def wrapped(how: str) -> nn.Module:
     """`net(1)`, with its layers wrapped and the whole as well."""
     module = net(1)
@@ -177,22 +168,6 @@ def test_how_a_module_is_wrapped_does_not_show_in_what_is_stored() -> None:
         tensors = {name: each.bfloat16() if "num" not in name else each for name, each in tensors.items()}
         load(second, tensors, adopt_dtypes=True)
         assert holds(second, tensors)
-
-
-def test_an_optimizer_goes_on_when_its_module_is_wrapped_otherwise() -> None:
-    optimizers = {}
-    for how in ("plain", "compiled"):
-        module = wrapped(how)
-        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-        for parameter in module.parameters():
-            parameter.grad = torch.full_like(parameter, len(optimizers) + 1.0)
-        optimizer.step()
-        optimizers[how] = (optimizer, parameter_names(module))
-    tensors, meta = state_by_name(*optimizers["compiled"])
-    assert "0.weight/exp_avg" in tensors
-    load_state_by_name(*optimizers["plain"], tensors, meta)
-    plain, _ = state_by_name(*optimizers["plain"])
-    assert all(torch.equal(plain[name], each) for name, each in tensors.items())
 
 
 def test_two_parameters_that_would_have_one_name_are_an_error_that_names_both() -> None:

@@ -66,15 +66,6 @@ def test_load_weights_of_a_task_takes_a_file_a_folder_a_run_and_a_checkpoint(tmp
         assert unchanged(other, expected)
 
 
-def test_training_starts_from_what_load_weights_has_loaded() -> None:
-    task, other = Regression(), Regression()
-    quiet(max_steps=3).fit(task, pairs())
-    other.load_weights(task.state_dict())
-    after = [quiet(max_steps=1).fit(each, pairs()).metrics for each in (task, other)]
-    assert after[0] == after[1]
-    assert unchanged(other, state(task))
-
-
 def test_what_does_not_fit_is_listed_and_nothing_is_loaded() -> None:
     module = Net()
     before = state(module)
@@ -199,34 +190,3 @@ def test_adopt_dtypes_gives_the_module_the_stored_dtypes() -> None:
     assert load_weights_into(module, given, adopt_dtypes=True).converted == ()
     assert unchanged(module, given)
     assert all(now is was for now, was in zip(module.parameters(), parameters, strict=True))
-
-
-class Scaled(nn.Module):
-    """Has an extra state that is a tensor, and is particular about it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(2))
-        self.scale = torch.ones(1)
-
-    def get_extra_state(self) -> Tensor:
-        return self.scale
-
-    def set_extra_state(self, state: Tensor) -> None:
-        if state.numel() != 1:
-            raise ValueError("one scale")
-        self.scale = state
-
-
-def test_an_extra_state_that_is_a_tensor_is_taken_over_and_never_missed() -> None:
-    module = Scaled()
-    assert load_weights_into(module, {"weight": torch.ones(2)}).missing == ()
-    report = load_weights_into(module, {"weight": torch.ones(2), "_extra_state": torch.full((1,), 4.0)})
-    assert report.loaded == ("weight", "_extra_state")
-    assert module.scale.item() == 4
-    with pytest.raises(ValueError, match="one scale"):
-        load_weights_into(module, {"weight": torch.zeros(2), "_extra_state": torch.ones(2)})
-    assert module.scale.item() == 4
-    assert module.weight.tolist() == [1, 1]
-    with pytest.raises(CheckpointError, match=r"unexpected: '_extra_state'"):
-        load_weights_into(nn.Linear(1, 1), {**state(nn.Linear(1, 1)), "_extra_state": torch.ones(1)})
