@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from tests.support.outcome import weights
-from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Regression, pairs, quiet, variant
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
-from torchmetrics import MeanAbsoluteError
 
-from drivetrain import LambdaCallback, ModelSummary, ProgressBar, Totals
+from drivetrain import LambdaCallback, Totals
 from drivetrain.core.progress import Progress
 
 
@@ -82,9 +79,6 @@ class Table:
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"x": torch.tensor([float(index), 1.0, 0.0, 2.0]), "y": float(index)}
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (self[index] for index in range(len(self)))
-
 
 def test_an_object_with_a_length_that_is_indexed_is_a_dataset() -> None:
     named = {
@@ -97,27 +91,6 @@ def test_an_object_with_a_length_that_is_indexed_is_a_dataset() -> None:
         assert torch.cat(seen).tolist() != list(range(9))  # shuffled
         assert sorted(torch.cat(seen).tolist()) == list(range(9))
         assert [len(each) for each in trainer.predict(variant(**named)(), Table(many))] == [4, 4, 1]
-    sample = (torch.ones(4), torch.zeros(1))  # it needs no iter
-    bare = type("Bare", (), {"__len__": lambda self: 6, "__getitem__": lambda self, index: sample})()
-    assert quiet(max_epochs=1, batch_size=4).fit(Regression(), bare).progress.updates == 2
-
-
-def test_a_progress_bar_and_a_summary_of_ones_own_replace_ours() -> None:
-    found: list[list[str]] = []
-    look = LambdaCallback(on_fit_start=lambda run: found.append([type(c).__name__ for c in run.callbacks]))
-    for own in ((), (ProgressBar(),), (ModelSummary(),)):
-        quiet(max_steps=1, progress_bar=True, callbacks=[look, *own]).fit(Regression(), pairs())
-    for name in ("ProgressBar", "ModelSummary"):
-        assert [each.count(name) for each in found] == [1, 1, 1]
-
-
-def test_batch_size_and_num_workers_are_for_a_dataset_or_repeat_those_of_the_loader() -> None:
-    bare = TensorDataset(torch.zeros(4, 4), torch.zeros(4, 1))
-    trainer = quiet(max_steps=1, num_workers=0, batch_size=4)
-    trainer.fit(Regression(), pairs(), bare)
-    trainer.fit(Regression(), pairs(batch_size=4, num_workers=0))
-    trainer.fit(Regression(), bare, pairs())
-    trainer.validate(Regression(), pairs())  # of a trainer that was made for a fit
 
 
 def test_a_dataset_has_its_own_batch_size_and_collation_in_evaluations() -> None:
@@ -138,8 +111,6 @@ def test_a_dataset_has_its_own_batch_size_and_collation_in_evaluations() -> None
     trainer.predict(Regression(), dataset())
     assert sizes == {"train": [4, 4, 1], "validation": [5, 4], "predict": [5, 4]}
     assert trainer.to_json()["collate"].endswith(".collate")
-    trainer.fit(Regression(), dataset(), pairs(batch_size=5))
-    trainer.validate(Regression(), {"a": dataset(), "b": pairs(batch_size=2)})
 
     def doubled(self: Any) -> Any:
         return lambda samples: [2 * torch.stack(column) for column in zip(*samples, strict=True)]
@@ -172,14 +143,6 @@ def test_run_name_names_the_run() -> None:
     assert told[0]["trainer"]["run_name"] == "warm-up 3"
 
 
-def test_train_metrics_can_be_left_out_of_training() -> None:
-    task = variant(metrics=lambda self: {"error": MeanAbsoluteError()})()
-    with_them = quiet(max_epochs=1).fit(task, pairs(), pairs(4)).metrics
-    without = quiet(max_epochs=1, train_metrics=False).fit(task, pairs(), pairs(4)).metrics
-    assert set(with_them) - set(without) == {"train/error"}
-    assert "validation/error" in without
-
-
 class Counting(Regression):
     """Keeps the totals that `configure_optimizers` sees."""
 
@@ -200,17 +163,6 @@ def test_totals_of_the_fit_are_known_when_optimizers_are_configured() -> None:
     quiet(max_time=0.01).fit(task, pairs(10))  # no known length
     totals = task.seen[-1]
     assert (totals.updates, totals.updates_per_epoch, totals.max_seconds) == (None, 5, 0.01)
-
-
-def totals_on_a_rank() -> Totals:
-    quiet(strategy="ddp", max_steps=4).fit(task := Counting(), pairs(16))
-    return task.seen[0]
-
-
-def test_totals_of_several_ranks_count_all_of_them() -> None:
-    first, second = on_two_ranks(totals_on_a_rank)
-    assert first == second
-    assert (first.world_size, first.samples_per_update, first.updates_per_epoch) == (2, 4, 4)
 
 
 def test_a_task_knows_its_progress_also_after_a_resume(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,7 @@ from tests.support.tasks import Regression, pairs, quiet, variant
 
 from drivetrain import CheckpointConfig, CheckpointError, ConfigError, LambdaCallback, Trainer
 from drivetrain.checkpoint import load_weights, resolve
-from drivetrain.checkpoint.saving.index import read_index, write_index
 from drivetrain.checkpoint.storage import files as checkpoint_files
-
-
-def test_policies_that_can_be_followed_need_no_validation(tmp_path: Path) -> None:
-    for policy in (CheckpointConfig(every="1 epoch"), CheckpointConfig(best=2, by="train/loss"), True):
-        quiet(max_epochs=1, run_dir=tmp_path / str(policy), checkpoint=policy).fit(Regression(), pairs())
-    quiet(max_epochs=1, run_dir=tmp_path, checkpoint=CheckpointConfig(best=1)).fit(
-        Regression(), pairs(), pairs()
-    )
 
 
 def test_load_weights_of_a_run_reads_them_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,16 +145,3 @@ def test_best_is_found_again_by_the_loader_and_the_mode_that_ranked(tmp_path: Pa
         quiet(run_dir=tmp_path / name, checkpoint=again).validate(found, loaders, checkpoint="best")
         assert weights(found) == weights(expected), name
         assert being_written.exists()
-
-
-def test_best_of_an_older_version_without_a_recorded_mode_needs_the_policy(tmp_path: Path) -> None:
-    keepers = CheckpointConfig(every=None, best=2, by="train/loss")
-    quiet(max_epochs=2, run_dir=tmp_path, checkpoint=keepers).fit(Regression(), pairs())
-    directory = str(tmp_path / "checkpoints")
-    entries = read_index(directory) or []
-    write_index(directory, [dataclasses.replace(each, keeper={"train/loss": ""}) for each in entries])
-    with pytest.raises(CheckpointError, match=r"CheckpointConfig\(by='train/loss', mode=\.\.\.\)"):
-        quiet(run_dir=tmp_path).validate(Regression(), pairs(), checkpoint="best")
-    quiet(run_dir=tmp_path, checkpoint=keepers).validate(Regression(), pairs(), checkpoint="best")
-    write_index(directory, [dataclasses.replace(entries[-1], keeper={"train/loss": ""})])
-    quiet(run_dir=tmp_path).validate(Regression(), pairs(), checkpoint="best")

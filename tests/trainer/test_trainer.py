@@ -136,14 +136,6 @@ def test_resume_of_two_optimizers_is_bitwise(tmp_path: Path) -> None:
     assert weights(task) == weights(whole)
 
 
-def test_result_names_the_best_and_the_last_checkpoint(tmp_path: Path) -> None:
-    worse = iter([3.0, 1.0, 2.0])
-    task = variant(validation_step=lambda self, batch: torch.tensor(next(worse)))()
-    result = quiet(max_epochs=3, checkpoint=True, run_dir=tmp_path).fit(task, pairs(), pairs(2))
-    named = (result.best_checkpoint, result.last_checkpoint)
-    assert [str(each).rpartition("-")[2] for each in named] == ["00000010", "00000015"]
-
-
 @pytest.mark.parametrize("verb", ["validate", "test"])
 def test_evaluation_loads_weights_first_and_writes_its_values(tmp_path: Path, verb: str) -> None:
     trainer = quiet(max_epochs=2, checkpoint=True, run_dir=tmp_path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,9 +77,6 @@ def test_overfit_trains_and_validates_on_the_first_batches_in_every_epoch(tmp_pa
     assert "validation/a/loss" in result.metrics
     assert result.last_checkpoint is None
     assert len(result.history) > 0
-    with heard("try_out", logging.INFO) as said:
-        quiet(max_epochs=1, try_out="overfit", limit_train_batches=0.4).fit(Regression(), pairs())
-    assert "trains and validates on a share of 0.4 of the batches of the training data" in said[0]
 
 
 def overfitted() -> tuple[list[list[float]], list[list[float]], float]:
@@ -155,20 +151,3 @@ def test_sanity_validation_by_default_where_it_costs_under_a_hundredth_of_an_epo
     assert not short(1000, max_steps=100)
     assert not short(1000, iter(list(pairs())))  # data that can be read once is not used up
     assert short(10, sanity_validation=1)
-
-
-def test_evaluation_reader_reads_no_part() -> None:
-    read: list[int] = []
-
-    def reader(self: Any) -> Any:
-        records: list[int] = []
-        return SimpleNamespace(
-            record=lambda loss, outputs, batch: len(batch[0]),
-            add=records.append,
-            compute=lambda: read.append(sum(records)) or {},
-            close=lambda: None,
-        )
-
-    task = variant(evaluation_reader=reader)()
-    quiet(max_epochs=1, sanity_validation=2).fit(task, pairs(), pairs())
-    assert read == [10]
