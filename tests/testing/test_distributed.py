@@ -1,9 +1,7 @@
 """Real processes for tests: values come back by rank, and no failure of theirs is lost or waited for."""
 
-import gc
 import multiprocessing
 import os
-import sys
 import time
 
 import pytest
@@ -63,41 +61,3 @@ def test_a_failure_names_its_rank_and_a_process_that_dies_or_hangs_is_not_waited
         run_distributed(dies)
     with pytest.raises(TimeoutError, match=r"ranks \[0, 1\] have not ended within 1 seconds"):
         run_distributed(hangs, timeout=1)
-
-
-class Garbage:
-    """Refers to itself, and notes the process that frees it."""
-
-    def __init__(self, note):
-        self.itself, self.note = self, note
-
-    def __del__(self):
-        with self.note.open("a", encoding="utf-8") as file:
-            file.write(f"{os.getpid()}\n")
-
-
-def _collects():
-    """Collect garbage as a copy begins, as the interpreter itself may do there."""
-    if _collecting and gc.isenabled():
-        gc.collect()
-
-
-_collecting = []
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_collects)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are no copies")
-def test_no_process_frees_the_garbage_of_the_one_that_starts_it(tmp_path):
-    """The destructor of a process group waits for threads that a forked process does not have."""
-    note = tmp_path / "freed"
-    was, _ = gc.get_threshold(), gc.set_threshold(0)  # nothing is collected but where this test asks for it
-    _collecting.append(True)
-    try:
-        Garbage(note)
-        run_distributed(gc.collect)
-    finally:
-        _collecting.clear()
-        gc.set_threshold(*was)
-    gc.collect()
-    assert note.read_text(encoding="utf-8").split() == [str(os.getpid())]

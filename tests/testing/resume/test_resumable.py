@@ -150,11 +150,6 @@ def test_several_processes_are_compared_rank_by_rank() -> None:
         assert_resumable(forgetful, world_size=2, updates=4)
 
 
-@pytest.mark.nightly
-def test_several_processes_that_forget_nothing_pass() -> None:
-    assert_resumable(lambda: (trainer(strategy="ddp", devices=2), Net(), loader()), world_size=2)
-
-
 class Recurrent(nn.Module):  # continues from the state that the batch before has left
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The conformance suite: what passes it, and that it finds what is wrong; see also test_precision_matrix."""
+"""The conformance suite finds what is wrong; the strategies' own tests have what passes it."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch._dynamo  # here and not in each of the processes, which are copies 
 import torch.distributed.fsdp
 import torchmetrics  # noqa: F401  for the same reason
 
-from drivetrain import ConfigError, DDPConfig
+from drivetrain import ConfigError
 from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.ddp import DDP
@@ -24,35 +24,6 @@ def ddp(world_size: int) -> Strategy:
 
 def fsdp(world_size: int) -> Strategy:
     return FSDP(world_size=world_size)
-
-
-@pytest.mark.heavy("the whole suite for one strategy")
-@pytest.mark.parametrize(
-    "world_size", [2, *(pytest.param(each, marks=pytest.mark.nightly) for each in (1, 3, 4))]
-)
-def test_ddp_conforms(world_size: int) -> None:
-    check_strategy(ddp, world_size)
-
-
-@pytest.mark.nightly
-def test_fsdp_conforms_on_a_number_of_processes_that_divides_nothing() -> None:
-    check_strategy(fsdp, 3)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "config",
-    [
-        DDPConfig(find_unused_parameters=True),
-        DDPConfig(static_graph=True, gradient_as_bucket_view=False, bucket_mb=0.0001),
-        DDPConfig(communication="fp16"),
-    ],
-    ids=["find_unused_parameters", "static_graph", "fp16"],
-)
-def test_the_options_of_ddp_conform(config: DDPConfig) -> None:
-    tolerance = 1e-6 if config.communication is None else 2e-3
-    checks = ["same_as_the_big_batch", "parameters_may_be_unfrozen"]
-    check_strategy(lambda world_size: DDP(config, world_size=world_size), checks=checks, tolerance=tolerance)
 
 
 class Summing(DDP):  # forgets that the shares are of all ranks' weight
@@ -71,11 +42,6 @@ class Deaf(DDP):  # never exchanges a gradient
 class Exaggerating(DDP):  # tells of a norm that is too large by a thousandth
     def clip_grad_norm(self, parameters: Any, max_norm: float) -> Any:
         return super().clip_grad_norm(parameters, max_norm) * 1.001
-
-
-class Mute(DDP):  # clips, and tells of no norm
-    def clip_grad_norm(self, parameters: Any, max_norm: float) -> Any:
-        super().clip_grad_norm(parameters, max_norm)
 
 
 class Stubborn(DDP):  # leaves each process the values that it has made
@@ -161,7 +127,6 @@ FAULTS: list[tuple[type[DDP | FSDP], str, str]] = [
     (Summing, "same_as_the_big_batch", "the weights .* on rank"),
     (Deaf, "same_as_the_big_batch", "the weights .* on rank"),
     (Exaggerating, "same_as_the_big_batch", "the gradient's norm .* on rank"),
-    (Mute, "same_as_the_big_batch", "clip_grad_norm gave None"),
     (Stubborn, "all_begin_with_the_weights_of_rank_0", "the weights on rank"),
     (Unweighted, "a_process_may_begin_with_padding", ""),
     (Thawing, "frozen_and_tied", "the weights .*frozen.* on rank"),
@@ -180,7 +145,7 @@ FAULTS: list[tuple[type[DDP | FSDP], str, str]] = [
 ]
 
 
-QUICK = {"same_as_the_big_batch", "evaluation_counts_each_sample_once", "resume_is_bitwise"}
+QUICK = {"same_as_the_big_batch", "resume_is_bitwise"}
 
 
 @pytest.mark.parametrize(
