@@ -25,7 +25,6 @@ def test_names_become_loggers_that_write_in_the_runs_directory(tmp_path):
     names = sorted(path.name.partition(".tfevents")[0] for path in (tmp_path / "run").iterdir())
     assert names == ["events.out", "metrics.csv", "metrics.jsonl"]
     own = SimpleNamespace(log_metrics=print, log_config=print, close=print)
-    assert [type(each) for each in build_loggers("csv", tmp_path)] == [CSVLogger]
     assert build_loggers(own, None) == [own]
     assert build_loggers(["csv", own], tmp_path)[1] is own
     assert build_loggers((), None) == []
@@ -37,7 +36,7 @@ def test_what_is_no_logger_is_refused_with_what_is_allowed(tmp_path):
         "twice": (lambda: build_loggers(("csv", "csv"), tmp_path), "'csv' is given twice"),
         "no directory": (lambda: build_loggers("csv", None), "'csv' needs a directory", "run_dir"),
     }
-    for wrong in (3, None, CSVLogger, ["csv", object()]):
+    for wrong in (CSVLogger, ["csv", object()]):
         call = lambda wrong=wrong: build_loggers(wrong, tmp_path)  # noqa: E731
         table[str(wrong)] = (call, "is no logger", "'csv'", "log_metrics")
     assert_refused(ConfigError, table)

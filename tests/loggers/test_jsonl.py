@@ -26,9 +26,10 @@ def test_one_strict_object_per_log_point_with_exact_numbers(tmp_path):
     logger.close()
     logger.log_metrics({"loss": 0.5}, 3)  # goes on in the same file
     assert read(tmp_path / "run") == [*found, {"step": 3, "loss": 0.5}]
-    logger.log_config({"strategy": "single"})
+    logger.log_config({"limit": math.inf, "dir": Path("a"), "nested": {"betas": (0.9, 0.95)}, "no": None})
     logger.close()
-    assert json.loads((tmp_path / "run" / "config.json").read_text()) == {"strategy": "single"}
+    config = json.loads((tmp_path / "run" / "config.json").read_text(), parse_constant=pytest.fail)
+    assert config == {"limit": "Infinity", "dir": "a", "nested": {"betas": [0.9, 0.95]}, "no": None}
 
 
 @pytest.mark.parametrize("tail", ["", '{"step": 4, "lo'], ids=["whole", "a torn line"])

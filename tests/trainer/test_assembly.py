@@ -111,13 +111,8 @@ def test_a_dataset_has_its_own_batch_size_and_collation_in_evaluations() -> None
     trainer.predict(Regression(), dataset())
     assert sizes == {"train": [4, 4, 1], "validation": [5, 4], "predict": [5, 4]}
     assert trainer.to_json()["collate"].endswith(".collate")
-
-    def doubled(self: Any) -> Any:
-        return lambda samples: [2 * torch.stack(column) for column in zip(*samples, strict=True)]
-
-    found = quiet(batch_size=4).predict(variant(collate_function=doubled)(), dataset())
-    right = quiet(batch_size=4).predict(Regression(), TensorDataset(2 * dataset().tensors[0]))
-    assert torch.equal(torch.cat(found), torch.cat(right))
+    first = variant(collate_function=lambda self: lambda samples: [samples[0][0][None]])()  # of the task
+    assert [len(each) for each in quiet(batch_size=4).predict(first, dataset())] == [1, 1, 1]
 
 
 def test_data_seed_is_for_the_order_of_the_data_alone() -> None:

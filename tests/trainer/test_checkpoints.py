@@ -12,32 +12,7 @@ from tests.support.messages import heard, warned
 from tests.support.outcome import weights
 from tests.support.tasks import Regression, pairs, quiet, variant
 
-from drivetrain import CheckpointConfig, CheckpointError, ConfigError, LambdaCallback, Trainer
-from drivetrain.checkpoint import load_weights, resolve
-from drivetrain.checkpoint.storage import files as checkpoint_files
-
-
-def test_load_weights_of_a_run_reads_them_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quiet(max_epochs=2, run_dir=tmp_path, checkpoint=True).fit(Regression(), pairs())
-    opened: list[str] = []
-    init = checkpoint_files.HashedReader.__init__
-
-    def noted(self: Any, path: str, *arguments: Any) -> None:
-        opened.append(Path(path).name)
-        init(self, path, *arguments)
-
-    monkeypatch.setattr(checkpoint_files.HashedReader, "__init__", noted)
-    load_weights(tmp_path / "checkpoints" / "update-00000010")
-    once = opened.count("model.safetensors")
-    for read in (load_weights, Regression.from_checkpoint):
-        opened.clear()
-        read(tmp_path)
-        assert opened.count("model.safetensors") == once
-    (tmp_path / "checkpoints" / "update-00000010" / "manifest.json").unlink()
-    with warned("lacks update-00000010, newer than update-00000005"):
-        load_weights(tmp_path)
-    with pytest.raises(CheckpointError, match="is empty"):
-        resolve("")
+from drivetrain import CheckpointConfig, ConfigError, LambdaCallback, Trainer
 
 
 def test_a_changed_working_directory_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

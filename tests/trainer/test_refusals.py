@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -94,27 +95,14 @@ class Stream(IterableDataset[Any]):
         return iter(pairs().dataset)
 
 
-class Bare:
-    """A data set of no class of torch's, whose samples a fit must not need."""
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> Any:
-        raise AssertionError
-
-
-class Half:
-    """A data module that is not complete."""
-
-    def train_data(self) -> Any:
-        return pairs()
+BARE = type("Bare", (), {"__len__": lambda self: 6, "__getitem__": lambda self, index: None})
 
 
 def test_data_that_do_not_fit_the_trainer_are_refused() -> None:
     def fit(*data: Any, task: Any = None, **options: Any) -> Any:
         return lambda: quiet(**{"max_epochs": 1, **options}).fit(task or Regression(), *data)
 
+    half = SimpleNamespace(train_data=pairs)
     bare = TensorDataset(torch.zeros(9, 4), torch.zeros(9, 1))
     big = {"evaluation_batch_size": 5, "batch_size": 4}
     table: dict[str, tuple[Any, ...]] = {
@@ -122,25 +110,20 @@ def test_data_that_do_not_fit_the_trainer_are_refused() -> None:
         "a class": (fit(pairs(), task=Regression), "pass an instance", "Regression("),
         "a module": (fit(pairs(), task=nn.Linear(2, 2)), "drivetrain.TaskModule"),
         "named loaders": (fit({"a": pairs()}), "only evaluation takes named loaders"),
-        "half a module": (lambda: quiet().predict(Regression(), Half()), "Half has no predict_data()"),
+        "half a module": (lambda: quiet().predict(Regression(), half), "has no predict_data()"),
         "collate of a loader": (fit(pairs(), collate=list), "collate=", "collate_fn"),
         "evaluation of a loader": (fit(bare, pairs(), **big), "evaluation_batch_size=5", "batch_size=5"),
         "read once": (fit(pairs(), iter(list(pairs())), sanity_validation=2), "sanity_validation=2"),
     }
     for name, value in (("batch_size", 16), ("num_workers", 2)):
-        table[f"{name} of batches"] = (
-            fit(list(pairs()), **{name: value}),
-            f"{name}={value}",
-            "ready",
-            "list",
-        )
+        table[f"{name} of batches"] = (fit(list(pairs()), **{name: value}), f"{name}={value}", "ready")
         words = (f"{name}={value}", "is a DataLoader with", "DataLoader(")
         table[f"{name} of a loader"] = (fit(pairs(), {"one": pairs(4)}, **{name: value}), *words)
     assert_refused(ConfigError, table)
     wrong: dict[str, tuple[Any, ...]] = {
         "a tensor": (fit(torch.ones(3, 4)), "a DataLoader, a Dataset"),
         "batch size": (fit(bare), "Trainer(batch_size=32)"),
-        "indexed": (fit(Bare()), "Bare", "Trainer(batch_size=32)"),
+        "indexed": (fit(BARE()), "Bare", "Trainer(batch_size=32)"),
         "empty": (fit([]), "training data is empty"),
     }
     assert_refused(DataError, wrong)

@@ -124,14 +124,12 @@ def test_sanity_validation_leaves_no_trace_in_the_numbers() -> None:
 
 
 def test_sanity_validation_counts_for_no_policy_and_no_resume(tmp_path: Path) -> None:
-    for name in (None, "{validation/loss:.2f}"):
-        kept = CheckpointConfig(best=1, name=name)
-        options: dict[str, Any] = {"checkpoint": kept, "run_dir": tmp_path / str(bool(name))}
-        options["sanity_validation"] = 1
-        trainer = quiet(max_epochs=2, log_every="1 step", callbacks=[EarlyStopping()], **options)
-        result = trainer.fit(Regression(), pairs(), pairs())
-        assert result.stop_reason == "max_epochs=2 reached"
-        assert result.best_checkpoint is not None
+    kept = CheckpointConfig(best=1, name="{validation/loss:.2f}")
+    options: dict[str, Any] = {"checkpoint": kept, "run_dir": tmp_path, "sanity_validation": 1}
+    trainer = quiet(max_epochs=2, log_every="1 step", callbacks=[EarlyStopping()], **options)
+    result = trainer.fit(Regression(), pairs(), pairs())
+    assert result.stop_reason == "max_epochs=2 reached"
+    assert result.best_checkpoint is not None
     seen = Evaluations()
     quiet(max_epochs=3, callbacks=[EarlyStopping(), seen], **options).fit(
         Regression(), pairs(), pairs(), resume="auto"
@@ -146,8 +144,6 @@ def test_sanity_validation_by_default_where_it_costs_under_a_hundredth_of_an_epo
         trainer.fit(Regression(), pairs(batches, batch_size=1), data or pairs())
         return seen.seen[0][0]
 
-    two = {"a": pairs(), "b": pairs()}
-    assert [short(201), short(200), short(201, two), short(401, two)] == [True, False, False, True]
-    assert not short(1000, max_steps=100)
+    assert [short(201), short(200), short(1000, max_steps=100)] == [True, False, False]
     assert not short(1000, iter(list(pairs())))  # data that can be read once is not used up
     assert short(10, sanity_validation=1)

@@ -178,17 +178,6 @@ def test_rates_come_by_group_and_from_torch_schedulers():
     assert sorted(rate.end for rate in rates.values()) == pytest.approx([0.001, 0.01])
 
 
-def test_what_depends_on_a_metric_or_the_clock_is_not_known():
-    task = Classifier(OptimizerConfig("sgd", lr=0.1, schedule="reduce_on_plateau"))
-    found = plan(task=task, validation=samples(5), max_time="1 minute", validate_every="10 minutes")
-    assert found.updates is None
-    assert found.updates_per_epoch == 6
-    assert "max_time" in found.unknown
-    assert found.rates["lr"].end is None
-    assert found.validation.times is None
-    assert found.warnings == ()
-
-
 def test_data_without_a_length_leaves_only_the_steps():
     class Stream:
         def __iter__(self):
