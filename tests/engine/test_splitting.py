@@ -51,7 +51,7 @@ class Small(Regression):
 
 
 class FailsInBackward(Regression):
-    """As `Small`, when the gradients of a part have been added already."""
+    """As `Small`, when gradients have been added already."""
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         loss = super().loss(outputs, batch)
@@ -129,13 +129,9 @@ def test_micro_batch_weighs_parts_as_the_data_gave_them() -> None:
     # In half precision the sum is infinite; with the 8 bits of bfloat16 it is 1004.
     data = weighed([20000.0] * 4 + [1005.0, 0, 0, 0] + [4.0, 0, 0, 0])
     for precision in ("16-true", "bf16-true"):
-        seen = []
-        for micro_batch in (None, 4):
-            task = Weighed(99)
-            trainer = quiet(max_epochs=1, precision=precision, micro_batch=micro_batch, train_metrics=False)
-            seen += [[weight for _, _, weight in step.rows] for step in trainer.steps(task, data)]
-            assert all(bool(each.isfinite().all()) for each in task.parameters())
-        assert seen == [[81009.0], [80000.0, 1005.0, 4.0]]
+        options = {"max_epochs": 1, "precision": precision, "train_metrics": False}
+        (step,) = quiet(micro_batch=4, **options).steps(Weighed(99), data)
+        assert [weight for _, _, weight in step.rows] == [80000.0, 1005.0, 4.0]
 
 
 class Drawing(Small):
@@ -206,8 +202,6 @@ def test_micro_batch_of_a_number_splits_without_searching() -> None:
     quiet(micro_batch=3).validate(task, pairs(13, 8))
     quiet(micro_batch=3).predict(task, pairs(13, 8))
     assert task.tried == [3, 3, 2, 3, 3, 2] + [3, 3, 2, 3, 2] * 2
-    with pytest.raises(torch.OutOfMemoryError):
-        quiet(max_epochs=1, micro_batch=4).fit(Small(fits=3), pairs(16, 8))
 
 
 def notes_of(call: Any) -> str:
@@ -262,10 +256,9 @@ class Predicting(Small):
         return {"value": outputs, "text": [f"{each:.3f}" for each in outputs[:, 0].tolist()], "drawn": drawn}
 
 
-@pytest.mark.parametrize("micro_batch", [2, "auto"])
-def test_predictions_in_parts_are_those_of_whole_batches(micro_batch: int | str) -> None:
+def test_predictions_in_parts_are_those_of_whole_batches() -> None:
     found = []
-    for task, options in ((Predicting(fits=99), {}), (Predicting(fits=2), {"micro_batch": micro_batch})):
+    for task, options in ((Predicting(fits=99), {}), (Predicting(fits=2), {"micro_batch": "auto"})):
         random.seed(0)
         found.append(quiet(**options).predict(task, pairs(13, 8)))
     for one, two in zip(*found, strict=True):
@@ -289,15 +282,7 @@ def on_ranks(micro_batch: int | str | None, fits: tuple[int, int], tokens: bool)
 
 def in_the_pool(function: Any, *arguments: Any) -> list[Any]:
     """As `on_two_ranks`; what ranks have imported is left out of the collections."""
-
-    def frozen() -> Any:
-        gc.freeze()
-        try:
-            return function(*arguments)
-        finally:
-            gc.unfreeze()
-
-    return on_two_ranks(frozen)
+    return on_two_ranks(lambda: (gc.freeze(), function(*arguments))[1])
 
 
 def test_all_ranks_repeat_the_update_of_one_that_ran_out_of_memory() -> None:

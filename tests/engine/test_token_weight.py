@@ -41,20 +41,6 @@ COUNTED = {"loss_weight": lambda self, batch: (batch["labels"] != -100).sum()}  
 ALL = {"loss_weight": lambda self, batch: batch["labels"].numel()}  # counts the padding too
 
 
-def shifted(self: Tagger, outputs: Tensor, batch: Any) -> Tensor:
-    """A loss that leaves out the first labels, which `COUNTED` counts."""
-    return F.nll_loss(outputs[:, :-1].flatten(0, 1).log_softmax(-1), batch["labels"][:, 1:].flatten())
-
-
-def of_classes(self: Tagger, outputs: Tensor, batch: Any) -> Tensor:
-    """A mean over the weights of classes, which no weight of ours can be compared with."""
-    return Tagger.loss(self, outputs, batch, weight=torch.ones(5))
-
-
-def summed(self: Tagger, outputs: Tensor, batch: Any) -> Tensor:
-    return Tagger.loss(self, outputs, batch, reduction="sum") / batch["labels"].numel()
-
-
 def batches(ignored: int, as_dict: bool = True) -> list[Any]:
     made = []
     for length in (6, 3):
@@ -71,7 +57,6 @@ def batches(ignored: int, as_dict: bool = True) -> list[Any]:
         ({}, True, r"def loss_weight\(self, batch\): return \(batch\['labels'\] != -100\)"),
         ({}, False, r"def loss_weight\(self, batch\): return \(batch\[-1\] != -100\)"),
         (ALL, True, "gives 12 for .* mean over 10 labels"),
-        ({**COUNTED, "loss": shifted}, True, "gives 10 for .* mean over 9 labels"),
     ],
 )
 def test_ignored_labels_without_the_right_loss_weight_are_warned_of_once(
@@ -97,7 +82,5 @@ def test_the_loss_weight_of_the_warning_makes_accumulation_equal_to_the_large_ba
 
 
 def test_nothing_is_warned_of_without_ignored_labels_or_with_a_right_loss_weight() -> None:
-    by_sequence = {"loss_weight": lambda self, batch: len(batch["labels"])}  # as good, of one length
-    of_weights, of_sums = {**ALL, "loss": of_classes}, {**ALL, "loss": summed}
-    for methods, ignored in (({}, 0), (COUNTED, 2), (by_sequence, 0), (of_weights, 2), (of_sums, 2)):
+    for methods, ignored in (({}, 0), (COUNTED, 2)):
         quiet(max_epochs=1).fit(tagger(**methods), batches(ignored))

@@ -47,18 +47,12 @@ class Largest:
 class Forgetful:
     """A metric without a state to store; it computes its count, or what it was made with."""
 
-    device = "nowhere"
-
     def __init__(self, value: Any = None) -> None:
-        self.count, self.value, self.gradients = 0, value, False
-
-    def to(self, device: torch.device) -> None:
-        """Move in place, and return nothing."""
-        self.device = str(device)
+        self.count, self.value = 0, value
 
     def update(self, *_: Any) -> None:
         self.count += 1
-        self.gradients = torch.is_grad_enabled()
+        assert not torch.is_grad_enabled()
 
     def compute(self) -> Any:
         return self.count if self.value is None else self.value
@@ -95,9 +89,7 @@ def makers() -> dict[str, Callable[[], Any]]:
     from torchmetrics.classification import (
         MulticlassAccuracy,
         MulticlassAUROC,
-        MulticlassConfusionMatrix,
         MulticlassF1Score,
-        MulticlassPrecision,
     )
     from torchmetrics.regression import ConcordanceCorrCoef, PearsonCorrCoef
     from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, Running
@@ -107,11 +99,8 @@ def makers() -> dict[str, Callable[[], Any]]:
     return {
         "sums": accuracy,
         "lists": lambda: MulticlassAUROC(CLASSES),
-        "a matrix": lambda: MulticlassConfusionMatrix(CLASSES),
-        "a collection with shared states": lambda: collection([accuracy(), MulticlassPrecision(CLASSES)]),
         REPLACED: lambda: collection([PearsonCorrCoef(), ConcordanceCorrCoef()]),
         "a wrapper": lambda: ClasswiseWrapper(MulticlassF1Score(CLASSES, average=None)),
-        "a wrapper with tensors of its own": lambda: MinMaxMetric(accuracy()),
         "a wrapper with a counter": lambda: Running(accuracy(), window=3),
         "a wrapper in a collection": lambda: collection({"a": MinMaxMetric(accuracy()), "b": accuracy()}),
         "no library's": Largest,
@@ -161,18 +150,14 @@ def test_state_copies_and_resets_of_a_metric_share_nothing(kind: str) -> None:
     copied.update(inputs(1, kind))
     assert first.compute() == right
     first.update(inputs(1, kind))  # what was stored is no longer touched, by the one that gave it
-    second.update(inputs(3, kind))
-    assert second.compute() != right
-    second.load_state_dict(stored)
-    assert second.compute() == right
-    second.update(inputs(2, kind))  # nor by the one that took it
-    third = make(kind)
-    third.load_state_dict(stored)
-    assert third.compute() == right
+    for _ in range(2):
+        second.load_state_dict(stored)
+        assert second.compute() == right
+        second.update(inputs(2, kind))  # nor by the one that took it
     first.reset()
     assert first.compute() == {}
-    first.update(inputs(1, kind))
-    fresh.update(inputs(1, kind))
+    for each in (first, fresh):
+        each.update(inputs(1, kind))
     assert first.compute() == fresh.compute()
 
 
@@ -182,10 +167,8 @@ def test_whatever_a_metric_computes_becomes_floats_by_name() -> None:
         (torch.tensor(0.5, requires_grad=True), {"it": 0.5}),
         (torch.tensor([[1, 2], [3, 4]]), {"it/0/0": 1.0, "it/0/1": 2.0, "it/1/0": 3.0, "it/1/1": 4.0}),
         ({"low": torch.tensor(1.0), "high": [2.0, 3.0]}, {"it/low": 1.0, "it/high/0": 2.0, "it/high/1": 3.0}),
-        ((1.0, torch.tensor(2.0)), {"it/0": 1.0, "it/1": 2.0}),
         (np.float32(0.5), {"it": 0.5}),
         (np.array([1.0, 2.0]), {"it/0": 1.0, "it/1": 2.0}),
-        (True, {"it": 1.0}),
     ):
         metrics = DeclaredMetrics({"it": Forgetful(value)}, CPU)
         metrics.update(())
@@ -199,24 +182,12 @@ def test_refusals_of_metrics() -> None:
     def declare(metrics: Any) -> Any:
         return lambda: DeclaredMetrics(metrics, CPU)
 
-    def compute(value: Any) -> Any:
-        metrics = DeclaredMetrics({"it": Forgetful(value)}, CPU)
-        metrics.update(())
-        return metrics.compute
-
     broken = {**stored, "metrics": {"it": {"own": {}, "members": []}}}
     cases: dict[str, tuple[Any, ...]] = {
-        "a text": (compute("good"), "metric 'it' computed a str"),
         "a tensor of inputs": (lambda: make("no library's").update(torch.ones(2, 3)), "metric_inputs"),
-        "a list": (declare([one]), "mapping of names to metrics"),
         "no metric": (declare({"accuracy": nn.Linear(1, 1)}), "['accuracy']", "update, compute, reset"),
         "two names": (declare({"a": one, "b": one}), "'a'", "'b'"),
         "no state": (DeclaredMetrics({"count": one}, CPU).state_dict, "'count'", "train_metrics=False"),
-        "other names": (
-            lambda: DeclaredMetrics({"other": Largest()}, CPU).load_state_dict(stored),
-            "['it']",
-            "['other']",
-        ),
         "a state": (lambda: make("no library's").load_state_dict(broken), "'it'", "could not be loaded"),
     }
     assert_refused((ConfigError, CheckpointError), cases)
@@ -290,13 +261,6 @@ class Weighed(Regression):
         return (torch.tensor(float(len(batch[0]))),)
 
 
-class Yielding(Weighed):
-    """The same in a step that is a generator."""
-
-    def training_step(self, batch: Any) -> Any:
-        yield "default", super().training_step(batch)
-
-
 def seen(**options: Any) -> list[list[float]]:
     """How many samples the metrics have seen in training and in validation, of 21 in six batches."""
     batches = [
@@ -304,20 +268,16 @@ def seen(**options: Any) -> list[list[float]]:
         for count, weight in enumerate([0.0, 1.0, 1.0, 0.0, 1.0, 0.0], 1)
     ]
     found = []
-    for task in (Weighed, Yielding):
-        for accumulation in (1, 2):
-            trainer = quiet(
-                max_epochs=1, log_every="1 epoch", gradient_accumulation_steps=accumulation, **options
-            )
-            metrics = trainer.fit(task(), batches, batches).metrics
-            found.append([metrics["train/seen"], metrics["validation/seen"]])
+    for accumulation in (1, 2):
+        trainer = quiet(
+            max_epochs=1, log_every="1 epoch", gradient_accumulation_steps=accumulation, **options
+        )
+        metrics = trainer.fit(Weighed(), batches, batches).metrics
+        found.append([metrics["train/seen"], metrics["validation/seen"]])
     return found
 
 
-@pytest.mark.parametrize("strategy", ["cpu", "ddp", "fsdp"])
-def test_batches_without_weight_are_in_no_metric_of_training(strategy: str) -> None:
-    expected = [[2.0 + 3.0 + 5.0, 21.0]] * 4
-    if strategy == "cpu":
-        assert seen() == expected
-    else:
-        assert on_two_ranks(lambda: seen(strategy=strategy, devices=2)) == [expected] * 2
+def test_batches_without_weight_are_in_no_metric_of_training() -> None:
+    expected = [[2.0 + 3.0 + 5.0, 21.0]] * 2
+    assert seen() == expected
+    assert on_two_ranks(lambda: seen(strategy="ddp", devices=2)) == [expected] * 2

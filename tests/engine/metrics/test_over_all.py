@@ -31,7 +31,7 @@ def classes(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return torch.randn(count, generator=torch.Generator().manual_seed(seed)), torch.arange(count) % 2
 
 
-def test_a_function_of_scikit_learn_or_evaluate_gets_its_arguments_by_name() -> None:
+def test_a_function_of_scikit_learn_gets_its_arguments_by_name() -> None:
     first, second = classes(5, 1), classes(4, 2)
     scores, target = (torch.cat(each).numpy() for each in zip(first, second, strict=True))
     assert updated(OverAll(roc_auc_score), first, second).compute() == roc_auc_score(target, scores)
@@ -39,12 +39,6 @@ def test_a_function_of_scikit_learn_or_evaluate_gets_its_arguments_by_name() -> 
     metric = OverAll(partial(recall_score, average="binary"), transform=lambda each, t: (each > -1, t))
     assert updated(metric, first, second).compute() == right
     assert right != recall_score(scores > -1, target)
-
-    def compute(*, predictions: Any = None, references: Any = None, **options: Any) -> dict[str, float]:
-        return {"wrong": float((predictions != references).sum())}
-
-    outputs, target = torch.tensor([1, 0, 1]), torch.tensor([1, 1, 0])
-    assert updated(OverAll(compute), (outputs, target)).compute() == {"wrong": 2.0}
 
 
 def test_any_other_function_gets_outputs_and_target_as_arrays_or_tensors() -> None:
@@ -68,16 +62,13 @@ def ones(*shape: int, kind: Any = torch.float32) -> Tensor:
     return torch.ones(shape, dtype=kind)
 
 
-def test_batches_of_different_lengths_are_padded_and_joined_by_name() -> None:
+def test_batches_of_different_lengths_are_padded() -> None:
     def rows(outputs: Any, target: Any) -> float:
         assert outputs.tolist() == [[1, 1, -7], [1, 1, -7], [1, 1, 1]]
         return float(len(target))
 
     batches = [(ones(2, 2), ones(2)), (ones(1, 3), ones(1))]
     assert updated(OverAll(rows, padding=-7), *batches).compute() == 3
-    high, low = 5 * ones(2), ones(2)
-    named = [({"low": low, "high": high}, low), ({"high": high, "low": low}, low)]
-    assert updated(OverAll(lambda outputs, _: float(outputs["low"].sum())), *named).compute() == 4
 
 
 @pytest.mark.parametrize("memory", [0, 100, 10**6])
