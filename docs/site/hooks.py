@@ -153,7 +153,8 @@ def _documented(identifier: str, config: MkDocsConfig) -> Any:
 def _names(module: str, config: MkDocsConfig) -> str:
     """A table of a module's public names, each linked to where it is documented."""
     lines = ["| Name | Summary |", "| --- | --- |"]
-    for name in importlib.import_module(module).__all__:
+    # Read, not imported: an integration's module refuses to load without the library that it is for.
+    for name in map(str, _documented(module, config).exports or ()):
         if name.startswith("__"):
             continue
         thing = _documented(f"{module}.{name}", config)
