@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections import UserDict, namedtuple
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import pytest
@@ -37,14 +33,6 @@ class CalledOtherwise(Plain):
         return 3 * super().__call__(image)
 
 
-def by_name_only(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(forward)
-    def called(self: Any, **columns: Any) -> Any:
-        return forward(self, **columns)
-
-    return called
-
-
 def task_of(base: type[TaskModule] = TaskModule, **methods: Any) -> TaskModule:
     """A task with these methods."""
     return type("Made", (base,), methods)()
@@ -61,20 +49,12 @@ FORWARDS: list[tuple[TaskModule, Any, Any]] = [
     (NAMED, UserDict({"image": ONE, "label": TWO, "scale": 5}), (ONE, None, 5)),
     (NAMED, (ONE, TWO, THREE), (ONE, TWO, 1)),
     (COLUMNS, {"image": ONE, "label": TWO}, {"image": ONE, "label": TWO}),
-    (COLUMNS, UserDict({"image": ONE}), {"image": ONE}),
     (WITH_THE_REST, {"image": ONE, "label": TWO}, (ONE, {"label": TWO})),
     (PLAIN, (ONE, TWO), ONE),
-    (PLAIN, [ONE], ONE),
     (PLAIN, Pair(ONE, TWO), ONE),
     (PLAIN, ONE, ONE),
     (PLAIN, "a text", "a text"),
-    (
-        task_of(forward=lambda self, image, mask: (image, mask)),
-        {"mask": TWO, "y": THREE, "image": ONE},
-        (ONE, TWO),
-    ),
     (task_of(forward=lambda self, *, image: image), {"image": ONE}, ONE),
-    (task_of(forward=by_name_only(lambda self, image: image)), {"image": ONE}, ONE),
 ]
 
 
@@ -98,43 +78,24 @@ class Learning(TaskModule):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(2))
-        self.heard = False
 
     def forward(self, image: Tensor) -> Tensor:
         return image * self.scale
 
 
-HOOKS = ("forward_pre_hook", "forward_hook", "full_backward_hook", "full_backward_pre_hook")
-
-
-@pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # as no input has a gradient
-def test_hooks_on_a_task_and_on_all_modules_see_its_forward(hook: str) -> None:
-    for inputs in ({"image": ONE}, (ONE,), UserDict({"image": ONE}), ONE):
-        for everywhere in (False, True):
-            task = Learning()
-
-            def heard(module: nn.Module, *_: Any, task: Any = task) -> None:
-                task.heard = task.heard or module is task
-
-            register: Any = getattr(
-                torch_module if everywhere else task, f"register_{'module_' * everywhere}{hook}"
-            )
-            handle = register(heard)
-            try:
-                call_forward(task, inputs).sum().backward()
-            finally:
-                handle.remove()
-            assert task.heard
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_hooks_on_a_task_and_on_all_modules_see_its_forward(everywhere: bool) -> None:
+    task, heard = Learning(), []
+    owner: Any = torch_module if everywhere else task
+    register = getattr(owner, "register_module_forward_hook" if everywhere else "register_forward_hook")
+    handle = register(lambda module, *_: heard.append(module))
+    call_forward(task, {"image": ONE})
+    handle.remove()
+    assert heard == [task]
 
 
 def test_a_task_that_is_compiled_or_calls_itself_otherwise_is_called() -> None:
-    class Tripling(Plain):
-        def _call_impl(self, *inputs: Any, **named: Any) -> Any:
-            return 3 * super()._call_impl(*inputs, **named)
-
     assert torch.equal(call_forward(CalledOtherwise(), ONE), 3 * ONE)
-    assert torch.equal(call_forward(Tripling(), ONE), 3 * ONE)
     task, graphs = Learning(), []
 
     def backend(graph: Any, example: Any) -> Any:
@@ -152,29 +113,15 @@ class Shot:
     loss: Tensor | None = None
 
 
-def test_inputs_may_be_overridden_to_give_anything() -> None:
-    own = task_of(Plain, inputs=lambda self, batch: {"image": batch.picture})
-    assert own.predict_step(Shot(ONE)) is ONE
-    assert PLAIN.predict_step(shot := Shot(TWO)) is shot
-
-
 def test_metric_inputs_are_the_outputs_and_the_target() -> None:
     for name in ("label", "labels", "target", "targets", "y"):
         assert PLAIN.metric_inputs(ONE, {"image": THREE, name: TWO}) == (ONE, TWO)
-    assert PLAIN.metric_inputs(ONE, UserDict({"y": THREE, "label": TWO})) == (ONE, TWO)
     assert PLAIN.metric_inputs(ONE, (THREE, THREE, TWO)) == (ONE, TWO)
-    assert PLAIN.metric_inputs(ONE, [THREE, TWO]) == (ONE, TWO)
 
 
 def test_loss_weight_is_the_number_of_samples_and_other_defaults() -> None:
-    zeros = torch.zeros
-    for batch, weight in (
-        ({"image": zeros(7, 2)}, 7),
-        ((zeros(3, 1), zeros(3)), 3),
-        (zeros(0, 4), 0),
-        ({"name": "no tensor"}, 1),
-    ):
-        assert PLAIN.loss_weight(batch) == weight
+    batches = {"image": torch.zeros(7, 2)}, (torch.zeros(3, 1), torch.zeros(3)), {"name": "no tensor"}
+    assert [PLAIN.loss_weight(batch) for batch in batches] == [7, 3, 1]
     task = Plain()
     assert dict(task.metrics()) == {}
     assert task.tokens({"image": ONE}) == 0
@@ -199,11 +146,7 @@ def test_every_step_follows_from_forward_and_loss() -> None:
 
 
 def test_a_model_that_returns_its_own_loss_needs_no_other() -> None:
-    class Output(dict[str, Tensor]):
-        pass
-
     assert PLAIN.loss({"loss": ONE}, None) is ONE
-    assert PLAIN.loss(Output(loss=TWO), None) is TWO
     assert PLAIN.loss(Shot(TWO, loss=ONE), None) is ONE
 
 
@@ -220,16 +163,11 @@ class Narrow(Recorded):
         super().__init__(width * 2, 0.5, other=1)
 
 
-class Inheriting(Recorded):
-    pass
-
-
 class Popping(TaskModule):
     """Changes its arguments."""
 
-    def __init__(self, sizes: list[int], options: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, Any]) -> None:
         super().__init__()
-        sizes.pop()
         options["names"].append("c")
 
 
@@ -238,21 +176,7 @@ def test_hparams_are_the_constructor_arguments_as_they_were_given() -> None:
     given = {"hidden": 2, "rate": 0.5, "more": ("a", "b"), "name": "y", "depth": 3}
     assert Recorded(2, 0.5, "a", "b", name="y", depth=3).hparams == given
     assert Narrow().hparams == {"width": 3}
-    assert Inheriting(4).hparams == {"hidden": 4, "rate": 0.1, "more": (), "name": "x"}
-    assert PLAIN.hparams == {}
-    assert Popping([1, 2], {"names": ["a"]}).hparams == {"sizes": [1, 2], "options": {"names": ["a"]}}
-    module = nn.Linear(1, 1)
-    assert Popping([module, 2], {"names": []}).hparams["sizes"][0] is module
-
-
-def test_a_copy_is_the_same_task() -> None:
-    for task in (Recorded(3, name="z"), Narrow(2)):
-        for twin in (copy.deepcopy(task), pickle.loads(pickle.dumps(task))):
-            assert type(twin) is type(task)
-            assert twin.hparams == task.hparams
-            for name, value in task.state_dict().items():
-                assert torch.equal(twin.state_dict()[name], value)
-                assert twin.state_dict()[name].data_ptr() != value.data_ptr()
+    assert Popping({"names": ["a"]}).hparams == {"options": {"names": ["a"]}}
 
 
 def test_refusals_of_a_task() -> None:
@@ -261,11 +185,6 @@ def test_refusals_of_a_task() -> None:
     class Without(Plain):
         def __init__(self) -> None:
             pass
-
-    class Habit(TaskModule):
-        def __init__(self, hparams: dict[str, Any]) -> None:
-            super().__init__()
-            self.hparams = hparams
 
     def hide(name: str, value: Any) -> tuple[Any, ...]:
         return lambda: setattr(Plain(), name, value), f"Plain.{name} is a method", f"'{name}_function'"
@@ -282,8 +201,6 @@ def test_refusals_of_a_task() -> None:
         "no constructor": (lambda: Without().predict_step({"image": ONE}), "Without"),
         "no loss of a tensor": loss(ONE),
         "a module": hide("loss", nn.CrossEntropyLoss()),
-        "hparams": (lambda: Habit({"rate": 1}), "Habit.hparams is recorded by TaskModule"),
-        "Python's own": (lambda: Narrow(height=3), "height"),
     }
     assert_refused((ConfigError, DataError, AttributeError, TypeError), cases)
     task = Plain()  # names that are near are free
@@ -300,16 +217,12 @@ def test_step_module_runs_what_it_is_told_inside_its_context_and_owns_the_task_o
     assert torch.equal(module((features, target)).loss, task.training_step((features, target)).loss)
     assert [name for name, _ in module.named_children()] == ["task"]
     assert sorted(module.state_dict()) == sorted(f"task.{name}" for name in task.state_dict())
-    seen: list[bool] = []
-
-    class Looking(Plain):
-        def forward(self, image: Any) -> Any:
-            seen.append(torch.is_autocast_enabled("cpu"))
-            return image
-
-    StepModule(Looking())(ONE)
-    StepModule(Looking(), lambda: torch.autocast("cpu", torch.bfloat16))(ONE)
-    assert seen == [False, True]
+    looking = task_of(forward=lambda self, image: torch.is_autocast_enabled("cpu"))
+    found = [StepModule(looking)(ONE), StepModule(looking, lambda: torch.autocast("cpu"))(ONE)]
+    assert found == [False, True]
+        False,
+        True,
+    ]
 
 
 def step(batch: Tensor) -> StepOutput:
@@ -329,5 +242,3 @@ def test_outputs_of_a_step_have_no_graph_or_are_dropped() -> None:
     alone = drop(torch.ones(1, requires_grad=True))
     assert isinstance(alone, Tensor)
     assert alone.requires_grad
-    named: Mapping[str, Any] = {"loss": torch.ones(())}
-    assert without_other_graphs(lambda batch: named, keep_outputs=False)(torch.ones(1)) is named

@@ -21,7 +21,7 @@ from drivetrain.data import MicroBatch
 from drivetrain.strategies.precision.base import Precision
 from drivetrain.strategies.precision.registry import PRECISIONS
 from drivetrain.task.optim.low_precision import WeightUpdates, round_at_random_
-from drivetrain.testing.strategies.tasks import GeneratorAndDiscriminator, Sequences, Tokens
+from drivetrain.testing.strategies.tasks import Sequences, Tokens
 
 
 class Ones(TaskModule):
@@ -96,9 +96,9 @@ def test_small_updates_move_weights_and_in_the_mean_as_far_as_in_float32(precisi
         assert (values(trained(f"{precision}-nearest", adamw)[1]) == 1).all()
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw", "asgd", "adagrad", "radam", "adafactor", "rprop", "muon"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "adagrad", "adafactor", "muon"])
 def test_optimizers_of_every_family_learn_as_in_float32(name: str) -> None:
-    rates = {"sgd": 1.0, "asgd": 1.0, "adagrad": 3e-3, "radam": 0.02, "muon": 3e-3}
+    rates = {"sgd": 1.0, "adagrad": 3e-3, "muon": 3e-3}
     config = OptimizerConfig(name, lr=rates.get(name, 1e-3))
     _, exact = trained("32", config, 20)
     moved = (values(exact) - 1).abs()
@@ -113,35 +113,7 @@ def test_optimizers_of_every_family_learn_as_in_float32(name: str) -> None:
         assert {each.dtype for each in tensors} <= {torch.float32}
 
 
-def test_sparse_gradients_are_taken() -> None:
-    for kind in ("stochastic", "master"):
-        module = nn.Embedding(50, 4, sparse=True, dtype=torch.bfloat16)
-        nn.init.ones_(module.weight)
-        optimizer = built(kind, module, lambda each: torch.optim.SparseAdam(each, lr=0.1))
-        module(torch.tensor([3])).sum().backward()
-        optimizer.step()
-        assert (module.weight[3] < 1).all()
-        assert (module.weight[4] == 1).all()
-
-
-def test_a_users_factory_schedule_and_tags_work_as_in_float32() -> None:
-    def make(parameters: list[nn.Parameter]) -> Any:
-        slow = [each for each in parameters if getattr(each, "slow", False)]
-        rest = [each for each in parameters if not getattr(each, "slow", False)]
-        optimizer = torch.optim.AdamW([{"params": slow, "lr": 1e-5}, {"params": rest}], lr=1e-2)
-        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-
-    task = Ones(make)
-    for each in task.net[1].parameters():
-        each.slow = True  # type: ignore[attr-defined]
-    groups = train(task, "bf16-true", 4).updaters["default"].optimizer.param_groups
-    assert [group["lr"] for group in groups] == [1e-5 / 4, 1e-2 / 4]
-    assert [len(group["params"]) for group in groups] == [2, 2]
-    assert (values(task.net[0]) != 1).all()
-    assert (values(task.net[1]) == 1).double().mean() > 0.9
-
-
-def test_groups_clipping_accumulation_frozen_weights_and_generators_work_as_in_float32() -> None:
+def test_groups_clipping_accumulation_and_frozen_weights_work_as_in_float32() -> None:
     groups = ParameterGroup("net.1.*", lr=0.5)
     config = OptimizerConfig("sgd", lr=1.0, momentum=0.9, max_grad_norm=0.1, groups=groups)
     changes = []
@@ -153,11 +125,6 @@ def test_groups_clipping_accumulation_frozen_weights_and_generators_work_as_in_f
         changes.append(values(task) - 1)
     assert changes[0].abs().max() > 0.02
     assert torch.allclose(*changes, atol=2**-8)
-    duel = GeneratorAndDiscriminator()
-    before = values(duel)
-    data = [(torch.randn(4, 4), torch.randn(4, 2)) for _ in range(3)]
-    quiet(precision="bf16-true", max_epochs=1).fit(duel, data)
-    assert (values(duel) != before).double().mean() > 0.9
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -256,36 +223,6 @@ def test_an_optimizer_of_a_user_steps_once_and_is_as_before_after_an_error() -> 
         assert list(optimizer.param_groups[0]["params"]) == list(module.parameters())
         assert set(optimizer.state) <= set(module.parameters())
         assert torch.equal(values(module), before)
-
-
-def test_memory_is_what_the_page_says_and_what_a_plan_tells() -> None:
-    for kind, expected in (("stochastic", 8), ("master", 12), ("nearest", 4)):
-        module = with_gradients(nn.Linear(64, 64, bias=False, dtype=torch.bfloat16))
-        optimizer = built(kind, module, torch.optim.AdamW)
-        optimizer.step()
-        slots = [each for each in optimizer.state[module.weight].values() if each.ndim]
-        assert sum(each.numel() * each.itemsize for each in slots) == expected * 64 * 64
-    task, data = Ones(OptimizerConfig("adamw")), [{"x": torch.ones(2, 32)}]
-    sizes = {
-        name: quiet(precision=name, max_steps=1).plan(task, data).memory["optimizer"]
-        for name in ("bf16-true", "bf16-true-master", "bf16-true-nearest")
-    }
-    count = values(task).numel()
-    assert sizes["bf16-true-master"] - sizes["bf16-true"] == 4 * count
-    assert sizes["bf16-true"] - sizes["bf16-true-nearest"] == 4 * count
-
-
-def test_a_weight_that_is_written_to_counts_and_the_others_keep_their_digits() -> None:
-    module = with_gradients(nn.Linear(4, 4, bias=False, dtype=torch.bfloat16))
-    nn.init.ones_(module.weight)
-    optimizer = built("master", module, lambda each: torch.optim.SGD(each, lr=1e-3))
-    optimizer.step()
-    with torch.no_grad():
-        module.weight[0] = 5.0
-    optimizer.step()
-    kept = optimizer.state[module.weight]["master"]
-    assert torch.allclose(kept[0], torch.tensor(5 - 1e-3), atol=1e-6, rtol=0)
-    assert torch.allclose(kept[1:], torch.tensor(1 - 2e-3), atol=1e-6, rtol=0)
 
 
 def fit(precision: str, directory: Path, stop: int, resume: str | None = None) -> Tokens:
