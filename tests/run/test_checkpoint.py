@@ -16,14 +16,7 @@ from tests.support.tasks import Regression, pairs, quiet, variant
 from torch import Tensor
 from torchmetrics import MeanAbsoluteError
 
-from drivetrain import (
-    Callback,
-    CheckpointConfig,
-    EarlyStopping,
-    LambdaCallback,
-    OptimizerConfig,
-    Trainer,
-)
+from drivetrain import Callback, CheckpointConfig, EarlyStopping, LambdaCallback, OptimizerConfig, Trainer
 
 
 def first_run(run_dir: Path, task: Any = None, **options: Any) -> None:

@@ -67,11 +67,6 @@ def test_run_validate_and_log_now_are_done_in_their_update() -> None:
     assert asks.logged == [2, 4]  # and what is left at the end
 
 
-def test_run_end_epoch_after_a_log_point_does_what_is_due_at_the_end_of_an_epoch() -> None:
-    fit(asks := Asks("on_log", {2}, Run.end_epoch), pairs(4), log_every=2, max_epochs=2)
-    assert asks.epochs == asks.validated == [2, 8]
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_run_end_epoch_leaves_the_next_epoch_all_of_its_data(workers: int) -> None:
     asks = Asks("on_step_end", {2, 5}, Run.end_epoch)

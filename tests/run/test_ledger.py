@@ -21,7 +21,6 @@ from tests.support.tasks import Regression, pairs, quiet, variant
 from torch import Tensor
 
 from drivetrain import CheckpointConfig, LambdaCallback, LossSpike
-from drivetrain.run import ledger as writing
 from drivetrain.run.ledger_report import KINDS, NAME, RunLedger, read_ledger
 
 OFTEN = CheckpointConfig(every="1 step", by=None, keep_last=9)
@@ -125,23 +124,6 @@ def test_each_kind_of_time_goes_where_it_belongs(tmp_path: Path) -> None:
     assert ledger.seconds["lost work"] == ledger.seconds["waiting"] == 0
 
 
-def test_fits_in_one_directory_are_attempts_of_one_run_each_with_its_own_times(tmp_path: Path) -> None:
-    def age(run: Any) -> None:
-        for kind in ("data", "evaluation", "save"):
-            run.timing[kind] += 1e6
-
-    fit(tmp_path, LambdaCallback(on_epoch_end=age))
-    time.sleep(0.2)
-    fit(tmp_path, epochs=2)
-    ledger = read_ledger(tmp_path)
-    assert [(each.resumed, each.updates) for each in ledger.attempts] == [(0, 5), (5, 10)]
-    assert ledger.seconds["lost work"] == 0
-    assert ledger.seconds["waiting"] >= 0.2
-    first, second = ledger.attempts
-    for kind in ("data", "evaluation", "save"):
-        assert first.seconds[kind] >= 1e6 > second.seconds[kind], kind
-
-
 def test_resuming_from_an_earlier_checkpoint_loses_what_was_made_after_it(tmp_path: Path) -> None:
     options: dict[str, Any] = {"checkpoint": OFTEN, "run_dir": tmp_path}
     slow = LambdaCallback(on_step_end=slept(0.05))
@@ -182,18 +164,6 @@ def test_the_ledger_names_how_an_attempt_ended(tmp_path: Path) -> None:
     assert (first.ended, second.ended) == ("ValueError", "finished")
     assert first.seconds["compute"] == pytest.approx(0.0, abs=1e-3)  # nothing was saved: all was made again
     assert first.seconds["lost work"] > 0
-
-
-def test_log_points_show_that_the_run_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "_BETWEEN", 0.0)
-    fit(tmp_path, LambdaCallback(on_step_end=slept(0.02)), log_every=1)
-    alive = [each for each in events(tmp_path) if each["event"] == "log"]
-    assert [each["updates"] for each in alive][:4] == [1, 2, 3, 4]
-    assert alive[1]["spent"]["compute"] >= 2 * 0.02
-    # A fit or an evaluation that writes nothing else has none.
-    fit(tmp_path / "none", checkpoint=False, resume=None)
-    quiet(run_dir=tmp_path / "none").validate(Regression(), pairs())
-    assert not (tmp_path / "none").exists()
 
 
 def test_a_ledger_that_cannot_be_written_is_reported_once_and_made_up_for(tmp_path: Path) -> None:

@@ -86,33 +86,6 @@ def test_work_after_the_checkpoint_that_is_resumed_is_lost(writer: Writer, tmp_p
     assert ledger.updates == 7
 
 
-def test_several_attempts_may_have_to_be_made_again(writer: Writer, tmp_path: Path) -> None:
-    """The third begins before all that the second has made, and before some of the first."""
-    writer.start().update(2).save().update(2).save().update(2).save()
-    writer.start(after=5, resumed=6).update(3).line("beat")
-    writer.start(after=5, resumed=4).update(1).line("beat")
-    found = read_ledger(tmp_path)
-    assert [each.seconds["lost work"] for each in found.attempts] == [2 * UPDATE + SAVE, 3 * UPDATE, 0]
-    assert (spent(found)["compute"], spent(found)["save"]) == (5 * UPDATE, 2 * SAVE)
-
-
-def test_an_attempt_that_did_not_come_to_train_loses_nothing(writer: Writer, tmp_path: Path) -> None:
-    writer.start().update(2).save()
-    writer.start(after=3, resumed=None).spend("set-up", 4).line("beat")
-    found = read_ledger(tmp_path)
-    assert spent(found) == {"set-up": 14, "compute": 4, "save": 1, "waiting": 3}
-    assert (found.attempts[1].resumed, found.updates) == (None, 2)
-
-
-def test_a_new_run_in_a_directory_loses_failed_attempts_but_none_that_finished(
-    writer: Writer, tmp_path: Path
-) -> None:
-    for ended in ("finished", "ValueError", "finished"):
-        writer.start().update(3).end(ended)
-    found = read_ledger(tmp_path)
-    assert [each.seconds["lost work"] for each in found.attempts] == [0, 3 * UPDATE, 0]
-
-
 def test_a_rollback_loses_what_was_made_since(writer: Writer, tmp_path: Path) -> None:
     writer.start().update(4).save().update(3).spend("restore", 1)
     writer.updates = 4

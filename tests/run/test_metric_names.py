@@ -8,16 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.tasks import Regression, pairs, quiet, variant
+from tests.support.tasks import Regression, pairs, quiet
 
-from drivetrain import (
-    CheckpointConfig,
-    EarlyStopping,
-    LambdaCallback,
-    OptimizerConfig,
-    ProgressBar,
-    StepOutput,
-)
+from drivetrain import CheckpointConfig, EarlyStopping, LambdaCallback, OptimizerConfig, ProgressBar
 
 VALIDATION_LOSSES = [3.0, 2.0, 1.0, 2.0, 3.0, 4.0]
 
@@ -85,11 +78,3 @@ def test_the_default_policy_ranks_by_the_loss_and_a_resumed_fit_knows_it_under_i
     assert str(result.best_checkpoint).endswith("6")
     quiet(max_steps=7, **options).fit(Evaluated(), pairs(4), pairs(2), resume="auto")
     assert evaluations == [2, 4, 6], "it has validated already"
-
-
-def test_metric_name_may_keep_the_names_of_the_steps() -> None:
-    apart = variant(
-        metric_name=lambda self, stage, loader, name: name,
-        validation_step=lambda self, batch: StepOutput(None, None, {"val_loss": torch.tensor(1.0)}),
-    )
-    assert set(quiet(max_epochs=1).fit(apart(), pairs(4), pairs(2)).metrics) == {"loss", "val_loss"}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +13,9 @@ from safetensors.torch import load_file
 from tests.support.fragile import GOOD, GRADIENT, INFINITE, NAN, Fragile, marked
 from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Regression, pairs, quiet
-from torch import Tensor, nn
+from torch import Tensor
 
-from drivetrain import CheckpointConfig, FitResult, LambdaCallback, NonFiniteError, OptimizerConfig, Trainer
-from drivetrain.distributed import signals
+from drivetrain import CheckpointConfig, FitResult, NonFiniteError, Trainer
 
 POLICY = CheckpointConfig(every="2 steps", keep_last=9, best=0, by=None)
 needs_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
@@ -93,45 +90,6 @@ def test_weights_that_a_gradient_has_spoiled_are_not_saved(choice: str, at: int,
     assert finite(str(tmp_path / "checkpoints" / "update-00000004"))
 
 
-def test_weights_that_only_the_last_gradient_has_spoiled_are_found_without_checkpoints() -> None:
-    result = trainer(None, on_nonfinite="stop").fit(Fragile(), data(GRADIENT, at=11))
-    assert re.match("NaN .* after update 11 on rank 0: the weights .*; no checkpoint", result.stop_reason)
-    with pytest.raises(NonFiniteError, match="after update 11"):
-        for _ in trainer(None).steps(Fragile(), data(GRADIENT, at=11)):
-            pass
-
-
-class Masked(Fragile):
-    """Has a parameter that is infinite from the beginning, and stays so."""
-
-    def __init__(self, trained: bool) -> None:
-        super().__init__(OptimizerConfig("sgd", lr=0.01))
-        self.mask = nn.Parameter(torch.tensor([0.0, -torch.inf]), requires_grad=trained)
-
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        loss = super().loss(outputs, batch)
-        return loss + self.mask.softmax(0).square().sum() if self.mask.requires_grad else loss
-
-
-def test_weights_that_are_infinite_from_the_beginning_or_frozen_are_not_judged(tmp_path: Path) -> None:
-    for trained in (True, False):
-        task = Masked(trained)
-        assert trainer(tmp_path / str(trained)).fit(task, data(GOOD, at=0)).model_path is not None
-    # Frozen ones may be of a kind, as quantized ones are, of which that cannot be asked.
-    spoil = LambdaCallback(on_step_end=lambda run: run.task.mask.fill_(torch.nan))
-    result = trainer(None, callbacks=[spoil]).fit(Masked(False), data(GOOD, at=0))
-    assert result.stop_reason == "max_epochs=1 reached"
-
-
-def test_a_loss_that_a_loss_scale_has_skipped_stops_the_run_with_good_weights(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"precision": "16-mixed", "on_nonfinite": "stop"}
-    result = trainer(tmp_path, **options).fit(Fragile(), data(NAN, at=9))
-    assert result.stop_reason.startswith("NaN or infinite at update")
-    assert result.last_checkpoint is not None
-    assert result.model_path is not None
-    assert finite(result.last_checkpoint)
-
-
 # A validation.
 
 
@@ -197,45 +155,3 @@ def test_on_nonfinite_stops_all_ranks_together_and_names_the_one(tmp_path: Path)
         assert not list((tmp_path / strategy).glob("*.safetensors"))
     assert re.match("NaN or infinite after update 11 on rank 0: the weights", at_the_end)
     assert judgement == "'validation/loss' is nan after update 6"
-
-
-def heard_on_a_rank(run_dir: Path, number: int, rank: int, at: int, log_every: str) -> Any:
-    """One rank hears of a signal after so many updates; the fifth had a NaN on the second rank."""
-    left = [signal.Signals(number)]
-
-    def hear(run: Any) -> None:
-        if run.progress.updates == at and run.engine.strategy.rank == rank and left:
-            heard_by = signals.current()
-            assert heard_by is not None
-            heard_by._hear(left.pop())
-
-    policy = CheckpointConfig(every="3 steps", keep_last=9, best=0, by=None)
-    options: dict[str, Any] = {"strategy": "ddp", "devices": 2, "checkpoint": policy, "log_every": log_every}
-    run = trainer(run_dir, on_nonfinite="stop", callbacks=[LambdaCallback(on_step_end=hear)], **options)
-    try:
-        return run.fit(Fragile(), data(NAN, at=9, count=24)).stop_reason
-    except BaseException as error:  # some are no exceptions, and would end the process
-        return type(error).__name__, "\n".join(map(str, (error, *getattr(error, "__notes__", ()))))
-
-
-@needs_gloo
-@pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
-def test_a_signal_does_not_restart_a_program_that_would_meet_the_same_nan(tmp_path: Path) -> None:
-    """Whether it is found in a save, after all have agreed on the signal, or at a log point, before that."""
-    cases = [(rank, *when) for rank in (0, 1) for when in ((5, "100 steps"), (6, "3 steps"))]
-    first, second = on_two_ranks(
-        lambda: [
-            heard_on_a_rank(tmp_path / str(number), signal.SIGTERM, *each)
-            for number, each in enumerate(cases)
-        ]
-    )
-    assert first == second
-    for number, reason in enumerate(first):
-        assert re.match(
-            "NaN or infinite at update 4 on rank 1.*; the last good checkpoint is .*00000003$", reason
-        )
-        assert saved(tmp_path / str(number)) == ["update-00000003"]
-    # An interrupt still ends the program, and says what was found.
-    for kind, told in on_two_ranks(heard_on_a_rank, tmp_path / "int", signal.SIGINT, 0, 5, "100 steps"):
-        assert kind == "KeyboardInterrupt"
-        assert "NaN or infinite at update 4 on rank 1" in told

@@ -14,7 +14,7 @@ from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor
 from torchmetrics import MeanSquaredError
 
-from drivetrain import Callback, DataError, OverAll, PredictResult, Run, StepOutput
+from drivetrain import DataError, OverAll, PredictResult, StepOutput
 from drivetrain.checkpoint.prediction_files import read_predictions
 
 
@@ -96,17 +96,6 @@ def test_predict_with_metrics_may_save_outputs_to_files(
         found = quiet(try_out=2).predict(Measured(), data, save_to=tmp_path / "no", metrics=True)
     assert (found.outputs, found.metrics["validation/rows"]) == ([], 4)
     assert [each.name for each in tmp_path.iterdir()] == ["outputs"]
-
-
-@pytest.mark.parametrize("options", [{}, {"micro_batch": 1}], ids=["whole", "in parts"])
-def test_callbacks_see_the_values_of_predict_and_may_log_their_own(options: dict[str, Any]) -> None:
-    class Adds(Callback):
-        def on_evaluation_end(self, run: Run) -> None:
-            if run.evaluation.values:
-                assert run.evaluation.samples == 7
-            run.log("twice", 2 * run.evaluation.values.get("validation/rows", 7))
-
-    assert compared(Measured, callbacks=[Adds()], **options).metrics["twice"] == 14
 
 
 class Labelled(Measured):

@@ -16,19 +16,6 @@ from drivetrain.run.hooks import HOOKS, Hooks
 needs_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 
 
-def test_any_object_with_hooks_is_a_callback() -> None:
-    class Plain:
-        def __init__(self) -> None:
-            self.updates: list[int] = []
-
-        def on_step_end(self, run: Any) -> None:
-            self.updates.append(run.progress.updates)
-
-    plain = Plain()
-    quiet(max_steps=2, callbacks=[plain]).fit(Regression(), pairs())
-    assert plain.updates == [1, 2]
-
-
 def test_hooks_that_nobody_overrides_are_not_called() -> None:
     class One(Callback):
         def on_log(self, run: Any) -> None:
@@ -124,10 +111,6 @@ def check_watched(found: Any) -> None:
     assert metrics["validation/score"] == 3
 
 
-def test_values_logged_in_an_evaluation_decide_as_its_own_values_do(tmp_path: Path) -> None:
-    check_watched(watched(tmp_path))
-
-
 def on_a_rank(run_dir: Path) -> Any:
     def add(run: Any) -> None:
         ranks = run.engine.ranks
@@ -167,18 +150,6 @@ def test_an_evaluation_outside_a_fit_returns_what_callbacks_logged_in_it(stage: 
     assert (values["batches"], values[f"{stage}/score"]) == (len(batches), 3)
 
 
-def test_values_logged_before_an_evaluation_do_not_count_as_its_own() -> None:
-    seen: list[list[str]] = []
-    log = LambdaCallback(
-        on_step_end=lambda run: run.log("pending", 1),
-        on_evaluation_end=lambda run: run.log("score", 1),
-        on_log=lambda run: seen.append(sorted(run.evaluation.values) + sorted(run.logged)),
-    )
-    trainer = quiet(max_steps=2, log_every=None, validate_every="1 steps", callbacks=[log])
-    trainer.fit(Regression(), pairs(), pairs(2))
-    assert seen[0] == ["score", "validation/loss", "pending", "score", "validation/loss"]
-
-
 def test_metrics_timing_and_milestones_of_a_run(tmp_path: Path) -> None:
     parts: dict[str, float] = {}
     seen: list[int] = []
@@ -193,11 +164,3 @@ def test_metrics_timing_and_milestones_of_a_run(tmp_path: Path) -> None:
     assert set(parts) == {"data", "compute", "evaluation", "save"}
     assert all(seconds > 0 for seconds in parts.values())
     assert result.progress.seconds > 0
-
-
-def test_a_step_can_be_read_after_it_was_made() -> None:
-    steps = list(quiet(max_epochs=1, max_grad_norm=1.0).steps(Regression(), pairs()))
-    assert [step.update for step in steps] == [0, 1, 2, 3, 4]
-    assert all(step.applied for step in steps)
-    assert steps[0].metrics == {"loss": steps[0].loss}
-    assert steps[0].loss > steps[-1].loss

@@ -109,21 +109,6 @@ def test_a_run_whose_end_cannot_be_saved_raises_and_writes_its_weights(
     assert names(run) == ["index.json", "update-00000006", "update-00000008"]
 
 
-def test_a_run_that_ends_without_room_or_by_an_error_says_that_no_save_is_tried_again(
-    small_disk: Path, tmp_path: Path
-) -> None:
-    run = small_disk / "run"
-    unsaved = told("the checkpoint after update 12 was not saved")
-    with unsaved as caught, pytest.raises(CheckpointError) as raised:
-        train(run, at(11, lambda: fill(small_disk, 0)))
-    assert f"The finished weights are not saved either: cannot write '{run}/model.safet" in str(raised.value)
-    assert caught[0].endswith("The run ends with that: it is not tried again")
-    unsaved = told("the checkpoint after update 2 was not saved")
-    with file_size_limit(10_000), unsaved as caught, pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "other", at(3, die), asynchronous=True)
-    assert caught[0].endswith("The run ends with that: it is not tried again")
-
-
 def test_a_file_system_that_does_not_answer_for_a_while(tmp_path: Path) -> None:
     """fsspec's own memory, which refuses for a while; and files of a disk that may not grow."""
     fsspec = pytest.importorskip("fsspec")
@@ -184,17 +169,6 @@ def test_a_logger_on_a_full_disk_lacks_rows_and_goes_on_whole(small_disk: Path, 
     assert steps_in(run, name) == [1, 2, 3, 4, 9, 10, 11, 12]
 
 
-def test_a_logger_on_a_full_disk_ends_the_run_by_default(small_disk: Path) -> None:
-    options = {"loggers": ("csv",), "log_every": 1, "checkpoint": False, "on_save_error": "raise"}
-    with pytest.raises(OSError, match="No space left") as caught:
-        train(small_disk / "run", VALUES, at(5, lambda: fill(small_disk, 0)), **options)
-    assert f"'{small_disk}/run/metrics.csv'" in str(caught.value)
-    notes = " ".join(caught.value.__notes__)
-    assert "what CSVLogger logs at update 5 was not saved: cannot write" in notes
-    assert "(ENOSPC); free some space, or save to another disk. on_save_error='warn' goes on" in notes
-    assert not list((small_disk / "run").glob("*.tmp"))
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_a_resumed_run_goes_on_in_its_log_though_the_disk_is_full(small_disk: Path, name: str) -> None:
     """Its end is cut, for which no room is needed; TensorBoard is told of it once there is some."""
@@ -209,29 +183,6 @@ def test_a_resumed_run_goes_on_in_its_log_though_the_disk_is_full(small_disk: Pa
     assert steps == sorted(set(steps))
     assert (steps[:3], steps[-6:]) == ([1, 2, 3], [7, 8, 9, 10, 11, 12])
     assert not list(run.glob("*.tmp"))
-
-
-def test_a_log_that_a_resumed_run_cannot_cut_goes_by_on_save_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = {"loggers": ("csv", "jsonl"), "log_every": 1, "keeps": {"every": "3 steps"}}
-
-    def refuse(*arguments: Any) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    with pytest.raises(KeyboardInterrupt):
-        train(tmp_path, at(5, die), **options)
-    monkeypatch.setattr("os.truncate", refuse)
-    with pytest.raises(OSError, match=r"metrics\.csv") as caught:
-        train(tmp_path, **options, on_save_error="raise")
-    assert "CSVLogger changes in its log to go on after update 3 was not saved" in caught.value.__notes__[0]
-    with heard() as texts:
-        train(tmp_path, **options)
-    texts = [each for each in texts if "changes in its log" in each]
-    assert [each.split()[1] for each in texts] == ["CSVLogger", "JSONLinesLogger"]
-    assert f"The newest checkpoint is still {tmp_path}/checkpoints/update-00000003" in texts[0]
-    for name in ("csv", "jsonl"):
-        assert steps_in(tmp_path, name) == [1, 2, 3, 4, *range(4, 13)]
 
 
 # Several ranks.
@@ -303,27 +254,3 @@ def test_a_run_directory_that_vanishes_is_made_again_and_its_checkpoints_are_nam
     assert result.best_checkpoint == str(run / "checkpoints" / "update-00000008")
     assert names(run) == ["index.json", "update-00000008", "update-00000012"]
     assert "trainer" in json.loads((run / "config.json").read_text(encoding="utf-8"))
-
-
-def test_a_run_resumes_in_a_directory_that_was_made_again(tmp_path: Path) -> None:
-    run, options = tmp_path / "run", {"loggers": ("csv",), "log_every": 1}
-    with heard():
-        train(run, at(7, lambda: shutil.rmtree(run)), **options)
-    assert names(run) == ["index.json", "update-00000010", "update-00000012"]
-    assert steps_in(run, "csv") == list(range(7, 13))
-    task, _ = train(run, max_steps=14, **options)
-    assert weights(task) == weights(train(tmp_path / "undisturbed", max_steps=14)[0])
-
-
-def test_a_run_directory_that_cannot_be_made_again_is_not_called_good(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-
-    def vanish() -> None:
-        shutil.rmtree(run)
-        run.write_text("in its place", encoding="utf-8")
-
-    gone = "update-00000004, update-00000006. Still there: none"
-    with told("was not saved: cannot", besides=gone) as text:
-        train(run, at(7, vanish), at(9, run.unlink))
-    assert "update-00000006, is not there any more" in text[0]
-    assert names(run) == ["index.json", "update-00000010", "update-00000012"]

@@ -15,7 +15,7 @@ from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from drivetrain import Callback, CheckpointConfig, LambdaCallback, OptimizerConfig, Run, already_split
+from drivetrain import Callback, CheckpointConfig, LambdaCallback, OptimizerConfig, Run
 
 SAMPLES = 23
 
@@ -109,12 +109,7 @@ def test_every_schedule_reads_the_same_order_and_its_totals_are_those_made() -> 
         assert seen.totals.updates == result.progress.updates == len(seen.windows), options
 
 
-NIGHTLY = [
-    pytest.param(workers, each, marks=pytest.mark.nightly) for workers in (0, 2) for each in SCHEDULES[3:]
-]
-
-
-@pytest.mark.parametrize(("workers", "options"), [(0, BY_EPOCHS), (0, BOTH), (2, BY_STEPS), *NIGHTLY])
+@pytest.mark.parametrize(("workers", "options"), [(0, BY_EPOCHS), (0, BOTH), (2, BY_STEPS)])
 def test_a_scheduled_fit_resumed_after_any_update_is_bitwise_the_uninterrupted_one(
     workers: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -154,21 +149,6 @@ def test_parts_of_an_epoch_and_intervals_follow_the_updates_of_each_epoch() -> N
     seen, _, result = fitted(max_steps=15, **begins, **BY_EPOCHS)
     assert result.progress.updates == 15
     assert seen.validated == list(range(6, 16))
-
-
-def test_accumulation_changes_for_lists_streams_and_data_that_is_split() -> None:
-    batches = [[*each] for each in pairs(14)]
-
-    class Stream:
-        def __iter__(self) -> Any:
-            return iter(batches)
-
-    steps = {0: 1, 2: 3, 5: 4}
-    for data in (batches, Stream(), already_split(batches)):
-        sizes: list[int] = []
-        watch = LambdaCallback(on_step_start=lambda run, s=sizes: s.append(len(run.window.micro_batches)))
-        quiet(max_epochs=2, gradient_accumulation_steps=steps, callbacks=[watch]).fit(Regression(), data)
-        assert sizes == [1, 1, 3, 2, 3, 4]
 
 
 def test_a_skipped_update_or_an_epoch_that_is_ended_moves_no_point_of_a_schedule() -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -130,13 +128,6 @@ def test_an_error_in_a_hook_or_at_its_handling_is_reported_once(caplog: pytest.L
     assert heard == ["on_epoch_end", "on_fit_end", "on_fit_end", "planted"]
 
 
-def test_a_logger_that_cannot_be_closed_leaves_none_of_the_others_open() -> None:
-    loggers = [Closing(), Closing(OSError("disk full")), Closing()]
-    with pytest.raises(OSError, match="disk full"):
-        quiet(max_epochs=1, loggers=loggers).fit(Regression(), pairs())
-    assert [each.closed for each in loggers] == [1, 1, 1]
-
-
 def random_state() -> tuple[Any, ...]:
     name, keys, *rest = np.random.get_state(legacy=True)
     return torch.get_rng_state().tolist(), random.getstate(), name, keys.tolist(), *rest
@@ -207,22 +198,3 @@ def test_a_steps_loop_that_is_suspended_when_the_program_ends_is_left_in_order()
     assert done.stderr.count("Traceback") == 1
     assert Path("run/checkpoints/update-00000001").is_dir()
     assert list(Path("run").glob("events*")), "loggers are closed, too"
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc to count open files")
-def test_files_of_loader_workers_are_closed_with_the_run_and_not_by_the_garbage_collector() -> None:
-    def open_files_after_a_fit(max_steps: int | None) -> int:
-        trainer = quiet(max_epochs=1, max_steps=max_steps)
-        trainer.fit(Regression(), pairs(num_workers=1), pairs(num_workers=1, seed=1))
-        for thread in threading.enumerate():
-            if thread.name == "QueueFeederThread":  # it was told to end, and closes its pipe
-                thread.join(300)
-        return len(os.listdir("/proc/self/fd"))
-
-    gc.collect()
-    gc.disable()
-    try:
-        counts = [open_files_after_a_fit(max_steps) for max_steps in (None, None, 3)]
-    finally:
-        gc.enable()
-    assert len(set(counts)) == 1

@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from drivetrain import (
     CheckpointConfig,
     CheckpointError,
-    ConfigError,
     DeepSpeedConfig,
     LambdaCallback,
     OptimizerConfig,
@@ -160,39 +159,3 @@ def test_trainable_parameters_of_two_ranks_resume_bitwise_and_on_one_rank(
         _, result = fit(tmp_path / "run", max_steps=10, resume="auto")
     assert result.progress.updates == 10
     assert set(load_weights(result.last_checkpoint)) == KEPT
-
-
-class Quantised(TaskModule):
-    """A frozen base with weights of 8 bits, and a head that is trained."""
-
-    def __init__(self, seed: int = 3) -> None:
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-        super().__init__()
-        torch.manual_seed(seed)
-        self.base = nn.Sequential(nn.Linear(FEATURES, 32), nn.ReLU()).requires_grad_(False)
-        self.head = nn.Linear(32, 1)
-        quantize_(self.base, Int8WeightOnlyConfig())
-
-    def forward(self, features: Tensor) -> Tensor:
-        return self.head(self.base(features))
-
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        return F.mse_loss(outputs, batch[1])
-
-
-@pytest.mark.skipif(not is_installed("torchao"), reason="needs torchao")
-@pytest.mark.filterwarnings("ignore")  # torchao's own, at its import
-def test_a_quantised_base_is_trained_around_and_never_in_a_file(tmp_path: Path) -> None:
-    def fit(directory: Path, steps: int, checkpoint: Any) -> Tensor:
-        task = Quantised()
-        quiet(max_steps=steps, run_dir=directory, checkpoint=checkpoint).fit(task, pairs(12), resume="auto")
-        return task.head.weight.detach().clone()
-
-    for refused in (True, ALL):
-        with pytest.raises(ConfigError, match=r"cannot hold 'base\.0\.weight', a torchao\..*='trainable'"):
-            fit(tmp_path / "all", 2, refused)
-    whole = fit(tmp_path / "whole", 6, ONLY)
-    fit(tmp_path / "parts", 4, ONLY)
-    assert torch.equal(fit(tmp_path / "parts", 6, ONLY), whole)
-    assert set(load_weights(tmp_path / "parts")) == {"head.weight", "head.bias"}
