@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import threading
 
 import pytest
 from tests.distributed.running import run_all
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.real("processes send themselves signals")
 def test_an_interrupt_is_the_main_threads_or_known_to_others() -> None:
-    cases = ("heard", "unheard", "another_signal", "own_handler", "event_loop", "copy")
+    cases = ("heard", "unheard", "own_handler", "copy")
     found = run_all("signals.py", {case: {"case": case} for case in cases})
     assert {case: (each.code, each.errors) for case, each in found.items()} == dict.fromkeys(cases, (0, []))
 
@@ -30,13 +29,3 @@ def test_a_handler_that_is_set_meanwhile_stays() -> None:
     interrupts.close()
     assert signal.signal(signal.SIGINT, signal.default_int_handler) is signal.SIG_IGN
     assert before is not signal.default_int_handler
-
-
-def test_another_thread_than_the_main_one_has_none() -> None:
-    interrupts = Interrupts()
-    for each in (interrupts.open, interrupts.close):
-        thread = threading.Thread(target=each)
-        thread.start()
-        thread.join()
-    assert interrupts.unheard() == 0
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

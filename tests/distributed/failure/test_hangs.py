@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shutil
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -14,17 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.distributed.running import run, run_all, stacks
+from tests.distributed.running import run_all, stacks
 from tests.support.tasks import Regression, pairs, quiet
-from torch import nn
 
-from drivetrain import Callback, CheckpointConfig, LambdaCallback, Trainer
+from drivetrain import CheckpointConfig, LambdaCallback
 from drivetrain.checkpoint.saving.background import Background
 from drivetrain.checkpoint.storage import filesystem
 from drivetrain.distributed.failure.place import Phase, phase_of_thread
 from drivetrain.run import session
-from drivetrain.strategies.ddp import DDP
-from drivetrain.testing.distributed import run_distributed
 
 needs_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 SLEEPS = {"where": "step end", "act": "time.sleep(1000)"}
@@ -57,23 +52,6 @@ def test_a_rank_that_sleeps_or_whose_data_does_not_come_ends_all_and_is_named() 
         r".*; rank 0 waits in backward",
         found["data"].errors[-1],
     ), found["data"].errors[-1]
-
-
-@needs_gloo
-@pytest.mark.nightly
-@pytest.mark.real("ranks hang and are ended")
-@pytest.mark.parametrize(
-    ("strategy", "package"), [("fsdp", "torch"), ("zero2", "deepspeed"), ("accelerate",) * 2]
-)
-def test_a_rank_that_sleeps_is_named_under_every_strategy(strategy: str, package: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"needs {package}")
-    names_the_sleeping_rank(run("training.py", strategy=strategy, hang_timeout=20.0, **SLEEPS), 2, 20.0)
-
-
-def test_the_limit_is_ten_minutes_by_default() -> None:
-    assert Trainer(max_steps=1).hang_timeout == 600.0
-    assert Trainer(max_steps=1, hang_timeout=None).hang_timeout is None
 
 
 # What moves in a run, and how a run counts in which nothing moves: no test waits for a limit.
@@ -123,19 +101,6 @@ def test_the_body_of_a_loop_has_no_limit() -> None:
         assert seen(session._watchdog(1.0, runs[0])._phase) == Phase.OUTSIDE
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_compilation_has_longer() -> None:
-    phases: list[Any] = []
-    main = threading.get_ident()
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        phases.append(seen(lambda: phase_of_thread(main)))
-        return graph.forward
-
-    torch.compile(nn.Linear(4, 1), backend=backend)(torch.ones(2, 4))
-    assert phases == [(Phase.OPAQUE, "")]
-
-
 def test_a_wait_for_a_save_or_a_removal_in_the_background_has_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,24 +122,3 @@ def test_a_wait_for_a_save_or_a_removal_in_the_background_has_longer(
     quiet(max_steps=4, run_dir=tmp_path, checkpoint=policy).fit(Regression(), pairs())
     assert len(found) > 1
     assert all(found)
-
-
-class WaitsForSignal(Callback):
-    """A wait that only a signal's handler ends."""
-
-    def on_step_end(self, run: Any) -> None:
-        """Wait."""
-        if run.progress.updates == 2 and run.engine.ranks.rank == 1:
-            event = threading.Event()
-            signal.signal(signal.SIGALRM, lambda *_: event.set())
-            signal.setitimer(signal.ITIMER_REAL, 0.2)
-            event.wait()
-
-
-@needs_gloo
-def test_a_wait_that_a_signal_ends_goes_on() -> None:
-    def interrupted_waits() -> int:
-        trainer = quiet(max_steps=4, strategy=DDP(world_size=2), devices=2, callbacks=[WaitsForSignal()])
-        return trainer.fit(Regression(), pairs()).progress.updates
-
-    assert run_distributed(interrupted_waits) == [4, 4]

@@ -1,14 +1,12 @@
 """Rank 0's part of the failure channel names the right cause, whatever is sent to its port.
 
-Most tests drive a hub without its thread, by a clock that only they move.
+The tests drive a hub without its thread, by a clock that only they move.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import random
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +16,7 @@ from typing import Any
 import pytest
 
 from drivetrain.distributed.failure.hub import Hub
-from drivetrain.distributed.failure.messages import TIMING, Cause, Line, connect, shortened
+from drivetrain.distributed.failure.messages import TIMING, Cause, Line, connect
 from drivetrain.distributed.failure.place import Phase
 from drivetrain.distributed.failure.silence import PATIENCE, machine
 
@@ -35,11 +33,10 @@ def hello(rank: int) -> dict[str, Any]:
 class Job:
     """A hub and what two ranks say to it, as their channels would."""
 
-    def __init__(self, limit: float | None = None, threaded: bool = False) -> None:
-        self.now, self.taken, self.threaded = 0.0, 0, threaded
+    def __init__(self, limit: float | None = None) -> None:
+        self.now, self.taken = 0.0, 0
         self.lines: list[Line] = []
-        clock = {} if threaded else {"clock": lambda: self.now}
-        self.hub = Hub(2, True, TIMING if threaded else TIMES, limit, **clock)
+        self.hub = Hub(2, True, TIMES, limit, clock=lambda: self.now)
         take = self.hub._take
 
         def counted(peer: Any, message: dict[str, Any]) -> None:
@@ -47,11 +44,9 @@ class Job:
             self.taken += 1
 
         self.hub._take = counted  # type: ignore[method-assign]
-        if threaded:
-            self.hub.start()
 
     def turn(self) -> None:
-        time.sleep(0.001) if self.threaded else self.hub._turn()
+        self.hub._turn()
 
     def until(self, holds: Callable[[], Any]) -> None:
         deadline = time.monotonic() + 120
@@ -108,7 +103,7 @@ class Job:
     def close(self) -> None:
         for each in self.lines:
             each.close()
-        self.hub.leave() if self.threaded else self.hub._close()
+        self.hub._close()
 
 
 @pytest.fixture
@@ -126,8 +121,8 @@ def job(alone: Job) -> Job:
 
 
 @contextlib.contextmanager
-def joined(limit: float | None = None, threaded: bool = False) -> Iterator[Job]:
-    job = Job(limit, threaded)
+def joined(limit: float | None = None) -> Iterator[Job]:
+    job = Job(limit)
     try:
         job.join()
         yield job
@@ -187,27 +182,6 @@ def test_many_silent_strangers_keep_no_rank_out_and_the_oldest_is_dropped_first(
         alone.names_the_right_cause()
 
 
-@pytest.mark.parametrize("number", [errno.ECONNABORTED, errno.EMFILE])
-def test_a_connection_that_cannot_be_accepted_is_passed_over(job: Job, number: int) -> None:
-    server, failed = job.hub._server, []
-
-    class Failing:
-        def accept(self) -> Any:
-            if len(failed) < 3:
-                failed.append(number)
-                raise OSError(number, os.strerror(number))
-            return server.accept()
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(server, name)
-
-    job.hub._server = Failing()  # type: ignore[assignment]
-    with stranger(job, b"x" * 33) as connection:
-        job.until(lambda: len(failed) == 3)
-        assert job.closes(connection)
-    job.names_the_right_cause()
-
-
 def test_a_rank_that_sends_no_message_is_lost_and_not_called_killed(job: Job) -> None:
     job.lines[1].socket.sendall(DEEP)
     job.until(lambda: job.hub.cause)
@@ -215,22 +189,6 @@ def test_a_rank_that_sends_no_message_is_lost_and_not_called_killed(job: Job) ->
     assert (job.hub.cause.kind, job.hub.cause.rank) == ("lost", 1)
     assert "its line to rank 0 broke (RecursionError" in str(job.hub.cause)
     assert "killed" not in str(job.hub.cause)
-
-
-def test_long_errors_and_places_are_shortened(job: Job) -> None:
-    long = "\U0001f600" * 1_000_000
-    job.say(1, "stop", asked=long)
-    job.say(1, where=long, place=long)
-    job.hears(0, "hold")
-    error = ValueError("bad keys: " + "x\u2028" * 1_000_000 + " the last")
-    cause = Cause.of_error(1, "update 7", error, "The last checkpoint is a/b")
-    assert len(cause.what) < 20_000
-    job.say(1, "cause", cause=cause.to_json())
-    text = str(job.hub.cause)
-    assert text.startswith("rank 1 failed first, at update 7: ValueError: bad keys: x")
-    assert text.endswith(" the last. The last checkpoint is a/b")
-    assert "characters left out" in text
-    assert shortened("short") == "short"
 
 
 LOST = Cause("consequence", 0, "update 7", "RuntimeError: gloo: connection reset").to_json()
@@ -307,79 +265,3 @@ def test_a_phase_without_signs_has_more_time_and_the_body_of_a_loop_no_limit() -
         assert job.hub.cause is None
         job.tick(6, outside, {**WAITS, "where": "after update 3"})
         assert "rank 0 is behind, after update 3; rank 1 waits" in str(job.hub.cause)
-
-
-def test_a_line_on_which_a_message_was_sent_in_part_sends_nothing_more() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        here = socket.create_connection(server.getsockname())
-        here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 12)
-        there, _ = server.accept()
-    with there:
-        line = Line(here, timeout=0.1)
-        assert line.send(text="first")
-        assert not line.send(numbers=[0] * 1_000_000), "nobody reads it"
-        assert not line.send(text="second")
-        assert isinstance(line.broken, TimeoutError)
-        received = b""
-        while content := there.recv(1 << 20):  # until the end
-            received += content
-        line.close()
-    first, rest = received.split(b"\n")
-    assert first == b'{"text": "first"}'
-    assert b"second" not in rest
-
-
-def test_a_line_without_an_end_is_refused_and_not_kept() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        line = Line(socket.create_connection(server.getsockname()), timeout=60.0)
-        there, _ = server.accept()
-
-    def talk() -> None:
-        for _ in range(256):
-            there.sendall(b"x" * (1 << 15))
-            line.receive()
-
-    with there, pytest.raises(ValueError, match="a line without an end"):
-        talk()
-    line.close()
-
-
-def fuzz(job: Job, count: int, seed: int) -> None:
-    """Send random bytes from several connections at once."""
-    draw = random.Random(seed)
-    token, whole = f"{job.hub.token}\n".encode(), HELLO.replace(b": 1,", b": 0,", 1)
-    open_ones: list[socket.socket] = []
-    for _ in range(count):
-        content = draw.randbytes(int(10 ** draw.uniform(0, 5.5)))
-        kind = draw.randrange(8)
-        if kind == 0:
-            content = token + content
-        elif kind == 1:
-            content = token + b'{"kind": "hello", "rank": 1, "x": "' + content + b'"}\n'
-        elif kind == 2:
-            content = token[: draw.randrange(len(token))]
-        elif kind == 3:
-            content = token + draw.choice([b"[", b'{"a":', b'"', b"9"]) * draw.randrange(300_000)
-        elif kind == 4:
-            content = token + whole[draw.randrange(len(whole)) :] + whole
-        connection = socket.create_connection(("127.0.0.1", job.hub.port), 60)
-        connection.settimeout(0.2)
-        with contextlib.suppress(OSError):
-            for each in [bytes([each]) for each in content[:5]] if kind == 5 else [content]:
-                connection.sendall(each)
-        open_ones.append(connection)
-        if len(open_ones) > 40 or draw.random() < 0.3:
-            open_ones.pop(draw.randrange(len(open_ones))).close()
-        for rank in range(2):
-            job.say(rank)
-            job.lines[rank].receive()
-    for connection in open_ones:
-        connection.close()
-
-
-@pytest.mark.real("a hub with its thread")
-@pytest.mark.parametrize("count", [30, pytest.param(5_000, marks=pytest.mark.extended)])
-def test_random_bytes_end_nothing(count: int) -> None:
-    with joined(threaded=True) as job:
-        fuzz(job, count, seed=20 if count == 30 else random.SystemRandom().randrange(1 << 32))
-        job.names_the_right_cause()

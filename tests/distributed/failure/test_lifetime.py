@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from tests.distributed.running import run, run_all
+from tests.distributed.running import run_all
 from torch import distributed
 
 pytestmark = [
@@ -41,8 +41,3 @@ def test_a_loop_that_ends_well_is_silent_though_one_rank_is_slow() -> None:
     for name, ended in run_all("own_loop.py", cases).items():
         out = sorted(ended.out.splitlines())
         assert (name, ended.code, out, ended.errors) == (name, 0, ["rank 0 ended", "rank 1 ended"], [])
-
-
-def test_a_process_of_multiprocessing_that_ends_before_the_others_is_not_lost() -> None:
-    ended = run("spawned.py")
-    assert (ended.code, ended.errors) == (0, [])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,14 +67,6 @@ def test_a_message_ends_a_silence() -> None:
     ticks(silence, LIMIT - 1)
     silence.end()
     assert (silence.ticks, ticks(silence, LIMIT - 1)) == (0, [None] * (LIMIT - 1))
-
-
-def test_a_process_that_cannot_be_looked_at_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any, **options: Any) -> str:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(Path, "read_text", fails)
-    assert activity(os.getpid()) == Activity("", 0.0)
 
 
 @pytest.mark.real("stops and kills a process")

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.distributed.running import run, run_all, stacks
-
-from drivetrain.distributed.failure.silence import machine
+from tests.distributed.running import run_all, stacks
 
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo"),
@@ -59,22 +57,6 @@ def test_the_first_cause_is_the_last_line_with_its_place() -> None:
     assert "ValueError: boom" in stacks(found["evaluation end"])["rank1.txt"], "with its traceback"
     aborted = found["step end"].errors
     assert any("training.py" in each and "in on_step_end" in each for each in aborted), "where it was"
-
-
-def test_the_stacks_of_a_loaders_workers_are_saved_too() -> None:
-    ended = run("training.py", where="forward", act=BOOM, workers=1)
-    place = "in training, after update 2, in the forward"
-    assert ended.errors[-1].endswith(f"RankFailure: rank 1 failed first, {place}: ValueError: boom")
-    if machine() is not None:  # where a process can be made to write its stacks
-        for text in stacks(ended).values():
-            assert "/data/_utils/worker.py" in text.partition("\nThe worker process ")[2], text
-
-
-def test_an_error_in_the_body_of_one_ranks_loop_ends_the_run_in_order_and_the_program_badly() -> None:
-    ended = run("training.py", where="body", act=BOOM)
-    assert (ended.code, ended.out) == (1, "ended\n"), "the loop of rank 0 ends"
-    assert any(each.endswith("ValueError: boom") for each in ended.errors)
-    assert ended.errors[-1] == "drivetrain: rank 1 failed: it ended with exit code 1"
 
 
 def test_a_second_interrupt_ends_all_ranks_at_once() -> None:

@@ -14,8 +14,8 @@ from drivetrain.distributed.failure.watchdog import EXIT_HANG, Watchdog
 
 @pytest.mark.real("processes hang and are ended")
 def test_a_process_that_hangs_is_ended_with_its_stacks_and_a_code_of_its_own() -> None:
-    """Also if it cannot report: without a standard error or a directory, and if the file system hangs."""
-    kinds = ("plain", "no description", "no standard error", "no directory", "file system hangs")
+    """Also if it cannot report: without a standard error or a directory."""
+    kinds = ("plain", "no description", "no standard error", "no directory")
     found = run_all("watchdog.py", {kind: {"kind": kind} for kind in kinds})
     assert {kind: each.code for kind, each in found.items()} == dict.fromkeys(kinds, EXIT_HANG)
     assert EXIT_HANG == 75

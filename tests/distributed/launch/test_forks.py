@@ -23,8 +23,6 @@ CASES = {
     "raises on 0": "LookupError: no such column",
     "killed": "RankFailure: rank 1 failed first: it was killed by SIGKILL",
     "stops": "RankFailure: rank 1 failed first, last heard of at update 7: it is stopped",
-    "leaves a worker, raises": "RankFailure: rank 1 failed first: LookupError: no such column",
-    "leaves a worker, killed": "RankFailure: rank 1 failed first: it was killed by SIGKILL",
     "raises before it joins": "RankFailure: rank 1 failed first: ZeroDivisionError: division by zero",
     "killed before it joins": EARLY,
     "ends before it joins": "RankFailure: rank 1 ended with exit code 0 before the process group was formed",

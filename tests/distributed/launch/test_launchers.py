@@ -61,12 +61,6 @@ def test_torchrun() -> None:
 
 
 @pytest.mark.nightly
-def test_deepspeeds_launcher(port: int) -> None:
-    words = ("deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(port))
-    assert launch(*words, DS_ACCELERATOR="cpu") == [DDP, DDP]
-
-
-@pytest.mark.nightly
 def test_accelerate_launch_s_configuration_chooses_strategy_and_precision() -> None:
     pytest.importorskip("accelerate")
     Path("fsdp.yaml").write_text(FSDP_YAML, encoding="utf-8")

@@ -17,7 +17,7 @@ from tests.support.failing import JOB
 from tests.support.refusals import assert_refused
 
 from drivetrain.core.errors import StrategyError
-from drivetrain.distributed.launch.children import Child, end_with_parent, ending, threads_per_rank, wait_for
+from drivetrain.distributed.launch.children import Child, wait_for
 from drivetrain.distributed.launch.environment import ProcessEnvironment
 from drivetrain.distributed.launch.programs import ensure_ranks, rerun_obstacle
 
@@ -99,10 +99,6 @@ def test_ranks_end_when_rank_0_is_killed() -> None:
     assert run("ranks.py", then=then).code == -signal.SIGKILL
 
 
-def test_what_a_rank_starts_is_not_ended_with_the_parent_of_the_rank() -> None:
-    end_with_parent(f"{os.getpid()} main")  # the mark of a process that is not the parent, and lives
-
-
 def test_a_program_that_cannot_be_run_again_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in JOB:
         monkeypatch.delenv(name, raising=False)
@@ -142,14 +138,6 @@ def test_a_launchers_job_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> N
     message = r"torchrun has started 4 processes, but devices=2 and num_nodes=1 ask for 2\. Give"
     with pytest.raises(StrategyError, match=message):
         ensure_ranks(2)
-
-
-def test_the_words_for_an_end_and_the_share_of_threads() -> None:
-    assert ending(3) == "ended with exit code 3"
-    assert ending(-signal.SIGTERM) == "was killed by SIGTERM"
-    assert ending(-1000) == "was killed by signal 1000"
-    assert threads_per_rank(1_000_000, {}) == 1
-    assert threads_per_rank(2, {"OMP_NUM_THREADS": "7"}) is None
 
 
 @real

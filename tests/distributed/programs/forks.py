@@ -5,9 +5,7 @@ import os
 import signal
 import sys
 import time
-import warnings
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import distributed
@@ -52,27 +50,6 @@ def stops():
         distributed.barrier()
 
 
-def leaves_a_worker(end):
-    def work():
-        member = join(2, "cpu")
-        try:
-            with FailureChannel(rank(), 2, timing=PATIENT):
-                if rank() == 1:
-                    with warnings.catch_warnings(action="ignore"):  # of a copy of a process with threads
-                        pid = os.fork()
-                    if pid == 0:  # as a loader's worker does, it holds a copy of all that is open
-                        while not Path("done").exists():
-                            time.sleep(0.01)
-                        os._exit(0)
-                    end()
-                distributed.all_reduce(torch.ones(1))
-        finally:
-            leave(member)
-            disband()
-
-    return work
-
-
 def joins(before):
     def work():
         if rank() == 1:
@@ -100,8 +77,6 @@ CASES = {
     "raises on 0": lambda: summed(fail, on=0),
     "killed": lambda: summed(kill),
     "stops": lambda: summed(stops, on=rank()),
-    "leaves a worker, raises": leaves_a_worker(fail),
-    "leaves a worker, killed": leaves_a_worker(kill),
     "raises before it joins": joins(lambda: 1 / 0),
     "killed before it joins": joins(kill),
     "ends before it joins": joins(lambda: os._exit(0)),
@@ -114,6 +89,5 @@ try:
     told = fork_ranks(CASES[json.loads(sys.argv[1])["case"]], 2)
 except BaseException as error:
     told = f"{type(error).__name__}: {error}\n{error.__cause__}"
-Path("done").touch()
 found = [told, fork_ranks(lambda: summed(), 2), fork_ranks(lambda: summed(), 3)]
 sys.stdout.write(json.dumps(found) + "\n")

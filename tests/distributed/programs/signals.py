@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 
@@ -54,30 +53,12 @@ def unheard():
     assert seen
 
 
-def another_signal():
-    interrupts.open()
-    signal.signal(signal.SIGUSR1, lambda number, frame: None)
-    os.kill(os.getpid(), signal.SIGUSR1)
-
-
 def own_handler():
     found = []
     signal.signal(signal.SIGINT, lambda number, frame: found.append(number))
     interrupts.open()
     interrupt()
     assert found == [signal.SIGINT]
-
-
-def event_loop():
-    ends = socket.socketpair()
-    for each in ends:
-        each.setblocking(False)
-    signal.set_wakeup_fd(ends[1].fileno())
-    interrupts.open()
-    assert raises_at_once()
-    interrupts.close()
-    assert signal.set_wakeup_fd(-1) == ends[1].fileno()
-    assert ends[0].recv(10) == bytes([signal.SIGINT])
 
 
 def copy():

@@ -12,13 +12,6 @@ directory = Path("made") / "here"
 describe = {"no description": lambda: 1 / 0}.get(kind, lambda: "update 7, epoch 1")
 
 
-class Hung(type(directory)):
-    """A directory of a file system that does not answer."""
-
-    def mkdir(self, *arguments, **options):
-        threading.Event().wait()
-
-
 def stuck_in_a_collective():
     threading.Event().wait()
 
@@ -27,8 +20,5 @@ if kind == "no standard error":
     sys.stderr = None
 elif kind == "no directory":
     directory = Path("/dev/null/x")
-elif kind == "file system hangs":
-    watchdog._WRITING = 0.2
-    directory = Hung(directory)
 with watchdog.Watchdog(0.3, lambda: 0, describe, directory):
     stuck_in_a_collective()
