@@ -220,9 +220,6 @@ def test_step_module_runs_what_it_is_told_inside_its_context_and_owns_the_task_o
     looking = task_of(forward=lambda self, image: torch.is_autocast_enabled("cpu"))
     found = [StepModule(looking)(ONE), StepModule(looking, lambda: torch.autocast("cpu"))(ONE)]
     assert found == [False, True]
-        False,
-        True,
-    ]
 
 
 def step(batch: Tensor) -> StepOutput:
