@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Engine, OptimizerConfig, StrategyError, TaskModule
+from drivetrain import OptimizerConfig, StrategyError, TaskModule
 from drivetrain.strategies import SingleDevice
 from drivetrain.strategies.ddp import DDP, DDPConfig
 from drivetrain.strategies.fsdp.strategy import FSDP
@@ -145,24 +144,6 @@ def done(value: Tensor) -> Any:
     return future
 
 
-def test_communication_hook_is_called_for_gradients_of_the_training_alone() -> None:
-    def count() -> tuple[int, bool]:
-        seen = []
-
-        def average(_: None, bucket: Any) -> Any:
-            seen.append(float(bucket.buffer().abs().sum()))
-            return done(bucket.buffer())
-
-        fit(Regression(), pairs(6, 1), communication=average)
-        return len(seen), min(seen) > 0
-
-    assert on_two_ranks(count) == [(3, True)] * 2
-
-
-def test_every_precision_is_supported_on_a_cpu() -> None:
-    assert not [name for name in PRECISIONS if not DDP().supports(PRECISIONS[name])]
-
-
 def test_number_of_processes_must_be_that_of_the_group() -> None:
     def wrong() -> None:
         with pytest.raises(StrategyError, match="process group has 2 processes, and this run asks for 3"):
@@ -196,18 +177,6 @@ class Words(TaskModule):
         return OptimizerConfig("sgd", lr=0.1)
 
 
-class Alternating(Words):
-    """The same, by a generator step that trains its parts one after the other."""
-
-    def training_step(self, batch: Any) -> Iterator[Any]:
-        for name in ("word", "bag", "head"):
-            yield name, self.loss(self(batch[0]), batch)
-
-    def configure_optimizers(self) -> Any:
-        optimizers = {"word": "sparseadam", "bag": "sgd", "head": "adamw"}
-        return {name: OptimizerConfig(each, lr=0.05) for name, each in optimizers.items()}
-
-
 def words(batch_size: int) -> DataLoader[Any]:
     numbers = torch.randint(0, 30, (32, 3), generator=torch.Generator().manual_seed(1))
     targets = numbers.float().mean(1, keepdim=True) / 30
@@ -226,17 +195,6 @@ SPLITS: tuple[dict[str, Any], ...] = (
 )
 
 
-def own_loop(strategy: Any, devices: int) -> dict[str, Tensor]:
-    task = Words()
-    with Engine(strategy, devices=devices) as engine:
-        model, optimizer = engine.prepare(task, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-        for number, batch in enumerate(engine.prepare_data(words(8 // devices))):
-            engine.backward(task.loss(model(batch[0]), batch), weight=1.0 + number % 2)
-            if number % 2:
-                engine.step(optimizer, max_grad_norm=0.1)
-    return task.state_dict()
-
-
 def test_sparse_gradients_train_as_dense_ones_in_one_process() -> None:
     for options in SPLITS:
         sparse, dense = (trained(Words(each), SingleDevice("cpu"), 1, **options) for each in (True, False))
@@ -251,9 +209,6 @@ def test_sparse_gradients_train_on_two_ranks_as_in_one_process() -> None:
             if "micro_batch" not in options:
                 static = DDPConfig(static_graph=True)
                 torch.testing.assert_close(trained(Words(), static, 2, **options), alone)
-        alone = trained(Alternating(), SingleDevice("cpu"), 1)
-        torch.testing.assert_close(trained(Alternating(), "ddp", 2), alone)
-        torch.testing.assert_close(own_loop("ddp", 2), own_loop(SingleDevice("cpu"), 1))
 
     on_two_ranks(compare)
 

@@ -13,20 +13,11 @@ from drivetrain.strategies import Hardware, SingleDevice
 from drivetrain.strategies.hardware import tpu_chips
 
 
-def test_hardware_of_this_machine_is_what_torch_sees() -> None:
-    here = Hardware.here()
-    assert here.cuda == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    assert here.mps is torch.backends.mps.is_available()
-    assert here.tpu >= 0
-
-
 def test_best_device_is_a_gpu_then_metal_then_a_tpu_then_the_cpu() -> None:
     for hardware, best, text in (
         (Hardware(), "cpu", "no CUDA GPUs and no Metal"),
         (Hardware(mps=True), "mps", "no CUDA GPUs and Metal"),
         (Hardware(cuda=1, mps=True), "cuda", "1 CUDA GPU and Metal"),
-        (Hardware(cuda=8), "cuda", "8 CUDA GPUs and no Metal"),
-        (Hardware(tpu=1), "xla", "no CUDA GPUs, no Metal and 1 TPU chip"),
         (Hardware(tpu=4), "xla", "no CUDA GPUs, no Metal and 4 TPU chips"),
     ):
         assert (hardware.best_device, str(hardware)) == (best, text)
@@ -70,16 +61,5 @@ def test_intel_gpu_trains_in_one_process() -> None:
             "several": (lambda: Trainer(strategy="xpu", devices=2), "1 process on xpu", "strategy='cpu'"),
             "float64": (lambda: Trainer(strategy="xpu", precision="64"), "XPU has no float64"),
             "index": (lambda: SingleDevice("xpu:5"), "torch sees 2 GPU", "the last is 'xpu:1'"),
-        },
-    )
-
-
-@pytest.mark.skipif(torch.xpu.is_available(), reason="this machine has an Intel GPU")
-def test_missing_intel_gpu_is_refused_with_what_there_is() -> None:
-    assert_refused(
-        StrategyError,
-        {
-            "trainer": (lambda: Trainer(strategy="xpu"), "'xpu' cannot run here", "'auto'"),
-            "device": (lambda: SingleDevice("xpu"), "'xpu' is not available: torch sees no Intel GPU"),
         },
     )

@@ -100,18 +100,6 @@ def test_clipping_sees_the_gradient_without_the_loss_scale() -> None:
         assert float((torch.tensor(weights) - start).norm()) == pytest.approx(RATE * norm / 2, rel=0.01)
 
 
-def test_search_for_the_scale_takes_two_ranks_one_more_update() -> None:
-    """A rank's share of the batch is half as large, and the gradients of its mean are twice as large."""
-    sizes = {8.0: 0, 32.0: 2}
-    ranks = on_two_ranks(lambda: [[halved(kind, 4, 1, size)[1] for size in sizes] for kind in (DDP, FSDP)])
-    for number, (size, skipped) in enumerate(sizes.items()):
-        alone = halved(None, 8, 1, size)[1]
-        assert sum(not applied for applied, _ in alone) == skipped
-        for scales in (found[number] for rank in ranks for found in rank):
-            assert sum(not applied for applied, _ in scales) == skipped + 1
-            assert scales[-1][1] == alone[-1][1] / 2
-
-
 class OneOverflows(TaskModule):
     """Two optimizers, of which the second can make no update, whatever the loss scale."""
 

@@ -108,12 +108,8 @@ def trained(kind: type[TaskModule], config: FSDPConfig, precision: str) -> str:
 CASES: list[tuple[type[TaskModule], dict[str, Any], str]] = [
     (Small, {"wrap": ("Linear", "Block")}, "bf16-true"),
     (Rescaled, {"sharding": "shard_grad_op"}, "32"),
-    (Small, {"tensor_parallel": 2}, "32"),
     (Rescaled, {"ignored": ("last",), "tensor_parallel": 2}, "bf16-true"),
-    (Small, {}, "32"),
     (Small, {"cpu_offload": True, "activation_checkpointing": "full"}, "bf16-mixed"),
-    (Rescaled, {"wrap": 60}, "bf16-true"),
-    (Rescaled, {"tensor_parallel": 2, "activation_checkpointing": "selective"}, "bf16-mixed"),
     (Small, {"ignored": ("blocks.1", "*.bias", "head")}, "32"),
 ]
 

@@ -12,11 +12,10 @@ import torch
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, pairs, quiet
 
-from drivetrain import ConfigError, LambdaCallback, Precision, StrategyError, Trainer, enable_mps_fallback
+from drivetrain import ConfigError, LambdaCallback, StrategyError, Trainer, enable_mps_fallback
 from drivetrain.cli.main import main
 from drivetrain.core.mps_fallback import FALLBACK
 
-FP8 = Precision("fp8", torch.float8_e4m3fn, torch.float8_e4m3fn)
 TWO = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 
 
@@ -34,7 +33,6 @@ def test_mac_trains_on_mps_in_one_process_and_on_its_cpu_when_it_is_named() -> N
     for strategy in ("auto", "single", "mps"):
         found = Trainer(max_epochs=1, strategy=strategy).select_strategy()
         assert (found.name, found.device.type, found.world_size) == ("single", "mps", 1)
-    assert Trainer(max_epochs=1, strategy="cpu").select_strategy().device.type == "cpu"
     several = Trainer(max_epochs=1, strategy="cpu", devices=2).select_strategy()
     assert (several.name, several.device.type, several.world_size) == ("ddp", "cpu", 2)
     for precision in ("32", "bf16-mixed", "16-mixed", "bf16-true", "16-true"):
@@ -62,9 +60,7 @@ def test_mps_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         StrategyError,
         {
             "float64": (of(precision="64"), "MPS has no float64; allowed are '32', 'b"),
-            "float8": (of(precision=FP8), "MPS has no float8_e4m3fn; allowed are '32'"),
             "processes": (of(devices=2), "1 process on mps, but devices=2", "strategy='cpu' for several"),
-            "machines": (of(num_nodes=2), "1 process on mps, but devices='auto' on 2 node"),
             "launcher": (launched, "1 process on mps, but torchrun has started 2"),
             "no Metal": (absent, "'mps' cannot run here: this machine has", "no Metal", "'auto'"),
         },

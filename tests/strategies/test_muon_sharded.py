@@ -71,7 +71,6 @@ def test_muon_trains_sharded_and_split_matrices_as_whole_ones() -> None:
 @pytest.mark.nightly
 def test_muon_trains_matrices_in_shards_of_four_ranks_as_whole_ones() -> None:
     def all_of() -> None:
-        compare(4, nesterov=False)
         compare(4, nesterov=True, sharding="hybrid", shard_size=2)
         compare(2, nesterov=True, tensor_parallel=2)
 

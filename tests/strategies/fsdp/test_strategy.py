@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.strategies.conforming import conforms, refused
+from tests.strategies.conforming import conforms
 from tests.support.counting import Counting
 from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Blocks, Regression, pairs, quiet
@@ -17,8 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from drivetrain import FSDPConfig, LambdaCallback, OptimizerConfig, TaskModule
 from drivetrain.strategies import SingleDevice
 from drivetrain.strategies.fsdp.strategy import FSDP
-from drivetrain.strategies.precision.registry import as_precision
-from drivetrain.strategies.wrapping import ignored_names, units
+from drivetrain.strategies.wrapping import units
 from drivetrain.task.blocks import repeated_blocks
 from drivetrain.testing.strategies.check import CHECKS, check_strategy
 from drivetrain.testing.strategies.tasks import Tokens
@@ -79,11 +78,9 @@ def test_fsdp_options_conform(name: str) -> None:
 def test_fsdp_hybrid_shards_conform() -> None:
     hybrid = of(sharding="hybrid", shard_size=2)
     check_strategy(hybrid, 4, checks=["same_as_the_big_batch", "resume_is_bitwise"])
-    for ignored in (("head",), ("embedding.weight",), ("*",), ("discriminator", "generator.bias")):
-        generates = ignored[0] == "discriminator"
-        checks = ["generator_steps"] if generates else ["same_as_the_big_batch", "resume_is_bitwise"]
-        check_strategy(of(ignored=ignored), checks=checks)
-    check_strategy(of(ignored=("blocks.1",)), checks=CHECKED[:1], precision="16-mixed", tolerance=0.05)
+    for ignored in (("embedding.weight",), ("*",)):
+        check_strategy(of(ignored=ignored), checks=["same_as_the_big_batch", "resume_is_bitwise"])
+    check_strategy(of(ignored=("discriminator", "generator.bias")), checks=["generator_steps"])
 
 
 def layer() -> nn.Module:
@@ -136,14 +133,6 @@ def test_units_to_shard_are_those_of_the_tasks_classes_and_never_containers() ->
     expected = [each for each in task.modules() if isinstance(each, (nn.Linear, nn.Embedding))]
     assert units(task, "auto") == expected
     assert not any(isinstance(each, nn.Embedding) for each in units(Named(tied=True), "auto"))
-    model = nn.ModuleList(
-        nn.ModuleDict({"pair": nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))})
-        for _ in range(2)
-    )
-    assert repeated_blocks(model) == [each for one in model for each in one["pair"]]  # type: ignore[index]
-    lists = nn.ModuleDict({"lists": nn.ModuleList(nn.MultiheadAttention(4, 2) for _ in range(3))})
-    lists["line"] = nn.Linear(4, 8)
-    assert units(lists, 20) == [lists["line"]]
 
 
 class Normed(TaskModule):
@@ -178,11 +167,6 @@ def test_batch_norms_in_shards_end_as_alone_in_every_precision() -> None:
             torch.testing.assert_close(states[1], states[0], rtol=tolerance, atol=tolerance)
 
     on_two_ranks(compare)
-
-
-def test_every_precision_is_supported_on_a_cpu() -> None:
-    for name in ("32", "64", "bf16-mixed", "bf16-true", "16-mixed", "16-true"):
-        assert FSDP().supports(as_precision(name))
 
 
 # Recomputation and prefetching, counted.
@@ -240,8 +224,8 @@ def test_prefetch_gathers_as_many_blocks_ahead_as_asked_for() -> None:
 class Scaled(Regression):
     """Has a scalar, which cannot be sharded."""
 
-    def __init__(self, fused: bool | None = None) -> None:
-        super().__init__(OptimizerConfig("adamw", lr=0.1, fused=fused))
+    def __init__(self) -> None:
+        super().__init__(OptimizerConfig("adamw", lr=0.1))
         self.scale = nn.Parameter(torch.tensor(2.0))
 
     def forward(self, features: Tensor) -> Tensor:
@@ -266,17 +250,3 @@ def test_scalars_and_ignored_parameters_are_plain_and_the_same_on_all_ranks() ->
     for (kinds, scale), bias in zip(first, ("DTensor", "Parameter"), strict=True):
         assert kinds == {"line.weight": "DTensor", "line.bias": bias, "scale": "Parameter"}
         assert scale != 2.0
-
-    def fused() -> None:
-        quiet(max_steps=1, strategy=fsdp(2, ignored=("scale",)), devices=2).fit(Scaled(fused=True), pairs())
-
-    assert "for sharded and whole parameters" in refused(fused)
-
-
-def test_ignored_names_and_globs_of_parameters_and_modules_are_found() -> None:
-    task = Tokens()
-    blocks = range(3)
-    assert ignored_names(task, ("head", "embedding.weight")) == {"head.weight", "embedding.weight"}
-    inner = {f"blocks.{number}.0.{each}" for number in blocks for each in ("weight", "bias")}
-    assert ignored_names(task, ("blocks.?.0",)) == inner
-    assert ignored_names(task, ("*.bias",)) == {f"blocks.{number}.0.bias" for number in blocks}

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +16,6 @@ from torch import nn
 from drivetrain import Engine, FSDPConfig
 from drivetrain.strategies.ddp import DDP
 from drivetrain.strategies.fsdp.strategy import FSDP
-from drivetrain.testing.distributed import run_distributed
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 
@@ -71,14 +67,6 @@ def test_task_trains_evaluates_and_copies_after_a_run_under_fsdp() -> None:
     assert first == second
 
 
-@pytest.mark.nightly
-def test_task_trains_evaluates_and_copies_after_a_run_on_four_ranks() -> None:
-    hybrid = FSDPConfig(ignored=("norm",), sharding="hybrid", shard_size=2)
-    for config, precision in ((FSDPConfig(tensor_parallel=2), "32"), (hybrid, "bf16-true")):
-        weights = run_distributed(goes_on, config, precision, world_size=4)
-        assert all(each == weights[0] for each in weights)
-
-
 def shards_left() -> None:
     task = Small()
     trainer = quiet(max_steps=1, strategy=FSDP(FSDPConfig(gather_at_end=False), world_size=2), devices=2)
@@ -105,10 +93,3 @@ def test_engine_leaves_an_ordinary_module() -> None:
         return made_of(net) == before and bool(net(torch.ones(2, 4)).isfinite().all())
 
     assert on_two_ranks(own_loop) == [True, True]
-
-
-@pytest.mark.landing
-def test_second_run_of_a_program_without_file_saves_what_each_process_has() -> None:
-    program = (Path(__file__).parents[1] / "programs" / "fsdp_twice.py").read_text(encoding="utf-8")
-    done = subprocess.run([sys.executable, "-"], input=program, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["True", "True"], done.stderr

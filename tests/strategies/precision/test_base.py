@@ -14,15 +14,13 @@ from torch.nn import functional as F
 from drivetrain import Engine, NonFiniteError, OptimizerConfig, TaskModule
 from drivetrain.data import MicroBatch
 from drivetrain.strategies.precision.base import Precision
-from drivetrain.strategies.precision.registry import PRECISIONS, as_precision
+from drivetrain.strategies.precision.registry import as_precision
 
-CPU = torch.device("cpu")
 STORED = {
-    **dict.fromkeys(("16-true", "16-true-master", "16-true-nearest"), torch.float16),
-    **dict.fromkeys(("bf16-true", "bf16-true-master", "bf16-true-nearest"), torch.bfloat16),
+    "16-true": torch.float16,
     "64": torch.float64,
+    **dict.fromkeys(("bf16-true", "bf16-true-master"), torch.bfloat16),
 }
-NAMES = tuple(sorted({"16-mixed", "32", "bf16-mixed", *STORED}))
 COMPUTED = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16, **STORED}
 
 
@@ -65,7 +63,9 @@ def step(engine: Engine, factor: float = 1.0) -> Any:
     return engine.train_step([MicroBatch(batch, 32.0, samples=32)])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", ["16-mixed", "32", "64", "bf16-mixed", "16-true", "bf16-true", "bf16-true-master"]
+)
 def test_precision_trains_in_its_dtypes_and_leaves_the_default_alone(name: str) -> None:
     engine, task = prepared(name)
     first = step(engine).loss
@@ -80,14 +80,6 @@ def test_precision_trains_in_its_dtypes_and_leaves_the_default_alone(name: str) 
     assert engine.transfer(curve())["number"].dtype is torch.int64, "whole numbers are never cast"
 
 
-def test_default_dtype_is_restored_after_a_step_that_raises() -> None:
-    for name in ("bf16-true", "64"):
-        engine, _ = prepared(name)
-        with pytest.raises(KeyError):
-            engine.train_step([MicroBatch({"x": torch.ones(2, 1, dtype=STORED[name])}, 2.0)])
-        assert torch.get_default_dtype() is torch.float32
-
-
 def test_only_floating_point_numbers_of_a_module_are_converted() -> None:
     module = nn.Module()
     module.register_parameter("weight", nn.Parameter(torch.ones(2)))
@@ -98,8 +90,6 @@ def test_only_floating_point_numbers_of_a_module_are_converted() -> None:
     dtypes = [tensor.dtype for tensor in module.state_dict().values()]
     assert dtypes == [torch.bfloat16, torch.bfloat16, torch.int64, torch.complex64]
     assert module.get_buffer("rotation").tolist() == [1 + 2j]
-    mixed = nn.Linear(1, 1, dtype=torch.float64)  # which asks for no dtype of parameters
-    assert as_precision("bf16-mixed").convert_module(mixed).weight.dtype is torch.float64
 
 
 def test_precision_of_ones_own_may_differ_in_dtypes_or_bring_its_own_code() -> None:
@@ -114,9 +104,8 @@ def test_precision_of_ones_own_may_differ_in_dtypes_or_bring_its_own_code() -> N
 
     engine, task = prepared(Eighth("8-mixed", compute_dtype=torch.float8_e4m3fn))
     assert step(engine).applied
-    assert entered == [CPU]
+    assert entered == [torch.device("cpu")]
     assert task.hidden.weight.dtype is torch.float32
-    assert as_precision("32").forward_context(CPU) is None, "no context is entered where none is needed"
 
 
 # Loss scaling.
@@ -173,19 +162,3 @@ def test_loss_that_is_not_finite_is_no_overflow() -> None:
     step(engine)
     with pytest.raises(NonFiniteError, match=r"NaN or infinite at update 1 on rank 0: 'loss'"):
         step(engine, torch.nan)
-
-
-def test_precision_names_and_descriptions() -> None:
-    assert tuple(PRECISIONS) == tuple(sorted({*NAMES, "fp8", "tf32"}))
-    assert as_precision(32) is as_precision("32") is PRECISIONS["32"]
-    assert as_precision(64) is PRECISIONS["64"]
-    assert str(as_precision("bf16-mixed")) == "bf16-mixed (parameters float32, compute bfloat16)"
-    for name, dtypes in {
-        "32": ("float32", "float32", "float32", "float32"),
-        "bf16-mixed": ("float32", "bfloat16", "float32", "float32"),
-        "bf16-true": ("bfloat16", "bfloat16", "bfloat16", "float32"),
-        "bf16-true-nearest": ("bfloat16", "bfloat16", "bfloat16", "bfloat16"),
-        "16-true-master": ("float16", "float16", "float16", "float32, with the weights in float32"),
-        "tf32": ("float32", "tf32", "float32", "float32"),
-    }.items():
-        assert tuple(as_precision(name).dtypes) == dtypes, name
