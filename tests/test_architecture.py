@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -97,15 +98,23 @@ class Source:
         parts = path.relative_to(PACKAGE).with_suffix("").parts
         self.name = ".".join(part for part in parts if part != "__init__")
         self.text = path.read_text(encoding="utf-8")
-        self.tree = ast.parse(self.text)
-        self.nodes = list(ast.walk(self.tree))
-        self.only_for_types = {
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
+    @cached_property
+    def only_for_types(self) -> set[ast.AST]:
+        return {
             inner
-            for node in self.nodes
-            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            for node in self.tree.body
+            if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
             for inner in ast.walk(node)
         }
-        self.imports: list[Import] = []
 
     def find_imports(self, modules: set[str]) -> Iterator[Import]:
         top = set(self.tree.body)
@@ -128,11 +137,13 @@ class Source:
 
 @pytest.fixture(scope="module")
 def sources() -> list[Source]:
-    found = [Source(path) for path in sorted(PACKAGE.rglob("*.py"))]
-    modules = {each.name for each in found}
-    for each in found:
-        each.imports = list(each.find_imports(modules))
-    return found
+    return [Source(path) for path in sorted(PACKAGE.rglob("*.py"))]
+
+
+@pytest.fixture(scope="module")
+def imports(sources: list[Source]) -> dict[Source, list[Import]]:
+    modules = {each.name for each in sources}
+    return {each: list(each.find_imports(modules)) for each in sources}
 
 
 def test_the_root_holds_the_layers_and_folders_are_small(sources: list[Source]) -> None:
@@ -140,18 +151,29 @@ def test_the_root_holds_the_layers_and_folders_are_small(sources: list[Source]) 
     assert entries == {*ORDER, "__init__.py", "__main__.py", "py.typed"}
     folders = {each.path.parent for each in sources}
     assert not [folder for folder in folders if len(list(folder.glob("*.py"))) > 22]
-    drawer = site_script("draw_layers")  # `python docs/site/draw_layers.py` draws them by the imports
+
+
+def test_the_picture_of_the_layers_shows_the_imports(
+    imports: dict[Source, list[Import]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`python docs/site/draw_layers.py` draws it."""
+    found: dict[str, set[str]] = {layer: set() for layer in LAYERS}
+    for source, named in imports.items():
+        there = {each.module.partition(".")[0] for each in named if each.kind != "text"}
+        found.setdefault(source.name.partition(".")[0], set()).update(there)
+    drawer = site_script("draw_layers")
     assert [*drawer.LAYERS][::-1] == LAYERS
+    monkeypatch.setattr(drawer, "layers_imported", lambda layer: {*LAYERS} & found[layer] - {layer})
     assert drawer.PICTURE.read_text(encoding="utf-8") == drawer.draw()
 
 
-def test_imports_only_go_down_and_heavy_ones_are_in_functions(sources: list[Source]) -> None:
+def test_imports_only_go_down_and_heavy_ones_are_in_functions(imports: dict[Source, list[Import]]) -> None:
     """Those for types, those in functions and those in lazy tables too; a text may name an integration."""
     wrong = []
-    for source in sources:
+    for source, found in imports.items():
         layer, _, rest = source.name.partition(".")
         if layer in ORDER:
-            for each in source.imports:
+            for each in found:
                 there = each.module.partition(".")[0]
                 below = there in ORDER and ORDER.index(there) <= ORDER.index(layer)
                 same = (
@@ -172,11 +194,11 @@ def test_imports_only_go_down_and_heavy_ones_are_in_functions(sources: list[Sour
     assert not wrong, "\n".join(wrong)
 
 
-def test_there_is_no_circle_of_files(sources: list[Source]) -> None:
+def test_there_is_no_circle_of_files(imports: dict[Source, list[Import]]) -> None:
     graph = {}
-    for source in sources:
+    for source, named in imports.items():
         if source.name:
-            found = {each.module for each in source.imports} - {source.name, ""}
+            found = {each.module for each in named} - {source.name, ""}
             if source.path.name == "__init__.py":  # a package's table of its own modules
                 found = {each for each in found if not each.startswith(f"{source.name}.")}
             graph[source.name] = found

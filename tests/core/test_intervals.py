@@ -66,21 +66,6 @@ def due(trigger: Trigger, *run: Any) -> list[int]:
     return [window for window, *state in updates(*run) if trigger.due(*state)]
 
 
-def test_an_interval_is_not_due_again_when_an_update_is_skipped() -> None:
-    for every, run, skipped, expected in (
-        (2, (8, 1), {1, 4, 5}, [3, 7]),
-        (3, (5, 1), {1, 2}, [5]),  # nothing is due before the first update
-        ("0.5 epochs", (5, 2), {4, 6, 7}, [3, 5, 10]),
-        ("0.5 epochs", (5, 1), {1, 2, 3}, [5]),
-    ):
-        assert due(Trigger(Every(every), run[0]), *run, skipped) == expected
-    for every in (3, "0.25 epochs"):
-        trigger = Trigger(Every(every), 12)
-        trigger.start(Progress(updates=3, epoch_updates=3, micro_batches=3))  # after a restart neither
-        assert not trigger.due(Progress(updates=3, epoch_updates=3, micro_batches=4, skipped=1), False)
-        assert trigger.due(Progress(updates=6, epoch_updates=6, micro_batches=7, skipped=1), False)
-
-
 def test_a_delayed_trigger_is_not_due_before_it_begins() -> None:
     points = ("7 steps", "8 steps", "1 epoch", "1.5 epochs", "13 samples", "9 seconds", "3 epochs")
     found = [due(DelayedTrigger(Every(2), Every(begins), 5), 5, 2) for begins in points]

@@ -29,22 +29,6 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("plugin_module", None)
 
 
-def test_a_registry_gives_its_objects_and_shares_no_rows_with_another() -> None:
-    rows: dict[str, int | str] = {"red": 1, "blue": 2}
-    first, second = Registry[int]("colour", rows), Registry[int]("colour", rows)
-    assert (first["red"], list(first), len(first), "red" in first, "green" in first) == (
-        1,
-        ["blue", "red"],
-        2,
-        True,
-        False,
-    )
-    first.register("green", 2)
-    assert first["green"] == 2
-    assert "green" not in second
-    assert rows == {"red": 1, "blue": 2}
-
-
 def test_a_row_is_imported_when_it_is_asked_for_and_not_before(site: Path) -> None:
     (site / "plugin_module.py").write_text("class Shades:\n    green = 'a green'\n")
     registry: Registry[object] = Registry("colour", {"late": "plugin_module:Shades.green"})

@@ -9,14 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from tests.core.test_refusals import COUNTED
 
 from drivetrain import Every, ramp
 from drivetrain.core.progress import Progress
 from drivetrain.core.stages import Stages, stages_or_number
-from drivetrain.core.types import Stateful
-from drivetrain.core.validation import check_names, count, duration, flag, keywords, number, one_of
+from drivetrain.core.validation import count, duration, flag, number, one_of
 
 
 def test_numbers_words_and_durations_are_taken_from_every_library() -> None:
@@ -28,12 +26,6 @@ def test_numbers_words_and_durations_are_taken_from_every_library() -> None:
     assert one_of("mode", "min", ("min", "max")) == "min"
     durations = (None, 2, np.int64(60), "2 minutes", timedelta(hours=1))
     assert [duration("hang_timeout", each) for each in durations] == [None, 2.0, 60.0, 120.0, 3600.0]
-
-
-def test_a_function_that_takes_anything_judges_for_itself() -> None:
-    assert keywords(lambda a, *, b=1: None) == {"a", "b"}
-    assert keywords(lambda **anything: None) is None
-    check_names("the optimizer", ["whatever"], None)
 
 
 def test_stages_are_written_as_intervals_and_each_holds_from_its_point_on() -> None:
@@ -75,8 +67,3 @@ def test_progress_comes_back_from_json_as_it_was() -> None:
     assert restored == COUNTED
     with pytest.raises(AttributeError):
         restored.step = 3  # type: ignore[attr-defined]
-
-
-def test_an_object_with_a_state_is_known_by_its_methods() -> None:
-    assert isinstance(torch.nn.Linear(1, 1), Stateful)
-    assert not isinstance({}, Stateful)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import yaml
-from tests.support.held import in_files
 from tests.support.messages import warned
 from tests.support.outcome import weights
 from tests.support.refusals import assert_refused
@@ -241,16 +240,6 @@ def test_publish_uploads_as_often_as_asked(hub: Hub, tmp_path: Path, every: str,
         assert (result.progress.updates, result.progress.epoch) == (15, 3)
 
 
-@pytest.mark.nightly
-def test_resume_fetches_a_checkpoint_whose_objects_are_files(hub: Hub, tmp_path: Path) -> None:
-    saved = trainer(tmp_path / "first", epochs=1).fit(Wide(), pairs()).last_checkpoint
-    in_files(Path(str(saved)))
-    push(tmp_path / "first", REPOSITORY, checkpoint=True)
-    result = trainer(tmp_path / "second", Publish(REPOSITORY)).fit(Wide(), pairs(), resume="hub")
-    assert (result.progress.updates, result.progress.epoch) == (10, 2)
-    assert (tmp_path / "second" / "checkpoints" / "update-00000005" / "checkpoint.json").is_file()
-
-
 def train_on_two(folder: str) -> None:
     trainer(Path(folder), Publish(REPOSITORY, "checkpoint"), strategy="ddp").fit(Wide(), pairs())
 
@@ -300,16 +289,6 @@ def test_training_goes_on_when_the_server_dies_within_an_upload(
     assert "hf_marker" not in " ".join([*told, *capfd.readouterr()])
     for path in tmp_path.rglob("*"):
         assert path.is_dir() or b"hf_marker" not in path.read_bytes(), path
-
-
-@pytest.mark.nightly
-def test_the_end_of_a_fit_waits_for_a_stuck_upload_until_its_timeout(hub: Hub, tmp_path: Path) -> None:
-    (hub.folder / "stall").touch()  # no upload ends, so a fit that waited for it would not either
-    publish = Publish(REPOSITORY, "save", timeout=2)
-    with warned(r"by hand: drivetrain checkpoint push .*update-00000010 org/line$"):
-        result = trainer(tmp_path / "run", publish).fit(Wide(), pairs())
-    assert result.progress.updates == 10
-    assert not (tmp_path / "run" / ".hub").exists()
 
 
 def preempted(folder: str) -> None:

@@ -19,13 +19,13 @@ MODULES = (
     "Classifier",
     "Template",
     "OneCycle",
-    "Autoencoder",
     "WarmUp",
     "GAN",
-    "ManualAccumulation",
     "Skipping",
+    "Segmenter",
+    "Finetuning",
+    "Tabular",
 )
-MODULES += ("Segmenter", "Finetuning", "LanguageModel", "Tabular")
 # What a module's own trainer logs otherwise, each with the reason.
 EXPLAINED = {
     "Skipping": {"loss_step"},  # Lightning logs the value before again where a step returned None

@@ -146,47 +146,6 @@ class OneCycle(LightningModule):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
-class Autoencoder(LightningModule):
-    """A loss of parts, logged with every reduction; layers made in `setup`, and loaders of its own."""
-
-    def __init__(self, width: int = 3):
-        super().__init__()
-        self.width = width
-
-    def setup(self, stage):
-        if not hasattr(self, "encoder"):
-            torch.manual_seed(1)
-            self.encoder, self.decoder = nn.Linear(4, self.width), nn.Linear(self.width, 4)
-
-    def step(self, batch, name):
-        x = batch[0]
-        code = self.encoder(x)
-        parts = {"reconstruction": F.mse_loss(self.decoder(code), x), "size": code.pow(2).mean()}
-        loss = parts["reconstruction"] + 0.1 * parts["size"]
-        self.log_dict(
-            {f"{name}_{key}": each.item() for key, each in parts.items()}, on_step=False, on_epoch=True
-        )
-        self.log(f"{name}_largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
-        self.log(f"{name}_smallest", loss, on_step=False, on_epoch=True, reduce_fx=torch.min)
-        self.log(f"{name}_sum", loss, on_step=False, on_epoch=True, reduce_fx="sum")
-        return loss
-
-    def training_step(self, batch, batch_idx):
-        return {"loss": self.step(batch, "train")}
-
-    def validation_step(self, batch, batch_idx):
-        return self.step(batch, "val")
-
-    def train_dataloader(self):
-        return loader()
-
-    def val_dataloader(self):
-        return [loader(9, 1)]
-
-    def configure_optimizers(self):
-        return torch.optim.RMSprop(self.parameters(), lr=0.01)
-
-
 class WarmUp(LightningModule):
     """A warm-up by hand in `optimizer_step`, clipping by hand, norms of gradients."""
 
@@ -272,29 +231,6 @@ class GAN(LightningModule):
         second = torch.optim.Adam(self.discriminator.parameters(), lr=0.01, betas=(0.5, 0.999))
         schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (first, second)]
         return [first, second], schedules
-
-
-class ManualAccumulation(LightningModule):
-    """Manual optimization with a step after every two batches."""
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-        self.net = body()
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        optimizer = self.optimizers()
-        loss = F.cross_entropy(self.net(x), y) / 2
-        self.manual_backward(loss)
-        if (batch_idx + 1) % 2 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 class Skipping(LightningModule):
@@ -420,82 +356,6 @@ class Finetuning(LightningModule):
     def configure_optimizers(self):
         groups = [{"params": self.head.parameters()}, {"params": self.backbone.parameters(), "lr": 0.0}]
         return torch.optim.SGD(groups, lr=0.1)
-
-
-class Tokens(LightningDataModule):
-    """Sequences whose next token follows from the last one."""
-
-    def __init__(self, batch_size: int = 4):
-        super().__init__()
-        self.save_hyperparameters()
-
-    def setup(self, stage=None):
-        start = torch.randint(0, 7, (26, 1), generator=torch.Generator().manual_seed(3))
-        self.ids = (start + torch.arange(7)) % 7
-
-    def train_dataloader(self):
-        return DataLoader([{"ids": each} for each in self.ids[:20]], self.hparams.batch_size)
-
-    def val_dataloader(self):
-        return DataLoader([{"ids": each} for each in self.ids[20:]], 2 * self.hparams.batch_size)
-
-
-class LanguageModel(LightningModule):
-    """A bigram model with tied embeddings, groups without decay, and a warm-up by `LambdaLR`, by step."""
-
-    data = Tokens
-
-    def __init__(self, width: int = 8, warmup: int = 4):
-        super().__init__()
-        self.save_hyperparameters()
-        self.embedding, self.norm = nn.Embedding(7, width), nn.LayerNorm(width)
-        self.head = nn.Linear(width, 7, bias=False)
-        self.head.weight = self.embedding.weight
-        self.tokens = SumMetric()
-
-    def forward(self, ids):
-        return self.head(self.norm(self.embedding(ids)))
-
-    def step(self, batch):
-        logits = self(batch["ids"][:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1), batch["ids"][:, 1:].flatten())
-
-    def training_step(self, batch, batch_idx):
-        loss = self.step(batch)
-        self.tokens.update(batch["ids"].numel())
-        self.log("train/loss", loss, on_step=True, on_epoch=True, prog_bar=True, batch_size=len(batch["ids"]))
-        self.log("trainer/lr", self.lr_schedulers().get_last_lr()[0], on_step=True)
-        self.log("tokens", self.tokens, on_step=False, on_epoch=True)
-        return loss
-
-    def on_validation_epoch_start(self):
-        self.losses = []
-
-    def validation_step(self, batch, batch_idx):
-        self.losses.append(self.step(batch).detach())
-
-    def on_validation_epoch_end(self):
-        mean = torch.stack(self.losses).mean()
-        self.log_dict({"val/loss": mean, "val/perplexity": mean.exp()}, sync_dist=True)
-        del self.losses
-
-    def configure_optimizers(self):
-        parts = [
-            [each for each in self.parameters() if (each.ndim > 1) == decays] for decays in (True, False)
-        ]
-        groups = [{"params": parts[0], "weight_decay": 0.1}, {"params": parts[1], "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95))
-        rest = self.trainer.estimated_stepping_batches - self.hparams.warmup
-
-        def factor(step):
-            after = step - self.hparams.warmup
-            return (step + 1) / self.hparams.warmup if after < 0 else max(0.1, 1 - after / rest)
-
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "lr"},
-        }
 
 
 class Tabular(LightningModule):

@@ -73,23 +73,3 @@ class Recording(Noting):
 
     def configure_gradient_clipping(self, optimizer: Any, **_: Any) -> None:
         self.note("configure_gradient_clipping")
-
-
-class ManualRecording(Noting):
-    """A module that makes two steps for each batch itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        for _ in range(2):
-            self.note(f"training_step {batch_idx}")
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(F.cross_entropy(self.net(batch[0]), batch[1]))
-            optimizer.step()
-
-    def configure_optimizers(self) -> Any:
-        self.calls.append("configure_optimizers")
-        return torch.optim.SGD(self.parameters(), lr=0.1)

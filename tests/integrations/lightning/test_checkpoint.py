@@ -86,19 +86,6 @@ def test_a_checkpoint_of_lightning_is_read_into_an_unchanged_module(tmp_path: Pa
     assert left_out <= set(loaded.left_out)
 
 
-def test_of_averaged_weights_it_is_said_which_were_taken(tmp_path: Path) -> None:
-    path = tmp_path / "ema.ckpt"
-    trained(path, made(), callbacks.EMAWeightAveraging(decay=0.5))
-    content = torch.load(path, weights_only=False)
-    after = made()
-    with warned("the averages are read"):
-        loaded = load_checkpoint(path, after)
-    assert loaded.averaged
-    assert "the averages (state_dict)" in str(loaded)
-    assert torch.equal(after.net.weight, content["state_dict"]["net.weight"])
-    assert not torch.equal(after.net.weight, content["current_model_state"]["net.weight"])
-
-
 def test_what_does_not_fit_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
     path, evil = tmp_path / "last.ckpt", tmp_path / "evil.ckpt"
     trained(path, made())

@@ -134,16 +134,14 @@ def test_data_is_prepared_on_one_rank(tmp_path: Path) -> None:
 
 # Samplers that divide the data already.
 
-KINDS = ("torch", "batches", "wrapper", "unrepeated", "single")
+KINDS = ("torch", "batches", "wrapper")
 
 
 def sampled(kind: str) -> Any:
     """A data module whose sampler divides the data among two processes."""
     from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-    from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 
     data, parts = TensorDataset(torch.arange(11)), {"num_replicas": 2, "rank": 1}
-    items: Any = torch.arange(11)[:, None, None]
     chosen = torch.utils.data.SubsetRandomSampler(range(11))
     options: dict[str, Any] = {
         "torch": lambda: {"sampler": DistributedSampler(data, **parts)},
@@ -151,11 +149,9 @@ def sampled(kind: str) -> Any:
             "batch_sampler": BatchSampler(DistributedSampler(data, **parts, shuffle=False), 2, False)
         },
         "wrapper": lambda: {"sampler": DistributedSamplerWrapper(chosen, **parts)},
-        "unrepeated": lambda: {"sampler": UnrepeatedDistributedSampler(data, **parts)},
-        "single": lambda: {"sampler": DistributedSampler(items, **parts), "batch_size": None},
     }[kind]()
-    size = {} if kind in ("batches", "single") else {"batch_size": 2}
-    return data_of(train=DataLoader(items if kind == "single" else data, **size, **options))
+    size = {} if kind == "batches" else {"batch_size": 2}
+    return data_of(train=DataLoader(data, **size, **options))
 
 
 def _seen(devices: int) -> dict[str, list[list[int]]]:
@@ -230,11 +226,6 @@ def test_several_training_loaders_resume_within_an_epoch_and_have_the_order_of_o
     whole = _together(1, False, 0, 6, "")
     ranks = on_two_ranks(_together, 2, False, 0, 3, "")
     assert [each for pair in zip(*ranks, strict=True) for each in pair] == whole
-
-
-@pytest.mark.landing
-def test_several_training_loaders_have_the_order_of_one_with_workers() -> None:
-    assert _together(1, False, 2, 6, "") == _together(1, False, 0, 6, "")
 
 
 def test_a_module_with_loaders_of_its_own_is_data() -> None:

@@ -54,12 +54,6 @@ def tagged(generator: torch.Generator, length: int) -> Sample:
     return {"input_ids": words(generator, length), "labels": torch.randint(3, (length,), generator=generator)}
 
 
-def answered(generator: torch.Generator, length: int) -> Sample:
-    """Of one length: the loss is a mean over all positions, those of padding too."""
-    start = torch.randint(6, (), generator=generator)
-    return {"input_ids": words(generator, 6), "start_positions": start, "end_positions": start}
-
-
 def masked(generator: torch.Generator, length: int) -> Sample:
     given = words(generator, length)
     labels = torch.where(torch.arange(length) % 2 == 0, given, -100)
@@ -154,19 +148,13 @@ def _llama() -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_TEXT, num_key_value_heads=2))
 
 
-def _bart() -> Any:
-    return transformers.BartForConditionalGeneration(transformers.BartConfig(**_BART))
-
-
 FAMILIES: dict[str, Family] = {
     "bert, classes": Family(partial(_bert, "SequenceClassification"), classified, samples),
     "bert, tags": Family(partial(_bert, "TokenClassification"), tagged, unmasked),
-    "bert, answers": Family(partial(_bert, "QuestionAnswering", num_labels=2), answered, samples),
     "bert, masked": Family(partial(_bert, "MaskedLM"), masked, unmasked),
     "gpt2": Family(_gpt2, continued, shifted),
     "llama": Family(_llama, continued, shifted),
     "t5": Family(_t5, translated, unmasked),
-    "bart": Family(_bart, translated, unmasked),
     "vit": Family(_vit, pictured, samples),
     "clip": Family(_clip, paired, None),
     "wav2vec2": Family(_wav2vec2, spoken, samples),

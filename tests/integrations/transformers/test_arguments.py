@@ -134,23 +134,16 @@ def test_refusals(tmp_path: Path) -> None:
     rows: list[tuple[Any, ...]] = [
         ({"learnin_rate": 1e-3}, "'learning_rate'"),
         ({"eval_strategy": "step"}, "Did you mean 'steps'"),
-        ({"evaluation_strategy": "epochs"}, "Did you mean 'epoch'"),
-        ({"logging_strategy": "never"}, "Allowed: 'epoch', 'no', 'steps'"),
-        ({"hub_strategy": "every_saves"}, "Did you mean 'every_save'"),
         ({"lr_scheduler_type": "cosin"}, "Did you mean 'cosine'"),
         ({"optim": "adamw_toch"}, "Did you mean 'adamw_torch'"),
         ({"learning_rate": "5e-5"}, "give a number"),
         ({"bf16": "false"}, "give True or False"),
         ({"sharded_ddp": "simple"}, "sharded_ddp='simple'"),
         ({"evaluation_strategy": "epoch", "eval_strategy": "steps"}, "former name of eval_strategy"),
-        ({"half_precision_backend": "apex"}, "apex has ended"),
         ({"report_to": ["wandb"]}, "no logger here"),
         ({"lr_scheduler_type": "greedy"}, "reduce_lr_on_plateau"),
-        ({"lr_scheduler_kwargs": {"cycles": 1}, "lr_scheduler_type": "cosine"}, "cycles"),
-        ({"optim": "galore_adamw"}, "galore_torch.GaLoreAdamW"),
         ({"optim_args": "momentum=0.9"}, "does not take"),
         ({"load_best_model_at_end": True}, "validations"),
-        ({"logging_steps": 2.5}, "not a whole number"),
         ({"logging_steps": 0.5}, "logging_steps=0.5 is a share", "max_steps", "total_updates="),
         ({"deepspeed": adamw}, "lr=1.0"),
         ({"fsdp": True, "deepspeed": {}, "fsdp_config": {"wrapp": 1}}, "wrapp"),
@@ -216,37 +209,23 @@ OLD = """{
 "include_inputs_for_metrics": false, "fp16_backend": "auto",
 "push_to_hub_model_id": null, "push_to_hub_organization": null, "push_to_hub_token": "<PUSH_TO_HUB_TOKEN>",
 "mp_parameters": "", "full_determinism": false, "torchdynamo": null, "ray_scope": "last",
-"ddp_timeout": 1800"""
-STORED = {
-    "4.28": """, "evaluation_strategy": "epoch", "optim": "adamw_hf", "sharded_ddp": [], "xpu_backend": null,
-"save_safetensors": false, "use_ipex": false, "hub_private_repo": false,
-"fsdp_config": {"fsdp_min_num_params": 0, "xla": false, "xla_fsdp_grad_ckpt": false}}""",
-    "4.57": """, "eval_strategy": "epoch", "optim": "adamw_torch_fused", "lr_scheduler_kwargs": {},
-"save_safetensors": true, "hub_private_repo": null, "include_num_input_tokens_seen": false,
-"fsdp_config": {"min_num_params": 0, "xla": false, "xla_fsdp_v2": false, "xla_fsdp_grad_ckpt": false},
-"accelerator_config": {"split_batches": false, "dispatch_batches": null, "even_batches": true,
-"use_seedable_sampler": true, "non_blocking": false, "gradient_accumulation_kwargs": null},
-"liger_kernel_config": null, "project": "huggingface", "trackio_space_id": "trackio"}""",
-}
+"ddp_timeout": 1800, "evaluation_strategy": "epoch", "optim": "adamw_hf", "sharded_ddp": [],
+"xpu_backend": null, "save_safetensors": false, "use_ipex": false, "hub_private_repo": false,
+"fsdp_config": {"fsdp_min_num_params": 0, "xla": false, "xla_fsdp_grad_ckpt": false}}"""
+"""As 4.28 has stored them."""
 
 
 def test_stored_arguments_of_older_releases_are_mapped_without_hidden_tokens() -> None:
     options = {"learning_rate": 3e-4, "push_to_hub": True, "hub_model_id": "me/example", "report_to": []}
     args = transformers.TrainingArguments(output_dir="out", eval_strategy="epoch", **options)
     direct = from_training_arguments(args)
-    for given in (args.to_dict(), *(json.loads(OLD + each) for each in STORED.values())):
+    for given in (args.to_dict(), json.loads(OLD)):
         mapped = from_training_arguments(given)
         assert vars(mapped.publish)["_token"] is None
         assert mapped.task_options["optimizer"].learning_rate == 3e-4
         assert mapped.trainer.validate_every == direct.trainer.validate_every
         assert mapped.trainer_options["strategy"] == direct.trainer_options["strategy"]
         assert "token" not in str(mapped.report)
-    empty = {"sharded_ddp": [], "no_cuda": None, "warmup_ratio": None, "fsdp_min_num_params": None}
-    assert from_training_arguments(empty).task_options == from_training_arguments({}).task_options
-    wrapped = {"fsdp_transformer_layer_cls_to_wrap": ["BertLayer"]}
-    mapped = from_training_arguments({"fsdp": "full_shard auto_wrap offload", "fsdp_config": wrapped})
-    strategy = mapped.trainer_options["strategy"]
-    assert (strategy.sharding, strategy.cpu_offload, strategy.wrap) == ("full_shard", True, ("BertLayer",))
 
 
 def test_trainer_options_replace_those_of_the_arguments() -> None:
@@ -267,14 +246,6 @@ def test_trainer_options_replace_those_of_the_arguments() -> None:
         from_training_arguments(share, max_steps=21),
     ):
         assert str(mapped.trainer.log_every) == "11 steps"
-    board: dict[str, Any] = {"logging_dir": "logs", "report_to": "tensorboard"}
-    assert "not used" not in str(from_training_arguments(board).report)
-    for mapped in (
-        from_training_arguments({**board, "report_to": []}),
-        from_training_arguments(board, loggers=()),
-    ):
-        (line,) = [each for each in mapped.report if each.name == "logging_dir"]
-        assert "not used" in line.text
 
 
 def test_data_options_make_a_loader(tmp_path: Path) -> None:

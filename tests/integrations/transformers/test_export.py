@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -203,32 +201,6 @@ def test_a_sharded_run_leaves_the_same_folder_as_a_task_in_memory(tmp_path: Path
     assert not (tmp_path / "out").exists()
 
 
-def train_sharded(folder: Path, sizes: dict[str, int]) -> None:
-    """Make a checkpoint of two processes' shards."""
-    task = hf.TransformersTask(
-        transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)), optimizer=SGD
-    )
-    policy = CheckpointConfig(every="1 step", best=0)
-    quiet(max_steps=1, run_dir=folder, checkpoint=policy, strategy="fsdp").fit(task, loader("llama", 2))
-
-
-@pytest.mark.extended
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_export_of_a_sharded_checkpoint_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
-    large: dict[str, Any] = {**SMALL, "vocab_size": 1000, "hidden_size": 1024, "num_hidden_layers": 3}
-    large |= {"intermediate_size": 4096}
-    for name, sizes in (("small", SMALL), ("large", large)):
-        on_two_ranks(train_sharded, tmp_path / name, sizes)
-    program = Path(__file__).parent / "programs" / "export_peak.py"
-    command = [sys.executable, str(program), *(str(tmp_path / name) for name in ("small", "large", ""))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    files = list((tmp_path / "large" / "out").glob("*.safetensors"))
-    assert len(files) == 3
-    assert sum(each.stat().st_size for each in files) > 200e6
-    assert int(done.stdout) < 100e6  # the largest tensor has 17 MB; pages of mapped files count too
-
-
 # Adapters.
 
 
@@ -310,42 +282,3 @@ def test_an_adapter_is_exported_as_peft_would_save_it(base: Path, tmp_path: Path
             with torch.no_grad():
                 assert torch.equal(loaded(**given).logits, task.model.eval()(**given).logits)
         assert all(each == configs[0] for each in configs)
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    gpt2, place = hf.TransformersTask(peft.get_peft_model(made("gpt2"), config)), tmp_path / "prompts"
-    quiet(max_steps=1, run_dir=place / "run", checkpoint=ONLY).fit(gpt2, loader("gpt2", 4))
-    gpt2.model.save_pretrained(place / "theirs")
-    hf.export_pretrained(place / "run", place / "checkpoint")
-    for folder in (place / "checkpoint", place / "run" / "pretrained"):
-        assert_same_tensors(
-            folder / "adapter_model.safetensors", place / "theirs" / "adapter_model.safetensors"
-        )
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("bits", [4, 8])
-def test_an_adapter_on_a_quantised_base_resumes_bitwise_and_is_exported(bits: int, tmp_path: Path) -> None:
-    from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig
-
-    config = transformers.LlamaConfig(**SMALL | {"hidden_size": 64, "intermediate_size": 64})
-    torch.manual_seed(3)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
-    kind = IntxWeightOnlyConfig(weight_dtype=torch.int4) if bits == 4 else Int8WeightOnlyConfig()
-
-    def trained(folder: str, updates: int) -> dict[str, torch.Tensor]:
-        given = {"quantization_config": transformers.TorchAoConfig(kind)}
-        base = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base", **given)
-        torch.manual_seed(1)
-        lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
-        made = hf.TransformersTask(peft.get_peft_model(base, lora))
-        run = quiet(max_steps=updates, run_dir=tmp_path / folder, checkpoint=ONLY)
-        run.fit(made, loader("gpt2"), resume="auto")
-        return {name: each.detach() for name, each in made.named_parameters() if each.requires_grad}
-
-    straight = trained("straight", 4)
-    trained("run", 2)
-    torch.testing.assert_close(trained("run", 4), straight, rtol=0, atol=0)
-    again = dict(hf.TransformersTask.from_checkpoint(tmp_path / "run").named_parameters())
-    assert all(torch.equal(again[name], each) for name, each in straight.items())
-    hf.export_pretrained(tmp_path / "run", tmp_path / "out")
-    names = {each.name for each in (tmp_path / "out").iterdir()}
-    assert names == {"adapter_config.json", "adapter_model.safetensors"}

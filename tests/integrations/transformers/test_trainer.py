@@ -159,106 +159,6 @@ def test_a_step_sees_its_gradients_and_may_change_them(tmp_path: Path) -> None:
     equal(*made, tolerance=1e-5)
 
 
-def test_a_hook_of_a_gradient_runs_once(tmp_path: Path) -> None:
-    made = [trainer(tmp_path / kind.__name__, kind, max_steps=3) for kind in (hf.Trainer, scripted.Wrapping)]
-    calls = [0, 0]
-    for number, each in enumerate(made):
-
-        def half(gradient: torch.Tensor, number: int = number) -> torch.Tensor:
-            calls[number] += 1
-            return gradient / 2
-
-        each.model.classifier.weight.register_hook(half)
-        each.train()
-    assert calls == [3, 3]
-    equal(*made)
-
-
-def test_attributes_are_set_as_in_transformers(tmp_path: Path) -> None:
-    class Teaching(hf.Trainer):
-        def __init__(self, model: Any, **options: Any) -> None:
-            self.model, self.optimizer, self.label_names = model, None, ["labels"]
-            super().__init__(model, **options)
-            self.label_smoother, self._model, self.is_model_parallel = "mine", "teacher", True
-
-        @staticmethod
-        def repository(args: Any) -> Any:
-            return args.hub_model_id
-
-        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-            class Own:
-                def read(self) -> Any:
-                    return self.objective  # type: ignore[attr-defined]
-
-            try:
-                assert self.hp_search_backend
-            except AttributeError:
-                self.searches = False
-            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-            self.accelerator.backward(loss, retain_graph=True)
-            self.log({"loss": loss.item()})
-            return loss.detach()
-
-    given = model(CLASSES)
-    made = Teaching(given, args=arguments(tmp_path), data_collator=padded, train_dataset=rows(CLASSES, 16))
-    assert (made.model, made.label_smoother, made.is_model_parallel) == (given, "mine", True)
-    sgd = torch.optim.SGD(given.parameters(), lr=1.0)
-    made.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(sgd, lambda _: 0.0)
-    made.optimizer = sgd
-    before = weights(made)
-    assert made.train().training_loss > 1
-    assert all(torch.equal(one, other) for one, other in zip(before, weights(made), strict=True))
-
-    began = trainer(tmp_path / "init", model_init=lambda: model(CLASSES))
-    began.create_optimizer()
-    first = began.optimizer
-    began.train()
-    assert began.optimizer is not first
-
-
-def test_arguments_that_are_set_late_reach_evaluations(tmp_path: Path) -> None:
-    data = rows(CLASSES, 5)
-    made = trainer(tmp_path, eval_dataset=data)
-    made.evaluate()
-    made.args.label_smoothing_factor = 0.9
-    right = trainer(tmp_path / "right", eval_dataset=data, label_smoothing_factor=0.9)
-    assert made.evaluate()["eval_loss"] == pytest.approx(right.evaluate()["eval_loss"], rel=1e-6)
-    made.args.eval_on_start = True
-    for _ in range(2):
-        made.train()
-        assert [row["step"] for row in made.state.log_history if "eval_loss" in row] == [0]
-
-
-def test_columns_of_a_collation_and_labels_of_another_name_reach_an_overridden_loss(tmp_path: Path) -> None:
-    class Weighted(hf.Trainer):  # type: ignore[name-defined,misc]
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
-            factor = inputs.pop("factor")
-            loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
-            return (factor * loss, outputs) if return_outputs else factor * loss
-
-    plain, made = trainer(tmp_path / "plain"), trainer(tmp_path / "other", Weighted)
-    made.data_collator = lambda samples: {**padded(samples), "factor": torch.tensor(2.0)}
-    for each in (plain, made):
-        each.args.max_grad_norm, each.args.learning_rate = 0.0, 1e-12
-        each.train()
-    assert losses(made) == pytest.approx([2 * each for each in losses(plain)])
-    found = []
-    data = [{"input_ids": each["input_ids"], "kind": each["labels"]} for each in even(CLASSES, 6)]
-    options = {"eval_dataset": data, "compute_metrics": accuracy, "label_names": ["kind"]}
-    for kind in (transformers.Trainer, hf.Trainer):
-
-        class Own(kind):  # type: ignore[name-defined,misc]
-            def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-                kinds = inputs.pop("kind")
-                outputs = model(**inputs)
-                loss = torch.nn.functional.cross_entropy(outputs.logits, kinds)
-                return (loss, outputs) if return_outputs else loss
-
-        own = trainer(tmp_path / kind.__module__, Own, data=data, **options)
-        found.append([own.train().training_loss, own.evaluate()["eval_accuracy"]])
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
-
-
 def test_predictions_metrics_and_outputs_of_an_overridden_prediction_step(tmp_path: Path) -> None:
     data = rows(CLASSES, 7)
     plain = trainer(tmp_path, eval_dataset=data, compute_metrics=accuracy)
@@ -331,10 +231,6 @@ def test_refusals(tmp_path: Path) -> None:
         def __iter__(self) -> Any:
             return iter(rows(CLASSES, 4))
 
-    class Scaling(hf.Trainer):  # type: ignore[name-defined,misc]
-        def compute_loss(self, *given: Any, **options: Any) -> Any:
-            return super().compute_loss(*given, **options) * self.accelerator.scaler.get_scale()
-
     def searching(self: Any, logs: Any, start_time: Any = None) -> None:
         logs["backend"] = self.hp_search_backend is not None
 
@@ -350,13 +246,12 @@ def test_refusals(tmp_path: Path) -> None:
     scheduler = torch.optim.lr_scheduler.ConstantLR(other, factor=1.0)
     generates = arguments(tmp_path, transformers.Seq2SeqTrainingArguments, predict_with_generate=True)
     share = {"max_steps": -1, "num_train_epochs": 1, "logging_steps": 0.5}
-    grouped = {"train_sampling_strategy": "group_by_length", "data": Stream()}
     seq2seq = trainer(tmp_path, hf.Seq2SeqTrainer, "t5", eval_dataset=rows("t5", 2))
     theirs = tmp_path / "theirs"
     trainer(theirs, transformers.Trainer, save_strategy="steps", save_steps=2, max_steps=2).train()
     forgets = overriding("training_step", forgetful)
     streams = overriding("get_train_dataloader", loads, **share)
-    searches, scales = overriding("log", searching), lambda: trainer(tmp_path, Scaling)
+    searches = overriding("log", searching)
     never: dict[str, Any] = {"_inner_training_loop": "drivetrain.Trainer", "_save": "assets"}
     never |= {"get_batch_samples": "loss_weight"}
     never |= {"hyperparameter_search": "for each trial", "_prepare_inputs": "Override compute_loss"}
@@ -366,10 +261,7 @@ def test_refusals(tmp_path: Path) -> None:
     }
     cases |= {
         "a search": (lambda: made.hyperparameter_search(), "for each trial"),
-        "a backend": (lambda: made.hp_search_backend, "Trainer for each trial"),
-        "their loop": (lambda: made._globalstep_last_logged, "part of transformers' own loop"),
         "the state": (lambda: made.accelerator.state, "Engine is for loops of your own"),
-        "prepare": (lambda: made.accelerator.prepare(made.model), "takes DataLoaders here, not a Bert"),
         "wrap": (lambda: made._wrap_model(), "the strategy places and wraps the model"),
         "a trial": (lambda: made.train(trial={}), "trial"),
         "no model": (lambda: hf.Trainer(args=arguments(tmp_path)), "one of `model` and `model_init`"),
@@ -381,11 +273,9 @@ def test_refusals(tmp_path: Path) -> None:
         "beams": (lambda: seq2seq.evaluate(num_beams=2), "predict_with_generate=True"),
         "a step without backward": (lambda: forgets().train(), "ran no backward"),
         "a name that is read": (searches, "Scripted.log reads self.hp_search_backend"),
-        "a part that is read": (scales, "Scaling.compute_loss reads self.accelerator.scaler", "Engine"),
         "a share of a stream": (lambda: streams().train(), "logging_steps=0.5 is a share", "Give max_steps"),
         "a stream": (lambda: trainer(tmp_path, data=Stream(), max_steps=-1), "without a length", "max_steps"),
         "no samples": (lambda: trainer(tmp_path / "empty", data=[]).train(), "train_dataset is empty"),
-        "groups": (lambda: trainer(tmp_path / "groups", **grouped).train(), "by_length", "not a Stream"),
         "a schedule": (lambda: trainer(tmp_path, optimizers=(None, scheduler)), "give both"),
         "another's": (lambda: trainer(tmp_path, optimizers=(other, None)).train(), "not those of self.model"),
     }
@@ -393,44 +283,6 @@ def test_refusals(tmp_path: Path) -> None:
         resume = lambda given=given: trainer(theirs).train(resume_from_checkpoint=given)  # noqa: E731
         cases[f"their checkpoint, {given is True}"] = (resume, "checkpoints of transformers' own Trainer")
     assert_refused((ConfigError, CheckpointError, DataError, AttributeError), cases)
-
-
-def test_a_method_may_read_what_it_has_set_or_asked_for(tmp_path: Path) -> None:
-    class Reading(hf.Trainer):  # type: ignore[name-defined,misc]
-        def training_step(self, *given: Any, **options: Any) -> Any:
-            self.current_flos += 1
-            return super().training_step(*given, **options)
-
-    class Asking(hf.Trainer):  # type: ignore[name-defined,misc]
-        def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-            if hasattr(self, "hp_search_backend"):
-                logs["backend"] = self.hp_search_backend is not None
-            super().log(logs, start_time)
-
-    class Setting(Asking):
-        def __init__(self, *given: Any, **options: Any) -> None:
-            super().__init__(*given, **options)
-            self.hp_search_backend = None
-
-    trainer(tmp_path, Reading)
-    for kind in (Asking, Setting):
-        trainer(tmp_path / kind.__name__, kind, max_steps=1).train()
-
-
-def test_facts_that_copies_of_methods_ask_for(tmp_path: Path) -> None:
-    made = trainer(tmp_path, per_device_train_batch_size=3, label_smoothing_factor=0.1)
-    assert made._train_batch_size == 3
-    facts = (made.is_deepspeed_enabled, made.is_fsdp_enabled, made.is_model_parallel)
-    assert facts == (False, False, False)
-    assert made.place_model_on_device
-    assert made.label_smoother.epsilon == 0.1
-    assert made.accelerator.distributed_type == "NO"
-    assert made.accelerator.gather_for_metrics(made) is made.accelerator.gather(made) is made
-    made.accelerator.wait_for_everyone()
-    data = datasets.Dataset.from_dict({"input_ids": [[1]], "label": [0], "text": ["a"]})
-    assert made._remove_unused_columns(data, "training").column_names == ["input_ids", "label"]
-    kept = trainer(tmp_path, remove_unused_columns=False)._remove_unused_columns(data)
-    assert kept.column_names == data.column_names
 
 
 # The behaviours that transformers' own tests check.
@@ -486,28 +338,6 @@ def test_the_best_model_is_loaded_and_kept_and_a_stop_comes_early(tmp_path: Path
         assert torch.equal(one, other)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's
-def test_the_best_adapter_is_loaded(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    bert = peft.get_peft_model(model("llama"), config)
-    data = even("llama", 8)
-    found: list[tuple[float, list[torch.Tensor]]] = []
-
-    class Kept(transformers.TrainerCallback):
-        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **_: Any) -> None:
-            found.append((metrics["eval_loss"], weights(made)))
-
-    options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    options |= {"load_best_model_at_end": True, "learning_rate": 3.0, "max_grad_norm": 0.0}
-    made = hf.Trainer(bert, arguments(tmp_path, **options), padded, data, data, callbacks=[Kept])
-    made.train()
-    values = [loss for loss, _ in found]
-    assert min(values) < values[-1], "the best is not the last"
-    torch.testing.assert_close(weights(made), min(found, key=lambda each: each[0])[1], rtol=0.0, atol=0.0)
-    assert made.evaluate()["eval_loss"] == pytest.approx(min(values), rel=1e-6)
-
-
 def test_what_a_script_sets_after_the_construction_counts(tmp_path: Path) -> None:
     data = rows(CLASSES, 16)
     late = trainer(tmp_path / "late", learning_rate=0.5, max_steps=9, eval_dataset=data)
@@ -520,21 +350,11 @@ def test_what_a_script_sets_after_the_construction_counts(tmp_path: Path) -> Non
     assert late.evaluate()["eval_loss"] == pytest.approx(right.evaluate()["eval_loss"], rel=1e-6)
 
     by_hand = trainer(tmp_path / "hand", lr_scheduler_type="constant")
-    by_hand.optimizer = torch.optim.SGD(by_hand.model.parameters(), lr=0.0)
-    again = trainer(tmp_path / "again", lr_scheduler_type="constant")
-    again.create_optimizer()
-    for group in again.optimizer.param_groups:
-        group["lr"] = 0.0
-    for each in (by_hand, again):
-        before = weights(each)
-        given = each.optimizer
-        each.train()
-        assert each.optimizer is given
-        torch.testing.assert_close(weights(each), before, rtol=0.0, atol=0.0)
-
-    made = trainer(tmp_path / "names", compute_loss_func=lambda outputs, labels, **_: outputs.logits.sum())
-    made.label_names = ["factor"]
-    assert made.label_names == made.args.label_names == ["factor"]
+    by_hand.optimizer = given = torch.optim.SGD(by_hand.model.parameters(), lr=0.0)
+    before = weights(by_hand)
+    by_hand.train()
+    assert by_hand.optimizer is given
+    torch.testing.assert_close(weights(by_hand), before, rtol=0.0, atol=0.0)
 
 
 def test_evaluation_sets_have_names_and_one_ranks(tmp_path: Path) -> None:
@@ -601,32 +421,6 @@ def test_a_dataset_of_columns_is_collated_and_smoothed_as_in_transformers(tmp_pa
         assert {**ours, "total_flos": 0} == pytest.approx({**theirs, "total_flos": 0}, rel=1e-5)
 
 
-def test_sortish_sampling_puts_samples_of_similar_length_together(tmp_path: Path) -> None:
-    data = [{"input_ids": torch.ones(1 + (7 * n) % 20, dtype=torch.long), "label": 0} for n in range(40)]
-    args = arguments(
-        tmp_path,
-        transformers.Seq2SeqTrainingArguments,
-        sortish_sampler=True,
-        train_sampling_strategy="random",
-    )
-    made = hf.Seq2SeqTrainer(model("t5"), args, padded, data)
-    lengths = [len(data[index]["input_ids"]) for index in made.get_train_dataloader().sampler]
-    assert sorted(lengths) == sorted(len(each["input_ids"]) for each in data)
-    pairs = [abs(one - other) for one, other in zip(lengths[::2], lengths[1::2], strict=True)]
-    assert sum(pairs) / len(pairs) < 3.5, "the two of a batch; by chance it is 6.8"
-
-
-def test_predictions_without_labels_and_of_chosen_outputs(tmp_path: Path) -> None:
-    output = trainer(tmp_path).predict([{"input_ids": each["input_ids"]} for each in rows(CLASSES, 8)])
-    assert output.label_ids is None
-    assert "test_loss" not in output.metrics
-    seq2seq = trainer(tmp_path, family="t5")
-    everything = seq2seq.predict(rows("t5", 2)).predictions
-    alone = seq2seq.predict(rows("t5", 2), ignore_keys=["encoder_last_hidden_state", "past_key_values"])
-    assert isinstance(everything, tuple)
-    assert alone.predictions.shape == everything[0].shape
-
-
 def test_results_states_and_models_are_written(tmp_path: Path) -> None:
     made = trainer(tmp_path, eval_dataset=rows(CLASSES, 3))
     output = made.train()
@@ -674,43 +468,6 @@ def test_callbacks_of_both_kinds_work_and_can_be_removed(tmp_path: Path) -> None
     assert made.train().global_step == 4
 
 
-def test_callbacks_see_what_is_due_the_loaders_and_each_value_once(tmp_path: Path) -> None:
-    seen: list[tuple[Any, ...]] = []
-
-    class Looks(transformers.TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            seen.append((state.global_step, control.should_log, control.should_save))
-
-        def on_epoch_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-            assert state.num_train_epochs == 2
-            assert len(objects["train_dataloader"].dataset) == 6
-            if control.should_evaluate:
-                seen.append(("epoch", state.global_step))
-                made.evaluate(data[:2], metric_key_prefix="train")
-
-        def on_prediction_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-            assert objects["eval_dataloader"].dataset is not None
-
-    class Logs(hf.Trainer):
-        def compute_loss(self, model: Any, inputs: Any, *rest: Any, **options: Any) -> Any:
-            if model.training:
-                self.log({"aux": 1.0})
-            return super().compute_loss(model, inputs, *rest, **options)
-
-    data = rows(CLASSES, 6)
-    options = {"max_steps": 6, "eval_strategy": "epoch", "save_strategy": "steps", "save_steps": 4}
-    made = trainer(
-        tmp_path, Logs, data=data, eval_dataset=data, callbacks=[Looks], logging_steps=3, **options
-    )
-    made.train()
-    first = [(1, False, False), (2, False, False), (3, True, False), ("epoch", 3)]
-    assert seen == [*first, (4, False, True), (5, False, False), (6, True, True), ("epoch", 6)]
-    history = made.state.log_history
-    assert sum("aux" in row for row in history) == 6
-    assert sum("train_loss" in row for row in history) == 3, "two evaluations and the summary"
-    assert not any("train_loss" in row and "loss" in row for row in history)
-
-
 STEPS: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 5, "max_steps": 7}
 EPOCHS: dict[str, Any] = {"eval_strategy": "epoch", "max_steps": 11}
 BEST: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "score"}
@@ -721,17 +478,8 @@ WATCHED = {"patience": 0, "factor": 0.5, "mode": "max", "min_lr": 2e-3}
 OPTIONS = {
     "shares": {**SHARES, "save_strategy": "steps", "save_steps": 0.4},
     "an evaluation at the last update": {**STEPS, "save_strategy": "steps", "save_steps": 5, **BEST},
-    "none twice": {
-        **STEPS,
-        **BEST,
-        "save_strategy": "steps",
-        "eval_steps": 3,
-        "save_steps": 3,
-        "max_steps": 6,
-    },
     "a delay": {**STEPS, "eval_delay": 6, "logging_steps": 3, "logging_first_step": True},
     "a short epoch": {**EPOCHS, "logging_strategy": "epoch"},
-    "a delay by epochs": {**EPOCHS, "eval_delay": 1.2},
     "a rate that watches": {
         **EPOCHS,
         **BEST,
@@ -775,17 +523,6 @@ def test_updates_rates_and_bests_of_the_log_are_transformers(name: str, tmp_path
     if name == "shares":
         saved = (tmp_path / hf.Trainer.__module__ / "checkpoints").glob("update-*")
         assert sorted(path.name for path in saved) == [f"update-000000{each}" for each in ("09", "18", "21")]
-
-
-def test_a_model_with_one_layer_recomputes_it(tmp_path: Path) -> None:
-    options = {**model(CLASSES).config.to_dict(), "num_hidden_layers": 1}
-    found = []
-    for checkpointing in (False, True):
-        torch.manual_seed(0)
-        bert = transformers.BertForSequenceClassification(transformers.BertConfig(**options))
-        args = arguments(tmp_path, activation_checkpointing=checkpointing)
-        found.append(hf.Trainer(bert, args, padded, rows(CLASSES, 8)).train().training_loss)
-    assert found[0] == found[1]
 
 
 # Generation.
@@ -833,35 +570,6 @@ def test_generated_sequences_are_predicted_and_measured(tmp_path: Path) -> None:
     assert made.predict(data, max_length=3).predictions.shape[1] <= 3
 
 
-def test_a_copied_generation_gets_the_options_of_the_evaluation(tmp_path: Path) -> None:
-    class Copied(hf.Seq2SeqTrainer):
-        """Has transformers' own generation, and an evaluation in the shape of its examples."""
-
-        prediction_step = transformers.Seq2SeqTrainer.prediction_step
-
-        def evaluate(self, eval_dataset: Any = None, **gen_kwargs: Any) -> dict[str, float]:
-            gen_kwargs.setdefault("max_length", self.args.generation_max_length)
-            self._gen_kwargs = gen_kwargs
-            loader = self.get_eval_dataloader(eval_dataset)
-            return dict(self.evaluation_loop(loader, description="Evaluation").metrics)
-
-    def longest(prediction: Any) -> dict[str, float]:
-        return {"longest": (prediction.predictions != 1).sum(1).max()}
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # transformers' own
-        made = generator(tmp_path, Copied, compute_metrics=longest)
-        plain = generator(tmp_path, hf.Seq2SeqTrainer)
-        data = even("t5", 4)
-        assert made._gen_kwargs == {"max_length": 6}
-        one, other = made.predict(data).predictions, plain.predict(data).predictions
-        width = other.shape[1]
-        assert np.array_equal(one[:, :width], other)
-        assert (one[:, width:] == 1).all()
-        assert made.evaluate(max_length=3)["eval_longest"] <= 3
-        assert made._gen_kwargs == {"max_length": 3}
-
-
 def saving_at_2(folder: Path | str, kind: Any = None, **options: Any) -> Any:
     """A Trainer that has trained, and saved the model in the folder `middle` after the second update."""
     saves = scripted.SavesAt2(f"{folder}/middle")
@@ -879,7 +587,7 @@ def test_a_callback_saves_the_model_in_the_middle_of_a_fit(tmp_path: Path) -> No
         assert torch.equal(one, other)
 
 
-def test_a_fresh_train_has_a_fresh_optimizer_and_a_given_one_goes_on(tmp_path: Path) -> None:
+def test_a_second_train_has_a_fresh_optimizer(tmp_path: Path) -> None:
     constant = {"max_steps": 2, "lr_scheduler_type": "constant"}
     twice = trainer(tmp_path, **constant)
     twice.train()
@@ -890,20 +598,6 @@ def test_a_fresh_train_has_a_fresh_optimizer_and_a_given_one_goes_on(tmp_path: P
     for each in (twice, again):
         each.train()
     equal(twice, again)
-
-    def given(kind: Any) -> list[float]:
-        bert = model(CLASSES)
-        optimizers = (torch.optim.AdamW(bert.parameters(), lr=1e-2), None)
-        made = kind(bert, arguments(tmp_path, **constant), padded, even(CLASSES, 16), optimizers=optimizers)
-        seen = []
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # transformers' own
-            for _ in range(2):
-                made.train()
-                seen += losses(made)
-        return seen
-
-    assert given(hf.Trainer) == pytest.approx(given(transformers.Trainer), rel=1e-5)
 
 
 def test_an_optimizer_of_a_part_of_the_model_trains_that(tmp_path: Path) -> None:
