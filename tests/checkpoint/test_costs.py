@@ -121,11 +121,9 @@ def test_a_run_in_the_foreground_does_no_file_work_of_a_save_in_the_background(t
     assert files.operations["write"] == 4  # header, tensors, manifest, index
 
 
-def list_checkpoints(path):
-    return DirectoryCheckpointIO().list(path)
-
-
-@pytest.mark.parametrize(("act", "opened"), [(newest_first, 1), (list_checkpoints, 0)])
+@pytest.mark.parametrize(
+    ("act", "opened"), [(newest_first, 1), (lambda path: DirectoryCheckpointIO().list(path), 0)]
+)
 def test_a_list_asks_one_question_of_each_checkpoint_and_reads_none(tmp_path, monkeypatch, act, opened):
     monkeypatch.setattr(schemes, "LOCAL", files := Counting())
     questions = []

@@ -12,7 +12,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from drivetrain.checkpoint import DirectoryCheckpointIO, Snapshot, read_manifest, verify
-from drivetrain.checkpoint.format.records import Cells, Layout
 from drivetrain.checkpoint.saving.io import Place
 from drivetrain.checkpoint.saving.sharding import plan_save
 from drivetrain.checkpoint.storage.filesystem import LOCAL
@@ -135,15 +134,3 @@ def test_each_piece_is_written_once_and_a_rule_describes_them(tmp_path):
     body = json.loads((tmp_path / "c" / "manifest.json").read_text(encoding="utf-8"))
     layout, _ = body["tensors"]["model"]["w"]
     assert body["layouts"][layout] == {"dtype": "F32", "shape": [9, 7], "grid": [[[4, 1]], []]}
-
-
-def test_the_pieces_of_a_layout_cover_it_once():
-    layout = Layout("F32", (10, 7), (((3, 4), (2, 1)), ((2, 2),)))
-    seen = torch.zeros(10, 7, dtype=torch.int64)
-    cells = Cells(layout)
-    for number in cells.numbers:
-        (row, column), (rows, columns) = cells.of(number)
-        seen[row : row + rows, column : column + columns] += 1
-    assert (seen == 1).all()
-    found = list(cells.within((4, 3), (3, 2)))
-    assert len(found) == 4  # rows 4 to 6 are in two pieces, columns 3 and 4 too

@@ -25,7 +25,7 @@ PLANNERS = {"default_planner", "metadata", "planner"}
 
 # Each with the reason why no file says what is run or imported there.
 ON_A_LOAD_PATH = {
-    "core/lazy.py": ["importlib"],  # the packages' own tables of names; see the test of them below
+    "core/lazy.py": ["importlib"],  # the packages' own tables of names
     "core/registry.py": ["importlib", "importlib.metadata", "importlib.util"],  # rows, ours and others'
     "task/stored.py": ["typing.get_type_hints"],  # of annotations in the code
     "checkpoint/formats.py": ["importlib"],  # the modules of a fixed table of formats
@@ -45,8 +45,6 @@ ELSEWHERE = {
     "integrations/transformers/arguments_values.py": ["get_type_hints", "typing.get_type_hints"],
     "testing/resume/program.py": ["runpy"],  # the program that the user names on the command line
 }
-LAZY = ("", "callbacks", "checkpoint", "integrations/hub", "integrations/lightning")
-LAZY += ("integrations/transformers", "loggers", "testing")
 
 
 def is_forbidden(module):
@@ -129,30 +127,6 @@ def test_the_source_has_no_way_to_run_a_file():
     # Only the package itself, and the command that is told to write a pickle, name the module that does.
     using = {name for name in SOURCES if "checkpoint/weights/export_torch.py" in imported(name)}
     assert {"checkpoint/__init__.py"} <= using <= {"checkpoint/__init__.py", "cli/checkpoint/actions.py"}
-
-
-def tables():
-    """What each file gives `exports`: a package's own name, and its table as it stands in the source."""
-    for name, nodes in NODES.items():
-        for node in nodes:
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "exports":
-                package, table = node.args
-                if isinstance(table, ast.Name):  # assigned once, at the top
-                    assigned = [each for each in nodes if isinstance(each, ast.Assign)]
-                    (table,) = [each.value for each in assigned if ast.unparse(each.targets[0]) == table.id]
-                yield name, ast.unparse(package), ast.literal_eval(table)
-
-
-def test_what_is_loaded_lazily_is_ours_and_stands_in_the_source():
-    """So whatever name is asked of such a package, nothing but modules of ours can be loaded by it."""
-    found = list(tables())
-    lazy = {f"{name}/__init__.py".lstrip("/") for name in LAZY}
-    assert {name for name, _, _ in found} == lazy
-    for _, package, table in found:
-        assert package == "__name__"
-        assert all(module.startswith("drivetrain.") and files_of(module) for module in table)
-    users = {name for name, text in TEXTS.items() if "exports(" in text}
-    assert users == lazy | {"core/lazy.py"}
 
 
 def test_the_walk_finds_each_way_to_run_a_file():

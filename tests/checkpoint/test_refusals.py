@@ -1,17 +1,16 @@
 """What is refused before anything is read or written, with the word that helps."""
 
-import math
 import os
 from functools import partial
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path, PurePosixPath
 
-import pytest
 import torch
 from tests.support.refusals import assert_refused
 from torch import nn
 
 from drivetrain.checkpoint import CheckpointConfig, export_torch, export_weights
 from drivetrain.checkpoint.saving.assets import checked_assets, make_assets
+from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.checkpoint.weights.dtypes import floating_dtype
 from drivetrain.checkpoint.weights.files import parse_size
 from drivetrain.checkpoint.weights.rename import renamed
@@ -27,32 +26,18 @@ def test_wrong_checkpoint_configs_are_refused():
     whole, place = "must be a whole number", "directory must be a path, an address, or None"
     table = {
         "mode": config("mode 'minimum'", "Did you mean 'min'", mode="minimum"),
-        "mode of a list": config("Allowed: 'max', 'min'", mode=["min"]),
-        "mode None": config("mode None", mode=None),
         "keep_last -1": config(f"keep_last {whole}, at least 0", mode="min", keep_last=-1),
-        "keep_last text": config(f"keep_last {whole}", keep_last="2"),
         "best 1.5": config(f"best {whole}", best=1.5),
-        "best infinite": config(f"best {whole}", best=math.inf),
-        "best True": config(f"best {whole}", best=True),
         "by": config("by must be a metric's name", by=""),
-        "by 3": config("by must be a metric's name", by=3),
         "parameters": config("'trained'", "Did you mean 'trainable'", parameters="trained"),
         "asynchronous": config("asynchronous must be True or False", asynchronous=1),
         "directory": config(place, directory=""),
-        "directory 3": config(place, directory=3),
-        "directory bytes": config(place, directory=b"runs"),
         "address as a path": config("keeps only one", directory=PurePosixPath("s3://bucket/run")),
-        "address on Windows": config("text, such as 's3://", directory=PureWindowsPath("gs://bucket/run")),
         "a typo": config("no argument 'keep_lst'", "Did you mean 'keep_last'", keep_lst=3),
     }
     for name, ours in {"monitor": "by", "save_top_k": "best", "save_total_limit": "keep_last"}.items():
         table[name] = config(f"no argument '{name}'", f"called '{ours}'", **{name: 1})
-    for every, word in {
-        "1 fortnight": "unit 'fortnight'",
-        0: "positive",
-        2.5: "whole number of steps",
-    }.items():
-        table[f"every {every}"] = (partial(CheckpointConfig, every=every), word)
+    table["every"] = (partial(CheckpointConfig, every="1 fortnight"), "unit 'fortnight'")
     assert_refused(ConfigError, table)
 
 
@@ -71,14 +56,13 @@ def test_wrong_options_of_exports_are_refused(tmp_path):
         "a dict": (lambda: export_weights({"a": torch.ones(1), "b": {}}, path), "'b' is a dict"),
         "a module": (lambda: export_weights(nn.Linear(2, 2), path), "a Linear", "state_dict()"),
         "a directory": (lambda: export_weights(tensors, tmp_path), "is a directory", "model.safetensors'"),
-        "a slash": (lambda: export_weights(tensors, "out/"), "'out/' is a directory", "'out/model"),
         "a large number": (lambda: export_weights(big, path, dtype="fp16"), *half),
         "torch, a dict": (lambda: export_torch({"b": {}}, path), "'b' is a dict"),
         "torch, a large number": (lambda: export_torch(big, path, dtype="fp16"), *half),
     }
-    for given in (0, -1, True, 1.5, None, "", "GB", "-5 GB", "5 GB each", "0.2 B", "nan GB"):
+    for given in (0, True, 1.5, "GB", "-5 GB"):
         table[f"size {given!r}"] = (partial(parse_size, given), "max_shard_size must be", "such as '5 GB'")
-    for given in ("bf61", "int8", torch.int64, torch.float8_e4m3fn, torch.complex64, "", 16):
+    for given in ("int8", torch.float8_e4m3fn, 16):
         table[f"dtype {given!r}"] = (partial(floating_dtype, given), "cannot be converted", allowed)
     assert_refused((ConfigError, CheckpointError), table)
     assert os.listdir(tmp_path) == []
@@ -101,12 +85,9 @@ def test_wrong_sources_of_weights_and_renames_are_refused(tmp_path):
             "a state dict inside": source(nested, "Did you mean", "source['state_dict']?"),
             "nowhere": source(tmp_path / "nowhere", "no weights at", "nowhere"),
             "nothing": source({}, "nothing of the given mapping fits Linear", "2 missing"),
-            "meta": source({"weight": torch.empty(2, 2, device="meta")}, "'weight'", "meta device"),
             "sparse": source({"weight": torch.eye(2).to_sparse()}, "'weight'", "torch.sparse_coo"),
             "no expression": rename({"(": "x"}, "'(': 'x'", "unterminated"),
             "no group": rename({"a": r"\2"}, "'a'", "invalid group reference"),
-            "no text": rename({"a": 3}, "'a': 3", "cannot be applied"),
-            "no name": rename({3: "a"}, "3: 'a'", "cannot be applied"),
             "no mapping": rename("a", "mapping of regular expressions", "function", "str"),
             "a function's number": rename(lambda name: 3, "rename('a') returned a int"),
         },
@@ -117,9 +98,6 @@ def test_wrong_assets_are_refused(tmp_path):
     def write_note(folder):
         Path(folder, "note.txt").write_text("note", encoding="utf-8")
 
-    def link(folder):
-        os.symlink(tmp_path / "secret", Path(folder, "x"))
-
     def given(assets, *words):
         return lambda: make_assets(("it", checked_assets(assets, "it"))), *words
 
@@ -128,34 +106,24 @@ def test_wrong_assets_are_refused(tmp_path):
         (tmp_path / name).write_text(name, encoding="utf-8")
     with (tmp_path / "large").open("wb") as file:
         file.truncate((1 << 30) + 1)
-    x, outside = tmp_path / "x", "leads out of the asset's folder"
+    x = tmp_path / "x"
     assert_refused(
         ConfigError,
         {
             "a text": given("vocabulary.txt", "put the asset into a list"),
-            "a function": given(write_note, "put the asset into a list"),
             "a number": given(3, "a list, or a mapping of names", "save_pretrained"),
             "a number in a list": given([3], "it[0] is a int", "save_pretrained(folder)"),
-            "a class": given([Path], "it[0] is the class Path"),
             "a module": given([nn.Linear(1, 1)], "the module Linear", "model.config"),
             "an address": given(["s3://bucket/vocabulary"], "is an address"),
             "a name that leads out": given({"../out": write_note}, "'../out'", "leads out"),
-            "a backslash": given({"a\\b": write_note}, "some systems do not allow"),
             "a device": given({"aux.txt": write_note}, "a device on Windows"),
-            "no name": given({3: write_note}, "the name 3", "not a text"),
             "a typo": given([tmp_path / "labels" / "en.jsn"], "does not exist", "Did you mean 'en.json'?"),
-            "no folder": given([tmp_path / "no" / "en.json"], "nor does the folder"),
             "no files": given([lambda folder: None], "it[0] has no files"),
-            "a function's link": given([link], outside),
             "case": given({"A": x, "a": x}, "'A' and 'a' differ only in case"),
-            "a file and a folder": given({"a": x, "a/x": x}, "'a' is a file", "the folder of 'a/x'"),
             "too large": given([tmp_path / "large"], "1073741825 bytes", "at most 1073741824"),
         },
     )
 
 
-@pytest.mark.parametrize("address", ["file://server/share", "file://runs"])
-def test_an_address_of_a_file_elsewhere_is_refused(address):
-    from drivetrain.checkpoint.storage.schemes import file_system
-
-    assert_refused(CheckpointError, {address: (lambda: file_system(address), "three slashes")})
+def test_an_address_of_a_file_elsewhere_is_refused():
+    assert_refused(CheckpointError, {"a server": (lambda: file_system("file://runs"), "three slashes")})

@@ -7,7 +7,6 @@ import pickle
 import zipfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -72,15 +71,8 @@ def test_plain_values_parameters_and_every_protocol_are_read(path):
     found = read(path)
     assert found == values
     assert list(found["ordered"]) == ["b", "a"]
-    torch.save(torch.Size([2, 3]), path)
-    assert read(path) == (2, 3)
-    tensor = torch.arange(3.0)
-    tensor.origin = "somewhere"
-    torch.save({"parameter": nn.Parameter(torch.ones(2)), "attributed": tensor}, path)
-    assert {name: each.tolist() for name, each in read(path).items()} == {
-        "parameter": [1, 1],
-        "attributed": [0, 1, 2],
-    }
+    torch.save({"parameter": nn.Parameter(torch.ones(2))}, path)
+    assert read(path)["parameter"].tolist() == [1, 1]
     for protocol in (2, 3, 4, 5):
         torch.save({"x": torch.ones(2), "y": [(1, 2, 3, 4), b"bytes"]}, path, pickle_protocol=protocol)
         found = read(path)
@@ -97,20 +89,12 @@ class Planted:
         return os.mkdir, (self.folder,)
 
 
-class Evaluated:
-    def __reduce__(self):
-        return eval, ("1 + 1",)
-
-
 def test_what_a_file_says_to_import_or_to_call_is_named_and_nothing_more(path, tmp_path):
     sign = tmp_path / "it ran"
     values = {
         "planted": Planted(sign),
-        "evaluated": Evaluated(),
         "arguments": argparse.Namespace(lr=0.1),
-        "array": np.arange(3),
         "class": collections.Counter,
-        "missing": collections.defaultdict(list, a=[1]),
         "kept": torch.ones(2),
     }
     torch.save(values, path)
@@ -119,7 +103,6 @@ def test_what_a_file_says_to_import_or_to_call_is_named_and_nothing_more(path, t
     assert isinstance(found["planted"], Foreign)
     assert found["planted"].name.endswith(".mkdir")
     assert found["planted"].args == (str(sign),)
-    assert found["evaluated"].name in ("builtins.eval", "__builtin__.eval")
     assert found["arguments"].state == {"lr": 0.1}
     assert found["class"].name == "collections.Counter"
     assert found["kept"].tolist() == [1, 1]
@@ -157,10 +140,9 @@ SENSELESS = {
     "16 bytes for 5 numbers": [tensor(size=5)],
     "it lacks file/data/7": [tensor(key=b"7")],
     "is not to a storage": [tensor(key=b"../../x")],
-    "before seeing STOP": [b"\x80\x02}", b"\x80\x02", b""],
-    "makes no sense": [b"\x80\x02R.", b"\x80\x02h\x05."],
+    "before seeing STOP": [b"\x80\x02}"],
+    "makes no sense": [b"\x80\x02R."],
     "calls what cannot be called": [b"\x80\x02]K\x01\x85R."],
-    "which torch.save does not write": [b"(icollections\nCounter\n."],
     "only 4 remain": [b"\x80\x02X\xff\xff\xff\x7fabc."],
     "a shape is invalid": [b"\x80\x02ctorch\nSize\n(J\xff\xff\xff\xfft\x85R."],
 }
@@ -199,7 +181,5 @@ def test_other_files_are_told(path, tmp_path):
     refused(path, r"has no data\.pkl")
     refused(str(tmp_path / "none.pt"), "cannot read", CheckpointError)
     assert not (tmp_path / "it ran").exists()
-    rewritten(path, lambda name, data: b"big" if name.endswith("byteorder") else data)
-    refused(path, "not little-endian")
     rewritten(path, lambda name, data: data, zipfile.ZIP_DEFLATED)
     refused(path, "compressed")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import collections
-import functools
 import pathlib
 from pathlib import Path
 from typing import Any
@@ -40,18 +38,10 @@ class Net(TaskModule):
         return outputs.square().mean()
 
 
-class AttributeDict(dict):
-    """As old versions of Lightning, and many configurations, have it."""
-
-
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {"lr": 0.5, "args": {"sizes": [1, (2, 3)], "name": "x"}},
-    "partial": {"lr": functools.partial(torch.optim.Adam, lr=1e-3)},
     "module": {"lr": nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.GELU())},
     "namespace": {"lr": argparse.Namespace(lr=0.1, deep={"x": [1]})},
-    "path": {"lr": pathlib.Path("/data")},
-    "mappings": {"lr": collections.defaultdict(list, a=[1]), "args": AttributeDict(a=1)},
-    "deque": {"lr": collections.deque([1, 2])},
 }
 
 
@@ -86,11 +76,6 @@ def test_from_checkpoint_reads_a_lightning_checkpoint_whatever_its_hyper_paramet
             assert (task.lr, task.args) == (3.0, 4)
         assert values(task.state_dict()) == AVERAGES
     assert Net.from_checkpoint(saved(tmp_path / "none.ckpt", None), lr=2.0).lr == 2.0
-    doubled: Any = [1]
-    for _ in range(60):  # describes endlessly many
-        doubled = [doubled, doubled]
-    with pytest.raises(ConfigError, match=r"cannot hold \(args\)"):
-        Net.from_checkpoint(saved(tmp_path / "last.ckpt", {"lr": 1.0, "args": doubled}))
 
 
 def test_what_was_read_of_a_lightning_checkpoint_is_told(tmp_path: Path) -> None:
@@ -124,10 +109,8 @@ COMPOSER = {  # composer/core/state.py, State.state_dict; composer/utils/checkpo
 
 FOUND = [
     (STATE, "a state dict"),
-    ({f"module.{name}": each for name, each in STATE.items()}, "a state dict"),
     ({f"_orig_mod.{name}": each for name, each in STATE.items()}, "a state dict"),
     ({"model": STATE, "epoch": 3, "opt": object}, "under 'model'; not read: epoch, opt"),
-    ({"state_dict": dict(STATE)}, "under 'state_dict'"),
     ({"model_state_dict": STATE, "optimizer_state_dict": {}}, "not read: optimizer_state_dict"),
     (COMPOSER, "a checkpoint of Composer; not read: optimizers, schedulers, timestamp"),
 ]
@@ -173,6 +156,3 @@ def test_the_command_makes_a_checkpoint_of_ours(tmp_path: Path, capsys: pytest.C
     assert (task.lr, values(task.state_dict())) == (0.5, AVERAGES)
     with pytest.raises(CheckpointError, match="nothing is ever overwritten"):
         import_weights(path, tmp_path / "ours")
-    renamed = import_weights(path, tmp_path / "renamed", rename={"^net": "head", "bias$": None})
-    assert (renamed.tensors, renamed.dropped) == (1, ("net.bias",))
-    assert list(load_weights(tmp_path / "renamed")) == ["head.weight"]

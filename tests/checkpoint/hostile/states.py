@@ -29,17 +29,7 @@ def deep(levels):
     return value
 
 
-PARTS = [
-    "seed",
-    "optimizers",
-    "schedules",
-    "buffer",
-    "callbacks",
-    "loggers",
-    "module_extras",
-    "strategy",
-    "data",
-]
+PARTS = ["seed", "optimizers", "schedules", "buffer", "callbacks", "loggers", "module_extras", "strategy"]
 for name, value in {
     "a_list": [],
     "a_number": 3,

@@ -8,6 +8,7 @@ import torch
 from drivetrain.checkpoint import DirectoryCheckpointIO, Snapshot
 from drivetrain.checkpoint.inspection import compare as comparison
 from drivetrain.checkpoint.inspection.compare import compare
+from drivetrain.checkpoint.inspection.description import Totals, describe, open_checkpoint
 from drivetrain.checkpoint.saving.index import PURPOSE
 
 
@@ -75,3 +76,20 @@ def test_time_and_purpose_are_no_differences_and_settings_of_optimizers_are(diff
         "optimizers.default.groups.0.lr": (0.1, 0.2),
         "optimizers.default.groups.0.parameters.c": (None, True),
     }
+
+
+def described(path, snapshot):
+    DirectoryCheckpointIO().save(str(path), snapshot)
+    return describe(open_checkpoint(str(path)))
+
+
+def test_tensors_are_added_up_and_arguments_shown_by_their_fields(tmp_path):
+    tensors = {"a": torch.zeros(3, 4), "b": torch.zeros(5), "c": torch.zeros(2, dtype=torch.bfloat16)}
+    norm = {"norm": {"class": "Norm", "values": {}}}
+    layer = {"class": "Layer", "values": {"width": 8}, "dataclasses": norm}
+    stored = {"values": {"depth": 2}, "dataclasses": {"layer": layer}, "unstored": ["loss"]}
+    found = described(tmp_path / "a", Snapshot({"model": tensors, "empty": {}}, {"hparams": stored}))
+    assert found.groups["model"] == Totals(3, 19, 72, {"BF16": 2, "F32": 17})
+    assert found.groups["empty"] == Totals(0, 0, 0, {})
+    assert found.hparams == {"depth": 2, "layer": {"class": "Layer", "width": 8, "norm": {"class": "Norm"}}}
+    assert found.unstored == ["loss"]

@@ -119,25 +119,6 @@ def test_a_failed_write_is_told_once_and_leaves_what_was_there(tmp_path):
     assert updates(manager) == [1, 5]
 
 
-def test_the_policy_is_that_of_saving_in_the_foreground(tmp_path):
-    ends = []
-    for background in (False, True):
-        config = CheckpointConfig(keep_last=2, best=2, by="loss", asynchronous=background)
-        directory = tmp_path / str(background)
-        manager = CheckpointManager(str(directory), config)
-        weight = torch.zeros(3)
-        for update, loss in enumerate([0.5, 0.1, float("nan"), 0.7, 0.3, 0.3], start=1):
-            weight.fill_(update)
-            keeper = manager.should_keep({"loss": loss})
-            manager.save(update, 0, {"loss": loss}, partial(snapshot, {"w": weight}), keeper=keeper)
-        manager.wait()
-        names = [name for name in os.listdir(directory) if name != "index.json"]
-        stored = {name: weights_of(directory / name)["w"].tolist() for name in names}
-        ends.append(([repr(entry) for entry in manager.entries()], stored))
-    assert ends[0] == ends[1]
-    assert sorted(ends[0][1]) == ["update-00000002", "update-00000005", "update-00000006"]
-
-
 def test_the_copy_is_made_once_and_its_memory_used_again():
     buffers = HostBuffers()
 
@@ -162,24 +143,6 @@ def test_the_copy_is_made_once_and_its_memory_used_again():
 
 
 gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
-
-
-@gloo
-def test_several_processes_save_in_the_background_while_they_go_on_talking(tmp_path):
-    def act(directory):
-        manager = CheckpointManager(directory, ASYNC, ranks=Ranks.of_job())
-        weight = torch.zeros(1000)
-        for update in range(1, 6):
-            weight.fill_(update)
-            manager.save(update, 0, {}, lambda: snapshot({f"w{number}": weight for number in range(4)}))
-            for _ in range(20):
-                torch.distributed.all_reduce(weight.clone())
-        manager.wait()
-        return updates(manager)
-
-    assert on_two_ranks(act, str(tmp_path / "c")) == [[4, 5], [4, 5]]
-    stored = weights_of(tmp_path / "c" / "update-00000005")
-    assert all(torch.equal(each, torch.full((1000,), 5.0)) for each in stored.values())
 
 
 @gloo

@@ -9,7 +9,7 @@ import torch
 from tests.support import held
 
 from drivetrain.checkpoint import DirectoryCheckpointIO, Snapshot, read_manifest, verify
-from drivetrain.checkpoint.saving.io import SMALL, CheckpointIO
+from drivetrain.checkpoint.saving.io import CheckpointIO
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError
 from drivetrain.core.errors import CheckpointError
 from drivetrain.distributed.ranks import Ranks
@@ -48,29 +48,6 @@ def test_a_snapshot_comes_back_bit_for_bit(saved, helpers, tmp_path):
     assert helpers.same_snapshot(io.load(str(tmp_path / "c")), Snapshot(groups))
     assert model.weight is weight  # saving changes nothing of the model
     assert weight.requires_grad
-
-
-def test_what_is_large_has_a_file_of_its_own(tmp_path):
-    for number, (snapshot, own) in enumerate(
-        [
-            (Snapshot({"model": {}}, {"state": "x" * (SMALL - 2), "hparams": {"a": 1}}), []),
-            (Snapshot({"model": {}}, {"state": "x" * (SMALL - 1), "hparams": {"a": 1}}), ["state.json"]),
-            (Snapshot({"state": {"t": torch.ones(16_000)}}, {"state": 1}), []),
-            (Snapshot({"state": {"t": torch.ones(16_384)}}, {"state": 1}), ["state.safetensors"]),
-            (Snapshot({"state": {f"{n}": torch.tensor(n) for n in range(2000)}}, {}), ["state.safetensors"]),
-            (
-                Snapshot({"model": {"w": torch.ones(1)}}, {"state": 1}),
-                ["model.safetensors"],
-            ),  # weights always
-        ]
-    ):
-        path = tmp_path / str(number)
-        io.save(str(path), snapshot)
-        assert sorted(os.listdir(path)) == ["manifest.json", *own]
-        found = io.load(str(path))
-        assert found.objects == snapshot.objects
-        for group, tensors in snapshot.tensors.items():
-            assert all(torch.equal(found.tensors[group][name], each) for name, each in tensors.items())
 
 
 def test_weights_are_read_without_the_rest(in_files):
@@ -190,14 +167,6 @@ def test_a_file_cut_short_made_longer_missing_or_linked_is_found(in_files, name,
     io.load(str(in_files))
     os.symlink("/etc", in_files / "link")  # one that no manifest lists is refused too
     damaged(in_files, "link' is a symbolic link")
-
-
-def test_weights_of_another_checkpoint_or_a_pickle_are_found(saved, tmp_path, helpers):
-    io.save(str(tmp_path / "other"), helpers.make_snapshot(2.0))
-    shutil.copy(tmp_path / "other" / "model.safetensors", saved / "model.safetensors")
-    damaged(saved, "model.safetensors' is not what was written at the tensor 'bias'")
-    torch.save({"weight": torch.ones(2)}, saved / "model.safetensors")
-    damaged(saved, "model.safetensors")
 
 
 @pytest.mark.parametrize(("operation", "least"), [("mkdir", 2), ("fsync", 5), ("replace", 1)])

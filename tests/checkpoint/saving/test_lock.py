@@ -221,20 +221,6 @@ def test_a_job_whose_lock_was_taken_ends_at_its_next_save(tmp_path: Path) -> Non
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["index.json", "lock.json", "update-00000001"]
 
 
-def test_a_lock_file_that_somebody_removed_is_made_again_and_a_strange_one_refused(tmp_path: Path) -> None:
-    seen = []
-
-    def remove(run: Any) -> None:
-        seen.append(lock_of(tmp_path).exists())
-        lock_of(tmp_path).unlink()
-
-    fit(tmp_path, LambdaCallback(on_step_end=remove))
-    assert seen == [True] * 3
-    lock_of(tmp_path).write_text("{", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"lock\.json' is not a lock that drivetrain wrote.* remove"):
-        fit(tmp_path)
-
-
 @needs_fork
 def test_ranks_share_one_lock_and_all_hear_of_a_refusal(tmp_path: Path) -> None:
     def lock(directory: str) -> str:
@@ -257,12 +243,11 @@ def test_ranks_share_one_lock_and_all_hear_of_a_refusal(tmp_path: Path) -> None:
         texts = on_two_ranks(lock, str(tmp_path / "checkpoints"))
         assert all(f"in use by another job: process {first.pid}" in each for each in texts)
         assert first.end() == 0
-    assert on_two_ranks(lock, str(tmp_path / "checkpoints")) == ["", ""]
     assert on_two_ranks(train, tmp_path) == [True, True]
     assert not lock_of(tmp_path).exists()
 
 
-def test_the_lock_in_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lock_in_an_object_store(tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
     place = f"memory://{tmp_path.name}/checkpoints"
     files, now = file_system(place), time.time()
@@ -281,11 +266,3 @@ def test_the_lock_in_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyP
     second.take()
     second.release()
     assert files.entries(place) == {}
-    write_file = locking.write_file
-
-    def overtaken(path: str, *_: Any) -> int:
-        return write_file(path, [json.dumps(asdict(owner())).encode()], files)
-
-    monkeypatch.setattr(locking, "write_file", overtaken)
-    with pytest.raises(ConfigError, match="on node7"):
-        DirectoryLock(place, files).take()

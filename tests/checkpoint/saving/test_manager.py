@@ -1,7 +1,5 @@
 """Which checkpoints are kept, and which one a run resumes from."""
 
-import json
-import math
 import os
 import shutil
 
@@ -87,26 +85,6 @@ def test_the_best_are_kept_apart_from_the_newest(directory, save, tmp_path):
     assert manager.latest() == newest.path
 
 
-@pytest.mark.parametrize(
-    ("mode", "kept", "values"),
-    [
-        ("min", 1, [0.5, 0.5]),  # of equals the earlier is better
-        ("max", 1, [0.5, 0.5]),
-        ("min", 2, [0.6, 0.5]),
-        ("max", 2, [0.5, 0.6]),
-        ("min", 2, [math.inf, 5.0]),
-        ("min", 2, [math.nan, 5.0]),  # NaN is never best, not even the first
-        ("max", 1, [1.0, math.nan]),
-    ],
-)
-def test_which_of_two_is_best(directory, save, mode, kept, values):
-    manager = open_manager(directory, keep_last=1, best=1, mode=mode)
-    for update, value in enumerate(values, start=1):
-        keep = manager.should_keep({LOSS: value})
-        assert save(manager, update, value, keeper=True).is_keeper == keep
-    assert manager.best() == str(directory / f"update-{kept:08d}")
-
-
 def test_a_metric_or_an_interval_that_no_policy_has_is_refused(directory, save):
     manager = open_manager(directory, by="validation/accurracy")
     metrics = {"validation/accuracy": 0.9, "train/loss": 0.1}
@@ -128,8 +106,6 @@ def test_a_metric_or_an_interval_that_no_policy_has_is_refused(directory, save):
                 "Did you mean '5 steps'",
             ),
             "keeper": (lambda: several.save(1, 0, typo, Snapshot, keeper=["validation/los"]), *best),
-            "wanted": (lambda: several.should_keep({LOSS: 1.0}, "validation/los"), *best),
-            "best": (lambda: several.best("validation/los"), *best),
             "no policy": (lambda: CheckpointManager(str(directory), []), "one CheckpointConfig or more"),
             "no purpose": (lambda: save(open_manager(directory), 1, resume=False), "needs a purpose"),
         },
@@ -177,16 +153,6 @@ def test_a_moved_run_directory_stays_valid(directory, save, tmp_path):
     assert again.best() == str(moved / "checkpoints" / "update-00000001")
     assert again.latest() == str(moved / "checkpoints" / "update-00000004")
     assert str(tmp_path) not in (moved / "checkpoints" / "index.json").read_text(encoding="utf-8")
-
-
-def test_the_index_is_strict_json(directory, save):
-    save(open_manager(directory), 3, math.inf, keeper=True)
-    content = json.loads((directory / "index.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
-    assert content["format_version"] == 4
-    purpose = {"metrics": {LOSS: "inf"}, "resume": [""], "keeper": {LOSS: "min"}}
-    assert content["checkpoints"] == [
-        {"name": "update-00000003", "order": 1, "update": 3, "epoch": 0, **purpose}
-    ]
 
 
 def damage(path):

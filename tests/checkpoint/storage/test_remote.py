@@ -14,19 +14,12 @@ import fsspec.config
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
-from tests.support.faults import read_bytes, write_bytes
-from tests.support.messages import warned
+from tests.support.faults import read_bytes
 from tests.support.outcome import weights
 from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain import CheckpointConfig
-from drivetrain.checkpoint import (
-    CheckpointManager,
-    DamagedCheckpointError,
-    DirectoryCheckpointIO,
-    resolve,
-    verify,
-)
+from drivetrain.checkpoint import CheckpointManager, DamagedCheckpointError, DirectoryCheckpointIO
 from drivetrain.checkpoint.format.manifest import MANIFEST
 from drivetrain.checkpoint.saving.io import UNFINISHED, discard
 from drivetrain.checkpoint.storage.files import write_file
@@ -114,22 +107,6 @@ def test_every_operation_is_what_checkpoints_need(place):
     check_checkpoint_io(DirectoryCheckpointIO(), f"{place}/checkpoints", files.join)
 
 
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_taken(memory, helpers):
-    manager = CheckpointManager(memory, CheckpointConfig(by=None))
-    for update in (1, 2):
-        manager.save(update, 0, {}, lambda update=update: helpers.make_snapshot(float(update)))
-    files = file_system(memory)
-    broken = f"{memory}/update-00000002"
-    content = bytearray(read_bytes(files, f"{broken}/model.safetensors"))
-    content[-1] ^= 1
-    write_bytes(files, f"{broken}/model.safetensors", bytes(content))
-    with pytest.raises(DamagedCheckpointError, match=r"model\.safetensors"):
-        verify(broken)
-    with warned(r"set aside as 'memory://.*manifest\.json\.bad'"):
-        path, _ = CheckpointManager(memory, CheckpointConfig(by=None)).load_latest()
-    assert path == f"{memory}/update-00000001" == resolve(memory)
-
-
 def test_a_fit_resumes_from_an_address_bit_for_bit(place, tmp_path):
     policy = CheckpointConfig(every="3 steps", by=None, directory=place)
     whole, half = Regression(dropout=0.5), Regression(dropout=0.5)
@@ -157,7 +134,6 @@ def test_what_an_address_needs_is_named(monkeypatch):
         file_system("s3n://bucket/run")
     files = RemoteFileSystem("memory")
     for package, act, extra in (
-        ("fsspec", lambda: RemoteFileSystem("memory"), "remote"),
         ("fsspec", lambda: RemoteFileSystem("s3"), "s3"),
         ("tenacity", lambda: files.kind("memory://bucket"), "remote"),
         ("s3fs", lambda: RemoteFileSystem("s3"), "s3"),
@@ -217,26 +193,12 @@ def test_a_failure_that_stays_is_given_up_after_so_many_tries_or_so_long(flaky):
     assert caught.value.filename == "flaky://bucket/object"
     assert Flaky.counts["pipe_file"] == QUICK.tries
     assert flaky.kind("flaky://bucket/object") is None
-    impatient = RemoteFileSystem("flaky", retry=Retry(tries=10_000, pause=0.001, patience=0.05))
-    Flaky.plan["info"] = [TimeoutError() for _ in range(10_000)]
-    with pytest.raises(TimeoutError):
-        impatient.kind("flaky://bucket/object")
-    assert Flaky.plan["info"]
     for error in (PermissionError(), FileNotFoundError(), ValueError("wrong")):  # stay as they are
         Flaky.counts.clear()
         Flaky.plan["pipe_file"] = [error]
         with pytest.raises(OSError, match="flaky://bucket/object"):
             write_file("flaky://bucket/object", [b"1"], flaky)
         assert Flaky.counts["pipe_file"] == 1
-
-
-def test_a_deletion_whose_answer_was_lost_has_been_done(flaky):
-    write_file("flaky://bucket/object", [b"1"], flaky)
-    Flaky.plan["rm_file"] = ["lost answer"]
-    flaky.delete("flaky://bucket/object")
-    assert flaky.entries("flaky://bucket") == {}
-    with pytest.raises(FileNotFoundError):
-        flaky.delete("flaky://bucket/object")
 
 
 def test_a_checkpoint_that_cannot_be_reached_is_not_called_damaged(flaky, helpers):
@@ -246,8 +208,6 @@ def test_a_checkpoint_that_cannot_be_reached_is_not_called_damaged(flaky, helper
     with pytest.raises(CheckpointError, match="a fault of the service") as caught:
         CheckpointManager("flaky://bucket/run", CheckpointConfig(by=None), files=flaky).load_latest()
     assert not isinstance(caught.value, DamagedCheckpointError)
-    Flaky.plan.clear()
-    assert CheckpointManager("flaky://bucket/run", CheckpointConfig(by=None), files=flaky).latest()
 
 
 def answered(status, code):
@@ -263,43 +223,31 @@ class RefusedError(Exception):
         self.__dict__.update(attributes)
 
 
-ENDPOINT = {"endpoint_url": "http://x"}
 ERRORS = [
     (answered(503, "SlowDown"), True, errno.EBUSY),
-    (answered(500, "InternalError"), True, errno.EBUSY),
     (answered(429, "TooManyRequests"), True, errno.EBUSY),
     (answered(400, "RequestTimeout"), True, errno.EBUSY),
-    (answered(408, "x"), True, errno.ETIMEDOUT),
     (answered(403, "AccessDenied"), False, errno.EACCES),
-    (answered(401, "x"), False, errno.EACCES),
     (answered(404, "NoSuchBucket"), False, errno.ENOENT),
     (answered(501, "NotImplemented"), False, errno.EPROTO),
-    (answered(412, "PreconditionFailed"), False, errno.EPROTO),
     (RefusedError(code=503), True, errno.EBUSY),
     (RefusedError(status_code=403), False, errno.EACCES),
-    (botocore.exceptions.EndpointConnectionError(**ENDPOINT), True, errno.ECONNRESET),
-    (botocore.exceptions.ReadTimeoutError(**ENDPOINT), True, errno.ETIMEDOUT),
-    (botocore.exceptions.SSLError(**ENDPOINT, error="expired"), False, None),
+    (botocore.exceptions.ReadTimeoutError(endpoint_url="http://x"), True, errno.ETIMEDOUT),
     (botocore.exceptions.NoCredentialsError(), False, errno.EACCES),
     (aiohttp.ServerDisconnectedError(), True, errno.ECONNRESET),
     (ConnectionRefusedError(), True, errno.ECONNREFUSED),
-    (OSError(errno.ENETUNREACH, "unreachable"), True, errno.ENETUNREACH),
     (OSError(errno.EIO, "of a service"), False, errno.EPROTO),
     (FileNotFoundError("bucket/run"), False, errno.ENOENT),
-    (NotImplementedError(), False, errno.EPROTO),
     (RuntimeError("a bug"), False, errno.EPROTO),
 ]
 
 
 def test_errors_of_clients_are_told_apart():
-    wrapped = OSError(errno.EIO, "said")
-    wrapped.__cause__ = answered(503, "SlowDown")
-    for error, transient, number in [*ERRORS, (wrapped, True, errno.EBUSY)]:
+    for error, transient, number in ERRORS:
         assert is_transient(error) is transient, error
         translated = as_os_error(error, "s3://bucket/run")
         assert translated.filename == "s3://bucket/run"
-        assert translated.strerror
-        assert number in (None, translated.errno), error
+        assert translated.errno == number, error
 
 
 def test_a_large_object_of_any_other_service_is_a_file_that_is_committed(tmp_path):
@@ -312,15 +260,10 @@ def test_a_large_object_of_any_other_service_is_a_file_that_is_committed(tmp_pat
         rest = rest[sink.write(rest) :]
     sink.finish()
     assert read_bytes(files, path) == content
-    sink = files.create(f"{path}-2")
-    for _ in range(4):
-        sink.write(memoryview(content)[:1000])
-    sink.abort()
-    assert files.entries(f"local://{tmp_path}/in") == {"object": "file"}
 
 
-@pytest.mark.parametrize("size", [9876, 9000])  # in blocks of 1000
-def test_a_large_object_is_read_from_any_position(flaky, size):
+def test_a_large_object_is_read_from_any_position(flaky):
+    size = 9876  # in blocks of 1000
     content = random.Random(1).randbytes(size)
     write_file("flaky://bucket/object", [content], flaky)
     source = flaky.open("flaky://bucket/object")

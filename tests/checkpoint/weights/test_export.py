@@ -2,16 +2,17 @@
 
 import json
 import os
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tests.checkpoint.weights.models import Tied
+from tests.support.fault_kinds import Fault, Killed
+from tests.support.faults import FaultyFileSystem, read_bytes
+from tests.support.memory import MemoryDisk, MemoryObjects
 
-from drivetrain.checkpoint import DirectoryCheckpointIO, Snapshot, export_weights, load_weights
-from drivetrain.checkpoint.storage.filesystem import LocalFileSystem
+from drivetrain.checkpoint import DirectoryCheckpointIO, Snapshot, export_torch, export_weights, load_weights
+from drivetrain.checkpoint.weights.dtypes import FLOATS, cast, floating_dtype
 from drivetrain.core.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -97,108 +98,41 @@ def test_files_of_an_earlier_export_that_no_longer_belong_are_removed(tmp_path):
         assert same(read_by_hand(tmp_path), tensors)
 
 
-class Killed(BaseException):
-    """The process is gone; no Exception, because nothing may handle it."""
-
-
-class Mortal(LocalFileSystem):
-    """A disk, or a store whose files appear whole and overwrite, under a process that dies at a moment.
-
-    Args:
-        moment: The number of the change to the disk at which it dies, half-way where it can be.
-        renames: Whether it is a disk.
-        scratch: Where a store keeps what has not appeared.
-    """
-
-    def __init__(self, moment, renames, scratch):
-        self.left = moment
-        self.renames = renames
-        self.scratch = scratch
-
-    def count(self):
-        self.left -= 1
-        if self.left < 0:
-            raise Killed
-
-    def create(self, path):
-        self.count()
-        hidden = path if self.renames else str(self.scratch / "object")
-        if not self.renames:
-            Path(hidden).unlink(missing_ok=True)
-        sink = super().create(hidden)
-        write, finish = sink.write, sink.finish
-
-        def die_or_write(data):
-            if self.left == 0:
-                write(data[: len(data) // 2])
-            self.count()
-            return write(data)
-
-        def die_or_finish():
-            try:
-                self.count()
-            except Killed:
-                sink.abort()  # the system closes the files of the dead
-                raise
-            finish()
-            os.replace(hidden, path)
-
-        sink.write, sink.finish = die_or_write, die_or_finish
-        return sink
-
-
-def dying(name):
-    def change(self, *paths):
-        self.count()
-        getattr(LocalFileSystem, name)(self, *paths)
-
-    return change
-
-
-for each in ("make_directory", "rename", "delete"):
-    setattr(Mortal, each, dying(each))
-
-
-@pytest.mark.parametrize("renames", [True, False], ids=["disk", "object store"])
+@pytest.mark.parametrize("storage", [MemoryDisk, MemoryObjects])
 @pytest.mark.parametrize("new", [48, 16], ids=["to one", "to three"])
 @pytest.mark.parametrize("old", [None, 48, 32, 16], ids=["nothing", "one", "two", "three"])
-def test_a_killed_export_leaves_nothing_that_loads_wrong(tmp_path, old, new, renames):
-    before, after = make(1), make(2)
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
+def test_a_killed_export_leaves_nothing_that_loads_wrong(tmp_path, old, new, storage):
+    before, after, path = make(1), make(2), "/w/model.safetensors"
     outcomes = set()
-    for moment in range(200):
-        place = tmp_path / str(moment)
-        place.mkdir()
+    for moment in range(1, 200):
+        files, place = storage(), tmp_path / str(moment)
         if old is not None:
-            export_weights(before, place / "model.safetensors", max_shard_size=old)
+            export_weights(before, path, max_shard_size=old, files=files)
         try:
-            files = Mortal(moment, renames, scratch)
-            export_weights(after, place / "model.safetensors", max_shard_size=new, files=files)
+            kind = "power cut" if files.renames else "kill"
+            faulty = FaultyFileSystem(files, Fault(moment, kind, moment), root="/w")
+            export_weights(after, path, max_shard_size=new, files=faulty)
         except Killed:
             pass
         else:
             break
+        place.mkdir()
+        for name, kind in files.entries("/w").items() if files.kind("/w") else ():
+            if kind == "file":
+                (place / name).write_bytes(read_bytes(files, f"/w/{name}"))
         found = read_by_hand(place)
         outcomes.add("nothing" if found is None else "old" if same(found, before) else "new")
         assert found is None or same(found, before) or same(found, after)
         # Nor for those who take whatever is there.
-        versions = {float(each[0]) for path in place.glob("model-*") for each in load_file(path).values()}
+        versions = {float(each[0]) for file in place.glob("model-*") for each in load_file(file).values()}
         assert len(versions) <= 1
         try:
             assert same(load_weights(place), found)
         except CheckpointError:
             assert found is None
         # The next export puts everything in order, also one of another kind.
-        for limit, names in ((new, 1 if new == 48 else 4), (48, 1)):
-            shutil.copytree(place, place / "copy")
-            files = Mortal(1000, renames, scratch)
-            target = place / "copy" / "model.safetensors"
-            written = export_weights(after, target, max_shard_size=limit, files=files)
-            assert sorted(os.listdir(place / "copy")) == sorted(map(os.path.basename, written))
-            assert len(written) == names
-            shutil.rmtree(place / "copy")
-        shutil.rmtree(place)
+        written = export_weights(after, path, max_shard_size=(new, 48)[moment % 2], files=files)
+        assert sorted(files.entries("/w")) == sorted(map(os.path.basename, written))
     else:
         pytest.fail("it never ends")
     assert moment > 5
@@ -218,10 +152,57 @@ def test_the_files_of_a_checkpoint_are_not_overwritten(tmp_path):
     export_weights(make(2), tmp_path / "site" / "model.safetensors")
 
 
-def test_a_quantised_tensor_is_refused_by_name_and_nothing_is_written(tmp_path):
-    quantisation = pytest.importorskip("torchao.quantization")
-    module = torch.nn.Sequential(torch.nn.Linear(8, 4))
-    quantisation.quantize_(module, quantisation.IntxWeightOnlyConfig(torch.int4, quantisation.PerAxis(0)))
-    with pytest.raises(CheckpointError, match=r"'0\.weight': a IntxUnpacked.*export_torch"):
-        export_weights(module.state_dict(), tmp_path / "model.safetensors")
-    assert not list(tmp_path.iterdir())
+def test_a_dtype_may_be_given_in_any_of_its_names():
+    assert floating_dtype(None) is None
+    for name, dtype in FLOATS.items():
+        assert floating_dtype(name) is floating_dtype(dtype) is floating_dtype(f"torch.{name}") is dtype
+
+
+def test_cast_never_makes_a_finite_number_infinite():
+    for source in (torch.float64, torch.float32, torch.bfloat16, torch.float8_e8m0fnu):
+        tensor = torch.tensor([1.0, 2.0**17], dtype=torch.float64).to(source)
+        with pytest.raises(CheckpointError, match=r"it has the number 131072, but .* torch.float16"):
+            cast(tensor, torch.float16, "it")
+        if source != torch.float8_e8m0fnu:
+            with pytest.raises(CheckpointError, match=r"the number -131072"):
+                cast(-tensor, torch.float16, "it")
+    # Rounding up to infinity counts, and rounding down to the end does not.
+    assert cast(torch.tensor([65519.0]), torch.float16, "it").item() == 65504
+    with pytest.raises(CheckpointError, match=r"the number 65520"):
+        cast(torch.tensor([65520.0]), torch.float16, "it")
+
+
+def test_export_torch_writes_a_state_dict_that_torch_loads_as_weights_only(tmp_path):
+    model = Tied()
+    path = str(tmp_path / "out" / "model.pt")
+    assert export_torch(model.state_dict(), path, dtype="float64") == path
+    found = torch.load(path, weights_only=True)
+    assert list(found) == list(model.state_dict())
+    assert torch.equal(found["head.weight"], model.head.weight.double())
+    assert found["norm.num_batches_tracked"].dtype == torch.int64
+    assert found["embedding.weight"].data_ptr() == found["head.weight"].data_ptr()
+    Tied().load_state_dict(found, strict=True)
+    assert torch.equal(load_weights(path)["head.weight"], found["head.weight"])
+
+
+def test_a_view_brings_no_more_than_itself(tmp_path):
+    large = torch.arange(1_000_000.0)
+    export_torch({"part": large[10:14], "turned": torch.ones(2, 3).T}, tmp_path / "w.pt")
+    found = torch.load(tmp_path / "w.pt", weights_only=True)
+    assert found["part"].tolist() == [10, 11, 12, 13]
+    assert found["turned"].shape == (3, 2)
+    assert os.path.getsize(tmp_path / "w.pt") < 10_000
+
+
+def test_an_existing_file_is_replaced_only_by_a_whole_one(tmp_path, monkeypatch):
+    def failing(descriptor):
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "w.pt"
+    (tmp_path / ".saving-w.pt").write_bytes(b"half")  # what a killed export has left goes
+    export_torch({"w": torch.ones(2)}, path)
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(CheckpointError, match=r"cannot write .*w.pt.*ENOSPC.*free some space"):
+        export_torch({"w": torch.zeros(2)}, path)
+    assert torch.load(path, weights_only=True)["w"].tolist() == [1, 1]
+    assert os.listdir(tmp_path) == ["w.pt"]

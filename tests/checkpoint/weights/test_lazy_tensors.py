@@ -47,16 +47,6 @@ def test_sharded_weights_are_exported_whole_by_one_process(tmp_path, limit):
     assert all(torch.equal(found[name], each) for name, each in expected.items())
 
 
-def test_sharded_weights_become_a_torch_file_of_plain_tensors(tmp_path):
-    path = str(tmp_path / "model.pt")
-    assert on_two_ranks(write, export_torch, path) == [path, path]
-    found = torch.load(path, weights_only=True)
-    assert list(found) == list(whole())
-    for name, each in whole().items():
-        assert type(found[name]) is torch.Tensor
-        assert torch.equal(found[name], each)
-
-
 def test_a_process_that_cannot_write_leaves_nobody_waiting(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     (tmp_path / "model.safetensors").mkdir()
