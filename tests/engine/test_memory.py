@@ -140,9 +140,6 @@ def test_offload_keeps_large_tensors_in_the_hosts_memory_and_parameters_where_th
     # Of each block the input and tanh's result, and the head's input; the outputs' 256 bytes are too few.
     assert [tuple(each.shape) for each in taken] == [(64, SIZE)] * (2 * BLOCKS + 1)
     taken.clear()
-    with offload(), torch.no_grad():
-        task(x)
-    assert not taken
     with Watched(task, at_least=0, pinned=False)():
         task(x)
     held = {each.untyped_storage().data_ptr() for each in task.parameters()}
@@ -150,7 +147,7 @@ def test_offload_keeps_large_tensors_in_the_hosts_memory_and_parameters_where_th
     assert held.isdisjoint(each.untyped_storage().data_ptr() for each in taken)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw", "adafactor"])
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_release_gradients_makes_the_same_weights_state_and_rates(name: str, tmp_path: Path) -> None:
     """Also after a resume, and by recomputation too."""
     optimizer = OptimizerConfig(name, lr=0.05, weight_decay=0.1, schedule="cosine", warmup_steps=1)

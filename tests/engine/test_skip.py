@@ -1,10 +1,11 @@
-"""Skipped updates (`on_nonfinite="skip"`): the run goes on as if they had never been."""
+"""Skipped updates (`on_nonfinite="skip"`) and the buffers that they put back: as if they had never been."""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.support.outcome import outcome, weights
 from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Duel, duels, quiet
+from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 from drivetrain import (
@@ -26,6 +28,7 @@ from drivetrain import (
     TaskModule,
     Trainer,
 )
+from drivetrain.engine.buffers import KeptBuffers
 from drivetrain.engine.skip import all_finite
 from drivetrain.run.nonfinite import IN_A_ROW, check_on_nonfinite
 from drivetrain.strategies import STRATEGIES, Strategy
@@ -175,3 +178,53 @@ def test_refusals_of_skipping(monkeypatch: pytest.MonkeyPatch) -> None:
         "every update": (lambda: trainer.fit(Fragile(), none), "all 3 updates", "nothing was trained"),
     }
     assert_refused((ConfigError, StrategyError, NonFiniteError), cases)
+
+
+class Buffered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("none", None)
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("passing", torch.zeros(1), persistent=False)
+        self.counts = nn.Module()
+
+
+ATTEMPTS: dict[str, Callable[[Buffered], object]] = {
+    "move": lambda module: module.norm(torch.randn(4, 2)),
+    "replace": lambda module: setattr(module, "mean", torch.ones(3)),
+    "begin": lambda module: setattr(module, "none", torch.ones(1)),
+    "leave out": lambda module: setattr(module, "mean", None),
+    "register": lambda module: module.counts.register_buffer("steps", torch.ones(1), persistent=False),
+    "delete": lambda module: delattr(module, "passing"),
+}
+
+
+def state(module: nn.Module) -> list[tuple[str, list[float] | None]]:
+    return [
+        (f"{prefix}.{name}", None if buffer is None else buffer.flatten().tolist())
+        for prefix, owner in module.named_modules()
+        for name, buffer in owner._buffers.items()
+    ]
+
+
+@pytest.mark.parametrize("attempt", ATTEMPTS.values(), ids=list(ATTEMPTS))
+def test_an_attempt_is_undone_and_a_good_one_is_kept(attempt: Callable[[Buffered], object]) -> None:
+    module, kept, alone = Buffered(), KeptBuffers(), Buffered()
+    mean = module.mean
+    for _ in range(2):
+        before, keys = state(module), list(module.state_dict())
+        kept.keep(module)
+        attempt(module)
+        assert state(module) != before
+        kept.put_back()
+        assert state(module) == before
+        assert module.mean is mean
+        assert list(module.state_dict()) == keys
+    attempt(module)
+    after = state(module)
+    kept.keep(module)
+    kept.put_back()
+    assert state(module) == after
+    attempt(alone)
+    assert list(module.state_dict()) == list(alone.state_dict())

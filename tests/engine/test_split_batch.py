@@ -1,23 +1,29 @@
-"""Batches split by samples, and outputs put together again."""
+"""Batches split by samples, and outputs put together again, as the type that a task gave."""
 
 from __future__ import annotations
 
+import collections
 from collections import OrderedDict, UserDict
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from tests.support.refusals import assert_refused
+from tests.support.tasks import Regression, pairs, quiet, variant
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils import _pytree
 
-from drivetrain import DataError
+from drivetrain import CheckpointError, DataError
+from drivetrain.checkpoint.prediction_files import read_predictions
 from drivetrain.engine.split_batch import join_outputs, split_batch
 
 
 @dataclass(frozen=True)
-class Pair:
+class Sample:
     features: Tensor
     target: Tensor
 
@@ -38,7 +44,7 @@ def test_each_kind_of_batch_is_split_as_views_and_keeps_its_type() -> None:
         lambda x, y: {"x": x, "deep": {"y": Named(x, y)}},
         lambda x, y: OrderedDict(x=x, y=y),
         lambda x, y: UserDict(x=x, y=y),
-        Pair,
+        Sample,
         Named,
         lambda x, y: x,
     ]
@@ -87,3 +93,88 @@ def test_refusals_of_batches_and_outputs() -> None:
         "columns or samples": (lambda: join_outputs([[rows(2), rows(2)]] * 2, [2, 2]), "be columns"),
     }
     assert_refused(DataError, cases)
+
+
+class Pair(NamedTuple):
+    value: Tensor
+    note: str | None
+
+
+@dataclass
+class Plain:
+    value: Tensor
+    extra: Any = None
+
+
+class Registered(Plain):
+    pass
+
+
+@dataclass(frozen=True)
+class Frozen:
+    value: Tensor
+    inner: Pair
+
+
+class Node:
+    """No container but by torch's pytree."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+_pytree.register_dataclass(Registered)
+_pytree.register_pytree_node(Node, lambda node: ([node.value], None), lambda entries, _: Node(*entries))
+
+MAKERS: dict[str, Any] = {
+    "named tuple": lambda value: Pair(value, None),
+    "dataclass": lambda value: Plain(value),
+    "nested dataclass": lambda value: Frozen(value, Pair(value + 1, None)),
+    "registered dataclass": lambda value: Registered(value, {"more": value, "none": None}),
+    "ordered": lambda value: collections.OrderedDict(value=value, none=None),
+    "registered type": Node,
+    "torch's": lambda value: torch.return_types.max((value, value.long())),
+}
+NOT_FILED = ("registered type", "torch's")
+
+
+def giving(kind: str) -> Regression:
+    """A task that predicts an object of a type, by its name in `MAKERS`."""
+    return variant(predict_step=lambda self, batch: MAKERS[kind](self(batch[0])))()
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two outputs have the same types and values.
+
+    Values are compared to float32's rounding: some processors add in another order for another size of batch.
+    """
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, Tensor):
+        return torch.allclose(left, right, rtol=1e-6, atol=1e-6) and not left.requires_grad
+    if isinstance(left, (tuple, list)):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(map(same, left.values(), right.values()))
+    if hasattr(left, "__dict__"):
+        return same(vars(left), vars(right))
+    return bool(left == right)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_predictions_parts_and_files_are_of_the_type_that_the_task_gave(kind: str, tmp_path: Path) -> None:
+    task, data = giving(kind), pairs(10, batch_size=5)
+    with torch.no_grad():
+        right = [MAKERS[kind](task(features)) for features, _ in data]
+    assert same(quiet().predict(task, data), right)
+    if kind not in NOT_FILED:
+        assert same(quiet(micro_batch=2).predict(task, data), right)
+        files = quiet().predict(task, data, save_to=tmp_path)
+        types = [Pair, Plain, Frozen, Registered]
+        assert same([read_predictions(file, types=types) for file in files], right)
+
+
+def test_a_type_that_is_not_known_where_a_file_is_read_is_named(tmp_path: Path) -> None:
+    (file,) = quiet().predict(giving("dataclass"), pairs(2), save_to=tmp_path)
+    with pytest.raises(CheckpointError, match=r"test_split_batch\.Plain.*types=\[Plain\]"):
+        read_predictions(file)

@@ -10,7 +10,7 @@ import torch
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Duel, Regression, pairs, quiet, variant
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from drivetrain import CheckpointError, ConfigError, LambdaCallback, OptimizerConfig, TaskModule
 
@@ -61,14 +61,6 @@ def test_torch_schedule_is_stepped_once_an_update() -> None:
     assert rates(Regression(halving), max_steps=6) == pytest.approx([0.8, 0.8, 0.4, 0.4, 0.2, 0.2])
     # Five micro-batches are three updates.
     assert rates(Regression(halving), gradient_accumulation_steps=2) == pytest.approx([0.8, 0.8, 0.4])
-    # A factory equals the configuration that says the same.
-    first, second = (
-        Regression(made(LambdaLR, lr_lambda=lambda update: 1)),
-        Regression(OptimizerConfig("sgd", lr=0.8, momentum=0.5)),
-    )
-    for task in (first, second):
-        quiet(max_epochs=2).fit(task, pairs())
-    assert torch.allclose(first.line.weight, second.line.weight)
 
 
 def test_factory_gets_the_trainable_parameters_and_reports_the_rate_of_each_group() -> None:
@@ -119,9 +111,7 @@ def test_refusals_of_configure_optimizers(tmp_path: Path) -> None:
         task = variant(configure_optimizers=lambda self: configured)()
         return lambda: quiet(max_epochs=1).fit(task, pairs())
 
-    def early() -> None:
-        task = variant(configure_optimizers=lambda self: torch.optim.SGD(self.parameters(), lr=0.1))()
-        quiet(max_epochs=1).fit(task, pairs())
+    early = variant(configure_optimizers=lambda self: torch.optim.SGD(self.parameters(), lr=0.1))()
 
     def resumed() -> None:
         plain = Regression(lambda params: torch.optim.SGD(params, lr=0.8, momentum=0.5))
@@ -131,11 +121,13 @@ def test_refusals_of_configure_optimizers(tmp_path: Path) -> None:
     quiet(max_epochs=1, **options).fit(Regression(halving), pairs())
     misspelt = Duel({"discriminator": OptimizerConfig("sgd"), "generater": OptimizerConfig("sgd")})
     cases: dict[str, tuple[Any, ...]] = {
-        "built early": (early, "too early", "lambda params: torch.optim.SGD(params"),
+        "built early": (
+            lambda: quiet(max_epochs=1).fit(early, pairs()),
+            "too early",
+            "lambda params: torch.optim.SGD(params",
+        ),
         "nothing": (fit({}), "empty mapping"),
-        "a number as name": (fit({1: OptimizerConfig("sgd")}), "name must be a text"),
         "a text by name": (fit({"line": "adamw"}), "'line'", "OptimizerConfig"),
-        "by name": (fit({"line": lambda params: None}), "must return an optimizer"),
         "a word as schedule": (fit(made(lambda optimizer: "cosine")), "torch.optim.lr_scheduler"),
         "plateau": (fit(made(ReduceLROnPlateau)), "schedule='reduce_on_plateau'"),
         "no such submodule": (lambda: quiet(max_epochs=1).fit(misspelt, pairs()), "'generater'"),
