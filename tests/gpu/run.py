@@ -145,15 +145,9 @@ def run(part: Part, directory: Path, left: float) -> None:
     begun = time.monotonic()
     log = directory / f"{part.name}.log"
     with log.open("w", encoding="utf-8") as output:
-        process = subprocess.Popen(
-            part.command,
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
+        streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        options: Any = {"cwd": ROOT, "env": environment, "start_new_session": True}
+        process = subprocess.Popen(part.command, **streams, **options)
         try:
             code = process.wait(limit)
             part.outcome = "passed" if code == 0 else "failed"
@@ -182,14 +176,8 @@ def read_tests(results: Path) -> list[dict[str, Any]]:
         outcome = "passed" if not said else "skipped" if said[0].tag == "skipped" else "failed"
         lines = (said[0].get("message") or "").splitlines() if said else []
         reason = lines[0][:300] if lines else ""
-        found.append(
-            {
-                "name": f"{case.get('name')}",
-                "outcome": outcome,
-                "seconds": float(case.get("time") or 0),
-                "reason": reason,
-            }
-        )
+        row = {"name": f"{case.get('name')}", "outcome": outcome, "reason": reason}
+        found.append({**row, "seconds": float(case.get("time") or 0)})
     return found
 
 
@@ -202,31 +190,26 @@ def markdown(report: dict[str, Any], done: list[Part]) -> str:
     if device.get("gpu"):
         memory = device["memory"] / 2**30
         capability = ".".join(map(str, device["capability"]))
-        lines += [
-            f"{device['gpu']}, {memory:.0f} GiB, compute capability {capability}, CUDA {device['cuda']}.",
-            "",
-        ]
+        told = f"{memory:.0f} GiB, compute capability {capability}, CUDA {device['cuda']}"
+        lines += [f"{device['gpu']}, {told}.", ""]
     lines += [", ".join(f"{name} {each}" for name, each in report["installed"].items()) + ".", ""]
     lines += [f"- Not installed: `{name}`, for {use}." for name, use in report["missing"].items()] + [""]
     if done:
-        lines += [
-            "| part | outcome | seconds | tests passed | failed | skipped |",
-            "| --- | --- | ---: | ---: | ---: | ---: |",
-        ]
+        lines += ["| part | outcome | seconds | tests passed | failed | skipped |"]
+        lines += ["| --- | --- | ---: | ---: | ---: | ---: |"]
     for part in done:
-        counts = [
-            sum(each["outcome"] == what for each in part.tests) for what in ("passed", "failed", "skipped")
-        ]
+        outcomes = [each["outcome"] for each in part.tests]
+        counts = [outcomes.count(what) for what in ("passed", "failed", "skipped")]
         cells = [str(each) if part.tests else "" for each in counts]
         said = part.outcome + (f": {part.reason}" if part.reason else "")
         lines.append(f"| {part.name} | {said} | {part.took:.0f} | {' | '.join(cells)} |")
     for part in done:
         if part.table:
             lines += ["", part.table]
-        told = [each for each in part.tests if each["outcome"] != "passed"]
-        if told:
+        others = [each for each in part.tests if each["outcome"] != "passed"]
+        if others:
             lines += ["", f"## {part.name}: what did not pass", ""]
-            lines += [f"- {each['outcome']}: `{each['name']}`: {each['reason']}" for each in told]
+            lines += [f"- {each['outcome']}: `{each['name']}`: {each['reason']}" for each in others]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-import pickle
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from drivetrain import (
     Callback,
     CheckpointConfig,
-    Engine,
     LambdaCallback,
-    MemoryReport,
     OptimizerConfig,
-    Profile,
     TaskModule,
     Trainer,
 )
@@ -202,22 +195,6 @@ def test_weights_saved_in_the_background_are_those_of_the_update(tmp_path: Path,
         assert all(torch.equal(stored[name], each) for name, each in expected.items()), update
 
 
-def test_a_loop_of_ones_own_trains_on_the_device(device: str) -> None:
-    engine = Engine(strategy=device, precision="bf16-mixed")
-    net = nn.Linear(FEATURES, CLASSES)
-    with engine:
-        model, optimizer = engine.prepare(net, lambda parameters: torch.optim.SGD(parameters, lr=0.5))
-        losses = []
-        for _ in range(3):
-            for features, label in engine.prepare_data(loader()):
-                loss = F.cross_entropy(model(features).float(), label)
-                engine.backward(loss)
-                engine.step(optimizer, max_grad_norm=1.0)
-                losses.append(float(loss.detach()))
-    assert next(net.parameters()).device.type == device
-    assert losses[-1] < losses[0]
-
-
 @needs_gpu
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_steady_step_waits_for_nothing(strategy: str) -> None:
@@ -244,16 +221,6 @@ def test_a_steady_step_waits_for_nothing(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_compiled_task_trains_as_it_does_without(strategy: str) -> None:
     assert_close(trained(strategy, compile=True), trained(strategy), 1e-3)
-
-
-def test_the_memory_report_names_what_is_on_the_device(device: str) -> None:
-    report = MemoryReport(show=False)
-    task = Classifier()
-    trainer(strategy=device, callbacks=[report]).fit(task, loader())
-    parameters = sum(each.numel() * each.element_size() for each in task.parameters())
-    assert report.use is not None
-    assert report.use.parameters == parameters
-    assert report.use.total >= 4 * parameters  # with gradients and AdamW's two moments
 
 
 class Wide(TaskModule):
@@ -294,24 +261,3 @@ def test_a_batch_that_does_not_fit_is_split_until_it_does_and_trains_the_same() 
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert result.progress.updates == 2
     assert_close(weights(task), weights(expected), 1e-4)
-
-
-def test_a_profile_has_kernels_and_the_devices_memory(device: str, tmp_path: Path) -> None:
-    schedule = {"wait": 2, "warmup": 1, "active": 2, "repeat": 1}
-    profile = Profile(schedule, ("table", "trace", "memory"), folder=tmp_path, show=False)
-    trainer(max_epochs=1, strategy=device, callbacks=[profile]).fit(Classifier(), loader())
-    files = {path.name.partition("-")[0]: path for path in profile.files}
-    with gzip.open(files["trace"], "rt", encoding="utf-8") as file:
-        found = Counter(each.get("cat") for each in json.load(file)["traceEvents"])
-    assert found["user_annotation"] >= 2 * 4
-    content = json.loads(next(tmp_path.glob("table-*.json")).read_text(encoding="utf-8"))
-    phases = {each["name"]: each["calls"] for each in content["phases"]}
-    assert phases["forward"] == 6
-    if NO_GPU:
-        assert files["memory"].name == "memory-updates-3-4-rank-0.txt"
-        return
-    assert found["kernel"] > 0
-    assert phases["transfer"] >= 6
-    assert files["memory"].name == "memory-updates-3-4-rank-0.pickle"
-    snapshot = pickle.loads(files["memory"].read_bytes())
-    assert sum(len(each) for each in snapshot["device_traces"]) > 0
