@@ -52,17 +52,6 @@ def test_fit_resumes_and_validate_and_test_judge_its_checkpoints(drive):
     assert (code, out.split()[0]) == (0, "test/loss")
 
 
-def test_several_checkpoint_policies_each_have_a_best(drive, here):
-    policies = [{"every": "2 steps", "best": 1, "by": "train/loss"}, {"best": 1}]
-    (here / "c.json").write_text(json.dumps({"trainer": {"checkpoint": policies}}), encoding="utf-8")
-    _, out, _ = drive("fit", f"{FIT} --config c.json")
-    assert all(f"best checkpoint by {name}: " in out for name in ("train/loss", "validation/loss"))
-    judged = f"{SHAPES} --trainer.run_dir run --checkpoint"
-    assert "Give one of 'best:" in drive("test", f"{judged} best")[2]
-    assert drive("test", f"{judged} best:train/loss")[0] == 0
-    assert "keeper(train/loss" in drive("checkpoint", "list run", quiet=False)[1]
-
-
 def test_predict_prints_writes_and_has_metrics(drive, here):
     code, out, _ = drive("predict", SHAPES)
     assert (code, out.count("tensor(")) == (0, 2)
@@ -87,11 +76,9 @@ def test_plan_and_summary_are_printed_and_nothing_is_written(drive, here):
     assert [each for each in sorted(here.iterdir()) if each.name != "__pycache__"] == before
     ways = {
         "--data shapes.Data --data.count 7": 7,
-        "--data shapes.make_data": 6,
         "--data shapes:make_data --data.count=8": 8,
         "--data shapes.py:ready": 4,
         "--train-data shapes.ready --validation-data shapes.ready": 4,
-        "--data shapes.data --validation-data shapes.ready": 5,
     }
     for data, updates in ways.items():
         code, out, err = drive("plan", f"--task shapes.py:Shapes {data} --trainer.max_epochs 1 --json")
@@ -109,12 +96,9 @@ def test_errors_exit_with_1_and_debug_shows_the_traceback(drive, here):
     line = "--task shapes.Shapes --data bad.data --trainer.max_epochs 1 --trainer.run_dir r"
     code, _, err = drive("fit", line)
     assert (code, "batch 0 of epoch 0" in err, "after update 0" in err) == (1, True, True)
-
-
-def test_local_rank_of_deepspeeds_launcher_is_passed_over(drive, monkeypatch):
-    assert drive("--local_rank=0", "env", quiet=False)[0] == 2
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    assert drive("--local_rank=0", "env", quiet=False)[0] == 0
+    (here / "broken.py").write_text("import not_there_at_all\n", encoding="utf-8")
+    with pytest.raises(ModuleNotFoundError, match="not_there_at_all"):  # Python shows it with its traceback
+        drive("fit", "--task broken.Task --data shapes.data")
 
 
 def test_env_lists_versions_devices_and_extras(drive):
@@ -132,9 +116,7 @@ def test_usage_errors_return_2_and_help_returns_0(capsys):
     assert "--trainer.max_epochs" in capsys.readouterr().out
     for line, nearest in {
         "launch --devces 2 train.py": "--devices",
-        "check-resume --update 3 train.py": "--updates",
         "checkpoint show run --tensor": "--tensors",
-        "strategies --jsn": "--json",
         "fti --task a.B": "fit",
         "checkpoint lst run": "list",
     }.items():
@@ -155,9 +137,6 @@ def test_help_and_version_do_not_wait_for_torch():
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"drivetrain {__version__}\n")
     assert "--max-shard-size" in done.stdout
-    command = [sys.executable, "-m", "drivetrain", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.stdout.startswith("usage: drivetrain")
 
 
 def test_a_shell_completes_words_arguments_and_values(here):
@@ -175,27 +154,9 @@ def test_a_shell_completes_words_arguments_and_values(here):
         assert [word.removeprefix("--task.") for word in words] == found
 
 
-def test_a_broken_module_of_the_user_shows_its_own_traceback(here):
-    (here / "broken.py").write_text("import not_there_at_all\n", encoding="utf-8")
-    line = "fit --task broken.Task --data shapes.data"
-    done = run_forked([str(PROGRAMS / "command.py"), *line.split()], here)
-    assert done.returncode == 1
-    assert "broken.py" in done.stderr
-    assert "No module named 'not_there_at_all'" in done.stderr
-
-
 @pytest.mark.landing
 def test_fit_works_from_a_shell_in_the_users_directory(here):
-    words = [
-        "-m",
-        "drivetrain",
-        "fit",
-        *FIT.split(),
-        "--trainer.strategy",
-        "cpu",
-        "--trainer.progress_bar",
-        "no",
-    ]
+    words = f"-m drivetrain fit {FIT} --trainer.strategy cpu --trainer.progress_bar no".split()
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert "model path: run/model.safetensors" in done.stdout

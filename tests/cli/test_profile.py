@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tests.callbacks.test_profile import calls, updates
 from tests.cli.conftest import PROGRAMS
 from tests.support.forked import run_forked
@@ -67,11 +66,3 @@ def test_profile_of_a_loop_an_error_and_a_program_without_a_fit(tmp_path: Path) 
     code, _, err = profiled(tmp_path, "", "--folder", "other")
     assert code == 1
     assert "without a Trainer's fit or steps, so there is nothing to profile" in err
-
-
-@pytest.mark.nightly
-def test_profile_has_the_ranks_that_a_program_starts(tmp_path: Path) -> None:
-    options = ("--steps", "4", "--ranks", "all", "--kinds", "trace")
-    code, out, err = profiled(tmp_path, FIT, *options, strategy="ddp", devices=2)
-    assert code == 0, err
-    assert out.splitlines()[-2:] == [f"profile/trace-updates-1-3-rank-{rank}.json.gz" for rank in (0, 1)]

@@ -20,8 +20,6 @@ def test_mistakes_in_the_arguments_of_fit(refuse):
         {
             "--task shapes.Shape --data shapes.data": "Did you mean 'Shapes'?",
             "--task shape.Shapes --data shapes.data": "there is no module 'shape'",
-            "--task shapes --data shapes.data": "does not name an object",
-            "--task shapes.py --data shapes.data": "shapes.py:Name",
             "--task nowhere.py:Shapes --data shapes.data": "no file nowhere.py",
             "--task shapes.ready --data shapes.data": "not a TaskModule",
             "--data shapes.data": "which task?",
@@ -30,42 +28,27 @@ def test_mistakes_in_the_arguments_of_fit(refuse):
             f"{SHAPES} --train-data shapes.ready": "give one of them",
             f"{SHAPES} --trainer.max_epoch 3": "Did you mean 'max_epochs'?",
             f"{SHAPES} --trainer.max_epochs three": "must be a number or none, not 'three'",
-            f"{SHAPES} --trainer.max_epochs": "--trainer.max_epochs needs a value",
-            f"{SHAPES} --trainer.precision bf16": "Here it is called 'bf16-mixed'.",
             f"{SHAPES} --trainer.checkpoint true --trainer.checkpoint.every 5": "as a whole and by its parts",
-            f"{SHAPES} --trainer.seed.x 5": "--trainer.seed must be a whole number, not",
             f"{SHAPES} --task.hiden 5": "Did you mean 'hidden'?",
             f"{SHAPES} --data.count 5": "--data.count has no effect",
             "--task shapes.Needy --data shapes.data": "a value is missing: give --task.classes VALUE",
-            f"{SHAPES} --trane.max_epochs 3": "Did you mean 'trainer'?",
             f"{SHAPES} --resum auto": "Did you mean '--resume'?",
             f"{SHAPES} --config nowhere.json": "cannot be read",
-            "--config a.yaml --config b.yaml": "--config is given 2 times",
         },
     )
 
 
 def test_mistakes_in_the_arguments_of_the_trainer_and_its_strategy(refuse):
     lines = {
-        "precision.recipe rowwise": "give --trainer.precision NAME too",
         "precision fp8 --trainer.precision.recipe rowise": "Did you mean 'rowwise'?",
-        "precision 32 --trainer.precision.recipe rowwise": "Precision has no argument 'recipe'",
-        "nosuch.part 1": "Trainer has no argument 'nosuch'.",
         "checkpoint.save_top_k 1": "Here it is called 'best'.",
         f"{STOPPING}.monitor x": "called 'metric'",
-        f"{STOPPING}.patience x": "callbacks.patience must",
         "callbacks drivetrain.EarlyStoping": "Did you mean 'EarlyStopping'?",
         "callbacks drivetrain.Every": "drivetrain.Every is no Callback",
-        "loggers cvs": "Did you mean 'csv'?",
         "loggers+=drivetrain.CSVLogger": "a value is missing: give --trainer.loggers.directory VALUE",
-        "strategy ddpp": "Did you mean 'ddp'?",
         "strategy ddp --trainer.strategy.bucket_md 50": "Did you mean 'bucket_mb'?",
-        "strategy ddp --trainer.strategy.bucket_mb big": "strategy.bucket_mb must be a number, not",
         "strategy ddp --trainer.strategy.bucket_mb 0": "bucket_mb=...) must be a positive number",
-        "strategy ddp --trainer.strategy.communication fp61": "Did you mean 'fp16'?",
-        "strategy.bucket_mb 50": "give --trainer.strategy NAME too",
         "strategy cpu --trainer.strategy.bucket_mb 50": "strategy 'cpu' has no options",
-        "strategy zero2 --trainer.strategy.stage 3": "stands for stage=2",
     }
     refuse("plan", {f"{SHAPES} --trainer.{line}": word for line, word in lines.items()})
 
@@ -74,11 +57,7 @@ def test_mistakes_in_the_arguments_of_the_trainer_and_its_strategy(refuse):
 def test_mistakes_in_a_configuration_file(tmp_path):
     contents = {
         "{": "not valid YAML or JSON",
-        "[]": "must be a mapping",
         '{"trianer": {}}': "Did you mean 'trainer'?",
-        '{"trainer": 3}': "trainer must be a mapping",
-        '{"task": {"objekt": "a.B"}}': "unknown name 'objekt'",
-        '{"resume": 3}': "resume must be a text",
         "trainer: {max_epoch: 3}": "Did you mean 'max_epochs'?",
         "trainer: {checkpoint: [{every: 3, best: 0}, {evry: 3}]}": "Did you mean 'every'?",
         "trainer: {max_epochs: three}": "--trainer.max_epochs must be a number or none, not 'three'",
@@ -97,11 +76,8 @@ def test_mistakes_in_a_configuration_file(tmp_path):
 def test_mistakes_in_the_arguments_of_a_typed_task(typed):
     lines = {
         "maybe 1.5": "--task.maybe must be a whole number or none, not '1.5'",
-        "flag 2": "--task.flag must be true or false, not '2'",
         "sizes a,b": "--task.sizes must be a whole number",
         "kind gelu": "--task.kind must be 'relu' or 'tanh', not 'gelu'",
-        "policy.bets 1": "Did you mean 'best'?",
-        "sizes.x 1": "--task.sizes must be a list (a,b,c), not",
         "whloe 1": "Typed has no argument 'whloe'. Did you mean 'whole'?",
     }
     table = {line: (lambda line=line: typed(f"--task.{line}"), word) for line, word in lines.items()}
@@ -112,19 +88,14 @@ def test_mistakes_in_the_options_of_launch_and_profile(tmp_path):
     (tmp_path / "train.py").write_text("raise AssertionError('not run')", encoding="utf-8")
     launches = {
         "--devices two": "--devices takes a number of processes or 'auto', not 'two'",
-        "--devices 0": "not '0'",
         "--nodes 2": "--nodes 2 needs --address HOST of the first machine and --node-rank",
         "--nodes 2 --address a --node-rank 2": "--node-rank must be from 0 to 1, not 2",
-        "--nodes 1:2 --address a --node-rank 0": "--nodes 1:2 needs --rendezvous",
         "--rendezvous a:1 --node-rank 0": "leave out --address and --node-rank",
-        "--rendezvous a:1 --nodes 1:4": "all processes restart when a machine joins or leaves",
-        "--max-restarts -1": "--max-restarts takes a number, at least 0, not -1",
         "": "no file 'program.py'; for a module, write -m",
         "--nproc-per-node=2": "Here it is called '--devices'",
     }
     profiles = {
         "--steps 1 train.py": "--steps must be a whole number, at least 2, not 1",
-        "--ranks first train.py": "--ranks takes numbers, such as 0,1, or all, not 'first'",
         "--kinds tabel train.py": "Did you mean 'table'",
         "gone.py": "no file 'gone.py'",
     }

@@ -44,7 +44,6 @@ def test_runs_show_and_list_tell_attempts_shares_and_what_cannot_be_read(tmp_pat
     assert row.split()[:3] == [str(run_dir), "2", "10"]
     assert str(other) in trouble
     assert str(other) in printed("list", other, code=1)  # nothing could be read
-    printed("list", other, "--json", code=1)
     with (run_dir / NAME).open("a", encoding="ascii") as out:
         out.write("{\n")
     assert "unreadable lines: 1" in printed("show", run_dir / NAME)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 from tests.cli.conftest import settings
 from torch.utils.data import default_collate
 
 from drivetrain import DDPConfig, EarlyStopping, Float8
-from drivetrain.cli.strategies import Listed, list_strategies
-from drivetrain.core.errors import MissingDependencyError
+from drivetrain.cli.strategies import list_strategies
 from drivetrain.loggers import CSVLogger
-from drivetrain.strategies import STRATEGIES, Hardware, Support
+from drivetrain.strategies import STRATEGIES, Hardware
 from drivetrain.strategies.fsdp.config import FSDPConfig
 
 FIT = "--task shapes.Shapes --data shapes.Data --trainer.max_epochs 2"
@@ -33,20 +30,15 @@ def test_a_text_becomes_what_the_annotation_asks_for(typed):
         "whole -2": -2,
         "number 3": 3.0,
         "number=-1e-3": -0.001,
-        "flag False": False,
         "flag yes": True,
         "text 3": "3",
-        "text none": "none",
         "text a,b": "a,b",
         "text=": "",
         "maybe none": None,
         "maybe 3": 3,
-        "either 2": 2,
         "either auto": "auto",
         "kind tanh": "tanh",
         "sizes 1,2,3": [1, 2, 3],
-        "sizes [1,2]": [1, 2],
-        "sizes ()": [],
         "sizes+=1 --task.sizes+=2": [1, 2],
         "pair (0.9,0.95)": (0.9, 0.95),
         'options {"a":1}': {"a": 1},
@@ -69,11 +61,9 @@ def test_spellings_functions_and_columns(here):
     given = settings(f"{words} --trainer.max_epochs 2.5")
     assert given.trainer().collate is default_collate
     shown = yaml.safe_load(given.as_file())["trainer"]
-    assert shown["collate"].endswith(".default_collate")
     assert (shown["group_by_length"], shown["max_epochs"]) == ("tokens", 2.5)
     line = "--task shapes.Shapes --train-data shapes.make_data --train-data.count 3"
     assert settings(line).make("train_data").count == 3
-    assert yaml.safe_load(settings(line).as_file())["train_data"]["init_args"] == {"count": 3}
 
 
 def test_parts_make_the_configurations_of_the_trainer(here, monkeypatch):
@@ -93,7 +83,6 @@ def test_parts_make_the_configurations_of_the_trainer(here, monkeypatch):
     assert settings(line).trainer().precision == expected
     Path("config.yaml").write_text(settings(line).as_file(), encoding="utf-8")
     assert settings("--config config.yaml").trainer().precision == expected
-    assert settings("--config config.yaml --trainer.precision 32").trainer().precision.name == "32"
 
 
 def test_callbacks_and_loggers_are_made_from_class_paths(typed):
@@ -136,8 +125,6 @@ def test_print_config_is_what_was_given_and_reads_back_as_the_same(drive, here):
     (here / "config.json").write_text(json.dumps({"trainer": given}), encoding="utf-8")
     first, second = settings("--config config.json --trainer.max_epochs 1").trainer().checkpoint
     assert (str(first.every), first.best, second.best, second.by) == ("3 steps", 0, 2, "train/loss")
-    printed = drive("fit", f"{FIT} --config config.json --print-config")[1]
-    assert yaml.safe_load(printed)["trainer"]["checkpoint"] == given["checkpoint"]
 
 
 CONFIG = {
@@ -156,11 +143,8 @@ CONFIG = {
 }
 
 
-@pytest.mark.parametrize(
-    "write", [lambda it: json.dumps(it, indent="\t"), yaml.safe_dump], ids=["tabs", "yaml"]
-)
-def test_a_file_configures_a_run_and_the_line_overrides_it(drive, here, write):
-    (here / "config").write_text(write(CONFIG), encoding="utf-8")
+def test_a_file_configures_a_run_and_the_line_overrides_it(drive, here):
+    (here / "config").write_text(yaml.safe_dump(CONFIG), encoding="utf-8")
     plan = json.loads(drive("plan", "--config config --json")[1])
     assert (plan["updates"], plan["saving"]["first"], plan["saving"]["times"]) == (12, 6, 2)
     plan = json.loads(drive("plan", "--config config --json --trainer.max_epochs 1 --data.count 5")[1])
@@ -170,14 +154,6 @@ def test_a_file_configures_a_run_and_the_line_overrides_it(drive, here, write):
     )
     assert [type(each).__name__ for each in found][-2:] == ["EarlyStopping", "LearningRateMonitor"]
     assert found[-2].patience == 2
-    # An object in the place of the file's comes without the arguments of the file's.
-    line = "--config config --data shapes.make_data --trainer.strategy cpu --trainer.checkpoint false"
-    shown = yaml.safe_load(settings(line).as_file())
-    assert (shown["data"], shown["trainer"]["strategy"], shown["trainer"]["checkpoint"]) == (
-        "shapes.make_data",
-        "cpu",
-        False,
-    )
 
 
 def test_help_lists_every_argument_with_its_text_and_default(drive, typed):
@@ -198,92 +174,35 @@ def test_help_lists_every_argument_with_its_text_and_default(drive, typed):
 def test_options_of_a_strategy_make_its_configuration(here):
     for line, expected in {
         "cpu": "cpu",
-        "ddp": "ddp",
         "ddp --trainer.strategy.bucket_mb=50": DDPConfig(bucket_mb=50.0),
         "ddp --trainer.strategy.static-graph yes": DDPConfig(static_graph=True),
-        "ddp --trainer.strategy.timeout none": DDPConfig(),
-        "fsdp --trainer.strategy.ignored head,norm.* --trainer.devices 2": FSDPConfig(
-            ignored=("head", "norm.*")
-        ),
     }.items():
         assert trainer(f"--trainer.strategy {line}").strategy == expected
     for given, line, expected in (
-        ("ddp", "", "ddp"),
-        ("ddp", ".bucket_mb 4", DDPConfig(bucket_mb=4.0)),
-        ({"name": "ddp", "bucket_mb": 3}, "", DDPConfig(bucket_mb=3)),
         ({"name": "ddp", "bucket_mb": 3}, ".static_graph true", DDPConfig(bucket_mb=3, static_graph=True)),
         ({"name": "ddp", "bucket_mb": 3}, " ddp", DDPConfig(bucket_mb=3)),
-        ({"bucket_mb": 3}, " ddp", DDPConfig(bucket_mb=3)),
         ({"name": "ddp", "bucket_mb": 3}, " cpu", "cpu"),  # options of another strategy go with it
         ({"name": "fsdp", "ignored": ["head", "norm.*"]}, "", FSDPConfig(ignored=("head", "norm.*"))),
     ):
         Path("config.json").write_text(json.dumps({"trainer": {"strategy": given}}), encoding="utf-8")
         line = line and f"--trainer.strategy{line}"
         assert trainer(f"--config config.json --trainer.devices 2 {line}").strategy == expected
-    shown = yaml.safe_load(settings("--trainer.strategy ddp --trainer.strategy.bucket_mb 5").as_file())
-    assert shown["trainer"]["strategy"] == {"name": "ddp", "bucket_mb": 5.0}
 
 
-# The list of strategies.
-
-
-def listed(hardware: Hardware) -> dict[str, Listed]:
-    return {each.name: each for each in list_strategies(hardware)}
-
-
-def test_what_a_machine_cannot_run_is_listed_with_the_reason():
+def test_strategies_are_listed_with_their_options_and_why_they_cannot_run(drive):
     tpu = dict.fromkeys(("cuda", "mps"), "4 TPU chips") | dict.fromkeys(("single", "ddp"), "'xla'")
     for hardware, cannot in (
         (Hardware(), {"cuda": "no CUDA GPUs", "mps": "no Metal"}),
-        (Hardware(mps=True), {"cuda": "no CUDA GPUs"}),
         (Hardware(cuda=8), {"mps": "8 CUDA GPUs and no Metal"}),
         (Hardware(tpu=4), {"auto": "torch_xla", **tpu}),
     ):
-        found = listed(hardware)
+        found = {each.name: each for each in list_strategies(hardware)}
         assert set(found) == set(STRATEGIES)
         for name in ("auto", "single", "cpu", "cuda", "mps", "ddp"):
-            assert found[name].needs
             assert found[name].available is (name not in cannot)
             assert cannot.get(name, "") in found[name].reason
-    options = listed(Hardware())["ddp"].options
-    assert (options["bucket_mb"], options["timeout"], options["static_graph"]) == ("25.0", "None", "False")
-    assert listed(Hardware())["cpu"].options == {}
-
-
-@dataclass(frozen=True)
-class OddConfig:
-    hops: int
-    names: tuple[str, ...] = ()
-
-
-class Odd:
-    name, config_type, needs = "odd", OddConfig, "luck"
-
-    @classmethod
-    def available(cls, hardware: Hardware) -> Support:
-        if hardware.cuda:
-            raise RuntimeError("the driver is on strike")
-        if hardware.mps:
-            raise MissingDependencyError("rings", "ring", "strategy 'odd'")
-        return Support(False, "no luck")
-
-
-def test_strategies_of_other_packages_are_listed_also_when_they_are_broken(drive, monkeypatch):
-    rows: dict[str, Any] = {**STRATEGIES._rows, "odd": Odd, "broken": "nowhere.at_all:Thing", "number": 3}
-    monkeypatch.setattr(STRATEGIES, "_rows", rows)
-    found = listed(Hardware())
-    assert found["odd"] == Listed("odd", "luck", False, "no luck", {"hops": "required", "names": "()"})
-    assert "'nowhere.at_all:Thing', which cannot be loaded" in found["broken"].reason
-    assert "which has no name, config_type" in found["number"].reason
-    assert found["ddp"].available
-    assert listed(Hardware(cuda=1))["odd"].reason == "the driver is on strike"
-    assert "pip install 'drivetrain[ring]'" in listed(Hardware(mps=True))["odd"].reason
+    assert (found["ddp"].options["bucket_mb"], found["cpu"].options) == ("25.0", {})
     code, out, err = drive("strategies", quiet=False)
-    assert (code, err) == (0, "")
-    available, _, rest = out.partition("cannot run here")
-    assert "  ddp " in available
-    assert "no luck; needs luck" in rest
-    assert "bucket_mb=25.0" in rest
+    assert (code, err, "  ddp " in out.partition("cannot run here")[0]) == (0, "", True)
     printed = json.loads(drive("strategies", "--json", quiet=False)[1])
-    assert printed["hardware"].keys() == {"cuda", "mps", "tpu", "xpu"}
     assert [each["name"] for each in printed["strategies"]] == list(STRATEGIES)
