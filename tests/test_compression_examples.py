@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 from drivetrain import Callback, LambdaCallback, TaskModule, Trainer
@@ -55,35 +54,6 @@ def examples(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def example(name: str) -> ModuleType:
     return importlib.import_module(name)
-
-
-WEIGHTS = {"net.1.weight", "net.1.bias", "net.3.weight", "net.3.bias"}
-
-
-@pytest.mark.nightly
-def test_what_the_programs_save(tmp_path: Path) -> None:
-    text = printed("distill.py", "--epochs", 4, "--teacher-epochs", 1, "--run-dir", tmp_path)
-    assert text.count("as before: True") == 1
-    stored = sorted((tmp_path / "distilled" / "checkpoints").glob("update-*/model.safetensors"))
-    for path in (tmp_path / "distilled" / "model.safetensors", stored[-1]):
-        assert load_file(path).keys() == WEIGHTS  # without the teacher
-
-    text = printed("prune.py", "--epochs", 4, "--run-dir", tmp_path)
-    _, pruned, loaded = accuracies(text)
-    assert loaded == pruned
-    assert "sparsity 90.0%" in text
-    weights = load_file(tmp_path / "finished.safetensors")
-    assert weights.keys() == WEIGHTS
-    zeros = [(weights[f"net.{each}.weight"] == 0).float().mean().item() for each in (1, 3)]
-    assert zeros == pytest.approx([0.9, 0.9], abs=1e-3)
-
-    text = printed("quantize.py", "--epochs", 2, "--run-dir", tmp_path)
-    *_, aware, quantised, loaded = accuracies(text)
-    assert aware == quantised == loaded
-    (sizes,) = re.findall(r"([\d,]+) bytes in float32, ([\d,]+) quantised", text)
-    floats, integers = (int(each.replace(",", "")) for each in sizes)
-    assert integers < floats / 2
-    assert load_file(tmp_path / "aware" / "model.safetensors").keys() == WEIGHTS
 
 
 @pytest.mark.nightly

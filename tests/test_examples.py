@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import csv
-import math
 import os
 import re
 import subprocess
@@ -105,7 +103,7 @@ def test_the_gan_learns_the_modes_and_writes_no_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_the_gpt_trains_reports_its_units_and_samples(tmp_path: Path) -> None:
+def test_the_gpt_trains_and_samples(tmp_path: Path) -> None:
     tiny = "--minutes 60 --steps 40 --megabytes 0.3 --width 32 --sample 30 --run-dir run"
     printed = run(EXAMPLES / "gpt.py", *tiny.split(), cwd=tmp_path)
     perplexity, bits = map(float, found(r"perplexity (\S+), (\S+) bits per byte", printed).groups())
@@ -113,15 +111,6 @@ def test_the_gpt_trains_reports_its_units_and_samples(tmp_path: Path) -> None:
     assert perplexity == pytest.approx(2**bits, rel=1e-3)
     assert "max_steps=40 reached" in printed
     assert "\ndef " in printed
-    with (tmp_path / "run" / "metrics.csv").open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    last = {name: float(value) for row in rows for name, value in row.items() if value}
-    perplexity = last["validation/perplexity"]
-    assert last["validation/bits_per_byte"] == pytest.approx(math.log2(perplexity))
-    assert last["throughput/tokens_per_second"] > 0
-    rates = [float(row["lr"]) for row in rows if row["lr"]]
-    assert rates[0] < max(rates), "the rate warms up"
-    assert rates[-1] < 0.1 * max(rates), "and falls to nothing by the end"
 
 
 RESUMED = """

@@ -121,12 +121,3 @@ def test_local_sgd_conforms_but_for_what_it_declares(
     check_strategy(lambda world_size: module.LocalSGD(config, world_size=world_size), world_size)
     if world_size > 1:
         assert "'local_sgd' is not compared with one process: each process" in capsys.readouterr().out
-
-
-@pytest.mark.nightly
-def test_the_suite_finds_that_local_sgd_differs_if_it_does_not_say_so(installed: Install) -> None:
-    class Silent(installed("local_sgd").LocalSGD):  # type: ignore[misc]
-        inexact = ""
-
-    with pytest.raises(RuntimeError, match=r"the weights .* are not close"):
-        check_strategy(lambda world_size: Silent(world_size=world_size), checks=["same_as_the_big_batch"])
