@@ -31,13 +31,10 @@ def updates(job: Job) -> None:
     job.assert_equals_one_process(found.result.metrics, alone.result.metrics, "the metrics")
 
 
-def conforms(
-    make: MakeStrategy, *checks: str, precision: str = "32", tolerance: float = 1e-6, alone: bool = False
-) -> None:
-    """Run checks on two ranks, or here: "updates" and those of the public suite."""
+def conforms(make: MakeStrategy, *checks: str, precision: str = "32", tolerance: float = 1e-6) -> None:
+    """Run checks on two ranks: "updates" and those of the public suite."""
     with tempfile.TemporaryDirectory() as scratch:
-        run = (make, scratch, checks, precision, tolerance)
-        _checked(*run) if alone else on_two_ranks(_checked, *run)
+        on_two_ranks(_checked, make, scratch, checks, precision, tolerance)
 
 
 def _checked(

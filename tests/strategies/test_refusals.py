@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -28,12 +29,12 @@ from drivetrain.strategies import (
     Choice,
     Hardware,
     SingleDevice,
-    Strategy,
     choose,
 )
 from drivetrain.strategies.ddp import DDP
 from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.precision.base import Precision
+from drivetrain.strategies.precision.registry import as_precision
 from drivetrain.strategies.registry import XLA
 from drivetrain.strategies.select import OURS
 from drivetrain.strategies.wrapping import ignored_names, units
@@ -215,6 +216,25 @@ def test_xla_refusals_before_torch_xla_is_loaded() -> None:
     assert_refused(StrategyError, rows)
 
 
-def test_abstract_methods_are_required() -> None:
-    with pytest.raises(TypeError, match="abstract"):
-        type("Half", (Strategy,), {})()
+def test_xla_precisions_are_supported_or_refused_with_the_reason() -> None:
+    for name in XLA:
+        kind: Any = STRATEGIES[name]
+        supports = lambda each, kind=kind: kind().supports(as_precision(each))  # noqa: E731
+        assert supports("32")
+        assert supports("bf16-mixed")
+        assert "bf16-mixed" in supports("16-true").reason
+        reason = "float32 only" if name == "xla_fsdp" else "bf16-true-nearest"
+        assert reason in supports("bf16-true").reason
+        assert bool(supports("bf16-true-nearest")) is (name != "xla_fsdp")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not installed")
+def test_xla_leaves_a_gpu_idle_only_where_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in XLA:
+        kind: Any = STRATEGIES[name]
+        monkeypatch.delenv("PJRT_DEVICE", raising=False)
+        assert "Set PJRT_DEVICE=CPU" in kind.available(ONE_GPU).reason
+        assert kind.available(LAPTOP)
+        assert kind.available(Hardware(cuda=1, tpu=1))
+        monkeypatch.setenv("PJRT_DEVICE", "CPU")
+        assert kind.available(ONE_GPU)
