@@ -74,13 +74,8 @@ def refuse(drive):
         for line, word in lines.items():
             found = drive(command, line, quiet=False)
             text = found[2]
-            if (
-                found[:2] != (code, "")
-                or word not in text
-                or text[:12] != "drivetrain: "
-                or "Traceback" in text
-            ):
-                wrong.append(f"{line}: {found}")
+            right = word in text and text.startswith("drivetrain: ") and "Traceback" not in text
+            wrong += [] if right and found[:2] == (code, "") else [f"{line}: {found}"]
         assert not wrong, "\n".join(wrong)
 
     return run

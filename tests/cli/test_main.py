@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file
 from tests.cli.conftest import PROGRAMS
 from tests.support.forked import run_forked
+from tests.support.tasks import Regression, pairs, quiet
 
-from drivetrain import Trainer
 from drivetrain.cli.main import main
 from drivetrain.core.version import __version__
+from drivetrain.run.ledger_report import KINDS, NAME, read_ledger
 
 SHAPES = "--task shapes.Shapes --data shapes.data"
 FIT = f"{SHAPES} --trainer.max_epochs 2 --trainer.run_dir run"
@@ -32,8 +33,7 @@ def test_fit_trains_as_python_does_and_says_what_it_left(drive, here):
 
     torch.manual_seed(3)
     task = Shapes(hidden=5)
-    quiet = {"loggers": (), "progress_bar": False, "checkpoint": False}
-    Trainer(max_epochs=2, strategy="cpu", seed=3, **quiet).fit(task, data)
+    quiet(max_epochs=2, strategy="cpu", seed=3).fit(task, data)
     found = load_file(here / "run" / "model.safetensors")
     assert found.keys() == task.state_dict().keys()
     assert all(torch.equal(found[name], value) for name, value in task.state_dict().items())
@@ -160,3 +160,41 @@ def test_fit_works_from_a_shell_in_the_users_directory(here):
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert "model path: run/model.safetensors" in done.stdout
+
+
+def test_runs_show_and_list_tell_attempts_shares_and_what_cannot_be_read(tmp_path, capsys, monkeypatch):
+    def printed(*words, code=0):
+        assert main(["runs", *map(str, words)]) == code
+        return capsys.readouterr().out
+
+    run_dir = tmp_path / "run"
+    for epochs in (1, 2):
+        trainer = quiet(max_epochs=epochs, checkpoint=True, run_dir=run_dir)
+        trainer.fit(Regression(), pairs(), pairs(2), resume="auto")
+    capsys.readouterr()
+    shown = printed("show", run_dir)
+    rows = {line[:11].strip(): line[11:].split() for line in shown.splitlines() if line.endswith("%")}
+    assert set(rows) >= {*KINDS, "wall time"}
+    seconds = sum(float(rows[kind][0]) for kind in KINDS)
+    assert seconds == pytest.approx(float(rows["wall time"][0]), abs=0.05 * len(KINDS))
+    attempts = [line.split()[0] for line in shown.splitlines() if line.endswith("finished")][-2:]
+    assert attempts == ["1", "2"]
+    for text in ("which is compute / wall time", "0 to 5", "5 to 10"):
+        assert text in shown
+    found = json.loads(printed("show", run_dir, "--json"))
+    assert found == json.loads(json.dumps(read_ledger(run_dir).to_json()))
+    assert sum(found["seconds"].values()) == pytest.approx(found["wall"])
+    assert json.loads(printed("list", tmp_path, "--json")) == {"runs": [found], "trouble": []}
+
+    monkeypatch.setenv("COLUMNS", "300")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / NAME).write_text("torn", encoding="utf-8")
+    head, row, trouble = printed("list", tmp_path).splitlines()
+    assert head.split() == ["run", "attempts", "updates", "wall", "goodput", "ended", "heard"]
+    assert row.split()[:3] == [str(run_dir), "2", "10"]
+    assert str(other) in trouble
+    assert str(other) in printed("list", other, code=1)  # nothing could be read
+    with (run_dir / NAME).open("a", encoding="ascii") as out:
+        out.write("{\n")
+    assert "unreadable lines: 1" in printed("show", run_dir / NAME)

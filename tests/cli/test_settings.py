@@ -162,8 +162,6 @@ def test_help_lists_every_argument_with_its_text_and_default(drive, typed):
     assert code == 0
     for word in (
         "--task.whole WHOLE A whole number, of 100 % or less. (type: int, default: 0)",
-        "--trainer.max_grad_norm MAX_GRAD_NORM Clip the gradient's global norm to this;",
-        "(type: float | null, default: null)",
         "--trainer.strategy.bucket_mb",
         "--trainer.checkpoint.keep_last",
         *(f"--trainer.{each}" for each in trainer("").to_json()),
