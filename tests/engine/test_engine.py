@@ -15,7 +15,7 @@ from tests.support.refusals import assert_refused
 from tests.support.tasks import Duel, Regression, duels, pairs, quiet
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import drivetrain
 from drivetrain import ConfigError, Engine, LambdaCallback, OptimizerConfig, StrategyError
@@ -90,16 +90,6 @@ def calls_in_a_steady_step(data: Any, **options: Any) -> list[str]:
     return counter.steady(lambda: trainer.fit(Counted(), data), 3, -1)
 
 
-class Squares(Dataset[tuple[Tensor, Tensor]]):
-    """A dataset of a user's own, which may draw from the host's generators."""
-
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return torch.full((4,), index / 40), torch.tensor([(index / 40) ** 2])
-
-
 def test_a_steady_step_makes_few_calls_of_our_functions() -> None:
     in_memory = calls_in_a_steady_step(list(pairs(20)))
     assert len(in_memory) == 18, in_memory
@@ -107,8 +97,6 @@ def test_a_steady_step_makes_few_calls_of_our_functions() -> None:
     assert len(from_a_loader) == 21, from_a_loader
     idle = [drivetrain.Callback() for _ in range(50)]  # idle callbacks cost no call
     assert calls_in_a_steady_step(list(pairs(20)), callbacks=idle) == in_memory
-    own_data = calls_in_a_steady_step(DataLoader(Squares(), batch_size=2, shuffle=True))
-    assert len(own_data) == 22, own_data
 
 
 @pytest.mark.parametrize(("verb", "expected"), [("validate", 9), ("predict", 8)])

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from drivetrain import (
     ConfigError,
-    Engine,
     FSDPConfig,
     LambdaCallback,
     MemoryConfig,
@@ -174,11 +173,6 @@ def test_release_gradients_holds_no_two_gradients_at_once() -> None:
     assert max(most) > 1
 
 
-def in_own_loop() -> None:
-    with Engine(strategy="cpu", memory=RELEASE) as engine:
-        engine.prepare(Deep(), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-
-
 def test_refusals_of_memory_options() -> None:
     lbfgs = lambda parameters: torch.optim.LBFGS(parameters)  # noqa: E731
     clipped = OptimizerConfig("sgd", max_grad_norm=1.0)
@@ -200,7 +194,6 @@ def test_refusals_of_memory_options() -> None:
         "clipping of the optimizer": (lambda: fit(RELEASE, Deep(clipped)), "max_grad_norm=1.0"),
         "muon": (lambda: fit(RELEASE, Deep(OptimizerConfig("muon"))), "release_gradients", "Combined"),
         "two optimizers": (lambda: quiet(max_steps=1, memory=RELEASE).fit(Duel(), duels()), "several"),
-        "own loop": (in_own_loop, "Trainer.fit"),
         "a closure": (lambda: fit(None, Deep(lbfgs)), "LBFGS", "closure"),
         "offload on the host": (lambda: quiet(memory=MemoryConfig(offload_activations=True)), "'cpu' device"),
         "shards": (lambda: quiet(strategy=sharded, devices=2, memory=again(True)), "give FSDPConfig"),

@@ -128,7 +128,6 @@ def test_refusals_of_configure_optimizers(tmp_path: Path) -> None:
         ),
         "nothing": (fit({}), "empty mapping"),
         "a text by name": (fit({"line": "adamw"}), "'line'", "OptimizerConfig"),
-        "a word as schedule": (fit(made(lambda optimizer: "cosine")), "torch.optim.lr_scheduler"),
         "plateau": (fit(made(ReduceLROnPlateau)), "schedule='reduce_on_plateau'"),
         "no such submodule": (lambda: quiet(max_epochs=1).fit(misspelt, pairs()), "'generater'"),
         "another kind of schedule in the checkpoint": (resumed, "schedule"),

@@ -61,28 +61,6 @@ class Forgetful:
         self.count = 0
 
 
-class Share(nn.Module):
-    """A metric that is a module of torch's, with a buffer, a plain number and a plain tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("right", torch.zeros(()))
-        self.reset()
-
-    def update(self, outputs: Tensor, target: Tensor) -> None:
-        self.right += (outputs.argmax(-1) == target).sum()
-        self.seen += len(target)
-        self.last = target[-1:].clone()
-
-    def compute(self) -> dict[str, Any]:
-        return {"share": self.right / self.seen, "last": self.last}
-
-    def reset(self) -> None:
-        self.right = torch.zeros(())
-        self.seen = 0
-        self.last = torch.zeros(1, dtype=torch.int64)
-
-
 def makers() -> dict[str, Callable[[], Any]]:
     """One of each kind of state that torchmetrics has, and of others."""
     import torchmetrics
@@ -104,7 +82,6 @@ def makers() -> dict[str, Callable[[], Any]]:
         "a wrapper with a counter": lambda: Running(accuracy(), window=3),
         "a wrapper in a collection": lambda: collection({"a": MinMaxMetric(accuracy()), "b": accuracy()}),
         "no library's": Largest,
-        "a module of torch's": Share,
         "of all samples at once": lambda: OverAll(
             lambda outputs, target: float(outputs[target % 2 == 0, 0].sum())
         ),

@@ -121,8 +121,6 @@ def test_refusals_of_over_all() -> None:
         "names": (compute(*((each, ones(2)) for each in names)), "'0/low', '0/top'"),
         "bool": (padded(torch.bool, -100), "bool cannot hold the padding -100"),
         "a text": (compute((ones(1), "text")), "a str", "transform="),
-        "no update": (compute(), "without an update"),
-        "a number": (lambda: OverAll(0.5), "takes a function, not a float"),
         "a class": (lambda: OverAll(Computes), "not the class Computes"),
     }
     assert_refused((ConfigError, DataError), cases)
