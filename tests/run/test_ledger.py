@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 from tests.support.forked import run_forked
-from tests.support.messages import heard, warned
+from tests.support.messages import warned
 from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Regression, pairs, quiet, variant
 from torch import Tensor
 
-from drivetrain import CheckpointConfig, LambdaCallback, LossSpike
+from drivetrain import CheckpointConfig, LambdaCallback
 from drivetrain.run.ledger_report import KINDS, NAME, RunLedger, read_ledger
 
 OFTEN = CheckpointConfig(every="1 step", by=None, keep_last=9)
@@ -172,41 +172,9 @@ def test_a_ledger_that_cannot_be_written_is_reported_once_and_made_up_for(tmp_pa
         with warned(f"the end of {NAME} was not saved") as caught:
             assert fit(tmp_path / choice, epochs=2, on_save_error=choice).progress.updates == 10
         assert len(caught) == 1
-    file = tmp_path / "run" / NAME
-
-    def act(run: Any) -> None:
-        time.sleep(0.02)
-        if run.progress.updates == 2:
-            file.unlink()
-            file.mkdir()
-        elif run.progress.updates == 8:
-            file.rmdir()
-
-    fit(tmp_path / "run", LambdaCallback(on_step_end=act), epochs=2, checkpoint=OFTEN)
-    ledger = read(tmp_path / "run")
-    assert (ledger.updates, ledger.attempts[0].resumed) == (10, 0)
-    assert ledger.seconds["compute"] >= 10 * 0.02
 
 
 def test_of_several_ranks_the_first_writes_the_ledger(tmp_path: Path) -> None:
     on_two_ranks(lambda: fit(tmp_path, strategy="ddp", devices=2).progress.updates)
     ledger = read(tmp_path)
     assert [(each.ended, each.updates) for each in ledger.attempts] == [("finished", 3)]
-
-
-def test_what_a_rollback_throws_away_is_lost_work(tmp_path: Path) -> None:
-    made: list[Tensor] = []
-
-    def loss(self: Any, outputs: Tensor, batch: Any) -> Tensor:
-        made.append(outputs)
-        return (outputs - batch[1]).square().mean() * (1e4 if len(made) == 34 else 1)
-
-    config = CheckpointConfig(every="10 steps", by=None)
-    callbacks = [LossSpike(action="rollback", window=10), LambdaCallback(on_step_end=slept(0.005))]
-    run = quiet(max_epochs=4, checkpoint=config, run_dir=tmp_path, callbacks=callbacks, log_every=1)
-    with heard():
-        run.fit(variant(loss=loss)(), pairs(20))
-    assert "back" in [each["event"] for each in events(tmp_path)]
-    ledger = read(tmp_path)
-    assert ledger.seconds["lost work"] >= 3 * 0.005
-    assert ledger.seconds["restore"] > 0

@@ -113,18 +113,11 @@ def test_a_clock_that_was_set_back_makes_nothing_negative(writer: Writer, tmp_pa
 
 HOSTILE = [
     b"\x00\xff\xfe",
-    b"null",
     b"[" * 50_000,
-    b'{"v": 1}',
     b'{"v": 2, "event": "beat"}',
     b'{"v": 1, "event": "beat", "attempt": "1", "time": NaN, "updates": 1, "spent": {}}',
-    b'{"v": 1, "event": "beat", "attempt": "1", "time": 1, "updates": -1, "spent": {}}',
-    b'{"v": 1, "event": "beat", "attempt": 1, "time": 1, "updates": 1, "spent": {}}',
-    b'{"v": 1, "event": "beat", "attempt": "1", "time": 1, "updates": 1, "spent": {"x": 1}}',
     b'{"v": 1, "event": "beat", "attempt": "", "time": 1, "updates": 1, "spent": {"save": []}}',
     b'{"v": 1, "event": "beat", "attempt": "1", "time": 1, "updates": 1' + b"0" * 5000 + b"}",
-    b'{"v": 1, "event": "beat", "attempt": "1", "time": 1e14, "updates": 1, "spent": {}}',
-    b"x" * 200_000,
 ]
 
 

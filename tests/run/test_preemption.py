@@ -243,20 +243,6 @@ def test_the_deadline_ends_a_program_whose_save_takes_too_long() -> None:
 
 
 @pytest.mark.real
-@needs_gloo
-def test_the_deadline_of_one_rank_names_the_newest_checkpoint_on_the_last_line() -> None:
-    def send(pid: int) -> None:
-        os.kill(int(Path("training-1").read_text(encoding="utf-8")), signal.SIGTERM)
-
-    code, errors = ended(send, "2 ddp 2 0", SLOW="600")
-    assert code == 75, errors
-    start = "drivetrain: ended by SIGTERM: a process failed before all was saved: the fit"
-    assert errors[-1].startswith(start)
-    assert "the newest checkpoint is" in errors[-1]
-    assert errors[-1].endswith("exit code 75")
-
-
-@pytest.mark.real
 def test_a_second_signal_ends_a_program_at_once() -> None:
     def twice(pid: int) -> None:
         os.kill(pid, signal.SIGTERM)

@@ -136,20 +136,6 @@ def test_of_several_ranks_it_is_rank_0_whose_values_are_logged_and_decide(tmp_pa
         check_watched(each)
 
 
-@pytest.mark.parametrize("stage", ["validation", "test"])
-def test_an_evaluation_outside_a_fit_returns_what_callbacks_logged_in_it(stage: str) -> None:
-    batches: list[int] = []
-
-    def count(run: Any) -> None:
-        batches.append(run.evaluation.batch)
-        run.log("batches", len(batches))
-
-    trainer = quiet(callbacks=[LambdaCallback(on_evaluation_step_end=count), Scores()])
-    values = (trainer.validate if stage == "validation" else trainer.test)(Regression(), pairs(4))
-    assert list(values) == [f"{stage}/loss", "batches", f"{stage}/score"]
-    assert (values["batches"], values[f"{stage}/score"]) == (len(batches), 3)
-
-
 def test_metrics_timing_and_milestones_of_a_run(tmp_path: Path) -> None:
     parts: dict[str, float] = {}
     seen: list[int] = []

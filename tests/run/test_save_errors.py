@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -45,10 +44,6 @@ def fill(disk: Path, left: int = 300_000) -> None:
     """Leave room for no checkpoint, once nothing is being written."""
     let_writing_end()
     (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - left))
-
-
-def die() -> None:
-    raise KeyboardInterrupt
 
 
 # The checkpoints.
@@ -109,32 +104,6 @@ def test_a_run_whose_end_cannot_be_saved_raises_and_writes_its_weights(
     assert names(run) == ["index.json", "update-00000006", "update-00000008"]
 
 
-def test_a_file_system_that_does_not_answer_for_a_while(tmp_path: Path) -> None:
-    """fsspec's own memory, which refuses for a while; and files of a disk that may not grow."""
-    fsspec = pytest.importorskip("fsspec")
-    is_down: list[bool] = []
-
-    class Refusing(fsspec.get_filesystem_class("memory")):  # type: ignore[misc]
-        protocol = "refusing"
-        cachable = False
-
-        def pipe_file(self, path: str, *arguments: Any, **options: Any) -> Any:
-            if is_down:
-                raise PermissionError(errno.EACCES, "access denied", path)
-            return super().pipe_file(path, *arguments, **options)
-
-    fsspec.register_implementation("refusing", Refusing, clobber=True)
-    keeps = {"directory": "refusing://bucket/run"}
-    with told("(EACCES); check the permissions") as text:
-        _, result = train(tmp_path, at(5, lambda: is_down.append(True)), at(9, is_down.clear), keeps=keeps)
-    assert "The newest checkpoint is still refusing://bucket/run/checkpoints/update-00000004" in text[0]
-    assert result.last_checkpoint == "refusing://bucket/run/checkpoints/update-00000012"
-    limits = file_size_limit(10_000)
-    with told("(EFBIG); raise the limit"):
-        train(tmp_path / "run", at(3, limits.__enter__), at(7, lambda: limits.__exit__(None, None, None)))
-    assert names(tmp_path / "run")[-1] == "update-00000012"
-
-
 # The logs.
 
 VALUES = LambdaCallback(on_log=lambda run: [run.log(f"value {each}", each / 7) for each in range(300)])
@@ -167,22 +136,6 @@ def test_a_logger_on_a_full_disk_lacks_rows_and_goes_on_whole(small_disk: Path, 
     assert "what is logged later is written if it can be; this is not written again" in text[0]
     assert result.progress.updates == 12
     assert steps_in(run, name) == [1, 2, 3, 4, 9, 10, 11, 12]
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_resumed_run_goes_on_in_its_log_though_the_disk_is_full(small_disk: Path, name: str) -> None:
-    """Its end is cut, for which no room is needed; TensorBoard is told of it once there is some."""
-    run, options = small_disk / "run", {"loggers": (name,), "log_every": 1, "keeps": {"every": "3 steps"}}
-    more = LambdaCallback(on_step_end=lambda run: run.progress.updates == 5 and run.log("late", 1.0))
-    with pytest.raises(KeyboardInterrupt):
-        train(run, more, at(6, die), VALUES, **options)
-    fill(small_disk, 0)
-    with heard(UNSAVED):
-        train(run, at(7, (small_disk / "filler").unlink), VALUES, **options)
-    steps = steps_in(run, name)
-    assert steps == sorted(set(steps))
-    assert (steps[:3], steps[-6:]) == ([1, 2, 3], [7, 8, 9, 10, 11, 12])
-    assert not list(run.glob("*.tmp"))
 
 
 # Several ranks.

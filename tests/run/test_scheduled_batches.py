@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from drivetrain import Callback, CheckpointConfig, LambdaCallback, OptimizerConfig, Run
+from drivetrain import Callback, CheckpointConfig, OptimizerConfig, Run
 
 SAMPLES = 23
 
@@ -143,35 +142,6 @@ def test_parts_of_an_epoch_and_intervals_follow_the_updates_of_each_epoch() -> N
         assert [len(each) for each in seen.sizes(result.progress.epoch)] == last
     half: Any = {"max_epochs": 3, "validate_every": "0.5 epochs"}
     assert fitted(**half, **BY_EPOCHS)[0].validated == [2, 3, 6, 9, 15, 21]  # of 3, 6 and 12 updates
-    steps: Any = {0: 1, "1 epoch": 6}
-    assert fitted(**half, gradient_accumulation_steps=steps)[0].validated == [6, 12, 13, 14, 15, 16]
-    begins: Any = {"validate_every": "1 step", "validate_from": "1.5 epochs"}
-    seen, _, result = fitted(max_steps=15, **begins, **BY_EPOCHS)
-    assert result.progress.updates == 15
-    assert seen.validated == list(range(6, 16))
-
-
-def test_a_skipped_update_or_an_epoch_that_is_ended_moves_no_point_of_a_schedule() -> None:
-    grows: Any = {"batch_size": {0: 1, 24: 3}, "on_nonfinite": "skip", "max_epochs": 2}
-    seen, _, result = fitted(data=Numbered(bad=(3, 8)), **grows)
-    assert result.progress.skipped == 4
-    assert seen.sizes() == [[1]] * 24 + [[3]] * 7 + [[1]]
-    ends = LambdaCallback(on_step_end=lambda run: run.end_epoch() if run.progress.updates == 2 else None)
-    for workers in (0, 2):
-        options: Any = {"batch_size": {0: 2, 4: 4, 7: 3}, "max_epochs": 2, "num_workers": workers}
-        seen, _, _ = fitted(callbacks=[ends], **options)
-        assert [window[0] for window in seen.sizes()] == [2, 2, 2, 2, 4, 4, 4, 3, 3, 1]
-        assert sorted(seen.order(1)) == list(range(SAMPLES))
-
-
-def test_the_plan_of_a_scheduled_fit_has_the_exact_length_and_the_points() -> None:
-    trainer = quiet(max_epochs=3, validate_every="1 epoch", batch_size=2, **BY_EPOCHS)
-    plan = trainer.plan(Regression(), Numbered(), Numbered(4))
-    assert (plan.updates, plan.updates_per_epoch, plan.samples_per_update) == (21, None, 8)
-    assert (plan.validation.times, plan.validation.first, plan.validation.last) == (3, 3, 21)
-    assert plan.stages == {"gradient_accumulation_steps": "4, 2 from 1 epoch on, 1 from 2 epochs on"}
-    assert "epochs differ in their updates" in str(plan)
-    assert '"gradient_accumulation_steps": {' in json.dumps(trainer.to_json())
 
 
 def part(folder: Path, resume: str | None = None, **options: Any) -> Any:
