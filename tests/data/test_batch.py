@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -43,22 +43,6 @@ class Encoding(UserDict):  # type: ignore[type-arg]
         self.encoder = encoder
 
 
-class Window(Mapping[str, Any]):
-    """A mapping whose constructor takes no mapping."""
-
-    def __init__(self, *, length: int) -> None:
-        self._length = length
-
-    def __getitem__(self, key: str) -> Tensor:
-        return {"features": torch.ones(self._length, 2)}[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(["features"])
-
-    def __len__(self) -> int:
-        return 1
-
-
 class Graph:
     """As graph libraries give: no mapping and no sequence, but with `to`."""
 
@@ -67,19 +51,6 @@ class Graph:
 
     def to(self, device: torch.device) -> Graph:
         return Graph(self.nodes.to(device), self.num_graphs)
-
-
-class Boxes:
-    """As image libraries give: counted by its length, moved by `to`."""
-
-    def __init__(self, corners: Tensor) -> None:
-        self.corners = corners
-
-    def __len__(self) -> int:
-        return len(self.corners)
-
-    def to(self, device: torch.device) -> Boxes:
-        return Boxes(self.corners.to(device))
 
 
 ONES = torch.ones(3, 2)
@@ -100,9 +71,7 @@ def test_the_number_of_samples_is_the_first_dimension_of_the_first_tensor() -> N
         Sample(ONES),
         OrderedDict(features=ONES),
         Encoding({"features": ONES}, encoder="x"),
-        Window(length=3),
         Graph(torch.ones(7, 2), graphs=3),
-        Boxes(ONES),
         packed,
         (packed, torch.zeros(3)),
     )
@@ -156,12 +125,12 @@ def test_a_dataclass_is_moved_without_being_constructed_again() -> None:
     assert frozen.doubled.dtype == torch.float32
 
 
-def test_mappings_keep_what_they_carry_beside_their_items_or_become_a_dict() -> None:
+def test_mappings_keep_what_they_carry_beside_their_items() -> None:
     encoding, lists = Encoding({"features": ONES}, encoder="x"), defaultdict(list, features=ONES)
-    moved, moved_lists, window = move(encoding, META), move(lists, META), move(Window(length=3), META)
-    assert (type(moved), moved.encoder, type(window)) == (Encoding, "x", dict)
+    moved, moved_lists = move(encoding, META), move(lists, META)
+    assert (type(moved), moved.encoder) == (Encoding, "x")
     assert moved_lists["missing"] == []
-    assert {each["features"].device for each in (moved, moved_lists, window)} == {META}
+    assert {each["features"].device for each in (moved, moved_lists)} == {META}
     assert {each["features"].device for each in (encoding, lists)} == {CPU}
 
 

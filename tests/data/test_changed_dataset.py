@@ -10,7 +10,7 @@ import torch
 from tests.support.outcome import weights
 from tests.support.tasks import Regression, quiet
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from drivetrain import Callback, CheckpointConfig, LambdaCallback
 
@@ -83,10 +83,3 @@ def test_what_is_changed_at_an_epochs_end_is_seen_in_the_next(tmp_path: Path) ->
         Regression(), data, Noisy()
     )
     assert data.noted(1) == [0] * 8 + [10] * 8 + [20] * 8
-
-
-def test_workers_that_the_user_keeps_do_not_see_a_change(tmp_path: Path) -> None:
-    data = Noisy(tmp_path / "note")
-    given = DataLoader(data, batch_size=2, num_workers=1, persistent_workers=True)
-    quiet(max_epochs=3, callbacks=[Curriculum(data)]).fit(Regression(), given)
-    assert data.noted(1) == [0] * 24

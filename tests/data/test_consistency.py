@@ -10,17 +10,14 @@ import pytest
 import torch
 from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Regression, pairs, quiet
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import RowwiseParallel
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import drivetrain
-from drivetrain import DataError, Engine, FSDPConfig, already_split
+from drivetrain import DataError, Engine
 from drivetrain.data import Feed, Share, Transfer, as_source
 from drivetrain.data.consistency import check_data
 from drivetrain.distributed.ranks import Ranks
 from drivetrain.strategies.ddp import DDP
-from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.testing.distributed import run_distributed
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
@@ -152,24 +149,3 @@ def test_samples_that_are_augmented_are_the_same_data() -> None:
         return [trainer().fit(Regression(), each).progress.samples for each in loaders]
 
     assert on_two_ranks(fits) == [[32] * 2] * 2
-
-
-class Split(Regression):
-    """In which two ranks work on the same batches."""
-
-    def parallel_plan(self) -> Any:
-        return {"line": RowwiseParallel(input_layouts=Replicate())}
-
-
-def tensor_groups(neighbours: int) -> Any:
-    part = TensorDataset(*WHOLE[drivetrain.rank() // neighbours :: 4 // neighbours])
-    strategy = FSDP(FSDPConfig(tensor_parallel=2), world_size=4)
-    fitted = quiet(max_epochs=1, strategy=strategy, devices=4)
-    return fitted.fit(Split(), already_split(DataLoader(part, batch_size=4))).progress.samples
-
-
-@pytest.mark.landing
-def test_ranks_of_a_tensor_group_have_the_same_part() -> None:
-    assert run_distributed(tensor_groups, 2, world_size=4) == [32] * 4
-    with pytest.raises(RuntimeError, match=r"rank 1 was given another part .*drivetrain\.rank\(\) // 2"):
-        run_distributed(tensor_groups, 1, world_size=4)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from drivetrain.core.errors import DataError
 from drivetrain.core.random_streams import preserved
-from drivetrain.data import Feed, Measure, Transfer, Window, as_source, evaluation_sources
+from drivetrain.data import Feed, Measure, Transfer, Window, as_source
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -168,15 +168,6 @@ def test_a_bare_dataset_uses_its_own_batch_size_before_the_trainers() -> None:
     for dataset, size in ((OwnSize(torch.ones(8, 1)), 2), (TensorDataset(torch.ones(8, 1)), 4)):
         read = as_source(dataset, "training", seed=0, batch_size=4, shuffle=True)
         assert [samples for _, _, samples in read.batches(0, 0)] == [size] * (8 // size)
-
-
-def test_named_evaluation_loaders_keep_their_names() -> None:
-    sources = evaluation_sources({"day": numbered(1), "night": numbered(2)}, "validation", seed=0)
-    assert [(name, source.name, source.count()) for name, source in sources] == [
-        ("day", "validation (day)", 1),
-        ("night", "validation (night)", 2),
-    ]
-    assert [name for name, _ in evaluation_sources(numbered(1), "test", seed=0)] == [None]
 
 
 class Counter(IterableDataset[Tensor]):

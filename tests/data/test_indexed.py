@@ -28,7 +28,6 @@ from torch.utils.data import (
     Dataset,
     RandomSampler,
     Sampler,
-    SequentialSampler,
     Subset,
     SubsetRandomSampler,
     TensorDataset,
@@ -150,16 +149,6 @@ def test_torchs_batch_sampler_passed_by_hand_is_what_the_loader_would_make(drop_
     assert by_hand.count() == made.count() == (2 if drop_last else 3)
 
 
-def test_the_number_of_batches_is_known_from_any_position() -> None:
-    read = source()
-    assert read.exact
-    for position in (0, 3, 4, 11, 20):
-        assert read.count(position) == len(batches(read, 0, position))
-    sampled = source(sampler=WeightedRandomSampler([1.0] * SIZE, 20))
-    assert (sampled.count(), sampled.exact) == (7, False)
-    assert indices(source(sampler=SequentialSampler(range(4)))) == [[0, 1, 2], [3]], "it is believed"
-
-
 class Ready(Dataset[Tensor]):
     """Gives whole batches, for a loader with batch_size=None."""
 
@@ -184,14 +173,6 @@ def test_a_dataset_of_ready_batches_counts_batches(workers: int) -> None:
     assert [(advance, samples) for _, advance, samples in read.batches(0, 0)] == [(1, None)] * 4
 
 
-def test_a_sampler_of_index_lists_reads_a_dataset_in_bulk() -> None:
-    sampler = BatchSampler(RandomSampler(range(4)), 3, drop_last=False)
-    read = source(Ready(), batch_size=None, sampler=sampler)
-    assert [len(batch) for batch in indices(read)] == [3, 1]
-    assert sorted(flat(indices(read))) == [0, 1, 2, 3]
-    assert indices(read, 1, position=1) == indices(read, 1)[1:]
-
-
 def test_a_dataset_can_be_read_in_its_own_order() -> None:
     for options in ({}, {"batch_sampler": BatchSampler(RandomSampler(range(SIZE)), 3, False)}):
         read = as_source(loader(**options), "predict", SEED, in_order=True)
@@ -208,13 +189,6 @@ def test_workers_that_stay_give_the_same_over_epochs_an_early_end_and_a_resume()
     assert batches(read, 1, position=6) == expected[1][2:]
     assert batches(read, 2) == expected[2]
     read.close()
-
-
-def test_reading_leaves_the_users_generator_and_loader_alone() -> None:
-    generator = torch.Generator().manual_seed(1)
-    before = generator.get_state()
-    batches(source(generator=generator))
-    assert torch.equal(generator.get_state(), before)
 
 
 # The step's streams.

@@ -10,9 +10,9 @@ import pytest
 import torch
 from tests.support.tasks import Regression, quiet
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import Dataset
 
-from drivetrain import ConfigError, DataError, LambdaCallback
+from drivetrain import DataError, LambdaCallback
 from drivetrain.data import LengthGroupedSampler
 from drivetrain.data.length_grouped import lengths_of
 
@@ -111,14 +111,3 @@ def test_the_order_does_not_depend_on_how_an_update_is_divided_and_resumes(tmp_p
     halves: Any = {"batch_size": 8, "run_dir": tmp_path, "checkpoint": True}
     assert trained(max_steps=4, **halves) + trained(max_epochs=2, resume="auto", **halves) == whole
     assert sorted(chain(*whole[:7])) == sorted(map(float, LENGTHS[:50]))
-
-
-class Stream(IterableDataset[Tensor]):
-    def __iter__(self) -> Any:
-        yield torch.zeros(2, 4)
-
-
-@pytest.mark.parametrize("data", [DataLoader(Samples(), batch_size=8), Stream(), [torch.zeros(2, 4)]])
-def test_data_that_is_no_bare_dataset_is_refused(data: Any) -> None:
-    with pytest.raises(ConfigError, match="group_by_length is for data that is given as a dataset"):
-        trained(max_steps=1, data=data)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, SubsetRandomSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 
 from drivetrain.core.random_streams import preserved
 from drivetrain.data import as_source
@@ -93,17 +93,3 @@ def test_an_order_longer_than_is_drawn_at_once_goes_on_in_its_own_stream() -> No
     assert (random.random(), np.random.rand(), float(torch.rand(()))) == right
     assert [*found, *itertools.islice(drawn, 15_000)] == expected
     assert expected[:10_000] != expected[10_000:20_000]
-
-
-def test_reading_in_order_gives_up_the_shuffling_and_keeps_the_choice() -> None:
-    samplers: list[tuple[Any, list[int]]] = [
-        (RandomSampler(range(SIZE)), [0, 1, 2, 3, 4, 5, 6]),
-        (RandomSampler(range(SIZE), replacement=True, num_samples=20), [0, 1, 2, 3, 4, 5, 6]),
-        (SubsetRandomSampler([5, 1, 4]), [1, 4, 5]),
-        (SubsetRandomSampler(torch.tensor([5, 1])), [1, 5]),  # type: ignore[arg-type]
-        ([6, 0, 2], [6, 0, 2]),
-    ]
-    for sampler, expected in samplers:
-        loader = DataLoader(Numbers(), batch_size=2, sampler=sampler)
-        read = as_source(loader, "predict", 5, in_order=True)
-        assert [i for batch, _, _ in read.batches(0, 0) for i in batch.tolist()] == expected

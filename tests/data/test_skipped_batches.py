@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 import drivetrain
 from drivetrain import CheckpointConfig, DataError, LambdaCallback, OptimizerConfig
 from drivetrain.data.skipped_batches import IN_A_ROW
-from drivetrain.testing import run_distributed
 
 ADAMW = OptimizerConfig("adamw", lr=0.05)
 
@@ -179,32 +178,3 @@ def test_ranks_agree_and_weigh_what_is_there(options: dict[str, Any]) -> None:
     quiet(max_epochs=1).fit(without, windows_of(Lines(), *windows))
     for name, value in without.state_dict().items():
         torch.testing.assert_close(torch.tensor(ranks[0][0][name]), value, rtol=1e-5, atol=1e-6)
-
-
-def _divided(bad: tuple[int, ...]) -> Any:
-    rank = torch.distributed.get_rank()
-    own = Lines(bad, keep=list(range(rank * 8, 8 if rank == 0 else 12)))
-    data = drivetrain.already_split(DataLoader(own, batch_size=2))
-    task, result = left_out(data, strategy="ddp", devices=2)
-    progress = result.progress
-    return (
-        {name: each.tolist() for name, each in task.state_dict().items()},
-        (progress.updates, progress.samples, progress.bad_batches),
-    )
-
-
-def test_data_that_is_already_split_too() -> None:
-    """Of four rounds both ranks lack the first, and rank 1 has none in the third, which rank 0 lacks."""
-    ranks = on_two_ranks(_divided, (0, 9, 4))
-    assert ranks[0] == ranks[1]
-    assert ranks[0][1] == (2, 6, 3)
-
-
-def _all_bad() -> None:
-    data = DataLoader(Lines(tuple(range(24))), batch_size=1)
-    left_out(data, strategy="ddp", devices=2)
-
-
-def test_ranks_end_together_where_all_is_bad() -> None:
-    with pytest.raises(RuntimeError, match=f"last {IN_A_ROW} batches were all bad"):
-        run_distributed(_all_bad)

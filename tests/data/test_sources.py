@@ -64,13 +64,6 @@ class Cursor(Noise):
         self.state = state
 
 
-class Sized(Noise):
-    """An iterable that knows its length."""
-
-    def __len__(self) -> int:
-        return self.count
-
-
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_a_list_is_read_from_any_position(kind: Callable[[Any], Any]) -> None:
     source = as_source(kind(torch.tensor([[float(i)]]) for i in range(4)), "training", seed=0)
@@ -112,13 +105,6 @@ def test_a_stateful_iterable_goes_on_from_its_own_state() -> None:
     assert values(after, position=2) == rest == expected[2:]
     assert data.given == 3
     assert values(after, epoch=1) == values(before, epoch=1)
-
-
-def test_an_iterables_own_length_is_told_but_not_relied_on() -> None:
-    source = as_source(Sized(), "training", seed=0)
-    assert not source.exact
-    assert [source.count(position) for position in (0, 2, 7)] == [5, 3, 0]
-    assert as_source(Noise(), "training", seed=0).count() is None
 
 
 def test_a_generator_that_was_used_up_says_so() -> None:

@@ -35,16 +35,6 @@ class Part(IterableDataset[Any]):
         return (NUMBERED[index] for index in list(range(rank, 24, 2))[: self.short if rank else None])
 
 
-class Buckets:
-    """Batches of indices that are not of one length, and on each rank others."""
-
-    def __iter__(self) -> Any:
-        return iter([[0, 1, 2], [3], [4, 5], [6, 7], [8, 9, 10, 11]][drivetrain.rank() :])
-
-    def __len__(self) -> int:
-        return 5 - drivetrain.rank()
-
-
 class Stateful:
     """Batches for ever, each rank its own, from where their state says."""
 
@@ -75,8 +65,6 @@ def part(kind: str) -> Any:
     if kind == "sampler":
         sampler = DistributedSampler(NUMBERED, num_replicas=2, rank=rank)
         return DataLoader(NUMBERED, batch_size=4, sampler=sampler)
-    if kind == "buckets":
-        return DataLoader(NUMBERED, batch_sampler=Buckets())  # type: ignore[arg-type]
     if kind == "dataset":
         return DataLoader(TensorDataset(*NUMBERED[rank::2]), batch_size=4, shuffle=True)
     return list(DataLoader(TensorDataset(*NUMBERED[rank:8:2] if rank else NUMBERED[0::2]), batch_size=4))
@@ -161,7 +149,7 @@ def interrupted(kind: str) -> Any:
     return whole, (begun[0] + resumed[0], resumed[1])
 
 
-@pytest.mark.parametrize("kind", ["dataset", "list", "sampler", "buckets", "stateful"])
+@pytest.mark.parametrize("kind", ["dataset", "list", "sampler", "stateful"])
 def test_a_resumed_fit_goes_on_where_each_rank_was(kind: str) -> None:
     for whole, parts in on_two_ranks(interrupted, kind):
         assert whole == parts

@@ -95,17 +95,6 @@ def test_the_next_epochs_first_batches_are_made_before_the_last_one_is_used(
     assert data.fetched()[12:] == before
 
 
-def test_two_passes_at_a_time_are_refused() -> None:
-    read = source(workers=1, persistent_workers=True)
-    first = read.batches(0, 0)
-    next(first)
-    second = read.batches(0, 0)
-    next(second)
-    with pytest.raises(DataError, match="Pass two loaders"):
-        next(first)
-    read.close()
-
-
 class Setting(Regression):
     """Sees, while it is set up, what the workers have done."""
 

@@ -7,21 +7,15 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import selectors
 import signal
-import sys
-import tempfile
-import threading
 import time
 from collections.abc import Iterator
-from multiprocessing import connection, queues, reduction
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.distributed.running import LIMIT, run
-from tests.support.indexed import batches, source
 from tests.support.tasks import Regression, quiet
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, dataloader
@@ -112,16 +106,6 @@ def test_a_worker_that_dies_is_a_fault_of_the_data_wherever_the_run_stands(data:
         with pytest.raises(DataError, match=r"the training data .*worker"):
             trainer.fit(Waiting(where), given)
         assert not multiprocessing.active_children()
-
-
-def test_other_loaders_workers_are_heard_of_as_ever() -> None:
-    read = source(workers=1, persistent_workers=True)
-    first = read.batches(0, 0)
-    next(first)
-    with pytest.raises(RuntimeError, match="DataLoader worker"):
-        list(torch.utils.data.DataLoader(Dies(0), num_workers=1))
-    assert len(list(first)) == len(batches(source())) - 1
-    read.close()
 
 
 def test_workers_of_a_loader_over_an_iterable_end_with_the_run() -> None:
@@ -219,17 +203,10 @@ class Collects(Rows):
         return super().__getitem__(index)
 
 
-class CollectingStream(Stream):
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        gc.collect()
-        return super().__iter__()
-
-
 @pytest.mark.skipif(multiprocessing.get_start_method() != "fork", reason="workers are no copies")
-@pytest.mark.parametrize("data", [Collects, CollectingStream])
-def test_no_worker_frees_the_garbage_of_the_process_that_it_was_forked_from(data: Any) -> None:
+def test_no_worker_frees_the_garbage_of_the_process_that_it_was_forked_from() -> None:
     """The destructor of a process group waits for threads that a forked process does not have."""
-    loader = DataLoader(data(), batch_size=4, num_workers=1)
+    loader = DataLoader(Collects(), batch_size=4, num_workers=1)
     gc.disable()
     try:
         Garbage()
@@ -239,28 +216,3 @@ def test_no_worker_frees_the_garbage_of_the_process_that_it_was_forked_from(data
     assert result.progress.updates == 2
     gc.collect()
     assert Path("freed").read_text(encoding="utf-8").split() == [str(os.getpid())]
-
-
-def frame_within(*files: str) -> Any:
-    """A frame of the last file, called from the one before, and so on."""
-    inner: Any = sys._getframe
-    for each in reversed(files):
-        found = {"inner": inner}
-        exec(compile("def call(): return inner()", each, "exec"), found)
-        inner = found["call"]
-    return inner()
-
-
-def test_an_end_is_raised_only_where_torch_waits_for_a_batch() -> None:
-    """Amid other work it would be lost, as in a callback of the collector, or leave a file open."""
-    loader, queue, line = dataloader.__file__, queues.__file__, connection.__file__
-    for what, files, expected in (
-        ("fetching", [loader], True),
-        ("waiting", [loader, queue, line, selectors.__file__], True),
-        ("pinned", [loader, threading.__file__], True),
-        ("looking for the cause", [loader, tempfile.__file__], False),
-        ("opening a batch", [loader, reduction.__file__, line], False),
-        ("collecting", [loader, queue, __file__], False),
-        ("elsewhere", [threading.__file__], False),
-    ):
-        assert worker_signals._waits_for_batch(frame_within(*files)) is expected, what
