@@ -7,7 +7,6 @@ from tests.support.ranks import on_two_ranks
 from drivetrain.core.errors import CheckpointError
 from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.distributed.tensors import average_gradients
-from drivetrain.testing.distributed import run_distributed
 
 needs_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 
@@ -67,35 +66,6 @@ def test_all_get_the_same_also_an_error_of_one():
     assert second[3] == ("CheckpointError", [])
     assert (first[4][0], second[4][0]) == ("OddError", "RuntimeError")
     assert first[5] == second[5] == ["still together"] * 2
-
-
-def grouped():
-    job = Ranks.of_job()
-    ranks = job.grouped(2)
-    found = (
-        (ranks.rank, ranks.size, job.grouped(1) is job),
-        ranks.all_gather(job.rank),
-        ranks.total([1.0, job.rank]),
-        ranks.add(torch.tensor(10.0 + job.rank)).item(),
-        ranks.first(lambda: f"from {job.rank}"),
-        ranks.together(lambda: job.rank),
-    )
-    with pytest.raises(CheckpointError, match="no room"):
-        ranks.together(lambda: fail() if ranks.copy == 1 else None)
-    assert ranks.all_gather("still together") == ["still together"] * 2
-    job.close()
-    assert ranks.group is None
-    groups = [torch.distributed.new_group(each, backend="gloo") for each in ([0, 1], [2, 3])]
-    part = Ranks(job.rank % 2, 2, groups[job.rank // 2])
-    return found, (part.add(torch.tensor(float(10**job.rank))).item(), part.total([10**job.rank]))
-
-
-@needs_gloo
-def test_of_ranks_that_have_the_same_one_counts_and_a_part_adds_up_its_own():
-    for rank, (found, part) in enumerate(run_distributed(grouped, world_size=4)):
-        both = [0, 2]
-        assert found == ((rank // 2, 2, True), both, [2.0, 2.0], 22.0, "from 0", both)
-        assert part == ((11.0, [11.0]) if rank < 2 else (1100.0, [1100.0]))
 
 
 def averaged():

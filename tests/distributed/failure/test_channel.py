@@ -9,7 +9,6 @@ import signal
 import socket
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from drivetrain.core.errors import RankFailure, StrategyError
 from drivetrain.distributed.failure.channel import FailureChannel
 from drivetrain.distributed.failure.messages import TIMING, Cause
 from drivetrain.distributed.failure.silence import Silence, machine
-from drivetrain.distributed.failure.stacks import stacks as own_stacks
 
 pytestmark = [
     pytest.mark.skipif(not distributed.is_gloo_available(), reason="needs gloo"),
@@ -40,58 +38,34 @@ LATE += "else: until(Path('left').exists); raise ValueError('late')"
 RESET = "raise RuntimeError('gloo: connection reset')"
 BOOM = "raise ValueError('boom')"
 
+
+def on(rank: int, act: str) -> dict[str, object]:
+    return {"who": [rank], "act": act}
+
+
+KILL = "kill(signal.SIGKILL)"
+ONE, ZERO = "RankFailure: rank 1 failed first, ", "drivetrain: rank 0 failed first, at update 7: "
+GONE = "failed first, last heard of at update 7: it "
 ENDS = {
     "never comes": (
         {"join": "if rank == 1: sys.exit(3)"},
         1,
         "rank 1 failed first: it ended with exit code 3$",
     ),
-    "raises on 0": (
-        {"who": [0], "act": BOOM},
-        1,
-        "drivetrain: rank 0 failed first, at update 7: ValueError: boom",
-    ),
-    "killed": (
-        {"who": [1], "act": "kill(signal.SIGKILL)"},
-        1,
-        "RankFailure: rank 1 failed first, last heard of at update 7: it was killed by SIGKILL",
-    ),
-    "killed, and leaves a worker": (
-        {"who": [1], "act": LEFT},
-        1,
-        "drivetrain: rank 1 failed first, last heard of at update 7: it was killed by SIGKILL",
-    ),
-    "rank 0 killed": (
-        {"who": [0], "act": "kill(signal.SIGKILL)"},
-        -signal.SIGKILL,
-        "rank 0 failed first, last heard of at update 7: it was killed, perhaps",
-    ),
-    "rank 0 stopped": (
-        {"who": [0], "act": STOPPED},
-        -signal.SIGKILL,
-        r"rank 0 failed first, last heard of at update 7: it is stopped \(by SIGSTOP",
-    ),
-    "exits with 0": (
-        {"who": [1], "act": "os._exit(0)"},
-        1,
-        "RankFailure: rank 1 failed first, .*: it ended with exit code 0; rank 0 was at update 7$",
-    ),
-    "aborts": (
-        {"who": [1], "act": "os.abort()"},
-        1,
-        "RankFailure: rank 1 .*: it was killed by SIGABRT; its own messages are above",
-    ),
-    "exit 3": ({"who": [1], "act": "sys.exit(3)"}, 1, "rank 1 failed first, at update 7: SystemExit: 3"),
-    "rank 0 exit 3": (
-        {"who": [0], "act": "sys.exit(3)"},
-        3,
-        "drivetrain: rank 0 failed first, at update 7: SystemExit: 3",
-    ),
+    "raises on 0": (on(0, BOOM), 1, ZERO + "ValueError: boom"),
+    "killed": (on(1, KILL), 1, f"RankFailure: rank 1 {GONE}was killed by SIGKILL"),
+    "killed, and leaves a worker": (on(1, LEFT), 1, f"drivetrain: rank 1 {GONE}was killed by SIGKILL"),
+    "rank 0 killed": (on(0, KILL), -signal.SIGKILL, f"rank 0 {GONE}was killed, perhaps"),
+    "rank 0 stopped": (on(0, STOPPED), -signal.SIGKILL, rf"rank 0 {GONE}is stopped \(by SIGSTOP"),
+    "exits with 0": (on(1, "os._exit(0)"), 1, ONE + ".*: it ended with exit code 0; rank 0 was at update 7$"),
+    "aborts": (on(1, "os.abort()"), 1, ONE + ".*: it was killed by SIGABRT; its own messages are above"),
+    "exit 3": (on(1, "sys.exit(3)"), 1, "rank 1 failed first, at update 7: SystemExit: 3"),
+    "rank 0 exit 3": (on(0, "sys.exit(3)"), 3, ZERO + "SystemExit: 3"),
     # Without an error, but too early for the other, whose own error says only that a connection ended.
     "ends too early": (
-        {"who": [1], "act": "sys.exit()"},
+        on(1, "sys.exit()"),
         1,
-        r"RankFailure: rank 1 .*: it had ended when rank 0, at update 7, waited for it \(RuntimeError",
+        ONE + ".*: it had ended when rank 0, at update 7, waited for it",
     ),
     # What the end of a rank brings about on the other may be seen first; it is not the cause.
     "consequence first": (
@@ -99,7 +73,7 @@ ENDS = {
         1,
         "rank 1 failed first, at update 7: KeyError: 5",
     ),
-    "late": ({"last": LATE}, 1, "RankFailure: rank 1 failed first, at update 12: ValueError: late$"),
+    "late": ({"last": LATE}, 1, ONE + "at update 12: ValueError: late$"),
 }
 
 
@@ -261,15 +235,6 @@ def test_an_interrupt_ends_all_ranks_and_shows_one_traceback() -> None:
     ended = found["SIGTERM"]
     assert (ended.code, ended.out) == (-signal.SIGTERM, "")
     assert "rank 0 failed first" in ended.errors[-1]
-
-
-def test_a_late_rank_adds_its_error_to_what_was_asked_of_it(tmp_path: Path) -> None:
-    file = tmp_path / "failures" / "rank1.txt"
-    own_stacks.write(file, "rank 1, asked by rank 0 because it did not answer")
-    own_stacks.write(file, "rank 1, at update 7", ValueError("boom"))
-    text = file.read_text(encoding="utf-8")
-    assert text.startswith("rank 1, asked by rank 0")
-    assert "\nrank 1, at update 7\n\nValueError: boom\n" in text
 
 
 @pytest.fixture

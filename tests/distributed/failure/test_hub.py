@@ -167,21 +167,6 @@ def test_a_connection_that_knows_the_token_can_end_only_itself(job: Job) -> None
     job.names_the_right_cause()
 
 
-def test_many_silent_strangers_keep_no_rank_out_and_the_oldest_is_dropped_first(alone: Job) -> None:
-    with contextlib.ExitStack() as stack:
-        connections = []
-        for _ in range(200):  # all before the time that a stranger has
-            connections.append(stack.enter_context(stranger(alone)))
-            alone.turn()
-        alone.until(lambda: len(alone.hub._unknown) < 100)
-        with contextlib.suppress(ConnectionError):
-            assert connections[0].recv(1) == b""
-        with pytest.raises(BlockingIOError):
-            connections[-1].recv(1)
-        alone.join()
-        alone.names_the_right_cause()
-
-
 def test_a_rank_that_sends_no_message_is_lost_and_not_called_killed(job: Job) -> None:
     job.lines[1].socket.sendall(DEEP)
     job.until(lambda: job.hub.cause)

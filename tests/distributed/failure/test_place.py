@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from tests.support.tasks import Regression, pairs, quiet
 from torch import nn
 
 from drivetrain import Callback
-from drivetrain.distributed.failure.place import place_of_error, place_of_thread
+from drivetrain.distributed.failure.place import place_of_error
 
 
 def fail(*_: Any, **options: Any) -> Any:
@@ -80,23 +79,3 @@ def test_an_error_is_placed(tmp_path: Path) -> None:
     with pytest.raises(TypeError) as other:
         nn.Linear(1, 1)(None)
     assert place_of_error(other.value) == ""
-
-
-class Looks(Callback):
-    """Sees from another thread what this one does."""
-
-    def on_step_end(self, run: Any) -> None:
-        main = threading.get_ident()
-        thread = threading.Thread(target=lambda: seen.append(place_of_thread(main)))
-        thread.start()
-        thread.join()
-
-
-seen: list[str] = []
-
-
-def test_what_a_thread_does_now_is_seen_from_another() -> None:
-    seen.clear()
-    quiet(max_steps=1, callbacks=[Looks()]).fit(Regression(), pairs(8))
-    assert seen == ["in on_step_end of Looks"]
-    assert [place_of_thread(each) for each in (threading.get_ident(), -1)] == ["", ""]

@@ -69,20 +69,12 @@ def test_accelerate_launch_s_configuration_chooses_strategy_and_precision() -> N
 
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
-SYSTEMS = {
-    "srun": ({**SLURM, "SLURM_STEP_NODELIST": "localhost"}, ("SLURM_PROCID", "SLURM_LOCALID")),
-    "Open MPI": (
-        {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ),
-    "MPICH": ({"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}, ("PMI_RANK", "MPI_LOCALRANKID")),
-}
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_the_variables_of_batch_systems(system: str, port: int) -> None:
-    same, own = SYSTEMS[system]
-    job = {**undisturbed(), **same, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def test_the_variables_of_slurm(port: int) -> None:
+    job = {**undisturbed(), **SLURM, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    job["SLURM_STEP_NODELIST"] = "localhost"
+    own = ("SLURM_PROCID", "SLURM_LOCALID")
     ranks = [Forked([PROGRAM], Path.cwd(), {**job, **dict.fromkeys(own, str(rank))}) for rank in range(2)]
     ended = [each.communicate(LIMIT) for each in ranks]
     assert [each.returncode for each in ranks] == [0, 0], ended

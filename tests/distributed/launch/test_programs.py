@@ -17,7 +17,6 @@ from tests.support.failing import JOB
 from tests.support.refusals import assert_refused
 
 from drivetrain.core.errors import StrategyError
-from drivetrain.distributed.launch.children import Child, wait_for
 from drivetrain.distributed.launch.environment import ProcessEnvironment
 from drivetrain.distributed.launch.programs import ensure_ranks, rerun_obstacle
 
@@ -138,13 +137,3 @@ def test_a_launchers_job_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> N
     message = r"torchrun has started 4 processes, but devices=2 and num_nodes=1 ask for 2\. Give"
     with pytest.raises(StrategyError, match=message):
         ensure_ranks(2)
-
-
-@real
-def test_waiting_for_a_process_has_an_end() -> None:
-    process = subprocess.Popen(["sleep", "600"])
-    child = Child(1, process.pid, process.poll)
-    assert wait_for([child], 0.1) == [child]
-    child.end(signal.SIGKILL)
-    assert wait_for([child], 60) == []
-    child.end(signal.SIGKILL)  # nobody is there any more, or somebody else is, who is left alone
