@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from tests.support.xla import QUIET, Counts, apart, counts, make, trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from drivetrain import Engine, SequenceLength, StrategyError, Trainer
+from drivetrain import Engine, StrategyError, Trainer
 from drivetrain.callbacks import LambdaCallback
 from drivetrain.checkpoint import export_torch, load_weights
 from drivetrain.core.random_streams import device_generators
@@ -81,36 +80,6 @@ def test_accumulation_runs_each_micro_batch_by_itself_or_a_whole_window_at_once(
         assert len(updates) == 9  # the third of an epoch has a micro-batch of two
         assert updates[6:] == [{"compiled": 0, "run": programs, "copied": 0}] * 3
         assert all(each["copied"] == 0 for each in updates)
-
-
-def test_accumulation_by_schedule_compiles_for_each_number_once() -> None:
-    updates = apart(lambda: counted("xla", 1, 16, {0: 2, "1 epoch": 1}, "1000 steps").updates)
-    assert [each["run"] for each in updates] == [2, 2, *[1] * 8]
-    assert all(each["compiled"] == 0 for each in updates[4:])
-    assert all(each["copied"] == 0 for each in updates)
-
-
-def _scheduled(name: str, devices: int) -> tuple[list[list[float]], int]:
-    options: dict[str, Any] = {
-        "gradient_accumulation_steps": {0: 2, "3 steps": 1},
-        "batch_size": {0: 2, "4 steps": 6},
-        "callbacks": [SequenceLength({0: 5, "5 steps": 9})],
-        "max_grad_norm": 0.5,
-    }
-    on_cpu = name == "cpu"
-    made = Trainer(strategy=name, **QUIET, **options) if on_cpu else trainer(name, None, devices, **options)
-    task = Tokens(schedule="cosine")
-    result = made.fit(task, Sequences())
-    return [each.detach().cpu().flatten().tolist() for each in task.parameters()], result.progress.updates
-
-
-@pytest.mark.parametrize(("name", "devices"), NAMES)
-def test_batches_by_schedule_have_the_numbers_of_the_cpu(name: str, devices: int) -> None:
-    found, updates = apart(_scheduled, name, devices)
-    expected, same = apart(_scheduled, "cpu", 1)
-    assert updates == same == 10
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize(("name", "devices"), NAMES)
@@ -257,14 +226,6 @@ def test_only_the_strategy_that_was_asked_for_loads_xla_and_sets_its_variable() 
         assert (here.cuda, here.mps) == (0, False)  # whatever torch.accelerator says beside torch_xla
 
     apart(run)
-
-
-def test_several_processes_of_torch_xla_are_refused() -> None:
-    program = Path(__file__).parent / "programs" / "launched.py"
-    environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, env=environment)
-    assert done.returncode != 0
-    assert "strategy 'xla' runs 1 process, not 2" in done.stderr
 
 
 def test_xla_order_of_opening_is_refused_with_the_way_out() -> None:
