@@ -169,6 +169,7 @@ def _call(rank: int, work: bytes) -> tuple[bool, Any]:
         torch.set_default_dtype(torch.float32)
         torch.set_grad_enabled(True)
         gc.collect()  # what a fit has left must not be a later call's
+        gc.freeze()  # what is here for good, such as FSDP, is not walked through again
         return False, value
     except BaseException:
         return True, traceback.format_exc()
