@@ -63,9 +63,7 @@ def test_bytes_of_each_element_by_precision() -> None:
     for precision, weight, state, copies in (
         ("32", 4, 8, 0),
         ("bf16-mixed", 4, 8, 0),
-        ("16-mixed", 4, 8, 0),
         ("bf16-true", 2, 8, 8),  # of the weight and its gradient
-        ("16-true", 2, 8, 8),
         ("bf16-true-master", 2, 12, 4),  # of the gradient; that of the weight is part of the state
         ("64", 8, 16, 0),
     ):
@@ -76,7 +74,7 @@ def test_bytes_of_each_element_by_precision() -> None:
         assert use.activations < 0.1 * use.parameters
         assert use.other <= 4  # a loss scale
         extra = use.step - copies * ELEMENTS
-        assert extra >= 0 if precision in ("bf16-true", "16-true") else extra == 0  # what the rounding makes
+        assert extra >= 0 if precision == "bf16-true" else extra == 0  # what the rounding makes
 
 
 def test_activations_count_until_backward_frees_them() -> None:

@@ -30,6 +30,7 @@ def test_mistakes_in_the_arguments_of_fit(refuse):
             f"{SHAPES} --trainer.max_epochs three": "must be a number or none, not 'three'",
             f"{SHAPES} --trainer.checkpoint true --trainer.checkpoint.every 5": "as a whole and by its parts",
             f"{SHAPES} --task.hiden 5": "Did you mean 'hidden'?",
+            f"{SHAPES} --task.kind gelu": "--task.kind must be 'relu' or 'tanh', not 'gelu'",
             f"{SHAPES} --data.count 5": "--data.count has no effect",
             "--task shapes.Needy --data shapes.data": "a value is missing: give --task.classes VALUE",
             f"{SHAPES} --resum auto": "Did you mean '--resume'?",
@@ -71,17 +72,6 @@ def test_mistakes_in_a_configuration_file(tmp_path):
         table[content] = (lambda number=number: settings(f"--config {number}.yaml"), word, f"{number}.yaml")
     assert_refused(ConfigError, table)
     assert not (tmp_path / "made").exists()
-
-
-def test_mistakes_in_the_arguments_of_a_typed_task(typed):
-    lines = {
-        "maybe 1.5": "--task.maybe must be a whole number or none, not '1.5'",
-        "sizes a,b": "--task.sizes must be a whole number",
-        "kind gelu": "--task.kind must be 'relu' or 'tanh', not 'gelu'",
-        "whloe 1": "Typed has no argument 'whloe'. Did you mean 'whole'?",
-    }
-    table = {line: (lambda line=line: typed(f"--task.{line}"), word) for line, word in lines.items()}
-    assert_refused(ConfigError, table)
 
 
 def test_mistakes_in_the_options_of_launch_and_profile(tmp_path):

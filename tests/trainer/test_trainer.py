@@ -84,7 +84,9 @@ def test_leaving_the_loop_ends_the_run_in_order(tmp_path: Path) -> None:
     steps.close()
     assert heard == ["the loop was left by its caller"]
     assert (tmp_path / "metrics.csv").read_text(encoding="utf-8").startswith("step,train/loss\n3,")
-    assert load_file(tmp_path / "model.safetensors").keys() == task.state_dict().keys()
+    other = Regression()
+    other.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
+    assert weights(other) == weights(task)
 
 
 @pytest.mark.parametrize("left_after", [3, 5])
@@ -98,14 +100,6 @@ def test_resume_of_a_loop_that_was_left(left_after: int, tmp_path: Path) -> None
     rest = list(trainer.steps(task := dropping(), pairs(10, shuffle=True), resume="auto"))
     assert [step.update for step in rest] == list(range(left_after, 10))
     assert weights(task) == fitted()
-
-
-def test_a_finished_model_loads_without_this_package(tmp_path: Path) -> None:
-    task, other = Regression(), Regression()
-    result = quiet(max_epochs=1, checkpoint=True, run_dir=tmp_path / "run").fit(task, pairs())
-    assert result.model_path == str(tmp_path / "run" / "model.safetensors")
-    other.load_state_dict(load_file(result.model_path), strict=True)
-    assert weights(other) == weights(task)
 
 
 def test_run_dir_is_new_each_time_or_none(tmp_path: Path) -> None:

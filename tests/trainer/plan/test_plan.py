@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from drivetrain import CheckpointConfig, OptimizerConfig, ParameterGroup, TaskModule, Trainer, already_split
+from drivetrain import CheckpointConfig, OptimizerConfig, TaskModule, Trainer, already_split
 
 
 class Classifier(TaskModule):
@@ -168,14 +168,6 @@ def test_a_plan_is_readable_and_json():
     assert stored["last_window"] == [1, 29]
     assert stored["rates"]["lr"] == {"start": 0.01, "peak": 0.01, "peak_update": 0, "end": 0.01}
     assert stored["validation"] == {"every": "1 epoch", "times": 3, "first": 45, "last": 135}
-
-
-def test_rates_come_by_group_and_from_torch_schedulers():
-    slower = [ParameterGroup("net.0.*", lr_scale=0.1)]
-    groups = OptimizerConfig("sgd", lr=0.1, schedule="linear", groups=slower)
-    rates = plan(task=Classifier(groups), max_steps=10).rates
-    assert sorted(rate.start for rate in rates.values()) == pytest.approx([0.01, 0.1])
-    assert sorted(rate.end for rate in rates.values()) == pytest.approx([0.001, 0.01])
 
 
 def test_data_without_a_length_leaves_only_the_steps():
