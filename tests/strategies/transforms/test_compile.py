@@ -144,6 +144,15 @@ def test_compile_takes_the_forward_of_a_task_without_blocks_and_the_modules_of_o
     assert compiled() >= 3
 
 
+def test_compile_leaves_alone_what_its_user_compiles() -> None:
+    task, seen = deep(), []
+    task.blocks[1].compile(backend=lambda graph, _: seen.append(graph) or graph.forward)
+    theirs = task.blocks[1]._compiled_call_impl
+    quiet(max_steps=1, compile={"backend": "eager"}).fit(task, TRAINING)
+    assert len(seen) == 1
+    assert task.blocks[1]._compiled_call_impl is theirs
+
+
 def test_copy_of_a_compiled_task_computes_with_its_own_weights() -> None:
     given = []
 
