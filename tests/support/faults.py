@@ -54,47 +54,36 @@ class FaultyFileSystem:
         return [step for step in self.steps if step.fault is not None]
 
     def absolute(self, path: str) -> str:
-        """See `FileSystem.absolute`."""
         return self.inner.absolute(path)
 
     def join(self, directory: str, name: str) -> str:
-        """See `FileSystem.join`."""
         return self.inner.join(directory, name)
 
     def split(self, path: str) -> tuple[str, str]:
-        """See `FileSystem.split`."""
         return self.inner.split(path)
 
     def kind(self, path: str) -> Kind | None:
-        """See `FileSystem.kind`."""
         return self._do("look", path, lambda: self.inner.kind(path))
 
     def entries(self, directory: str) -> dict[str, Kind]:
-        """See `FileSystem.entries`."""
         return self._do("look", directory, lambda: self.inner.entries(directory))
 
     def create(self, path: str) -> Sink:
-        """See `FileSystem.create`."""
         return self._do("create", path, lambda: self._create(path))
 
     def open(self, path: str) -> Source:
-        """See `FileSystem.open`."""
         return self._do("open", path, lambda: _FaultySource(self, path, self.inner.open(path)))
 
     def make_directory(self, path: str) -> None:
-        """See `FileSystem.make_directory`."""
         self._do("make directory", path, lambda: self._change(lambda files: files.make_directory(path)))
 
     def sync(self, directory: str) -> None:
-        """See `FileSystem.sync`."""
         self._do("sync", directory, lambda: self._change(lambda files: files.sync(directory)))
 
     def rename(self, old: str, new: str) -> None:
-        """See `FileSystem.rename`."""
         self._do("rename", old, lambda: self._change(lambda files: files.rename(old, new)))
 
     def delete(self, path: str) -> None:
-        """See `FileSystem.delete`."""
         self._do("delete", path, lambda: self._delete(path), lambda chance: self._delete_part(path, chance))
 
     def _do(
@@ -282,7 +271,6 @@ class _Twin(MemoryDisk):
             _copy(inner, self, root)
 
     def cut_power(self, chance: random.Random) -> None:
-        """See `MemoryDisk.cut_power`; the original becomes the same."""
         super().cut_power(chance)
         if self._inner.kind(self._top) is not None:
             self._inner.delete(self._top)

@@ -73,33 +73,27 @@ class MemoryDisk:
         self._root = _Directory()
 
     def absolute(self, path: str) -> str:
-        """See `FileSystem.absolute`."""
         return posixpath.normpath(posixpath.join("/", path))
 
     def join(self, directory: str, name: str) -> str:
-        """See `FileSystem.join`."""
         return posixpath.join(directory, name)
 
     def split(self, path: str) -> tuple[str, str]:
-        """See `FileSystem.split`."""
         return posixpath.split(path)
 
     def kind(self, path: str) -> Kind | None:
-        """See `FileSystem.kind`."""
         node = self._find(path)
         if node is None:
             return None
         return "file" if isinstance(node, _File) else "directory"
 
     def entries(self, directory: str) -> dict[str, Kind]:
-        """See `FileSystem.entries`."""
         node = self._find(directory)
         if not isinstance(node, _Directory):
             return {}
         return {name: "file" if isinstance(each, _File) else "directory" for name, each in node.names.items()}
 
     def create(self, path: str) -> Sink:
-        """See `FileSystem.create`; a file that is there already is an error."""
         parent, name = self._parent(path)
         if name in parent.names:
             raise _os_error(errno.EEXIST, path)
@@ -108,14 +102,12 @@ class MemoryDisk:
         return _DiskSink(file)
 
     def open(self, path: str) -> Source:
-        """See `FileSystem.open`."""
         node = self._find(path)
         if not isinstance(node, _File):
             raise _os_error(errno.ENOENT if node is None else errno.EISDIR, path)
         return BytesSource(node.content)
 
     def make_directory(self, path: str) -> None:
-        """See `FileSystem.make_directory`."""
         directory, is_unfinished = self._root, False
         for name in _parts(path):
             node = directory.names.get(name)
@@ -130,14 +122,12 @@ class MemoryDisk:
             directory = node
 
     def sync(self, directory: str) -> None:
-        """See `FileSystem.sync`."""
         node = self._find(directory)
         if not isinstance(node, _Directory):
             raise _os_error(errno.ENOENT, directory)
         node.sync()
 
     def rename(self, old: str, new: str) -> None:
-        """See `FileSystem.rename`."""
         (source, old_name), (target, new_name) = self._parent(old), self._parent(new)
         node, replaced = source.names.get(old_name), target.names.get(new_name)
         if node is None:
@@ -151,7 +141,6 @@ class MemoryDisk:
             source.change(old_name, None, node)
 
     def delete(self, path: str) -> None:
-        """See `FileSystem.delete`."""
         parent, name = self._parent(path)
         node = parent.names.get(name)
         if node is None:
@@ -213,26 +202,21 @@ class MemoryObjects:
         self._objects: dict[str, bytes] = {}
 
     def absolute(self, path: str) -> str:
-        """See `FileSystem.absolute`."""
         return path
 
     def join(self, directory: str, name: str) -> str:
-        """See `FileSystem.join`."""
         return f"{directory}/{name}"
 
     def split(self, path: str) -> tuple[str, str]:
-        """See `FileSystem.split`."""
         parent, _, name = path.rpartition("/")
         return parent, name
 
     def kind(self, path: str) -> Kind | None:
-        """See `FileSystem.kind`."""
         if path in self._objects:
             return "file"
         return "directory" if any(self._inside(path)) else None
 
     def entries(self, directory: str) -> dict[str, Kind]:
-        """See `FileSystem.entries`."""
         found: dict[str, Kind] = {}
         for key in self._inside(directory):
             name, deeper, _ = key.removeprefix(f"{directory}/").partition("/")
@@ -240,11 +224,9 @@ class MemoryObjects:
         return found
 
     def create(self, path: str) -> Sink:
-        """See `FileSystem.create`."""
         return _ObjectSink(self._objects, path)
 
     def open(self, path: str) -> Source:
-        """See `FileSystem.open`."""
         if path not in self._objects:
             raise _os_error(errno.ENOENT, path)
         return BytesSource(self._objects[path])
@@ -256,13 +238,11 @@ class MemoryObjects:
         """See `FileSystem.sync`; there is nothing to do."""
 
     def rename(self, old: str, new: str) -> None:
-        """See `FileSystem.rename`."""
         if old not in self._objects:
             raise _os_error(errno.ENOENT, old)
         self._objects[new] = self._objects.pop(old)
 
     def delete(self, path: str) -> None:
-        """See `FileSystem.delete`."""
         doomed = [path] if path in self._objects else list(self._inside(path))
         if not doomed:
             raise _os_error(errno.ENOENT, path)

@@ -10,22 +10,12 @@ import torch
 from tests.integrations.lazy import Lazy
 
 from drivetrain import Trainer
-from drivetrain.integrations.lightning import as_data, as_task
+from drivetrain.integrations.lightning import as_task
 from drivetrain.integrations.lightning.kinds import is_overridden
 
 modules = Lazy("tests.integrations.lightning.modules")
 
-MODULES = (
-    "Classifier",
-    "Template",
-    "OneCycle",
-    "WarmUp",
-    "GAN",
-    "Skipping",
-    "Segmenter",
-    "Finetuning",
-    "Tabular",
-)
+MODULES = ("Classifier", "Template", "OneCycle", "WarmUp", "GAN", "Skipping", "Finetuning", "Tabular")
 # What a module's own trainer logs otherwise, each with the reason.
 EXPLAINED = {
     "Skipping": {"loss_step"},  # Lightning logs the value before again where a step returned None
@@ -54,13 +44,7 @@ def made(kind: Any) -> Any:
 
 
 def data_of(module: Any) -> tuple[Any, ...]:
-    """Return what Lightning's `fit` is given after the module: loaders, a data module, or nothing."""
-    if hasattr(module, "data"):
-        return None, None, module.data()
-    if is_overridden(module, "train_dataloader"):
-        return ()
-    if isinstance(module, modules.Segmenter):
-        return modules.loader(), [modules.loader(9, 1), modules.loader(6, 2)]
+    """Return what Lightning's `fit` is given after the module: the loaders."""
     return modules.loader(), modules.loader(9, 1) if is_overridden(module, "validation_step") else None
 
 
@@ -101,9 +85,7 @@ def under_lightning(module: Any, **options: Any) -> dict[str, list[float]]:
 def under_ours(module: Any, resume: str | None = None, **options: Any) -> Any:
     """Fit under ours, and return the logged values and the result."""
     given = data_of(module)
-    train, evaluated = given if len(given) == 2 else (as_data(given[2] if given else module), None)
-    if isinstance(evaluated, list):
-        evaluated = {f"dataloader_idx_{number}": each for number, each in enumerate(evaluated)}
+    train, evaluated = given
     recorder = Recorder()
     settings = {"strategy": "cpu", "checkpoint": False, "log_every": 1, **options}
     trainer = Trainer(loggers=(recorder,), progress_bar=False, **settings)

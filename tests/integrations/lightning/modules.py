@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MaxMetric, MeanMetric, MetricCollection, SumMetric
-from torchmetrics.classification import BinaryAccuracy, BinaryF1Score, MulticlassAccuracy
+from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError, R2Score
 
 
@@ -250,60 +250,6 @@ class Skipping(LightningModule):
 
     def configure_optimizers(self):
         return [torch.optim.Adagrad(self.parameters(), lr=0.1)]
-
-
-class Segmenter(LightningModule):
-    """One step for three stages, as segmentation libraries show; several validation loaders."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
-        self.f1 = nn.ModuleDict({"train_f1": BinaryF1Score(), "val_f1": BinaryF1Score()})
-        self.metrics = nn.ModuleList([MetricCollection([BinaryAccuracy()], prefix=f"{i}/") for i in range(2)])
-        self.seen: dict[str, list[Tensor]] = {"train": [], "val": []}
-
-    def on_after_batch_transfer(self, batch, dataloader_idx):
-        x, y = batch
-        return (-x, y) if self.trainer.training else batch
-
-    def shared_step(self, batch, stage):
-        x, y = batch
-        logits = self.net(x).squeeze(1)
-        loss = F.binary_cross_entropy_with_logits(logits, y.float())
-        self.f1[f"{stage}_f1"].update(logits.sigmoid(), y)
-        self.seen[stage].append(loss.detach())
-        return logits, loss
-
-    def shared_epoch_end(self, stage):
-        losses = torch.stack(self.seen[stage])
-        self.seen[stage].clear()
-        self.log(f"{stage}_f1", self.f1[f"{stage}_f1"].compute())
-        self.log(f"{stage}_steps", float(len(losses)))
-        self.f1[f"{stage}_f1"].reset()
-
-    def training_step(self, batch, batch_idx):
-        return self.shared_step(batch, "train")[1]
-
-    def on_train_epoch_end(self):
-        self.shared_epoch_end("train")
-
-    def validation_step(self, batch, batch_idx, dataloader_idx=0):
-        logits, loss = self.shared_step(batch, "val")
-        self.log("val_loss", loss)
-        self.metrics[dataloader_idx].update(logits.sigmoid(), batch[1])
-        self.log_dict(self.metrics[dataloader_idx], on_step=False, on_epoch=True, add_dataloader_idx=False)
-        self.log(f"val_{dataloader_idx}", loss, add_dataloader_idx=False)
-
-    def on_validation_epoch_end(self):
-        self.shared_epoch_end("val")
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
-        first = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
-        second = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
-        schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [first, second], [3])
-        options = {"interval": "step", "frequency": 2}
-        return ({"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, **options}},)
 
 
 class Finetuning(LightningModule):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.integrations.lazy import Lazy
 from tests.support.refusals import assert_refused
+from tests.support.site import site_script
 
 from drivetrain import CheckpointConfig, DDPConfig, LambdaCallback, Trainer
 from drivetrain.callbacks import (
@@ -44,8 +45,6 @@ def mapped(**arguments: Any) -> Trainer:
 def test_the_installed_release_has_no_argument_without_a_row_and_the_page_is_current() -> None:
     from lightning.pytorch.callbacks import __all__ as all_callbacks
     from lightning.pytorch.loggers import __all__ as all_loggers
-    from tests.support.lightning_arguments_page import PAGE
-    from tests.support.lightning_arguments_page import table as printed
 
     parameters = inspect.signature(lightning.Trainer).parameters
     assert sorted(parameters) == sorted(table.ROWS)
@@ -56,9 +55,9 @@ def test_the_installed_release_has_no_argument_without_a_row_and_the_page_is_cur
     assert {name for name in all_callbacks if not name.startswith("Spike")} <= table.CALLBACKS.keys()
     assert {*all_loggers, "Logger"} == table.LOGGERS.keys()
     assert set(table.PRECISIONS.values()) <= set(PRECISIONS)
-    assert printed() in PAGE.read_text(encoding="utf-8"), (
-        "run python -m tests.support.lightning_arguments_page"
-    )
+    printer = site_script("print_lightning_arguments")
+    text = printer.PAGE.read_text(encoding="utf-8")
+    assert printer.table() in text, "run docs/site/print_lightning_arguments.py"
 
 
 def _shown(trainer: Trainer) -> str:

@@ -65,7 +65,6 @@ def test_early_stopping_ends_after_the_same_update() -> None:
     for options in (
         {"monitor": "train_loss_epoch", "patience": 2, "min_delta": 0.05, "check_on_train_epoch_end": True},
         {"monitor": "val_acc", "mode": "max", "patience": 2},
-        {"monitor": "val_acc", "mode": "max", "patience": 9, "divergence_threshold": 0.8},
         {"monitor": "val_loss", "patience": 9, "stopping_threshold": 0.3},
         {"monitor": "not_there", "patience": 1, "strict": False},
     ):

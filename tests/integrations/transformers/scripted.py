@@ -94,14 +94,6 @@ class CopiedStep(Trainer):
             return loss.detach()
 
 
-class CopiedMeans(CopiedStep):
-    """Says that its loss is a mean over each micro-batch, which transformers then divides."""
-
-    def __init__(self, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
-        self.model_accepts_loss_kwargs = False
-
-
 class CopiedLoss(Trainer):
     """Has transformers' own loss."""
 
@@ -114,23 +106,6 @@ class CopiedEvaluation(Trainer):
     evaluate = transformers.Trainer.evaluate
     predict = transformers.Trainer.predict
     prediction_step = transformers.Trainer.prediction_step
-
-
-class CopiedData(Trainer):
-    """Has the lines of transformers' own loader."""
-
-    def get_train_dataloader(self) -> Any:
-        return self.accelerator.prepare(
-            torch.utils.data.DataLoader(
-                self.train_dataset,
-                batch_size=self._train_batch_size,
-                collate_fn=self._get_collator_with_removed_columns(
-                    self.data_collator, description="training"
-                ),
-                sampler=self._get_train_sampler(),
-                drop_last=self.args.dataloader_drop_last,
-            )
-        )
 
 
 class Answering(Trainer):
@@ -146,9 +121,7 @@ class Answering(Trainer):
         return metrics
 
 
-STEPS = (Wrapping, OwnBackward, ByAccelerator, OwnLoss, CopiedStep, CopiedMeans, CopiedLoss, CopiedData)
-STEPS += (CopiedEvaluation,)
-ZERO_STEPS = {"wrapping": Wrapping, "accelerator": ByAccelerator, "loss": OwnLoss, "copied": CopiedStep}
+STEPS = (Wrapping, OwnBackward, ByAccelerator, OwnLoss, CopiedStep, CopiedLoss, CopiedEvaluation)
 
 
 def editing(kind: Any) -> Any:

@@ -17,6 +17,7 @@ import torch
 from tests.integrations.lazy import Lazy
 from tests.integrations.transformers.families import loader, model
 from tests.support.refusals import assert_refused
+from tests.support.site import site_script
 
 from drivetrain import CheckpointConfig, LambdaCallback, OptimizerConfig, Totals
 from drivetrain.core.errors import CheckpointError, ConfigError, NonFiniteError
@@ -59,16 +60,15 @@ class Samples(torch.utils.data.Dataset[Any]):
 
 
 def test_the_installed_release_has_no_option_without_a_row_and_the_page_is_current() -> None:
-    from tests.support.arguments_page import PAGE
-    from tests.support.arguments_page import table as printed
-
     kinds = (transformers.TrainingArguments, transformers.Seq2SeqTrainingArguments)
     there = {each.name for kind in kinds for each in dataclasses.fields(kind) if each.init}
     assert sorted(there - table.ROWS.keys()) == []
     assert sorted(name for name, row in table.ROWS.items() if row.is_old == (name in there)) == []
     optimizers = {each.value for each in transformers.training_args.OptimizerNames}
     assert sorted(optimizers - table.OPTIMIZERS.keys()) == []
-    assert printed() in PAGE.read_text(encoding="utf-8"), "run python -m tests.support.arguments_page"
+    printer = site_script("print_transformers_arguments")
+    text = printer.PAGE.read_text(encoding="utf-8")
+    assert printer.table() in text, "run docs/site/print_transformers_arguments.py"
 
 
 def _seen(mapping: Mapping[str, Any]) -> list[str]:

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.integrations.transformers.scripts.compare import SCRIPTS, results
+from benchmarks.transformers_scripts.compare import SCRIPTS, results
 
 HERE = Path(__file__).parent
-EXAMPLES = HERE.parents[2] / "examples"
+EXAMPLES, SCRIPT_FOLDER = (HERE.parents[2] / each for each in ("examples", "benchmarks/transformers_scripts"))
 
 
 def ran(folder: Path, program: Path, *arguments: str) -> str:
@@ -28,7 +28,7 @@ def ran(folder: Path, program: Path, *arguments: str) -> str:
 @pytest.mark.landing
 def test_scripts_have_the_losses_metrics_and_files_of_transformers(tmp_path: Path) -> None:
     folder = tmp_path / "compared"
-    ran(tmp_path, HERE / "scripts" / "compare.py", str(folder))
+    ran(tmp_path, SCRIPT_FOLDER / "compare.py", str(folder))
     for name in SCRIPTS:
         theirs, ours = (results(each, name, folder) for each in ("transformers", "drivetrain"))
         assert len(ours["losses"]) == 22

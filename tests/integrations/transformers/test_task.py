@@ -444,14 +444,6 @@ def test_two_ranks_train_as_one(strategy: str, tmp_path: Path) -> None:
     ranks_train_as_one(strategy, (BERT, "gpt2", "t5"), tmp_path)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
-def test_two_ranks_train_all_other_families_as_one(strategy: str, tmp_path: Path) -> None:
-    families = (*OTHERS, "vit", "wav2vec2", *(("gpt2", "t5") if strategy == "zero3" else ()))
-    families = tuple(name for name in families if (strategy, name) != ("zero3", "clip"))
-    ranks_train_as_one(strategy, families, tmp_path)
-
-
 def sharded_blocks(family: str) -> set[str]:
     """The classes of the modules that a fit under FSDP shards, without the step that it wraps."""
     from torch.distributed.fsdp import FSDPModule

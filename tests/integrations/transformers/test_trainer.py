@@ -692,30 +692,3 @@ def test_with_sharded_parameters_a_step_leaves_backward_to_the_engine(tmp_path: 
         assert shape == (5, 3)
     with pytest.raises(RuntimeError, match=OWN):
         run_distributed(_sharded, str(tmp_path), "OwnBackward")
-
-
-def _zero(folder: str, stage: int, names: list[str]) -> None:
-    """Train under ZeRO with overridden steps, one after the other."""
-    options: dict[str, Any] = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
-    adam = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
-    options["deepspeed"] = {"zero_optimization": {"stage": stage}, "optimizer": adam}
-    for name in names:
-        kind = {**scripted.ZERO_STEPS, "backward": scripted.OwnBackward}[name]
-        made = saving_at_2(f"{folder}/{name}", kind, **options)
-        assert made.is_deepspeed_enabled
-        made.save_model(f"{folder}/{name}/end")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("stage", [2, 3])
-def test_overridden_steps_train_and_save_under_zero_as_in_one_process(stage: int, tmp_path: Path) -> None:
-    saving_at_2(tmp_path / "one", gradient_accumulation_steps=2).save_model(tmp_path / "one" / "end")
-    on_two_ranks(_zero, str(tmp_path), stage, [*scripted.ZERO_STEPS])
-    kind = type(model(CLASSES))
-    for when in ("middle", "end"):
-        right = kind.from_pretrained(tmp_path / "one" / when).state_dict()
-        for name in scripted.ZERO_STEPS:
-            found = kind.from_pretrained(tmp_path / name / when).state_dict()
-            torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-6)
-    with pytest.raises(RuntimeError, match=OWN):
-        run_distributed(_zero, str(tmp_path), stage, ["backward"])

@@ -1,6 +1,6 @@
 """Run scripts in the shape of transformers' examples with transformers' Trainer and with ours.
 
-    python tests/integrations/transformers/scripts/compare.py FOLDER
+    python benchmarks/transformers_scripts/compare.py FOLDER
 
 leaves the results in a new folder and prints them as a table. The import of the Trainer is all that differs.
 Shuffling and dropout are off, and each evaluation is one batch.

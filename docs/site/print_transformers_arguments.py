@@ -1,6 +1,6 @@
 """The tables of docs/how-to/transformers-arguments.md, printed from the data.
 
-`python -m tests.support.arguments_page` writes them there.
+`python docs/site/print_transformers_arguments.py` writes them there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The tables of docs/reference/lightning-arguments.md, printed from the data.
 
-`python -m tests.support.lightning_arguments_page` writes them there.
+`python docs/site/print_lightning_arguments.py` writes them there.
 """
 
 from __future__ import annotations
