@@ -1,6 +1,5 @@
 """What checkpoints cost, counted: operations on files. Times and memory are in the benchmarks."""
 
-import re
 import threading
 from collections import Counter
 from functools import partial
@@ -11,7 +10,6 @@ import torch
 from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, DirectoryCheckpointIO, Snapshot
 from drivetrain.checkpoint.locate import newest_first
 from drivetrain.checkpoint.saving.index import Entry, write_index
-from drivetrain.checkpoint.saving.io import SMALL
 from drivetrain.checkpoint.storage import schemes
 from drivetrain.checkpoint.storage.filesystem import LocalFileSystem
 
@@ -88,23 +86,6 @@ def test_small_tensors_are_written_together_and_nothing_but_the_reads_grows_with
     assert loading[1_000].pop("read") - loading[100].pop("read") == 900
     assert loading[1_000] == loading[100]
     assert files.bytes_read == sum(each.stat().st_size for each in (tmp_path / "1000").iterdir())  # once
-
-
-def test_small_files_are_all_written_before_the_first_is_synced(tmp_path):
-    order = []
-
-    class Ordered(Counting):
-        def count(self, name):
-            order.append(name)
-
-    tensors = {group: {"weight": torch.ones(3)} for group in ("model", "optimizer", "state")}
-    assets = {"config.json": b"{}", "words/vocabulary.txt": b"a b"}
-    objects = {"state": {}, "hparams": {}, "large": "x" * SMALL}
-    snapshot = Snapshot(tensors, objects=objects, assets=assets)
-    DirectoryCheckpointIO(Ordered()).save(str(tmp_path / "c"), snapshot)
-    files = "".join({"write": "w", "finish": "s"}[each] for each in order if each in ("write", "finish"))
-    # two groups, two assets, a large object and the manifest, which holds the rest
-    assert re.sub("w+", "w", files) == "wssssss"
 
 
 def test_a_run_in_the_foreground_does_no_file_work_of_a_save_in_the_background(tmp_path):

@@ -2,7 +2,7 @@
 
 import os
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import torch
 from tests.support.refusals import assert_refused
@@ -32,7 +32,6 @@ def test_wrong_checkpoint_configs_are_refused():
         "parameters": config("'trained'", "Did you mean 'trainable'", parameters="trained"),
         "asynchronous": config("asynchronous must be True or False", asynchronous=1),
         "directory": config(place, directory=""),
-        "address as a path": config("keeps only one", directory=PurePosixPath("s3://bucket/run")),
         "a typo": config("no argument 'keep_lst'", "Did you mean 'keep_last'", keep_lst=3),
     }
     for name, ours in {"monitor": "by", "save_top_k": "best", "save_total_limit": "keep_last"}.items():
@@ -47,17 +46,14 @@ def test_wrong_options_of_exports_are_refused(tmp_path):
         partial(export_weights, tensors, path),
         {"ok": torch.ones(1), "big": torch.tensor([1.0, 1e6])},
     )
-    size, allowed = "max_shard_size must be a number of bytes above 0", "Allowed: 'bf16', 'bfloat16'"
-    half = ("'big'", "1e+06", "65504")
+    allowed, half = "Allowed: 'bf16', 'bfloat16'", ("'big'", "1e+06", "65504")
     table = {
         "dtype": (lambda: export(dtype="flaot32"), "'flaot32'", "Did you mean 'float32'?"),
         "unit": (lambda: export(max_shard_size="5 GX"), "'GX'", "Did you mean 'GB'?"),
-        "size": (lambda: export(max_shard_size="lots"), size),
         "a dict": (lambda: export_weights({"a": torch.ones(1), "b": {}}, path), "'b' is a dict"),
         "a module": (lambda: export_weights(nn.Linear(2, 2), path), "a Linear", "state_dict()"),
         "a directory": (lambda: export_weights(tensors, tmp_path), "is a directory", "model.safetensors'"),
         "a large number": (lambda: export_weights(big, path, dtype="fp16"), *half),
-        "torch, a dict": (lambda: export_torch({"b": {}}, path), "'b' is a dict"),
         "torch, a large number": (lambda: export_torch(big, path, dtype="fp16"), *half),
     }
     for given in (0, True, 1.5, "GB", "-5 GB"):

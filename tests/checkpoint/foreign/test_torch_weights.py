@@ -78,12 +78,6 @@ def test_from_checkpoint_reads_a_lightning_checkpoint_whatever_its_hyper_paramet
     assert Net.from_checkpoint(saved(tmp_path / "none.ckpt", None), lr=2.0).lr == 2.0
 
 
-def test_what_was_read_of_a_lightning_checkpoint_is_told(tmp_path: Path) -> None:
-    report = Net().load_weights(saved(tmp_path / "last.ckpt", {"lr": 0.5}))
-    assert "a checkpoint of Lightning 2.6.6" in str(report)
-    assert "not read: epoch, global_step, loops, callbacks, optimizer_states, lr_schedulers" in str(report)
-
-
 def test_of_averaged_weights_the_averages_are_taken_with_a_warning() -> None:
     with warned(r"the averages are read.*'current_model_state'|averaged weights"):
         report = Net.from_checkpoint(LIGHTNING)

@@ -12,9 +12,8 @@ from tests.checkpoint.make_corpus import CORPUS
 from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, DirectoryCheckpointIO, Snapshot
 from drivetrain.checkpoint.format import manifest as format
 from drivetrain.checkpoint.format import migrations
-from drivetrain.checkpoint.format.migrations import Step, steps_from
+from drivetrain.checkpoint.format.migrations import Step
 from drivetrain.checkpoint.format.strict_json import seal, unseal
-from drivetrain.checkpoint.inspection.compare import compare
 from drivetrain.checkpoint.saving import index, reading
 from drivetrain.checkpoint.saving.io import verify
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError
@@ -80,18 +79,6 @@ def test_what_is_of_the_newest_format_takes_no_step(tmp_path, newer):
     assert (found.progress, found.objects) == ({"updates": 1}, {"state": {"rate": 1}})
 
 
-def test_steps_are_taken_in_order():
-    def step(number):
-        return Step(manifest=lambda fields: {"seen": [*fields["seen"], number]})
-
-    table = {number: step(number) for number in range(1, 5)}
-    fields = {"seen": []}
-    for each in steps_from(2, 5, "it", table):
-        fields = each.manifest(fields)
-    assert fields == {"seen": [2, 3, 4]}
-    assert steps_from(5, 5, "it", table) == []
-
-
 def rewrite(path, **changes):
     path.write_bytes(seal({**unseal(path.read_bytes(), "it"), **changes}, "it"))
 
@@ -149,13 +136,6 @@ def test_the_hashes_of_format_1_are_compared(tmp_path):
     for act in (DirectoryCheckpointIO().load, verify):
         with pytest.raises(DamagedCheckpointError, match="model-00003-of-00004"):
             act(str(tmp_path / "c"))
-
-
-def test_formats_1_and_2_are_compared_with_one_another():
-    for name in ("everything", "sharded-by-4"):
-        found = compare(str(CORPUS / "v1" / name), str(CORPUS / "v2" / name))
-        assert not found.tensors
-        assert found.same
 
 
 def test_an_index_of_format_2_keeps_its_purposes(tmp_path):

@@ -80,18 +80,6 @@ def test_small_tensors_share_a_chunk_and_large_ones_are_cut(tmp_path, helpers):
         assert (len(header) + start) % tensors[name].element_size() == 0  # each is aligned to its dtype
 
 
-def test_a_tied_model_loads_strictly_without_this_package(tmp_path):
-    def tied():
-        model = nn.ModuleDict({"embedding": nn.Embedding(5, 4), "head": nn.Linear(4, 5, bias=False)})
-        model["head"].weight = model["embedding"].weight
-        return model
-
-    model, other = tied(), tied()
-    export_weights(model.state_dict(), tmp_path / "w.safetensors")
-    other.load_state_dict(safetensors.torch.load_file(tmp_path / "w.safetensors"), strict=True)
-    assert torch.equal(other["head"].weight, model["head"].weight)
-
-
 def test_loaded_tensors_have_memory_of_their_own(tmp_path):
     export_weights({"a": torch.zeros(3), "b": torch.zeros(1001)}, tmp_path / "w.safetensors")
     read = load_weights(tmp_path / "w.safetensors")

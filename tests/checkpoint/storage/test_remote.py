@@ -68,9 +68,7 @@ class Flaky(MemoryFileSystem):
         super().pipe_file(path, value, **options)
 
     def rm_file(self, path):
-        if self._met("rm_file") == "lost answer":
-            super().rm_file(path)
-            raise ConnectionResetError
+        self._met("rm_file")
         super().rm_file(path)
 
 
@@ -132,18 +130,11 @@ def test_an_address_of_a_file_is_a_path(tmp_path, helpers):
 def test_what_an_address_needs_is_named(monkeypatch):
     with pytest.raises(CheckpointError, match=r"unknown kind of address 's3n://'\. Did you mean 's3'\?"):
         file_system("s3n://bucket/run")
-    files = RemoteFileSystem("memory")
-    for package, act, extra in (
-        ("fsspec", lambda: RemoteFileSystem("s3"), "s3"),
-        ("tenacity", lambda: files.kind("memory://bucket"), "remote"),
-        ("s3fs", lambda: RemoteFileSystem("s3"), "s3"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setitem(sys.modules, package, None)
-            for registered in ("s3", "s3a"):
-                patch.delitem(_registry, registered, raising=False)
-            with pytest.raises(MissingDependencyError, match=rf"drivetrain\[{extra}\]"):
-                act()
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    for registered in ("s3", "s3a"):
+        monkeypatch.delitem(_registry, registered, raising=False)
+    with pytest.raises(MissingDependencyError, match=r"drivetrain\[s3\]"):
+        RemoteFileSystem("s3")
     with pytest.raises(CheckpointError, match="gcsfs"):
         RemoteFileSystem("gs")
 
@@ -248,18 +239,6 @@ def test_errors_of_clients_are_told_apart():
         translated = as_os_error(error, "s3://bucket/run")
         assert translated.filename == "s3://bucket/run"
         assert translated.errno == number, error
-
-
-def test_a_large_object_of_any_other_service_is_a_file_that_is_committed(tmp_path):
-    files = RemoteFileSystem("local", {"auto_mkdir": True}, part=1000, block=700)
-    path, content = f"local://{tmp_path}/in/object", random.Random(0).randbytes(4321)
-    sink = files.create(path)
-    rest = memoryview(content)
-    while rest:
-        assert files.kind(path) is None
-        rest = rest[sink.write(rest) :]
-    sink.finish()
-    assert read_bytes(files, path) == content
 
 
 def test_a_large_object_is_read_from_any_position(flaky):

@@ -10,7 +10,7 @@ from tests.checkpoint.weights.models import Tied
 from torch import Tensor, nn
 
 from drivetrain.checkpoint.weights.module_state import module_state
-from drivetrain.checkpoint.weights.rename import prefix_hint, renamed
+from drivetrain.checkpoint.weights.rename import renamed
 from drivetrain.checkpoint.weights.warm_start import Difference, LoadReport, load_weights_into
 from drivetrain.core.errors import CheckpointError
 
@@ -177,19 +177,3 @@ def test_two_names_that_become_one_are_both_named() -> None:
             names(["a.w", "_orig_mod.b"], rename)
     with pytest.raises(CheckpointError, match=r"'net.w' and 'net._orig_mod.w', which are both called"):
         names(["net.w", "net._orig_mod.w"], None)
-
-
-OWN = [f"net.{layer}.{kind}" for layer in range(4) for kind in ("weight", "bias")]
-
-
-def test_the_hint_is_the_prefix_that_most_names_need() -> None:
-    for change, hint in (
-        (lambda name: f"model.{name}", r"rename={'^model\\.': ''}"),
-        (lambda name: name.removeprefix("net."), "rename={'^': 'net.'}"),
-        (lambda name: name.replace("net", "backbone.layers"), r"rename={'^backbone\\.layers\\.': 'net.'}"),
-        (lambda name: name, ""),
-        (lambda name: name.replace(".", "_"), ""),
-        (lambda name: f"{name}.x", ""),
-    ):
-        given = [change(name) for name in OWN] + ["head.weight"]
-        assert prefix_hint(given, OWN) == (f"Most names would fit with {hint}. " if hint else "")

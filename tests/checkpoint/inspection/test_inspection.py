@@ -1,14 +1,17 @@
-"""Two checkpoints side by side: what counts as a difference, and how large it is said to be."""
+"""Checkpoints described, listed and compared: what counts as a difference, and how large it is."""
 
 import math
 
 import pytest
 import torch
 
-from drivetrain.checkpoint import DirectoryCheckpointIO, Snapshot
+from drivetrain import CheckpointConfig
+from drivetrain.checkpoint import CheckpointManager, DirectoryCheckpointIO, Snapshot
+from drivetrain.checkpoint.format.manifest import MANIFEST
 from drivetrain.checkpoint.inspection import compare as comparison
 from drivetrain.checkpoint.inspection.compare import compare
 from drivetrain.checkpoint.inspection.description import Totals, describe, open_checkpoint
+from drivetrain.checkpoint.inspection.listing import list_checkpoints
 from drivetrain.checkpoint.saving.index import PURPOSE
 
 
@@ -93,3 +96,39 @@ def test_tensors_are_added_up_and_arguments_shown_by_their_fields(tmp_path):
     assert found.groups["empty"] == Totals(0, 0, 0, {})
     assert found.hparams == {"depth": 2, "layer": {"class": "Layer", "width": 8, "norm": {"class": "Norm"}}}
     assert found.unstored == ["loss"]
+
+
+def snapshot():
+    return Snapshot({"model": {"w": torch.zeros(2)}}, progress={"updates": 7, "epoch": 1})
+
+
+def saved(directory, updates):
+    manager = CheckpointManager(str(directory), CheckpointConfig(keep_last=9, best=0, by=None))
+    for update in updates:
+        manager.save(update, 0, {}, snapshot)
+    return manager
+
+
+def conditions(directory):
+    return {each.name: each.condition for each in list_checkpoints(directory).checkpoints}
+
+
+def test_the_order_is_that_of_the_saves_and_not_of_the_updates(tmp_path):
+    saved(tmp_path, [5, 9])
+    saved(tmp_path, [6])  # of a run that went on from an earlier checkpoint
+    names = [each.name for each in list_checkpoints(tmp_path).checkpoints]
+    assert names == ["update-00000005", "update-00000009", "update-00000006"]
+
+
+def test_what_is_left_of_damaged_and_removed_ones_is_told(tmp_path):
+    saved(tmp_path, [1, 2, 3])
+    (tmp_path / "update-00000001" / MANIFEST).unlink()
+    (tmp_path / "update-00000002").rename(tmp_path / ".removing-update-00000002-00000000")
+    (tmp_path / "update-00000003").rename(tmp_path / "update-00000003.bad-2")
+    assert conditions(tmp_path) == {
+        "update-00000001": "damaged",
+        "update-00000002": "gone",
+        ".removing-update-00000002-00000000": "unfinished",
+        "update-00000003": "gone",
+        "update-00000003.bad-2": "set aside",
+    }
