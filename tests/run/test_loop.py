@@ -203,9 +203,10 @@ def test_max_time_ends_a_fit_and_counts_over_resumes(tmp_path: Path) -> None:
         result = quiet(max_time=limit, **options).fit(Regression(), pairs(10))
         assert result.progress.updates == 3
         assert result.stop_reason in ("max_time=50 hours reached", "max_time=180000 seconds reached")
-    trainer = quiet(max_time="50 hours", checkpoint=True, run_dir=tmp_path, **options)
-    for _ in range(2):
-        assert trainer.fit(Regression(), pairs(10), resume="auto").progress.updates == 3
+    options |= {"max_time": "50 hours", "checkpoint": True, "run_dir": tmp_path}
+    for limit, updates in ((1, 1), (9, 3)):
+        trainer = quiet(max_steps=limit, **options)
+        assert trainer.fit(Regression(), pairs(10), resume="auto").progress.updates == updates
 
 
 def test_limits_of_batches_are_numbers_or_fractions_by_stage() -> None:
