@@ -24,7 +24,7 @@ BENCH ?=
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN_DOCS)/python -m mkdocs
 
 # How many tests run at a time. More than there are cores, because many tests wait for a clock or for a process to start.
-WORKERS ?= 3
+WORKERS ?= 4
 # Further options of pytest, such as TESTS="tests/data -k resume".
 TESTS ?=
 # ORDER=reverse runs the last test first.

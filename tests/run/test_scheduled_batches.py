@@ -108,6 +108,7 @@ def test_every_schedule_reads_the_same_order_and_its_totals_are_those_made() -> 
         assert seen.totals.updates == result.progress.updates == len(seen.windows), options
 
 
+@pytest.mark.heavy("a resume after each update")
 @pytest.mark.parametrize(("workers", "options"), [(0, BY_EPOCHS), (0, BOTH), (2, BY_STEPS)])
 def test_a_scheduled_fit_resumed_after_any_update_is_bitwise_the_uninterrupted_one(
     workers: int, options: dict[str, Any], tmp_path: Path

@@ -141,6 +141,7 @@ def differing(**options: Any) -> str:
     return ", ".join(name for name in close if not close[name])
 
 
+@pytest.mark.heavy("the plan of a whole transformer")
 def test_transformer_is_split_by_heads_and_columns_and_over_the_sequence() -> None:
     # Dropout draws the same in all of a tensor group.
     assert on_two_ranks(lambda: [differing(sequence=True), differing(dropout=0.5)]) == [["", ""]] * 2
