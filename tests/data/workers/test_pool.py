@@ -192,7 +192,7 @@ def fit_of_ranks(directory: str) -> list[Any]:
     return found
 
 
-@pytest.mark.heavy("two ranks with two workers each, three times")
+@pytest.mark.heavy("two ranks that train without and with workers")
 def test_workers_of_several_ranks_go_on_together(tmp_path: Path) -> None:
     first, second = on_two_ranks(fit_of_ranks, str(tmp_path))
     assert first == second
