@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import threading
 import time
@@ -12,11 +13,13 @@ import torch
 from drivetrain.distributed.failure.messages import is_collective
 
 _PERIOD = 0.05
-"""Seconds between two samples. A sample takes some 10 us, so they cost 0.02 % of a core."""
+"""Seconds between two samples, on average. A sample takes some 10 us, so they cost 0.02 % of a core."""
 
 
 class TimeShares:
-    """Samples the thread that has made it 20 times a second, from a thread of its own.
+    """Samples the thread that has made it 20 times a second, at random times, from a thread of its own.
+
+    At equal distances, updates that take a multiple of the distance would be looked at in one place only.
 
     A collective takes all ranks equally long by the clock: the slow one works while the others wait for it.
     So each sample counts the time since the last one as waiting if the thread sleeps in a collective, or in
@@ -58,8 +61,9 @@ class TimeShares:
 
     def _look(self) -> None:
         before = time.monotonic()
+        chance = random.Random()  # the user's own random numbers stay as they are
         with open(self._stat, "rb", buffering=0) as stat:
-            while not self._done.wait(_PERIOD):
+            while not self._done.wait(chance.uniform(0.5, 1.5) * _PERIOD):
                 frame = sys._current_frames().get(self._thread)
                 stat.seek(0)
                 sleeps = stat.read(512).rpartition(b") ")[2][:1] == b"S"

@@ -14,7 +14,7 @@ class Slow(Regression):
     """Sleeps on rank 1."""
 
     def forward(self, features):
-        time.sleep(1.0 if torch.distributed.get_rank() == 1 else 0.02)
+        time.sleep(1.0 if torch.distributed.get_rank() == 1 else 0.25)
         return super().forward(features)
 
 
