@@ -1,7 +1,5 @@
 """Every test proves that it leaks nothing, and none writes outside its own directory."""
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import os

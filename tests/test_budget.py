@@ -1,7 +1,5 @@
 """The tests stay small: their lines by layer, and together beside the package, by tests/budget.toml."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.support.gate import BUDGET, TESTS, lines_of

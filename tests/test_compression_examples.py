@@ -1,7 +1,5 @@
 """The examples of distillation, pruning and quantisation run, resume, and agree on two ranks."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import subprocess

@@ -9,8 +9,6 @@ marked `console`, lines that begin with `drivetrain` are run. The blocks of docs
 in the variable CHANGE. `make test-landing` runs all. The variable PAGES names others: docs/how-to/data.md.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """The examples are run as a reader would run them: each in a process of its own, in an empty directory."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -3,8 +3,6 @@
 `python -m tests.test_notebooks` runs them and stores their outputs.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The strategies that the pages show, each in a file of examples/, under the conformance suite."""
 
-from __future__ import annotations
-
 import sys
 import tomllib
 from collections.abc import Callable, Iterator

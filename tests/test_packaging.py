@@ -1,7 +1,5 @@
 """What `pip install .` installs: the wheel is built from the checkout's own files and looked into."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -4,8 +4,6 @@ purpose.
 `python tests/test_public_api.py` writes the snapshot.
 """
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from typing import Any

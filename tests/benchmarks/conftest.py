@@ -1,7 +1,5 @@
 """The benchmarks are programs: they import one another by name, from their own directory."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

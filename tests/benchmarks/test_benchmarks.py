@@ -1,7 +1,5 @@
 """The command and its tables, the parts of an update, the works, the page of the GPU, and stored figures."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

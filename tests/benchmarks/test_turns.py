@@ -1,7 +1,5 @@
 """Contestants in turns: all that are installed do the same work, and one that does not is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

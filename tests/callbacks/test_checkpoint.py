@@ -1,7 +1,5 @@
 """When checkpoints are saved in a run, and what is kept."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The files of a task, of callbacks and of a Trainer are in every checkpoint of a fit."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

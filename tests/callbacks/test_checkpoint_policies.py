@@ -1,7 +1,5 @@
 """Several policies of checkpoints in one run: what each keeps, and that one save serves them all."""
 
-from __future__ import annotations
-
 import dataclasses
 import multiprocessing
 import os

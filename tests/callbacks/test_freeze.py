@@ -1,7 +1,5 @@
 """Freezing of parameters: what moves when, what a fit leaves behind, and resumes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

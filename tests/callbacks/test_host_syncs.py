@@ -1,7 +1,5 @@
 """An update that is no log point reads nothing from the device, and callbacks that watch change no number."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

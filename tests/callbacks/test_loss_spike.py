@@ -1,7 +1,5 @@
 """Spikes are skipped, or rolled back: what comes after is as if their data had never been there."""
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os

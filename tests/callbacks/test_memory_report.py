@@ -1,7 +1,5 @@
 """What memory is used for adds up to what can be computed by hand."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

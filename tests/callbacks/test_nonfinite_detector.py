@@ -1,7 +1,5 @@
 """The module in which a number was first not finite is named, by every way in which a run tells of it."""
 
-from __future__ import annotations
-
 import logging
 import math
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Profiles are read back: their updates, phases and files; and training goes on as without them."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import pstats

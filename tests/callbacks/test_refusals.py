@@ -1,7 +1,5 @@
 """Arguments of callbacks that are refused, with the word that helps."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The length of training sequences by schedule: what is cut, how it is counted, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

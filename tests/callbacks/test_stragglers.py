@@ -1,7 +1,5 @@
 """A rank that the others wait for is named, by what it does between collectives."""
 
-from __future__ import annotations
-
 from drivetrain.callbacks.stragglers import LEAST, Stragglers
 
 

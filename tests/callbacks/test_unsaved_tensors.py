@@ -1,7 +1,5 @@
 """Tensors that training changes and no checkpoint holds are named by a warning; no others are."""
 
-from __future__ import annotations
-
 import re
 from collections import deque
 from pathlib import Path

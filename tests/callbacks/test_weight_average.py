@@ -1,7 +1,5 @@
 """Averages of the weights: their numbers, what evaluates and saves with them, and resumes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

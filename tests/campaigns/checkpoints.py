@@ -3,8 +3,6 @@
 Run as `python -m tests.campaigns.checkpoints`. It ends with exit code 1 if anything happened that should not.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

@@ -3,8 +3,6 @@
 Run as `python -m tests.campaigns.endurance`; it ends with exit code 1 if something grew.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import os

@@ -4,8 +4,6 @@ What a checkpoint holds follows from its update, so that any that is loaded can 
 what was saved.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 

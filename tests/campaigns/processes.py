@@ -1,7 +1,5 @@
 """Faults of real processes: SIGKILLs at any moment of a save, and faults of one of two that save together."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import multiprocessing

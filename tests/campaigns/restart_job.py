@@ -3,8 +3,6 @@
 Run as `python tests/campaigns/restart_job.py DIRECTORY STRATEGY EVERY WORKERS`, which imports no other test.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

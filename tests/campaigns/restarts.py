@@ -4,8 +4,6 @@ Run as `python -m tests.campaigns.restarts --signals 20` or `--kills 100`. It en
 anything was lost, repeated or wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

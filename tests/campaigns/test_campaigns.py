@@ -1,7 +1,5 @@
 """The campaigns: a tenth of each every night, and their full length with `make test-extended`."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

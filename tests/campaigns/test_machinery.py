@@ -1,7 +1,5 @@
 """The campaigns notice what is wrong, and say how to repeat it."""
 
-from __future__ import annotations
-
 import json
 import os
 from argparse import ArgumentTypeError

@@ -4,8 +4,6 @@ Run once for each new format version, from the repository's root: ``python -m te
 What is there is never written again: it is what that version wrote.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Predictions streamed to files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

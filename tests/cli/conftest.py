@@ -1,7 +1,5 @@
 """A directory with a user's modules, and the command line in this process."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`drivetrain check-resume` tells a program that fails from one that it has ended early itself."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

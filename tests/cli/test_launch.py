@@ -1,7 +1,5 @@
 """`drivetrain launch` starts a program as several processes, and says which failed first."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """`drivetrain profile` runs a program's first fit for some updates, and leaves its own directories alone."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

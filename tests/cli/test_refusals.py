@@ -1,7 +1,5 @@
 """Refused by the command line: exit code 2, one message with the word that helps, and no traceback."""
 
-from __future__ import annotations
-
 import pytest
 from tests.cli.conftest import settings
 from tests.support.refusals import assert_refused

@@ -1,7 +1,5 @@
 """The arguments of a run from the command line and from a file; the list of strategies."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Errors: what they say after a wrong name, what catches them, and out-of-memory errors of torch."""
 
-from __future__ import annotations
-
 import pickle
 import weakref
 

@@ -1,7 +1,5 @@
 """Intervals: how they are written, when they are due, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Collection, Iterator

@@ -1,7 +1,5 @@
 """Messages: one logger, and a handler for programs that configure none."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os

@@ -1,7 +1,5 @@
 """Random streams are functions of where the run is, and nothing else moves them."""
 
-from __future__ import annotations
-
 import pickle
 import random
 from collections.abc import Callable, Iterator

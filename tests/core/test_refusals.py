@@ -1,7 +1,5 @@
 """Refused by `core`: intervals, stages, numbers and words, names in registries, counts of a checkpoint."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Registries: names resolved lazily, helpfully refused, and added to by other packages."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

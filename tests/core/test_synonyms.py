@@ -1,7 +1,5 @@
 """Other libraries' names are never accepted, and answered with ours; one table has them all."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import importlib.util

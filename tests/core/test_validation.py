@@ -1,7 +1,5 @@
 """Values that are taken: numbers of every library, durations, numbers by stages of a run, counts of a run."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Fixtures for tests of data."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

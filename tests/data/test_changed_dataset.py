@@ -1,7 +1,5 @@
 """A dataset that is changed while a run lasts: workers started at an epoch's begin see the change."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Data that is not the same on all ranks is refused before it spoils anything; what only looks so is not."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

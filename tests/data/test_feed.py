@@ -1,7 +1,5 @@
 """From data of any kind to the counted windows that a loop reads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Two samples are told apart by a few numbers of them, and the same one on two machines is not."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Datasets with a length: the order and the batches are functions of the seed, the epoch and the position."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Orders that put samples of similar lengths into the same update."""
 
-from __future__ import annotations
-
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The order of a dataset in each epoch; samplers of the user's: endless ones, and those that choose."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What is said when data is of no use, or when a dataset, a sampler or a collation fails."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

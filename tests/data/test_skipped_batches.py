@@ -1,7 +1,5 @@
 """Batches that cannot be made: named in an error, or left out by all processes alike, and counted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Lists and other iterables, read from any position."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Data that was divided by rank before: each rank reads its own, all of it, once, and goes on from there."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The sizes of windows by schedule, against a run that is counted window by window."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Programs of the folder `programs`, run to their ends side by side: they mostly wait."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

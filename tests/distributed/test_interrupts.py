@@ -1,7 +1,5 @@
 """Ctrl-C that the main thread cannot hear of is known to others; nobody else's signals are touched."""
 
-from __future__ import annotations
-
 import signal
 import sys
 

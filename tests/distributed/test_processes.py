@@ -1,7 +1,5 @@
 """A program learns its rank, and prepares something once, whoever has started it."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a process keeps to itself: connections, and the port that ranks are to meet at."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

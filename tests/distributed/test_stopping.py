@@ -1,7 +1,5 @@
 """A stop that one rank asks for: all ranks stop after the same update, for the same reason."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """How a rank's time divides into its own work and waiting is seen from another thread, and told to all."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

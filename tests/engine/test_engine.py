@@ -1,7 +1,5 @@
 """The engine: what one update costs and does, what its steps may return, generator steps."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Evaluations with weights in another dtype than in training (`evaluation_precision`)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What only watches a run moves none of its random numbers, and neither does how its data is fetched."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Memory options (`MemoryConfig`): they change no number, are counted, and leave an ordinary task behind."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The promises of exactness within one process: accumulation, rates, clipping, means."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path

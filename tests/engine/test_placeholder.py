@@ -1,7 +1,5 @@
 """Placeholders, which run in place of a micro-batch without weight: nothing of them stays."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What ranks must have in common is compared before they exchange anything; buffers are the same on all."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -1,7 +1,5 @@
 """Skipped updates (`on_nonfinite="skip"`) and the buffers that they put back: as if they had never been."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """Batches split by samples, and outputs put together again, as the type that a task gave."""
 
-from __future__ import annotations
-
 import collections
 from collections import OrderedDict, UserDict
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Batches in parts that fit into memory (`micro_batch`): the same updates, in training and in evaluation."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import random

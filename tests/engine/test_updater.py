@@ -1,7 +1,5 @@
 """What `configure_optimizers` may return, the rate at each update, and schedules after a resume."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

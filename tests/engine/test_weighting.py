@@ -1,7 +1,5 @@
 """The window of one update: shares of micro-batches, reports, generators, labels that a loss leaves out."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -7,8 +7,6 @@ seconds. mutmut and cosmic-ray choose their faults themselves and run for hours:
 and do not keep watch over the thirty faults that must be seen. `make faults` runs this.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

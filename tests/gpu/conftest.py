@@ -1,7 +1,5 @@
 """Tests that use an NVIDIA GPU where there is one: `make gpu`. Elsewhere their bodies run on the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -7,8 +7,6 @@ variable OUT names, or in gpu-report: gpu.md and gpu.json, and the output of eac
 The exit code is 0 where every part passed, 1 where one failed, and 2 where there is no GPU to run on.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

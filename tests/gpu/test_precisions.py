@@ -1,7 +1,5 @@
 """Every precision trains on a GPU, in the types that it names."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.gpu.test_training import Classifier, loader, trainer

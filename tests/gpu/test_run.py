@@ -1,7 +1,5 @@
 """`make gpu` says what is missing, keeps its time limits, and reports what it has found."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

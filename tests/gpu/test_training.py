@@ -1,7 +1,5 @@
 """A task trains on a GPU as it does on a CPU: strategies with one rank, data, checkpoints, evaluation."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The libraries of the integrations, imported by the first test that needs them."""
 
-from __future__ import annotations
-
 import logging
 import os
 import warnings

@@ -1,7 +1,5 @@
 """Modules that are imported when they are first used, so that collecting these tests loads none of them."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

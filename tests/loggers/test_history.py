@@ -1,7 +1,5 @@
 """The history of a fit is read from its table."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

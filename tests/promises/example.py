@@ -1,7 +1,5 @@
 """A task and its data, as small as they can be, for the promises of README.md."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A run that is resumed on another number of ranks still has each sample of its epoch once."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

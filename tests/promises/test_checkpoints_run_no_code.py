@@ -1,7 +1,5 @@
 """A checkpoint is safetensors and JSON, never pickle: to load one runs no code, whoever has written it."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

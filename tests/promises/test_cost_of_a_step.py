@@ -1,7 +1,5 @@
 """A step costs what a hand-written loop costs: its calls are counted, since times depend on the machine."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from types import FrameType

@@ -1,7 +1,5 @@
 """An evaluation counts each sample once, on any number of ranks and with batches of any size."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Failures end all processes within seconds, and the last line gives the first cause, its rank and update."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """One flag changes the strategy; the user's file stays: one process, DDP and FSDP train the same."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """One gradient: sum(weight x loss) / sum(weight), however a batch is split."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Nothing given is silently ignored: what would have no effect is an error with the way out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Exact resume: a run killed at any update, and resumed, is bitwise the uninterrupted one."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random

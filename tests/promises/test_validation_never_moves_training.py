@@ -1,7 +1,5 @@
 """A validation never moves the training: not its weights, its random numbers, its modes or its data."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """No wrong byte loads: a checkpoint is verified on every read, and a damaged one is set aside."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What a checkpoint of a run holds: a fit that is left, killed or over and resumed loses nothing."""
 
-from __future__ import annotations
-
 import csv
 import random
 from collections.abc import Iterator

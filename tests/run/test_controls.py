@@ -1,7 +1,5 @@
 """What hooks may ask a fit for: a checkpoint, a validation, the end of an epoch; and its least length."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

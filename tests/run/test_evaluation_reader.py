@@ -1,7 +1,5 @@
 """What reads a whole evaluation: every sample once and in order, on any number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The promises of exactness: a run that is killed and resumed is the run that was not, to the bit."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Callable, Iterator, Mapping

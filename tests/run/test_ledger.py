@@ -3,8 +3,6 @@
 Times have lower bounds only: what was slept, and a clock that no test sets.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The loops: the order of the hooks, limits, stopping, and what evaluation leaves alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The names of a run's values: as the task names them, in everything that reads or writes them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a run with numbers that are not finite leaves: an error or an ordinary end, and no bad checkpoint."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

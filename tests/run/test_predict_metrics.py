@@ -1,7 +1,5 @@
 """`predict(..., metrics=True)`: the outputs and the values of a validation, in one pass."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A signal ends a fit in order, saved, with an exit code that says what to do; a second one at once."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

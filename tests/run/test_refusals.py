@@ -1,7 +1,5 @@
 """What fits, evaluations and their hooks refuse, and the words that say why."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The run: its hooks' table, its log points, and its time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A run whose directory is full, read-only or removed: what it says, whether it goes on, what is left."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Fits whose accumulation and batch size change during the run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

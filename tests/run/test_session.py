@@ -1,7 +1,5 @@
 """However a run ends, the process is as it was, callbacks have heard of it, and loggers are closed."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

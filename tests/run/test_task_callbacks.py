@@ -1,7 +1,5 @@
 """A task's own callbacks, values that it leaves out, steps that return None, and steps that make updates."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Checkpoints of the trained parameters alone: a resume is exact, and a different frozen part is an error."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

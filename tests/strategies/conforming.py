@@ -1,7 +1,5 @@
 """Checks of the conformance suite on the pool of two ranks."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable

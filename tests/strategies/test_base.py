@@ -1,7 +1,5 @@
 """The contract: what a strategy from elsewhere must bring, and what it gets from the base."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How often the processes of a job talk to one another, and how much they say: counted, not timed."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Several copies of a model that learn as one: the options, and what is said when something does not fit."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

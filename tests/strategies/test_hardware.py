@@ -1,7 +1,5 @@
 """What a machine is found to have; and Intel's GPUs, on a machine without one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Float16 on several processes: rounding is all that differs, as long as no gradient overflows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """A model made on the meta device: the values of the constructor, part by part."""
 
-from __future__ import annotations
-
 import os
 import weakref
 from collections.abc import Mapping

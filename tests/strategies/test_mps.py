@@ -1,7 +1,5 @@
 """Apple's Metal: what is chosen and refused there, told without a Mac; a real training where there is one."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

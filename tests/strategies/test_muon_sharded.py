@@ -1,7 +1,5 @@
 """Muon looks at whole matrices, also where processes keep parts of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What strategies, precisions and their options refuse, with the words that help."""
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which strategy, device and number of processes a run gets, for machines and launchers of all kinds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

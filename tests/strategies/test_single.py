@@ -1,7 +1,5 @@
 """One device: backward by shares, clipping, and skipping under loss scaling."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Callbacks that read and change weights: the same under every strategy, however it divides them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

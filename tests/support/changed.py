@@ -4,8 +4,6 @@ Nightly tests run on no landing, so a change runs by hand those of the folders t
 lands.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """What torch computes, counted."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The drawing of the loop in Callback's docstring, read as a program and played."""
 
-from __future__ import annotations
-
 import re
 
 from drivetrain.callbacks import Callback

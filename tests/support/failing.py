@@ -1,7 +1,5 @@
 """The environment of a program that a test starts."""
 
-from __future__ import annotations
-
 import os
 
 JOB = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -1,7 +1,5 @@
 """What can go wrong with an operation on a file."""
 
-from __future__ import annotations
-
 import errno
 import os
 from dataclasses import dataclass

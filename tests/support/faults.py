@@ -4,8 +4,6 @@ For proving that what is stored survives: run something over a `FaultyFileSystem
 the operations; then once for each operation and each kind of fault, and see what is left.
 """
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable

@@ -5,8 +5,6 @@ A copy is a program of its own: a session, standard streams, an environment and 
 the interpreter does at its end, and an exit code. The ranks that such a program starts are copies as well.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """A task whose data say where its numbers break, and what tells whether an update left anything behind."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any

@@ -1,7 +1,5 @@
 """What the tests may cost, and which may run twice: a plugin that holds them to tests/budget.toml."""
 
-from __future__ import annotations
-
 import os
 import time
 import tomllib

@@ -1,7 +1,5 @@
 """What a checkpoint's manifest holds, moved into files of its own, as large objects are stored."""
 
-from __future__ import annotations
-
 import base64
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Reads of tensors' values by the host."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,7 +1,5 @@
 """A dataset with a length that draws, notes and fails, and short ways to read it."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A program that launchers start, and what they are told of it: three blocks, of which FSDP wraps each."""
 
-from __future__ import annotations
-
 DEEP = """
 import json, sys
 import torch

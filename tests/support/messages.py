@@ -1,7 +1,5 @@
 """The library's messages in tests: a warning that a test does not expect fails it."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What a run left behind, in a form that two runs can be compared by."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

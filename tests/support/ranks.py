@@ -4,8 +4,6 @@ torch's `MultiProcContinuousTest` does the same, but it belongs to unittest, and
 of its class. Functions, arguments and results are sent by cloudpickle, which takes closures.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc

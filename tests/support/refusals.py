@@ -1,7 +1,5 @@
 """Tables of what is refused: a call, and the words that its error must have."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

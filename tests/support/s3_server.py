@@ -6,8 +6,6 @@ GET how many requests have come since. A rule is what a request must be like (it
 path, how many such are to "skip", and how "many" it strikes), and what comes of it: its "kind".
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import logging

@@ -1,7 +1,5 @@
 """Short runs that save often, for what becomes of what they cannot save, or have lost."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The scripts of docs/site."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Small real tasks and their data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ Run as a program this is a server: it imports torch once, reads one JSON specifi
 process for each, which trains. A fresh interpreter for each would spend four seconds on imports alone.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

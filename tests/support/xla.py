@@ -1,7 +1,5 @@
 """Runs under XLA, each in a process of its own, since torch_xla decides once what its device stands for."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A task in a checkpoint (`from_checkpoint`): rebuilt from its arguments and weights, or refused."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path

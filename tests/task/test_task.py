@@ -1,7 +1,5 @@
 """The task: how it reads a batch, what it records of itself, and what it refuses."""
 
-from __future__ import annotations
-
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
 from typing import Any

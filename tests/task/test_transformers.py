@@ -1,7 +1,5 @@
 """Models of Hugging Face, which compute their own loss, as tasks: predictions, metrics and weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """From a Trainer's arguments to a run: data in all its forms, and what is decided for the user."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """A Trainer's `checkpoint=` and `resume=`: what a run begins from, and which checkpoint is the best."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Data objects: what is called before their data is asked for and after the run, and their state."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Arguments of a Trainer and of its verbs that are refused, with the word that helps."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from datetime import timedelta

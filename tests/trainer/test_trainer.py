@@ -1,7 +1,5 @@
 """The Trainer: its verbs and their files, and that no two runs disturb each other."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random

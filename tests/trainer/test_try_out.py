@@ -1,7 +1,5 @@
 """Trial runs, and the short validation before training."""
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path

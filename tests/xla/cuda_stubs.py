@@ -7,8 +7,6 @@ return an error, and a count of no devices.
     python tests/xla/cuda_stubs.py path/to/site-packages
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

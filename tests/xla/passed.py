@@ -4,8 +4,6 @@ They depend on the strategy, the public testing kit and the Makefile. With `--wr
 the digest of these files is written to passed.txt, which is committed with the change.
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from pathlib import Path

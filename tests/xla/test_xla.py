@@ -1,7 +1,5 @@
 """One device of XLA: the same numbers, one program for each update, and no wait for the device."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Callbacks under XLA: the report, a profile, histograms, and callbacks that read and change weights."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

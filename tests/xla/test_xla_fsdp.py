@@ -1,7 +1,5 @@
 """torch_xla's FSDP, on one device and over all devices of a process: options, names, and what is left."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

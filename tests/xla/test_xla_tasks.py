@@ -1,7 +1,5 @@
 """Tasks under XLA: batch norms take torch's statistics from a batch, and an error leaves an ordinary task."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Statistics of activations: their numbers over micro-batches and ranks, hooks, and resumes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The use of the machine: the values of psutil, over ranks, and what a machine does not tell."""
 
-from __future__ import annotations
-
 import logging
 import math
 from fnmatch import fnmatchcase

@@ -1,7 +1,5 @@
 """The norms of gradients, of the whole task and by layer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

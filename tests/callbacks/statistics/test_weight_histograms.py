@@ -1,7 +1,5 @@
 """Histograms of weights and gradients: their counts, where they are written, and resumes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Weights are read from Lightning's and Composer's files and from state dicts; nothing in them runs."""
 
-from __future__ import annotations
-
 import argparse
 import pathlib
 from pathlib import Path

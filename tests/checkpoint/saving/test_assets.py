@@ -1,7 +1,5 @@
 """The files that a checkpoint holds beside the weights are read back verified, and nothing else is."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

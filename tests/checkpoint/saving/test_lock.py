@@ -1,7 +1,5 @@
 """Two jobs and one run directory: who gets it, who is refused, and when it is free again."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """A module's state: taken and given back whole, and refused by name where it does not fit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights from elsewhere: all or none, what fits or an error that lists the rest, and a report of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

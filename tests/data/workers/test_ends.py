@@ -1,7 +1,5 @@
 """What is said of a loader's worker that is gone, and of data that never comes: real signals, real sleeps."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

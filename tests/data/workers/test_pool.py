@@ -1,7 +1,5 @@
 """Workers are started once, early, and are asked for no less and no more than is used."""
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import os

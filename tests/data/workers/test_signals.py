@@ -2,8 +2,6 @@
 who reads its batches.
 """
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

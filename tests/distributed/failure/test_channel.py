@@ -1,7 +1,5 @@
 """One rank fails, in whatever way: all end within seconds, and the last lines name the first cause."""
 
-from __future__ import annotations
-
 import errno
 import json
 import re

@@ -1,7 +1,5 @@
 """`hang_timeout` ends a run in which nothing moves, names the rank that is behind, and ends no sound run."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import threading

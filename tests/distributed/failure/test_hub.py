@@ -3,8 +3,6 @@
 The tests drive a hub without its thread, by a clock that only they move.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

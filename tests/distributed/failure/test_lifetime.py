@@ -1,7 +1,5 @@
 """A loop of one's own on several processes: when one fails all end, and the last line says why."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

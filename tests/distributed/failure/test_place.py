@@ -1,7 +1,5 @@
 """A run's place is read from its stack frames: the hook, or the part of the step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

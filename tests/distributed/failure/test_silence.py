@@ -1,7 +1,5 @@
 """A silent process is waited for while it computes; one that is stopped, gone or idle has failed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A rank of a training fails or is interrupted while the others wait for it: all end, and say why."""
 
-from __future__ import annotations
-
 import re
 import signal
 import sys

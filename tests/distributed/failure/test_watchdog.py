@@ -1,7 +1,5 @@
 """A hang ends the process with its stacks; work, however slow its steps, does not."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

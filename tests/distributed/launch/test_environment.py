@@ -1,7 +1,5 @@
 """Which launcher started a process, told from its environment alone."""
 
-from __future__ import annotations
-
 from tests.support.refusals import assert_refused
 
 from drivetrain.core.errors import StrategyError

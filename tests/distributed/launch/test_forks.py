@@ -1,7 +1,5 @@
 """Ranks of a program that cannot be run again: copies of it, which leave nothing behind."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """A program that is started by somebody else's launcher trains in the processes that it finds."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

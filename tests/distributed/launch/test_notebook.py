@@ -1,7 +1,5 @@
 """A notebook trains in several processes as often as it likes, and finds the results in its own."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

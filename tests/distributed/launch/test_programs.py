@@ -1,7 +1,5 @@
 """A program becomes several ranks by itself, however it was started, and they end together."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A run that not all ranks begin says so, instead of waiting in silence."""
 
-from __future__ import annotations
-
 import re
 import threading
 from typing import Any

@@ -1,7 +1,5 @@
 """Declared metrics: any object with update, compute and reset; their state, their values, and ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

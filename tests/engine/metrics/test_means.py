@@ -1,7 +1,5 @@
 """The scalars that steps return: how they are read, averaged and stored, and refused when not finite."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

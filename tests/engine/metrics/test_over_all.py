@@ -1,7 +1,5 @@
 """Metrics of all samples at once (`OverAll`): any function, with the samples of all ranks in order."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from functools import partial

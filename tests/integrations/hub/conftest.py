@@ -1,7 +1,5 @@
 """A Hub on this machine, and a token that must appear nowhere."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -5,8 +5,6 @@ port: the given one, or a free one for 0. While the file `stall` is in the folde
 stops in its middle, and the file `stalled` says so. `requests.jsonl` lists the requests.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Models of transformers on the Hub: their folders, adapters, and scripts that push."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every test here runs with Lightning imported."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,7 +1,5 @@
 """One module under Lightning's Trainer and under ours, on the same data."""
 
-from __future__ import annotations
-
 import warnings
 from collections import defaultdict
 from typing import Any

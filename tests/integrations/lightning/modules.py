@@ -1,7 +1,5 @@
 """LightningModules as users write them, for comparisons of two trainers."""
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """A LightningModule that notes each call of its hooks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The arguments of Lightning's Trainer become a Trainer, and nothing among them is ignored in silence."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Callbacks beside Lightning's callbacks of the same kind, on the same run."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Lightning's checkpoints are read into unchanged modules, and nothing in them runs."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Data modules of Lightning as data: their life, their loaders, and each sample once on any ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Unchanged LightningModules: their numbers under Lightning's Trainer and under ours, hooks, refusals."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tiny models of transformers, made from their configurations, with ragged data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Subclasses of the script's Trainer as users write them, and callbacks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Transformers' arguments become options of a Trainer, a task and its data; nothing is ignored in silence."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

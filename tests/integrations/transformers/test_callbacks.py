@@ -1,7 +1,5 @@
 """transformers' callbacks in a run: the events, the state and the control."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

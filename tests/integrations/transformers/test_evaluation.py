@@ -1,7 +1,5 @@
 """Metrics over a whole evaluation, and generation in it, on one process and on several."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Folders that `from_pretrained` loads: from tasks, checkpoints and finished fits."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Scripts like transformers' examples with one import changed, and the examples of this repository."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

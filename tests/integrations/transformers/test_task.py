@@ -1,7 +1,5 @@
 """Models of transformers as tasks: trained, evaluated, predicted, resumed and rebuilt."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

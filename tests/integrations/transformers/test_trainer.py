@@ -1,7 +1,5 @@
 """Scripts for transformers' Trainer with one import changed."""
 
-from __future__ import annotations
-
 import json
 import re
 import warnings

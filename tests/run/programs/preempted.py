@@ -1,7 +1,5 @@
 """Train until a signal comes; a rank that trains makes a file. Given: size, strategy, deadline, workers."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

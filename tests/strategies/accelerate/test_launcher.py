@@ -1,7 +1,5 @@
 """What `accelerate launch` was configured for is understood, or refused by the variable's name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.support.refusals import assert_refused

@@ -1,7 +1,5 @@
 """accelerate prepares, the engine steps: the same numbers, and accelerate's own state as it was before."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

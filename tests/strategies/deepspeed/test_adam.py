@@ -1,7 +1,5 @@
 """DeepSpeed's own optimizers: what checkpoints are told of them, and how they are compiled."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

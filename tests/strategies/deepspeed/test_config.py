@@ -1,7 +1,5 @@
 """DeepSpeed's configuration: read, filled in, and held against what the Trainer asks for."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

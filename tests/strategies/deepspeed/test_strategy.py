@@ -1,7 +1,5 @@
 """DeepSpeed's ZeRO gives what one process gives, and its checkpoints are everyone's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

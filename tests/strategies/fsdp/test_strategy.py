@@ -1,7 +1,5 @@
 """A model in shards: the same numbers whatever is sharded, wrapped, offloaded or computed again."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

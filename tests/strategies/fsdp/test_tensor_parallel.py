@@ -1,7 +1,5 @@
 """Modules split over processes, and the parts sharded over others: the numbers of one process."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

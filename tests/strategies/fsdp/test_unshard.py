@@ -1,7 +1,5 @@
 """After a run under FSDP the task is an ordinary module, with which everything goes on."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

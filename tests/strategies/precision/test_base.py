@@ -1,7 +1,5 @@
 """Each precision: what it stores and computes in, that it trains, and what it refuses."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Linear layers in float8, emulated: which are, that they learn, and that the task is left as it was."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every precision under every strategy conforms, or is refused when the Trainer is made, with the reason."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

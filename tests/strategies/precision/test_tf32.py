@@ -1,7 +1,5 @@
 """TF32 holds while an engine lives, forward and backward, and is refused where there is none."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Compiled runs: what is compiled how often, the same numbers, and an ordinary task afterwards."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Iterator

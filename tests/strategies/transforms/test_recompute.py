@@ -1,7 +1,5 @@
 """What is computed again in backward finds what the forward found, and writes nothing twice."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import random

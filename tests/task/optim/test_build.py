@@ -1,7 +1,5 @@
 """From an `OptimizerConfig` to an optimizer and its learning rate."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

@@ -1,7 +1,5 @@
 """Which parameters an optimizer trains, and with which settings."""
 
-from __future__ import annotations
-
 import torch
 from tests.support.refusals import assert_refused
 from torch import nn

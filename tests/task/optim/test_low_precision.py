@@ -1,7 +1,5 @@
 """Weights of 16 bits learn: small updates are not lost, whatever the optimizer, and resumes are exact."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Muon for a whole network, and optimizers combined into one."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -1,7 +1,5 @@
 """Optimizers of torchao whose state takes 8 bits or fewer: they train, and resume bit for bit."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

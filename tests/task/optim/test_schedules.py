@@ -1,7 +1,5 @@
 """The learning rate a user gets at each update, for every schedule."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

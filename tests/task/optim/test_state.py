@@ -1,7 +1,5 @@
 """An optimizer's state by parameter names: what is saved is what goes on."""
 
-from __future__ import annotations
-
 import copy
 import json
 

@@ -1,7 +1,5 @@
 """Schedulers of torch that are stepped by epoch, every few updates, or with a metric (`TorchSchedule`)."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

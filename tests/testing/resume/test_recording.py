@@ -2,8 +2,6 @@
 runs the same; and a run is saved, killed and resumed within as few updates as there are.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 data and the modules of a program.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import random

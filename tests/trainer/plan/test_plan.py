@@ -1,7 +1,5 @@
 """The plan says what a fit then does, and does nothing itself."""
 
-from __future__ import annotations
-
 import json
 import random
 
