@@ -16,6 +16,7 @@ from tests.support.failing import undisturbed
 from tests.support.forked import Forked
 
 PROGRAMS = Path(__file__).parent / "programs"
+FSDP_YAML = PROGRAMS / "fsdp.yaml"
 LIMIT = 300.0
 
 

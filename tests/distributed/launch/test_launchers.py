@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.distributed.running import LIMIT, PROGRAMS, run
+from tests.distributed.running import FSDP_YAML, LIMIT, PROGRAMS, run
 from tests.support.failing import undisturbed
 from tests.support.forked import Forked
-from tests.support.launched import FSDP_YAML
 
 from drivetrain.distributed.sockets import release_port, reserve_port
 
@@ -21,8 +20,8 @@ pytestmark = [
     pytest.mark.real("other programs start the ranks"),
 ]
 PROGRAM = str(PROGRAMS / "launched.py")
-DDP = {"strategy": "ddp", "wrap": None, "precision": "32", "samples": 16, "updates": 4, "same": True}
-FSDP = {**DDP, "strategy": "fsdp", "wrap": ["Block"], "precision": "bf16-mixed"}
+DDP = {"strategy": "ddp", "block": "Block", "precision": "32", "samples": 16, "updates": 4, "same": True}
+FSDP = {**DDP, "strategy": "fsdp", "block": "FSDPBlock", "precision": "bf16-mixed"}
 
 
 @pytest.fixture
@@ -59,10 +58,16 @@ def test_torchrun() -> None:
 
 
 @pytest.mark.nightly
+def test_deepspeeds_launcher(port: int) -> None:
+    pytest.importorskip("deepspeed")
+    words = ("deepspeed.launcher.runner", "--no_local_rank", "--num_gpus=2", f"--master_port={port}")
+    assert launch(*words, DS_ACCELERATOR="cpu") == [DDP, DDP]
+
+
+@pytest.mark.nightly
 def test_accelerate_launch_s_configuration_chooses_strategy_and_precision() -> None:
     pytest.importorskip("accelerate")
-    Path("fsdp.yaml").write_text(FSDP_YAML, encoding="utf-8")
-    words = ("accelerate.commands.launch", "--config_file", "fsdp.yaml", "--main_process_port=0")
+    words = ("accelerate.commands.launch", "--config_file", str(FSDP_YAML), "--main_process_port=0")
     assert launch(*words) == [FSDP, FSDP]
 
 

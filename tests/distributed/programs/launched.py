@@ -7,13 +7,11 @@ import torch
 from torch import nn
 
 import drivetrain
-from drivetrain import StrategyError, TaskModule, Trainer
+from drivetrain import AccelerateConfig, LambdaCallback, StrategyError, TaskModule, Trainer
 from drivetrain.strategies import SingleDevice
 
 
 class Block(nn.Module):
-    """What FSDP wraps."""
-
     def __init__(self):
         super().__init__()
         self.line = nn.Linear(4, 4)
@@ -23,8 +21,6 @@ class Block(nn.Module):
 
 
 class Deep(TaskModule):
-    """Three blocks."""
-
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -42,8 +38,11 @@ quiet = {"loggers": (), "checkpoint": False, "progress_bar": False}
 given = json.loads(sys.argv[-1]) if sys.argv[-1].startswith("{") else {}
 if given.pop("alone first", False):
     Trainer(max_epochs=1, **quiet).fit(Deep(), data)
-task = Deep()
-trainer = Trainer(max_epochs=1, **given, **quiet)
+if "accelerate" in given:
+    given["strategy"] = AccelerateConfig(config_file=given.pop("accelerate"))
+task, blocks = Deep(), set()
+look = LambdaCallback(on_step_end=lambda run: blocks.add(type(run.task.blocks[0]).__name__))
+trainer = Trainer(max_epochs=1, callbacks=[look], **given, **quiet)
 strategy = trainer.select_strategy()
 progress = trainer.fit(task, data).progress
 told = []
@@ -58,7 +57,7 @@ if drivetrain.world_size() > 1 and strategy.name == "ddp":
         values.append(one.validate(task, data)["validation/loss"])
 found = {
     "strategy": strategy.name,
-    "wrap": getattr(getattr(strategy, "config", None), "wrap", None),
+    "block": blocks.pop(),
     "precision": trainer.precision.name,
     "samples": progress.samples,
     "updates": progress.updates,

@@ -2,29 +2,20 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.distributed.running import FSDP_YAML, run
 from tests.strategies.conforming import conforms
-from tests.support.failing import JOB
-from tests.support.launched import FSDP_YAML
 from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, pairs, quiet, variant
 from torch import nn
 
-from drivetrain import (
-    AccelerateConfig,
-    ConfigError,
-    LambdaCallback,
-    StrategyError,
-    Trainer,
-)
+from drivetrain import AccelerateConfig, ConfigError, LambdaCallback, StrategyError, Trainer
 from drivetrain.strategies import Hardware, SingleDevice, Strategy, choose, select_strategy
 from drivetrain.strategies.accelerate.config import asked
 from drivetrain.strategies.fsdp.strategy import FSDP
@@ -298,25 +289,17 @@ def test_missing_accelerate_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> 
         Trainer(max_epochs=1, strategy="accelerate")
 
 
-PROGRAM = str(Path(__file__).parents[1] / "programs" / "accelerated.py")
-
-
 @pytest.mark.landing
-def test_config_file_is_enough_without_accelerate_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in JOB:
-        monkeypatch.delenv(name, raising=False)
-    Path("fsdp.yaml").write_text(FSDP_YAML, encoding="utf-8")
-    command = [sys.executable, PROGRAM, json.dumps({"config_file": "fsdp.yaml"})]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    # Of the processes that the program has started itself, rank 0 alone has this output.
-    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert told[0] == {"precision": "bf16-mixed", "samples": 16, "kinds": ["FSDPBlock", "Linear"]}
+def test_config_file_is_enough_without_accelerate_launch() -> None:
+    ended = run("launched.py", accelerate=str(FSDP_YAML), devices=2)
+    assert ended.code == 0, ended.errors
+    for found in map(json.loads, ended.out.splitlines()):
+        assert (found["strategy"], found["block"], found["samples"]) == ("accelerate", "FSDPBlock", 16)
+        assert found["precision"] == "bf16-mixed"
 
 
 def test_config_file_is_read_and_counts_alone() -> None:
-    Path("fsdp.yaml").write_text(FSDP_YAML, encoding="utf-8")
-    config = AccelerateConfig(config_file="fsdp.yaml")
+    config = AccelerateConfig(config_file=FSDP_YAML)
     assert asked(config, {"ACCELERATE_MIXED_PRECISION": "fp16"}) == ("bf16", "cpu", True, 1)
     assert config.asked_precision == "bf16-mixed"
     plain = "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmixed_precision: no\n"

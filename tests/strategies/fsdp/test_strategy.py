@@ -58,8 +58,11 @@ def test_fsdp_options_change_no_number(name: str) -> None:
     conforms(of(**OPTIONS[name]), "updates")
 
 
-def test_fsdp_steps_freeze_generate_and_begin_as_in_one_process() -> None:
-    conforms(fsdp, "frozen_and_tied", "generator_steps", "all_begin_with_the_weights_of_rank_0")
+@pytest.mark.parametrize(
+    "check", ["frozen_and_tied", "generator_steps", "all_begin_with_the_weights_of_rank_0"]
+)
+def test_fsdp_steps_freeze_generate_and_begin_as_in_one_process(check: str) -> None:
+    conforms(fsdp, check)
 
 
 CHECKED = ["frozen_and_tied", "parameters_may_be_unfrozen", "resume_is_bitwise"]
