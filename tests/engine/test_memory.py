@@ -158,7 +158,8 @@ def test_release_gradients_makes_the_same_weights_state_and_rates(name: str, tmp
     assert outcome(tmp_path / "released") == outcome(tmp_path / "plain")
 
 
-def test_release_gradients_holds_no_two_gradients_at_once() -> None:
+def test_release_gradients_holds_no_two_gradients_at_once_and_does_so_under_autocast() -> None:
+    assert weights(fit(RELEASE, precision="bf16-mixed")) == weights(fit(None, precision="bf16-mixed"))
     task, most = Deep(), []
     for parameter in task.parameters():
         parameter.register_hook(

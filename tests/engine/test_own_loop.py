@@ -162,6 +162,25 @@ def test_a_backward_of_a_mean_over_nothing_counts_nothing() -> None:
     assert on_two_ranks(weightless) == [True, True]
 
 
+def running_means(strategy: str) -> list[float]:
+    """What this rank's batch norm has counted after two updates and an evaluation."""
+    norm, engine = nn.BatchNorm1d(3), Engine(strategy, devices=2)
+    model, optimizer = engine.prepare(norm, sgd)
+    for update in range(2):
+        engine.backward(
+            model(torch.tensor([[0.0], [2.0]]) + torch.ones(3) * (engine.ranks.rank + update)).sum()
+        )
+        engine.step(optimizer)
+    model.eval()(torch.ones(2, 3))
+    engine.teardown()
+    return norm.running_mean.tolist()
+
+
+def test_buffers_of_all_ranks_are_rank_0s_at_each_forward() -> None:
+    mean = pytest.approx([0.1 * 2 + 0.09 * 1] * 3)
+    assert on_two_ranks(lambda: [running_means(each) for each in ("ddp", "fsdp")]) == [[mean, mean]] * 2
+
+
 def saved_or_loaded(strategy: str, path: str, save: bool) -> dict[str, list[float]]:
     """The weights after an update that was saved, or as loaded."""
     torch.manual_seed(0 if save else 1)

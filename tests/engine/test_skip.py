@@ -13,7 +13,7 @@ from tests.support.fragile import GOOD, GRADIENT, INFINITE, INPUT, NAN, ONLY_LOS
 from tests.support.outcome import outcome, weights
 from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
-from tests.support.tasks import Duel, duels, quiet
+from tests.support.tasks import quiet
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
@@ -117,18 +117,33 @@ def test_a_resumed_run_skips_alike(tmp_path: Path) -> None:
     assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
 
 
-def test_each_of_several_optimizers_is_skipped_for_itself() -> None:
-    class Broken(Duel):
-        steps = 0
+class Rivals(TaskModule):
+    """Two networks with a batch norm; in the third step the loss of one is NaN."""
 
-        def training_step(self, batch: Any) -> Any:
-            self.steps += 1
-            for number, (name, loss) in enumerate(super().training_step(batch)):
-                yield name, loss * torch.nan if number == 0 and self.steps == 2 else loss
+    def __init__(self, bad: str) -> None:
+        super().__init__()
+        self.one, self.two = (nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)) for _ in range(2))
+        self.bad, self.steps = bad, 0
 
-    result = skipping(log_every="1 step").fit(Broken(), duels())
-    assert result.progress.skipped == 0, "an update of which one optimizer stepped is made"
-    assert all(map(math.isfinite, result.metrics.values()))
+    def training_step(self, batch: Any) -> Any:
+        self.steps += 1
+        for name, network in (("one", self.one), ("two", self.two)):
+            yield (
+                name,
+                network(batch).square().mean() * (torch.nan if self.steps == 3 and name == self.bad else 1),
+            )
+
+    def configure_optimizers(self) -> Any:
+        return dict.fromkeys(("one", "two"), OptimizerConfig("sgd", lr=0.1))
+
+
+def test_each_of_several_optimizers_is_skipped_for_itself_with_its_buffers() -> None:
+    for bad, counts in (("one", [5, 6]), ("two", [6, 5])):
+        task = Rivals(bad)
+        result = skipping(log_every="1 step").fit(task, [torch.randn(4, 3) for _ in range(6)])
+        assert result.progress.skipped == 0, "an update of which one optimizer stepped is made"
+        assert all(map(math.isfinite, result.metrics.values()))
+        assert [int(each[0].num_batches_tracked) for each in (task.one, task.two)] == counts
 
 
 def test_a_large_gradient_is_finite_also_if_it_is_complex_or_sparse() -> None:

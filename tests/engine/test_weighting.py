@@ -226,5 +226,10 @@ def test_the_loss_weight_of_the_warning_makes_accumulation_equal_to_the_large_ba
 
 
 def test_nothing_is_warned_of_without_ignored_labels_or_with_a_right_loss_weight() -> None:
-    for methods, ignored in (({}, 0), (COUNTED, 2)):
+    of_classes = {"loss": lambda self, *given: Tagger.loss(self, *given, weight=torch.ones(5))}
+    summed = {"loss": lambda self, *given: Tagger.loss(self, *given, reduction="sum")}
+    by_sequence = {"loss_weight": lambda self, batch: len(batch["labels"])}
+    for methods, ignored in (
+        ({}, 0), (COUNTED, 2), (by_sequence, 0), ({**ALL, **of_classes}, 2), ({**ALL, **summed}, 2)
+    ):  # fmt: skip
         quiet(max_epochs=1).fit(tagger(**methods), tagged(ignored))
