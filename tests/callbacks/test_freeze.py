@@ -1,26 +1,28 @@
 """Freezing of parameters: what moves when, what a fit leaves behind, and resumes."""
 
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.support.messages import warned
 from tests.support.outcome import outcome, weights
 from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Duel, duels, pairs, quiet
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drivetrain import CheckpointConfig, OptimizerConfig, Run, TaskModule
-from drivetrain.callbacks import Callback, Freeze, LambdaCallback
+from drivetrain import CheckpointConfig, LossSpike, OptimizerConfig, ParameterGroup, Run, TaskModule
+from drivetrain.callbacks import Callback, Freeze, LambdaCallback, WeightAverage
 from drivetrain.checkpoint.weights.load import load_weights
 from drivetrain.core.errors import ConfigError
 from drivetrain.testing.strategies.job import StopAfter
 
 
 class Net(TaskModule):
-    """An encoder of two layers with a norm and dropout, and a head."""
+    """An encoder of two layers with a norm and dropout, and a head; the encoder has a rate of its own."""
 
     def __init__(self, optimizer: Any = "adamw", norm: Any = nn.LayerNorm, dropout: float = 0.0) -> None:
         super().__init__()
@@ -40,7 +42,8 @@ class Net(TaskModule):
     def configure_optimizers(self) -> OptimizerConfig:
         if not isinstance(self.optimizer, str):
             return self.optimizer
-        options = {"momentum": 0.9} if self.optimizer == "sgd" else {}
+        options: Any = {"momentum": 0.9} if self.optimizer == "sgd" else {}
+        options["groups"] = [ParameterGroup("encoder.*", lr_scale=0.5)]
         return OptimizerConfig(self.optimizer, lr=0.02, weight_decay=0.1, decay_all=True, **options)
 
 
@@ -65,7 +68,7 @@ class Seen(Callback):
 
     def movers(self) -> list[set[str]]:
         """The names that each update but the first has changed."""
-        steps = zip(self.after, self.after[1:], strict=False)
+        steps = pairwise(self.after)
         return [{name for name in now if not torch.equal(now[name], old[name])} for old, now in steps]
 
 
@@ -93,7 +96,8 @@ def by_hand(points: Mapping[str, int], name: str, updates: int) -> tuple[Net, li
     """Train as torch's users do: one optimizer over all, and `requires_grad` set by hand."""
     task = Net(name)
     kind, options = (torch.optim.SGD, {"momentum": 0.9}) if name == "sgd" else (torch.optim.AdamW, {})
-    optimizer = kind(task.parameters(), lr=0.02, weight_decay=0.1, **options)
+    groups = [{"params": task.encoder.parameters(), "lr": 0.01}, {"params": task.head.parameters()}]
+    optimizer = kind(groups, lr=0.02, weight_decay=0.1, **options)
     norms, batches = [], list(pairs(20))
     for update in range(updates):
         for parameter_name, each in task.named_parameters():
@@ -178,8 +182,16 @@ def test_after_a_fit_or_an_error_all_is_as_before() -> None:
         assert flags(task) == before
 
 
+class Statistics(nn.Sequential):
+    """Kinds of modules with running statistics, with parameters and without."""
+
+    def __init__(self, size: int) -> None:
+        spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(size, size))
+        super().__init__(nn.BatchNorm1d(size), nn.BatchNorm1d(size, affine=False), spectral)
+
+
 def test_statistics_of_frozen_parts_stay_through_validations_and_train() -> None:
-    task = Net(norm=nn.BatchNorm1d)
+    task = Net(norm=Statistics)
     before, data = {name: each.clone() for name, each in task.named_buffers()}, pairs(20, 4)
     turn_on = LambdaCallback(on_epoch_start=lambda run: run.task.train())  # as users' code does
     trainer = quiet(max_epochs=3, validate_every="2 steps", callbacks=[Freeze("encoder"), turn_on])
@@ -210,7 +222,8 @@ def resumable(folder: Path, stop: int = 13, resume: str | None = None) -> Any:
     freeze = Freeze({"encoder.0": "8 steps", "encoder": "1 epoch"})
     task = Net("adamw", nn.BatchNorm1d, dropout=0.2)
     options: Any = {"max_steps": 13, "checkpoint": True, "validate_every": "3 steps", "log_every": 2}
-    trainer = quiet(**options, run_dir=folder, loggers=("jsonl", "csv"), callbacks=[freeze, StopAfter(stop)])
+    callbacks = [freeze, WeightAverage(decay=0.9), StopAfter(stop)]
+    trainer = quiet(**options, run_dir=folder, loggers=("jsonl", "csv"), callbacks=callbacks)
     trainer.fit(task, pairs(20, 4, shuffle=True), pairs(4), resume=resume)
     return weights(task)
 
@@ -222,7 +235,8 @@ def test_resume_before_at_and_after_an_unfreezing_is_bitwise(tmp_path: Path) -> 
         folder = tmp_path / str(updates)
         resumable(folder, updates)
         # A checkpoint has the state of what has trained.
-        names = {each.rpartition("/")[0] for each in outcome(folder)["optimizer"]}
+        names = {each.removesuffix("/exp_avg") for each in outcome(folder)["optimizer"] if "exp_avg" in each}
+        names = {each for each in names if "/" not in each}
         assert names == ({*HEAD} if updates < 6 else ALL - {*FIRST} if updates < 9 else ALL)
         assert resumable(folder, resume="auto") == straight
         found = outcome(folder)
@@ -268,7 +282,50 @@ def test_checkpoint_of_trainable_parameters_has_none_that_are_frozen(tmp_path: P
     assert torch.equal(task.head.weight, load_weights(result.model_path)["head.weight"])
 
 
-def test_a_fit_that_freezes_without_a_meaning_is_refused() -> None:
+def test_frozen_parameters_stay_with_every_kind_of_update() -> None:
+    freeze = Freeze({"encoder.0": "5 steps", "encoder": "2 steps"})
+    for options in (
+        {"micro_batch": 1},
+        {"gradient_accumulation_steps": 2, "max_epochs": 2},
+        {"memory": {"activation_checkpointing": ("encoder.3",)}},
+        {"memory": {"release_gradients": True}, "max_grad_norm": None},
+        {"precision": "bf16-mixed"},
+        {"precision": "bf16-true"},
+        {"max_grad_norm": None, "max_grad_value": 0.1},
+    ):
+        movers = fitted(freeze, **{"max_epochs": 1, **options})[1].movers()
+        assert movers[0] == set(HEAD), options
+        assert all(not each & {*FIRST} for each in movers[:4]), options
+        assert {*movers[4], *movers[5]} == ALL or "precision" in options, options
+
+
+def test_averages_of_frozen_weights_are_these_and_their_statistics_are_not_renewed() -> None:
+    for kind in ("ema", "swa"):
+        task = Net(norm=nn.BatchNorm1d)
+        start = {name: each.clone() for name, each in task.state_dict().items()}
+        average = WeightAverage(kind, every="1 step")
+        fitted(Freeze("encoder", until="14 steps"), task, pairs(20, 4), callbacks=[average, StopAfter(12)])
+        for name, each in task.state_dict().items():
+            assert torch.equal(each, start[name]) != name.startswith("head"), name
+
+
+def test_a_rollback_freezes_again(tmp_path: Path) -> None:
+    data: Any = list(pairs(60))
+    data[15][0].fill_(torch.nan)
+    options: Any = {"max_epochs": None, "max_steps": 20, "log_every": 1, "run_dir": tmp_path}
+    policy, spikes = CheckpointConfig(every="13 steps", by=None), [LossSpike(window=10, threshold=1e6)]
+    freeze = Freeze("encoder", until="14 steps")
+    _, seen = fitted(freeze, None, data, **options, checkpoint=policy, callbacks=spikes)
+    bias = [each["encoder.3.bias"] for each in seen.after]
+    assert len(bias) == 16 + 7  # the sixteenth is NaN, and seven follow the thirteenth again
+    moved = [not torch.equal(now, before) for before, now in pairwise(bias)]
+    assert moved == [False] * 13 + [True] * 3 + [True] * 6
+    assert torch.equal(bias[16], bias[12])
+
+
+def test_a_fit_that_freezes_without_a_meaning_is_refused_or_warned_of() -> None:
+    with warned("'encoder' is frozen until 3 epochs, and this fit ends by then"):
+        fitted(Freeze("encoder", until="3 epochs"))
     momentum = Net(OptimizerConfig("sgd", lr=0.1, momentum=0.9, dampening=0.1))
     whole = "freezes all 8 trainable parameters of Net"
     for freeze, words, task in (

@@ -81,6 +81,8 @@ def test_the_forward_that_broke_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     where = "first in the forward of 'middle.1.1' (BreaksForward)."
     text = message(Deep(BreaksForward))
     assert text.startswith(f"NaN or infinite at update 3 on rank 0: 'loss' (from update 3); {where}")
+    # A module whose outputs may be infinite, such as a mask, is left out.
+    assert "first in the forward of 'middle.1.2' (Linear)" in message(Deep(BreaksForward), ignore=["mid*.1"])
     monkeypatch.setattr("drivetrain.callbacks.nonfinite_detector._KEPT", 2)
     text = message(Deep(BreaksForward), log_every="8 steps")  # a long interval keeps the first bad place
     assert "at update 3 on rank 0" in text

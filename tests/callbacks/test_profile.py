@@ -15,6 +15,7 @@ from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Regression, pairs, quiet, variant
 
 from drivetrain import EarlyStopping, LambdaCallback, Profile
+from drivetrain.testing import run_distributed
 
 ONE = {"wait": 1, "warmup": 1, "active": 1, "repeat": 1}
 """A schedule of the update 2 alone."""
@@ -162,9 +163,9 @@ def test_an_error_leaves_what_was_recorded(tmp_path: Path) -> None:
     assert "aten::sum" in {each.key for each in after.key_averages()}
 
 
-def on_a_rank(folder: Path, ranks: Any) -> list[str]:
+def on_a_rank(folder: Path, ranks: Any, strategy: str) -> list[str]:
     profile = Profile(ONE, ranks=ranks)
-    trainer = quiet(max_epochs=1, run_dir=folder, strategy="ddp", devices=2, callbacks=[profile])
+    trainer = quiet(max_epochs=1, run_dir=folder, strategy=strategy, devices=2, callbacks=[profile])
     trainer.fit(Regression(), pairs(20), pairs(4))
     return sorted(path.name for path in profile.files)
 
@@ -174,11 +175,17 @@ def of_rank(rank: int) -> list[str]:
     return [f"{table}.json", f"{table}.txt", f"trace-updates-2-2-rank-{rank}.json.gz"]
 
 
-def test_two_ranks_write_files_of_their_own(tmp_path: Path) -> None:
-    assert on_two_ranks(on_a_rank, tmp_path, "all") == [sorted(of_rank(0) + of_rank(1))] * 2
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp", "fsdp", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("zero1", "zero3"))],
+)
+def test_two_ranks_write_files_of_their_own(strategy: str, tmp_path: Path) -> None:
+    run = run_distributed if strategy.startswith("zero") else on_two_ranks
+    assert run(on_a_rank, tmp_path, "all", strategy) == [sorted(of_rank(0) + of_rank(1))] * 2
     for rank in (0, 1):
         trace = names(tmp_path / "profile" / f"trace-updates-2-2-rank-{rank}.json.gz")
         assert (trace["forward"], trace["backward"], trace["optimizer"]) == (1, 1, 1)
         content = json.loads((tmp_path / "profile" / f"table-updates-0-4-rank-{rank}.json").read_text())
         assert content["rank"] == rank
-    assert on_two_ranks(on_a_rank, tmp_path / "second", [1]) == [of_rank(1)] * 2
+    if strategy == "ddp":
+        assert on_two_ranks(on_a_rank, tmp_path / "second", [1], strategy) == [of_rank(1)] * 2

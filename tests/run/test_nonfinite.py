@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from tests.support.fragile import GOOD, GRADIENT, INFINITE, NAN, Fragile, marked
 from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Regression, pairs, quiet
-from torch import Tensor
+from torch import Tensor, nn
 
-from drivetrain import CheckpointConfig, FitResult, NonFiniteError, Trainer
+from drivetrain import CheckpointConfig, FitResult, LambdaCallback, NonFiniteError, OptimizerConfig, Trainer
 
 POLICY = CheckpointConfig(every="2 steps", keep_last=9, best=0, by=None)
 needs_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
@@ -86,6 +86,14 @@ def test_weights_that_a_gradient_has_spoiled_are_not_saved(choice: str, at: int,
     assert saved(tmp_path) == [f"update-{each:08}" for each in range(2, at, 2)]
     assert not list(tmp_path.glob("*.safetensors"))
     assert finite(str(tmp_path / "checkpoints" / "update-00000004"))
+
+
+def test_weights_that_are_infinite_from_the_start_or_not_trained_are_no_error(tmp_path: Path) -> None:
+    task = Fragile(OptimizerConfig("sgd", lr=0.01))
+    task.mask = nn.Parameter(torch.tensor([0.0, -torch.inf]))
+    task.fixed = nn.Parameter(torch.zeros(1), requires_grad=False)
+    spoil = LambdaCallback(on_step_end=lambda run: task.fixed.fill_(torch.nan))
+    assert trainer(tmp_path, callbacks=[spoil]).fit(task, data(GOOD, at=0)).model_path is not None
 
 
 # A validation.

@@ -2,6 +2,7 @@
 
 import os
 import re
+import select
 import signal
 import sys
 import threading
@@ -14,6 +15,7 @@ import pytest
 import torch
 from tests.support.failing import undisturbed
 from tests.support.forked import Forked
+from tests.support.fragile import GOOD, NAN, Fragile, marked
 from tests.support.messages import warned
 from tests.support.outcome import weights
 from tests.support.tasks import Regression, pairs, quiet
@@ -190,6 +192,29 @@ def test_a_signal_to_a_run_that_is_not_resumable_asks_for_no_restart(tmp_path: P
     assert any("no run can go on from it" in note for note in caught.value.__notes__)
 
 
+@pytest.mark.parametrize(("log_every", "update"), [("100 steps", 5), ("3 steps", 6)])
+def test_a_signal_after_a_nan_asks_for_no_restart_that_would_meet_the_same(
+    log_every: str, update: int, tmp_path: Path
+) -> None:
+    """The NaN is found in the save that the signal asks for, or at a log point just before."""
+    data = marked([NAN if index == 8 else GOOD for index in range(24)], 2)
+    policy = CheckpointConfig(every="3 steps", by=None, best=0)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        options: Any = {"run_dir": tmp_path / number.name, "checkpoint": policy, "on_nonfinite": "stop"}
+        trainer = quiet(
+            max_epochs=1, log_every=log_every, callbacks=[hears(number, update=update)], **options
+        )
+        if number is signal.SIGTERM:
+            told = str(trainer.fit(Fragile(), data).stop_reason)
+        else:
+            with pytest.raises(KeyboardInterrupt) as caught:
+                trainer.fit(Fragile(), data)
+            told = caught.value.__notes__[0].removeprefix("drivetrain: ")
+        assert told.startswith("NaN or infinite at update 4 on rank 0: 'loss'")
+        assert told.endswith("update-00000003")
+        assert saved_at(tmp_path / number.name) == 3
+
+
 # Real signals, to programs.
 
 
@@ -238,6 +263,22 @@ def test_the_deadline_ends_a_program_whose_save_takes_too_long() -> None:
     assert "the deadline: the fit was after update" in errors[-1]
     assert "the newest checkpoint is" in errors[-1]
     quiet(run_dir="run", max_steps=saved_at(Path("run")) + 1).fit(Regression(), pairs(24), resume="auto")
+
+
+@pytest.mark.real
+@pytest.mark.skipif(sys.platform != "linux", reason="needs pidfd_open")
+def test_the_deadline_holds_while_a_line_waits_for_who_reads_it() -> None:
+    """The main thread then holds the lock of stderr, which nothing that a signal does may wait for."""
+
+    def unread(pid: int) -> None:
+        process = os.pidfd_open(pid)
+        os.kill(pid, signal.SIGTERM)
+        assert select.select([process], [], [], 240)[0], "it does not end"
+        os.close(process)
+
+    code, _ = ended(unread, "1 cpu 1 0", WRITES="much")
+    assert code == 75
+    assert saved_at(Path("run")) == 2
 
 
 @pytest.mark.real

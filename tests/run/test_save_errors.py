@@ -1,5 +1,6 @@
 """A run whose directory is full, read-only or removed: what it says, whether it goes on, what is left."""
 
+import errno
 import json
 import logging
 import os
@@ -134,6 +135,44 @@ def test_a_logger_on_a_full_disk_lacks_rows_and_goes_on_whole(small_disk: Path, 
     assert "what is logged later is written if it can be; this is not written again" in text[0]
     assert result.progress.updates == 12
     assert steps_in(run, name) == [1, 2, 3, 4, 9, 10, 11, 12]
+
+
+def die() -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_resumed_run_goes_on_in_its_logs_though_the_disk_is_full(small_disk: Path) -> None:
+    """The rows after the checkpoint are cut, which needs no room; TensorBoard is told once there is some."""
+    run, options = small_disk / "run", {"log_every": 1, "keeps": {"every": "3 steps"}}
+    with pytest.raises(KeyboardInterrupt):
+        train(run, at(6, die), VALUES, loggers=tuple(FILES), **options)
+    fill(small_disk, 0)
+    with heard(UNSAVED):
+        train(run, at(7, (small_disk / "filler").unlink), VALUES, loggers=tuple(FILES), **options)
+    for name in FILES:
+        steps = steps_in(run, name)
+        assert steps == sorted(set(steps)), name
+        assert (steps[:3], steps[-6:]) == ([1, 2, 3], [7, 8, 9, 10, 11, 12]), name
+
+
+def test_a_log_that_a_resumed_run_cannot_cut_goes_by_on_save_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    options = {"loggers": ("csv", "jsonl"), "log_every": 1, "keeps": {"every": "3 steps"}}
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, at(5, die), **options)
+    monkeypatch.setattr("os.truncate", refuse)
+    with pytest.raises(OSError, match=r"metrics\.csv") as caught:
+        train(tmp_path, **options, on_save_error="raise")
+    assert "CSVLogger changes in its log to go on after update 3 was not saved" in caught.value.__notes__[0]
+    with heard("changes in its log") as texts:
+        train(tmp_path, **options)
+    assert [each.split()[1] for each in texts] == ["CSVLogger", "JSONLinesLogger"]
+    for name in ("csv", "jsonl"):
+        assert steps_in(tmp_path, name) == [1, 2, 3, 4, *range(4, 13)]
 
 
 # Several ranks.

@@ -143,6 +143,13 @@ def test_parts_of_an_epoch_and_intervals_follow_the_updates_of_each_epoch() -> N
     assert fitted(**half, **BY_EPOCHS)[0].validated == [2, 3, 6, 9, 15, 21]  # of 3, 6 and 12 updates
 
 
+def test_a_skipped_update_moves_no_point_of_a_schedule() -> None:
+    options: dict[str, Any] = {"batch_size": {0: 1, 24: 3}, "on_nonfinite": "skip", "max_epochs": 2}
+    seen, _, result = fitted(data=Numbered(bad=(3, 8)), **options)
+    assert result.progress.skipped == 4
+    assert [size for (size,) in seen.sizes()] == [1] * 24 + [3] * 7 + [1]
+
+
 def part(folder: Path, resume: str | None = None, **options: Any) -> Any:
     """One fit without dropout; its weights, windows, and the updates that it made and had planned."""
     task = Regression(OptimizerConfig("adamw", lr=0.05))

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from tests.support.outcome import weights
+from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Regression, pairs, quiet, variant
 from torch import Tensor
 from torch.nn import functional as F
@@ -156,6 +157,20 @@ def test_totals_of_the_fit_are_known_when_optimizers_are_configured() -> None:
     quiet(max_time=0.01).fit(task, pairs(10))  # no known length
     totals = task.seen[-1]
     assert (totals.updates, totals.updates_per_epoch, totals.max_seconds) == (None, 5, 0.01)
+
+
+def totals_on_a_rank() -> Totals:
+    task = Counting()
+    options = {"max_epochs": 3, "gradient_accumulation_steps": 2, "strategy": "ddp", "devices": 2}
+    quiet(**options).fit(task, pairs(19))
+    (totals,) = task.seen
+    return totals
+
+
+def test_totals_count_all_ranks() -> None:
+    each = {"gradient_accumulation_steps": 2, "samples_per_update": 8, "world_size": 2}
+    whole = {"updates": 9, "epochs": 3, "updates_per_epoch": 3, "max_epochs": 3, "end": (3, 0)}
+    assert on_two_ranks(totals_on_a_rank) == [Totals(**whole, **each)] * 2
 
 
 def test_a_task_knows_its_progress_also_after_a_resume(tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ class Preemption:
                 f" meet the same: {run.stop_reason}"
             )
         elif first is not None and error is None:  # it came after the run
-            raise stopping.end_of(_reason(first.name))
+            stopping.end(_reason(first.name), run.nonfinite.reason)
         if first is not None and isinstance(error, GeneratorExit):
             signal.raise_signal(first)  # the caller has left the loop: the signal has its usual effect
 

@@ -168,6 +168,14 @@ def test_a_plan_is_readable_and_json():
     assert stored["validation"] == {"every": "1 epoch", "times": 3, "first": 45, "last": 135}
 
 
+def test_the_peak_of_a_long_run_is_exact():
+    for schedule in ("linear", "cosine_with_restarts", "warmup_stable_decay", "inverse_sqrt"):
+        rate = plan(task=sgd(schedule=schedule, warmup_steps=12_345), max_steps=300_000).rates["lr"]
+        assert (rate.peak, rate.peak_update) == (0.1, 12_345), schedule
+    rate = plan(task=sgd(schedule="linear", warmup_ratio=0.123457), max_steps=300_000).rates["lr"]
+    assert (rate.peak, rate.peak_update) == (0.1, 37_038)
+
+
 def test_data_without_a_length_leaves_only_the_steps():
     class Stream:
         def __iter__(self):
