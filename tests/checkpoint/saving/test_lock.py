@@ -1,5 +1,7 @@
 """Two jobs and one run directory: who gets it, who is refused, and when it is free again."""
 
+import atexit
+import itertools
 import json
 import multiprocessing
 import os
@@ -13,14 +15,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tests.support.messages import heard
 from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Regression, pairs, quiet
 
-from drivetrain import CheckpointConfig, ConfigError, LambdaCallback
+from drivetrain import CheckpointConfig, CheckpointError, ConfigError, LambdaCallback
 from drivetrain.checkpoint import CheckpointManager
 from drivetrain.checkpoint.saving import lock as locking
 from drivetrain.checkpoint.saving.lock import EXPIRES, RENEWS, DirectoryLock, Owner
-from drivetrain.checkpoint.storage.filesystem import LOCAL
+from drivetrain.checkpoint.storage.filesystem import LOCAL, LocalFileSystem
 from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.distributed.ranks import Ranks
 
@@ -162,6 +165,81 @@ def test_a_job_on_another_machine_keeps_the_lock_for_ten_minutes_after_its_last_
     assert os.listdir(tmp_path) == []
 
 
+def test_the_lock_is_renewed_without_saves_and_released_at_exit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renewed, at_exit = threading.Event(), []
+
+    class Files(LocalFileSystem):
+        def rename(self, old: str, new: str) -> None:
+            super().rename(old, new)
+            renewed.set()
+
+    monkeypatch.setattr(locking, "RENEWS", 0.01)
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    lock = DirectoryLock(str(tmp_path), Files(), clock=itertools.count().__next__)
+    lock.take()
+    assert renewed.wait(300)
+    assert at_exit == [lock.release]
+    lock.release()
+    assert os.listdir(tmp_path) == []
+
+
+@needs_fork
+def test_a_process_that_only_has_the_number_of_the_owner_is_not_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = DirectoryLock(str(tmp_path), LOCAL)
+    with job(holding(tmp_path)):
+        content = content_of(tmp_path / "lock.json")
+        write(tmp_path / "lock.json", Owner(**{**content, "started": content["started"] - 1}))
+        with monkeypatch.context() as patch:
+            patch.setattr(locking, "process_started", lambda pid: None)  # where no system tells it
+            with pytest.raises(ConfigError, match="in use by another job"):
+                lock.take()
+        lock.take()
+        lock.release()
+
+
+@needs_fork
+def test_a_lock_is_released_by_its_owner_alone(tmp_path: Path) -> None:
+    lock = DirectoryLock(str(tmp_path), LOCAL)
+    lock.take()
+    with job(lambda meet: lock.release()) as copy:  # which has all that the owner has, but its number
+        assert copy.end() == 0
+    assert lock.is_held
+    assert content_of(tmp_path / "lock.json")["pid"] == os.getpid()
+    write(tmp_path / "lock.json", owner())
+    lock.release()
+    assert content_of(tmp_path / "lock.json")["pid"] == 4321
+
+
+def test_a_removed_lock_file_is_made_again_and_a_strange_one_refused(tmp_path: Path) -> None:
+    lock, path = DirectoryLock(str(tmp_path), LOCAL), tmp_path / "lock.json"
+    lock.take()
+    path.unlink()
+    lock.confirm()
+    assert content_of(path)["pid"] == os.getpid()
+    path.write_text("{", encoding="utf-8")
+    for each in (lock.confirm, DirectoryLock(str(tmp_path), LOCAL).take):
+        with pytest.raises(ConfigError, match=r"lock\.json' is not a lock that drivetrain wrote.* remove"):
+            each()
+    lock.release()
+
+
+def test_a_directory_that_cannot_be_locked_goes_by_on_save_error(tmp_path: Path) -> None:
+    place = tmp_path / "file"
+    place.write_text("", encoding="utf-8")
+    options = {"checkpoint": CheckpointConfig(every="1 step", by=None, directory=str(place))}
+    with pytest.raises(CheckpointError, match="cannot lock"):
+        fit(tmp_path / "run", **options)
+    free = LambdaCallback(on_step_end=lambda run: place.unlink() if run.progress.updates == 2 else None)
+    with heard() as texts:
+        result = fit(tmp_path / "run", free, **options, on_save_error="warn")
+    assert [text for text in texts if "not protected against another job" in text] == texts[:1]
+    assert result.last_checkpoint == str(place / "checkpoints" / "update-00000003")
+
+
 def test_the_lock_is_released_whatever_ends_the_fit(tmp_path: Path) -> None:
     def fail(run: Any) -> None:
         assert lock_of(tmp_path / "run").exists()
@@ -208,6 +286,25 @@ def test_of_jobs_that_start_at_the_same_moment_one_wins(tmp_path: Path) -> None:
     assert [sorted(each) for each in zip(*on_two_ranks(race), strict=True)] == [[False, True]] * 30
 
 
+def test_of_two_that_replace_the_lock_of_a_dead_job_the_second_gives_back_what_it_took(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path / "lock.json", owner(renewed=0.0))
+    first = DirectoryLock(str(tmp_path), LOCAL)
+
+    def overtaken() -> float:
+        """The time, for which the second asks between its look at the lock and its taking it."""
+        if not first.is_held:
+            first.take()
+        return time.time()
+
+    with pytest.raises(ConfigError, match="another fit of this process"):
+        DirectoryLock(str(tmp_path), LOCAL, clock=overtaken).take()
+    assert os.listdir(tmp_path) == ["lock.json"]
+    first.release()
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_job_whose_lock_was_taken_ends_at_its_next_save(tmp_path: Path) -> None:
     def lose(run: Any) -> None:
         if run.progress.updates == 2:
@@ -245,7 +342,7 @@ def test_ranks_share_one_lock_and_all_hear_of_a_refusal(tmp_path: Path) -> None:
     assert not lock_of(tmp_path).exists()
 
 
-def test_the_lock_in_an_object_store(tmp_path: Path) -> None:
+def test_the_lock_in_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fsspec")
     place = f"memory://{tmp_path.name}/checkpoints"
     files, now = file_system(place), time.time()
@@ -264,3 +361,7 @@ def test_the_lock_in_an_object_store(tmp_path: Path) -> None:
     second.take()
     second.release()
     assert files.entries(place) == {}
+    other, put = json.dumps(asdict(owner())).encode(), locking.write_file
+    monkeypatch.setattr(locking, "write_file", lambda path, *_: put(path, [other], files))
+    with pytest.raises(ConfigError, match="on node7"):  # another job has written at the same moment
+        first.take()
