@@ -162,6 +162,19 @@ def test_export_writes_plain_weights_in_each_form(capsys, run_dir, tmp_path):
     assert not (tmp_path / "w.safetensors").exists()
 
 
+def test_import_writes_a_checkpoint_of_renamed_weights(capsys, tmp_path):
+    torch.save({"a=b.weight": torch.ones(2)}, tmp_path / "theirs.pt")
+    code, found = as_json(capsys, "import", tmp_path / "theirs.pt", tmp_path / "ours", "--rename", "^a=b=net")
+    assert (code, found["tensors"]) == (0, 1)
+    assert list(DirectoryCheckpointIO().load(str(tmp_path / "ours")).tensors["model"]) == ["net.weight"]
+    code, printed = run(capsys, "import", tmp_path / "theirs.pt", tmp_path / "other", "--rename", "net")
+    assert (code, "--rename takes PATTERN=NEW" in printed.err, (tmp_path / "other").exists()) == (
+        2,
+        True,
+        False,
+    )
+
+
 @pytest.mark.parametrize("remote", [False, True])
 def test_export_replaces_no_file_unasked(capsys, run_dir, tmp_path, remote):
     precious = tmp_path / "precious.safetensors"

@@ -58,13 +58,19 @@ def test_the_last_line_names_the_first_cause(rank: str) -> None:
 
 
 @landing
-def test_a_silent_process_is_named_by_its_exit_code_and_is_started_again() -> None:
+def test_a_silent_process_is_named_by_its_exit_code_and_all_but_a_usage_error_is_started_again() -> None:
     Path("silent.py").write_text("import os, sys; sys.exit(7 * int(os.environ['RANK']))", encoding="utf-8")
     code, _, last = launch("--", devices=2, program="silent.py")
     assert (code, last) == (7, "drivetrain: rank 1 failed first: it ended with exit code 7")
-    program = "import os, sys; sys.exit(os.environ['DRIVETRAIN_AGAIN'] == '0')"
-    Path("again.py").write_text(program, encoding="utf-8")
+    Path("again.py").write_text("import os; 1 / int(os.environ['DRIVETRAIN_AGAIN'])", encoding="utf-8")
     assert launch("--max-restarts", "1", "--", program="again.py")[0] == 0
+    Path("usage.py").write_text("print('started'); raise SystemExit(2)", encoding="utf-8")
+    code, lines, last = launch("--max-restarts", "1", "--", "--nodes", "2", program="usage.py")
+    assert (code, lines, "--nodes comes after usage.py, so the program got it" in last) == (
+        2,
+        ["started"],
+        True,
+    )
 
 
 @nightly

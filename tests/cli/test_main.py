@@ -12,6 +12,7 @@ from tests.cli.conftest import PROGRAMS
 from tests.support.forked import run_forked
 from tests.support.tasks import Regression, pairs, quiet
 
+from drivetrain.cli import launch
 from drivetrain.cli.main import main
 from drivetrain.core.version import __version__
 from drivetrain.run.ledger_report import KINDS, NAME, read_ledger
@@ -121,6 +122,39 @@ def test_usage_errors_return_2_and_help_returns_0(capsys):
         assert main(line.split()) == 2
         assert f"Did you mean '{nearest}'?" in capsys.readouterr().err
     assert sys.path == path
+
+
+def test_launch_finds_the_machines_at_their_address_or_rendezvous():
+    def where(line):
+        return " ".join(launch._where(launch._parser().parse_args([*line.split(), "train.py"])))
+
+    numbered = "--nnodes 2 --node-rank 1 --master-addr host --master-port"
+    assert where("--nodes 2 --node-rank 1 --address host") == f"{numbered} 29500"
+    assert where("--nodes 2 --node-rank 1 --address host:7") == f"{numbered} 7"
+    meeting = "--nnodes 1:4 --rdzv-backend c10d --rdzv-endpoint host:7 --rdzv-id mine"
+    assert where("--nodes 1:4 --rendezvous host:7 --job mine --max-restarts 3") == meeting
+    assert where("--devices 4") == "--standalone"
+
+
+def test_a_reader_that_closes_the_pipe_ends_a_command_quietly(tmp_path, monkeypatch, capfd):
+    quiet(max_epochs=1, checkpoint=True, run_dir=tmp_path / "run").fit(Regression(), pairs())
+    capfd.readouterr()
+    for words in (["checkpoint", "list", "run"], ["runs", "list", "run"]):
+        reader, writer = os.pipe()
+        os.close(reader)
+        with open(writer, "w", encoding="utf-8") as out:
+            monkeypatch.setattr(sys, "stdout", out)
+            assert main(words) == 1
+    assert capfd.readouterr().err == ""
+
+
+def test_rank_0_alone_prints(drive, monkeypatch):
+    job = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for rank, words in (("0", ["task:", "data:"]), ("1", [])):
+        for name, value in {**job, "RANK": rank, "LOCAL_RANK": rank}.items():
+            monkeypatch.setenv(name, value)
+        code, out, err = drive("fit", f"{SHAPES} --print-config", quiet=False)
+        assert (code, [line.split()[0] for line in out.splitlines()][:2], err) == (0, words, "")
 
 
 def test_help_and_version_do_not_wait_for_torch():

@@ -78,6 +78,7 @@ def test_mistakes_in_the_options_of_launch_and_profile(tmp_path):
         "--devices two": "--devices takes a number of processes or 'auto', not 'two'",
         "--nodes 2": "--nodes 2 needs --address HOST of the first machine and --node-rank",
         "--nodes 2 --address a --node-rank 2": "--node-rank must be from 0 to 1, not 2",
+        "--rendezvous a:1 --nodes 1:4": "all processes restart when a machine joins or leaves",
         "--rendezvous a:1 --node-rank 0": "leave out --address and --node-rank",
         "": "no file 'program.py'; for a module, write -m",
         "--nproc-per-node=2": "Here it is called '--devices'",

@@ -171,6 +171,21 @@ def test_a_dataset_of_ready_batches_counts_batches(workers: int) -> None:
     assert [(advance, samples) for _, advance, samples in read.batches(0, 0)] == [(1, None)] * 4
 
 
+class Many(Dataset[int]):
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitems__(self, many: list[int]) -> list[int]:
+        return [index * len(many) for index in many]
+
+
+def test_datasets_that_fetch_a_batch_at_once_are_asked_to() -> None:
+    assert batches(source(Many(), shuffle=False, batch_size=6)) == [
+        list(range(0, 36, 6)),
+        [30, 35, 40, 45, 50],
+    ]
+
+
 def test_a_dataset_can_be_read_in_its_own_order() -> None:
     for options in ({}, {"batch_sampler": BatchSampler(RandomSampler(range(SIZE)), 3, False)}):
         read = as_source(loader(**options), "predict", SEED, in_order=True)

@@ -33,14 +33,21 @@ class Endless(Sampler[int]):
             ) % SIZE
 
 
+class EndlessBatches(Sampler[list[int]]):
+    def __iter__(self) -> Iterator[list[int]]:
+        return ([index] * (1 + index % 2) for index in Endless())
+
+
 class Numbers(Dataset[int]):
-    """Gives its indices; knows in a worker whose dataset it is."""
+    """Gives its indices, until a worker has opened it."""
+
+    opened = False
 
     def __len__(self) -> int:
         return SIZE
 
     def __getitem__(self, index: int) -> int:
-        return index
+        return -1 if self.opened else index
 
 
 def first(count: int, epoch: int = 0, position: int = 0, **options: Any) -> list[list[int]]:
@@ -77,6 +84,17 @@ def test_a_sampler_may_be_endless_and_is_resumed_anywhere(workers: int) -> None:
     random.seed(99)
     resumed = first(4, position=24, sampler=Endless(), batch_size=3, num_workers=workers)
     assert resumed == expected[8:]
+    expected = first(12, batch_sampler=EndlessBatches())
+    used = sum(map(len, expected[:8]))
+    assert first(4, position=used, batch_sampler=EndlessBatches(), num_workers=workers) == expected[8:]
+
+
+def open_dataset(worker: int) -> None:
+    torch.utils.data.get_worker_info().dataset.opened = True  # type: ignore[union-attr]
+
+
+def test_worker_init_fn_is_called_and_finds_the_users_dataset() -> None:
+    assert first(9, num_workers=1, batch_size=7, worker_init_fn=open_dataset) == [[-1] * SIZE]
 
 
 def test_an_order_longer_than_is_drawn_at_once_goes_on_in_its_own_stream() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 import drivetrain
-from drivetrain import CheckpointConfig, DataError, LambdaCallback, OptimizerConfig
+from drivetrain import CheckpointConfig, DataError, LambdaCallback, OptimizerConfig, already_split
 from drivetrain.data.skipped_batches import IN_A_ROW
 
 ADAMW = OptimizerConfig("adamw", lr=0.05)
@@ -150,29 +150,41 @@ def test_a_validation_is_not_made_smaller_and_a_policy_must_be_known() -> None:
 # Several processes.
 
 
-def _on_ranks(bad: tuple[int, ...], options: dict[str, Any]) -> Any:
-    seen: list[int] = []
+def fitted_by_ranks(make: Any, windows: list[list[int]], **options: Any) -> tuple[Any, list[int]]:
+    """The progress, and the bad batches after each update; the weights must be those of `windows`."""
 
-    def note(run: Any) -> None:
-        seen.append(run.progress.bad_batches)
+    def on_ranks() -> Any:
+        seen: list[int] = []
+        note = LambdaCallback(on_step_end=lambda run: seen.append(run.progress.bad_batches))
+        task, result = left_out(make(), strategy="ddp", devices=2, callbacks=[note], **options)
+        result.progress.seconds = 0.0
+        return {name: each.tolist() for name, each in task.state_dict().items()}, result.progress, seen
 
-    data = DataLoader(Lines(bad), batch_size=2)
-    callbacks = [LambdaCallback(on_step_end=note)]
-    task, result = left_out(data, strategy="ddp", devices=2, callbacks=callbacks, **options)
-    result.progress.seconds = 0.0
-    return {name: each.tolist() for name, each in task.state_dict().items()}, result.progress, seen
+    ranks = on_two_ranks(on_ranks)
+    assert ranks[0] == ranks[1]
+    without = Regression(ADAMW)
+    quiet(max_epochs=1).fit(without, windows_of(Lines(), *windows))
+    for name, value in without.state_dict().items():
+        torch.testing.assert_close(torch.tensor(ranks[0][0][name]), value, rtol=1e-5, atol=1e-6)
+    return ranks[0][1:]
 
 
 @pytest.mark.parametrize("options", [{}, {"micro_batch": 1}])
 def test_ranks_agree_and_weigh_what_is_there(options: dict[str, Any]) -> None:
     """Of rounds of four samples: rank 1 lacks its part of the first, both lack theirs of the third."""
-    ranks = on_two_ranks(_on_ranks, (3, 8, 10, 21), options)
-    assert ranks[0] == ranks[1]
-    _, progress, seen = ranks[0]
+    windows = [[0, 1], [4, 5, 6, 7], [12, 13, 14, 15], [16, 17, 18, 19], [22, 23]]
+    progress, seen = fitted_by_ranks(lambda: loader(3, 8, 10, 21), windows, **options)
     assert seen == [1, 1, 3, 3, 3, 4]
     assert (progress.updates, progress.samples, progress.skipped) == (5, 16, 1)
-    without = Regression(ADAMW)
-    windows = [[0, 1], [4, 5, 6, 7], [12, 13, 14, 15], [16, 17, 18, 19], [22, 23]]
-    quiet(max_epochs=1).fit(without, windows_of(Lines(), *windows))
-    for name, value in without.state_dict().items():
-        torch.testing.assert_close(torch.tensor(ranks[0][0][name]), value, rtol=1e-5, atol=1e-6)
+
+
+def test_bad_batches_of_split_data_are_left_out_and_no_placeholders() -> None:
+    """Rank 0 lacks the third of its four batches, and rank 1 its only one."""
+
+    def part() -> Any:
+        own = [8, 9] if drivetrain.rank() else list(range(8))
+        return already_split(DataLoader(Lines((5, 8), keep=own), batch_size=2))
+
+    progress, seen = fitted_by_ranks(part, [[0, 1], [2, 3], [6, 7]])
+    assert seen == [1, 1, 2, 2]
+    assert (progress.updates, progress.samples, progress.skipped) == (3, 6, 1)

@@ -12,7 +12,7 @@ from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
 from tests.support.tasks import BLOCKS, Blocks, Duel, Regression, duels, quiet
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from drivetrain import (
     ConfigError,
@@ -44,6 +44,15 @@ class Deep(Blocks):
 
     def __init__(self, optimizer: Any = ADAMW) -> None:
         super().__init__(Block, SIZE, optimizer)
+
+
+class Apart(Deep):
+    """Goes through one block twice, each time apart from the rest of the graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self.blocks[0], x.requires_grad_(), use_reentrant=True)
+        return self.head(x)
 
 
 def batches(count: int = 4) -> list[Tensor]:
@@ -192,6 +201,11 @@ def test_refusals_of_memory_options() -> None:
         },
         "clipping of the optimizer": (lambda: fit(RELEASE, Deep(clipped)), "max_grad_norm=1.0"),
         "muon": (lambda: fit(RELEASE, Deep(OptimizerConfig("muon"))), "release_gradients", "Combined"),
+        "a gradient in parts": (
+            lambda: fit(RELEASE, Apart()),
+            "second gradient of 'blocks.0",
+            "use_reentrant",
+        ),
         "two optimizers": (lambda: quiet(max_steps=1, memory=RELEASE).fit(Duel(), duels()), "several"),
         "a closure": (lambda: fit(None, Deep(lbfgs)), "LBFGS", "closure"),
         "offload on the host": (lambda: quiet(memory=MemoryConfig(offload_activations=True)), "'cpu' device"),

@@ -56,13 +56,17 @@ def ends_by(number: int) -> Callable[[], Any]:
     return lambda: os.kill(os.getpid(), number)
 
 
+def lacks_room() -> None:
+    raise RuntimeError("unable to write to file </torch_7>: No space left on device in shared memory")
+
+
 KILLED = r"was killed by signal SIGKILL: .*lack of memory.*fewer num_workers"
 PLACE = r"training data cannot be read on; batch \d of epoch 0"
 
 
 @LINUX
 @real
-def test_a_worker_that_is_gone_is_named_with_what_helps_and_is_no_bad_batch() -> None:
+def test_a_worker_that_is_gone_lacks_room_or_never_answers_is_named_and_is_no_bad_batch() -> None:
     for act, expected in (
         (ends_by(signal.SIGKILL), KILLED),
         (ends_by(signal.SIGBUS), r"was killed by signal SIGBUS: the shared memory.*/dev/shm has \d+ of"),
@@ -70,6 +74,13 @@ def test_a_worker_that_is_gone_is_named_with_what_helps_and_is_no_bad_batch() ->
     ):
         data = DataLoader(Odd(act), batch_size=2, num_workers=1)
         message = rf"{PLACE} \(samples .* was waited for: worker 0 \(pid.*{expected}"
+        with pytest.raises(DataError, match=message):
+            quiet(max_epochs=1, on_bad_batch="skip").fit(Regression(), data)
+    for act, options, message in (
+        (lacks_room, {}, "in worker 0.*: RuntimeError: unable.*Enlarge /dev/shm"),
+        (lambda: time.sleep(1000), {"timeout": 2}, "timed out after 2 seconds"),
+    ):
+        data = DataLoader(Odd(act), batch_size=2, num_workers=1, **options)
         with pytest.raises(DataError, match=message):
             quiet(max_epochs=1, on_bad_batch="skip").fit(Regression(), data)
 

@@ -178,6 +178,14 @@ def test_a_worker_that_fails_is_ended_and_replaced_by_the_next_reading() -> None
     read.close()
 
 
+@pytest.mark.landing  # a new interpreter
+def test_workers_may_be_spawned() -> None:
+    read = source(workers=1, multiprocessing_context="spawn", persistent_workers=True)
+    assert batches(read, 1) == batches(source(), 1)
+    assert [type(each).__name__ for each in multiprocessing.active_children()] == ["SpawnProcess"]
+    read.close()
+
+
 def fit_of_ranks(directory: str) -> list[Any]:
     found = []
     for workers in (0, 1):
