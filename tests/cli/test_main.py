@@ -49,6 +49,8 @@ def test_fit_resumes_and_validate_and_test_judge_its_checkpoints(drive):
     assert json.loads(out)["validation/loss"] == pytest.approx(result["metrics"]["validation/loss"])
     code, out, _ = drive("test", f"{SHAPES} --trainer.run_dir run --checkpoint best")
     assert (code, out.split()[0]) == (0, "test/loss")
+    code, _, err = drive("predict", f"{SHAPES} --trainer.run_dir run --checkpoint nowhere")
+    assert (code, "nowhere" in err) == (1, True)
 
 
 def test_predict_prints_writes_and_has_metrics(drive, here):

@@ -195,6 +195,31 @@ def test_weights_are_updated_piece_by_piece_as_all_at_once(kind: str) -> None:
         assert torch.equal(found[0], found[2])
 
 
+def test_updates_in_16_bits_take_the_memory_that_the_page_says() -> None:
+    for kind, state, copy in (("stochastic", 8, 0), ("master", 12, 4), ("nearest", 4, None)):
+        module = with_gradients(nn.Linear(64, 64, bias=False, dtype=torch.bfloat16))
+        optimizer: Any = built(kind, module, torch.optim.AdamW)
+        optimizer.step()
+        slots = [each for each in optimizer.state[module.weight].values() if each.ndim]
+        assert sum(each.nbytes for each in slots) == state * 64 * 64
+        if copy is not None:  # what is left between two updates beside the state, which has it too
+            copies = optimizer.step.func.__self__._pieces[0][0][0]
+            held = [each.whole.untyped_storage().nbytes() for each in (copies._values, copies._gradients)]
+            assert held == [copy * 64 * 64, 0]
+
+
+def test_a_weight_that_is_written_to_counts_and_the_others_keep_their_digits() -> None:
+    module = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+    nn.init.ones_(module.weight)
+    optimizer = built("master", with_gradients(module), lambda each: torch.optim.SGD(each, lr=1e-3))
+    optimizer.step()
+    with torch.no_grad():
+        module.weight[0] = 5.0
+    optimizer.step()
+    kept = optimizer.state[module.weight]["master"]
+    assert torch.allclose(kept[:, 0], torch.tensor([5 - 1e-3, *[1 - 2e-3] * 3]), atol=1e-6, rtol=0)
+
+
 class Counted(torch.optim.SGD):
     """An optimizer that may count for all its weights, and may fail."""
 

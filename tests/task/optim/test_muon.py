@@ -110,6 +110,20 @@ def test_a_combined_optimizer_resumes_bit_for_bit():
         assert all(part.state is fresh.state for part in fresh.parts)
 
 
+def test_a_closure_is_called_once_with_gradients():
+    net, losses = nn.Linear(3, 3), []
+    optimizer = built(net)
+
+    def closure():
+        losses.append(net(torch.ones(1, 3)).sum())
+        losses[-1].backward()
+        return losses[-1]
+
+    with torch.no_grad():
+        assert optimizer.step(closure) is losses[0]
+    assert len(losses) == 1
+
+
 @pytest.mark.parametrize(("dtype", "nesterov"), [(torch.float32, True), (torch.bfloat16, False)])
 def test_the_update_of_muon_is_that_of_torch_to_the_bit(dtype, nesterov):
     generator = torch.Generator().manual_seed(0)

@@ -68,11 +68,15 @@ def trained():
         ("rmsprop", {"centered": True, "momentum": 0.5}, torch.float32),
         ("adafactor", {}, torch.float32),
         ("muon", {}, torch.bfloat16),
+        ("asgd", {}, torch.float32),
+        ("rprop", {}, torch.float32),
+        ("sparseadam", {"parameters": "table.*", "groups": []}, torch.float32),  # its counter is no tensor
     ],
 )
 def test_state_of_an_optimizer_resumes_bit_for_bit(name, options, dtype):
     options = {"lr": 1e-2, "groups": [ParameterGroup("head.*", lr_scale=0.5)], **options}
     net = Net().to(dtype)
+    net.table.sparse = name == "sparseadam"
     optimizer = built(net, name, **options)
     for seed in range(3):
         update(net, optimizer, seed)
@@ -121,8 +125,9 @@ def test_a_checkpoint_decides_neither_how_an_update_is_computed_nor_the_paramete
     assert optimizer.param_groups[0]["fused"] is True
 
 
-def test_state_is_named_by_parameter_and_slot_and_loading_shares_and_leaves_nothing():
-    early = saved(net := Net(), optimizer := built(net))
+@pytest.mark.parametrize("fused", [True, False])
+def test_state_is_named_by_parameter_and_slot_and_loading_shares_and_leaves_nothing(fused):
+    early = saved(net := Net(), optimizer := built(net, fused=fused))
     update(net, optimizer, 0)
     tensors, meta = saved(net, optimizer)
     assert {"head.weight/exp_avg", "head.weight/exp_avg_sq", "head.weight/step"} <= set(tensors)
