@@ -20,14 +20,17 @@ class Counting(LocalFileSystem):
     def __init__(self):
         self.operations = Counter()
         self.threads = Counter()
+        self.order = []
         self.bytes_read = 0
 
     def count(self, name):
         self.operations[name] += 1
+        self.order.append(name)
         self.threads[threading.get_ident(), name] += 1
 
     def reset(self):
         self.operations.clear()
+        self.order.clear()
         self.threads.clear()
         self.bytes_read = 0
 
@@ -77,6 +80,10 @@ def test_small_tensors_are_written_together_and_nothing_but_the_reads_grows_with
         files.reset()
         io.save(str(tmp_path / str(count)), snapshot_of(count))
         saving[count] = Counter(files.operations)
+        # Written first and synced afterwards, they share a commit of the disk's journal.
+        assert [each for each in files.order if each in ("create", "finish")] == ["create"] * 2 + [
+            "finish"
+        ] * 2
         files.reset()
         io.load(str(tmp_path / str(count)))
         loading[count] = Counter(files.operations)

@@ -281,6 +281,84 @@ def test_folders_of_other_kinds_are_told(folder):
     refused(folder, "is not a DeepSpeed checkpoint")
 
 
+def put(key, value):
+    return lambda content: content["optimizer_state_dict"].__setitem__(key, value)
+
+
+def each_of(part, change):
+    """To change the slots ("state") or the settings ("param_groups") of every group."""
+
+    def apply(content):
+        found = content["optimizer_state_dict"]["base_optimizer_state"][part]
+        for each in found.values() if part == "state" else found:
+            change(each)
+
+    return apply
+
+
+def shorten(content):
+    pieces = content["optimizer_state_dict"]["fp32_flat_groups"]
+    pieces[0] = pieces[0][:-1].clone()
+
+
+PIECES, ADAM, FIRST, SECOND = (
+    "single_partition_of_fp32_groups",
+    "only states of Adam",
+    *map(OPTIMIZER.format, (0, 1)),
+)
+DAMAGE = [
+    (FIRST, put("zero_stage", 4), "ZeRO stage 4 .saved by DeepSpeed .*only stages 1, 2 and 3"),
+    (FIRST, put(PIECES, None), f"no '{PIECES}'"),
+    (FIRST, put(PIECES, [1, 2]), "no numbers as 'fp32' of group 0"),
+    (FIRST, put(PIECES, [torch.ones(1)] * 2), "not as ZeRO 2 divides"),
+    (FIRST, put(PIECES, [torch.ones(900)] * 2), "not as ZeRO 2 divides"),
+    (FIRST, put("param_alignment_paddings", [[0, -1], []]), "paddings that are not numbers"),
+    (FIRST, put("partition_count", [2, 3]), "saved by 3 processes, and there are files of 2"),
+    (FIRST, each_of("state", lambda each: each.pop("exp_avg_sq")), ADAM),
+    (FIRST, each_of("state", lambda each: each.update(max_exp_avg_sq=each["exp_avg"])), "do not both have"),
+    (FIRST, each_of("state", lambda each: each.update(step=9)), f"{SECOND}' is of another checkpoint"),
+    (FIRST, each_of("state", lambda each: each.pop("step")), "how many updates the moments have had"),
+    (FIRST, each_of("param_groups", lambda each: each.update(max_coeff=10.0)), ADAM),
+    (FIRST, each_of("param_groups", lambda each: each.update(params=[5])), "groups that do not exist"),
+    (MODEL, lambda content: content.pop("module"), "no 'module' .saved by DeepSpeed"),
+    (MODEL, lambda content: content["param_shapes"].pop(), "2 pieces of weights, .* the names of 1"),
+    (MODEL, lambda content: content["module"].update(frozen="x"), "no tensor as 'frozen'"),
+]
+
+
+def test_damaged_and_mixed_files_are_refused(saved, folder, tmp_path):
+    for name, change, match in DAMAGE:
+        kept = (folder / INNER / name).read_bytes()
+        changed(folder, name, change)
+        refused(folder, match)
+        (folder / INNER / name).write_bytes(kept)
+    shutil.copy(saved[0] / "zero1" / INNER / SECOND, folder / INNER / SECOND)
+    refused(folder, f"{SECOND}' is of another checkpoint than the first process's file")
+    (folder / INNER / SECOND).unlink()
+    refused(folder, "saved by 2 processes")
+    third = Path(shutil.copytree(saved[0] / "zero3", tmp_path / "third"))
+    changed(third, SECOND, shorten)
+    refused(third, r"not as ZeRO 3 divides them among 2 processes: each must have \d+ numbers")
+    shutil.copy(saved[0] / "zero3" / INNER / SECOND, third / INNER / SECOND)
+    (third / INNER / f"zero_pp_rank_1_{MODEL}").unlink()
+    refused(third, "2 of the 3 numbers of 'frozen'")
+    (third / INNER / FIRST).unlink()
+    refused(third, "lacks the .*optim_states.pt of the processes 0")
+
+
+def test_steps_in_the_settings_and_pieces_in_16_bits_are_imported(saved, folder, tmp_path):
+    for name in (FIRST, SECOND):
+        changed(folder, name, each_of("state", lambda each: each.pop("step")))
+        changed(folder, name, each_of("param_groups", lambda each: each.update(step=SAVED)))
+    import_deepspeed(folder, tmp_path / "steps", rename={"^": "net."})
+    assert losses_of(tmp_path / "steps") == pytest.approx(saved[1]["zero2"], rel=1e-6)
+    for name in (FIRST, SECOND):
+        content = torch.load(folder / INNER / name, weights_only=False)["optimizer_state_dict"]
+        changed(folder, name, put(PIECES, [each.bfloat16() for each in content[PIECES]]))
+    import_deepspeed(folder, tmp_path / "half", weights_only=True)
+    assert load_weights(tmp_path / "half")["last.weight"].dtype == torch.float32
+
+
 class Planted:
     """Makes a folder when it is unpickled."""
 

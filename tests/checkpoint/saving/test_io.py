@@ -145,6 +145,16 @@ def test_any_flipped_bit_of_what_the_manifest_holds_is_found(saved):
         damaged(saved, "manifest.json")
 
 
+def test_a_manifest_that_misdescribes_a_tensor_is_found(saved):
+    manifest = read_manifest(str(saved))
+    tensors = manifest.tensors["model"]
+    record = tensors.pop("bias")
+    for renamed in ({}, {"renamed": record}, {"bias": tensors["weight"]}):
+        manifest.tensors["model"] = {**tensors, **renamed}
+        (saved / "manifest.json").write_bytes(manifest.dump())
+        damaged(saved, "the tensor 'bias' of the group 'model' is F32 of shape")
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_cut_short_made_longer_missing_or_linked_is_found(in_files, name, tmp_path):
     path = in_files / name
@@ -167,6 +177,10 @@ def test_a_file_cut_short_made_longer_missing_or_linked_is_found(in_files, name,
     io.load(str(in_files))
     os.symlink("/etc", in_files / "link")  # one that no manifest lists is refused too
     damaged(in_files, "link' is a symbolic link")
+
+
+def interrupted(*arguments, **options):
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(("operation", "least"), [("mkdir", 2), ("fsync", 5), ("replace", 1)])
@@ -201,6 +215,11 @@ def test_a_fault_at_any_step_leaves_all_or_nothing(tmp_path, monkeypatch, operat
         assert not directory.exists() or set(os.listdir(directory)) <= {"c"}
         faults += 1
     assert faults >= least
+    monkeypatch.setattr(os, operation, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        io.save(str(tmp_path / "interrupted"), helpers.make_snapshot())
+    assert "interrupted" not in os.listdir(tmp_path)
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc to name a descriptor")

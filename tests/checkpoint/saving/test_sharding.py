@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.messages import heard
 from tests.support.ranks import on_two_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -138,6 +139,11 @@ def test_each_process_writes_its_share_and_nothing_twice(written, tmp_path):
     assert {record.count for record in records} == {1}
 
 
+def rows(number):
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    return distribute_tensor(torch.full((64, 64), float(number)), mesh, [Shard(0)])
+
+
 def test_a_reader_takes_only_its_own_bytes(tmp_path):
     class Counting(LocalFileSystem):
         """Counts the bytes that are read from each file."""
@@ -155,10 +161,6 @@ def test_a_reader_takes_only_its_own_bytes(tmp_path):
 
             source.read_into = counting
             return source
-
-    def rows(number):
-        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-        return distribute_tensor(torch.full((64, 64), number), mesh, [Shard(0)])
 
     def act(path):
         tensors = {f"w{number}": rows(1.0) for number in range(3)}
@@ -191,6 +193,31 @@ def test_a_flipped_bit_in_one_shard_is_found_by_whoever_reads_it(written, tmp_pa
     file.write_bytes(content)
     assert file.name in load(path)
     assert file.name in on_two_ranks(load, path)[1]
+
+
+def test_managers_agree_on_the_checkpoint_before_a_shard_that_one_rank_finds_damaged(tmp_path):
+    def manager(directory):
+        return CheckpointManager(directory, CheckpointConfig(best=0), ranks=Ranks.of_job())
+
+    def life(directory):
+        saving = manager(directory)
+        for update in (1, 2):
+            content = Snapshot({"model": {"w": rows(update)}}, {"state": {}})
+            saving.save(update, 0, {}, lambda content=content: content)
+
+    def resume(directory):
+        with heard() as texts:
+            path, snapshot = manager(directory).load_latest(lambda *_: rows(0))
+        return os.path.basename(path), snapshot.tensors["model"]["w"].to_local().unique().tolist(), texts
+
+    on_two_ranks(life, str(tmp_path))
+    file = tmp_path / "update-00000002" / "model-00002-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    first, second = on_two_ranks(resume, str(tmp_path))
+    assert first[:2] == second[:2] == ("update-00000001", [1.0])
+    assert (len(first[2]), second[2]) == (1, [])
+    assert "was set aside as" in first[2][0]
+    assert file.name in first[2][0]
 
 
 def test_an_error_on_one_rank_is_an_error_on_all_and_leaves_nothing(tmp_path):

@@ -31,6 +31,7 @@ from drivetrain.core.errors import CheckpointError, MissingDependencyError
 from drivetrain.testing.storage import check_checkpoint_io, check_file_system
 
 QUICK = Retry(tries=4, pause=0.001)
+MEMORY = RemoteFileSystem("memory", part=1000)
 
 
 class Flaky(MemoryFileSystem):
@@ -68,7 +69,9 @@ class Flaky(MemoryFileSystem):
         super().pipe_file(path, value, **options)
 
     def rm_file(self, path):
-        self._met("rm_file")
+        if self._met("rm_file") == "lost answer":
+            super().rm_file(path)
+            raise ConnectionResetError
         super().rm_file(path)
 
 
@@ -192,6 +195,65 @@ def test_a_failure_that_stays_is_given_up_after_so_many_tries_or_so_long(flaky):
         assert Flaky.counts["pipe_file"] == 1
 
 
+def test_pauses_grow_and_differ_and_end_with_patience(flaky):
+    retry, state = Retry(pause=1.0, longest=8.0), random.getstate()
+    for failures, top in ((1, 1.0), (2, 2.0), (3, 4.0), (4, 8.0), (9, 8.0)):
+        drawn = [retry.draw_pause(failures) for _ in range(50)]
+        assert all(top / 2 <= each <= top for each in drawn)
+        assert len(set(drawn)) > 25
+    assert random.getstate() == state  # a run's random numbers do not depend on the network
+    Flaky.plan["info"] = [TimeoutError() for _ in range(9)]
+    with pytest.raises(TimeoutError):
+        RemoteFileSystem("flaky", retry=Retry(pause=0.001, patience=0)).kind("flaky://bucket/object")
+    assert Flaky.counts["info"] == 1
+
+
+def test_a_deletion_whose_answer_was_lost_has_been_done(flaky):
+    write_file("flaky://bucket/object", [b"1"], flaky)
+    Flaky.plan["rm_file"] = ["lost answer"]
+    flaky.delete("flaky://bucket/object")
+    assert flaky.entries("flaky://bucket") == {}
+    with pytest.raises(FileNotFoundError):
+        flaky.delete("flaky://bucket/object")
+
+
+def test_an_object_that_is_replaced_while_it_is_read_is_the_old_or_the_new(flaky, monkeypatch):
+    path, info = "flaky://bucket/index.json", Flaky.info
+    write_file(path, [b"1" * 10], flaky)
+
+    def replaced(self, name, **options):
+        found = info(self, name, **options)
+        monkeypatch.setattr(Flaky, "info", info)
+        write_file(path, [b"2" * 700], flaky)
+        return found
+
+    monkeypatch.setattr(Flaky, "info", replaced)
+    assert read_bytes(flaky, path) == b"2" * 700
+
+
+def test_each_process_and_configuration_has_a_connection_of_its_own(flaky, monkeypatch):
+    address = "flaky://bucket/object"
+    mine = flaky._connection(address)
+    assert flaky._connection(address) is mine
+    monkeypatch.setattr(os, "getpid", lambda: -1)  # as in a forked copy
+    theirs = flaky._connection(address)
+    monkeypatch.setitem(fsspec.config.conf, "flaky", {"asynchronous": False})
+    assert len({id(each) for each in (mine, theirs, flaky._connection(address))}) == 3
+
+
+def test_an_object_is_not_seen_before_it_is_whole_and_not_after_an_abort(tmp_path, memory):
+    top = f"local://{tmp_path}/in"
+    for files, place in ((RemoteFileSystem("local", {"auto_mkdir": True}, part=1000), top), (MEMORY, memory)):
+        for name, end in (("object", lambda sink: sink.finish()), ("aborted", lambda sink: sink.abort())):
+            sink = files.create(f"{place}/{name}")
+            for _ in range(4):
+                assert sink.write(memoryview(bytes(700))) == 700
+                assert files.kind(f"{place}/{name}") is None
+            end(sink)
+        assert files.entries(place) == {"object": "file"}
+        assert read_bytes(files, f"{place}/object") == bytes(2800)
+
+
 def test_a_checkpoint_that_cannot_be_reached_is_not_called_damaged(flaky, helpers):
     manager = CheckpointManager("flaky://bucket/run", CheckpointConfig(by=None), files=flaky)
     manager.save(1, 0, {}, helpers.make_snapshot)
@@ -234,7 +296,9 @@ ERRORS = [
 
 
 def test_errors_of_clients_are_told_apart():
-    for error, transient, number in ERRORS:
+    wrapped = OSError(errno.EIO, "said")
+    wrapped.__cause__ = answered(503, "SlowDown")
+    for error, transient, number in (*ERRORS, (wrapped, True, errno.EBUSY)):
         assert is_transient(error) is transient, error
         translated = as_os_error(error, "s3://bucket/run")
         assert translated.filename == "s3://bucket/run"
