@@ -1,15 +1,18 @@
-"""Loggers from what a user writes; and logs of a run that was cut off and resumed."""
+"""Loggers from what a user writes, logs of a run that was cut off and resumed, and the history of a fit."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tests.loggers.test_tensorboard import scalars
+from tests.support.messages import warned
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain import CheckpointConfig, LambdaCallback
 from drivetrain.core.errors import ConfigError
-from drivetrain.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger, build_loggers
+from drivetrain.loggers import CSVLogger, Histogram, JSONLinesLogger, Logger, TensorBoardLogger, build_loggers
+from drivetrain.loggers.history import read_history
 
 NAMES = ("tensorboard", "csv", "jsonl")
 
@@ -27,7 +30,6 @@ def test_names_become_loggers_that_write_in_the_runs_directory(tmp_path):
     own = SimpleNamespace(log_metrics=print, log_config=print, close=print)
     assert build_loggers(own, None) == [own]
     assert build_loggers(["csv", own], tmp_path)[1] is own
-    assert build_loggers((), None) == []
 
 
 def test_what_is_no_logger_is_refused_with_what_is_allowed(tmp_path):
@@ -42,6 +44,32 @@ def test_what_is_no_logger_is_refused_with_what_is_allowed(tmp_path):
     assert_refused(ConfigError, table)
 
 
+KINDS = {CSVLogger: "metrics.csv", JSONLinesLogger: "metrics.jsonl", TensorBoardLogger: "events.out.*"}
+
+
+def test_a_new_run_sets_the_files_of_an_earlier_one_aside_and_a_deleted_file_is_begun_again(tmp_path):
+    for kind, name in KINDS.items():
+        folder = tmp_path / kind.__name__
+        for value in (1.0, 2.0, 3.0):
+            logger = kind(folder)
+            logger.log_metrics({"loss": value}, 1)
+            logger.close()
+        logger.log_metrics({"loss": 4.0}, 2)  # reopens the file
+        (path,) = folder.glob(name)
+        path.unlink()
+        with warned("was deleted during the run"):
+            logger.log_metrics({"loss": 5.0}, 3)
+        logger.close()
+        is_board = kind is TensorBoardLogger
+        earlier = ["earlier-1", "earlier-2"] if is_board else [name.replace(".", f".{n}.") for n in (1, 2)]
+        for each, rows in (*zip(earlier, ([(1, 1.0)], [(1, 2.0)]), strict=True), (".", [(3, 5.0)])):
+            if is_board:
+                assert scalars(folder / each) == {"loss": rows}
+            else:
+                found = read_history(folder / (name if each == "." else each))
+                assert [(row["step"], row["loss"]) for row in found] == rows
+
+
 def fit(run_dir, die_after=None, resume=None):
     def die(run):
         if run.progress.updates == die_after:
@@ -50,13 +78,6 @@ def fit(run_dir, die_after=None, resume=None):
     options = {"max_epochs": 2, "log_every": 1, "checkpoint": CheckpointConfig(every="3 steps", best=0)}
     trainer = quiet(**options, callbacks=[LambdaCallback(on_step_end=die)], loggers=NAMES, run_dir=run_dir)
     trainer.fit(Regression(), pairs(), pairs(4), resume=resume)
-
-
-def scalars(directory):
-    reader = EventAccumulator(str(directory), size_guidance={"scalars": 0})
-    reader.Reload()
-    tags = reader.Tags()["scalars"]
-    return {tag: [(each.step, each.value) for each in reader.Scalars(tag)] for tag in tags}
 
 
 def test_logs_of_a_resumed_run_equal_those_of_an_uninterrupted_one(tmp_path):
@@ -70,3 +91,39 @@ def test_logs_of_a_resumed_run_equal_those_of_an_uninterrupted_one(tmp_path):
         for name in ("metrics.csv", "metrics.jsonl"):
             assert (resumed / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
         assert scalars(resumed) == scalars(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("loggers", ["csv", ("tensorboard", "jsonl"), "instance"])
+def test_history_has_every_log_point_before_a_resume_too(tmp_path, loggers):
+    for steps in (4, 8):
+        given = JSONLinesLogger(tmp_path / "elsewhere", "all.log") if loggers == "instance" else loggers
+        options = {"max_steps": steps, "log_every": 2, "loggers": given, "checkpoint": True}
+        trainer = quiet(**options, run_dir=tmp_path / "run")
+        result = trainer.fit(Regression(), pairs(12), pairs(4), resume="auto")
+    history = result.history
+    assert [row["step"] for row in history if "train/loss" in row] == [2, 4, 6, 8]
+    validated = [row["validation/loss"] for row in history if "validation/loss" in row]
+    assert validated[-1] == result.metrics["validation/loss"]
+    assert all(isinstance(row["step"], int) for row in history)
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, JSONLinesLogger])
+def test_a_table_gives_back_what_was_written(tmp_path, kind):
+    logger = kind(tmp_path)
+    logger.log_metrics({"a": 0.1, "b": math.inf}, 1)
+    if kind is JSONLinesLogger:  # histograms are no numbers
+        logger.log_histograms({"weights": Histogram((0.0, 1.0), (2,), 0.0, 1.0, 1.0, 1.0)}, 1)
+    logger.log_metrics({"histograms": 1e-9, "class/a\nb": 2.0, "class/c\u2028d": 3.0}, 2)
+    logger.close()
+    with logger.path.open("a") as file:
+        file.write('{"step": 3, "a"' if kind is JSONLinesLogger else "3,0.")
+    assert read_history(logger.path) == [
+        {"step": 1, "a": 0.1, "b": math.inf},
+        {"step": 2, "histograms": 1e-9, "class/a\nb": 2.0, "class/c\u2028d": 3.0},
+    ]
+
+
+def test_a_fit_without_a_table_says_where_a_history_would_come_from():
+    result = quiet(max_steps=2).fit(Regression(), pairs(4))
+    with pytest.raises(ConfigError, match="loggers='csv'"):
+        _ = result.history

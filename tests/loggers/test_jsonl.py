@@ -9,8 +9,8 @@ import pytest
 from drivetrain.loggers import JSONLinesLogger
 
 
-def read(directory: Path, name: str = "metrics.jsonl") -> list[dict]:
-    text = (directory / name).read_text(encoding="utf-8")
+def read(directory: Path) -> list[dict]:
+    text = (directory / "metrics.jsonl").read_text(encoding="utf-8")
     return [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
 
 
@@ -59,12 +59,3 @@ def test_a_resume_goes_on_after_what_is_left_of_the_file(tmp_path):
         assert logger.state_dict() == {"lines": 1 + number}
         logger.close()
         assert read(folder) == [{"step": 1}] * number + [{"step": 3, "loss": 0.5}]
-
-
-def test_a_new_run_sets_the_file_of_an_earlier_one_aside(tmp_path):
-    for value in (1.0, 2.0):
-        logger = JSONLinesLogger(tmp_path)
-        logger.log_metrics({"loss": value}, 1)
-        logger.close()
-    assert read(tmp_path) == [{"step": 1, "loss": 2.0}]
-    assert read(tmp_path, "metrics.1.jsonl") == [{"step": 1, "loss": 1.0}]

@@ -14,7 +14,6 @@ from drivetrain.loggers import TensorBoardLogger
 
 
 def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard shows: (step, value) by tag."""
     reader = EventAccumulator(str(directory), size_guidance={"scalars": 0, "tensors": 0})
     reader.Reload()
     tags = reader.Tags()["scalars"]
@@ -30,7 +29,6 @@ def texts(directory: Path) -> list[str]:
 
 
 def log(directory: Path, *losses: tuple[int, float], state: object = None) -> dict[str, object]:
-    """Log losses with a new logger, after a state if there is one; return its own state."""
     logger = TensorBoardLogger(directory)
     if state is not None:
         logger.load_state_dict(state)
@@ -109,10 +107,3 @@ def test_a_resume_hides_what_its_checkpoint_does_not_hold(tmp_path):
     assert scalars(tmp_path / "3") == {"loss": [(0, 0.5)]}
     log(tmp_path / "new", (11, 0.5), state={"step": 10, "config": ""})
     assert scalars(tmp_path / "new") == {"loss": [(11, 0.5)]}
-
-
-def test_a_new_run_sets_the_files_of_an_earlier_one_aside(tmp_path):
-    for value in (1.0, 2.0):
-        log(tmp_path, (1, value))
-    assert scalars(tmp_path / "earlier-1") == {"loss": [(1, 1.0)]}
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["earlier-1"]
