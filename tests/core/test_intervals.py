@@ -88,9 +88,7 @@ def test_the_first_update_is_due_once() -> None:
 
 
 @dataclass(frozen=True)
-class Window:
-    """What one window of micro-batches adds to the counts."""
-
+class Window:  # what one window of micro-batches adds to the counts
     applied: bool  # it makes an update
     samples: int
     tokens: int

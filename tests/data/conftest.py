@@ -8,6 +8,14 @@ from collections.abc import Iterator
 import pytest
 from torch.utils.data import DataLoader
 
+from drivetrain.core.random_streams import preserved
+
+
+@pytest.fixture(autouse=True)
+def own_streams() -> Iterator[None]:
+    with preserved():
+        yield
+
 
 @pytest.fixture(scope="session", autouse=True)
 def workers_were_used_before() -> None:

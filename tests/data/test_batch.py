@@ -43,9 +43,7 @@ class Encoding(UserDict):  # type: ignore[type-arg]
         self.encoder = encoder
 
 
-class Graph:
-    """As graph libraries give: no mapping and no sequence, but with `to`."""
-
+class Graph:  # as graph libraries give: no mapping and no sequence, but with `to`
     def __init__(self, nodes: Tensor, graphs: int) -> None:
         self.nodes, self.num_graphs = nodes, graphs
 

@@ -1,6 +1,7 @@
 """Data that is not the same on all ranks is refused before it spoils anything; what only looks so is not."""
 
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import drivetrain
 from drivetrain import DataError, Engine
 from drivetrain.data import Feed, Share, Transfer, as_source
 from drivetrain.data.consistency import check_data
+from drivetrain.data.fingerprint import fingerprint, matches
 from drivetrain.distributed.ranks import Ranks
 from drivetrain.strategies.ddp import DDP
 from drivetrain.testing.distributed import run_distributed
@@ -25,8 +27,6 @@ WHOLE = TensorDataset(FEATURES, FEATURES.sum(1, keepdim=True))
 
 
 class Rows(Dataset[Any]):
-    """Samples that are noisy in one way or another."""
-
     def __init__(self, noise: str = "", first: float = 0.0) -> None:
         self.noise, self.first = noise, first
         self.own = np.random.default_rng(drivetrain.rank())
@@ -40,9 +40,7 @@ class Rows(Dataset[Any]):
         return features + noise + self.first, target
 
 
-class Shard(IterableDataset[Any]):
-    """A rank's part of a stream."""
-
+class Shard(IterableDataset[Any]):  # a rank's part of a stream
     def __iter__(self) -> Any:
         return (WHOLE[index] for index in range(drivetrain.rank(), 32, 2))
 
@@ -147,3 +145,42 @@ def test_samples_that_are_augmented_are_the_same_data() -> None:
         return [trainer().fit(Regression(), each).progress.samples for each in loaders]
 
     assert on_two_ranks(fits) == [[32] * 2] * 2
+
+
+@dataclass
+class Pair:
+    image: Any
+    label: int
+
+
+IMAGE = torch.rand(3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def test_what_differs_is_told_apart() -> None:
+    different: tuple[tuple[Any, Any], ...] = (
+        (IMAGE, IMAGE.flip(0)),
+        (IMAGE, IMAGE.double()),
+        ((IMAGE, torch.tensor(1)), (IMAGE, torch.tensor(2))),
+        ({"x": 10_000}, {"x": 10_001}),
+        (Pair(IMAGE, 1), Pair(IMAGE, 2)),
+        (np.arange(5), np.arange(1, 6)),
+        ("a line of text", "another"),
+        ([b"bytes"], [b"byte"]),
+        (torch.zeros(2), torch.zeros(3)),
+        (torch.tensor([1 + 2j]), torch.tensor([2 + 1j])),
+    )
+    for one, other in different:
+        assert matches(fingerprint(one), fingerprint(one))
+        assert not matches(fingerprint(one), fingerprint(other)), (one, other)
+
+
+def test_what_machines_make_differently_is_not_told_apart() -> None:
+    same: tuple[tuple[Any, Any], ...] = (
+        (IMAGE, IMAGE * (1 + 1e-6)),
+        ({"x": IMAGE, "path": "/one/cat.png"}, {"x": IMAGE, "path": "/other/cat.png"}),
+        (torch.tensor([float("nan")]), torch.tensor([float("nan")])),
+        (object(), object()),
+        (torch.empty(0), torch.empty(0)),
+        (np.array(["a"]), np.array(["b"])),
+    )
+    assert all(matches(fingerprint(one), fingerprint(other)) for one, other in same)

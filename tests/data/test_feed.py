@@ -9,25 +9,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from drivetrain.core.errors import DataError
-from drivetrain.core.random_streams import preserved
 from drivetrain.data import Feed, Measure, Transfer, Window, as_source
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-
-
-@pytest.fixture(autouse=True)
-def own_streams() -> Iterator[None]:
-    with preserved():
-        yield
 
 
 def numbered(count: int) -> list[Tensor]:
     return [torch.full((2, 1), float(number)) for number in range(count)]
 
 
-class Plain:
-    """An iterable of unknown length; counts what is asked of it."""
-
+class Plain:  # an iterable of unknown length; counts what is asked of it
     def __init__(self, batches: list[Any]) -> None:
         self.batches, self.asked = batches, 0
 
@@ -37,9 +28,7 @@ class Plain:
             yield batch
 
 
-class Cursor(Plain):
-    """One that is resumed by its own state, changed in place."""
-
+class Cursor(Plain):  # one that is resumed by its own state, changed in place
     def __init__(self, batches: list[Any]) -> None:
         super().__init__(batches)
         self.state = {"at": [0]}
@@ -58,9 +47,7 @@ class Cursor(Plain):
         self.state = state
 
 
-class SizedCursor(Cursor):
-    """One that knows its length too."""
-
+class SizedCursor(Cursor):  # one that knows its length too
     def __len__(self) -> int:
         return len(self.batches)
 
@@ -168,9 +155,7 @@ def test_a_bare_dataset_uses_its_own_batch_size_before_the_trainers() -> None:
         assert [samples for _, _, samples in read.batches(0, 0)] == [size] * (8 // size)
 
 
-class Counter(IterableDataset[Tensor]):
-    """Samples with a state."""
-
+class Counter(IterableDataset[Tensor]):  # samples with a state
     def __init__(self) -> None:
         self.at = 0
 

@@ -36,12 +36,6 @@ from drivetrain.core.random_streams import preserved
 from drivetrain.data import Source, as_source
 
 
-@pytest.fixture(autouse=True)
-def own_streams() -> Iterator[None]:
-    with preserved():
-        yield
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_batch_is_the_same_in_any_process_and_after_anything(workers: int) -> None:
     read = source()
@@ -50,13 +44,6 @@ def test_a_batch_is_the_same_in_any_process_and_after_anything(workers: int) -> 
     for epoch in (2, 0, 1):
         disturb()
         assert batches(other, epoch) == expected[epoch]
-
-
-def test_every_epoch_has_each_sample_once_in_an_order_of_its_own() -> None:
-    orders = [flat(indices(source(), epoch)) for epoch in range(4)]
-    assert all(sorted(order) == list(range(SIZE)) for order in orders)
-    assert len({tuple(order) for order in orders}) == 4
-    assert flat(indices(source(seed=6))) != orders[0]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -78,9 +65,7 @@ def test_another_batch_size_from_a_position_sees_each_remaining_sample_once() ->
         assert [len(batch) for batch in rest[:-1]] == [size] * (len(rest) - 1)
 
 
-class Evens(Sampler[int]):
-    """Draws in every way that a sampler may, its own generator and the epoch included."""
-
+class Evens(Sampler[int]):  # draws in every way that a sampler may, its own generator and the epoch included
     def __init__(self) -> None:
         self.epoch = -1
         self.generator = torch.Generator()
@@ -147,9 +132,7 @@ def test_torchs_batch_sampler_passed_by_hand_is_what_the_loader_would_make(drop_
     assert by_hand.count() == made.count() == (2 if drop_last else 3)
 
 
-class Ready(Dataset[Tensor]):
-    """Gives whole batches, for a loader with batch_size=None."""
-
+class Ready(Dataset[Tensor]):  # gives whole batches, for a loader with batch_size=None
     def __len__(self) -> int:
         return 4
 
@@ -202,9 +185,6 @@ def test_workers_that_stay_give_the_same_over_epochs_an_early_end_and_a_resume()
     assert batches(read, 1, position=6) == expected[1][2:]
     assert batches(read, 2) == expected[2]
     read.close()
-
-
-# The step's streams.
 
 
 def step_draws(read: Source, position: int = 0) -> list[tuple[float, ...]]:

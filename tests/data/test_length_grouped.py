@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from drivetrain import DataError, LambdaCallback
-from drivetrain.data import LengthGroupedSampler
+from drivetrain.data import LengthGroupedSampler, Share, as_source
 from drivetrain.data.length_grouped import lengths_of
 
 LENGTHS = torch.randint(1, 200, (403,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -86,6 +86,10 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
         return torch.full((4,), index / 50), torch.tensor([float(LENGTHS[index])])
 
 
+def length(sample: Any) -> int:
+    return int(sample[1])
+
+
 def trained(**options: Any) -> list[list[float]]:
     """The lengths in each update."""
     updates: list[list[float]] = []
@@ -97,7 +101,7 @@ def trained(**options: Any) -> list[list[float]]:
 
     resume = options.pop("resume", None)
     data = options.pop("data", Samples())
-    options = {"group_by_length": lambda sample: int(sample[1]), **options}
+    options = {"group_by_length": length, **options}
     quiet(callbacks=[LambdaCallback(on_step_end=note)], **options).fit(Regression(), data, resume=resume)
     return updates
 
@@ -106,6 +110,15 @@ def test_the_order_does_not_depend_on_how_an_update_is_divided_and_resumes(tmp_p
     whole = trained(max_epochs=2, batch_size=8)
     assert whole == trained(max_epochs=2, batch_size=2, gradient_accumulation_steps=4)
     assert whole[:7] != whole[7:]  # another order in another epoch
+    orders = [
+        list(
+            as_source(
+                Samples(), "it", 0, batch_size=size, group_by_length=length, share=Share(0, ranks)
+            )._order.indices(0)
+        )
+        for size, ranks in ((8, 1), (4, 2))
+    ]
+    assert orders[0] == orders[1]
     halves: Any = {"batch_size": 8, "run_dir": tmp_path, "checkpoint": True}
     assert trained(max_steps=4, **halves) + trained(max_epochs=2, resume="auto", **halves) == whole
     assert sorted(chain(*whole[:7])) == sorted(map(float, LENGTHS[:50]))

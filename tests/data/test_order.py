@@ -10,22 +10,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 
-from drivetrain.core.random_streams import preserved
 from drivetrain.data import as_source
 from drivetrain.data.order import Order
 
 SIZE = 7
 
 
-@pytest.fixture(autouse=True)
-def own_streams() -> Iterator[None]:
-    with preserved():
-        yield
-
-
-class Endless(Sampler[int]):
-    """Draws from all of the host's generators and never ends."""
-
+class Endless(Sampler[int]):  # draws from all of the host's generators and never ends
     def __iter__(self) -> Iterator[int]:
         while True:
             yield (
@@ -38,9 +29,7 @@ class EndlessBatches(Sampler[list[int]]):
         return ([index] * (1 + index % 2) for index in Endless())
 
 
-class Numbers(Dataset[int]):
-    """Gives its indices, until a worker has opened it."""
-
+class Numbers(Dataset[int]):  # gives its indices, until a worker has opened it
     opened = False
 
     def __len__(self) -> int:

@@ -109,9 +109,7 @@ def test_whole_batches_are_dealt_out_where_short_ones_are_dropped():
     assert [share[1].batch[0].tolist() for share in shares[1:]] == [[8, 9]] * 3
 
 
-class Own:
-    """A sampler of the user's, with a length or without one."""
-
+class Own:  # a sampler of the user's, with a length or without one
     def __init__(self, count):
         self.count = count
 
@@ -222,9 +220,7 @@ def test_batches_of_any_lengths_are_resumed_by_another_number_of_ranks(
     assert all(len(share) == len(rest[0]) for share in rest)
 
 
-class Counting:
-    """A stream that is resumed by its own state."""
-
+class Counting:  # a stream that is resumed by its own state
     def __init__(self, count):
         self.count, self.at = count, 0
 
@@ -271,9 +267,7 @@ def test_a_limit_and_the_updates_of_an_epoch_count_rounds():
     assert sum(each.advance for window in windows for each in window.micro_batches) == 60
 
 
-class Drawing(Dataset):
-    """Every sample is drawn at random, as an augmentation is."""
-
+class Drawing(Dataset):  # every sample is drawn at random, as an augmentation is
     def __len__(self):
         return 11
 

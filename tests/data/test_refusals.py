@@ -12,14 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from drivetrain.core.errors import DataError
-from drivetrain.core.random_streams import preserved
 from drivetrain.data import Feed, Measure, Share, Transfer, as_source, evaluation_sources
-
-
-@pytest.fixture(autouse=True)
-def own_streams() -> Iterator[None]:
-    with preserved():
-        yield
 
 
 def run(
@@ -32,14 +25,10 @@ def run(
 
 
 class Unsized(Dataset[Tensor]):
-    """A dataset without a length."""
-
     batch_size = 2
 
 
 class Empty(Dataset[Tensor]):
-    """A dataset without a sample."""
-
     def __len__(self) -> int:
         return 0
 
@@ -78,8 +67,6 @@ def test_data_that_cannot_be_read_is_refused_with_what_is_allowed() -> None:
 
 
 class Iterable:
-    """An iterable that is no list."""
-
     def __init__(self, *given: Any) -> None:
         self.given = given
 
@@ -160,8 +147,6 @@ def broken(samples: list[Tensor]) -> Any:
 
 
 class Broken(ByLength):
-    """A sampler that raises."""
-
     def __iter__(self) -> Iterator[list[int]]:
         raise ValueError("no weights")
 
@@ -194,9 +179,7 @@ def test_a_collate_fn_or_a_sampler_that_raises_is_named_and_ends_no_epoch_early(
     )
 
 
-class OwnOrder(DistributedSampler[Any]):
-    """A sampler of the user's that divides."""
-
+class OwnOrder(DistributedSampler[Any]):  # a sampler of the user's that divides
     def __iter__(self) -> Iterator[Any]:
         return iter(list(super().__iter__())[::-1])
 
@@ -205,16 +188,7 @@ DATA = TensorDataset(torch.arange(12))
 
 
 def test_data_that_is_divided_in_a_way_of_its_own_is_not_divided_once_more() -> None:
-    rows: dict[str, dict[str, Any]] = {
-        "OwnOrder": {"sampler": OwnOrder(DATA, 3, 0)},
-    }
-    words = ("divides the dataset into 3 parts", "num_replicas=1")
-    assert_refused(
-        DataError,
-        {
-            kind: (lambda each=each: run(DataLoader(DATA, **each), 0, 2), kind, *words)
-            for kind, each in rows.items()
-        },
-    )
+    with pytest.raises(DataError, match=r"OwnOrder\) divides the dataset into 3 parts.*num_replicas=1"):
+        run(DataLoader(DATA, sampler=OwnOrder(DATA, 3, 0)), 0, 2)
     for rank in range(2):  # one that gives the whole dataset is taken
         run(DataLoader(DATA, batch_size=2, sampler=OwnOrder(DATA, 1, 0)), rank, 2)

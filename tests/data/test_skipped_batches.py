@@ -21,13 +21,9 @@ ADAMW = OptimizerConfig("adamw", lr=0.05)
 
 
 class Lines(Dataset[tuple[Tensor, Tensor]]):
-    """Samples of which some cannot be read.
+    """Samples of which some, given by their indices, cannot be read; all, or only those to keep."""
 
-    Args:
-        bad: Their indices.
-        size: How many samples there are.
-        keep: Only these, or all.
-    """
+    error: type[Exception] = OSError
 
     def __init__(self, bad: tuple[int, ...] = (), size: int = 24, keep: list[int] | None = None) -> None:
         self.bad = bad
@@ -40,7 +36,7 @@ class Lines(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
         index = self.keep[number]
         if index in self.bad:
-            raise OSError(f"sample {index} is cut short")
+            raise self.error(f"sample {index} is cut short")
         return self.features[index], self.features[index].sum(0, keepdim=True)
 
 
@@ -113,6 +109,9 @@ def test_a_resumed_run_is_the_undisturbed_one(workers: int, tmp_path: Path) -> N
 def test_data_that_is_all_or_too_often_bad_ends_with_an_error(workers: int) -> None:
     """By the number in a row; in a short epoch as one that has taught nothing; by the share of all."""
 
+    class Lacking(Lines):
+        error = MemoryError
+
     def skips(size: int, bad: range, batch_size: int, epochs: int) -> Any:
         data = DataLoader(Lines(tuple(bad), size=size), batch_size=batch_size, num_workers=workers)
         return lambda: left_out(data, max_epochs=epochs)
@@ -121,6 +120,7 @@ def test_data_that_is_all_or_too_often_bad_ends_with_an_error(workers: int) -> N
         DataError,
         {
             "all": (skips(24, range(24), 1, 1), f"last {IN_A_ROW} batches were all bad"),
+            "too little memory": (lambda: left_out(DataLoader(Lacking((3,)), batch_size=2)), "MemoryError"),
             "all of few": (skips(24, range(24), 8, 9), "none of them could be made"),
             "half": (
                 skips(60, range(0, 60, 2), 1, 1),

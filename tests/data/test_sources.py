@@ -12,14 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain.core.errors import DataError
-from drivetrain.core.random_streams import preserved
 from drivetrain.data import Source, as_source
-
-
-@pytest.fixture(autouse=True)
-def own_streams() -> Iterator[None]:
-    with preserved():
-        yield
 
 
 def values(source: Source, epoch: int = 0, position: int = 0) -> list[Any]:
@@ -27,9 +20,7 @@ def values(source: Source, epoch: int = 0, position: int = 0) -> list[Any]:
     return [batch.tolist() for batch, _, _ in source.batches(epoch, position)]
 
 
-class Noise:
-    """Batches drawn from all of the host's generators."""
-
+class Noise:  # batches drawn from all of the host's generators
     def __init__(self, count: int = 5) -> None:
         self.count = count
         self.started = 0
@@ -40,9 +31,7 @@ class Noise:
             yield torch.rand(2) + random.random() + float(np.random.rand())
 
 
-class Cursor(Noise):
-    """The same, resumed by its own state, which it changes in place."""
-
+class Cursor(Noise):  # the same, resumed by its own state, which it changes in place
     def __init__(self, count: int = 5) -> None:
         super().__init__(count)
         self.state = {"used": [0]}

@@ -33,9 +33,7 @@ class Part(IterableDataset[Any]):
         return (NUMBERED[index] for index in list(range(rank, 24, 2))[: self.short if rank else None])
 
 
-class Stateful:
-    """Batches for ever, each rank its own, from where their state says."""
-
+class Stateful:  # batches for ever, each rank its own, from where their state says
     def __init__(self) -> None:
         self.drawn = 0
 
@@ -68,9 +66,7 @@ def part(kind: str) -> Any:
     return list(DataLoader(TensorDataset(*NUMBERED[rank:8:2] if rank else NUMBERED[0::2]), batch_size=4))
 
 
-class Seen(Callback):
-    """The numbers of the samples that this rank has had."""
-
+class Seen(Callback):  # the numbers of the samples that this rank has had
     def __init__(self, stop_at: int | None = None) -> None:
         self.numbers: list[int] = []
         self.stop_at = stop_at
@@ -179,8 +175,6 @@ def test_evaluation_counts_every_rank_s_samples_once() -> None:
 
 
 class Noisy(Dataset[Any]):
-    """Augments its samples; each rank has others."""
-
     def __len__(self) -> int:
         return 8
 

@@ -62,9 +62,7 @@ def test_an_accelerator_gets_every_batch_whole_and_in_order(early: bool) -> None
     assert [float(value) for value in sums] == [6.0 * number for number in range(50)]
 
 
-class Owner:
-    """Moves itself, and may allocate what it likes meanwhile."""
-
+class Owner:  # moves itself, and may allocate what it likes meanwhile
     def to(self, device: torch.device) -> Owner:
         return self
 

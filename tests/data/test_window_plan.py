@@ -14,8 +14,6 @@ from drivetrain.data.window_plan import Place, WindowPlan
 
 
 class Numbers(Dataset[int]):
-    """A few numbers."""
-
     def __len__(self) -> int:
         return 17
 
@@ -23,9 +21,7 @@ class Numbers(Dataset[int]):
         return index
 
 
-class Counted(NamedTuple):
-    """One window of a run that is counted one by one."""
-
+class Counted(NamedTuple):  # one window of a run that is counted one by one
     place: Place
     batches: int
     sizes: list[int]

@@ -43,9 +43,7 @@ def is_ours(frame: FrameType | None) -> bool:
     return frame is not None and frame.f_code.co_filename.startswith(PACKAGE)
 
 
-class CountCalls:
-    """Counts the Python calls of our functions, from one `cut` to the next."""
-
+class CountCalls:  # counts the Python calls of our functions, from one `cut` to the next
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.by_update: list[list[str]] = []
@@ -146,8 +144,6 @@ def test_only_the_named_optimizers_parameters_get_gradients() -> None:
     seen: list[dict[str, bool]] = []
 
     class Both(Duel):
-        """Both losses reach both networks."""
-
         def training_step(self, batch: Mapping[str, Tensor]) -> Iterator[Any]:
             for name in ("discriminator", "generator"):
                 yield name, self._judged(self.generator(batch["noise"]), 1.0)

@@ -11,9 +11,7 @@ from torch import Tensor
 from drivetrain import FSDPConfig, LambdaCallback, StrategyError, Trainer
 
 
-class Seen(Regression):
-    """Notes the dtypes of weights and inputs, and has a buffer that an evaluation changes."""
-
+class Seen(Regression):  # notes the dtypes of weights and inputs, and has a buffer that an evaluation changes
     def __init__(self) -> None:
         super().__init__(dropout=0.5)
         self.register_buffer("mean", torch.full((1,), 1 / 3))

@@ -24,8 +24,6 @@ def drawn() -> Tensor:
 
 
 class Noisy(Dataset[tuple[Tensor, Tensor]]):
-    """Random augmentation."""
-
     def __len__(self) -> int:
         return 9
 
@@ -33,9 +31,7 @@ class Noisy(Dataset[tuple[Tensor, Tensor]]):
         return drawn() + index, torch.tensor([float(index)])
 
 
-class Drawing(Callback):
-    """Draws from every generator in every hook that exists."""
-
+class Drawing(Callback):  # draws from every generator in every hook that exists
     def __init__(self) -> None:
         for hook in vars(Callback):
             if hook.startswith("on_"):
@@ -65,9 +61,7 @@ def test_what_only_watches_leaves_the_weights_as_they_are(more: dict[str, Any], 
     assert noisy_weights(**more, run_dir=tmp_path / "run") == noisy_weights()
 
 
-class Drawn(Regression):
-    """A step that draws from all three of the host's generators."""
-
+class Drawn(Regression):  # a step that draws from all three of the host's generators
     def training_step(self, batch: Any) -> Tensor:
         return self.loss(self(batch[0]) + drawn()[0], batch)
 

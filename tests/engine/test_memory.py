@@ -40,15 +40,11 @@ class Block(nn.Module):
 
 
 class Deep(Blocks):
-    """Blocks with dropout."""
-
     def __init__(self, optimizer: Any = ADAMW) -> None:
         super().__init__(Block, SIZE, optimizer)
 
 
-class Apart(Deep):
-    """Goes through one block twice, each time apart from the rest of the graph."""
-
+class Apart(Deep):  # goes through one block twice, each time apart from the rest of the graph
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(2):
             x = checkpoint(self.blocks[0], x.requires_grad_(), use_reentrant=True)

@@ -220,9 +220,7 @@ def test_max_grad_value_is_refused_by_a_strategy_that_cannot(monkeypatch: pytest
         Trainer(strategy="cpu", max_grad_value=1.0)
 
 
-class Means(TaskModule):
-    """Returns a planted loss, and a planted value beside it."""
-
+class Means(TaskModule):  # returns a planted loss, and a planted value beside it
     double = 2.0
 
     def __init__(self) -> None:

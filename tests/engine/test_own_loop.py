@@ -206,16 +206,22 @@ def test_your_own_loop_loads_what_another_strategy_saved(tmp_path: Path) -> None
     assert on_two_ranks(saved_or_loaded, "ddp", str(tmp_path / "saved"), False) == [saved] * 2
 
 
+def test_evaluation_data_of_your_own_loop_has_each_sample_once_on_ranks() -> None:
+    def read() -> list[int]:
+        with Engine("ddp", devices=2) as engine:
+            return [len(target) for _, target in engine.prepare_data(pairs(5), training=False)]
+
+    assert on_two_ranks(read) == [[2, 1], [2]]
+
+
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.4), nn.Linear(6, 1))
 
 
-class Loop:
-    """A loop with dropout over shuffled data, which can be left and gone on with anywhere."""
-
-    def __init__(self, data: Any) -> None:
-        self.engine = Engine("cpu", seed=3)
+class Loop:  # a loop with dropout over shuffled data, which can be left and gone on with anywhere
+    def __init__(self, data: Any, precision: str = "32") -> None:
+        self.engine = Engine("cpu", precision, seed=3)
         self.model, self.optimizer = self.engine.prepare(
             network(), lambda params: torch.optim.AdamW(params, lr=0.05)
         )
@@ -227,8 +233,8 @@ class Loop:
         while self.engine.progress.epoch < epochs:
             for features, target in self.data:
                 self.engine.backward(F.mse_loss(self.model(features), target))
-                self.engine.step(self.optimizer, max_grad_norm=1.0)
-                self.schedule.step()
+                if self.engine.step(self.optimizer, max_grad_norm=1.0).applied:
+                    self.schedule.step()
                 self.seen.append(target.flatten().tolist())
                 yield self.engine.progress.updates
 
@@ -248,15 +254,15 @@ def shuffled() -> DataLoader[Any]:
 
 
 @pytest.mark.parametrize("in_memory", [False, True], ids=["loader", "list"])
-@pytest.mark.parametrize("stop", [1, 4, 6])
-def test_your_own_loop_resumes_bitwise(stop: int, in_memory: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stop", "precision"), [(1, "32"), (4, "32"), (3, "16-mixed")])
+def test_your_own_loop_resumes_bitwise(stop: int, precision: str, in_memory: bool, tmp_path: Path) -> None:
     data = list(shuffled()) if in_memory else shuffled()
-    whole = Loop(data).run(2)
+    whole = Loop(data, precision).run(2)
     torch.manual_seed(stop)  # the engine's seed decides, from the first draw on
-    first = Loop(data).run(2, until=stop)
+    first = Loop(data, precision).run(2, until=stop)
     path = str(tmp_path / "saved")
     first.engine.save(path, **first.parts(), note={"lr": [0.5]})
-    second = Loop(data)
+    second = Loop(data, precision)
     torch.manual_seed(99)
     assert second.engine.load(path, **second.parts()) == {"note": {"lr": [0.5]}}
     second.run(2)

@@ -59,9 +59,7 @@ class Normed(TaskModule):
         return OptimizerConfig("adamw", lr=0.05)
 
 
-class Weighed(Normed):
-    """Likewise, with a weight for each batch: zero for those with a sample of `weightless`."""
-
+class Weighed(Normed):  # likewise, with a weight for each batch: zero for those with a sample of `weightless`
     def loss_weight(self, batch: Any) -> int:
         return 0 if torch.isin(batch["number"], torch.tensor(self.weightless)).any() else len(batch["number"])
 
@@ -138,9 +136,7 @@ def test_placeholder_leaves_buffers_alone_so_that_resume_is_exact(
     assert counted == 5, "one of six rounds does not count"
 
 
-class OverNothing(Weighed):
-    """Whose loss of a batch without weight is 0 / 0, and so is its gradient."""
-
+class OverNothing(Weighed):  # whose loss of a batch without weight is 0 / 0, and so is its gradient
     weightless = tuple(range(4, 8))  # rank 1's first batch, when it has run none yet
 
     def __init__(self) -> None:

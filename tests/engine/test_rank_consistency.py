@@ -13,12 +13,7 @@ from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, pairs, quiet, variant
 from torch import nn
 
-from drivetrain import (
-    ConfigError,
-    LambdaCallback,
-    OptimizerConfig,
-    StrategyError,
-)
+from drivetrain import ConfigError, LambdaCallback, OptimizerConfig, StrategyError
 from drivetrain.distributed.ranks import Ranks
 from drivetrain.engine.rank_consistency import check_same_call, check_same_optimizers
 from drivetrain.engine.updater import build_updaters, optimizer_specs

@@ -117,9 +117,7 @@ def test_a_resumed_run_skips_alike(tmp_path: Path) -> None:
     assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
 
 
-class Rivals(TaskModule):
-    """Two networks with a batch norm; in the third step the loss of one is NaN."""
-
+class Rivals(TaskModule):  # two networks with a batch norm; in the third step the loss of one is NaN
     def __init__(self, bad: str) -> None:
         super().__init__()
         self.one, self.two = (nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)) for _ in range(2))

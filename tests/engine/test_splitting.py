@@ -33,9 +33,7 @@ def lacks_memory(*_: Any) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-class Small(Regression):
-    """Lacks memory for more than `fits` samples at once."""
-
+class Small(Regression):  # lacks memory for more than `fits` samples at once
     def __init__(self, fits: int = 3, **options: Any) -> None:
         super().__init__(**options)
         self.fits = fits
@@ -48,9 +46,7 @@ class Small(Regression):
         return super().forward(features)
 
 
-class FailsInBackward(Regression):
-    """As `Small`, when gradients have been added already."""
-
+class FailsInBackward(Regression):  # as `Small`, when gradients have been added already
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         loss = super().loss(outputs, batch)
         if len(outputs) > 3:
@@ -58,9 +54,7 @@ class FailsInBackward(Regression):
         return loss
 
 
-class SmallNextToken(NextToken):
-    """As `Small`, on sequences."""
-
+class SmallNextToken(NextToken):  # as `Small`, on sequences
     def forward(self, tokens: Tensor) -> Tensor:
         if len(tokens) > 3:
             lacks_memory()
@@ -68,8 +62,6 @@ class SmallNextToken(NextToken):
 
 
 class Counted(Small):
-    """Has a metric: how many samples it was given."""
-
     def metrics(self) -> Mapping[str, Any]:
         return {"count": SumMetric()}
 
@@ -156,9 +148,7 @@ def test_an_attempt_that_ran_out_of_memory_leaves_no_trace(precision: str) -> No
     assert weights(found) == weights(fixed)
 
 
-class FailsLate(Counted):
-    """Fails late in a batch, after metrics of its first parts were there."""
-
+class FailsLate(Counted):  # fails late in a batch, after metrics of its first parts were there
     def training_step(self, batch: Any) -> StepOutput:
         outputs = super(Small, self).forward(batch[0])
         self.tried.append(len(outputs))
@@ -245,9 +235,7 @@ def test_evaluation_in_parts_counts_every_sample_once_and_fails_as_often_as_it_h
     assert sum(each for each in task.tried if each <= 2) == 32
 
 
-class Predicting(Small):
-    """Predicts values, texts and what it draws from all generators."""
-
+class Predicting(Small):  # predicts values, texts and what it draws from all generators
     def predict_step(self, batch: Any) -> dict[str, Any]:
         outputs = self(batch[0])
         drawn = torch.stack([torch.rand(()) + random.random() for _ in batch[0]])

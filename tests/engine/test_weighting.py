@@ -158,9 +158,7 @@ def test_a_generator_may_name_the_same_optimizer_more_than_once(precision: str) 
     assert not torch.equal(before[1], before[2])
 
 
-class Tagger(TaskModule):
-    """Gives each token one of five tags."""
-
+class Tagger(TaskModule):  # gives each token one of five tags
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

@@ -17,9 +17,7 @@ from drivetrain import CheckpointError, ConfigError, Engine, OptimizerConfig, Ta
 from drivetrain.task.stored import StoredTask
 
 
-class Layered(TaskModule):
-    """Takes every kind of constructor argument."""
-
+class Layered(TaskModule):  # takes every kind of constructor argument
     def __init__(
         self, sizes: Any = (4, 3), *more: int, activation: Any = None, options: Any = None, **others: Any
     ) -> None:
@@ -36,16 +34,12 @@ class Layered(TaskModule):
         return F.mse_loss(outputs.sum(1, keepdim=True), batch[1])
 
 
-class Strict(Layered):
-    """Takes nothing but what it names, and has a default that no file can hold."""
-
+class Strict(Layered):  # takes nothing but what it names, and has a default that no file can hold
     def __init__(self, activation: Any = torch.relu) -> None:
         super().__init__(activation=activation)
 
 
-class Calibrated(Layered):
-    """Has a state that is no tensor."""
-
+class Calibrated(Layered):  # has a state that is no tensor
     seen: Any = None
 
     def __init__(self) -> None:
@@ -64,17 +58,13 @@ class Config:
     activation: Any = None
 
 
-class Configured(Layered):
-    """Takes a dataclass, as many projects do."""
-
+class Configured(Layered):  # takes a dataclass, as many projects do
     def __init__(self, config: Config, *, other: Config | None = None) -> None:
         super().__init__(sizes=(4, config.hidden))
         self.config = config
 
 
-class Optimized(Layered):
-    """Takes the configuration of its optimizer."""
-
+class Optimized(Layered):  # takes the configuration of its optimizer
     def __init__(self, optimizer: OptimizerConfig) -> None:
         super().__init__()
         self.optimizer = optimizer

@@ -154,16 +154,12 @@ class Recorded(TaskModule):
         self.line = nn.Linear(hidden, 1)
 
 
-class Narrow(Recorded):
-    """Its own arguments count, not what it passes on."""
-
+class Narrow(Recorded):  # its own arguments count, not what it passes on
     def __init__(self, width: int = 3) -> None:
         super().__init__(width * 2, 0.5, other=1)
 
 
-class Popping(TaskModule):
-    """Changes its arguments."""
-
+class Popping(TaskModule):  # changes its arguments
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__()
         options["names"].append("c")

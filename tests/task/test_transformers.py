@@ -44,16 +44,12 @@ class Wrapped(TaskModule):
         return OptimizerConfig("sgd", lr=0.1)
 
 
-class Scored(Wrapped):
-    """As `Wrapped`, with a metric."""
-
+class Scored(Wrapped):  # as `Wrapped`, with a metric
     def metrics(self) -> Mapping[str, Any]:
         return {"accuracy": torchmetrics.MulticlassAccuracy(3, average="micro")}
 
 
-class Written(Scored):
-    """As `Scored`, with a loss and inputs of the metric by hand."""
-
+class Written(Scored):  # as `Scored`, with a loss and inputs of the metric by hand
     def loss(self, outputs: Any, batch: Any) -> Tensor:
         return torch.nn.functional.cross_entropy(outputs.logits, batch["labels"])
 

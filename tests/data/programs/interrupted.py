@@ -12,9 +12,7 @@ from tests.support.indexed import Augmented, batches, source
 from drivetrain.data.workers import signals as worker_signals
 
 
-class Slow(Augmented):
-    """Makes the main thread wait."""
-
+class Slow(Augmented):  # makes the main thread wait
     def __getitem__(self, index):
         time.sleep(0.02)
         return super().__getitem__(index)

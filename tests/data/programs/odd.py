@@ -28,8 +28,6 @@ given = {
 
 
 class Odd(Dataset):
-    """Rows."""
-
     def __len__(self):
         return 24
 
@@ -40,9 +38,7 @@ class Odd(Dataset):
         return names["made"] or (torch.full((FEATURES,), float(index)), torch.zeros(1))
 
 
-class OddStream(IterableDataset):
-    """The same, as a stream."""
-
+class OddStream(IterableDataset):  # the same, as a stream
     def __iter__(self):
         rows = Odd()
         return (rows[index] for index in range(len(rows)))

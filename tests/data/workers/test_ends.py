@@ -28,8 +28,6 @@ real = pytest.mark.real("workers are killed and hang")
 
 
 class Odd(Dataset[Any]):
-    """Something happens at the 13th of 24 samples."""
-
     def __init__(self, act: Callable[[], Any]) -> None:
         self.act = act
 
@@ -41,9 +39,7 @@ class Odd(Dataset[Any]):
         return (torch.full((FEATURES,), float(index)), torch.zeros(1)) if made is None else made
 
 
-class OddStream(IterableDataset[Any]):
-    """Something happens at the 13th of 24 samples of each worker."""
-
+class OddStream(IterableDataset[Any]):  # something happens at the 13th of 24 samples of each worker
     def __init__(self, act: Callable[[], Any]) -> None:
         self.act = act
 

@@ -13,12 +13,10 @@ import pytest
 import torch
 from tests.support.indexed import Augmented, batches, source
 from tests.support.outcome import weights
-from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Regression, quiet
 from torch import Tensor
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset
 
-import drivetrain
 from drivetrain import CheckpointConfig, DataError, LambdaCallback
 from drivetrain.data import Feed, Transfer, already_split, as_source
 
@@ -37,7 +35,7 @@ class Noted(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         with self.note.open("a", encoding="utf-8") as file:
             file.write(f"{os.getpid()} {index} {self.epoch}\n")
-        features = torch.full((4,), index / self.size) + torch.rand(4)
+        features = torch.full((4,), index / self.size) + torch.rand(4) + self.epoch
         return features, features.sum(0, keepdim=True)
 
     def fetched(self, column: int = 1) -> list[int]:
@@ -93,9 +91,7 @@ def test_the_next_epochs_first_batches_are_made_before_the_last_one_is_used(
     assert data.fetched()[12:] == before
 
 
-class Setting(Regression):
-    """Sees, while it is set up, what the workers have done."""
-
+class Setting(Regression):  # sees, while it is set up, what the workers have done
     def __init__(self, looks: Callable[[], None]) -> None:
         super().__init__()
         self.looks = looks
@@ -143,28 +139,43 @@ def test_a_run_that_ends_ends_them(tmp_path: Path, fails: bool) -> None:
     assert not multiprocessing.active_children()
 
 
+def trained(run_dir: Path, workers: int, stop: int | None = None, **changes: Any) -> Any:
+    """The weights after three epochs, or until a stop; a hook of `changes` gives the dataset a number."""
+    data, task = Noted(run_dir.parent / "note"), Regression()
+
+    def at(run: Any) -> None:
+        if run.progress.updates == stop:
+            run.stop("for now")
+
+    hooks = {name: lambda run: setattr(data, "epoch", run.progress.epoch) for name in changes}
+    options: dict[str, Any] = {"max_epochs": 3, "num_workers": workers, "run_dir": run_dir}
+    trainer = quiet(
+        **options,
+        callbacks=[LambdaCallback(on_step_end=at, **hooks)],
+        checkpoint=CheckpointConfig(every="1 step", by=None),
+    )
+    trainer.fit(task, data, Noted(run_dir.parent / "validation", 4), resume="auto")
+    return weights(task)
+
+
 @pytest.mark.parametrize("stopped_at", [4, 6])
 def test_a_run_is_resumed_as_if_no_worker_had_been_ahead(tmp_path: Path, stopped_at: int) -> None:
-    def train(run_dir: Path, workers: int, stop: int | None = None) -> Any:
-        def at(run: Any) -> None:
-            if run.progress.updates == stop:
-                run.stop("for now")
-
-        task = Regression()
-        quiet(
-            max_epochs=3,
-            num_workers=workers,
-            run_dir=run_dir,
-            callbacks=[LambdaCallback(on_step_end=at)],
-            checkpoint=CheckpointConfig(every="2 steps", by=None),
-        ).fit(task, Noted(tmp_path / "note"), Noted(tmp_path / "validation", 4), resume="auto")
-        return weights(task)
-
-    straight = train(tmp_path / "straight", 0)
-    train(tmp_path / "stopped", 1, stopped_at)
+    straight = trained(tmp_path / "straight", 0)
+    trained(tmp_path / "stopped", 1, stopped_at)
     (tmp_path / "note").write_text("", encoding="utf-8")
-    assert train(tmp_path / "stopped", 1) == straight
+    assert trained(tmp_path / "stopped", 1) == straight
     assert len(Noted(tmp_path / "note").fetched()) == 36 - 2 * stopped_at
+
+
+@pytest.mark.parametrize("hook", ["on_epoch_start", "on_epoch_end"])
+def test_a_dataset_that_a_callback_changes_is_seen_by_workers_and_resumed_exactly(
+    hook: str, tmp_path: Path
+) -> None:
+    straight = trained(tmp_path / "straight", 0, **{hook: True})
+    assert trained(tmp_path / "whole", 2, **{hook: True}) == straight != trained(tmp_path / "unchanged", 0)
+    if hook == "on_epoch_start":
+        trained(tmp_path / "stopped", 2, 7, **{hook: True})
+        assert trained(tmp_path / "stopped", 2, **{hook: True}) == straight
 
 
 def test_a_worker_that_fails_is_ended_and_replaced_by_the_next_reading() -> None:
@@ -184,22 +195,3 @@ def test_workers_may_be_spawned() -> None:
     assert batches(read, 1) == batches(source(), 1)
     assert [type(each).__name__ for each in multiprocessing.active_children()] == ["SpawnProcess"]
     read.close()
-
-
-def fit_of_ranks(directory: str) -> list[Any]:
-    found = []
-    for workers in (0, 1):
-        data = Noted(Path(directory) / f"note-{drivetrain.rank()}-{workers}", 10)
-        part = already_split(Subset(data, range(drivetrain.rank(), 10, 3)))
-        task = Regression()
-        quiet(strategy="ddp", max_epochs=2, batch_size=2, num_workers=workers).fit(task, part)
-        assert not multiprocessing.active_children()
-        found.append(weights(task))
-    return found
-
-
-@pytest.mark.heavy("two ranks that train without and with workers")
-def test_workers_of_several_ranks_go_on_together(tmp_path: Path) -> None:
-    first, second = on_two_ranks(fit_of_ranks, str(tmp_path))
-    assert first == second
-    assert first[0] == first[1]

@@ -29,9 +29,7 @@ pytestmark = [
 PROGRAMS = Path(__file__).parents[1] / "programs"
 
 
-class Dies(Dataset[tuple[Tensor, Tensor]]):
-    """A worker that makes a certain sample is killed."""
-
+class Dies(Dataset[tuple[Tensor, Tensor]]):  # a worker that makes a certain sample is killed
     batch_size = 2
 
     def __init__(self, victim: int) -> None:
@@ -46,9 +44,7 @@ class Dies(Dataset[tuple[Tensor, Tensor]]):
         return torch.ones(4), torch.ones(1)
 
 
-class DyingStream(IterableDataset[tuple[Tensor, Tensor]]):
-    """The same, as a stream."""
-
+class DyingStream(IterableDataset[tuple[Tensor, Tensor]]):  # the same, as a stream
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return map(Dies(7).__getitem__, range(8))
 
@@ -77,9 +73,7 @@ def torch_looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(looks, "__defaults__", (0.2,))
 
 
-class Waiting(Regression):
-    """Waits for the death of a worker where nobody expects it."""
-
+class Waiting(Regression):  # waits for the death of a worker where nobody expects it
     def __init__(self, where: str) -> None:
         super().__init__()
         self.where = where
@@ -160,12 +154,6 @@ def test_a_death_is_told_before_the_next_batch_is_waited_for(
     assert not worker_signals.aside
 
 
-_forked: list[int] = []
-"""What a copy of this process is to send itself as it begins."""
-
-os.register_at_fork(after_in_child=lambda: [os.kill(os.getpid(), each) for each in _forked])
-
-
 @pytest.mark.parametrize("data", [Rows, Stream])
 def test_a_signal_to_every_process_ends_no_worker(data: Any) -> None:
     def to_workers(run: Any) -> None:
@@ -184,9 +172,7 @@ def test_a_signal_to_every_process_ends_no_worker(data: Any) -> None:
     assert multiprocessing.active_children() == []
 
 
-class Garbage:
-    """Refers to itself, and notes the process that frees it."""
-
+class Garbage:  # refers to itself, and notes the process that frees it
     def __init__(self) -> None:
         self.itself = self
 

@@ -21,9 +21,7 @@ CLASSES = 4
 REPLACED = "a collection with shared states that each update replaces"
 
 
-class Largest:
-    """A metric of nobody's library, with a state."""
-
+class Largest:  # a metric of nobody's library, with a state
     def __init__(self) -> None:
         self.value = -1.0
 
@@ -42,9 +40,7 @@ class Largest:
         self.value = state["value"]
 
 
-class Forgetful:
-    """A metric without a state to store; it computes its count, or what it was made with."""
-
+class Forgetful:  # a metric without a state to store; it computes its count, or what it was made with
     def __init__(self, value: Any = None) -> None:
         self.count, self.value = 0, value
 
@@ -62,11 +58,7 @@ class Forgetful:
 def makers() -> dict[str, Callable[[], Any]]:
     """One of each kind of state that torchmetrics has, and of others."""
     import torchmetrics
-    from torchmetrics.classification import (
-        MulticlassAccuracy,
-        MulticlassAUROC,
-        MulticlassF1Score,
-    )
+    from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
     from torchmetrics.regression import ConcordanceCorrCoef, PearsonCorrCoef
     from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, Running
 
@@ -169,8 +161,6 @@ def test_refusals_of_metrics() -> None:
 
 
 class Measured(Regression):
-    """Declares two metrics of torchmetrics'."""
-
     def metrics(self) -> dict[str, Any]:
         from torchmetrics import MeanSquaredError, PearsonCorrCoef
 

@@ -130,8 +130,6 @@ def ordered(outputs: Any, target: Any) -> dict[str, float]:
 
 
 class Ordered(Regression):
-    """Has the samples in order as a metric."""
-
     def __init__(self, function: Any = ordered, still: bool = False, **options: Any) -> None:
         super().__init__(
             OptimizerConfig("sgd", lr=1e-30) if still else None

@@ -10,9 +10,7 @@ from drivetrain.task.optim.config import OptimizerConfig
 from drivetrain.task.optim.groups import ParameterGroup
 
 
-class RootMeanSquareNorm(nn.Module):
-    """A norm of somebody's own, with a weight of two dimensions."""
-
+class RootMeanSquareNorm(nn.Module):  # a norm of somebody's own, with a weight of two dimensions
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4, 4))

@@ -22,9 +22,7 @@ from drivetrain.task.optim.low_precision import WeightUpdates, round_at_random_
 from drivetrain.testing.strategies.tasks import Sequences, Tokens
 
 
-class Ones(TaskModule):
-    """A layer of ones; half the outputs are to be larger and half to be smaller."""
-
+class Ones(TaskModule):  # a layer of ones; half the outputs are to be larger and half to be smaller
     def __init__(self, optimizer: Any, width: int = 32) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width))
@@ -220,9 +218,7 @@ def test_a_weight_that_is_written_to_counts_and_the_others_keep_their_digits() -
     assert torch.allclose(kept[:, 0], torch.tensor([5 - 1e-3, *[1 - 2e-3] * 3]), atol=1e-6, rtol=0)
 
 
-class Counted(torch.optim.SGD):
-    """An optimizer that may count for all its weights, and may fail."""
-
+class Counted(torch.optim.SGD):  # an optimizer that may count for all its weights, and may fail
     steps, fails = 0, False
 
     def step(self, closure: Any = None) -> Any:

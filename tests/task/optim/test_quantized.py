@@ -35,9 +35,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-class Wide(TaskModule):
-    """A matrix of 4096 elements, which torchao quantizes, and one that is too small."""
-
+class Wide(TaskModule):  # a matrix of 4096 elements, which torchao quantizes, and one that is too small
     def __init__(self, name: str = "adamw8bit", **options: Any) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
