@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,13 +16,13 @@ from drivetrain import LambdaCallback, OptimizerConfig, TaskModule
 
 
 class Line(TaskModule):
-    """A straight line through 16 features, in two layers; its attributes are those of `Drive`."""
+    """A line through 16 features, in two layers; see `Drive` for its training loss and validations."""
 
-    def __init__(self, net: nn.Module | None, **attributes: Any) -> None:
+    def __init__(self, net: nn.Module | None, results: Any, step: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = net or nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 1))
-        vars(self).update(attributes)
+        self.results, self.step = list(results or ()), step
 
     def configure_optimizers(self) -> OptimizerConfig:
         return OptimizerConfig("sgd", lr=0.05)
@@ -32,32 +31,15 @@ class Line(TaskModule):
         return self.net(features)
 
     def training_step(self, batch: Tensor) -> Tensor:
-        time.sleep(self.seconds.get("compute", 0.0))
         return self.step(self, batch) if self.step else self(batch).square().mean()
 
     def validation_step(self, batch: Tensor) -> dict[str, Tensor]:
-        time.sleep(self.seconds.get("evaluation", 0.0))
         values = self.results.pop(0) if self.results else {"loss": 1.0}
         return {name: torch.tensor(value) for name, value in values.items()}
 
-    def loss_weight(self, batch: Tensor) -> float:
-        self.weightless -= 1
-        return 0.0 if self.weightless >= 0 else len(batch)
 
-
-class Batches(list[Tensor]):
-    """Batches that may take a while to come."""
-
-    seconds = 0.0
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for batch in super().__iter__():
-            time.sleep(self.seconds)
-            yield batch
-
-
-def batches(count: int, seed: int = 1) -> Batches:
-    return Batches(torch.randn(count, 8, 16, generator=torch.Generator().manual_seed(seed)))
+def batches(count: int, seed: int = 1) -> list[Tensor]:
+    return list(torch.randn(count, 8, 16, generator=torch.Generator().manual_seed(seed)))
 
 
 class Drive:
@@ -67,10 +49,7 @@ class Drive:
         results: What each validation gives, one validation of one batch after each epoch; None for none.
         run_dir: Where to save checkpoints; None for no checkpoints.
         is_main: False makes the callbacks believe that they are on another rank.
-        seconds: How long "data" (a batch), "compute" (an update), "evaluation" (a batch) and "save" (an
-            update) take at least.
         step: Gives the training loss from the task and a batch, in place of the task's own step.
-        weightless: How many batches at the start have weight zero.
     """
 
     def __init__(
@@ -82,17 +61,12 @@ class Drive:
         results: Sequence[Mapping[str, float]] | None = None,
         run_dir: Path | None = None,
         is_main: bool = True,
-        seconds: Mapping[str, float] | None = None,
         step: Callable[[nn.Module, Tensor], Tensor] | None = None,
         net: nn.Module | None = None,
-        weightless: int = 0,
         on_nonfinite: str = "raise",
     ) -> None:
-        seconds = dict(seconds or {})
-        given = {"results": list(results or ()), "seconds": seconds, "step": step, "weightless": weightless}
-        self.task: Any = Line(net, **given)
+        self.task: Any = Line(net, results, step)
         self.train_data = batches(updates_per_epoch)
-        self.train_data.seconds = seconds.get("data", 0.0)
         self.validation_data = None if results is None else batches(1, seed=2)
         self.history: list[dict[str, float]] = []
         """What was logged at each log point."""
@@ -101,11 +75,7 @@ class Drive:
         def meet(run: Any) -> None:
             self.run, run.is_main = run, is_main
 
-        def save(run: Any) -> None:
-            with run.timed("save"):
-                time.sleep(seconds.get("save", 0.0))
-
-        watch = LambdaCallback(on_fit_start=meet, on_evaluation_start=meet, on_save=save)
+        meeting = LambdaCallback(on_fit_start=meet, on_evaluation_start=meet)
         logger = SimpleNamespace(
             log_metrics=lambda metrics, step: self.history.append(dict(metrics)),
             log_config=lambda config: None,
@@ -113,7 +83,7 @@ class Drive:
         )
         saving: Any = {"checkpoint": run_dir is not None, "run_dir": run_dir, "on_nonfinite": on_nonfinite}
         options: Any = {"max_epochs": epochs, "log_every": log_every, "loggers": logger, **saving}
-        self.trainer = quiet(**options, callbacks=[watch, *callbacks])
+        self.trainer = quiet(**options, callbacks=[meeting, *callbacks])
 
     def fit(self, resume: str | None = None) -> Drive:
         self.trainer.fit(self.task, self.train_data, self.validation_data, resume=resume)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from tests.support.outcome import weights
 from tests.support.ranks import on_two_ranks
-from tests.support.tasks import Regression, pairs, quiet, variant
+from tests.support.tasks import Regression, pairs, quiet
 
-from drivetrain import CheckpointConfig, ConfigError, LambdaCallback
+from drivetrain import CheckpointConfig, LambdaCallback
 from drivetrain.checkpoint import copy_assets, verify
 from drivetrain.checkpoint.storage.schemes import file_system
 
@@ -74,20 +74,6 @@ def test_a_task_and_callbacks_give_assets_and_the_trainers_replace_them(tmp_path
         "callback/words.txt": "callback",
         "all/words.txt": "trainer",
     }
-
-
-def test_assets_of_a_wrong_form_are_refused_before_training(tmp_path: Path) -> None:
-    settings = {"max_steps": 1, "checkpoint": often(), "run_dir": tmp_path}
-    with pytest.raises(ConfigError, match=r"Variant\.assets\(\)\[0\] is a int"):
-        quiet(**settings).fit(variant(assets=lambda self: [3])(), pairs())
-    late = LambdaCallback(on_step_end=lambda run: run.add_assets([Words("late")]))
-    with pytest.raises(ConfigError, match=r"run\.add_assets\(\) is for on_fit_start"):
-        quiet(**settings, callbacks=[late]).fit(Regression(), pairs())
-    early = LambdaCallback(on_evaluation_start=lambda run: run.add_assets([Words("no fit")]))
-    with pytest.raises(ConfigError, match="is for a fit; this run is a validation run"):
-        quiet(callbacks=[early]).validate(Regression(), pairs())
-    with pytest.raises(ConfigError, match="checkpoint=False saves none"):
-        quiet(assets=[Words("nowhere")])
 
 
 def test_a_resumed_run_stores_what_it_is_given_now(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.messages import warned
+from tests.support.saving import let_writing_end
 from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain import CheckpointConfig, LambdaCallback
@@ -19,14 +20,8 @@ def writer():
     return next((each for each in threading.enumerate() if each.name == "drivetrain-checkpoint"), None)
 
 
-def wait(run):
-    """Let the write of the update before end in each update, so that its outcome is there to be told."""
-    thread = writer()
-    if thread is not None:
-        thread.join()
-
-
-WAIT = LambdaCallback(on_step_end=wait)
+WAIT = LambdaCallback(on_step_end=lambda run: let_writing_end())
+"""Lets the write of the update before end in each update, so that its outcome is there to be told."""
 
 
 def fit(run_dir, checkpoint, *callbacks, **options):
@@ -39,12 +34,9 @@ def fit(run_dir, checkpoint, *callbacks, **options):
 def weights_of(run_dir):
     found = {}
     for path in sorted(Path(run_dir, "checkpoints").glob("update-*")):
-        state = DirectoryCheckpointIO().load(str(path))
-        found[path.name] = {
-            f"{group}/{name}": tensor.tolist()
-            for group in ("model", "optimizer")
-            for name, tensor in state.tensors[group].items()
-        }
+        groups = DirectoryCheckpointIO().load(str(path)).tensors
+        tensors = {**groups["model"], **groups["optimizer"]}
+        found[path.name] = {name: tensor.tolist() for name, tensor in tensors.items()}
     return found
 
 

@@ -12,8 +12,8 @@ from tests.callbacks.test_checkpoint import saved
 from tests.support.messages import heard
 from tests.support.outcome import weights
 from tests.support.refusals import assert_refused
-from tests.support.tasks import FEATURES, Regression, pairs, quiet
-from torch import Tensor, nn
+from tests.support.tasks import Regression, pairs, quiet
+from torch import Tensor
 
 from drivetrain import CheckpointConfig, ConfigError, Trainer
 from drivetrain.checkpoint import CheckpointManager, DirectoryCheckpointIO
@@ -33,16 +33,7 @@ ACCURACIES = (0.5, 0.2, 0.9, 0.1, 0.7, 0.3)
 
 
 class Planted(Regression):
-    """Validations with known values, by the epoch; and weights that two ranks can divide."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = nn.Linear(FEATURES, 2)
-        nn.init.ones_(self.line.weight)
-        nn.init.zeros_(self.line.bias)
-
-    def forward(self, features: Tensor) -> Tensor:
-        return super().forward(features).mean(1, keepdim=True)
+    """Validations with known values, by the epoch."""
 
     def validation_step(self, batch: Any) -> dict[str, Tensor]:
         epoch = self.progress.updates // 5 - 1
@@ -52,7 +43,7 @@ class Planted(Regression):
 def fit(run_dir: Path, policies: Any, resume: str | None = None, **options: Any) -> Any:
     """A run of 5 updates an epoch, 6 epochs, with a validation after each."""
     trainer = quiet(**{"max_epochs": 6, **options}, checkpoint=policies, run_dir=run_dir)
-    return trainer.fit(Planted(), pairs(10 * options.get("devices", 1)), pairs(4), resume=resume)
+    return trainer.fit(Planted(), pairs(10), pairs(4), resume=resume)
 
 
 def kept(run_dir: Path) -> dict[int, tuple[set[str], set[str]]]:

@@ -255,18 +255,16 @@ def on_ranks(folder: Path, stop: int = 9, resume: str | None = None, **more: Any
 def straight_and_resumed(folder: Path, strategy: str) -> Any:
     more: Any = {"strategy": strategy, "devices": 2}
     found = [on_ranks(folder / "straight", **more)]
-    for updates in (3, 5):
-        on_ranks(folder / str(updates), updates, **more)
-        found.append(on_ranks(folder / str(updates), resume="auto", **more))
-    return found
+    on_ranks(folder / "parts", 5, **more)
+    return [*found, on_ranks(folder / "parts", resume="auto", **more)]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_ranks_have_the_weights_of_one_process_and_resume_bitwise(strategy: str, tmp_path: Path) -> None:
     first, second = on_two_ranks(straight_and_resumed, tmp_path, strategy)
     assert first == second
-    straight, *resumed = first
-    assert resumed == [straight, straight]
+    straight, resumed = first
+    assert resumed == straight
     for name, value in on_ranks(tmp_path / "alone").items():
         torch.testing.assert_close(torch.tensor(straight[name]), torch.tensor(value), rtol=1e-6, atol=1e-6)
 

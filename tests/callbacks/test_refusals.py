@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.support.fragile import GOOD, Fragile, marked
 from tests.support.refusals import assert_refused
-from tests.support.tasks import Duel, Regression, duels, pairs, quiet
+from tests.support.tasks import Duel, Regression, duels, pairs, quiet, variant
 from torch import nn
 
 from drivetrain import callbacks as cb
@@ -138,6 +138,7 @@ def test_a_fit_refuses_names_that_match_nothing_with_the_nearest(tmp_path: Path)
         return lambda: trainer.fit(task or Regression(), data or pairs())
 
     fragile = Fragile(), marked([GOOD] * 16, 2)
+    saves: Any = {"run_dir": tmp_path / "saves", "checkpoint": True}
     table: dict[str, tuple[Any, ...]] = {
         "skip": (fit(cb.LossSpike("skip", metric="los")), "metric='los'", "did you mean 'loss'"),
         "skip of several": (fit(cb.LossSpike("skip"), Duel(), duels()), "'loss'", "'discriminator_loss'"),
@@ -147,6 +148,11 @@ def test_a_fit_refuses_names_that_match_nothing_with_the_nearest(tmp_path: Path)
             fit(cb.WeightHistograms(patterns="lines.weight"), loggers="jsonl", run_dir=tmp_path / "logs"),
             "no parameter", "did you mean 'line.weight'"),
         "profile": (fit(cb.Profile(lambda number: 3, folder=tmp_path)), "returned 3 for update 0"),
+        "late assets": (
+            fit(cb.LambdaCallback(on_step_end=lambda run: run.add_assets([])), **saves), "for on_fit_start"),
+        "assets": (
+            fit(cb.Callback(), variant(assets=lambda self: [3])(), **saves), "variant.assets()[0]", "a int"),
+        "assets nowhere": (partial(quiet, assets={"text": print}), "checkpoint=False saves none"),
     }  # fmt: skip
     assert_refused(ConfigError, table)
 

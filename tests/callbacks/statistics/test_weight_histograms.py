@@ -9,7 +9,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tests.callbacks.statistics.test_gradient_norms import Layers
 from tests.support.ranks import on_two_ranks
-from tests.support.tasks import Duel, Regression, duels, pairs, quiet
+from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor, nn
 
 from drivetrain import Callback, Run, WeightHistograms
@@ -46,10 +46,10 @@ class ByHand(Callback):
         self.tensors.append({**{f"weights/{name}": each for name, each in whole.items()}, **self._gradients})
 
 
-def kept_of(task: Any, data: Any, *more: Any, **options: Any) -> list[tuple[int, dict[str, Histogram]]]:
+def kept_of(task: Any, data: Any, histograms: Any, **options: Any) -> list[tuple[int, dict[str, Histogram]]]:
     """The histograms of a fit, with their updates."""
-    kept, callback = Kept(), WeightHistograms(**options.pop("histograms", {}))
-    quiet(**options, loggers=kept, callbacks=[callback]).fit(task, data, *more)
+    kept, callback = Kept(), WeightHistograms(**histograms)
+    quiet(**{"max_steps": 1, **options}, loggers=kept, callbacks=[callback]).fit(task, data)
     return kept.points
 
 
@@ -80,16 +80,11 @@ def test_the_counts_are_those_of_torch_histogram() -> None:
 def test_patterns_choose_parameters_and_frozen_ones_are_left_out_without() -> None:
     task = Layers(unused=False)
     task.first.weight.requires_grad_(False)
-    ((_, found),) = kept_of(task, pairs(), max_steps=1, histograms={"gradients": True})
+    ((_, found),) = kept_of(task, pairs(), {"gradients": True})
     names = {"first.bias", "second.weight", "second.bias", "scale"}
     assert set(found) == {f"{kind}/{each}" for kind in ("weights", "gradients") for each in names}
-    chosen = {"patterns": "first.*", "gradients": True}
-    ((_, found),) = kept_of(task, pairs(), max_steps=1, histograms=chosen)
+    ((_, found),) = kept_of(task, pairs(), {"patterns": "first.*", "gradients": True})
     assert set(found) == {"weights/first.weight", "weights/first.bias", "gradients/first.bias"}
-    data = torch.utils.data.DataLoader(duels(), batch_size=2)  # several optimizers
-    points = kept_of(Duel(), data, max_steps=2, histograms={"gradients": True, "patterns": "*.weight"})
-    nets = ("generator.weight", "discriminator.weight")
-    assert set(points[-1][1]) == {f"{kind}/{net}" for kind in ("weights", "gradients") for net in nets}
 
 
 def parameters(**values: Tensor) -> Regression:
@@ -104,14 +99,13 @@ def test_values_that_are_no_numbers_are_counted_apart() -> None:
     odd = torch.tensor([1.0, torch.nan, 3.0, -torch.inf, torch.inf, 2.0])
     task = parameters(odd=odd, same=torch.full((5,), 2.0), none=torch.empty(0))
     histograms = {"bins": 2, "patterns": ["odd", "same", "none"]}
-    assert kept_of(task, pairs(), max_steps=1, histograms=histograms)[0][1] == {
+    assert kept_of(task, pairs(), histograms)[0][1] == {
         "weights/odd": Histogram([1.0, 2.0, 3.0], [1, 2], 1.0, 3.0, 6.0, 14.0, nonfinite=3),
         "weights/same": Histogram([1.5, 2.0, 2.5], [0, 5], 2.0, 2.0, 10.0, 20.0),
     }
     for dtype in (torch.bfloat16, torch.float64):  # without rounding
         values = (torch.randn(5000, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
-        chosen = {"bins": 11, "patterns": "more"}
-        points = kept_of(parameters(more=values), pairs(), max_steps=1, histograms=chosen)
+        points = kept_of(parameters(more=values), pairs(), {"bins": 11, "patterns": "more"})
         assert_of(points[0][1]["weights/more"], values)
 
 
@@ -153,7 +147,7 @@ def test_shards_add_up_to_the_counts_of_one_process(strategy: str) -> None:
     assert not nothing  # loggers are rank 0's
     histograms = {"bins": 5, "gradients": not is_zero}
     data = pairs(12, batch_size=4)
-    alone = kept_of(layers(), data, max_steps=3, log_every="1 step", histograms=histograms)
+    alone = kept_of(layers(), data, histograms, max_steps=3, log_every="1 step")
     assert [step for step, _ in found] == [step for step, _ in alone] == [1, 2, 3]
     # After an update the weights differ in rounding only, which moves none of them over an edge.
     for (_, each), (_, expected) in zip(found, alone, strict=True):
@@ -161,33 +155,9 @@ def test_shards_add_up_to_the_counts_of_one_process(strategy: str) -> None:
         assert counts[0] == counts[1]
 
 
-def event_histograms(directory: Path) -> dict[str, list[Any]]:
-    reader = EventAccumulator(str(directory), size_guidance={"histograms": 0})
-    reader.Reload()
-    return {tag: reader.Histograms(tag) for tag in reader.Tags()["histograms"]}
-
-
-def test_tensorboard_shows_histograms(tmp_path: Path) -> None:
-    kept = Kept()
-    options: Any = {"max_steps": 1, "loggers": ["tensorboard", kept], "run_dir": tmp_path}
-    quiet(**options, callbacks=[WeightHistograms(bins=9)]).fit(Layers(), pairs())
-    shown = event_histograms(tmp_path)
-    ((_, expected),) = kept.points
-    assert shown.keys() == expected.keys()
-    for tag, (each,) in shown.items():
-        found, wanted = each.histogram_value, expected[tag]
-        assert each.step == 1
-        assert (found.min, found.max, found.num) == (wanted.minimum, wanted.maximum, sum(wanted.counts))
-        assert (found.sum, found.sum_squares) == (wanted.sum, wanted.sum_of_squares)
-        filled = [count for count in found.bucket if count]
-        assert filled == [count for count in wanted.counts if count]
-        start = found.bucket.index(filled[0])
-        edges = wanted.edges[1:][[bool(count) for count in wanted.counts].index(True) :]
-        assert found.bucket_limit[start:][: len(edges)] == edges
-
-
-def test_json_lines_hold_them_and_the_history_leaves_them_out(tmp_path: Path) -> None:
-    options: Any = {"max_steps": 4, "log_every": "2 steps", "loggers": "jsonl", "run_dir": tmp_path}
+def test_loggers_write_histograms_and_the_history_leaves_them_out(tmp_path: Path) -> None:
+    options: Any = {"max_steps": 4, "log_every": "2 steps", "loggers": ("jsonl", "tensorboard")}
+    options["run_dir"] = tmp_path
     callbacks = [WeightHistograms(bins=3, patterns="line.weight")]
     result = quiet(**options, callbacks=callbacks).fit(Regression(), pairs())
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -195,4 +165,10 @@ def test_json_lines_hold_them_and_the_history_leaves_them_out(tmp_path: Path) ->
     stored = rows[1]["histograms"]["weights/line.weight"]
     assert len(stored["edges"]) == 4
     assert sum(stored["counts"]) == 4
+    reader = EventAccumulator(str(tmp_path), size_guidance={"histograms": 0}).Reload()
+    (shown, second) = reader.Histograms("weights/line.weight")
+    assert (shown.step, second.step) == (2, 4)
+    filled = [count for count in stored["counts"] if count]
+    assert [count for count in shown.histogram_value.bucket if count] == filled
+    assert shown.histogram_value.sum == stored["sum"]
     assert result.history == [{"step": 2, "train/loss": rows[0]["train/loss"]}, rows[2]]
