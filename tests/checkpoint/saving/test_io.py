@@ -3,12 +3,20 @@
 import json
 import os
 import shutil
+import subprocess
 
 import pytest
 import torch
 from tests.support import held
 
-from drivetrain.checkpoint import DirectoryCheckpointIO, Snapshot, read_manifest, verify
+from drivetrain.checkpoint import (
+    CheckpointConfig,
+    CheckpointManager,
+    DirectoryCheckpointIO,
+    Snapshot,
+    read_manifest,
+    verify,
+)
 from drivetrain.checkpoint.saving.io import CheckpointIO
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError
 from drivetrain.core.errors import CheckpointError
@@ -243,6 +251,31 @@ def test_everything_is_synced_before_the_commit(tmp_path, monkeypatch, helpers):
     assert before[-1] == "."  # the files' names, before the rename commits them
     assert before.count(".") == 1
     assert synced[-1] == str(tmp_path)
+
+
+def test_a_read_only_disk_can_be_resumed_from_and_says_that_it_cannot_be_saved_to(tmp_path, helpers):
+    source, place = tmp_path / "source", tmp_path / "place"
+    CheckpointManager(str(source), CheckpointConfig(by=None)).save(1, 0, {}, helpers.make_snapshot)
+    place.mkdir()
+    try:
+        for options in (("--bind", source), ("-o", "remount,ro,bind")):
+            subprocess.run(["mount", *options, place], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        subprocess.run(["umount", "-q", place])
+        pytest.skip(f"mounting is not allowed here: {error}")
+    try:
+        manager = CheckpointManager(str(place), CheckpointConfig(by=None))
+        path, snapshot = manager.load_latest()
+        assert path == str(place / "update-00000001")
+        bias = helpers.make_snapshot().tensors["model"]["bias"]
+        assert helpers.same_bits(snapshot.tensors["model"]["bias"], bias)
+        with pytest.raises(
+            CheckpointError, match=r"cannot create .*\(EROFS\); use a directory on a writable"
+        ):
+            manager.save(2, 0, {}, helpers.make_snapshot)
+    finally:
+        subprocess.run(["umount", place], check=True)
+    assert sorted(os.listdir(source)) == ["index.json", "update-00000001"]
 
 
 def test_a_committed_checkpoint_stays_when_a_peer_is_lost_right_after(tmp_path, helpers):

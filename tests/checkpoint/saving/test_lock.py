@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -28,46 +28,35 @@ from drivetrain.checkpoint.storage.schemes import file_system
 from drivetrain.distributed.ranks import Ranks
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
-Meet = Callable[[], None]
-
-
-class Job(NamedTuple):
-    pid: int
-    kill: Callable[[], None]
-    end: Callable[[], int]
+Meet = Callable[[], Any]
 
 
 @contextmanager
-def job(act: Callable[[Meet], None]) -> Iterator[Job]:
-    """A process that does something, and waits where it calls what it is given; this begins when it waits."""
+def job(act: Callable[[Meet], None]) -> Iterator[Any]:
+    """A process that does something, and waits where it calls what it is given; this begins when it waits.
+
+    It is killed at the end, unless `end` lets it go on to its own.
+    """
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
-
-    def meet() -> None:
-        there.send("here")
-        there.recv()
-
-    process: Any = context.Process(target=act, args=(meet,))
-    process.start()
-    there.close()
+    process: Any = context.Process(target=act, args=(lambda: (there.send("here"), there.recv()),))
 
     def end() -> int:
-        """Let it go on to its end; returns its exit code."""
         with suppress(BrokenPipeError):  # one that has ended already
             here.send("go on")
         process.join()
         return int(process.exitcode)
 
-    def kill() -> None:
-        process.kill()
-        process.join()
-
+    process.start()
+    there.close()
+    process.end = end
     try:
         with suppress(EOFError):
             here.recv()
-        yield Job(process.pid, kill, end)
+        yield process
     finally:
-        kill()
+        process.kill()
+        process.join()
         here.close()
 
 
@@ -137,9 +126,8 @@ def test_after_a_kill_the_next_job_starts_at_once(tmp_path: Path) -> None:
     def train(meet: Meet) -> None:
         fit(tmp_path, LambdaCallback(on_step_end=lambda run: meet()), max_steps=1)
 
-    with job(train) as first:
+    with job(train):
         assert lock_of(tmp_path).exists()
-        first.kill()
     assert lock_of(tmp_path).exists()
     assert fit(tmp_path).progress.updates == 3
     assert os.listdir(tmp_path / "checkpoints").count("lock.json") == 0

@@ -8,21 +8,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.support.messages import warned
-from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
 
 from drivetrain.checkpoint import (
     CheckpointConfig,
     CheckpointManager,
     DamagedCheckpointError,
-    DirectoryCheckpointIO,
     Snapshot,
 )
 from drivetrain.checkpoint.weights.export import export_weights
-from drivetrain.checkpoint.weights.files import divide, dump_index, parse_index, parse_size
+from drivetrain.checkpoint.weights.files import divide, dump_index, parse_index
 from drivetrain.checkpoint.weights.load import load_weights
 from drivetrain.core.errors import CheckpointError
-from drivetrain.distributed.ranks import Ranks
 
 INDEX = "model.safetensors.index.json"
 
@@ -94,14 +91,6 @@ def test_of_a_run_the_newest_good_checkpoint_counts(run):
     assert value(run) == 3
 
 
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
-def test_a_checkpoint_of_several_processes_is_read_whole(tmp_path):
-    path = str(tmp_path / "kept")
-    on_two_ranks(lambda: DirectoryCheckpointIO(ranks=Ranks.of_job()).save(path, snapshot(4)))
-    assert len(list((tmp_path / "kept").glob("model-*-of-00002.safetensors"))) == 2
-    assert value(tmp_path / "kept") == 4
-
-
 @pytest.mark.skipif(os.name == "nt", reason="no symbolic links here")
 def test_links_into_a_cache_of_models_are_followed(folder, tmp_path):
     (tmp_path / "blobs").mkdir()
@@ -165,11 +154,6 @@ def test_what_is_there_instead_of_weights_is_named(tmp_path):
             "a damaged file": (loading("zeros"), "model.safetensors' is not a safetensors file"),
         },
     )
-
-
-def test_max_shard_size_is_a_number_or_a_text():
-    sizes = {1: 1, "50 GB": 50 * 10**9, "500MB": 5 * 10**8, "1.5 KB": 1500, " 2gib ": 2 << 30}
-    assert {each: parse_size(each) for each in sizes} == sizes
 
 
 def test_tensors_are_divided_as_hugging_face_divides_them():
