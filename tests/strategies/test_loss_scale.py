@@ -1,6 +1,7 @@
 """Float16 on several processes: rounding is all that differs, as long as no gradient overflows."""
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +12,7 @@ from tests.support.tasks import FEATURES, Regression, quiet
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import LambdaCallback, OptimizerConfig, StrategyError, TaskModule
+from drivetrain import FSDPConfig, LambdaCallback, OptimizerConfig, StrategyError, TaskModule
 from drivetrain.strategies.ddp import DDP
 from drivetrain.strategies.fsdp.strategy import FSDP
 
@@ -22,7 +23,6 @@ ROUNDING = 2.0**-11  # of float16
 
 
 def data(size: float) -> TensorDataset:
-    """Six batches of 8 whose targets the task misses by about a tenth of `size`."""
     generator = torch.Generator().manual_seed(5)
     features = 0.25 * torch.randn(48, FEATURES, generator=generator)
     with torch.no_grad():
@@ -53,13 +53,10 @@ def halved(kind: Any, batch_size: int, accumulation: int = 1, size: float = 3.0,
 
 
 def exact() -> tuple[Tensor, float]:
-    """The weights after six updates in float64, and how far those of float16 may be from them.
-
-    Products of float16 are added in float32. So a gradient 2 mean(r x) of residuals r = w x + b - y is off by
-    at most 3 roundings of |w| |x| + |b|: of the weights, the features and their product; and by 3 of |r|: of
-    the residual, the features and their product. A plain gradient step does not enlarge what is off already,
-    as the rate is small.
-    """
+    """The weights after six updates in float64, and how far those of float16 may be from them."""
+    # Products of float16 are added in float32. So a gradient 2 mean(r x) of residuals r = w x + b - y is off
+    # by at most 3 roundings of |w| |x| + |b| (weights, features and products) and 3 of |r|. A plain step of
+    # a small rate does not enlarge what is off already.
     task, off = Regression(), 0.0
     weights = torch.cat([task.line.weight.flatten(), task.line.bias]).detach().double()
     for features, target in DataLoader(data(3.0), batch_size=8):
@@ -74,7 +71,8 @@ def exact() -> tuple[Tensor, float]:
 
 def test_rounding_is_all_that_differs_however_a_batch_is_split() -> None:
     right, off = exact()
-    several = [(DDP, 4, 1), (DDP, 1, 4), (FSDP, 2, 2)]
+    partly = partial(FSDP, FSDPConfig(ignored=("line.bias",)))
+    several = [(DDP, 4, 1), (DDP, 1, 4), (FSDP, 2, 2), (partly, 4, 1)]
     ranks = on_two_ranks(lambda: [halved(*each) for each in several])
     assert ranks[0] == ranks[1]
     for weights, scales, _ in [*ranks[0], *(halved(None, *each) for each in ((8, 1), (4, 2), (1, 8)))]:
@@ -98,9 +96,14 @@ def test_clipping_sees_the_gradient_without_the_loss_scale() -> None:
         assert float((torch.tensor(weights) - start).norm()) == pytest.approx(RATE * norm / 2, rel=0.01)
 
 
-class OneOverflows(TaskModule):
-    """Two optimizers, of which the second can make no update, whatever the loss scale."""
+def test_overflow_in_the_shard_of_one_rank_skips_the_update_of_all() -> None:
+    # Of a weight of one row rank 1 has nothing.
+    first, second = on_two_ranks(lambda: halved(FSDP, 4, size=1000.0))
+    assert first == second
+    assert first[1][0] == (False, 32768.0)
 
+
+class OneOverflows(TaskModule):
     def __init__(self) -> None:
         super().__init__()
         self.good, self.bad = nn.Linear(2, 1), nn.Linear(2, 1)

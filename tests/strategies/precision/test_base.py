@@ -23,8 +23,6 @@ COMPUTED = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16, **STORED}
 
 
 class Curve(TaskModule):
-    """Two layers that fit a curve; notes the dtypes that it meets."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

@@ -1,5 +1,6 @@
 """Linear layers in float8, emulated: which are, that they learn, and that the task is left as it was."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import ConfigError, FSDPConfig, MissingDependencyError, OptimizerConfig, TaskModule
+from drivetrain import ConfigError, Engine, FSDPConfig, MissingDependencyError, OptimizerConfig, TaskModule
 from drivetrain.checkpoint import load_weights
 from drivetrain.strategies import SingleDevice
 from drivetrain.strategies.fsdp.strategy import FSDP
@@ -25,8 +26,6 @@ EMULATED = Float8(emulate=True)
 
 
 class Wide(TaskModule):
-    """Layers with sides that float8 takes, and one that it does not."""
-
     def __init__(self) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
@@ -99,6 +98,27 @@ def test_float8_run_resumes_one_in_bfloat16(tmp_path: Path) -> None:
     quiet(precision="bf16-mixed", max_epochs=1, run_dir=tmp_path, checkpoint=True).fit(Wide(), data())
     trainer = quiet(precision=EMULATED, max_epochs=2, run_dir=tmp_path, checkpoint=True)
     assert trainer.fit(Wide(), data(), resume="auto").progress.updates == 12
+
+
+def test_float8_layers_are_ordinary_only_when_the_last_of_their_engines_has_ended() -> None:
+    alone, task, kinds = Wide(), Wide(), []
+    trainer = quiet(precision=EMULATED, max_epochs=1)
+    trainer.fit(alone, data())
+    for number, _ in enumerate(trainer.steps(task, data())):
+        kinds.append(type(task.net[0]).__name__)
+        if number == 1:
+            trainer.validate(task, data())
+            copied = copy.deepcopy(task)
+            trainer.validate(copied, data())
+            assert type(copied.net[0]) is nn.Linear
+    assert kinds == ["Float8Linear"] * 6
+    torch.testing.assert_close(task.state_dict(), alone.state_dict(), rtol=0, atol=0)
+    engines = [Engine("cpu", precision=EMULATED) for _ in range(2)]
+    for each in engines:
+        each.prepare(task.net[:])
+    for each, kind in zip(reversed(engines), ("Float8Linear", "Linear"), strict=True):
+        each.teardown()
+        assert type(task.net[0]).__name__ == kind
 
 
 def test_float8_refusals(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,10 @@ import torch
 from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain import Engine, LambdaCallback, Throughput
-from drivetrain.strategies.precision.tf32 import TF32
+from drivetrain.strategies.precision.tf32 import PRECISION, TF32
 
 
 class Anywhere(TF32):
-    """The same where there is no such hardware: the settings can be seen all the same."""
-
     def obstacle(self, device: torch.device) -> str:
         return ""
 
@@ -61,3 +59,14 @@ def test_tf32_ends_with_a_run_that_fails_and_with_an_engine() -> None:
         assert matmul.fp32_precision == "ieee"
     finally:
         matmul.fp32_precision = before[0]
+
+
+def test_tf32_is_refused_on_older_gpus_and_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    for capability, told in (((7, 5), "this is a Tesla T4; use '32' or '16-mixed'"), ((8, 0), "")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert PRECISION.obstacle(cuda).endswith(told)
+        assert bool(PRECISION.obstacle(cuda)) is bool(told)
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    assert "AMD's" in PRECISION.obstacle(cuda)
