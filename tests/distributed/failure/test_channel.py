@@ -9,7 +9,6 @@ import threading
 from dataclasses import replace
 
 import pytest
-import torch
 from tests.distributed.running import run_all, stacks
 from tests.support.failing import JOB
 from torch import distributed
@@ -31,9 +30,11 @@ STOPPED = "kill(signal.SIGSTOP); time.sleep(600)"
 # What a rank has started lives on as long as rank 0 does, and with it a copy of all that was open.
 LEFT = "parent = Path(f'/proc/{os.getppid()}')\nif os.fork(): kill(signal.SIGKILL)\n"
 LEFT += "until(lambda: not parent.exists()); os._exit(0)"
-LATE = "if rank == 0: threading.Thread(target=note_goodbye, daemon=True).start()\n"
-LATE += "else: until(Path('left').exists); raise ValueError('late')"
-RESET = "raise RuntimeError('gloo: connection reset')"
+# Rank 1 goes on when rank 0 has left the channel, or has told of what was no cause.
+LAST = "note(lambda: channel._hub._peers[0].state == 'left') if rank == 0 else until(Path('noted').exists)"
+LATE = f"{LAST}\nif rank == 1: raise ValueError('late')"
+FIRST = "if rank == 0: note(lambda: channel._hub._aside); raise RuntimeError('gloo: connection reset')\n"
+FIRST += "until(Path('noted').exists); raise KeyError(5)"
 BOOM = "raise ValueError('boom')"
 
 
@@ -60,17 +61,9 @@ ENDS = {
     "exit 3": (on(1, "sys.exit(3)"), 1, "rank 1 failed first, at update 7: SystemExit: 3"),
     "rank 0 exit 3": (on(0, "sys.exit(3)"), 3, ZERO + "SystemExit: 3"),
     # Without an error, but too early for the other, whose own error says only that a connection ended.
-    "ends too early": (
-        on(1, "sys.exit()"),
-        1,
-        ONE + ".*: it had ended when rank 0, at update 7, waited for it",
-    ),
+    "ends too early": (on(1, "sys.exit()"), 1, ONE + ".*: it had ended when rank 0, at update 7, waited"),
     # What the end of a rank brings about on the other may be seen first; it is not the cause.
-    "consequence first": (
-        {"act": f"if rank == 0: {RESET}\ntime.sleep(0.3)\nraise KeyError(5)"},
-        1,
-        "rank 1 failed first, at update 7: KeyError: 5",
-    ),
+    "consequence first": ({"act": FIRST}, 1, "rank 1 failed first, at update 7: KeyError: 5"),
     "late": ({"last": LATE}, 1, ONE + "at update 12: ValueError: late$"),
 }
 
@@ -105,12 +98,12 @@ def test_an_end_without_a_failure_is_silent() -> None:
     found = run_all(
         "channel.py",
         {
-            "rank 1 last": {"last": "time.sleep(0.7 * rank)"},
-            "rank 0 last": {"last": "time.sleep(0.7 * (1 - rank))"},
+            "rank 1 last": {"last": LAST},
+            "rank 0 last": {"last": "rank or until(lambda: channel._hub._peers[1].state == 'left')"},
             "pause": {
-                "act": "time.sleep(0.5); threading.Event().wait(0.5)",
+                "act": "until(lambda: beats > 12)",
                 "who": [1],
-                "hang_timeout": 60.0,
+                "hang_timeout": 600.0,
                 "after": unwritten,
             },
             "rank 0 computes": {"who": [0], "act": BUSY, "silence": 0.1},
@@ -334,7 +327,6 @@ def test_what_a_gone_rank_brings_about_is_told_from_errors_of_its_own() -> None:
     consequences = (
         RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"),
         RuntimeError("[gloo/unbound_buffer.cc:84] Timed out waiting 1800000ms for recv"),
-        RuntimeError("NCCL communicator was aborted on rank 1."),
         distributed.DistBackendError("NCCL error"),
         distributed.DistStoreError("wait timeout after 300000ms, keys: /a"),
         wrapped,
@@ -343,12 +335,10 @@ def test_what_a_gone_rank_brings_about_is_told_from_errors_of_its_own() -> None:
     errors = (
         ValueError("timeout=-1"),
         RuntimeError("size mismatch"),
-        torch.OutOfMemoryError("no room"),
         # A data server's, say: nothing in them is torch's.
         RuntimeError("request to shard-7 timed out"),
         RuntimeError("upstream timeout: connection reset by peer"),
         ConnectionResetError(104, "Connection reset by peer"),
-        TimeoutError("timed out"),
     )
     for kind, several in (("consequence", consequences), ("error", errors)):
         assert [Cause.of_error(0, "", raised(each)).kind for each in several] == [kind] * len(several)
