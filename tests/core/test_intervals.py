@@ -38,9 +38,6 @@ def test_an_interval_may_be_written_in_many_ways() -> None:
     assert [Every(each).seconds for each in ("2 minutes", "1 hour", "2 epochs")] == [120, 3600, None]
 
 
-# When they are due.
-
-
 def updates(
     per_epoch: int, epochs: int, skipped: Collection[int] = ()
 ) -> Iterator[tuple[int, Progress, bool]]:

@@ -63,6 +63,9 @@ def test_the_level_and_the_handlers_are_the_programs() -> None:
         env = {**os.environ, "DRIVETRAIN_LOG_LEVEL": level}
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
         assert (done.returncode, done.stderr.splitlines()) == (0, expected), (before, after, level)
+    env["DRIVETRAIN_LOG_LEVEL"] = "warnings"
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
+    assert "DRIVETRAIN_LOG_LEVEL='warnings' is no level. Did you mean 'warning'?" in done.stderr
 
 
 def reported_on_a_rank() -> list[str]:

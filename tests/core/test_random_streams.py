@@ -12,27 +12,13 @@ from torch import Tensor
 
 from drivetrain.checkpoint import pack, unpack
 from drivetrain.core import random_streams as streams
-from drivetrain.core.random_streams import (
-    BATCHES,
-    HostDraws,
-    Streams,
-    batch_stream,
-    host_state,
-    load_host_state,
-    mix,
-    mix_next,
-    preserved,
-    seed_batch,
-    seed_host,
-    shielded,
-)
 
 LOW = (1 << 32) - 1  # what torch's CPU generator reads of a seed
 
 
 @pytest.fixture(autouse=True)
 def own_streams() -> Iterator[None]:
-    with preserved():
+    with streams.preserved():
         yield
 
 
@@ -42,7 +28,7 @@ def drawn() -> tuple[float, float, float]:
 
 
 def peeked() -> tuple[float, float, float]:
-    with preserved():
+    with streams.preserved():
         return drawn()
 
 
@@ -55,14 +41,14 @@ def disturb() -> None:
 
 def test_seeds_never_change_because_resumed_runs_depend_on_them() -> None:
     # The first output of SplitMix64 from the seed 0, as its authors' implementation gives it.
-    assert mix(0) == 0xE220A8397B1DCDAF & (1 << 63) - 1
-    assert [mix(1), mix(1, 2), mix(1, 2, 3)] == [
+    assert streams.mix(0) == 0xE220A8397B1DCDAF & (1 << 63) - 1
+    assert [streams.mix(1), streams.mix(1, 2), streams.mix(1, 2, 3)] == [
         7960286522194355700,
         8829160048997669727,
         8058178252673074585,
     ]
-    assert mix_next(batch_stream(42, 3), 128) == 4505572615134819938
-    stream = Streams(seed=42, rank=1)
+    assert streams.mix_next(streams.batch_stream(42, 3), 128) == 4505572615134819938
+    stream = streams.Streams(seed=42, rank=1)
     stream.seed_update(1000)
     assert torch.initial_seed() == 5473434677674114338
     stream.seed_evaluation(7)
@@ -71,28 +57,28 @@ def test_seeds_never_change_because_resumed_runs_depend_on_them() -> None:
 
 def test_a_seed_depends_on_every_key_and_streams_are_unrelated() -> None:
     keys = [(0,), (0, 0), (1,), (1, 0), (0, 1), (1, 2), (2, 1), (1, 2, 0), (-1,), (1 << 40, 3)]
-    assert len({mix(*each) for each in keys}) == len(keys)
-    assert all(0 <= mix(*each) < 1 << 63 for each in keys)
+    assert len({streams.mix(*each) for each in keys}) == len(keys)
+    assert all(0 <= streams.mix(*each) < 1 << 63 for each in keys)
     kinds = [streams.UPDATES, streams.BATCHES, streams.ORDER, streams.EVALUATION, streams.HOST]
     places = [(kind, seed, position) for kind in kinds for seed in range(4) for position in range(500)]
-    assert len({mix(*each) & LOW for each in places}) == len(places)
+    assert len({streams.mix(*each) & LOW for each in places}) == len(places)
 
 
-def seed_of(stream: Streams, update: int) -> int:
+def seed_of(stream: streams.Streams, update: int) -> int:
     stream.seed_update(update)
     return torch.initial_seed()
 
 
 def test_no_two_updates_seeds_or_ranks_share_the_bits_that_generators_read() -> None:
-    stream = Streams(seed=3)
+    stream = streams.Streams(seed=3)
     seeds = [seed_of(stream, update) & LOW for update in (*range(20_000), 1 << 31)]
     assert len({*seeds}) == len(seeds)
-    for other in (Streams(seed=4), Streams(seed=3, rank=1)):
+    for other in (streams.Streams(seed=4), streams.Streams(seed=3, rank=1)):
         assert not {*seeds} & {seed_of(other, update) & LOW for update in range(1000)}
 
 
 def test_updates_and_evaluations_draw_the_same_whatever_ran_before() -> None:
-    stream = Streams(seed=3)
+    stream = streams.Streams(seed=3)
     drawn_by: dict[str, list[Tensor]] = {"update": [], "evaluation": []}
     for _ in range(2):
         for name, seed in (("update", stream.seed_update), ("evaluation", stream.seed_evaluation)):
@@ -108,7 +94,7 @@ def test_updates_and_evaluations_draw_the_same_whatever_ran_before() -> None:
 
 
 def test_a_run_begins_alike_and_an_update_leaves_the_host_streams_alone() -> None:
-    stream = Streams(seed=3)
+    stream = streams.Streams(seed=3)
     stream.start()
     expected = drawn()
     disturb()
@@ -118,7 +104,7 @@ def test_a_run_begins_alike_and_an_update_leaves_the_host_streams_alone() -> Non
     assert drawn()[:2] == expected[:2]
     stream.start()
     assert drawn() == expected
-    Streams(seed=4).start()
+    streams.Streams(seed=4).start()
     assert all(new != old for new, old in zip(drawn(), expected, strict=True))
 
 
@@ -126,56 +112,58 @@ def test_a_batch_is_drawn_from_its_own_place() -> None:
     draws = {}
     for epoch in range(3):
         for position in range(0, 40, 4):
-            seed_batch(seed=1, epoch=epoch, position=position)
+            streams.seed_batch(seed=1, epoch=epoch, position=position)
             draws[epoch, position] = drawn()
             disturb()
     for kind in range(3):
         assert len({each[kind] for each in draws.values()}) == len(draws)
-    seed_batch(seed=1, epoch=2, position=8)
+    streams.seed_batch(seed=1, epoch=2, position=8)
     assert drawn() == draws[2, 8]
-    stream = batch_stream(9, 2)
-    assert [mix_next(stream, at) for at in range(5)] == [mix(BATCHES, 9, 2, at) for at in range(5)]
+    stream = streams.batch_stream(9, 2)
+    assert [streams.mix_next(stream, at) for at in range(5)] == [
+        streams.mix(streams.BATCHES, 9, 2, at) for at in range(5)
+    ]
 
 
 def test_draws_are_noticed_and_can_be_continued_elsewhere() -> None:
-    seed_host(3)
-    before = HostDraws()
+    streams.seed_host(3)
+    before = streams.HostDraws()
     torch.rand(3)  # torch's generator is seeded for every update and needs no note
     assert before.if_moved() is None
     for draw in (random.random, np.random.rand):
-        seed_host(3)
+        streams.seed_host(3)
         draw()
         moved = before.if_moved()
         assert moved is not None
         expected = (random.random(), np.random.rand())
-        seed_host(4)
+        streams.seed_host(4)
         moved.restore()
         assert (random.random(), np.random.rand()) == expected
 
 
-@pytest.mark.parametrize("shield", [preserved, shielded])
+@pytest.mark.parametrize("shield", [streams.preserved, streams.shielded])
 def test_a_shield_leaves_the_generators_as_they_were_also_after_an_error(shield: Callable[[], Any]) -> None:
     random.gauss(0, 1)  # both leave a cached value behind
     np.random.randn()
-    before, expected = pickle.dumps(host_state()), peeked()
+    before, expected = pickle.dumps(streams.host_state()), peeked()
 
     def interrupted() -> None:
         with shield():
-            seed_host(1)
+            streams.seed_host(1)
             disturb()
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert peeked()[:2] == expected[:2]
-    assert pickle.dumps(host_state()) == before
-    assert shield is shielded or peeked() == expected
+    assert pickle.dumps(streams.host_state()) == before
+    assert shield is streams.shielded or peeked() == expected
 
 
 def test_the_host_streams_continue_from_a_checkpoint() -> None:
     random.gauss(0, 1)  # both have now a cached value
     np.random.randn()
-    stored = pack(host_state())
+    stored = pack(streams.host_state())
 
     def draws() -> list[tuple[float, ...]]:
         return [
@@ -183,6 +171,6 @@ def test_the_host_streams_continue_from_a_checkpoint() -> None:
         ]
 
     expected = draws()
-    seed_host(5)
-    load_host_state(unpack(*stored))  # type: ignore[arg-type]
+    streams.seed_host(5)
+    streams.load_host_state(unpack(*stored))  # type: ignore[arg-type]
     assert draws() == expected

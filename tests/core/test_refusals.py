@@ -1,9 +1,6 @@
 """Refused by `core`: intervals, stages, numbers and words, names in registries, counts of a checkpoint."""
 
 import math
-import os
-import subprocess
-import sys
 from datetime import timedelta
 from typing import Any
 
@@ -115,10 +112,3 @@ def test_counts_and_generators_of_a_checkpoint_that_are_refused() -> None:
         },
     )
     assert progress == Progress()  # nothing is taken over
-
-
-def test_a_log_level_that_there_is_not_is_refused() -> None:
-    env = {**os.environ, "DRIVETRAIN_LOG_LEVEL": "warnings"}
-    command = [sys.executable, "-c", "import drivetrain.core.messages"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
-    assert "DRIVETRAIN_LOG_LEVEL='warnings' is no level. Did you mean 'warning'?" in done.stderr

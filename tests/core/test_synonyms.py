@@ -1,12 +1,9 @@
 """Other libraries' names are never accepted, and answered with ours; one table has them all."""
 
 import ast
-import copy
 import importlib.util
 import inspect
-import pickle
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,9 +36,6 @@ def refusal(call: Callable[[], object], *, kind: type[Exception] = ConfigError) 
     with pytest.raises(kind) as caught:
         call()
     return str(caught.value)
-
-
-# The table.
 
 
 def rows(*kinds: str) -> Iterator[tuple[str, str]]:
@@ -198,9 +192,6 @@ def test_all_of_transformers_names_are_answered_with_ours() -> None:
     assert not wrong + unanswered
 
 
-# What is answered.
-
-
 def test_a_value_of_another_library_is_answered_with_ours() -> None:
     precisions = {
         "32": ("32-true", "fp32", "float32", "no"),
@@ -267,9 +258,6 @@ def test_an_import_or_a_hook_of_another_library_is_answered_with_ours() -> None:
         assert told.startswith(f"Ported.{hook} is no hook. {ours}")
 
 
-# A task that was written for another library.
-
-
 class Ported(Regression):
     automatic_optimization = False
     on_step_end = train_dataloader = lambda self, *given: None  # the first is ours, but a callback's
@@ -328,34 +316,6 @@ def test_attributes_of_other_libraries_are_answered_with_ours() -> None:
     seen: list[Run] = []
     quiet(max_steps=1, callbacks=[drivetrain.LambdaCallback(on_step_end=look)]).fit(Regression(), pairs())
     assert seen
-
-
-def test_any_other_missing_attribute_reads_as_in_torch() -> None:
-    ours = refusal(lambda: Regression().absent, kind=AttributeError)
-    assert ours == refusal(lambda: torch.nn.Module.__getattr__(Regression(), "absent"), kind=AttributeError)
-
-
-class Attributes(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("offset", torch.ones(1))
-        self.logger = torch.nn.Linear(1, 1)  # a name of Lightning's
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        return self.logger(self.line(features) + self.offset)
-
-
-def test_a_task_copies_pickles_traces_and_compiles_as_other_modules_do() -> None:
-    task, features = Attributes().eval(), torch.ones(2, 4)
-    others = [copy.deepcopy(task), pickle.loads(pickle.dumps(task))]
-    others.append(torch.compile(task, backend="eager", fullgraph=True))
-    with warnings.catch_warnings():  # torch.jit is deprecated
-        warnings.simplefilter("ignore")
-        others.append(torch.jit.trace(task, features))
-    assert all(torch.equal(each(features), task(features)) for each in others)
-
-
-# Objects of other libraries, known by the classes of their bases.
 
 
 def an_object(name: str, package: str, *bases: type, **members: Any) -> Any:
