@@ -29,13 +29,7 @@ class Ended(NamedTuple):
 
 
 def run_all(program: str, cases: Mapping[str, Mapping[str, Any]], at_once: int = 4) -> dict[str, Ended]:
-    """How a program of two ranks ends in each case; each runs in a folder of its own, named as the case is.
-
-    Args:
-        program: The name of its file.
-        cases: The options of each, which the program reads as JSON; those of `run` aside.
-        at_once: How many run side by side.
-    """
+    """How a program ends in each case, by the options of `run`; each has a folder of its own, named as it."""
     with ThreadPoolExecutor(at_once) as pool:
         running = {name: pool.submit(run, program, name, **options) for name, options in cases.items()}
         return {name: each.result() for name, each in running.items()}
@@ -53,14 +47,9 @@ def run(
 ) -> Ended:
     """Run a program to its end; a rank that was left behind would hold the output open, and so be found.
 
-    Args:
-        program: The name of its file.
-        folder: Where it runs.
-        interrupt: A signal for rank 0 once the program has made a file "waiting".
-        whole_group: Whether the signal is for all ranks, as a terminal's.
-        again: Send it once more when the first has been handled, and cannot be taken for an echo of it.
-        variables: For its environment.
-        **options: What the program reads as JSON.
+    `interrupt` is a signal for rank 0, or for all ranks as a terminal's, once the program has made a file
+    "waiting"; `again` sends it once more when the first has been handled, and is no echo of it.
+    The program gets `variables` in its environment, and reads the other options as JSON.
     """
     directory = Path.cwd() / "".join(each if each.isalnum() else "-" for each in folder)
     directory.mkdir()

@@ -1,14 +1,17 @@
 """A program learns its rank, and prepares something once, whoever has started it."""
 
 import os
+import sys
 import time
 from pathlib import Path
+from time import perf_counter
 
 import pytest
 import torch
 from tests.support.ranks import on_two_ranks
 
 import drivetrain
+from drivetrain.distributed.launch.process_start import _IMPORTED, process_age, process_started
 
 
 def asked() -> tuple[int, int, int]:
@@ -22,6 +25,14 @@ def test_rank_and_world_size_are_the_launchers_before_there_is_a_process_group(
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     assert asked() == (3, 1, 4)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells when a process began")
+def test_the_age_of_a_process_counts_what_was_before_the_import() -> None:
+    started = process_started(os.getpid())
+    assert started is not None
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+    assert process_age() >= age > perf_counter() - _IMPORTED
 
 
 def made(path: Path) -> str:

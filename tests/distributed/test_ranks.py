@@ -26,8 +26,6 @@ def test_a_process_alone_waits_for_nobody():
 
 
 class OddError(Exception):
-    """One that cannot be sent."""
-
     def __init__(self, number, handle):
         super().__init__(number, handle)
 
@@ -66,6 +64,19 @@ def test_all_get_the_same_also_an_error_of_one():
     assert second[3] == ("CheckpointError", [])
     assert (first[4][0], second[4][0]) == ("OddError", "RuntimeError")
     assert first[5] == second[5] == ["still together"] * 2
+
+
+def grouped():
+    ranks = Ranks.of_job().grouped(2)
+    mine = torch.distributed.get_rank() + 1.0
+    return ranks.total([mine]), ranks.add(torch.tensor(mine)).item(), ranks.all_gather(mine)
+
+
+@needs_gloo
+def test_of_neighbours_with_the_same_values_the_first_counts():
+    assert on_two_ranks(grouped) == [([1.0], 1.0, [1.0])] * 2
+    four = type("Four", (Ranks,), {"_of_each": lambda self, value: [0, 1, 2, 3]})
+    assert four(0, 2, copies=2).all_gather(0) == [0, 2]
 
 
 def averaged():

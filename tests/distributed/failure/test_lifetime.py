@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from tests.distributed.running import run_all
+from tests.distributed.running import run, run_all
 from torch import distributed
 
 pytestmark = [
@@ -12,18 +12,13 @@ pytestmark = [
 ]
 BOOM = "raise ValueError('boom')"
 WITH = "with engine:\n    loop()"
+AFTER = " failed first, after update 4: "
 ENDS = {
-    "raises": ({"act": BOOM, "who": [1]}, "rank 1 failed first, after update 4: "),
-    "raises on 0": ({"act": BOOM, "who": [0]}, "rank 0 failed first, after update 4: "),
-    "raises in with": ({"act": BOOM, "who": [1], "around": WITH}, "rank 1 failed first, after update 4: "),
-    "killed": (
-        {"act": "kill()", "who": [1]},
-        "rank 1 failed first, last heard of .*: it was killed by SIGKILL",
-    ),
-    "ends": (
-        {"act": "sys.exit()", "who": [1]},
-        "rank 1 failed first, .*after update 4: it had ended when rank 0",
-    ),
+    "raises": ({"act": BOOM, "who": [1]}, f"rank 1{AFTER}"),
+    "raises on 0": ({"act": BOOM, "who": [0]}, f"rank 0{AFTER}"),
+    "raises in with": ({"act": BOOM, "who": [1], "around": WITH}, f"rank 1{AFTER}"),
+    "killed": ({"act": "kill()", "who": [1]}, "rank 1 failed first, last heard of .*: it was killed by SIG"),
+    "ends": ({"act": "sys.exit()", "who": [1]}, "rank 1 failed first, .*after update 4: it had ended when"),
 }
 
 
@@ -39,3 +34,8 @@ def test_a_loop_that_ends_well_is_silent_though_one_rank_is_slow() -> None:
     for name, ended in run_all("own_loop.py", cases).items():
         out = sorted(ended.out.splitlines())
         assert (name, ended.code, out, ended.errors) == (name, 0, ["rank 0 ended", "rank 1 ended"], [])
+
+
+def test_a_rank_of_multiprocessing_that_ends_before_the_others_is_not_lost() -> None:
+    ended = run("multiprocess.py")
+    assert (ended.code, ended.out, ended.errors) == (0, "0 0", [])

@@ -16,34 +16,19 @@ pytestmark = [
 ]
 BOOM = "raise ValueError('boom')"
 ONE = "RankFailure: rank 1 failed first, "
+# As gloo does where ranks make different collectives: no Python code runs any more.
+ABORT = "rank 1 failed first.*by SIGABRT.*; rank 0 was in training, after update 3, in the b"
+START = ONE + ".*in validation, .*, in on_evaluation_start of Acts: ValueError: boom$"
+END = ONE + "in validation, .*after update 10, in on_evaluation_end of Acts"
+EPOCH = "rank 0 .*, after update 10, in on_epoch_end of Acts: Sys"
+KILLED = "RankFailure: rank 0 failed first.*: it was killed"
 ENDS: dict[str, tuple[dict[str, Any], int, str]] = {
     "save": ({"act": "kill()"}, 1, ONE + "last heard of .*: it was killed by"),
-    "evaluation start": (
-        {"strategy": "fsdp", "act": BOOM},
-        1,
-        ONE + ".*in validation, .*, in on_evaluation_start of Acts: ValueError: boom$",
-    ),
-    "evaluation end": (
-        {"act": BOOM},
-        1,
-        ONE + "in validation, .*after update 10, in on_evaluation_end of Acts",
-    ),
-    "epoch end": (
-        {"act": "sys.exit(3)", "who": [0]},
-        3,
-        "rank 0 .*, after update 10, in on_epoch_end of Acts: Sys",
-    ),
-    "forward": (
-        {"act": "kill()", "who": [0]},
-        -signal.SIGKILL,
-        "RankFailure: rank 0 failed first.*: it was killed",
-    ),
-    # As gloo does where ranks make different collectives: no Python code runs any more.
-    "step end": (
-        {"act": "os.abort()"},
-        1,
-        "rank 1 failed first.*by SIGABRT.*; rank 0 was in training, after update 3, in the b",
-    ),
+    "evaluation start": ({"strategy": "fsdp", "act": BOOM}, 1, START),
+    "evaluation end": ({"act": BOOM}, 1, END),
+    "epoch end": ({"act": "sys.exit(3)", "who": [0]}, 3, EPOCH),
+    "forward": ({"act": "kill()", "who": [0]}, -signal.SIGKILL, KILLED),
+    "step end": ({"act": "os.abort()"}, 1, ABORT),
 }
 
 
