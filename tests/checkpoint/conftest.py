@@ -55,7 +55,6 @@ def helpers():
 
 @pytest.fixture
 def saved(tmp_path) -> Path:
-    """A committed checkpoint."""
     path = tmp_path / "checkpoints" / "update-00000001"
     DirectoryCheckpointIO().save(str(path), make_snapshot())
     return path

@@ -70,7 +70,6 @@ def sharded(path: str) -> None:
 
 
 def run(directory: Path) -> None:
-    """A run of two epochs with a keeper, and with two policies."""
     policies = [
         CheckpointConfig(every="4 steps", keep_last=2, best=1),
         CheckpointConfig(every="1 epoch", keep_last=None, by="train/loss", best=1),

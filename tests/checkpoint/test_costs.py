@@ -33,16 +33,7 @@ class Counting(LocalFileSystem):
         self.threads.clear()
         self.bytes_read = 0
 
-    def create(self, path):
-        self.count("create")
-        return self.watched(super().create(path))
-
-    def open(self, path):
-        self.count("open")
-        return self.watched(super().open(path))
-
     def watched(self, file):
-        """A sink or a source that counts as well."""
         for name in ("write", "finish", "read_into", "seek"):
             if hasattr(file, name):
                 setattr(file, name, partial(self.within, name, getattr(file, name)))
@@ -58,12 +49,13 @@ class Counting(LocalFileSystem):
 def counted(name):
     def operation(self, *arguments):
         self.count(name)
-        return getattr(LocalFileSystem, name)(self, *arguments)
+        result = getattr(LocalFileSystem, name)(self, *arguments)
+        return self.watched(result) if name in ("create", "open") else result
 
     return operation
 
 
-for each in ("kind", "entries", "make_directory", "sync", "rename", "delete"):
+for each in ("kind", "entries", "create", "open", "make_directory", "sync", "rename", "delete"):
     setattr(Counting, each, counted(each))
 
 

@@ -35,7 +35,6 @@ class Simulated(Ranks):
 
 
 def as_rank(rank, act):
-    """Call it within the fake process group of a rank."""
     torch.distributed.init_process_group("fake", rank=rank, world_size=WORLD, store=FakeStore())
     try:
         return act()
@@ -73,7 +72,6 @@ SHAPES = [(9, 7), (16, 8), (3, 5), (8, 1)]
 
 
 def save(path, whole, order):
-    """Save as all ranks, one after the other, and return the plans."""
     plans, shares = [], []
     place = Place(LOCAL, str(path), str(path))
     path.mkdir()

@@ -145,7 +145,6 @@ def saved(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def imported(saved, tmp_path_factory):
-    """A checkpoint of each."""
     root = tmp_path_factory.mktemp("imported")
     for name in VARIANTS:
         import_deepspeed(saved[0] / name, root / name, rename={"^": "net."})
@@ -154,12 +153,10 @@ def imported(saved, tmp_path_factory):
 
 @pytest.fixture
 def folder(saved, tmp_path):
-    """A copy of one, to be changed."""
     return Path(shutil.copytree(saved[0] / "zero2", tmp_path / "folder"))
 
 
 def losses_of(path):
-    """Those of the updates after it."""
     data = [joined(update) for update in range(SAVED, ALL)]
     trainer = quiet_trainer(strategy=SingleDevice("cpu"), max_steps=ALL)
     return [float(each.loss) for each in trainer.steps(Task(), data, resume=str(path))]
@@ -328,8 +325,6 @@ def test_steps_in_the_settings_and_pieces_in_16_bits_are_imported(saved, folder,
 
 
 class Planted:
-    """Makes a folder when it is unpickled."""
-
     def __init__(self, sign):
         self.sign = str(sign)
 

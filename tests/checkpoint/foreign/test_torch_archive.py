@@ -22,7 +22,6 @@ def path(tmp_path):
 
 
 def read(path):
-    """What is in a file, with the numbers of its tensors."""
     with TorchArchive(path) as archive:
 
         def numbers(value):
@@ -80,8 +79,6 @@ def test_plain_values_parameters_and_every_protocol_are_read(path):
 
 
 class Planted:
-    """Makes a folder when it is unpickled."""
-
     def __init__(self, folder):
         self.folder = str(folder)
 
@@ -125,7 +122,6 @@ def programmed(path, program):
 
 
 def tensor(offset=0, shape=4, stride=1, size=4, key=b"0"):
-    """A program for a tensor of a storage of float32."""
     numbers = [b"M" + each.to_bytes(2, "little") for each in (offset, shape, stride, size)]
     storage = b"((X\x07\x00\x00\x00storagectorch\nFloatStorage\nX" + len(key).to_bytes(4, "little") + key
     storage += b"X\x03\x00\x00\x00cpu" + numbers[3] + b"tQ"

@@ -21,8 +21,6 @@ AVERAGES = {"net.weight": 0.3788, "net.bias": -1.2925}
 
 
 class Net(TaskModule):
-    """The task of the stored file."""
-
     def __init__(self, lr: float = 1.0, args: Any = "default") -> None:
         super().__init__()
         self.net = nn.Linear(1, 1)

@@ -103,7 +103,6 @@ V1 = CORPUS / "v1" / "sharded-by-4" / "manifest.json"
 
 
 def places(value, path=()):
-    """Every place in a JSON value."""
     yield path
     for key, each in value.items() if isinstance(value, dict) else enumerate(value):
         if isinstance(each, (dict, list)):

@@ -75,7 +75,6 @@ def open_directory(path):
 
 
 def checkpoint_of(directory):
-    """The checkpoint of the good run."""
     return directory / "run" / "checkpoints" / "update-00000005"
 
 
@@ -85,7 +84,6 @@ def resume(directory):
 
 
 def rewrite(checkpoint, change):
-    """Change the manifest, and seal it again."""
     path = checkpoint / "manifest.json"
     body = unseal(path.read_bytes(), "it")
     change(body)
@@ -110,8 +108,6 @@ def replace(checkpoint, name, content):
 
 
 class Bomb:
-    """Unpickled, it would leave a directory behind."""
-
     def __init__(self, directory):
         self.marker = str(directory / "EXPLODED")
 
@@ -124,18 +120,15 @@ def bomb(directory):
 
 
 def safetensors(header, data=b""):
-    """A safetensors file with this header."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode("utf-8")
     return len(text).to_bytes(8, "little") + text + data
 
 
 def entry(shape=(1,), start=0, stop=4, dtype="F32"):
-    """A tensor in a header."""
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
 
 
 def prepare(directory):
-    """A good checkpoint, and a good run."""
     state, tensors = pack({"order": (1, 2), "tensor": torch.ones(2)})
     weights = {"weight": torch.ones(8, 3), "bias": torch.ones(3)}
     groups = {"model": weights, "optimizer": {"weight/exp_avg": torch.ones(8, 3)}, "state": tensors}

@@ -175,8 +175,6 @@ class Measured(Regression):
 
 
 def with_a_richer_run(place, value):
-    """A change to the checkpoint of a run with more in it."""
-
     def make(d):
         def fit(epochs, name, resume=None):
             stopping = EarlyStopping("validation/loss", patience=9)
@@ -221,8 +219,6 @@ for number, value in enumerate(HPARAMS):
 
 
 def with_engine_state(name, value):
-    """A change to what `Engine.save` wrote."""
-
     def make(d):
         def parts():
             model = torch.nn.Linear(3, 2)

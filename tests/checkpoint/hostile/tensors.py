@@ -64,8 +64,6 @@ for name, content in {
 
 
 def changed(change):
-    """A manifest with another body."""
-
     def make(d):
         rewrite(d / "c", change)
         return load_and_verify(d / "c")
@@ -74,7 +72,6 @@ def changed(change):
 
 
 def lay(body, **changes):
-    """Give the weight another layout."""
     layout = {"dtype": "F32", "shape": [8, 3], "grid": [[], []], **changes}
     if "cuts" in changes:
         del layout["grid"]

@@ -13,7 +13,6 @@ from drivetrain.checkpoint.saving.index import PURPOSE
 
 @pytest.fixture
 def differences(tmp_path):
-    """Save two snapshots and compare them."""
     count = iter(range(100))
 
     def run(first, second, **options):

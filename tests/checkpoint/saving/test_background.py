@@ -33,8 +33,6 @@ class Gate(LocalFileSystem):
 
 
 class Failing(LocalFileSystem):
-    """A disk that may be full."""
-
     is_full = False
 
     def create(self, path):
@@ -127,7 +125,7 @@ def test_the_copy_is_made_once_and_its_memory_used_again():
         planned.plan = plan_save(planned.tensors, (), ALONE)
         return buffers.copy(planned).tensors["model"]
 
-    weight, bias = torch.ones(64, 8), torch.ones(8)
+    weight, bias = torch.arange(64.0).reshape(8, 8), torch.ones(8)
     tensors = {"w": weight, "tied": weight, "w.t": weight.t(), "b": bias, "step": torch.tensor(3.0)}
     first = copy(tensors)
     assert {name: each.tolist() for name, each in first.items()} == {
@@ -139,7 +137,11 @@ def test_the_copy_is_made_once_and_its_memory_used_again():
     second = copy(tensors)
     assert {name: each.data_ptr() for name, each in second.items()} == addresses
     assert second["w"][0, 0] == 2
-    assert copy({**tensors, "b": torch.ones(9)})["b"].shape == (9,)
+    for other in (torch.ones(9), torch.ones(9).bfloat16()):
+        found = copy({**tensors, "b": other})["b"]
+        assert (found.shape, found.dtype) == (other.shape, other.dtype)
+    apart = copy({**tensors, "tied": torch.zeros(8, 8)})  # they no longer share memory
+    assert (apart["w"].unique().tolist(), apart["tied"].unique().tolist()) == ([2], [0])
 
 
 gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")

@@ -23,7 +23,6 @@ def snapshot(update):
 
 
 def work(directory, acknowledged):
-    """Save again and again, and write down what is surely saved."""
     manager = CheckpointManager(directory, POLICIES)
     found = manager.load_latest()
     start = found[1].progress["updates"] if found else 0

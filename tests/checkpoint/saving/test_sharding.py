@@ -146,8 +146,6 @@ def rows(number):
 
 def test_a_reader_takes_only_its_own_bytes(tmp_path):
     class Counting(LocalFileSystem):
-        """Counts the bytes that are read from each file."""
-
         def __init__(self):
             self.bytes = {}
 

@@ -80,7 +80,6 @@ fsspec.register_implementation("flaky", Flaky, clobber=True)
 
 @pytest.fixture
 def flaky():
-    """A flaky service that does not fail yet."""
     for each in (Flaky.store, Flaky.plan, Flaky.counts):
         each.clear()
     return RemoteFileSystem("flaky", retry=QUICK, block=1000, part=1 << 20)
@@ -88,7 +87,6 @@ def flaky():
 
 @pytest.fixture(params=["memory", "file"])
 def place(request, tmp_path):
-    """An address that a run may write to."""
     if request.param == "file":
         yield f"file://{tmp_path}/a%20run"
         return

@@ -42,7 +42,6 @@ def snapshot(number):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder as Hugging Face's, of two files."""
     export_weights(make(), tmp_path / "hub" / "model.safetensors", max_shard_size=32)
     (tmp_path / "hub" / "config.json").write_text("{}", encoding="utf-8")
     (tmp_path / "hub" / "pytorch_model.bin").write_bytes(b"not looked at")
@@ -51,7 +50,6 @@ def folder(tmp_path):
 
 @pytest.fixture
 def run(tmp_path):
-    """A finished run with two checkpoints."""
     manager = CheckpointManager(str(tmp_path / "run" / "checkpoints"), CheckpointConfig(keep_last=2))
     for number in (1, 2):
         manager.save(number, 0, {}, lambda number=number: snapshot(number), resume=True, keeper=False)
@@ -139,21 +137,10 @@ def test_files_of_torch_are_read_and_named_in_their_folder(tmp_path):
 
 def test_what_is_there_instead_of_weights_is_named(tmp_path):
     save_file(make(), tmp_path / "adapter.safetensors")
-    (tmp_path / "zeros").mkdir()
-    (tmp_path / "zeros" / "model.safetensors").write_bytes(b"\0" * 100)
-
-    def loading(path):
-        return lambda: load_weights(tmp_path / path)
-
-    looked = ("Looked for model.safetensors", INDEX, "manifest.json", "checkpoints", "adapter.safetensors")
-    assert_refused(
-        CheckpointError,
-        {
-            "another name": (loading("."), "no weights in", *looked),
-            "a typo": (loading("adaptor.safetensors"), "Near it are", "adapter.safetensors"),
-            "a damaged file": (loading("zeros"), "model.safetensors' is not a safetensors file"),
-        },
-    )
+    with pytest.raises(CheckpointError, match=r"no weights in .*Looked for model.safetensors.*adapter.safe"):
+        load_weights(tmp_path)
+    with pytest.raises(CheckpointError, match=r"Near it are: .*adapter.safetensors"):
+        load_weights(tmp_path / "adaptor.safetensors")
 
 
 def test_tensors_are_divided_as_hugging_face_divides_them():
