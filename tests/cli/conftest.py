@@ -28,7 +28,6 @@ def here(tmp_path, monkeypatch):
 
 
 def settings(line):
-    """The settings of `drivetrain fit` with these words."""
     with importable_here():
         return Settings("fit", "train", line.split())
 

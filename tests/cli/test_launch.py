@@ -39,22 +39,20 @@ def launch(*words: str, devices: int = 1, program: str = "launched.py") -> tuple
     return done.returncode, done.stdout.splitlines(), (done.stderr.splitlines() or [""])[-1]
 
 
-@pytest.mark.parametrize(
-    "program", [pytest.param("launched.py", marks=landing), pytest.param("-m launched", marks=nightly)]
-)
-def test_a_program_runs_as_several_processes_with_its_arguments(program: str) -> None:
+@landing
+def test_a_module_runs_as_several_processes_with_its_arguments() -> None:
     shutil.copy(PROGRAMS / "launched.py", "launched.py")
-    code, lines, last = launch("--", "fine", "--devices", "7", devices=2, program=program)
+    code, lines, last = launch("--", "fine", "--devices", "7", devices=2, program="-m launched")
     assert code == 0, last
     threads = str(max(1, (len(os.sched_getaffinity(0)) if sys.platform == "linux" else 2) // 2))
     ended = sorted(line.split() for line in lines if line != "started")
     assert ended == [["torchrun", rank, threads, "fine", "--devices", "7"] for rank in "01"]
 
 
-@pytest.mark.parametrize("rank", [pytest.param("0", marks=nightly), pytest.param("1", marks=landing)])
-def test_the_last_line_names_the_first_cause(rank: str) -> None:
-    code, _, last = launch("--", "raise", rank, devices=2)
-    assert (code, last) == (1, f"drivetrain: rank {rank} failed first, at update 3: ValueError: boom")
+@landing
+def test_the_last_line_names_the_first_cause() -> None:
+    code, _, last = launch("--", "raise", "1", devices=2)
+    assert (code, last) == (1, "drivetrain: rank 1 failed first, at update 3: ValueError: boom")
 
 
 @landing
@@ -74,15 +72,12 @@ def test_a_silent_process_is_named_by_its_exit_code_and_all_but_a_usage_error_is
 
 
 @nightly
-def test_launch_does_not_restart_what_no_restart_heals() -> None:
+def test_launch_restarts_an_exception_and_not_what_no_restart_heals() -> None:
     code, lines, last = launch("--max-restarts", "2", "--", "alone", "refused")
     assert (code, lines, "rank 0 failed first: ConfigError: " in last) == (1, ["started"], True)
+    assert launch("--max-restarts", "1", "--", "alone", "raise")[:2] == (1, ["started"] * 2)
     for asks_for_a_requeue in ("hang", "signal"):
         assert launch("--max-restarts", "1", "--", "alone", asks_for_a_requeue)[:2] == (75, ["started"])
-
-
-def has_ended(pid: int) -> bool:
-    return activity(pid).state == "gone"
 
 
 def happens(expected: Callable[[], bool]) -> bool:
@@ -92,25 +87,22 @@ def happens(expected: Callable[[], bool]) -> bool:
     return expected()
 
 
-LAUNCHERS = {
-    "launch": "drivetrain launch --devices 2",
-    "restarts": "drivetrain launch --devices 2 --max-restarts 2",
-    "one process": "drivetrain launch --devices 1",
-    "torchrun": "torch.distributed.run --standalone --nproc-per-node 2",
-}
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=landing if each == "launch" else nightly) for each in LAUNCHERS]
+    "command",
+    [
+        pytest.param("drivetrain launch --devices 2", marks=landing),
+        pytest.param("torch.distributed.run --standalone --nproc-per-node 2", marks=nightly),
+    ],
 )
-def test_ranks_do_not_outlive_a_launcher_that_is_killed(name: str) -> None:
-    program = str(PROGRAMS / "launched.py")
-    command = [sys.executable, "-m", *LAUNCHERS[name].split(), program, "wait"]
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(command: str) -> None:
+    def has_ended(pid: int) -> bool:
+        return activity(pid).state == "gone"
+
+    words = [sys.executable, "-m", *command.split(), str(PROGRAMS / "launched.py"), "wait"]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    launcher = subprocess.Popen(command, env=job_environment(), **quiet)
-    ranks = [Path(f"rank-{each}") for each in range(1 if name == "one process" else 2)]
-    pids: list[int] = []
+    launcher = subprocess.Popen(words, env=job_environment(), **quiet)
+    ranks, pids = [Path("rank-0"), Path("rank-1")], list[int]()
     try:
         assert happens(lambda: all(each.exists() for each in ranks))
         pids = [int(each.read_text(encoding="ascii")) for each in ranks]

@@ -27,7 +27,6 @@ print("not reached")
 
 
 def profiled(folder: Path, lines: str, *options: str, **settings: Any) -> tuple[int | None, str, str]:
-    """Profile a program of these lines; return its exit code and its output."""
     paths = [str(Path(__file__).parents[2]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     program = PROGRAM.replace("SETTINGS", repr(settings))
     (folder / "train.py").write_text(program + lines, encoding="utf-8")

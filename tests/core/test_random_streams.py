@@ -23,7 +23,6 @@ def own_streams() -> Iterator[None]:
 
 
 def drawn() -> tuple[float, float, float]:
-    """The next draw of each of the host's generators."""
     return random.random(), float(np.random.rand()), float(torch.rand(()))
 
 

@@ -21,7 +21,6 @@ def plugin(root: Path, rows: str, code: str) -> None:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory on the path to install plug-ins into."""
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
     sys.modules.pop("plugin_module", None)

@@ -188,7 +188,6 @@ def test_workers_that_stay_give_the_same_over_epochs_an_early_end_and_a_resume()
 
 
 def step_draws(read: Source, position: int = 0) -> list[tuple[float, ...]]:
-    """What a step that draws from the host's generators draws, by batch."""
     return [
         (random.random(), float(np.random.rand()), float(torch.rand(()))) for _ in read.batches(0, position)
     ]

@@ -91,7 +91,6 @@ def length(sample: Any) -> int:
 
 
 def trained(**options: Any) -> list[list[float]]:
-    """The lengths in each update."""
     updates: list[list[float]] = []
 
     def note(run: Any) -> None:

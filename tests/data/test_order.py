@@ -40,7 +40,6 @@ class Numbers(Dataset[int]):  # gives its indices, until a worker has opened it
 
 
 def first(count: int, epoch: int = 0, position: int = 0, **options: Any) -> list[list[int]]:
-    """The first batches from a position on."""
     read = as_source(DataLoader(Numbers(), **options), "training", 5)
     found = [batch.tolist() for batch, _, _ in itertools.islice(read.batches(epoch, position), count)]
     read.close()

@@ -29,7 +29,6 @@ def loader(count, size, **options):
 
 
 def read(data, ranks, *, epoch=0, position=0, measure=None, **options):
-    """The micro-batches of each rank, by rank."""
     feeds = (
         Feed(as_source(data, "training", 3, share=Share(rank, ranks), **options), CPU, measure)
         for rank in range(ranks)

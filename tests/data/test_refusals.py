@@ -16,7 +16,7 @@ from drivetrain.data import Feed, Measure, Share, Transfer, as_source, evaluatio
 
 
 def run(
-    data: Any, rank: int = 0, ranks: int = 1, *, epoch: int = 0, position: int = 0, weight: Any = None
+    data: Any, rank: int = 0, ranks: int = 1, epoch: int = 0, position: int = 0, weight: Any = None
 ) -> None:
     read = as_source(data, "training", 0, share=Share(rank, ranks))
     feed = Feed(read, Transfer(torch.device("cpu")), Measure(weight=weight) if weight else None)

@@ -45,7 +45,6 @@ def loader(*bad: int, batch_size: int = 2, **options: Any) -> DataLoader[Any]:
 
 
 def windows_of(data: Lines, *windows: list[int]) -> list[Any]:
-    """A batch for each window."""
     return [default_collate([data[index] for index in window]) for window in windows]
 
 
@@ -145,9 +144,6 @@ def test_a_validation_is_not_made_smaller_and_a_policy_must_be_known() -> None:
         left_out(loader(), loader(7))
     with pytest.raises(drivetrain.ConfigError, match=r"on_bad_batch.*'ignore'.*'raise'.*'skip'"):
         quiet(on_bad_batch="ignore")
-
-
-# Several processes.
 
 
 def fitted_by_ranks(make: Any, windows: list[list[int]], **options: Any) -> tuple[Any, list[int]]:

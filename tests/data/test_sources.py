@@ -16,7 +16,6 @@ from drivetrain.data import Source, as_source
 
 
 def values(source: Source, epoch: int = 0, position: int = 0) -> list[Any]:
-    """The batches as lists of numbers."""
     return [batch.tolist() for batch, _, _ in source.batches(epoch, position)]
 
 

@@ -61,6 +61,9 @@ def part(kind: str) -> Any:
     if kind == "sampler":
         sampler = DistributedSampler(NUMBERED, num_replicas=2, rank=rank)
         return DataLoader(NUMBERED, batch_size=4, sampler=sampler)
+    if kind == "buckets":
+        own, buckets = TensorDataset(*NUMBERED[rank::2]), [[0, 1, 2], [3], [4, 5, 6, 7], [8, 9], [10, 11]]
+        return DataLoader(own, batch_sampler=buckets)
     if kind == "dataset":
         return DataLoader(TensorDataset(*NUMBERED[rank::2]), batch_size=4, shuffle=True)
     return list(DataLoader(TensorDataset(*NUMBERED[rank:8:2] if rank else NUMBERED[0::2]), batch_size=4))
@@ -72,7 +75,6 @@ class Seen(Callback):  # the numbers of the samples that this rank has had
         self.stop_at = stop_at
 
     def on_step_end(self, run: Any) -> None:
-        """Note them."""
         for each in run.window.micro_batches:
             self.numbers += [] if each.is_placeholder else (each.batch[0][:, 0] * 24).round().int().tolist()
         if run.progress.updates == self.stop_at:
@@ -143,7 +145,7 @@ def interrupted(kind: str) -> Any:
     return whole, (begun[0] + resumed[0], resumed[1])
 
 
-@pytest.mark.parametrize("kind", ["dataset", "list", "sampler", "stateful"])
+@pytest.mark.parametrize("kind", ["dataset", "list", "buckets", "stateful"])
 def test_a_resumed_fit_goes_on_where_each_rank_was(kind: str) -> None:
     for whole, parts in on_two_ranks(interrupted, kind):
         assert whole == parts

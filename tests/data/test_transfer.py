@@ -18,7 +18,6 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def micro_batches(count: int, drawn: list[int]) -> Iterator[MicroBatch]:
-    """Counted batches; notes what was drawn."""
     for number in range(count):
         drawn.append(number)
         yield MicroBatch({"features": torch.full((2, 3), float(number)), "index": torch.arange(2)}, 2.0, 2, 5)

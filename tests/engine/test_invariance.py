@@ -19,7 +19,6 @@ from drivetrain import Callback, CheckpointConfig, LambdaCallback, OptimizerConf
 
 
 def drawn() -> Tensor:
-    """Of all three generators of the host."""
     return torch.randn(4) + random.random() + np.random.rand()
 
 

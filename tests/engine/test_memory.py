@@ -77,9 +77,7 @@ def keep_tanh(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkp
     [(True, 0), ((Block, nn.Linear), 0), (("blocks.0", "blocks.2"), 1), (keep_tanh, 0)],
     ids=["true", "types", "names", "policy"],
 )
-def test_activation_checkpointing_recomputes_what_was_asked_for_and_changes_no_bit(
-    spec: Any, kept: int
-) -> None:
+def test_activation_checkpointing_recomputes_what_it_should_and_changes_no_bit(spec: Any, kept: int) -> None:
     with Counting() as counting:
         found = fit(again(spec))
     assert weights(found) == weights(fit(None))

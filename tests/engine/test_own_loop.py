@@ -182,7 +182,6 @@ def test_buffers_of_all_ranks_are_rank_0s_at_each_forward() -> None:
 
 
 def saved_or_loaded(strategy: str, path: str, save: bool) -> dict[str, list[float]]:
-    """The weights after an update that was saved, or as loaded."""
     torch.manual_seed(0 if save else 1)
     engine = Engine(strategy, devices=1 if strategy == "cpu" else 2)
     model, optimizer = engine.prepare(

@@ -23,7 +23,6 @@ from drivetrain.testing import run_distributed
 
 
 def error_text(check: Any) -> str:
-    """The text of the error, or nothing."""
     try:
         check()
     except (ConfigError, StrategyError) as error:

@@ -80,9 +80,7 @@ def test_one_bad_micro_batch_of_a_window_is_enough_to_skip_it() -> None:
     assert watch.changed == {1: [], 2: []}
 
 
-def test_skipping_goes_on_as_if_the_bad_batches_had_never_been_there(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_skipping_goes_on_as_if_the_bad_batches_had_not_been_there(tmp_path: Path, caplog: Any) -> None:
     data = marked(in_batches(MARKS), 4).dataset
     good = [4 * index + each for index, mark in enumerate(MARKS) if mark == GOOD for each in range(4)]
     found, skipped = [], []

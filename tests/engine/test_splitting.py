@@ -14,7 +14,7 @@ from tests.support.outcome import weights
 from tests.support.ranks import on_two_ranks
 from tests.support.tasks import NextToken, Regression, pairs, quiet, ragged
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
 
 from drivetrain import LambdaCallback, OptimizerConfig, StepOutput
@@ -284,20 +284,3 @@ def test_all_ranks_repeat_the_update_of_one_that_ran_out_of_memory() -> None:
     quiet(max_epochs=1).fit(whole, DataLoader(ragged(), batch_size=12))
     for task, _, _ in in_the_pool(on_ranks, "auto", (3, 99), True):
         same(task, whole, 1e-5)
-
-
-def without_weight() -> Any:
-    # Of 16 samples for each rank and update only rank 0's weigh something, and of these only the last.
-    features, targets, _ = weighed([0.0] * 32)[0]
-    data = DataLoader(
-        TensorDataset(features, targets, torch.tensor([0.0] * 12 + [1.0] * 4 + [0.0] * 16)), batch_size=16
-    )
-    task = Weighed(fits=4)
-    options = {"strategy": "ddp", "devices": 2, "train_metrics": False}
-    quiet(max_epochs=1, micro_batch="auto", **options).fit(task, data)
-    assert all(bool(each.isfinite().all()) for each in task.parameters())
-    return task.tried
-
-
-def test_a_rank_without_weight_splits_its_placeholder_too() -> None:
-    assert in_the_pool(without_weight)[1][-1:] == [4]

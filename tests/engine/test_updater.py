@@ -14,7 +14,6 @@ from drivetrain import CheckpointError, ConfigError, LambdaCallback, OptimizerCo
 
 
 def rates(task: TaskModule, resume: str | None = None, **options: Any) -> list[float]:
-    """The learning rate of each update."""
     seen: list[float] = []
     note = LambdaCallback(on_before_optimizer_step=lambda run: seen.append(run.learning_rates()["lr"]))
     length = {} if "max_steps" in options else {"max_epochs": 1}
@@ -23,7 +22,6 @@ def rates(task: TaskModule, resume: str | None = None, **options: Any) -> list[f
 
 
 def made(schedule: Any, **options: Any) -> Any:
-    """A factory of SGD with a schedule of torch."""
 
     def factory(parameters: list[nn.Parameter]) -> Any:
         optimizer = torch.optim.SGD(parameters, lr=0.8, momentum=0.5)
@@ -53,12 +51,6 @@ def test_schedule_gives_the_rate_at_each_of_six_updates_by_hand(tmp_path: Path) 
         moves.append(bias - task.line.bias.item())
         bias = task.line.bias.item()
     assert moves == pytest.approx([0.04, 0.08, 0.12, 0.09, 0.06, 0.03], abs=1e-6)
-
-
-def test_torch_schedule_is_stepped_once_an_update() -> None:
-    assert rates(Regression(halving), max_steps=6) == pytest.approx([0.8, 0.8, 0.4, 0.4, 0.2, 0.2])
-    # Five micro-batches are three updates.
-    assert rates(Regression(halving), gradient_accumulation_steps=2) == pytest.approx([0.8, 0.8, 0.4])
 
 
 def test_factory_gets_the_trainable_parameters_and_reports_the_rate_of_each_group() -> None:

@@ -201,7 +201,7 @@ def tagged(ignored: int, as_dict: bool = True) -> list[Any]:
         (ALL, True, "gives 12 for .* mean over 10 labels"),
     ],
 )
-def test_ignored_labels_without_the_right_loss_weight_are_warned_of_once(
+def test_ignored_labels_without_the_right_loss_weight_are_told_once(
     methods: Any, as_dict: bool, message: str
 ) -> None:
     with warned(message) as seen:

@@ -75,7 +75,6 @@ class Optimized(Layered):  # takes the configuration of its optimizer
 
 @pytest.fixture
 def trained(tmp_path: Path) -> Any:
-    """Trains a task for two updates; returns the run directory."""
 
     def train(task: TaskModule, **options: Any) -> Path:
         run_dir = tmp_path / str(len(list(tmp_path.iterdir())))

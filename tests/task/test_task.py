@@ -32,7 +32,6 @@ class CalledOtherwise(Plain):
 
 
 def task_of(base: type[TaskModule] = TaskModule, **methods: Any) -> TaskModule:
-    """A task with these methods."""
     return type("Made", (base,), methods)()
 
 

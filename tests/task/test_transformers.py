@@ -6,26 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.ranks import on_two_ranks
 from tests.support.tasks import quiet
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from drivetrain import LambdaCallback, OptimizerConfig, TaskModule
+from drivetrain import OptimizerConfig, TaskModule
 from drivetrain.checkpoint.prediction_files import read_predictions
 
 transformers = pytest.importorskip("transformers")
 transformers.utils.logging.disable_progress_bar()  # whose thread would stay
 torchmetrics = pytest.importorskip("torchmetrics.classification")
 
-BERT = {
-    "vocab_size": 99,
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-    "num_labels": 3,
-}
+BERT = dict.fromkeys(("hidden_size", "intermediate_size"), 16) | {"vocab_size": 99, "num_labels": 3}
+BERT |= {"num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 class Wrapped(TaskModule):
@@ -86,30 +79,3 @@ def test_a_task_needs_no_loss_and_no_metric_inputs_of_its_own() -> None:
         assert metrics.keys() == written.keys() >= {"train/accuracy", "validation/accuracy"}
         for name, value in metrics.items():
             assert value == pytest.approx(written[name], rel=1e-5), name
-
-
-def saved(strategy: Any, directory: Path) -> dict[str, float]:
-    """Train with metrics, and write the model as its library does in the middle; what the training logged."""
-    values: dict[str, float] = {}
-
-    def save(run: Any) -> None:
-        if run.progress.updates == 2:
-            state = run.full_state_dict(run.task.model)
-            assert bool(state) == (run.engine.ranks.rank == 0)
-            if state:
-                run.task.model.save_pretrained(directory, state_dict=state)
-
-    note = LambdaCallback(on_log=lambda run: values.update(run.logged), on_step_end=save)
-    options = {"strategy": strategy, "devices": 2, "max_steps": 2, "log_every": 1}
-    quiet(callbacks=[note], **options).fit(Scored(), batches(size=2))
-    return {name: value for name, value in values.items() if not name.startswith("time")}
-
-
-def test_a_callback_saves_a_sharded_model_as_its_library_does(tmp_path: Path) -> None:
-    for strategy in ("ddp", "fsdp"):
-        first, second = on_two_ranks(saved, strategy, tmp_path / strategy)
-        assert first == second
-    kind: Any = transformers.BertForSequenceClassification
-    ddp, fsdp = (kind.from_pretrained(tmp_path / strategy) for strategy in ("ddp", "fsdp"))
-    torch.testing.assert_close(ddp.state_dict(), fsdp.state_dict(), rtol=1e-4, atol=1e-5)
-    assert ddp.config.architectures == fsdp.config.architectures == [kind.__name__]

@@ -122,7 +122,6 @@ def test_what_torch_says_of_a_worker_is_explained() -> None:
 
 
 def ends(pid: int) -> bool:
-    """Whether a process ends."""
     deadline = time.monotonic() + LIMIT
     while time.monotonic() < deadline:
         try:

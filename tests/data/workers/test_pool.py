@@ -73,9 +73,7 @@ def test_nothing_is_fetched_that_no_epoch_uses(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("divided", [False, True])
-def test_the_next_epochs_first_batches_are_made_before_the_last_one_is_used(
-    tmp_path: Path, divided: bool
-) -> None:
+def test_the_next_epochs_batches_are_made_before_the_last_one_is_used(tmp_path: Path, divided: bool) -> None:
     data = Noted(tmp_path / "train", 6)
     read = as_source(already_split(data) if divided else data, "training", 0, num_workers=1, shuffle=True)
     feed = Feed(read, Transfer(torch.device("cpu")))
@@ -168,7 +166,7 @@ def test_a_run_is_resumed_as_if_no_worker_had_been_ahead(tmp_path: Path, stopped
 
 
 @pytest.mark.parametrize("hook", ["on_epoch_start", "on_epoch_end"])
-def test_a_dataset_that_a_callback_changes_is_seen_by_workers_and_resumed_exactly(
+def test_a_dataset_that_a_callback_changes_is_so_in_workers_and_after_a_resume(
     hook: str, tmp_path: Path
 ) -> None:
     straight = trained(tmp_path / "straight", 0, **{hook: True})

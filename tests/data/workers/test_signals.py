@@ -135,9 +135,7 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
 
 
 @pytest.mark.parametrize("data", [Rows, Stream])
-def test_a_death_is_told_before_the_next_batch_is_waited_for(
-    data: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_death_is_told_before_the_next_batch_is_waited_for(data: Any, monkeypatch: Any) -> None:
     """A loader's timeout is also how long torch waits before it looks for dead workers."""
     asked: list[bool] = []
 

@@ -50,7 +50,6 @@ def made(count: int, seed: int = 0) -> list[tuple[Returned, float]]:
 
 
 def values_of(output: Any) -> dict[str, float]:
-    """What is logged of a step's output."""
     _, names, scalars, _ = read_output(output)
     assert not scalars.requires_grad
     return dict(zip(names, scalars.reshape(-1).tolist(), strict=True))

@@ -140,9 +140,7 @@ class Ordered(Regression):
         return {"all": self.metric}
 
 
-def expected(
-    rows: int, start: int = 0, of: int | None = None, prefix: str = "validation"
-) -> dict[str, float]:
+def expected(rows: int, start: int = 0, of: int = 0, prefix: str = "validation") -> dict[str, float]:
     """What `Ordered` computes, untrained, over `rows` samples from `start` on of a data set."""
     features, target = (each[start : start + rows] for each in pairs(of or rows).dataset.tensors)
     with torch.no_grad():
@@ -175,9 +173,7 @@ def failing(outputs: Any, target: Any) -> float:
     raise ValueError("only one class")
 
 
-def test_an_error_of_the_function_names_it_and_leaves_no_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_the_function_names_it_and_leaves_no_files(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.raises(ValueError, match="only one class") as raised:
         quiet().validate(Ordered(failing, memory=0), pairs(5))
@@ -186,7 +182,6 @@ def test_an_error_of_the_function_names_it_and_leaves_no_files(
 
 
 def log_of(data: Any, validation: Any = None, **options: Any) -> list[dict[str, float]]:
-    """The values of `train/all` at each log point."""
     logged: list[dict[str, float]] = []
     note = LambdaCallback(on_log=lambda run: logged.append(chosen(run.logged, "train/all")))
     quiet(max_epochs=1, callbacks=[note], **options).fit(Ordered(still=True), data, validation)
@@ -216,7 +211,7 @@ def test_training_on_ranks_computes_over_the_samples_of_all() -> None:
 
 
 def trained(
-    directory: Path, steps: int, resume: str | None = None, every: int = 4, **options: Any
+    directory: Path, steps: int, resume: Any = None, every: int = 4, **options: Any
 ) -> dict[str, float]:
     saved = {"checkpoint": True, "run_dir": directory}
     trainer = quiet(max_steps=steps, log_every=f"{every} steps", **saved, **options)

@@ -26,7 +26,6 @@ class Net(nn.Module):
 
 
 def groups_of(module: nn.Module, *arguments, names=None, **settings) -> list[dict]:
-    """The built optimizer's groups, with names in place of parameters."""
     known = {parameter: name for name, parameter in module.named_parameters()}
     groups = build_optimizer(OptimizerConfig(*arguments, **settings), module, names).param_groups
     return [{**group, "params": [known[each] for each in group["params"]]} for group in groups]

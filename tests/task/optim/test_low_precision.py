@@ -45,9 +45,7 @@ def values(task: nn.Module) -> Tensor:
     return torch.cat([each.detach().flatten() for each in task.parameters()]).double()
 
 
-def train(
-    task: TaskModule, precision: Any, updates: int, x: Tensor | None = None, micro_batches: int = 1
-) -> Engine:
+def train(task: TaskModule, precision: Any, updates: int, x: Any = None, micro_batches: int = 1) -> Engine:
     engine = Engine("cpu", precision)
     engine.prepare_task(task, total_updates=updates)
     engine.set_rates()

@@ -119,7 +119,6 @@ def plateau(**options) -> PlateauSchedule:
 
 
 def observed(schedule: PlateauSchedule, values: list[float]) -> list[float]:
-    """The factor after each evaluation."""
     return [(schedule.observe({schedule.metric: value}), schedule(1000))[1] for value in values]
 
 

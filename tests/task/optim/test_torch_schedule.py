@@ -34,7 +34,6 @@ def task(make: Callable[[Any], Any], **options: Any) -> Regression:
 
 
 def rates(given: Any, validation: Any = None, leave_at: int = 0, **options: Any) -> list[float]:
-    """The learning rate of each update; an epoch has five."""
     seen: list[float] = []
     note = LambdaCallback(on_before_optimizer_step=lambda run: seen.append(run.learning_rates()["lr"]))
     resume = options.pop("resume", None)
