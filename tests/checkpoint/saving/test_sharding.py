@@ -2,8 +2,6 @@
 
 import errno
 import os
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -174,25 +172,6 @@ def test_a_reader_takes_only_its_own_bytes(tmp_path):
         assert set(found) == {"manifest.json", f"model-{rank + 1:05d}-of-00002.hashes.json"}
 
 
-def test_a_flipped_bit_in_one_shard_is_found_by_whoever_reads_it(written, tmp_path):
-    def load(path):
-        try:
-            like = like_module(sharded(Model()))
-            DirectoryCheckpointIO(ranks=Ranks.of_job()).load(path, like=like)
-        except DamagedCheckpointError as error:
-            return str(error)
-        return ""
-
-    path = str(tmp_path / "c")
-    shutil.copytree(written[0][1], path)
-    file = Path(path, "model-00002-of-00002.safetensors")
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    assert file.name in load(path)
-    assert file.name in on_two_ranks(load, path)[1]
-
-
 def test_managers_agree_on_the_checkpoint_before_a_shard_that_one_rank_finds_damaged(tmp_path):
     def manager(directory):
         return CheckpointManager(directory, CheckpointConfig(best=0), ranks=Ranks.of_job())
@@ -210,7 +189,9 @@ def test_managers_agree_on_the_checkpoint_before_a_shard_that_one_rank_finds_dam
 
     on_two_ranks(life, str(tmp_path))
     file = tmp_path / "update-00000002" / "model-00002-of-00002.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
+    file.write_bytes(file.read_bytes()[:-1] + b"\1")
+    with pytest.raises(DamagedCheckpointError, match=file.name):
+        DirectoryCheckpointIO().load(str(file.parent))
     first, second = on_two_ranks(resume, str(tmp_path))
     assert first[:2] == second[:2] == ("update-00000001", [1.0])
     assert (len(first[2]), second[2]) == (1, [])
