@@ -52,12 +52,12 @@ class Job:
             assert time.monotonic() < deadline
             self.turn()
 
-    def join(self) -> None:
+    def join(self, *ranks: int) -> None:
         offer = {"port": self.hub.port, "token": self.hub.token, "hosts": [], "machine": machine()}
-        for rank in range(2):
+        for rank in ranks or range(2):
             self.lines.append(connect(rank, offer, None, 60.0))
             self.lines[rank].send(kind="hello", **{**STATE, **hello(rank)})
-        self.until(lambda: len(self.hub._peers) == 2)
+        self.until(lambda: len(self.hub._peers) == len(self.lines))
 
     def say(self, rank: int, kind: str = "beat", **state: object) -> None:
         taken = self.taken
@@ -181,6 +181,14 @@ def test_a_rank_that_sends_no_message_is_lost_and_not_called_killed(job: Job) ->
     assert (job.hub.cause.kind, job.hub.cause.rank) == ("lost", 1)
     assert "its line to rank 0 broke (RecursionError" in str(job.hub.cause)
     assert "killed" not in str(job.hub.cause)
+
+
+def test_a_rank_that_joins_after_a_failure_is_told_its_cause(alone: Job) -> None:
+    alone.join(0)
+    cause = Cause("error", 0, "update 7", "ValueError: boom")
+    alone.say(0, "cause", cause=cause.to_json())
+    alone.join(1)
+    assert Cause.from_json(alone.hears(1, "cause")["cause"]) == cause
 
 
 LOST = Cause("consequence", 0, "update 7", "RuntimeError: gloo: connection reset").to_json()
