@@ -20,23 +20,12 @@ class Asks(Callback):
     """Asks for something after an update, in a hook, and notes what is called from then on."""
 
     def __init__(self, hook: str, updates: set[int], ask: Callable[[Run], Any]) -> None:
-        self.epochs: list[int] = []
-        self.validated: list[int] = []
-        self.saved: list[int] = []
-        self.logged: list[int] = []
+        self.epochs, self.validated, self.saved, self.logged = ([], [], [], [])  # type: Any
+        lists = {"on_epoch_end": self.epochs, "on_evaluation_start": self.validated}
+        lists |= {"on_checkpoint_saved": self.saved, "on_log": self.logged}
+        for name, noted in lists.items():
+            setattr(self, name, lambda run, noted=noted: noted.append(run.progress.updates))
         setattr(self, hook, lambda run: ask(run) if run.progress.updates in updates else None)
-
-    def on_epoch_end(self, run: Run) -> None:
-        self.epochs.append(run.progress.updates)
-
-    def on_evaluation_start(self, run: Run) -> None:
-        self.validated.append(run.progress.updates)
-
-    def on_checkpoint_saved(self, run: Run) -> None:
-        self.saved.append(run.progress.updates)
-
-    def on_log(self, run: Run) -> None:
-        self.logged.append(run.progress.updates)
 
 
 def fit(asks: Callback, validation: Any = None, **options: Any) -> Any:

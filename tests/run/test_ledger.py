@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,6 @@ from tests.support.forked import run_forked
 from tests.support.messages import warned
 from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Regression, pairs, quiet, variant
-from torch import Tensor
 
 from drivetrain import CheckpointConfig, LambdaCallback, LossSpike
 from drivetrain.run.ledger_report import KINDS, NAME, RunLedger, read_ledger
@@ -76,29 +76,11 @@ def test_a_run_that_is_killed_and_resumed_has_the_ledger_of_both_attempts() -> N
     assert ledger.goodput == ledger.seconds["compute"] / ledger.wall
 
 
-class SlowToClose:
-    """A logger."""
+class Batches(list[Any]):
+    """Batches that take a while to come."""
 
-    def log_metrics(self, metrics: Any, step: int) -> None:
-        """Nothing."""
-
-    def log_config(self, config: Any) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        time.sleep(0.2)
-
-
-class Batches:
-    """Three batches that take a while to come."""
-
-    def __len__(self) -> int:
-        return 3
-
-    def __iter__(self) -> Iterator[list[Tensor]]:
-        for features, target in pairs(6):
-            time.sleep(0.1)
-            yield [features, target]
+    def __iter__(self) -> Iterator[Any]:
+        return (each for each in super().__iter__() if not time.sleep(0.1))
 
 
 def test_each_kind_of_time_goes_where_it_belongs(tmp_path: Path) -> None:
@@ -113,8 +95,11 @@ def test_each_kind_of_time_goes_where_it_belongs(tmp_path: Path) -> None:
         on_checkpoint_saved=slept(0.1),
         on_fit_end=slept(0.03),
     )
-    options: dict[str, Any] = {"run_dir": tmp_path, "loggers": SlowToClose(), "checkpoint": True}
-    quiet(max_epochs=1, callbacks=[hooks], **options).fit(variant(training_step=step)(), Batches(), pairs(2))
+    nothing: Any = lambda *given: None  # noqa: E731
+    logger = SimpleNamespace(log_metrics=nothing, log_config=nothing, close=lambda: time.sleep(0.2))
+    options: dict[str, Any] = {"run_dir": tmp_path, "loggers": logger, "checkpoint": True}
+    data = Batches(pairs(6))
+    quiet(max_epochs=1, callbacks=[hooks], **options).fit(variant(training_step=step)(), data, pairs(2))
     ledger = read(tmp_path)
     train = 3 * (0.05 + 0.06) + 0.03
     least = {"set-up": 0.2 + 0.2, "data": 0.3, "compute": train, "evaluation": 0.15, "save": 0.1}

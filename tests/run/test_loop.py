@@ -311,8 +311,9 @@ def test_validate_weighs_every_sample_alike_whatever_the_size_of_the_batches(bat
     for count in (1, 3, 7, 9):
         features, target = pairs(count).dataset.tensors  # type: ignore[attr-defined]
         right = (task.line(features) - target).square().mean().item()
-        found = quiet().validate(task, pairs(count, batch_size))
-        assert found == {"validation/loss": pytest.approx(right, rel=1e-6)}, count
+        for drop_last in (False, True):  # which holds for training alone
+            found = quiet().validate(task, pairs(count, batch_size, drop_last=drop_last))
+            assert found == {"validation/loss": pytest.approx(right, rel=1e-6)}, count
 
 
 @pytest.mark.parametrize("every", ["1 epoch", "100 steps", "1 hour"])

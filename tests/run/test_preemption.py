@@ -247,9 +247,8 @@ def to_one(number: int) -> Callable[[int], None]:
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("more", [{}, {"FILES": "many"}], ids=["", "many open files"])
-def test_a_program_and_its_loader_workers_end_in_order_with_code_75(more: dict[str, str]) -> None:
-    code, errors = ended(to_all(signal.SIGTERM), "1 cpu 240 2", **more)
+def test_a_program_with_many_open_files_and_its_loader_workers_end_in_order_with_code_75() -> None:
+    code, errors = ended(to_all(signal.SIGTERM), "1 cpu 240 2", FILES="many")
     assert code == 75, errors
     assert "ended by SIGTERM after update" in errors[-1]
     assert "resume='auto' goes on from it; exit code 75" in errors[-1]

@@ -31,47 +31,29 @@ def hook(name: str, act: Any) -> dict[str, Any]:
     return {"callbacks": [LambdaCallback(**{name: act})]}
 
 
-class Ported:
-    def on_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """As Lightning calls it."""
+def with_methods(name: str, base: type = object, **methods: Any) -> Any:
+    return type(name, (base,), methods)()
 
 
-class Other:
-    def on_train_batch_end(self, run: Any) -> None:
-        """Of another library."""
-
-    def on_log(self, run: Any) -> None:
-        """Ours."""
-
-
-class Misspelt(Callback):
-    def on_step_ends(self, run: Any) -> None:
-        """Never called."""
-
-
-class Constant:
-    """A metric that no checkpoint can hold."""
-
-    def update(self, *inputs: Any) -> None:
-        """Nothing."""
-
-    def compute(self) -> float:
-        return 7.0
-
-    def reset(self) -> None:
-        """Nothing."""
+def constant() -> Any:
+    """Make a metric that no checkpoint can hold."""
+    nothing: Any = lambda self, *given: None  # noqa: E731
+    return with_methods("Constant", update=nothing, reset=nothing, compute=lambda self: 7.0)
 
 
 def test_callbacks_that_are_none_are_refused() -> None:
     def of(callback: Any) -> Any:
         return lambda: Trainer(max_epochs=1, callbacks=[callback])
 
+    ported = with_methods("Ported", on_epoch_end=lambda self, trainer, pl_module: None)
+    other = with_methods("Other", on_train_batch_end=lambda self, run: None, on_log=lambda self, run: None)
+    misspelt = with_methods("Misspelt", Callback, on_step_ends=lambda self, run: None)
     assert_refused(
         ConfigError,
         {
-            "misspelt hook": (of(Misspelt()), "Misspelt.on_step_ends is no hook", "'on_step_end'"),
-            "another library's hook": (of(Other()), "on_train_batch_end", "here it is called 'on_step_end'"),
-            "a hook that asks for more": (of(Ported()), "Ported.on_epoch_end(trainer, pl_module)"),
+            "misspelt hook": (of(misspelt), "Misspelt.on_step_ends is no hook", "'on_step_end'"),
+            "another library's hook": (of(other), "on_train_batch_end", "here it is called 'on_step_end'"),
+            "a hook that asks for more": (of(ported), "Ported.on_epoch_end(trainer, pl_module)"),
             "a hook that asks for nothing": (
                 lambda: of(LambdaCallback(on_log=lambda: None))(),  # type: ignore[misc, arg-type]
                 "`def on_log(self, run)`",
@@ -108,8 +90,8 @@ def test_data_that_a_fit_or_an_evaluation_cannot_use_is_refused() -> None:
 
 def test_losses_metrics_and_logged_values_that_cannot_be_are_refused(tmp_path: Path) -> None:
     detached = variant(loss=lambda self, outputs, batch: outputs.detach().mean())
-    measured = variant(metrics=lambda self: {"loss": Constant()})
-    kept = variant(metrics=lambda self: {"constant": Constant()})
+    measured = variant(metrics=lambda self: {"loss": constant()})
+    kept = variant(metrics=lambda self: {"constant": constant()})
     skips = variant(training_step=lambda self, batch: None)
     assert_refused(
         ConfigError,
@@ -216,12 +198,7 @@ def test_a_resume_into_another_run_is_refused(tmp_path: Path) -> None:
             "seed": (resume(seed=2), "this Trainer has seed=2", "Use Trainer(seed=1)"),
             "optimizer": (resume(Regression(OptimizerConfig("adamw", lr=0.1))), "SGD", "AdamW"),
             "architecture": (resume(Wider()), "missing 'more.bias'", "shape (1,) there, (2,) here"),
-            "past the end in epochs": (
-                resume(max_epochs=2),
-                "past the end",
-                "update 15 in epoch 3",
-                "max_epochs=2",
-            ),
+            "past the end": (resume(max_epochs=2), "past the end", "update 15 in epoch 3", "max_epochs=2"),
             "weights alone": (
                 lambda: quiet(max_epochs=1).fit(Regression(), pairs(), resume=str(tmp_path / "weights")),
                 "no checkpoint of a Trainer's run",

@@ -186,16 +186,10 @@ def on_a_rank(directory: Path, on_save_error: str, asynchronous: bool) -> Any:
         if torch.distributed.get_rank() == 1:
             act()
 
-    begin, end = (
-        at(3, lambda: limit(limits.__enter__)),
-        at(5, lambda: limit(lambda: limits.__exit__(*[None] * 3))),
-    )
-    options: dict[str, Any] = {
-        "strategy": "fsdp",
-        "devices": 2,
-        "on_save_error": on_save_error,
-        "max_steps": 6,
-    }
+    begin = at(3, lambda: limit(limits.__enter__))
+    end = at(5, lambda: limit(lambda: limits.__exit__(*[None] * 3)))
+    options: dict[str, Any] = {"strategy": "fsdp", "devices": 2, "max_steps": 6}
+    options["on_save_error"] = on_save_error
     with heard() as caught:
         _, result = train(directory, begin, end, asynchronous=asynchronous, **options)
     return [each for each in caught if "not saved" in each], result.last_checkpoint

@@ -33,14 +33,13 @@ ALL = CheckpointConfig(every="2 steps", keep_last=None, by=None)
 class Adapted(TaskModule):
     """A frozen base with a tied name and running statistics, and an adapter that is trained."""
 
-    def __init__(self, seed: int = 3, width: int = 8) -> None:
+    def __init__(self, seed: int = 3) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.base = nn.Sequential(nn.Linear(FEATURES, width), nn.BatchNorm1d(width))
-        self.base.requires_grad_(False)
+        self.base = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8)).requires_grad_(False)
         self.same = self.base[0]
         torch.manual_seed(5)
-        self.adapter = nn.Sequential(nn.Dropout(0.25), nn.Linear(width, 1))
+        self.adapter = nn.Sequential(nn.Dropout(0.25), nn.Linear(8, 1))
 
     def forward(self, features: Tensor) -> Tensor:
         return self.adapter(self.base(features))
@@ -94,7 +93,6 @@ def test_a_resume_or_load_with_another_frozen_part_is_refused(tmp_path: Path) ->
         CheckpointError,
         {
             "values": (resume(Adapted(seed=4)), "'base.0.weight' has other values", "same pretrained model"),
-            "shape": (resume(Adapted(width=9)), "'base.0.weight'", "[8, 4] there, [9, 4] here"),
             "trained": (resume(Adapted().requires_grad_(True)), "'base.0.bias' is not frozen here"),
             "dtype": (resume(Adapted().bfloat16()), "'base.0.bias'", "float32 there, bfloat16 here"),
             "as all": (resume(checkpoint=ALL), "trained parameters only", "parameters='trainable'"),
@@ -102,11 +100,6 @@ def test_a_resume_or_load_with_another_frozen_part_is_refused(tmp_path: Path) ->
             "changed": (
                 lambda: fit(tmp_path / "c", callbacks=changing),
                 "'base.0.weight' is frozen, but was",
-            ),
-            "from_checkpoint": (lambda: Adapted.from_checkpoint(last, seed=4), "other values"),
-            "validate": (
-                lambda: quiet().validate(Adapted(seed=4), pairs(4), checkpoint=last),
-                "other values",
             ),
             "load_weights": (lambda: Adapted(seed=4).load_weights(last), "other values"),
         },
@@ -143,10 +136,7 @@ needs_deepspeed = pytest.mark.skipif(not is_installed("deepspeed"), reason="need
 
 @pytest.mark.parametrize(
     "strategy",
-    [
-        "fsdp",
-        *(pytest.param(f"zero-{stage}", marks=[needs_deepspeed, pytest.mark.nightly]) for stage in (1, 3)),
-    ],
+    ["fsdp", pytest.param("zero-3", marks=[needs_deepspeed, pytest.mark.nightly])],
 )
 def test_trainable_parameters_of_two_ranks_resume_bitwise_and_on_one_rank(
     strategy: str, tmp_path: Path

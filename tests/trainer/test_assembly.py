@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from tests.support.outcome import weights
 from tests.support.ranks import on_two_ranks
@@ -12,8 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from drivetrain import LambdaCallback, Totals
+from drivetrain import CheckpointConfig, LambdaCallback, Totals
 from drivetrain.core.progress import Progress
+from drivetrain.distributed.processes import local_rank, once_per_machine, world_size
 
 
 def test_a_data_module_gives_each_verb_its_data() -> None:
@@ -66,11 +68,7 @@ def test_a_dataset_is_batched_and_shuffled_in_training_alone() -> None:
 
 
 class Table:
-    """Samples as the datasets package gives them: dicts, also many at once, and no class of torch's."""
-
-    def __init__(self, many: bool) -> None:
-        if many:
-            self.__getitems__ = lambda indices: [self[each] for each in indices]
+    """Samples as the datasets package gives them: dicts, and no class of torch's."""
 
     def __len__(self) -> int:
         return 9
@@ -84,12 +82,11 @@ def test_an_object_with_a_length_that_is_indexed_is_a_dataset() -> None:
         "forward": lambda self, x: self.line(x),
         "loss": lambda self, outputs, batch: F.mse_loss(outputs, batch["y"].float()[:, None]),
     }
-    for many in (True, False):
-        seen, trainer = seen_in(Table(many), variant(**named)(), "y")
-        assert [len(each) for each in seen] == [4, 4, 1]
-        assert torch.cat(seen).tolist() != list(range(9))  # shuffled
-        assert sorted(torch.cat(seen).tolist()) == list(range(9))
-        assert [len(each) for each in trainer.predict(variant(**named)(), Table(many))] == [4, 4, 1]
+    seen, trainer = seen_in(Table(), variant(**named)(), "y")
+    assert [len(each) for each in seen] == [4, 4, 1]
+    assert torch.cat(seen).tolist() != list(range(9))  # shuffled
+    assert sorted(torch.cat(seen).tolist()) == list(range(9))
+    assert [len(each) for each in trainer.predict(variant(**named)(), Table())] == [4, 4, 1]
 
 
 def test_a_dataset_has_its_own_batch_size_and_collation_in_evaluations() -> None:
@@ -185,3 +182,93 @@ def test_a_task_knows_its_progress_also_after_a_resume(tmp_path: Path) -> None:
     assert task.progress == Progress()
     quiet(max_epochs=3, run_dir=tmp_path, checkpoint=True).fit(task, pairs(4), resume="auto")
     assert seen == [(0, 0), (0, 1), (1, 2), (1, 3), (2, 4), (2, 5)]
+
+
+# Data objects.
+
+
+class Data:
+    """Writes down its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.epochs = 0
+
+    def begin(self, verb: str, task: Any) -> None:
+        self.calls.append(("begin", verb, type(task).__name__, world_size()))
+
+    def end(self, verb: str) -> None:
+        self.calls.append(("end", verb))
+
+    def train_data(self) -> Any:
+        self.calls.append("train")
+        return pairs(10)
+
+    def validation_data(self) -> Any:
+        self.calls.append("validation")
+        return pairs(4)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls.append(("load", state))
+
+
+def test_each_verb_begins_and_ends_its_data() -> None:
+    for verb in ("fit", "validate", "plan"):
+        data = Data()
+        getattr(quiet(max_epochs=1), verb)(Regression(), data)
+        name = "fit" if verb == "plan" else verb
+        first, *asked, last = data.calls
+        assert (first, last) == (("begin", name, "Regression", 1), ("end", name))
+        assert set(asked) == ({"validation"} if verb == "validate" else {"validation", "train"})
+
+
+def test_data_is_ended_after_an_error_and_after_the_last_callback() -> None:
+    data = Data()
+    finish = LambdaCallback(on_fit_end=lambda run: data.calls.append("finished"))
+    quiet(max_epochs=1, callbacks=[finish]).fit(Regression(), data)
+    assert data.calls[-2:] == ["finished", ("end", "fit")]
+
+    def fail() -> Any:
+        raise ValueError("no such file")
+
+    failing: Any = Data()
+    failing.train_data = fail
+    with pytest.raises(ValueError, match="no such file"):
+        quiet(max_epochs=1).fit(Regression(), failing)
+    assert failing.calls[-1] == ("end", "fit")
+
+
+def test_the_state_of_the_data_is_in_a_checkpoint(tmp_path: Path) -> None:
+    options = {"run_dir": tmp_path, "checkpoint": CheckpointConfig(every="1 epoch")}
+    data = Data()
+    count = LambdaCallback(on_epoch_end=lambda run: setattr(data, "epochs", data.epochs + 1))
+    quiet(max_epochs=2, callbacks=[count], **options).fit(Regression(), data)
+    again = Data()
+    quiet(max_epochs=3, **options).fit(Regression(), again, resume="auto")
+    assert ("load", {"epochs": 2}) in again.calls
+
+
+def prepared(path: Path) -> tuple[int, bool]:
+    """The size of the job when the data begins, and whether the file was there for this rank."""
+    seen: list[Any] = []
+
+    def prepare() -> None:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"{local_rank()}\n")
+
+    def begin(verb: str, task: Any) -> None:
+        once_per_machine(prepare)
+        seen.append((world_size(), path.exists()))
+
+    data: Any = Data()
+    data.begin = begin
+    quiet(max_epochs=1, strategy="ddp", devices=2).fit(Regression(), data)
+    return tuple(seen[0])
+
+
+def test_data_begins_when_the_ranks_are_connected_and_is_prepared_once(tmp_path: Path) -> None:
+    assert on_two_ranks(prepared, tmp_path / "prepared") == [(2, True), (2, True)]
+    assert (tmp_path / "prepared").read_text(encoding="utf-8") == "0\n"

@@ -87,19 +87,6 @@ def test_leaving_the_loop_ends_the_run_in_order(tmp_path: Path) -> None:
     assert weights(other) == weights(task)
 
 
-@pytest.mark.parametrize("left_after", [3, 5])
-def test_resume_of_a_loop_that_was_left(left_after: int, tmp_path: Path) -> None:
-    trainer = quiet(max_epochs=2, checkpoint=True, run_dir=tmp_path)
-    steps = trainer.steps(dropping(), pairs(10, shuffle=True))
-    for step in steps:
-        if step.update + 1 == left_after:
-            break
-    steps.close()
-    rest = list(trainer.steps(task := dropping(), pairs(10, shuffle=True), resume="auto"))
-    assert [step.update for step in rest] == list(range(left_after, 10))
-    assert weights(task) == fitted()
-
-
 def test_run_dir_is_new_each_time_or_none(tmp_path: Path) -> None:
     result = quiet(max_epochs=1).fit(Regression(), pairs(), pairs(4))
     assert (result.run_dir, result.model_path, result.last_checkpoint) == (None, None, None)
@@ -108,14 +95,6 @@ def test_run_dir_is_new_each_time_or_none(tmp_path: Path) -> None:
     assert len(set(found)) == 3
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {path.name for path in found if path}
     assert all(path is not None and path.name.startswith("Regression-") for path in found)
-
-
-def test_resume_auto_begins_afresh_or_trains_nothing_more(tmp_path: Path) -> None:
-    trainer = quiet(max_epochs=1, checkpoint=True, run_dir=tmp_path / "new")
-    assert trainer.fit(task := Regression(), pairs(), resume="auto").progress.updates == 5
-    result = trainer.fit(again := Regression(), pairs(), resume="auto")
-    assert (result.progress.updates, result.stop_reason) == (5, "max_epochs=1 reached")
-    assert weights(again) == weights(task)
 
 
 def test_resume_of_two_optimizers_is_bitwise(tmp_path: Path) -> None:
@@ -152,11 +131,3 @@ def test_named_loaders_give_named_metrics_each_by_itself() -> None:
         for of in ("loss", "error"):
             assert values[f"validation/{name}/{of}"] == alone[f"validation/{of}"]
     assert set(quiet().test(Regression(), loaders)) == {"test/near/loss", "test/far/loss"}
-
-
-def test_predictions_come_in_the_datasets_order_though_the_loader_shuffles() -> None:
-    task = Regression()
-    plain, shuffled = quiet().predict(task, pairs(7)), quiet().predict(task, pairs(7, shuffle=True))
-    assert [len(each) for each in shuffled] == [2, 2, 2, 1]
-    assert torch.equal(torch.cat(plain), torch.cat(shuffled))
-    assert not any(each.requires_grad for each in plain)

@@ -1,4 +1,4 @@
-"""`predict(..., metrics=True)`: the outputs and the values of a validation, in one pass."""
+"""What is made of a pass over evaluation data: `predict(..., metrics=True)`, and what a reader reads."""
 
 import logging
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.ranks import on_two_ranks
-from tests.support.tasks import Regression, pairs, quiet
+from tests.support.tasks import Regression, pairs, quiet, variant
 from torch import Tensor
 from torchmetrics import MeanSquaredError
 
@@ -53,7 +53,7 @@ def compared(kind: type[Measured], **options: Any) -> PredictResult:
     assert isinstance(found, PredictResult)
     assert found.metrics == trainer.validate(kind(), data)
     assert found.metrics["validation/rows"] == 7
-    assert flat(found.outputs) == flat(trainer.predict(kind(), data))
+    assert flat(found.outputs) == flat(trainer.predict(kind(), pairs(7, 2)))  # in the data set's order
     return found
 
 
@@ -96,15 +96,60 @@ def test_predict_with_metrics_may_save_outputs_to_files(
     assert [each.name for each in tmp_path.iterdir()] == ["outputs"]
 
 
-class Labelled(Measured):
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        return (outputs - batch["target"]).square().mean()
-
-
 def test_predict_with_metrics_refuses_data_without_targets() -> None:
+    task = variant(loss=lambda self, outputs, batch: (outputs - batch["target"]).square().mean())()
     data = [{"features": torch.ones(2, 4)}]
     with pytest.raises(DataError) as raised:
-        quiet().predict(Labelled(), data, metrics=True)
+        quiet().predict(task, data, metrics=True)
     words = " ".join([str(raised.value), *raised.value.__notes__])
     assert "predict(metrics=True) needs data with targets" in words
-    assert len(quiet().predict(Labelled(), data)) == 1
+    assert len(quiet().predict(task, data)) == 1
+
+
+class Reader:
+    """Notes the features of all samples, and what was done with itself."""
+
+    def __init__(self, notes: list[Any]) -> None:
+        self.notes, self.rows = notes, list[Tensor]()
+
+    def record(self, loss: Tensor | None, outputs: Any, batch: Any) -> Tensor:
+        assert loss is not None
+        assert not loss.requires_grad
+        assert len(outputs) == len(batch[0])
+        return batch[0]
+
+    def add(self, record: Tensor) -> None:
+        self.rows.append(record)
+
+    def compute(self) -> Mapping[str, float]:
+        self.notes.append(torch.cat(self.rows))
+        return {"rows": float(len(self.notes[-1]))}
+
+    def close(self) -> None:
+        self.notes.append("closed")
+
+
+def validated(devices: int | str, **options: Any) -> tuple[dict[str, float], list[Any]]:
+    task = variant(notes=[], evaluation_reader=lambda self: Reader(self.notes))()
+    strategy = "cpu" if devices == "auto" else "ddp"
+    found = quiet(strategy=strategy, devices=devices, **options).validate(task, pairs(7, 2, shuffle=True))
+    assert devices != "auto" or task.notes[-1] == "closed"
+    return found, [each.tolist() for each in task.notes if isinstance(each, Tensor)]
+
+
+IN_ORDER: Any = pairs(7).dataset.tensors[0].tolist()  # type: ignore[attr-defined]
+
+
+def test_an_evaluation_reader_reads_all_samples_in_the_order_of_the_dataset() -> None:
+    for options in ({}, {"micro_batch": 1}):
+        values, (rows,) = validated("auto", **options)
+        assert values["validation/rows"] == 7
+        assert rows == IN_ORDER
+
+
+def test_the_evaluation_reader_of_rank_0_reads_the_samples_of_all_and_all_get_its_values() -> None:
+    (first, (rows,)), (second, nothing) = on_two_ranks(validated, 2)
+    assert first == second
+    assert first["validation/rows"] == 7
+    assert rows == IN_ORDER
+    assert nothing == []
