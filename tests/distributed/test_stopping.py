@@ -32,7 +32,6 @@ class Asks(Callback):
         setattr(self, hook, self.decide)
 
     def decide(self, run: Any) -> None:
-        """Ask, perhaps."""
         rank = run.engine.strategy.rank
         if run.progress.updates >= self.update and rank in self.ranks and self.asked_at is None:
             self.asked_at = run.progress.updates
@@ -82,8 +81,10 @@ def test_a_failure_ends_the_wait() -> None:
         stopping.answer()
 
 
-def agree(world_size: int) -> None:
-    """Check, for stops of random ranks in random hooks, that all ranks stop soon after the same update."""
+@needs_gloo
+@pytest.mark.heavy("eight trainings of two ranks")
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.landing)])
+def test_wherever_and_whoever_asks_for_a_stop_all_ranks_agree(world_size: int) -> None:
     draw = random.Random(world_size)
     cases = []
     for _ in range(8):
@@ -100,30 +101,6 @@ def agree(world_size: int) -> None:
         assert reason in {f"rank {rank} wanted it" for rank in case[2]}, (case, outcomes)
         asked = min(each[2] for each in outcomes if each[2] is not None)
         assert asked <= updates <= asked + 2, (case, outcomes)
-
-
-@needs_gloo
-@pytest.mark.heavy("eight trainings of two ranks")
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.landing)])
-def test_wherever_and_whoever_asks_for_a_stop_all_ranks_agree(world_size: int) -> None:
-    agree(world_size)
-
-
-@needs_gloo
-def test_ranks_that_all_ask_stop_after_the_same_update_as_one_process(tmp_path: Path) -> None:
-    def stopped(world_size: int, hook: str) -> Any:
-        options: dict[str, Any] = {"limit_train_batches": 6, "max_epochs": 2}
-        if hook == "on_checkpoint_saved":
-            saves = CheckpointConfig(every="2 steps", by=None)
-            options |= {"run_dir": tmp_path / str(world_size), "checkpoint": saves}
-        update = 0 if hook == "on_fit_start" else 4
-        return ended(world_size, hook, update, set(range(world_size)), **options)
-
-    hooks = ["on_fit_start", "on_step_end", "on_epoch_end", "on_checkpoint_saved"]
-    for hook, *both in zip(hooks, *on_two_ranks(lambda: [stopped(2, each) for each in hooks]), strict=True):
-        assert [each[0] for each in both] == [stopped(1, hook)[0]] * 2, hook
-        reasons = {each[1] for each in both}
-        assert reasons in ({"rank 0 wanted it"}, {"rank 1 wanted it"}), hook
 
 
 @needs_gloo

@@ -65,7 +65,6 @@ def seen(look: Callable[[], Any]) -> Any:
 
 
 def comes_to(phase: Phase, thread: int) -> bool:
-    """Whether a thread comes into a phase."""
     deadline = time.monotonic() + 60
     while phase_of_thread(thread)[0] != phase and time.monotonic() < deadline:
         time.sleep(0.005)

@@ -17,8 +17,6 @@ def fail(*_: Any, **options: Any) -> Any:
 
 
 class BrokenBackward(torch.autograd.Function):
-    """A backward that raises."""
-
     forward = staticmethod(lambda context, x: x.clone())
     backward = staticmethod(fail)
 
@@ -42,8 +40,6 @@ class Fails(Regression):
 
 
 class Hooked(Callback):
-    """A callback that raises, in a function that it calls."""
-
     def __init__(self, hook: str) -> None:
         self._hook = hook
 

@@ -13,6 +13,7 @@ from tests.distributed.running import FSDP_YAML, LIMIT, PROGRAMS, run
 from tests.support.failing import undisturbed
 from tests.support.forked import Forked
 
+from drivetrain.core.registry import is_installed
 from drivetrain.distributed.sockets import release_port, reserve_port
 
 pytestmark = [
@@ -32,7 +33,6 @@ def port() -> Iterator[int]:
 
 
 def outcomes(text: str) -> list[dict[str, Any]]:
-    """What each rank has told at its end."""
     return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
 
@@ -58,15 +58,15 @@ def test_torchrun() -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.skipif(not is_installed("deepspeed"), reason="needs deepspeed")
 def test_deepspeeds_launcher(port: int) -> None:
-    pytest.importorskip("deepspeed")
     words = ("deepspeed.launcher.runner", "--no_local_rank", "--num_gpus=2", f"--master_port={port}")
     assert launch(*words, DS_ACCELERATOR="cpu") == [DDP, DDP]
 
 
 @pytest.mark.nightly
+@pytest.mark.skipif(not is_installed("accelerate"), reason="needs accelerate")
 def test_accelerate_launch_s_configuration_chooses_strategy_and_precision() -> None:
-    pytest.importorskip("accelerate")
     words = ("accelerate.commands.launch", "--config_file", str(FSDP_YAML), "--main_process_port=0")
     assert launch(*words) == [FSDP, FSDP]
 

@@ -20,20 +20,13 @@ from drivetrain.distributed.launch.programs import ensure_ranks, rerun_obstacle
 
 needs_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 real = pytest.mark.real("ranks are started and killed")
+SCRIPT = pytest.param("script", marks=pytest.mark.heavy("the way that every user starts ranks"))
+WAYS = [SCRIPT, *(pytest.param(each, marks=pytest.mark.landing) for each in ("module", "command"))]
 
 
 @needs_gloo
 @real
-@pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param(
-            "script", marks=pytest.mark.heavy("new interpreters: the way that every user starts ranks")
-        ),
-        pytest.param("module", marks=pytest.mark.landing),
-        pytest.param("command", marks=pytest.mark.landing),
-    ],
-)
+@pytest.mark.parametrize("way", WAYS)
 def test_a_program_becomes_all_ranks_however_it_was_started(way: str) -> None:
     """Each in the program's first directory and with its share of threads; rank 0 has the standard input."""
     shutil.copy(PROGRAMS / "summed.py", "program.py")

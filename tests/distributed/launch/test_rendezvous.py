@@ -19,11 +19,13 @@ ADVICE = "and this run needs all ranks. Call fit, validate, test and predict on 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 def test_a_rank_that_has_ended_is_named_with_what_to_do() -> None:
     cases = {
-        "if rank == 0: run()": ("rank 1 (has ended|ended with exit code 0)", "RankFailure"),
-        "if rank == 1: run()": ("rank 0 has ended", "rank 1 failed: it ended"),
-        "if rank == 0: run()\nend_at_once()": ("rank 1 ended with exit code 0", "RankFailure"),
+        "if rank == 0: begins()": ("rank 1 (has ended|ended with exit code 0)", "RankFailure"),
+        "if rank == 1: begins()": ("rank 0 has ended", "rank 1 failed: it ended"),
+        "if rank == 0: begins()\nend_at_once()": ("rank 1 ended with exit code 0", "RankFailure"),
     }
-    for after, ended in run_all("late_runs.py", {after: {"after": after} for after in cases}).items():
+    for after, ended in run_all(
+        "ranks.py", {after: {"then": f"begins()\n{after}"} for after in cases}
+    ).items():
         told, last = cases[after]
         assert ended.code == 1, after
         assert any(ADVICE in each and re.search(told, each) for each in ended.errors), ended.errors

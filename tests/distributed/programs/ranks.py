@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from drivetrain.distributed.group import join
+from drivetrain.distributed.group import join, leave
 from drivetrain.distributed.launch.programs import ensure_ranks
 
 rank = ensure_ranks(2).rank
@@ -32,6 +32,18 @@ def joins(before=lambda: None, after=lambda: None):
     if rank == 1:
         after()
     torch.distributed.all_reduce(torch.ones(1))
+
+
+def begins():
+    """Begin a run and end it, as every run does; a group that one rank closes at once may not form."""
+    member = join(2, "cpu")
+    member.ranks.all_gather(rank)
+    leave(member)
+
+
+def end_at_once():
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def fails():

@@ -11,16 +11,12 @@ stragglers.LEAST = 1.0
 
 
 class Slow(Regression):
-    """Sleeps on rank 1."""
-
     def forward(self, features):
         time.sleep(1.0 if torch.distributed.get_rank() == 1 else 0.25)
         return super().forward(features)
 
 
 class Shows:
-    """Prints what the ranks' times are."""
-
     def on_log(self, run):
         if run.is_main and "throughput/slowest_rank" in run.logged:
             names = ("slowest_rank", "slowest_rank_ratio", "waiting_share")

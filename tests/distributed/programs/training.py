@@ -39,8 +39,6 @@ def wait():
 
 
 class Task(Blocks):
-    """Acts in its third forward."""
-
     steps = 0
 
     def forward(self, x):
@@ -51,8 +49,6 @@ class Task(Blocks):
 
 
 class Rows(torch.utils.data.Dataset):
-    """Acts in a later sample."""
-
     def __len__(self):
         return 40 * options["devices"]
 
@@ -63,8 +59,6 @@ class Rows(torch.utils.data.Dataset):
 
 
 class Acts(Callback):
-    """Acts in hooks."""
-
     def on_step_end(self, run):
         if run.progress.updates == 3:
             act("step end")
