@@ -125,24 +125,20 @@ def test_print_config_is_what_was_given_and_reads_back_as_the_same(drive, here):
     assert (str(first.every), first.best, second.best, second.by) == ("3 steps", 0, 2, "train/loss")
 
 
-CONFIG = {
-    "task": "shapes.Shapes",
-    "data": {"class_path": "shapes.Data", "init_args": {"count": 4}},
-    "trainer": {
-        "max_epochs": 3,
-        "strategy": {"name": "ddp", "bucket_mb": 50},
-        "devices": 1,
-        "checkpoint": {"every": "6 steps", "best": 0},
-        "callbacks": [
-            "drivetrain.LossSpike",
-            {"class_path": "drivetrain.EarlyStopping", "init_args": {"patience": 2}},
-        ],
-    },
-}
+CONFIG = """
+task: shapes.Shapes
+data: {class_path: shapes.Data, init_args: {count: 4}}
+trainer:
+  max_epochs: 3
+  strategy: {name: ddp, bucket_mb: 50}
+  devices: 1
+  checkpoint: {every: 6 steps, best: 0}
+  callbacks: [drivetrain.LossSpike, {class_path: drivetrain.EarlyStopping, init_args: {patience: 2}}]
+"""
 
 
 def test_a_file_configures_a_run_and_the_line_overrides_it(drive, here):
-    (here / "config").write_text(yaml.safe_dump(CONFIG), encoding="utf-8")
+    (here / "config").write_text(CONFIG, encoding="utf-8")
     plan = json.loads(drive("plan", "--config config --json")[1])
     assert (plan["updates"], plan["saving"]["first"], plan["saving"]["times"]) == (12, 6, 2)
     plan = json.loads(drive("plan", "--config config --json --trainer.max_epochs 1 --data.count 5")[1])

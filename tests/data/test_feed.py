@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.data.test_sources import Cursor, numbered
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -12,10 +13,6 @@ from drivetrain.core.errors import DataError
 from drivetrain.data import Feed, Measure, Transfer, Window, as_source
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-
-
-def numbered(count: int) -> list[Tensor]:
-    return [torch.full((2, 1), float(number)) for number in range(count)]
 
 
 class Plain:  # an iterable of unknown length; counts what is asked of it
@@ -26,25 +23,6 @@ class Plain:  # an iterable of unknown length; counts what is asked of it
         for batch in self.batches:
             self.asked += 1
             yield batch
-
-
-class Cursor(Plain):  # one that is resumed by its own state, changed in place
-    def __init__(self, batches: list[Any]) -> None:
-        super().__init__(batches)
-        self.state = {"at": [0]}
-
-    def __iter__(self) -> Iterator[Any]:
-        while self.state["at"][0] < len(self.batches):
-            self.state["at"][0] += 1
-            self.asked += 1
-            yield self.batches[self.state["at"][0] - 1]
-        self.state["at"][0] = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
 
 
 class SizedCursor(Cursor):  # one that knows its length too

@@ -11,7 +11,7 @@ from tests.support.refusals import assert_refused
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
-from drivetrain.core.errors import DataError
+from drivetrain.core.errors import ConfigError, DataError
 from drivetrain.data import Feed, Measure, Share, Transfer, as_source, evaluation_sources
 
 
@@ -38,32 +38,23 @@ PAIR = torch.ones(2, 1)
 
 
 def test_data_that_cannot_be_read_is_refused_with_what_is_allowed() -> None:
-    rows = {
-        "an empty list": ([], "training data is empty", "no batches"),
-        "an empty dataset": (DataLoader(Empty()), "is empty", "(Empty) has no samples"),
-        "no batch size": (ROWS, "TensorDataset", "without a batch size", "Trainer(batch_size=32)"),
-        "no length": (Unsized(), "Unsized", "without a length", "IterableDataset"),
-        "a path": ("path/to/data", "is a str", "Allowed: a DataLoader"),
+    def one(data: Any) -> Any:
+        return lambda: as_source(data, "training", seed=0)
+
+    def named(data: Any) -> Any:
+        return lambda: evaluation_sources(data, "validation", seed=0)
+
+    cases: dict[str, tuple[Any, ...]] = {
+        "an empty list": (one([]), "training data is empty", "no batches"),
+        "an empty dataset": (one(DataLoader(Empty())), "is empty", "(Empty) has no samples"),
+        "no batch size": (one(ROWS), "TensorDataset", "without a batch size", "Trainer(batch_size=32)"),
+        "no length": (one(Unsized()), "Unsized", "without a length", "IterableDataset"),
+        "a path": (one("path/to/data"), "is a str", "Allowed: a DataLoader"),
+        "no loader": (named({}), "mapping without any loader"),
+        "a slash": (named({"a/b": [PAIR]}), "'a/b'"),
+        "an empty one": (named({"night": []}), "validation (night) data is empty"),
     }
-    assert_refused(
-        DataError,
-        {
-            name: (lambda data=data: as_source(data, "training", seed=0), *words)
-            for name, (data, *words) in rows.items()
-        },
-    )
-    named = {
-        "no loader": ({}, "mapping without any loader"),
-        "a slash": ({"a/b": [PAIR]}, "'a/b'"),
-        "an empty one": ({"night": []}, "validation (night) data is empty"),
-    }
-    assert_refused(
-        DataError,
-        {
-            name: (lambda data=data: evaluation_sources(data, "validation", seed=0), word)
-            for name, (data, word) in named.items()
-        },
-    )
+    assert_refused(DataError, cases)
 
 
 class Iterable:
@@ -88,28 +79,20 @@ def test_batches_that_cannot_be_used_are_named() -> None:
     def bad_weight(batch: Any) -> float:
         return -1.0 if 14 in batch[0] else 1.0
 
-    wrong = "batch 2 of epoch 4 of the training data is a"
-    assert_refused(
-        DataError,
-        {
-            "nothing": (
-                lambda: run(Iterable(), epoch=3),
-                "is empty: it gave no batch in epoch 3",
-                "drop_last=True",
-            ),
-            "nothing but a short one": (lambda: run(dropping, epoch=3), "is empty", "drop_last=True"),
-            "text": (lambda: run(listed, epoch=4), f"{wrong} str with no tensor"),
-            "text of an iterable": (lambda: run(Iterable(*listed), epoch=4), f"{wrong} str with no tensor"),
-            "text after a resume": (lambda: run(listed, position=1), "batch 2 of epoch 0"),
-            "of rank 2 after a resume": (lambda: run(six, 2, 3, position=3), "batch 5 of epoch 0"),
-            "the only one of its round": (lambda: run(six, 3, 5), "batch 5 of epoch 0"),
-            "raises on 1": (lambda: run(failing, 1, 2), "raised at batch 2 of epoch 0: ValueError: broken"),
-            "a weight on rank 1": (
-                lambda: run(numbered, 1, 2, position=8, weight=bad_weight),
-                "loss_weight gave -1.0 for batch 7",
-            ),
-        },
-    )
+    wrong = "batch 2 of epoch 4 of the training data is a str with no tensor"
+    cases: dict[str, tuple[Any, ...]] = {
+        "nothing": (lambda: run(Iterable(), epoch=3), "gave no batch in epoch 3", "drop_last=True"),
+        "nothing but a short one": (lambda: run(dropping, epoch=3), "is empty", "drop_last=True"),
+        "text": (lambda: run(listed, epoch=4), wrong),
+        "text of an iterable": (lambda: run(Iterable(*listed), epoch=4), wrong),
+        "text after a resume": (lambda: run(listed, position=1), "batch 2 of epoch 0"),
+        "of rank 2 after a resume": (lambda: run(six, 2, 3, position=3), "batch 5 of epoch 0"),
+        "the only one of its round": (lambda: run(six, 3, 5), "batch 5 of epoch 0"),
+        "raises on 1": (lambda: run(failing, 1, 2), "raised at batch 2 of epoch 0: ValueError: broken"),
+        "a weight on rank 1": (lambda: run(numbered, 1, 2, 0, 8, bad_weight), "gave -1.0 for batch 7"),
+        "a word as weight": (lambda: run([PAIR], weight=lambda batch: "many"), "gave 'many'", "number"),
+    }
+    assert_refused((ConfigError, DataError), cases)
     run(six, 0, 2)  # reads no such batch
 
 
@@ -159,24 +142,18 @@ def test_a_collate_fn_or_a_sampler_that_raises_is_named_and_ends_no_epoch_early(
     def read(*arguments: Any, epoch: int = 0, **options: Any) -> Any:
         return lambda: batches(source(*arguments, workers=workers, **options), epoch=epoch)
 
-    assert_refused(
-        DataError,
-        {
-            "a dataset": (
-                read(runs_out, shuffle=False),
-                "batch 1 of epoch 0",
-                "raised StopIteration for index 4",
-            ),
-            "a collate_fn": (read(collate_fn=broken), "batch 0 of epoch 0 (samples 0 to 2", "sizes differ"),
-            "one that ends": (
-                read(collate_fn=exhausted),
-                "batch 0 of epoch 0 (samples 0 to 2",
-                "StopIteration",
-            ),
-            "a sampler": (read(sampler=Broken(), epoch=3), sampler),
-            "a batch sampler": (read(batch_sampler=Broken(), epoch=3), sampler),
-        },
-    )
+    cases: dict[str, tuple[Any, ...]] = {
+        "a dataset": (
+            read(runs_out, shuffle=False),
+            "batch 1 of epoch 0",
+            "raised StopIteration for index 4",
+        ),
+        "a collate_fn": (read(collate_fn=broken), "batch 0 of epoch 0 (samples 0 to 2", "sizes differ"),
+        "one that ends": (read(collate_fn=exhausted), "batch 0 of epoch 0 (samples 0 to 2", "StopIteration"),
+        "a sampler": (read(sampler=Broken(), epoch=3), sampler),
+        "a batch sampler": (read(batch_sampler=Broken(), epoch=3), sampler),
+    }
+    assert_refused(DataError, cases)
 
 
 class OwnOrder(DistributedSampler[Any]):  # a sampler of the user's that divides

@@ -22,25 +22,21 @@ def values(source: Source, epoch: int = 0, position: int = 0) -> list[Any]:
 class Noise:  # batches drawn from all of the host's generators
     def __init__(self, count: int = 5) -> None:
         self.count = count
-        self.started = 0
 
     def __iter__(self) -> Iterator[Tensor]:
-        self.started += 1
         for _ in range(self.count):
             yield torch.rand(2) + random.random() + float(np.random.rand())
 
 
-class Cursor(Noise):  # the same, resumed by its own state, which it changes in place
-    def __init__(self, count: int = 5) -> None:
-        super().__init__(count)
-        self.state = {"used": [0]}
-        self.given = 0
+class Cursor:  # batches with noise below 1, resumed by its own state, which it changes in place
+    def __init__(self, batches: list[Tensor]) -> None:
+        self.batches, self.state, self.asked = batches, {"used": [0]}, 0
 
     def __iter__(self) -> Iterator[Tensor]:
-        while self.state["used"][0] < self.count:
+        while self.state["used"][0] < len(self.batches):
             self.state["used"][0] += 1
-            self.given += 1
-            yield torch.rand(2) + self.state["used"][0]
+            self.asked += 1
+            yield self.batches[self.state["used"][0] - 1] + torch.rand(()) / 2
         self.state["used"][0] = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -48,6 +44,10 @@ class Cursor(Noise):  # the same, resumed by its own state, which it changes in 
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.state = state
+
+
+def numbered(count: int) -> list[Tensor]:
+    return [torch.full((2, 1), float(number)) for number in range(count)]
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
@@ -78,18 +78,18 @@ def test_an_iterable_without_state_is_drawn_again_and_says_so() -> None:
 
 
 def test_a_stateful_iterable_goes_on_from_its_own_state() -> None:
-    expected = values(as_source(Cursor(), "training", seed=3))
-    before = as_source(Cursor(), "training", seed=3)
+    expected = values(as_source(Cursor(numbered(5)), "training", seed=3))
+    before = as_source(Cursor(numbered(5)), "training", seed=3)
     assert before.stateful
     batches = before.batches(0, 0)
     next(batches), next(batches)
     state = before.snapshot()
     rest = [batch.tolist() for batch, _, _ in batches]  # changes in place what it gave as its state
-    data = Cursor()
+    data = Cursor(numbered(5))
     after = as_source(data, "training", seed=3)
     after.restore(state)
     assert values(after, position=2) == rest == expected[2:]
-    assert data.given == 3
+    assert data.asked == 3
     assert values(after, epoch=1) == values(before, epoch=1)
 
 

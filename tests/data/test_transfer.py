@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
 from drivetrain.data import MicroBatch, Transfer
@@ -48,17 +47,6 @@ def test_data_that_must_not_be_drawn_from_early_is_not(device: torch.device) -> 
     for number in range(3):
         next(moved)
         assert drawn == list(range(number + 1))
-
-
-@needs_cuda
-@pytest.mark.parametrize("early", [True, False])
-def test_an_accelerator_gets_every_batch_whole_and_in_order(early: bool) -> None:
-    drawn: list[int] = []
-    sums: list[Tensor] = []
-    for each in Transfer(torch.device("cuda", 0), torch.float64).ahead(micro_batches(50, drawn), early):
-        assert each.batch["features"].dtype == torch.float64
-        sums.append(each.batch["features"].sum())
-    assert [float(value) for value in sums] == [6.0 * number for number in range(50)]
 
 
 class Owner:  # moves itself, and may allocate what it likes meanwhile

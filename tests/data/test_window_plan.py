@@ -94,13 +94,8 @@ def test_workers_that_make_the_next_epoch_ahead_make_its_sizes() -> None:
     def windows(workers: int) -> list[tuple[list[list[int]], bool]]:
         progress, found = Progress(), []
         source = as_source(Numbers(), "training", 1, batch_size=1, num_workers=workers, shuffle=True)
-        feed = Feed(
-            source,
-            Transfer(torch.device("cpu")),
-            accumulation={0: 2, 6: 1},
-            batch_sizes=sizes,
-            progress=progress,
-        )
+        options: Any = {"accumulation": {0: 2, 6: 1}, "batch_sizes": sizes, "progress": progress}
+        feed = Feed(source, Transfer(torch.device("cpu")), **options)
         for epoch in range(4):
             for window in feed.windows(epoch, until=4):
                 found.append(([each.batch.tolist() for each in window.micro_batches], window.last))

@@ -190,5 +190,10 @@ def test_refusals_of_the_engine() -> None:
         "no generator": (lambda: quiet(max_steps=1).fit(Forgetful(), loader()), "2 optimizers"),
         "strategy": (lambda: Engine("cpuu"), "Did you mean 'cpu'"),
         "two devices": (lambda: Engine("single", devices=2), "devices=2"),
+        "meta": (
+            lambda: quiet(max_epochs=1).fit(Regression().to("meta"), pairs()),
+            "has no values",
+            "'fsdp'",
+        ),
     }
     assert_refused((ConfigError, StrategyError), cases)

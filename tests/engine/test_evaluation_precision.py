@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.ranks import on_two_ranks
 from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor
 
-from drivetrain import FSDPConfig, LambdaCallback, StrategyError, Trainer
+from drivetrain import LambdaCallback
 
 
 class Seen(Regression):  # notes the dtypes of weights and inputs, and has a buffer that an evaluation changes
@@ -54,14 +53,3 @@ def test_evaluation_precision_gives_the_weights_back_after_an_error_and_serves_p
     outputs = quiet(evaluation_precision="16-true").predict(task, pairs())
     assert outputs[0].dtype == torch.float16
     assert task.line.weight.dtype == torch.float32
-
-
-def on_ranks() -> tuple[set[torch.dtype], torch.dtype]:
-    task = fitted(evaluation_precision="bf16-true", strategy="ddp", devices=2)
-    return {weights for training, _, weights in task.seen if not training}, task.line.weight.dtype
-
-
-def test_evaluation_precision_works_with_ddp_and_is_refused_with_fsdp() -> None:
-    assert on_two_ranks(on_ranks) == [({torch.bfloat16}, torch.float32)] * 2
-    with pytest.raises(StrategyError, match="'bf16-true' with strategy 'fsdp'"):
-        Trainer(strategy=FSDPConfig(), evaluation_precision="bf16-true")

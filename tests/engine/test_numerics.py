@@ -56,13 +56,8 @@ def train_tokens(
     """The weights after an epoch of 22 sequences, windows of 8, 8 and 6; each update's gradient and loss."""
     optimizer, max_grad_norm = UPDATERS[how]
     task, gradients = NextToken(optimizer), []
-    trainer = quiet(
-        max_epochs=1,
-        precision=precision,
-        gradient_accumulation_steps=accumulation,
-        max_grad_norm=max_grad_norm,
-        callbacks=[gradient_recorder(task, gradients)],
-    )
+    options: Any = {"max_grad_norm": max_grad_norm, "callbacks": [gradient_recorder(task, gradients)]}
+    trainer = quiet(max_epochs=1, precision=precision, gradient_accumulation_steps=accumulation, **options)
     steps = trainer.steps(task, DataLoader(ragged(), batch_size=batch_size, shuffle=True))
     losses = [step.loss for step in steps]
     return dict(task.state_dict()), gradients, losses

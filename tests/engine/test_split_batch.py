@@ -37,16 +37,9 @@ def rows(count: int = 5) -> Tensor:
 
 
 def test_each_kind_of_batch_is_split_as_views_and_keeps_its_type() -> None:
-    makers: list[Any] = [
-        lambda x, y: [x, y],
-        lambda x, y: (x, y),
-        lambda x, y: {"x": x, "deep": {"y": Named(x, y)}},
-        lambda x, y: OrderedDict(x=x, y=y),
-        lambda x, y: UserDict(x=x, y=y),
-        Sample,
-        Named,
-        lambda x, y: x,
-    ]
+    nested = lambda x, y: {"x": x, "deep": {"y": Named(x, y)}}  # noqa: E731
+    mappings = [lambda x, y: OrderedDict(x=x, y=y), lambda x, y: UserDict(x=x, y=y), nested]
+    makers: list[Any] = [lambda *both: [*both], lambda *both: both, lambda x, y: x, Sample, Named, *mappings]
     for make in makers:
         batch = make(rows(), -rows()[:, 0])
         parts = split_batch(batch, 2)

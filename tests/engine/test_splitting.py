@@ -213,9 +213,8 @@ def test_an_update_that_has_begun_to_change_weights_is_not_repeated() -> None:
         seen.append(run.progress.updates)
         lacks_memory()
 
-    trainer = quiet(
-        max_epochs=1, micro_batch="auto", callbacks=[LambdaCallback(on_before_optimizer_step=fail)]
-    )
+    callbacks = [LambdaCallback(on_before_optimizer_step=fail)]
+    trainer = quiet(max_epochs=1, micro_batch="auto", callbacks=callbacks)
     with pytest.raises(torch.OutOfMemoryError):
         trainer.fit(Small(), pairs(8, 8))
     assert seen == [0]
@@ -225,9 +224,8 @@ def test_evaluation_in_parts_counts_every_sample_once_and_fails_as_often_as_it_h
     batches: list[int] = []
     seen = LambdaCallback(on_evaluation_step_end=lambda run: batches.append(1))
     expected = quiet().validate(Regression(), pairs(13, 8))
-    assert quiet(micro_batch="auto", callbacks=[seen]).validate(Small(), pairs(13, 8)) == pytest.approx(
-        expected, rel=1e-6
-    )
+    found = quiet(micro_batch="auto", callbacks=[seen]).validate(Small(), pairs(13, 8))
+    assert found == pytest.approx(expected, rel=1e-6)
     assert len(batches) == 2
     task = Small(fits=2)
     quiet(micro_batch="auto").validate(task, pairs(32, 16))

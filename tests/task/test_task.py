@@ -110,13 +110,10 @@ class Shot:
     loss: Tensor | None = None
 
 
-def test_metric_inputs_are_the_outputs_and_the_target() -> None:
+def test_loss_weight_metric_inputs_and_other_defaults() -> None:
     for name in ("label", "labels", "target", "targets", "y"):
         assert PLAIN.metric_inputs(ONE, {"image": THREE, name: TWO}) == (ONE, TWO)
     assert PLAIN.metric_inputs(ONE, (THREE, THREE, TWO)) == (ONE, TWO)
-
-
-def test_loss_weight_is_the_number_of_samples_and_other_defaults() -> None:
     batches = {"image": torch.zeros(7, 2)}, (torch.zeros(3, 1), torch.zeros(3)), {"name": "no tensor"}
     assert [PLAIN.loss_weight(batch) for batch in batches] == [7, 3, 1]
     task = Plain()
@@ -138,13 +135,9 @@ def test_every_step_follows_from_forward_and_loss() -> None:
     assert torch.equal(task.predict_step(batch), task(batch[0]))
     task.training_step(batch).loss.backward()
     assert all(parameter.grad is not None for parameter in task.parameters())
+    assert PLAIN.loss({"loss": ONE}, None) is PLAIN.loss(Shot(TWO, loss=ONE), None) is ONE  # a model's own
     own = variant(validation_step=lambda self, batch: {"loss": torch.tensor(7.0)})
     assert quiet().test(own(), pairs()) == {"test/loss": 7.0}  # the test step follows the validation step
-
-
-def test_a_model_that_returns_its_own_loss_needs_no_other() -> None:
-    assert PLAIN.loss({"loss": ONE}, None) is ONE
-    assert PLAIN.loss(Shot(TWO, loss=ONE), None) is ONE
 
 
 class Recorded(TaskModule):

@@ -1,5 +1,6 @@
 """A user's task with an argument of every type, and a callback."""
 
+# ruff: noqa: B006, B008, UP045
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Optional
@@ -21,21 +22,11 @@ class Typed(TaskModule):
     """
 
     def __init__(
-        self,
-        whole: int = 0,
-        number: float = 0.0,
-        flag: bool = False,
-        text: str = "",
-        maybe: int | None = 1,
-        either: int | str = 0,
-        kind: Literal["relu", "tanh"] = "relu",
-        sizes: list[int] = [],  # noqa: B006
-        pair: tuple[float, float] = (0.0, 0.0),
-        options: Optional[dict[str, Any]] = None,  # noqa: UP045
-        policy: Policy = Policy(),  # noqa: B008
-        path: Path | None = None,
-        rate=0.5,
-    ):
+        self, whole: int = 0, number: float = 0.0, flag: bool = False, text: str = "", maybe: int | None = 1,
+        either: int | str = 0, kind: Literal["relu", "tanh"] = "relu", sizes: list[int] = [],
+        pair: tuple[float, float] = (0.0, 0.0), options: Optional[dict[str, Any]] = None,
+        policy: Policy = Policy(), path: Path | None = None, rate=0.5,
+    ):  # fmt: skip
         super().__init__()
         self.given = dict(vars())
 

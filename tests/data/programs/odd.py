@@ -16,15 +16,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from drivetrain import LambdaCallback
 
-given = {
-    "raises": False,
-    "preempted": False,
-    "act": "",
-    "data": "rows",
-    "workers": 1,
-    "options": {},
-    **json.loads(sys.argv[1]),
-}
+given = {"raises": False, "preempted": False, "act": "", "data": "rows", "workers": 1, "options": {}}
+given |= json.loads(sys.argv[1])
 
 
 class Odd(Dataset):

@@ -9,7 +9,6 @@ import torch
 from tests.support.refusals import assert_refused
 from tests.support.tasks import quiet
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from drivetrain import CheckpointError, ConfigError, Engine, OptimizerConfig, ParameterGroup, TaskModule
@@ -276,22 +275,3 @@ def test_exported_weights_are_of_16_bits_and_kept_copies_are_by_name(tmp_path: P
     assert {each.dtype for each in stored.values()} == {torch.bfloat16}
     for name, each in task.state_dict().items():
         assert torch.equal(stored[name], each)
-
-
-def test_your_own_loop_in_16_bits_saves_and_goes_on_alike(tmp_path: Path) -> None:
-    path, found = str(tmp_path / "there"), []
-    for updates in (4, 2, 2):
-        torch.manual_seed(0)
-        with Engine("cpu", "bf16-true-master") as engine:
-            model, optimizer = engine.prepare(nn.Linear(8, 8), lambda each: torch.optim.AdamW(each, lr=1e-4))
-            if len(found) == 2:
-                engine.load(path, model=model, optimizer=optimizer)
-            for _ in range(updates):
-                x = torch.ones(4, 8, dtype=torch.bfloat16)
-                engine.backward(F.mse_loss(model(x), x))
-                engine.step(optimizer, max_grad_norm=1.0)
-            if len(found) == 1:
-                engine.save(path, model=model, optimizer=optimizer)
-            found.append(values(model))
-    assert torch.equal(found[2], found[0])
-    assert not torch.equal(found[1], found[0])

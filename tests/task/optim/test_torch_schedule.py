@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from tests.support.outcome import weights
-from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, pairs, quiet
 from torch import nn
@@ -115,13 +114,3 @@ def test_refusals_of_torch_schedule(tmp_path: Path) -> None:
     }
     assert_refused(ConfigError, cases)
     assert (tmp_path / "checkpoints" / "update-00000005").is_dir()  # the last ends the run once it is saved
-
-
-def test_ranks_follow_the_same_validations() -> None:
-    def on_ranks() -> tuple[list[float], Any]:
-        given = task(PLATEAU, metric="validation/loss")
-        return rates(given, pairs(4), strategy="ddp", devices=2, max_epochs=3), weights(given)
-
-    first, second = on_two_ranks(on_ranks)
-    assert first == second
-    assert first[0] == [0.8] * 6 + [0.4] * 3
