@@ -161,6 +161,9 @@ def test_a_manifest_that_misdescribes_a_tensor_is_found(saved):
         manifest.tensors["model"] = {**tensors, **renamed}
         (saved / "manifest.json").write_bytes(manifest.dump())
         damaged(saved, "the tensor 'bias' of the group 'model' is F32 of shape")
+    del manifest.files["model.safetensors"]
+    (saved / "manifest.json").write_bytes(manifest.dump())
+    damaged(saved, "places tensors in 'model.safetensors', which it does not list")
 
 
 @pytest.mark.parametrize("name", FILES)
