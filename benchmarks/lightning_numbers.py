@@ -48,7 +48,7 @@ def _under_options() -> list[list[str]]:
     for name, (their_options, our_options, samples) in _OPTIONS.items():
         modules.loader.__defaults__ = (samples, 0, 4)
         row = [name]
-        for kind in (modules.Classifier, modules.Segmenter, modules.Template, modules.Autoencoder):
+        for kind in (modules.Classifier, modules.Template, modules.OneCycle):
             epochs = {"max_epochs": 3}
             theirs, ours, *_ = both(kind, epochs | their_options, epochs | our_options)
             row.append(f"{(weights_of(theirs) - weights_of(ours)).abs().max():.1e}")
@@ -57,12 +57,10 @@ def _under_options() -> list[list[str]]:
 
 
 def _hooks() -> list[list[str]]:
-    from tests.integrations.lightning.recording import Recording
-
     limits = {"max_epochs": 1, "limit_train_batches": 4}
     their_options = {**limits, "accumulate_grad_batches": 2, "limit_val_batches": 1}
     our_options = {**limits, "gradient_accumulation_steps": 2, "limit_validation_batches": 1}
-    theirs, ours, *_ = both(Recording, their_options, our_options)
+    theirs, ours, *_ = both(modules.Recording, their_options, our_options)
     return [[f"`{each}`" for each in pair] for pair in zip(theirs.calls, ours.calls, strict=True)]
 
 
@@ -75,7 +73,7 @@ def main() -> None:
         "module | a loss: Lightning / drivetrain | a value | difference of weights | logged otherwise",
         [_compared(getattr(modules, name)) for name in MODULES],
     )
-    _table("difference of weights | Classifier | Segmenter | Template | Autoencoder", _under_options())
+    _table("difference of weights | Classifier | Template | OneCycle", _under_options())
     _table("Lightning | drivetrain", _hooks())
 
 

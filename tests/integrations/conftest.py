@@ -29,7 +29,6 @@ def transformers_library() -> None:
 
 @pytest.fixture(scope="session")
 def lightning_library() -> None:
-    """Import both of Lightning's packages."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import lightning.pytorch  # noqa: F401

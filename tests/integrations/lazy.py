@@ -5,11 +5,7 @@ from typing import Any
 
 
 class Lazy:
-    """A module by its name; its names are read from it, and so import it.
-
-    Args:
-        name: The module.
-    """
+    """A module by its name; reading a name of it imports it."""
 
     def __init__(self, name: str) -> None:
         self._name = name

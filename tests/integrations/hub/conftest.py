@@ -30,16 +30,13 @@ class Hub:
         self.port = int(self.process.stdout.readline())
 
     def kill(self) -> None:
-        """Kill the server with everything that it is doing."""
         self.process.kill()
         self.process.communicate()
 
     def commits(self, name: str = "org--line") -> list[str]:
-        """The messages of a repository's commits, oldest first."""
         return list(json.loads((self.folder / "repositories" / f"{name}.json").read_text())["messages"])
 
     def paths(self) -> list[str]:
-        """The path of each request."""
         return [json.loads(each)[1] for each in (self.folder / "requests.jsonl").read_text().splitlines()]
 
 

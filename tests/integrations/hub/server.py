@@ -26,8 +26,6 @@ Tree = dict[str, dict[str, Any]]
 
 
 class RefusedError(Exception):
-    """An error that is answered, with the Hub's code for it."""
-
     def __init__(self, status: int, code: str = "", message: str = "") -> None:
         super().__init__(message)
         self.status, self.code = status, code
@@ -77,8 +75,6 @@ def write(path: Path, value: Any) -> None:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection."""
-
     protocol_version = "HTTP/1.1"
 
     @property
@@ -150,12 +146,6 @@ class Handler(BaseHTTPRequestHandler):
         if self.parts[-4:] == ["info", "lfs", "objects", "batch"]:
             self.batch()
             return
-        if self.parts[-1] == "verify":
-            asked = json.loads(self.body())
-            if not (OBJECTS / asked["oid"]).exists():
-                raise RefusedError(404)
-            self.answer({})
-            return
         if self.parts == ["api", "repos", "create"]:
             asked = json.loads(self.body())
             name = f"{asked.get('organization') or 'me'}/{asked['name']}"
@@ -200,11 +190,8 @@ class Handler(BaseHTTPRequestHandler):
     def batch(self) -> None:
         objects = []
         for each in json.loads(self.body())["objects"]:
-            place = f"{self.address}/lfs/{each['oid']}"
-            actions = {
-                "upload": {"href": f"{place}?X-Amz-Signature=signed"},
-                "verify": {"href": f"{place}/verify"},
-            }
+            place = f"{self.address}/lfs/{each['oid']}?X-Amz-Signature=signed"
+            actions = {"upload": {"href": place}}
             is_here = (OBJECTS / each["oid"]).exists()
             objects.append({**each, **({} if is_here else {"actions": actions})})
         self.answer({"transfer": "basic", "objects": objects})

@@ -13,7 +13,6 @@ import torch
 import yaml
 from tests.support.messages import warned
 from tests.support.outcome import weights
-from tests.support.refusals import assert_refused
 from tests.support.tasks import pairs
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,7 +20,7 @@ from torch.nn import functional as F
 from drivetrain import CheckpointConfig, LambdaCallback, OptimizerConfig, Preempted, TaskModule, Trainer
 from drivetrain.checkpoint import verify
 from drivetrain.cli.main import main
-from drivetrain.core.errors import CheckpointError, ConfigError, MissingDependencyError
+from drivetrain.core.errors import CheckpointError, ConfigError
 from drivetrain.integrations.hub import CardData, Publish, push
 from drivetrain.integrations.hub.client import HubError, client
 from drivetrain.testing import run_distributed
@@ -90,17 +89,9 @@ def test_push_uploads_weights_assets_card_and_curves(hub: Hub, tmp_path: Path) -
     assert {"adapter_config.json", "words.txt", "model.safetensors"} <= files()
     assert [each for each in files() if each.startswith("runs/run/events.out.tfevents.")]
     text = (folder / "README.md").read_text()
-    assert (
-        head_of(text).items()
-        >= {
-            "license": "apache-2.0",
-            "tags": ["drivetrain", "lines"],
-            "base_model": "org/base",
-            "library_name": "peft",
-            "datasets": ["org/points"],
-            "metrics": ["loss"],
-        }.items()
-    )
+    head = {"license": "apache-2.0", "tags": ["drivetrain", "lines"], "base_model": "org/base"}
+    head |= {"library_name": "peft", "datasets": ["org/points"], "metrics": ["loss"]}
+    assert head_of(text).items() >= head.items()
     parts = ["| `validation/loss` | ", "| `task.width` | `1024` |", "| `optimizer.lr` | `0.01` |"]
     parts += ["| `trainer.precision` | `32` |", f"| torch | `{torch.__version__}` |", "| updates | 10 |"]
     assert [each for each in parts if each not in text] == []
@@ -159,27 +150,13 @@ def test_refusals(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     def resumed(token: str | None = None) -> None:
         trainer(tmp_path / "new", Publish(REPOSITORY, token=token)).fit(Wide(), pairs(), resume="hub")
 
-    def without(name: str, value: Any) -> None:
-        with monkeypatch.context() as changed:
-            changed.delenv("HF_TOKEN")
-            changed.setattr(name, value)
+    with monkeypatch.context() as changed:
+        changed.delenv("HF_TOKEN")
+        changed.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
+        with pytest.raises(ConfigError, match="no token to upload to org/line"):
             trainer(run_dir, Publish(REPOSITORY)).fit(Wide(), pairs())
-
-    cases: dict[str, Any] = {
-        "no checkpoints": (
-            lambda: trainer(run_dir, Publish(REPOSITORY), checkpoint=False),
-            "checkpoint=False saves none",
-        ),
-        "no token": (
-            lambda: without("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none")),
-            "no token to upload to org/line",
-        ),
-        "no client": (
-            lambda: without("drivetrain.integrations.hub.client.is_installed", lambda package: False),
-            "drivetrain[hub]",
-        ),
-    }
-    assert_refused((ConfigError, MissingDependencyError), cases)
+    with pytest.raises(ConfigError, match="checkpoint=False saves none"):
+        trainer(run_dir, Publish(REPOSITORY), checkpoint=False)
     trainer(run_dir, epochs=1).fit(Wide(), pairs())
     push(run_dir, REPOSITORY, checkpoint=True)
     with pytest.raises(HubError, match=r"no checkpoint was read from org/line: .*401") as failure:
@@ -253,9 +230,6 @@ def test_of_two_ranks_only_the_first_uploads(hub: Hub, tmp_path: Path) -> None:
     verify(str(downloaded(tmp_path / "downloaded") / "last-checkpoint"))
 
 
-# Servers that die, uploads that hang, and processes that are told to end.
-
-
 def wait_for(condition: Any) -> None:
     ends = time.monotonic() + 600
     while not condition():
@@ -307,3 +281,17 @@ def test_a_preempted_run_waits_for_the_upload_of_its_last_checkpoint(hub: Hub, t
     run_distributed(preempted, str(tmp_path / "run"), world_size=1)
     assert hub.commits() == ["Upload update-00000003"]
     verify(str(downloaded(tmp_path / "downloaded") / "last-checkpoint"))
+
+
+@pytest.mark.landing
+@pytest.mark.real("ends an upload that is stuck")
+def test_a_fit_waits_for_a_stuck_upload_no_longer_than_its_timeout_and_a_resumed_one_uploads_it(
+    hub: Hub, tmp_path: Path
+) -> None:
+    (hub.folder / "stall").touch()
+    with warned(r"by hand: drivetrain checkpoint push .*update-00000010 org/line$"):
+        trainer(tmp_path / "run", Publish(REPOSITORY, "save", timeout=1)).fit(Wide(), pairs())
+    assert not (tmp_path / "run" / ".hub").exists()
+    (hub.folder / "stall").unlink()
+    trainer(tmp_path / "run", Publish(REPOSITORY)).fit(Wide(), pairs(), resume="auto")
+    assert hub.commits() == ["Upload update-00000010"]

@@ -77,12 +77,16 @@ def test_push_to_hub_of_a_script_has_the_card_and_message_of_transformers_exampl
 ) -> None:
     import huggingface_hub
 
-    options = {"max_steps": 1, "eval_strategy": "epoch", "hub_model_id": "me/examples", "use_cpu": True}
+    options: dict[str, Any] = {"max_steps": 2, "hub_model_id": "me/examples", "use_cpu": True}
+    options |= {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    options |= {"load_best_model_at_end": True, "metric_for_best_model": "score"}
     args = transformers.TrainingArguments(
         str(tmp_path / "run"), report_to="none", disable_tqdm=True, **options
     )
     data = rows("bert, classes", 8)
-    made = hf.Trainer(model("bert, classes"), args, padded, data, data)
+    scores = iter((2, 1))
+    score = {"compute_metrics": lambda _: {"score": next(scores)}}
+    made = hf.Trainer(model("bert, classes"), args, padded, data, data, **score)
     made.train()
     with pytest.raises(ConfigError, match=r"push_to_hub\(dataset_tag=.*Did you mean 'dataset_tags'"):
         made.push_to_hub(dataset_tag="glue")
@@ -100,4 +104,5 @@ def test_push_to_hub_of_a_script_has_the_card_and_message_of_transformers_exampl
     found = card.data
     assert (found.language, found.base_model, found.datasets) == ("en", "org/base", ["glue"])
     assert {"short", "fill-mask"} <= set(found.tags)
-    assert hub.commits("me--examples") == ["Training complete"]
+    made.push_to_hub()  # the best one, and not the newest
+    assert hub.commits("me--examples") == ["Training complete", "Upload update-00000001"]

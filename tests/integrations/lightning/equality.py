@@ -1,5 +1,6 @@
 """One module under Lightning's Trainer and under ours, on the same data."""
 
+import inspect
 import warnings
 from collections import defaultdict
 from typing import Any
@@ -13,7 +14,7 @@ from drivetrain.integrations.lightning.kinds import is_overridden
 
 modules = Lazy("tests.integrations.lightning.modules")
 
-MODULES = ("Classifier", "Template", "OneCycle", "WarmUp", "GAN", "Skipping", "Finetuning", "Tabular")
+MODULES = ("Classifier", "Template", "OneCycle", "WarmUp", "GAN", "Skipping", "Finetuning")
 # What a module's own trainer logs otherwise, each with the reason.
 EXPLAINED = {
     "Skipping": {"loss_step"},  # Lightning logs the value before again where a step returned None
@@ -22,8 +23,6 @@ EXPLAINED = {
 
 
 class Recorder:
-    """A logger of ours that keeps the values."""
-
     def __init__(self) -> None:
         self.values: dict[str, list[float]] = defaultdict(list)
 
@@ -43,11 +42,13 @@ def made(kind: Any) -> Any:
 
 def data_of(module: Any) -> tuple[Any, ...]:
     """Return what Lightning's `fit` is given after the module: the loaders."""
-    return modules.loader(), modules.loader(9, 1) if is_overridden(module, "validation_step") else None
+    evaluated = modules.loader(9, 1) if is_overridden(module, "validation_step") else None
+    if evaluated is not None and "dataloader_idx" in inspect.signature(module.validation_step).parameters:
+        evaluated = {"near": evaluated, "far": modules.loader(6, 2)}
+    return modules.loader(), evaluated
 
 
 def under_lightning(module: Any, **options: Any) -> dict[str, list[float]]:
-    """Fit under Lightning, and return the logged values."""
     import lightning.pytorch as pl
     from lightning.pytorch.loggers.logger import Logger
 
@@ -66,28 +67,18 @@ def under_lightning(module: Any, **options: Any) -> dict[str, list[float]]:
     recorder = Theirs()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=1,
-            logger=recorder,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
-            log_every_n_steps=1,
-            **{"enable_checkpointing": False, **options},
-        )
+        off = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+        more = {"num_sanity_val_steps": 0, "log_every_n_steps": 1, **off, **options}
+        trainer = pl.Trainer(accelerator="cpu", devices=1, logger=recorder, **more)
         trainer.fit(module, *data_of(module))
     return dict(recorder.recorder.values)
 
 
 def under_ours(module: Any, resume: str | None = None, **options: Any) -> Any:
-    """Fit under ours, and return the logged values and the result."""
-    given = data_of(module)
-    train, evaluated = given
     recorder = Recorder()
     settings = {"strategy": "cpu", "checkpoint": False, "log_every": 1, **options}
     trainer = Trainer(loggers=(recorder,), progress_bar=False, **settings)
-    result = trainer.fit(as_task(module), train, evaluated, resume=resume)
+    result = trainer.fit(as_task(module), *data_of(module), resume=resume)
     return dict(recorder.values), result
 
 

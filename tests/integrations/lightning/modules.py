@@ -2,18 +2,18 @@
 
 import functools
 import math
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MaxMetric, MeanMetric, MetricCollection, SumMetric
-from torchmetrics.classification import MulticlassAccuracy
-from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError, R2Score
+from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 
 
 def loader(samples: int = 22, seed: int = 0, batch_size: int = 4) -> DataLoader[Any]:
@@ -79,6 +79,7 @@ class Template(LightningModule):
         )
         self.train_loss, self.val_loss = MeanMetric(), MeanMetric()
         self.val_acc, self.val_acc_best = MulticlassAccuracy(2), MaxMetric()
+        self.several = MetricCollection([MulticlassAccuracy(2), MulticlassPrecision(2)], prefix="train/")
 
     def on_train_start(self):
         self.val_loss.reset()
@@ -90,10 +91,15 @@ class Template(LightningModule):
         return F.cross_entropy(logits, y), logits.argmax(1), y
 
     def training_step(self, batch, batch_idx):
-        loss, _, _ = self.model_step(batch)
+        loss, found, y = self.model_step(batch)
         self.train_loss(loss)
+        self.several.update(found, y)
         self.log("train/loss", self.train_loss, on_step=False, on_epoch=True, prog_bar=True)
         return loss
+
+    def on_train_epoch_end(self):
+        self.log_dict(self.several.compute())
+        self.several.reset()
 
     def validation_step(self, batch, batch_idx):
         loss, found, y = self.model_step(batch)
@@ -127,6 +133,9 @@ class OneCycle(LightningModule):
         self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
         self.log("loss", loss)
         return {"loss": loss, "logits": y}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.log("batch_loss", outputs["loss"])
 
     def validation_step(self, batch, batch_idx):
         x, y = batch
@@ -162,9 +171,6 @@ class WarmUp(LightningModule):
             for each in self.net[2].parameters():
                 each.grad = None
 
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.log("batch_loss", outputs["loss"])
-
     def on_before_optimizer_step(self, optimizer):
         norm = torch.stack([p.grad.norm() for p in self.net.parameters() if p.grad is not None]).norm()
         self.log("grad_norm", norm)
@@ -191,33 +197,37 @@ class WarmUp(LightningModule):
 
 
 class GAN(LightningModule):
-    """Two optimizers in manual optimization, with toggling and schedules."""
+    """Two optimizers in manual optimization, with toggling and schedules; one steps every second batch."""
 
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False
         self.generator = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4))
         self.discriminator = nn.Sequential(nn.Linear(4, 8), nn.LeakyReLU(), nn.Linear(8, 1))
+        self.register_buffer("batches", torch.zeros(()))
 
     def training_step(self, batch):
         real, _ = batch
         g_opt, d_opt = self.optimizers()
         noise = torch.sin(torch.arange(3 * len(real)).float() + self.global_step).view(-1, 3)
         ones, zeros = torch.ones(len(real), 1), torch.zeros(len(real), 1)
-        self.toggle_optimizer(g_opt)
-        g_loss = F.binary_cross_entropy_with_logits(self.discriminator(self.generator(noise)), ones)
-        g_opt.zero_grad()
-        self.manual_backward(g_loss)
-        self.clip_gradients(g_opt, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
-        g_opt.step()
-        self.untoggle_optimizer(g_opt)
-        with d_opt.toggle_model():
-            fake = self.generator(noise).detach()
-            d_loss = F.binary_cross_entropy_with_logits(self.discriminator(real), ones)
-            d_loss = d_loss + F.binary_cross_entropy_with_logits(self.discriminator(fake), zeros)
-            d_opt.zero_grad()
-            self.manual_backward(d_loss)
+        self.toggle_optimizer(d_opt)
+        fake = self.generator(noise).detach()
+        d_loss = F.binary_cross_entropy_with_logits(self.discriminator(real), ones)
+        d_loss = d_loss + F.binary_cross_entropy_with_logits(self.discriminator(fake), zeros)
+        self.manual_backward(d_loss)
+        self.untoggle_optimizer(d_opt)
+        with g_opt.toggle_model():  # which leaves out the gradients that the discriminator adds up
+            g_loss = F.binary_cross_entropy_with_logits(self.discriminator(self.generator(noise)), ones)
+            g_opt.zero_grad()
+            self.manual_backward(g_loss)
+            self.clip_gradients(g_opt, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            g_opt.step()
+        self.batches += 1
+        if self.batches % 2 == 0:
+            self.clip_gradients(d_opt, gradient_clip_val=0.01, gradient_clip_algorithm="value")
             d_opt.step()
+            d_opt.zero_grad()
         self.log_dict({"g_loss": g_loss, "d_loss": d_loss}, prog_bar=True)
 
     def on_train_epoch_end(self):
@@ -232,11 +242,14 @@ class GAN(LightningModule):
 
 
 class Skipping(LightningModule):
-    """A step that returns None for some batches."""
+    """A step that returns None for some batches; several sets to validate on, whose batches are changed."""
 
     def __init__(self):
         super().__init__()
         self.net = body()
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return (1 + dataloader_idx) * batch[0], batch[1]
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -245,6 +258,12 @@ class Skipping(LightningModule):
         loss = F.cross_entropy(self.net(x), y)
         self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("val_loss", loss)
+        self.log(f"val_{dataloader_idx}", loss, add_dataloader_idx=False, batch_size=1)
+        self.log("hidden", loss, logger=False)
 
     def configure_optimizers(self):
         return [torch.optim.Adagrad(self.parameters(), lr=0.1)]
@@ -302,62 +321,11 @@ class Finetuning(LightningModule):
         return torch.optim.SGD(groups, lr=0.1)
 
 
-class Tabular(LightningModule):
-    """A regressor that watches a value of `on_validation_epoch_end`, with a collection of metrics."""
-
-    def __init__(self, embedding: nn.Module | None = None, lr: float = 0.05):
-        super().__init__()
-        self.save_hyperparameters(ignore=["embedding"])
-        self.body = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 8), nn.SiLU(), nn.Linear(8, 1))
-        metrics = MetricCollection([MeanAbsoluteError(), MeanSquaredError(squared=False), R2Score()])
-        self.train_metrics, self.val_metrics = metrics.clone(prefix="train_"), metrics.clone(prefix="val_")
-
-    def forward(self, x):
-        return self.body(x).squeeze(-1)
-
-    def shared_step(self, batch):
-        x, _ = batch
-        target = x[:, 0] * x[:, 1]
-        return self(x), target
-
-    def training_step(self, batch, batch_idx):
-        found, target = self.shared_step(batch)
-        loss = F.smooth_l1_loss(found, target)
-        self.train_metrics.update(found, target)
-        self.log("train_loss", loss, on_step=False, on_epoch=True, prog_bar=True, logger=True)
-        return loss
-
-    def on_train_epoch_end(self):
-        self.log_dict(self.train_metrics.compute())
-        self.train_metrics.reset()
-        self.log("epoch_float", float(self.current_epoch))
-
-    def validation_step(self, batch, batch_idx):
-        self.val_metrics.update(*self.shared_step(batch))
-
-    def on_validation_epoch_end(self):
-        self.log_dict(self.val_metrics.compute(), prog_bar=True)
-        self.val_metrics.reset()
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.NAdam(self.parameters(), lr=self.hparams.lr)
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "max", 0.5, patience=0, threshold=0.5)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": plateau, "monitor": "val_R2Score", "strict": True},
-        }
-
-    def configure_callbacks(self):
-        return [EarlyStopping("val_R2Score", mode="max", patience=5, verbose=False)]
-
-
 class Noted(LightningModule):
-    """A plain module that counts its calls."""
-
     def __init__(self):
         super().__init__()
         self.net = body()
-        self.calls = 0
+        self.calls = Counter()
 
     def training_step(self, batch, batch_idx):
         return F.cross_entropy(self.net(batch[0]), batch[1])
@@ -370,8 +338,6 @@ class Noted(LightningModule):
 
 
 class Ranks(Noted):
-    """Skips a batch on the last rank, gathers, and logs the number of its rank."""
-
     def training_step(self, batch, batch_idx):
         gathered = self.all_gather(torch.tensor(float(self.global_rank)))
         assert gathered.tolist() == ([0.0, 1.0] if self.trainer.world_size == 2 else 0.0)
@@ -384,8 +350,6 @@ class Ranks(Noted):
 
 
 class Numbers(Noted):
-    """Logs numbers of several kinds, and the number of its rank."""
-
     def training_step(self, batch, batch_idx):
         self.log_dict({"numpy": np.float32(batch_idx), "whole": batch_idx, "tensor": torch.tensor(batch_idx)})
         self.log("first", self.global_rank + 1.0, rank_zero_only=True)
@@ -399,8 +363,6 @@ class Numbers(Noted):
 
 
 class Counting(Classifier):
-    """Counts the samples that it validates on, by a sum and by a torchmetrics object."""
-
     def __init__(self):
         super().__init__()
         self.counted = SumMetric()
@@ -429,3 +391,63 @@ class Divided(LightningDataModule):
         assert self.trainer.lightning_module is not None
         x, y = batch
         return -x, y
+
+
+class Noting(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = body()
+        self.calls: list[str] = []
+
+    def note(self, name: str) -> None:
+        self.calls.append(f"{name} {self.current_epoch} {self.global_step}" if self._trainer else name)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.note(f"validation_step {batch_idx}")
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.note(f"test_step {batch_idx}")
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        self.note(f"predict_step {batch_idx}")
+        return batch[1]
+
+
+def _noting(name: str) -> Callable[..., None]:
+    def hook(self: Any, *arguments: Any, **options: Any) -> None:
+        indices = [each for each in arguments if type(each) is int]
+        given = [getattr(each, "value", each) for each in options.values()]
+        self.note(" ".join(map(str, [name, *indices, *given])))
+
+    return hook
+
+
+_NOTED = ["on_fit_start", "on_fit_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"]
+_NOTED += ["on_before_optimizer_step", "prepare_data", "setup", "teardown", "configure_model"]
+for _stage in ("train", "validation", "test", "predict"):
+    for _part in ("", "_epoch", "_batch"):
+        _NOTED += [f"on_{_stage}{_part}_start", f"on_{_stage}{_part}_end"]
+for _name in _NOTED:
+    setattr(Noting, _name, _noting(_name))
+
+
+class Recording(Noting):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.note(f"training_step {batch_idx}")
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        self.calls.append("configure_optimizers")
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        optimizer.step(closure=optimizer_closure)
+        self.note(f"optimizer_step {epoch} {batch_idx}")
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step()
+        self.note("lr_scheduler_step")
+
+    def configure_gradient_clipping(self, optimizer: Any, **_: Any) -> None:
+        self.note("configure_gradient_clipping")

@@ -7,15 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.integrations.lazy import Lazy
-from tests.integrations.lightning.equality import (
-    both,
-    data_of,
-    differences,
-    made,
-    under_lightning,
-    under_ours,
-    weights_of,
-)
+from tests.integrations.lightning.equality import both, data_of, made, under_lightning, under_ours, weights_of
 
 from drivetrain import WeightAverage
 from drivetrain.checkpoint.saving.index import read_index
@@ -25,13 +17,6 @@ callbacks = Lazy("lightning.pytorch.callbacks")
 modules = Lazy("tests.integrations.lightning.modules")
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
-
-
-def close(ours: Any, theirs: Any) -> None:
-    torch.testing.assert_close(weights_of(ours), weights_of(theirs), rtol=0, atol=1e-6)
-
-
-# Checkpoints and early stopping.
 
 
 def test_several_model_checkpoints_keep_the_same_steps(tmp_path: Path) -> None:
@@ -78,36 +63,8 @@ def test_early_stopping_ends_after_the_same_update() -> None:
         assert (result.progress.epoch < 12) == options.get("strict", True), options
 
 
-# Averages, accumulation by schedule.
-
-
 def test_an_exponential_average_is_lightnings() -> None:
     theirs = {"max_epochs": 2, "callbacks": [callbacks.EMAWeightAveraging(decay=0.9)]}
     ours = {"max_epochs": 2, "callbacks": [WeightAverage("ema", decay=0.9)]}
     one, other, *_ = both(modules.Classifier, theirs, ours)
-    close(other, one)
-
-
-def accumulated(epochs: int, batches: int, stages: dict[int, int]) -> tuple[Any, Any, dict[str, Any]]:
-    class Watching(modules.Classifier):  # type: ignore[name-defined,misc]
-        """Keeps what the trainer says of its accumulation."""
-
-        seen: tuple[Any, ...] = ()
-
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            now = (self.current_epoch, self.global_step, self.trainer.accumulate_grad_batches)
-            self.seen = (*self.seen, now)
-
-    options: dict[str, Any] = {"max_epochs": epochs, "limit_train_batches": batches}
-    scheduler = callbacks.GradientAccumulationScheduler(dict(stages))
-    own = {f"{epoch} epochs": number for epoch, number in stages.items()}
-    ours = {**options, "gradient_accumulation_steps": own}
-    one, other, logged, found = both(Watching, {**options, "callbacks": [scheduler]}, ours)
-    return one, other, differences(logged, found)
-
-
-def test_accumulation_by_schedule_is_lightnings() -> None:
-    theirs, ours, different = accumulated(5, 4, {0: 4, 1: 2, 3: 1})
-    close(ours, theirs)
-    assert ours.seen == theirs.seen
-    assert not [name for name in different if not name.startswith("train_")]
+    torch.testing.assert_close(weights_of(other), weights_of(one), rtol=0, atol=1e-6)

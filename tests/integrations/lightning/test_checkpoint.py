@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 from tests.integrations.lazy import Lazy
-from tests.support.messages import warned
 from tests.support.refusals import assert_refused
 from tests.support.tasks import quiet
 from torch import Tensor, nn
 
-from drivetrain import CheckpointError, ConfigError, TaskModule
-from drivetrain.integrations.lightning import load_checkpoint
+from drivetrain import CheckpointError, ConfigError
+from drivetrain.integrations.lightning import as_task, load_checkpoint
 
 callbacks = Lazy("lightning.pytorch.callbacks")
 lightning = Lazy("lightning")
@@ -48,7 +47,6 @@ def made(width: int = 3, **options: Any) -> Any:
 
 
 def trained(path: Path, module: Any, *more: Any) -> Any:
-    """A checkpoint that their Trainer writes after two updates."""
     saver = callbacks.ModelCheckpoint(path.parent, path.stem, every_n_train_steps=2)
     off = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     with warnings.catch_warnings():
@@ -102,23 +100,11 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(tmp_path: Path) -> 
     assert torch.equal(other.net.weight, before)
 
 
-def test_every_place_that_takes_a_checkpoint_recognises_one_of_lightning(tmp_path: Path) -> None:
-    class Task(TaskModule):
-        def __init__(self, width: int = 3) -> None:
-            super().__init__()
-            self.net = nn.Linear(4, width)
-
-        def training_step(self, batch: Tensor) -> Tensor:
-            return self.net(batch).square().mean()
-
-        validation_step = training_step
-
-    path = str(tmp_path / "last.ckpt")
+def test_a_run_takes_weights_of_a_checkpoint_of_lightning_and_does_not_resume_from_it(tmp_path: Path) -> None:
+    path, data = str(tmp_path / "last.ckpt"), [torch.ones(2, 4)]
     weight = trained(Path(path), made()).net.weight
-    task, data = Task(), [torch.ones(2, 4)]
+    task = as_task(made())
     assert "a checkpoint of Lightning" in str(task.load_weights(path))
-    with warned("hyper-parameters that Task does not take"):
-        assert torch.equal(Task.from_checkpoint(path).net.weight, weight)
-    assert quiet().validate(Task(), data, checkpoint=path) == quiet().validate(task, data)
+    assert torch.equal(task.module.net.weight, weight)
     with pytest.raises(ConfigError, match=r"Only its weights can be read.*task\.load_weights\(path\)"):
-        quiet(max_epochs=1).fit(Task(), data, resume=path)
+        quiet(max_epochs=1).fit(task, data, resume=path)

@@ -11,7 +11,7 @@ from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
 from tests.support.tasks import quiet
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 from drivetrain import CheckpointConfig, LambdaCallback, OptimizerConfig, TaskModule, rank
 from drivetrain.core.errors import ConfigError, DataError
@@ -22,8 +22,6 @@ pytorch_lightning = Lazy("pytorch_lightning")
 
 
 class Numbers(TaskModule):
-    """Notes the numbers of each batch, by loader where there are several; its loss needs a parameter."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Linear(1, 1)
@@ -130,13 +128,10 @@ def test_data_is_prepared_on_one_rank(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["prepared-0"]
 
 
-# Samplers that divide the data already.
-
 KINDS = ("torch", "batches", "wrapper")
 
 
 def sampled(kind: str) -> Any:
-    """A data module whose sampler divides the data among two processes."""
     from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 
     data, parts = TensorDataset(torch.arange(11)), {"num_replicas": 2, "rank": 1}
@@ -179,9 +174,6 @@ def test_a_distributed_sampler_is_replaced_so_that_each_sample_counts_once_on_an
             parts = [each[kind][epoch] for each in ranks]
             assert sorted(parts[0] + parts[1]) == list(range(11)), kind
             assert {*one[kind][epoch][:4]} == {*parts[0][:2], *parts[1][:2]}, kind
-
-
-# Several training loaders.
 
 
 @pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec:FutureWarning")  # of their CombinedLoader
@@ -246,10 +238,6 @@ def test_refusals() -> None:
         def __iter__(self) -> Iterator[Any]:
             return iter(range(self.rank, 10, self.num_replicas))
 
-    class Stream(IterableDataset[Any]):
-        def __iter__(self) -> Iterator[Any]:
-            return iter(range(4))
-
     class Moves(lightning.LightningDataModule):  # type: ignore[name-defined,misc]
         def train_dataloader(self) -> Any:
             return numbers()
@@ -257,29 +245,16 @@ def test_refusals() -> None:
         def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
             return batch
 
-        def on_exception(self, exception: BaseException) -> None: ...
-
     def fit(loaders: Any) -> Any:
         return lambda: quiet(max_epochs=1).fit(Numbers(), as_data(data_of(train=loaders)))
 
     data = TensorDataset(torch.arange(10))
     # On one process too, where half of the data would never be read.
     divided = DataLoader(data, batch_size=2, sampler=Own(data, num_replicas=2, rank=0))
-    stream = [numbers(4), DataLoader(Stream(), batch_size=2)]
     cases: dict[str, Any] = {
-        "a sampler that divides": (
-            fit(divided),
-            "Data.train_dataloader()",
-            "(Own) divides the dataset into 2",
-        ),
-        "a stream among several": (fit(stream), "Data.train_dataloader()[1]", "CombinedLoader"),
-        "never called": (lambda: as_data(Moves()), "on_exception (write a callback", "transfer_batch"),
+        "a sampler that divides": (fit(divided), "Data.train_dataloader()", "(Own) divides the dataset"),
+        "never called": (lambda: as_data(Moves()), "transfer_batch"),
         "no loader": (lambda: as_data(lightning.LightningDataModule()), "override one of train_data"),
-        "a class": (lambda: as_data(Moves), "as_data(Moves"),
-        "a list": (lambda: as_data([]), "not list", "given to the Trainer as it is"),
-        "no test data": (
-            lambda: quiet().test(Numbers(), as_data(data_of(train=numbers()))),
-            "no test_data()",
-        ),
+        "no test data": (lambda: quiet().test(Numbers(), as_data(data_of(train=data))), "no test_data()"),
     }
     assert_refused((ConfigError, DataError), cases)

@@ -15,10 +15,6 @@ WORDS = 99
 _SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
 _ENCODER: dict[str, Any] = {"vocab_size": WORDS, "num_labels": 3, "max_position_embeddings": 32, **_SIZES}
 _ENCODER |= dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-_BART: dict[str, Any] = {"vocab_size": WORDS, "d_model": 16, "max_position_embeddings": 32}
-for _part in ("encoder", "decoder"):
-    _BART |= {f"{_part}_layers": 2, f"{_part}_attention_heads": 2, f"{_part}_ffn_dim": 16}
-_BART |= dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
 _VISION = {"image_size": 8, "patch_size": 4, **_SIZES}
 _IDS = {"eos_token_id": 2, "bos_token_id": 0, "pad_token_id": 1}
 _TEXT = {"vocab_size": WORDS, "max_position_embeddings": 16, **_SIZES, **_IDS}
@@ -27,17 +23,9 @@ Sample = dict[str, Tensor]
 
 
 class Family(NamedTuple):
-    """A kind of model.
-
-    Attributes:
-        make: Makes the model.
-        sample: Makes a sample of a length.
-        weight: The weight of its loss on a batch, by hand; None where it is not exact.
-    """
-
     make: Callable[[], Any]
     sample: Callable[[torch.Generator, int], Sample]
-    weight: Callable[[Mapping[str, Tensor]], float] | None
+    weight: Callable[[Mapping[str, Tensor]], float]
 
 
 def words(generator: torch.Generator, length: int) -> Tensor:
@@ -72,17 +60,8 @@ def pictured(generator: torch.Generator, length: int) -> Sample:
     return {"pixel_values": pixels, "labels": torch.randint(3, (), generator=generator)}
 
 
-def paired(generator: torch.Generator, length: int) -> Sample:
-    text = torch.cat([words(generator, 4), torch.tensor([2])])
-    return {"input_ids": text, "pixel_values": torch.randn(3, 8, 8, generator=generator)}
-
-
 def spoken(generator: torch.Generator, length: int) -> Sample:
     return {"input_values": torch.randn(80, generator=generator), "labels": words(generator, length)}
-
-
-def transcribed(generator: torch.Generator, length: int) -> Sample:
-    return {"input_features": torch.randn(8, 16, generator=generator), "labels": words(generator, length)}
 
 
 def unmasked(batch: Mapping[str, Tensor]) -> float:
@@ -119,11 +98,6 @@ def _vit() -> Any:
     return transformers.ViTForImageClassification(config)
 
 
-def _clip() -> Any:
-    config = transformers.CLIPConfig(text_config=_TEXT, vision_config=_VISION, projection_dim=8)
-    return transformers.CLIPModel(config)
-
-
 def _wav2vec2() -> Any:
     sizes = {"conv_dim": (8, 8), "conv_kernel": (3, 3), "conv_stride": (2, 2), "num_feat_extract_layers": 2}
     sizes |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "feat_extract_norm": "layer"}
@@ -133,13 +107,6 @@ def _wav2vec2() -> Any:
     made = transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(**_ENCODER, **sizes, **options))
     made.wav2vec2.masked_spec_embed.requires_grad_(False)  # which only SpecAugment uses
     return made
-
-
-def _whisper() -> Any:
-    sizes = {"num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 32}
-    ids = {"decoder_start_token_id": 0, "begin_suppress_tokens": None, "suppress_tokens": None, **_IDS}
-    config = transformers.WhisperConfig(**_BART, **sizes, **ids)
-    return transformers.WhisperForConditionalGeneration(config)
 
 
 def _llama() -> Any:
@@ -154,9 +121,7 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(_llama, continued, shifted),
     "t5": Family(_t5, translated, unmasked),
     "vit": Family(_vit, pictured, samples),
-    "clip": Family(_clip, paired, None),
     "wav2vec2": Family(_wav2vec2, spoken, samples),
-    "whisper": Family(_whisper, transcribed, unmasked),
 }
 
 
@@ -177,19 +142,16 @@ def padded(rows: list[Sample]) -> Sample:
 
 
 def model(family: str) -> Any:
-    """A model of a family, with the same weights each time."""
     transformers.utils.logging.disable_progress_bar()  # whose thread would stay
     torch.manual_seed(3)
     return FAMILIES[family].make()
 
 
 def rows(family: str, count: int) -> list[Sample]:
-    """Samples of different lengths."""
     generator = torch.Generator().manual_seed(5)
     return [FAMILIES[family].sample(generator, 3 + number % 4) for number in range(count)]
 
 
 def loader(family: str, count: int = 8, size: int = 2) -> DataLoader[Any]:
-    """Batches of a family."""
     data: Any = rows(family, count)
     return DataLoader(data, batch_size=size, collate_fn=padded)

@@ -5,15 +5,11 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate.utils import DistributedType
-from transformers.training_args import OptimizerNames
 
 from drivetrain.integrations.transformers import Trainer
 
 
 class Wrapping(Trainer):
-    """Looks at each loss."""
-
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         loss = super().training_step(model, inputs, num_items_in_batch)
         assert not loss.requires_grad
@@ -21,8 +17,6 @@ class Wrapping(Trainer):
 
 
 class OwnBackward(Trainer):
-    """Runs backward by itself, as in transformers' documentation."""
-
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         model.train()
         inputs = self._prepare_inputs(inputs)
@@ -42,8 +36,6 @@ class ByAccelerator(Trainer):
 
 
 class OwnLoss(Trainer):
-    """Computes the loss from the logits."""
-
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -55,8 +47,6 @@ class OwnLoss(Trainer):
 
 
 class OwnPrediction(Trainer):
-    """Predicts the class instead of the logits."""
-
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
@@ -65,42 +55,14 @@ class OwnPrediction(Trainer):
 
 
 class CopiedStep(Trainer):
-    """Has the lines of transformers' own training step."""
-
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        cp_context, inputs = self._prepare_context_parallel_inputs(model, inputs)
-        with cp_context():
-            model.train()
-            if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
-                self.optimizer.train()
-            inputs = self._prepare_inputs(inputs)
-            with self.compute_loss_context_manager():
-                loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-            del inputs
-            kwargs: dict[str, Any] = {}
-            if self.args.optim in [OptimizerNames.LOMO, OptimizerNames.ADALOMO]:
-                kwargs["learning_rate"] = self._get_learning_rate()
-            if self.args.n_gpu > 1:
-                loss = loss.mean()
-            if (
-                not self.model_accepts_loss_kwargs or num_items_in_batch is None
-            ) and self.compute_loss_func is None:
-                loss = loss / self.current_gradient_accumulation_steps
-            if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
-                kwargs["scale_wrt_gas"] = False
-            self.accelerator.backward(loss, **kwargs)
-            return loss.detach()
+    training_step = transformers.Trainer.training_step
 
 
 class CopiedLoss(Trainer):
-    """Has transformers' own loss."""
-
     compute_loss = transformers.Trainer.compute_loss
 
 
 class CopiedEvaluation(Trainer):
-    """Has transformers' own evaluation."""
-
     evaluate = transformers.Trainer.evaluate
     predict = transformers.Trainer.predict
     prediction_step = transformers.Trainer.prediction_step
@@ -140,8 +102,6 @@ def editing(kind: Any) -> Any:
 
 
 class Interrupted(transformers.TrainerCallback):
-    """Ends the program after an update."""
-
     def __init__(self, update: int) -> None:
         self.update = update
 
@@ -151,8 +111,6 @@ class Interrupted(transformers.TrainerCallback):
 
 
 class SavesAt2(transformers.TrainerCallback):
-    """Saves the model after the second update, by the script's Trainer."""
-
     def __init__(self, folder: Path | str) -> None:
         self.folder = folder
         self.script: Any = None

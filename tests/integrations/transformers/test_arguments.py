@@ -1,7 +1,6 @@
 """Transformers' arguments become options of a Trainer, a task and its data; nothing is ignored in silence."""
 
 import dataclasses
-import json
 import logging
 import math
 import re
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.integrations.lazy import Lazy
-from tests.integrations.transformers.families import loader, model
+from tests.integrations.transformers.families import loader, model, rows
 from tests.support.refusals import assert_refused
 from tests.support.site import site_script
 
@@ -39,22 +38,6 @@ def level_is_restored() -> Iterator[None]:
     level = logging.getLogger("drivetrain").level
     yield
     logging.getLogger("drivetrain").setLevel(level)
-
-
-class Samples(torch.utils.data.Dataset[Any]):
-    """Twelve sentences of four to six tokens."""
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        length = 4 + index % 3
-        words = torch.randint(1, 50, (6,), generator=torch.Generator().manual_seed(index))
-        mask = (torch.arange(6) < length).long()
-        return {"input_ids": words * mask, "attention_mask": mask.tolist(), "label": index % 2}
-
-
-# The table.
 
 
 def test_the_installed_release_has_no_option_without_a_row_and_the_page_is_current() -> None:
@@ -132,15 +115,10 @@ def test_refusals(tmp_path: Path) -> None:
     rows: list[tuple[Any, ...]] = [
         ({"learnin_rate": 1e-3}, "'learning_rate'"),
         ({"eval_strategy": "step"}, "Did you mean 'steps'"),
-        ({"lr_scheduler_type": "cosin"}, "Did you mean 'cosine'"),
-        ({"optim": "adamw_toch"}, "Did you mean 'adamw_torch'"),
         ({"learning_rate": "5e-5"}, "give a number"),
-        ({"bf16": "false"}, "give True or False"),
         ({"sharded_ddp": "simple"}, "sharded_ddp='simple'"),
         ({"evaluation_strategy": "epoch", "eval_strategy": "steps"}, "former name of eval_strategy"),
         ({"report_to": ["wandb"]}, "no logger here"),
-        ({"lr_scheduler_type": "greedy"}, "reduce_lr_on_plateau"),
-        ({"optim_args": "momentum=0.9"}, "does not take"),
         ({"load_best_model_at_end": True}, "validations"),
         ({"logging_steps": 0.5}, "logging_steps=0.5 is a share", "max_steps", "total_updates="),
         ({"deepspeed": adamw}, "lr=1.0"),
@@ -151,9 +129,6 @@ def test_refusals(tmp_path: Path) -> None:
     }
     cases["no cache"] = (lambda: _fit(tmp_path, {"torch_empty_cache_steps": 2}), "EmptyCache on 'cpu'")
     assert_refused(ConfigError, cases)
-
-
-# Their classes, and what older releases have stored.
 
 
 def test_the_arguments_of_a_script_are_parsed_and_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,31 +168,20 @@ def test_the_defaults_are_theirs_and_their_object_equals_a_mapping() -> None:
     assert 'on_nonfinite="skip"' in str(there.report)
 
 
-OLD = """{
-"output_dir": "out", "overwrite_output_dir": false, "per_gpu_train_batch_size": null, "learning_rate": 3e-4,
-"lr_scheduler_type": "linear", "warmup_ratio": 0.0, "warmup_steps": 0, "log_level": "passive",
-"logging_dir": "out/runs/Jan01_00-00-00_host", "no_cuda": false,
-"use_mps_device": false, "jit_mode_eval": false, "fp16_opt_level": "O1",
-"half_precision_backend": "auto", "local_rank": 0, "tpu_num_cores": null,
-"tpu_metrics_debug": false, "debug": [], "past_index": -1, "fsdp": [], "fsdp_min_num_params": 0,
-"fsdp_transformer_layer_cls_to_wrap": null, "deepspeed": null, "optim_args": null, "adafactor": false,
-"group_by_length": false, "length_column_name": "length", "report_to": [],
-"use_legacy_prediction_loop": false, "push_to_hub": true, "hub_model_id": "me/example",
-"hub_strategy": "every_save", "hub_token": "<HUB_TOKEN>", "gradient_checkpointing": false,
-"include_inputs_for_metrics": false, "fp16_backend": "auto",
-"push_to_hub_model_id": null, "push_to_hub_organization": null, "push_to_hub_token": "<PUSH_TO_HUB_TOKEN>",
-"mp_parameters": "", "full_determinism": false, "torchdynamo": null, "ray_scope": "last",
-"ddp_timeout": 1800, "evaluation_strategy": "epoch", "optim": "adamw_hf", "sharded_ddp": [],
-"xpu_backend": null, "save_safetensors": false, "use_ipex": false, "hub_private_repo": false,
-"fsdp_config": {"fsdp_min_num_params": 0, "xla": false, "xla_fsdp_grad_ckpt": false}}"""
-"""As 4.28 has stored them."""
+# From what 4.28 has stored.
+OLD: dict[str, Any] = {"output_dir": "out", "overwrite_output_dir": False, "per_gpu_train_batch_size": None}
+OLD |= {"learning_rate": 3e-4, "evaluation_strategy": "epoch", "optim": "adamw_hf", "log_level": "passive"}
+OLD |= {"no_cuda": False, "warmup_ratio": 0.0, "warmup_steps": 0, "fsdp": [], "fsdp_min_num_params": 0}
+OLD |= {"sharded_ddp": [], "debug": [], "past_index": -1, "push_to_hub": True, "hub_model_id": "me/example"}
+OLD |= {"hub_token": "<HUB_TOKEN>", "push_to_hub_token": "<PUSH_TO_HUB_TOKEN>", "mp_parameters": ""}
+OLD |= {"fsdp_config": {"fsdp_min_num_params": 0, "xla": False}, "report_to": [], "local_rank": 0}
 
 
 def test_stored_arguments_of_older_releases_are_mapped_without_hidden_tokens() -> None:
     options = {"learning_rate": 3e-4, "push_to_hub": True, "hub_model_id": "me/example", "report_to": []}
     args = transformers.TrainingArguments(output_dir="out", eval_strategy="epoch", **options)
     direct = from_training_arguments(args)
-    for given in (args.to_dict(), json.loads(OLD)):
+    for given in (args.to_dict(), OLD):
         mapped = from_training_arguments(given)
         assert vars(mapped.publish)["_token"] is None
         assert mapped.task_options["optimizer"].learning_rate == 3e-4
@@ -247,7 +211,7 @@ def test_trainer_options_replace_those_of_the_arguments() -> None:
 
 
 def test_data_options_make_a_loader(tmp_path: Path) -> None:
-    data = Samples()
+    data = rows(BERT, 48)[::4]  # of one length
     assert from_training_arguments({"output_dir": str(tmp_path)}).train_data(data) is data
     options = {"dataloader_drop_last": True, "per_device_train_batch_size": 5, "group_by_length": True}
     mapped = from_training_arguments({**options, **QUIET, "max_steps": 3, "save_strategy": "no"})
@@ -256,8 +220,6 @@ def test_data_options_make_a_loader(tmp_path: Path) -> None:
     assert (made.batch_size, made.drop_last, len(made)) == (5, True, 2)
     assert mapped.trainer.fit(task, made).progress.epoch == 1
 
-
-# Schedules and optimizers.
 
 _OPTIONS: dict[str, dict[str, Any]] = {"cosine_with_min_lr": {"min_lr": 1e-5}}
 _OPTIONS |= {"cosine_warmup_with_min_lr": {"min_lr_rate": 0.1}, "warmup_stable_decay": {"num_decay_steps": 5}}
@@ -305,11 +267,7 @@ def test_every_optimizer_is_the_one_that_their_trainer_makes(tmp_path: Path) -> 
             }
 
 
-# Options whose effect shows in a run.
-
-
 def _fit(folder: Path, options: dict[str, Any], weight: float | None = None) -> set[Any]:
-    """Train for five updates; the dtypes of the head in evaluations. The stored task is rebuilt."""
     given = {"max_steps": 5, "eval_strategy": "steps", "eval_steps": 1, **QUIET, **options}
     mapped = from_training_arguments({"output_dir": str(folder), **given})
     made, seen = model(BERT), set()

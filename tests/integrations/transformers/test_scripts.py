@@ -14,7 +14,6 @@ EXAMPLES, SCRIPT_FOLDER = (HERE.parents[2] / each for each in ("examples", "benc
 
 
 def ran(folder: Path, program: Path, *arguments: str) -> str:
-    """Run a program that may not ask the network, and return what it printed."""
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     paths = {"HF_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     command, environment = [sys.executable, str(program), *arguments], {**os.environ, **offline, **paths}
@@ -58,16 +57,12 @@ def test_examples_learn_something_and_write_no_files(tmp_path: Path) -> None:
     for name, (_, pattern) in STEPS.items():
         (match,) = re.findall(pattern, texts[name])
         found[name] = [float(each) for each in ([match] if isinstance(match, str) else match)]
-    right, most = found["classify_text"]
-    assert right > most + 10
-    before, after = found["causal_lm"]
-    assert after < before / 2
+    for name, least in (("translate", 50), ("classify_images", 50), ("recognise_speech", 5)):
+        assert found[name][0] > least  # a guess of a spoken number is right once in 10,000 times
+    for name, more in (("classify_text", 10), ("tag_tokens", 20)):
+        assert found[name][0] > found[name][1] + more  # than the most frequent one
+    assert found["causal_lm"][1] < found["causal_lm"][0] / 2
     assert "Return the" in texts["causal_lm"]
-    right, most = found["tag_tokens"]
-    assert right > most + 20
-    assert found["translate"][0] > 50
-    assert found["classify_images"][0] > 50
-    assert found["recognise_speech"][0] > 5  # a guess is right once in 10,000 times
     share, before, after = found["lora"]
     assert share < 10
     assert after < before - 0.1
