@@ -1,6 +1,4 @@
-"""What is recorded of a run, and what is not: the library's own callbacks measure times, which are in no two
-runs the same; and a run is saved, killed and resumed within as few updates as there are.
-"""
+"""What is recorded of a run, and what is not: times, which are in no two runs the same."""
 
 import time
 from pathlib import Path
@@ -9,66 +7,52 @@ from typing import Any
 import pytest
 from tests.testing.resume.test_resumable import Fit, Net, loader, trainer
 
-import drivetrain.callbacks
 from drivetrain import Callback, CheckpointConfig
-from drivetrain.callbacks import (
-    ActivationStats,
-    CompileTime,
-    DeviceStats,
-    EarlyStopping,
-    Freeze,
-    GradientNorms,
-    LambdaCallback,
-    LearningRateMonitor,
-    LossSpike,
-    MemoryReport,
-    ModelSummary,
-    NonFiniteDetector,
-    Profile,
-    ProgressBar,
-    Throughput,
-    WeightAverage,
-    WeightHistograms,
-)
+from drivetrain import callbacks as ours
 from drivetrain.testing import assert_resumable
 from drivetrain.testing.resume.check import _run_one_process
 from drivetrain.testing.resume.recording import KILLED, RESUMED, UNINTERRUPTED, Recording
 from drivetrain.testing.resume.report import compare
 
 
-class Faster(Throughput):
-    """One of the library's, with something added."""
-
-
-def every_callback(pace: type[Throughput] = Throughput) -> list[Any]:
-    """One of each that the library exports."""
-    log = LambdaCallback(on_log=lambda run: run.log("epoch", run.progress.epoch))
-    measure = [ActivationStats(), CompileTime(), DeviceStats(), GradientNorms(per_layer=True), pace()]
+def every_callback() -> list[Any]:
+    log = ours.LambdaCallback(on_log=lambda run: run.log("epoch", run.progress.epoch))
+    measure = [
+        ours.ActivationStats(),
+        ours.CompileTime(),
+        ours.DeviceStats(),
+        ours.GradientNorms(per_layer=True),
+    ]
     measure += [
-        LearningRateMonitor(),
-        MemoryReport(show=False),
-        ModelSummary(),
-        WeightHistograms(gradients=True),
+        ours.LearningRateMonitor(),
+        ours.MemoryReport(show=False),
+        ours.ModelSummary(),
+        ours.Throughput(),
     ]
     act = [
-        EarlyStopping("validation/loss", patience=9),
-        Freeze("*bias", until="3 steps"),
-        WeightAverage(decay=0.9),
+        ours.WeightHistograms(gradients=True),
+        ours.Freeze("*bias", until="3 steps"),
+        ours.WeightAverage(decay=0.9),
     ]
-    act += [LossSpike("skip", window=10), NonFiniteDetector(), Profile({"wait": 2, "warmup": 1, "active": 1})]
-    return [*measure, *act, log, ProgressBar()]
+    act += [ours.EarlyStopping("validation/loss", patience=9)]
+    act += [
+        ours.LossSpike("skip", window=10),
+        ours.NonFiniteDetector(),
+        ours.Profile({"wait": 2, "warmup": 1, "active": 1}),
+    ]
+    return [*measure, *act, log, ours.ProgressBar()]
 
 
 @pytest.mark.heavy("a fit with all callbacks, three times")
 def test_no_callback_of_the_library_is_taken_for_something_that_was_not_saved() -> None:
-    exported = [getattr(drivetrain.callbacks, name) for name in drivetrain.callbacks.__all__]
+    exported = [getattr(ours, name) for name in ours.__all__]
     kinds = {each for each in exported if isinstance(each, type) and issubclass(each, Callback)}
-    refused_on_a_cpu = {drivetrain.callbacks.EmptyCache, drivetrain.callbacks.XLAReport}
-    others = {Callback, drivetrain.callbacks.SequenceLength}  # the latter needs sequences
+    refused_on_a_cpu = {ours.EmptyCache, ours.XLAReport}
+    others = {Callback, ours.SequenceLength}  # the latter needs sequences
     assert {type(each) for each in every_callback()} >= kinds - others - refused_on_a_cpu
 
     def make() -> Any:
-        made = trainer(callbacks=every_callback(Faster), loggers=("csv", "jsonl"))
+        made = trainer(callbacks=every_callback(), loggers=("csv", "jsonl"))
         return made, Net(), loader(), loader()
 
     assert_resumable(make)
@@ -109,6 +93,6 @@ def test_a_callback_can_say_that_it_logs_times(tmp_path: Path) -> None:
 def test_two_updates_are_enough_also_where_there_are_no_more() -> None:
     def make() -> Fit:
         policy = CheckpointConfig(asynchronous=True)
-        return trainer(max_steps=2, checkpoint=policy, callbacks=[Throughput()]), Net(), loader()
+        return trainer(max_steps=2, checkpoint=policy, callbacks=[ours.Throughput()]), Net(), loader()
 
     assert_resumable(make, updates=10)

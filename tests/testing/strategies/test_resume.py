@@ -29,12 +29,6 @@ def test_every_strategy_resumes_from_every_other_on_any_number_of_processes() ->
     assert check_resume({"ddp": ddp}, (2, 3)) == 4
 
 
-@pytest.mark.nightly
-def test_they_do_in_bf16() -> None:
-    makers = {"single": single, "ddp": ddp, "fsdp": fsdp}
-    assert check_resume(makers, (1, 2), precision="bf16-mixed", tolerance=5e-3) == 25
-
-
 @pytest.mark.landing
 def test_what_differs_is_told_with_who_saved_and_who_resumed() -> None:
     for broken, found in {
