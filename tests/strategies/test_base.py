@@ -5,14 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.outcome import weights
-from tests.support.tasks import Duel, Regression, duels, pairs, quiet
+from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader
 
-from drivetrain import OptimizerConfig, StrategyError
+from drivetrain import StrategyError
 from drivetrain.strategies import Prepared, Strategy, Support
 from drivetrain.strategies.base import MakeOptimizers
 from drivetrain.strategies.ddp import DDP
@@ -24,8 +22,6 @@ from drivetrain.task.task import StepModule
 
 
 class Minimal(Strategy):
-    """Only what is abstract, and a note of what it was asked."""
-
     name = "minimal"
     device = torch.device("cpu")
 
@@ -39,7 +35,7 @@ class Minimal(Strategy):
         self, module: StepModule, make_optimizers: MakeOptimizers | None, precision: Precision
     ) -> Prepared:
         self.asked.append("prepare")
-        return Prepared(Wrapper(module), make_optimizers(module) if make_optimizers else {})
+        return Prepared(module, make_optimizers(module) if make_optimizers else {})
 
     def backward(
         self, loss: Tensor, share: float | Tensor | None = None, inputs: Sequence[Tensor] | None = None
@@ -63,35 +59,6 @@ class Minimal(Strategy):
         self.asked.append("teardown")
 
 
-class Wrapper(nn.Module):
-    """Stands for DDP and the like: what it wraps must run through its forward."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self.calls = 0
-
-    def forward(self, *arguments: Any) -> Any:
-        self.calls += 1
-        return self.module(*arguments)
-
-
-def test_strategy_from_elsewhere_trains_as_ours_does() -> None:
-    options = {"max_epochs": 2, "max_grad_norm": 0.5, "gradient_accumulation_steps": 2}
-    config = OptimizerConfig("adamw", lr=0.1)
-    ours, theirs = Regression(config, dropout=0.3), Regression(config, dropout=0.3)
-    quiet(**options).fit(ours, pairs(), pairs())
-    quiet(**options, strategy=Minimal()).fit(theirs, pairs(), pairs())
-    for name, value in ours.state_dict().items():
-        torch.testing.assert_close(theirs.state_dict()[name], value, rtol=1e-6, atol=1e-7)
-    assert sorted(weights(theirs)) == sorted(weights(ours)), "its wrapper leaves no trace in the names"
-    data = DataLoader(duels(6), batch_size=3)  # type: ignore[arg-type, var-annotated]
-    first, second = Duel(), Duel()
-    quiet(max_epochs=1).fit(first, data)
-    quiet(max_epochs=1, strategy=Minimal()).fit(second, data)
-    torch.testing.assert_close(second.state_dict(), first.state_dict())
-
-
 def test_strategy_is_asked_in_the_order_of_the_step_and_stores_nothing_by_default() -> None:
     strategy = Minimal()
     options = {"max_steps": 1, "max_grad_norm": 1.0, "gradient_accumulation_steps": 2}
@@ -112,8 +79,6 @@ def test_unsupported_precision_is_refused_with_the_strategys_reason() -> None:
 
 
 class Lazy(Regression):
-    """Learns its sizes from the first batch."""
-
     def __init__(self) -> None:
         super().__init__()
         self.line = nn.Sequential(nn.LazyBatchNorm1d(affine=False), nn.LazyLinear(1))  # type: ignore[assignment]
@@ -131,9 +96,6 @@ def test_lazy_modules_learn_their_sizes_from_the_first_batch_of_one_process() ->
         task = Lazy()
         quiet(max_epochs=1, precision=precision, max_grad_norm=1.0).fit(task, pairs())
         assert task.line[1].weight.shape == (1, 4)  # type: ignore[index]
-
-
-# The optimizer's step: past torch's wrapper, unnoticed by those who listen.
 
 
 def with_gradient() -> nn.Parameter:

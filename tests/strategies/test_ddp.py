@@ -11,7 +11,7 @@ from tests.support.tasks import Regression, pairs, quiet
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import OptimizerConfig, StrategyError, TaskModule
+from drivetrain import Freeze, FSDPConfig, OptimizerConfig, StrategyError, TaskModule
 from drivetrain.strategies import SingleDevice
 from drivetrain.strategies.ddp import DDP, DDPConfig
 from drivetrain.strategies.fsdp.strategy import FSDP
@@ -54,6 +54,20 @@ def test_ddp_options_conform(options: dict[str, Any]) -> None:
     conforms(lambda size: ddp(size, **options), *checks, tolerance=tolerance)
 
 
+def test_static_graph_is_learned_again_with_parameters_that_are_unfrozen() -> None:
+    def trained(strategy: Any, devices: int) -> dict[str, Tensor]:
+        task = Regression()
+        options = {"gradient_accumulation_steps": 2, "callbacks": [Freeze("*bias", until="2 steps")]}
+        trainer = quiet(strategy=strategy, devices=devices, max_epochs=2, **options)
+        trainer.fit(task, pairs(16, 4 // devices))
+        return task.state_dict()
+
+    def compare() -> None:
+        torch.testing.assert_close(trained(ddp(2, static_graph=True), 2), trained(SingleDevice("cpu"), 1))
+
+    on_two_ranks(compare)
+
+
 class Partly(TaskModule):
     """Uses one of its two layers; which one, a batch decides if it is asked to."""
 
@@ -88,8 +102,6 @@ def test_find_unused_parameters_lets_steps_leave_parameters_out() -> None:
 
 
 class Running(TaskModule):
-    """Running means are not the same on all ranks, unless they are given to them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(2)
@@ -101,14 +113,16 @@ class Running(TaskModule):
         return loss
 
 
-def means(broadcast: bool) -> Any:
+def means(strategy: Any) -> Any:
     data = [torch.randn(4, 2, generator=torch.Generator().manual_seed(each)) for each in range(6)]
     task = Running()
-    return fit(task, data, broadcast_buffers=broadcast)[0], task.seen
+    quiet(max_epochs=1, strategy=strategy, devices=2).fit(task, data)
+    return task.seen
 
 
 def test_buffers_are_those_of_rank_0_before_each_forward() -> None:
-    (first, unshared), (second, others) = on_two_ranks(lambda: (means(True), means(False)))
+    strategies = (DDPConfig(), FSDPConfig(), DDPConfig(broadcast_buffers=False))
+    (*first, unshared), (*second, others) = on_two_ranks(lambda: [means(each) for each in strategies])
     assert first == second
     assert unshared[1] != others[1]
 
@@ -154,8 +168,6 @@ def test_number_of_processes_must_be_that_of_the_group() -> None:
 
 
 class Words(TaskModule):
-    """Two embeddings and a layer, by SGD."""
-
     def __init__(self, sparse: bool = True) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):

@@ -16,8 +16,6 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reaso
 
 
 class Matrices(TaskModule):
-    """One that is wide, one that is high, and rows that do not go into the processes evenly."""
-
     def __init__(self, nesterov: bool = True) -> None:
         super().__init__()
         self.nesterov = nesterov

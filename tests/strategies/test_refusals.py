@@ -1,6 +1,5 @@
 """What strategies, precisions and their options refuse, with the words that help."""
 
-import importlib.util
 from typing import Any
 
 import pytest
@@ -22,13 +21,7 @@ from drivetrain import (
     XLAFSDPv2Config,
 )
 from drivetrain.distributed.launch.environment import ProcessEnvironment
-from drivetrain.strategies import (
-    STRATEGIES,
-    Choice,
-    Hardware,
-    SingleDevice,
-    choose,
-)
+from drivetrain.strategies import STRATEGIES, Choice, Hardware, SingleDevice, choose
 from drivetrain.strategies.ddp import DDP
 from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.precision.base import Precision
@@ -69,9 +62,7 @@ def test_choice_refusals() -> None:
             "indices on a CPU": (chosen("auto", LAPTOP, None, [0, 2]), "run is on cpu", "devices=2"),
             "no such GPU": (chosen("ddp", FOUR_GPUS, None, [0, 4]), "no GPU 4", "from 0 to 3"),
             "twice": (chosen("auto", FOUR_GPUS, None, [1, 1]), "different indices of GPUs"),
-            "a string": (chosen("auto", FOUR_GPUS, None, "0,1"), "a list of indices of GPUs"),
             "GPU of an object": (lambda: Engine(SingleDevice("cpu"), devices=[0]), "'single' is an object"),
-            "zero devices": (lambda: Engine("cpu", devices=0), "devices must be a positive number"),
             "no nodes": (lambda: Engine("cpu", num_nodes=0), "num_nodes must be a positive number"),
         },
     )
@@ -85,12 +76,10 @@ def test_name_refusals() -> None:
         ConfigError,
         {
             "nearest": (of("fsd"), "unknown strategy 'fsd'", "Did you mean 'fsdp'"),
-            "of DeepSpeed's": (of("deepspeed_stage_3_offload"), "Here it is called 'zero3_offload'"),
             "all": (of("megatron"), "Allowed: 'accelerate', 'auto', 'cpu'"),
             "class": (of(SingleDevice), "Write SingleDevice(...)"),
             "mapping": (of({"stage": 2}), "DeepSpeedConfig(config=...)"),
             "precision": (lambda: Trainer(precision="bf16"), "Here it is called 'bf16-mixed'"),
-            "precision nearest": (lambda: Engine("cpu", "BF16-MIXED"), "Did you mean 'bf16-mixed'"),
         },
     )
 
@@ -141,13 +130,11 @@ def test_option_refusals() -> None:
             "DeepSpeed's": (of(DeepSpeedConfig, offload_optimiser=1), "Did you mean 'offload_optimizer'"),
             "hook's name": (of(DDPConfig, communication="fp8"), "unknown communication 'fp8'", "fp16"),
             "hook's arguments": (of(DDPConfig, communication=len), "must take (state, bucket)"),
-            "bucket": (of(DDPConfig, bucket_mb=0), "bucket_mb", "positive number"),
             "time-out": (of(DDPConfig, timeout=-1), "timeout", "positive number"),
             "sharding": (of(FSDPConfig, sharding="full"), "unknown sharding 'full'", "full_shard"),
             "wrap": (of(FSDPConfig, wrap="blocks"), "wrap", "not 'blocks'"),
             "again": (of(FSDPConfig, activation_checkpointing=1.5), "or a policy, not 1.5"),
             "shard size": (of(FSDPConfig, shard_size=2), "for sharding='hybrid'"),
-            "prefetch": (of(FSDPConfig, forward_prefetch=-1), "forward_prefetch", "not -1"),
             "parallel": (of(FSDPConfig, tensor_parallel=0), "tensor_parallel must be a number of processes"),
             "ignored": (of(FSDPConfig, ignored="head"), "such as", "not 'head'"),
             "ignored name": (lambda: ignored_names(Tokens(), ("heda",)), "'heda'", "'head'"),
@@ -158,7 +145,6 @@ def test_option_refusals() -> None:
             "XLA, flat": (of(XLAFSDPConfig, xla_fsdp_settings=settings), "have parameters by name"),
             "wider": (mine(compute_dtype=torch.float64), "torch.float32 cannot compute in torch.float64"),
             "same": (mine(param_dtype=torch.float64, compute_dtype=torch.float32), "same dtype for both"),
-            "whole": (mine(compute_dtype=torch.int8), "torch.int8 is not a floating-point dtype"),
             "scale": (mine(compute_dtype=low, loss_scaling=True), "and compute in torch.bfloat16"),
         },
     )
@@ -183,7 +169,6 @@ def test_compile_refusals() -> None:
             "word": (of("yes"), "compile", "True or False"),
             "option": (of({"scop": "task"}), "no option 'scop'", "'scope'"),
             "scope": (of({"scope": "block"}), "unknown scope", "'blocks'"),
-            "mode": (of({"mode": "max-autotunes"}), "Did you mean 'max-autotune'"),
             "backend": (of({"backend": "aot_eger"}), "unknown backend", "'aot_eager'"),
             "both": (of({"options": {}, "mode": "default"}), "mode or options, not both"),
             "generator": (generator, "Duel.training_step is a generator"),
@@ -224,15 +209,3 @@ def test_xla_precisions_are_supported_or_refused_with_the_reason() -> None:
         reason = "float32 only" if name == "xla_fsdp" else "bf16-true-nearest"
         assert reason in supports("bf16-true").reason
         assert bool(supports("bf16-true-nearest")) is (name != "xla_fsdp")
-
-
-@pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not installed")
-def test_xla_leaves_a_gpu_idle_only_where_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in XLA:
-        kind: Any = STRATEGIES[name]
-        monkeypatch.delenv("PJRT_DEVICE", raising=False)
-        assert "Set PJRT_DEVICE=CPU" in kind.available(ONE_GPU).reason
-        assert kind.available(LAPTOP)
-        assert kind.available(Hardware(cuda=1, tpu=1))
-        monkeypatch.setenv("PJRT_DEVICE", "CPU")
-        assert kind.available(ONE_GPU)

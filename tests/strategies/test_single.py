@@ -1,10 +1,10 @@
-"""One device: backward by shares, clipping, and skipping under loss scaling."""
+"""One device: skipping under loss scaling."""
 
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from drivetrain import StrategyError
 from drivetrain.strategies import SingleDevice
@@ -24,32 +24,6 @@ def prepared(precision: str = "32") -> tuple[SingleDevice, nn.Linear, torch.opti
     made = strategy.prepare(StepModule(model), make, as_precision(precision))
     assert isinstance(made.optimizer, torch.optim.SGD)
     return strategy, model, made.optimizer
-
-
-def gradient(model: nn.Linear) -> Tensor:
-    assert model.weight.grad is not None
-    return model.weight.grad
-
-
-def test_shares_of_several_losses_add_up_to_their_weighted_mean() -> None:
-    strategy, model, _ = prepared()
-    rows = torch.tensor([[1.0, 0.0, 0.0], [0.0, 2.0, 0.0]])
-    strategy.backward(model(rows[0]).sum(), 0.25)
-    strategy.backward(model(rows[1]).sum(), torch.tensor(0.75))
-    assert gradient(model).tolist() == [[0.25, 1.5, 0.0]]
-    strategy.backward(model(torch.ones(3)).sum())  # without a share the whole loss counts
-    assert gradient(model).tolist() == [[1.25, 2.5, 1.0]]
-
-
-@pytest.mark.parametrize("precision", ["32", "16-mixed"])
-def test_clipping_uses_the_norm_of_the_unscaled_gradient(precision: str) -> None:
-    strategy, model, optimizer = prepared(precision)
-    strategy.backward(model(torch.tensor([3.0, 4.0, 0.0])).sum())
-    strategy.unscale(optimizer)
-    norm = strategy.clip_grad_norm([model.weight], 1.0)
-    assert norm.shape == ()
-    assert norm.item() == pytest.approx(5.0, rel=1e-6)
-    assert gradient(model).tolist()[0] == pytest.approx([0.6, 0.8, 0.0], rel=1e-5)
 
 
 def overflowing_update(
@@ -92,12 +66,3 @@ def test_overflows_without_end_are_an_error_that_the_scale_does_not_cause() -> N
     assert strategy.state_dict()["scaler"]["scale"] == 2.0**-14
     with pytest.raises(StrategyError, match=r"gradients overflow even at the smallest.*'bf16-mixed'"):
         overflowing_update(strategy, model, optimizer, torch.inf)
-
-
-def test_optimizers_are_made_on_the_parameters_that_will_be_trained() -> None:
-    strategy, model, optimizer = prepared("bf16-true")
-    assert optimizer.param_groups[0]["params"] == [model.weight]
-    assert (model.weight.dtype, model.weight.device) == (torch.bfloat16, strategy.device)
-    module = StepModule(nn.Linear(1, 1))
-    made = SingleDevice("cpu").prepare(module, None, as_precision("32"))
-    assert (made.model, made.optimizers) == (module, {})

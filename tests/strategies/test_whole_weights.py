@@ -80,7 +80,6 @@ Found = tuple[list[tuple[str, float]], list[Tensor]]
 
 
 def fitted(strategy: Any, size: int, callback: Callback, **options: Any) -> Found:
-    """What a fit on a number of processes gives."""
     noted, task = Noted(), Curve()
     settings = {"max_epochs": 2, "log_every": "2 steps", "devices": size, **options}
     trainer = quiet(strategy=strategy, callbacks=[callback, noted], **settings)
@@ -98,7 +97,6 @@ def assert_alike(found: Found, expected: Found) -> None:
 
 
 def by_one_process() -> dict[str, Found]:
-    """What each example gives in one process."""
     found = {name: fitted("cpu", 1, made()) for name, made in EXAMPLES.items()}
     last = [dict(values)["validation/loss"] for values, _ in found.values()]
     assert last[0] != pytest.approx(last[1], rel=1e-2), "the average makes no difference to look for"

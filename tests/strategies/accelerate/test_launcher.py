@@ -10,23 +10,14 @@ from drivetrain.strategies.accelerate.launcher import Request, read_precision, r
 from drivetrain.strategies.deepspeed.config import DeepSpeedConfig
 
 # What accelerate 1.15 sets for --use_fsdp and nothing else.
-DEFAULTS = {
-    "ACCELERATE_USE_CPU": "False",
-    "ACCELERATE_MIXED_PRECISION": "no",
-    "ACCELERATE_DYNAMO_BACKEND": "no",
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "1",
-    "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
-    "FSDP_OFFLOAD_PARAMS": "false",
-    "FSDP_MIN_NUM_PARAMS": "100000000",
-    "FSDP_FORWARD_PREFETCH": "false",
-    "FSDP_USE_ORIG_PARAMS": "true",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
-    "FSDP_SYNC_MODULE_STATES": "true",
-    "FSDP_ACTIVATION_CHECKPOINTING": "false",
-    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "false",
-}
+SET = """
+ACCELERATE_USE_CPU=False ACCELERATE_MIXED_PRECISION=no ACCELERATE_DYNAMO_BACKEND=no ACCELERATE_USE_FSDP=true
+FSDP_VERSION=1 FSDP_SHARDING_STRATEGY=FULL_SHARD FSDP_RESHARD_AFTER_FORWARD=true FSDP_OFFLOAD_PARAMS=false
+FSDP_MIN_NUM_PARAMS=100000000 FSDP_FORWARD_PREFETCH=false FSDP_USE_ORIG_PARAMS=true
+FSDP_CPU_RAM_EFFICIENT_LOADING=true FSDP_SYNC_MODULE_STATES=true FSDP_ACTIVATION_CHECKPOINTING=false
+FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD=false
+"""
+DEFAULTS = dict(each.split("=") for each in SET.split())
 PLAIN = {"sharding": "full_shard", "wrap": ()}
 TWO = {"FSDP_VERSION": "2"}
 WRAP, CLASSES = "FSDP_AUTO_WRAP_POLICY", "FSDP_TRANSFORMER_CLS_TO_WRAP"
@@ -42,10 +33,8 @@ READ: list[tuple[dict[str, str], dict[str, Any]]] = [
     ({WRAP: "NO_WRAP"}, {"wrap": ()}),
     ({WRAP: "TRANSFORMER_BASED_WRAP", CLASSES: "Block, Head"}, {"wrap": ("Block", "Head")}),
     ({WRAP: "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "5e3"}, {"wrap": 5000}),
-    (
-        {"FSDP_OFFLOAD_PARAMS": "true", "FSDP_FORWARD_PREFETCH": "1"},
-        {"cpu_offload": True, "forward_prefetch": 1},
-    ),
+    ({"FSDP_OFFLOAD_PARAMS": "true"}, {"cpu_offload": True}),
+    ({"FSDP_FORWARD_PREFETCH": "1"}, {"forward_prefetch": 1}),
     ({"FSDP_ACTIVATION_CHECKPOINTING": "True"}, {"activation_checkpointing": "full"}),
 ]
 
@@ -66,11 +55,7 @@ def test_strategy_device_and_precision_of_accelerate_launch_are_read() -> None:
     assert (found, read_precision({})) == (words, None)
 
 
-DEEPSPEED = {
-    "ACCELERATE_MIXED_PRECISION": "bf16",
-    "ACCELERATE_CONFIG_DS_FIELDS": "zero_stage,mixed_precision",
-    "ACCELERATE_USE_DEEPSPEED": "true",
-}
+DEEPSPEED = {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_DEEPSPEED": "true"}
 STAGE, OPTIMIZER = "ACCELERATE_DEEPSPEED_ZERO_STAGE", "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"
 PARAMETERS, FILE = "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 STEPS, CLIPPING = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_GRADIENT_CLIPPING"

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,9 @@ from tests.strategies.conforming import conforms
 from tests.support.ranks import on_two_ranks
 from tests.support.refusals import assert_refused
 from tests.support.tasks import Regression, pairs, quiet, variant
-from torch import nn
 
 from drivetrain import AccelerateConfig, ConfigError, LambdaCallback, StrategyError, Trainer
-from drivetrain.strategies import Hardware, SingleDevice, Strategy, choose, select_strategy
+from drivetrain.strategies import Hardware, SingleDevice, Strategy, select_strategy
 from drivetrain.strategies.accelerate.config import asked
 from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.precision.registry import as_precision
@@ -61,9 +60,8 @@ def test_accelerate_updates_equal_those_of_one_process() -> None:
 
 @pytest.mark.landing
 def test_accelerate_conforms() -> None:
-    check_strategy(
-        replicated, checks=[*CHECKED, "evaluation_counts_each_sample_once", "all_ranks_see_the_same"]
-    )
+    more = ["evaluation_counts_each_sample_once", "all_ranks_see_the_same"]
+    check_strategy(replicated, checks=[*CHECKED, *more])
     check_strategy(sharded, checks=CHECKED[1:])
 
 
@@ -107,22 +105,17 @@ def test_accelerate_conforms_in_all_else_and_its_checkpoints_go_everywhere() -> 
     assert check_resume(makers, world_sizes=(1, 2)) == 16
 
 
-def _seen(make: Callable[[int], Strategy]) -> tuple[int, str, int]:
-    """How many parameters are shards in a run, what its model is, and how many are shards afterwards."""
-
-    def shards(task: nn.Module) -> int:
-        return sum(hasattr(each, "to_local") for each in task.parameters())
-
+def _seen(make: Callable[[int], Strategy]) -> list[str]:
     seen, task = [], Regression()
-    note = lambda run: seen.append((shards(task), type(run.engine.model).__name__))  # noqa: E731
-    look = LambdaCallback(on_step_end=note)
+    look = LambdaCallback(on_step_end=lambda run: seen.append(type(run.engine.model).__name__))
     quiet(strategy=make(2), devices=2, max_steps=1, callbacks=[look]).fit(task, pairs(8))
-    return (*seen[0], shards(task))
+    return [*seen, *(type(each).__name__ for each in task.parameters())]
 
 
 def test_accelerate_wraps_and_shards_the_model_which_is_ordinary_afterwards() -> None:
-    found = on_two_ranks(lambda: [_seen(replicated), _seen(sharded)])
-    assert found == [[(0, "DistributedDataParallel", 0), (2, "FSDPStepModule", 0)]] * 2
+    ordinary = ["Parameter", "Parameter"]
+    expected = [["DistributedDataParallel", *ordinary], ["FSDPStepModule", *ordinary]]
+    assert on_two_ranks(lambda: [_seen(replicated), _seen(sharded)]) == [expected] * 2
 
 
 def _shared() -> list[dict[str, Any]]:
@@ -133,16 +126,9 @@ def planted(self: Any, batch: Any) -> Any:
     raise KeyError("planted")
 
 
-@pytest.fixture
-def started() -> Iterator[None]:
-    """accelerate knows of this process already."""
-    PartialState(cpu=True)
-    yield
-    PartialState._reset_state()
-
-
-@pytest.mark.usefixtures("started")
-def test_accelerates_own_state_is_afterwards_as_it_was() -> None:
+def test_accelerates_own_state_is_afterwards_as_it_was(request: pytest.FixtureRequest) -> None:
+    PartialState(cpu=True)  # accelerate knows of this process already
+    request.addfinalizer(PartialState._reset_state)
     before = _shared()  # and the environment, which is checked for every test
     assert any(before)
     config = AccelerateConfig(options={"mixed_precision": "bf16"})
@@ -164,8 +150,6 @@ def test_mixed_precision_is_the_accelerators() -> None:
     trainer = quiet(strategy=AccelerateConfig(options={"mixed_precision": "bf16"}), max_epochs=1)
     assert as_precision(trainer.precision).name == "bf16-mixed"
     trainer.fit(task, pairs(8))
-    assert task.computed is torch.bfloat16
-    quiet(strategy="accelerate", precision="bf16-mixed", max_epochs=1).fit(task, pairs(8))
     assert task.computed is torch.bfloat16
     quiet(strategy="accelerate", max_epochs=1).fit(task, pairs(8))
     assert task.computed is torch.float32
@@ -189,8 +173,7 @@ def _given(mixed: str) -> tuple[str, str, bool, int, list[float]]:
 def test_given_accelerator_is_used_and_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # without it Accelerate warns that it sets it
     first, second = run_distributed(_given, "bf16")
-    assert first[:4] == ("bf16-mixed", "torch.bfloat16", True, 0)
-    assert first == second
+    assert first == second == ("bf16-mixed", "torch.bfloat16", True, 0, first[4])
 
 
 def test_given_accelerator_that_does_not_fit_is_refused() -> None:
@@ -198,13 +181,13 @@ def test_given_accelerator_that_does_not_fit_is_refused() -> None:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             os.environ.pop(name)
 
-        def of(options: dict[str, Any], **arguments: Any) -> Any:
-            def call() -> None:
-                AcceleratorState._reset_state(True)
-                accelerator = Accelerator(cpu=True, **options)
-                quiet(strategy=AccelerateConfig(accelerator=accelerator), max_epochs=1, **arguments)
+        def given(options: dict[str, Any], **arguments: Any) -> None:
+            AcceleratorState._reset_state(True)
+            config = AccelerateConfig(accelerator=Accelerator(cpu=True, **options))
+            quiet(strategy=config, max_epochs=1, **arguments)
 
-            return call
+        def of(*options: Any, **arguments: Any) -> Any:
+            return lambda: given(*options, **arguments)
 
         bf16, sharding = {"mixed_precision": "bf16"}, FullyShardedDataParallelPlugin(fsdp_version=2)
         assert_refused(
@@ -233,23 +216,19 @@ def test_accelerate_config_refusals() -> None:
     def fitted(**options: Any) -> Any:
         return lambda: fit(AccelerateConfig(options=options))
 
-    def file(text: str | None) -> Any:
-        def call() -> None:
-            Path("config.yaml").unlink(missing_ok=True)
-            if text is not None:
-                Path("config.yaml").write_text(text, encoding="utf-8")
-            Trainer(max_epochs=1, strategy=AccelerateConfig(config_file="config.yaml"))
+    def file(name: str, text: str = "") -> Any:
+        if text:
+            Path(name).write_text(text, encoding="utf-8")
+        return lambda: Trainer(max_epochs=1, strategy=AccelerateConfig(config_file=name))
 
-        return call
-
-    def variable(name: str, value: str = "true") -> Any:
-        return lambda: select_strategy("accelerate", FULL, hardware=Hardware(), environment={name: value})
+    def variable(name: str) -> Any:
+        return lambda: select_strategy("accelerate", FULL, hardware=Hardware(), environment={name: "true"})
 
     before, both, group = _shared(), {"mixed_precision": "no"}, InitProcessGroupKwargs()
     steps = AccelerateConfig(options={"gradient_accumulation_steps": 4})
     fit(steps, gradient_accumulation_steps=4)
     unlike = lambda: fit(steps, gradient_accumulation_steps=2)  # noqa: E731
-    alone = "distributed_type: 'NO'\n"
+    alone, old = "distributed_type: 'NO'\n", "distributed_type: FSDP\nfsdp_config: {fsdp_version: 1}\n"
     assert_refused(
         (ConfigError, StrategyError),
         {
@@ -264,23 +243,15 @@ def test_accelerate_config_refusals() -> None:
             "steps": (unlike, "steps=4, but the Trainer for 2", "accumulation_steps=4"),
             "variable": (variable("ACCELERATE_USE_DEEPSPEED"), "not support DEEPSPEED", "DeepSpeedConfig"),
             "version": (variable("ACCELERATE_USE_FSDP"), "flattens parameters", "fsdp_version to 2"),
-            "no file": (file(None), "the file does not exist"),
-            "key": (file(f"{alone}unknown: 1\n"), "cannot be read", "unknown"),
-            "old": (file("distributed_type: FSDP\nfsdp_config: {fsdp_version: 1}\n"), "version 1"),
+            "no file": (file("none.yaml"), "the file does not exist"),
+            "key": (file("key.yaml", f"{alone}unknown: 1\n"), "cannot be read", "unknown"),
+            "old": (file("old.yaml", old), "version 1"),
         },
     )
     assert _shared() == before
 
 
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-
-
-def test_name_or_configuration_chooses_accelerate() -> None:
-    gpus = Hardware(cuda=4)
-    assert choose("accelerate", gpus)[:4] == ("accelerate", "cuda", 4, 4)
-    config = AccelerateConfig(options={"cpu": True})
-    made = select_strategy(config, FULL, 2, hardware=gpus, environment={})
-    assert (made.name, made.device.type, made.world_size) == ("accelerate", "cpu", 2)
 
 
 def test_missing_accelerate_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

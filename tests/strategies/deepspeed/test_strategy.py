@@ -22,6 +22,7 @@ from drivetrain import (
     Trainer,
 )
 from drivetrain.checkpoint import load_weights
+from drivetrain.core.errors import CheckpointError
 from drivetrain.strategies import SingleDevice, Strategy
 from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.testing import run_distributed
@@ -90,14 +91,16 @@ def weights(task: nn.Module) -> Tensor:
     return torch.cat([each.detach().reshape(-1) for each in task.parameters()])
 
 
-def fitted(task: TaskModule, strategy: Any = "cpu", batch_size: int = 4, **options: Any) -> Tensor:
-    quiet(strategy=strategy, max_epochs=1, **options).fit(task, pairs(22, batch_size))
+def fitted(
+    task: TaskModule, strategy: Any = "cpu", batch_size: int = 4, resume: Any = None, **options: Any
+) -> Tensor:
+    quiet(**{"strategy": strategy, "max_epochs": 1, **options}).fit(
+        task, pairs(22, batch_size), resume=resume
+    )
     return weights(task)
 
 
 class Plain(TaskModule):
-    """Two layers, by DeepSpeed's optimizer or AdamW."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 1))
@@ -232,6 +235,22 @@ def _refused() -> None:
 @pytest.mark.nightly
 def test_deepspeed_refusals() -> None:
     run_distributed(_refused, world_size=1)
+
+
+def _uneven(directory: Path) -> None:
+    with pytest.raises(CheckpointError, match="have had different numbers of updates"):
+        fitted(Plain(), zero(1)(1), run_dir=directory, checkpoint=True, resume="auto", max_epochs=2)
+
+
+@pytest.mark.nightly
+def test_deepspeed_refuses_a_checkpoint_of_parameters_that_were_not_always_used(tmp_path: Path) -> None:
+    def skip(run: Any) -> None:
+        if run.progress.updates == 3:
+            run.task.net[0].bias.grad = None
+
+    skipping = LambdaCallback(on_before_optimizer_step=skip)
+    fitted(Plain(), run_dir=tmp_path, checkpoint=True, callbacks=[skipping])
+    run_distributed(_uneven, tmp_path, world_size=1)
 
 
 def _configured() -> None:

@@ -37,7 +37,7 @@ def test_fsdp_conforms() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_fsdp_conforms_on_other_numbers_of_processes(world_size: int) -> None:
     check_strategy(fsdp, world_size)
 
@@ -89,7 +89,6 @@ def layer() -> nn.Module:
 
 
 def held(sharding: str) -> list[int]:
-    """Bytes of weights and of optimizer state that a process keeps."""
     sizes: list[int] = []
 
     def look(run: Any) -> None:
@@ -223,8 +222,6 @@ def test_prefetch_gathers_as_many_blocks_ahead_as_asked_for() -> None:
 
 
 class Scaled(Regression):
-    """Has a scalar, which cannot be sharded."""
-
     def __init__(self) -> None:
         super().__init__(OptimizerConfig("adamw", lr=0.1))
         self.scale = nn.Parameter(torch.tensor(2.0))

@@ -12,7 +12,7 @@ from tests.support.tasks import quiet
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import ConfigError, FSDPConfig, LambdaCallback, StrategyError, TaskModule
+from drivetrain import ConfigError, FSDPConfig, LambdaCallback, StrategyError, TaskModule, Throughput
 from drivetrain.strategies import SingleDevice, Strategy
 from drivetrain.strategies.fsdp.strategy import FSDP
 from drivetrain.strategies.fsdp.tensor_parallel import planned
@@ -57,8 +57,6 @@ def test_tensor_parallel_conforms() -> None:
 
 
 class Block(nn.Module):
-    """Attention over heads, whichever of them are here, and a network of two layers."""
-
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.before = nn.LayerNorm(8)
@@ -133,8 +131,14 @@ def differing(**options: Any) -> str:
     """The weights that are not those of one process after an epoch of clipped updates of four samples."""
     strategy = split(torch.distributed.get_world_size())
     data = sentences(4 // strategy.data_size)
-    found = fitted(Transformer(**options), strategy, data, max_grad_norm=0.5)
-    alone = fitted(Transformer(**options), SingleDevice("cpu"), sentences(4), max_grad_norm=0.5)
+    counts = [Throughput(), Throughput()]
+    both = (strategy, data), (SingleDevice("cpu"), sentences(4))
+    found, alone = (
+        fitted(Transformer(**options), *each, max_grad_norm=0.5, callbacks=[count])
+        for each, count in zip(both, counts, strict=True)
+    )
+    flops = [each.state_dict()["flops_per_sample"] for each in counts]
+    assert flops[0] == flops[1], "the operations of a split sample are those of a whole one"
     close = {name: torch.allclose(found[name], alone[name], rtol=1e-5, atol=1e-6) for name in alone}
     return ", ".join(name for name in close if not close[name])
 
@@ -173,23 +177,6 @@ def style(name: str, **options: Any) -> Any:
     return getattr(parallel, name)(**options)
 
 
-class Tied(Transformer):
-    """Splits the two uses of one parameter in different dimensions."""
-
-    def __init__(self) -> None:
-        super().__init__(plan={"embedding": style("ColwiseParallel"), "head": style("ColwiseParallel")})
-        self.head.weight = self.embedding.weight
-
-
-class Uneven(TaskModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = nn.Linear(6, 5)
-
-    def parallel_plan(self) -> Mapping[str, Any]:
-        return {"line": style("ColwiseParallel")}
-
-
 def test_plan_refusals() -> None:
     def plan(plan: Any) -> Any:
         return lambda: planned(Transformer(plan=plan))
@@ -209,18 +196,19 @@ def test_plan_refusals() -> None:
     def of(task: TaskModule, **options: Any) -> Any:
         return lambda: split(2, **options).prepare(StepModule(task), lambda _: {}, as_precision("32"))
 
+    tied = Transformer(plan={"embedding": columns, "head": columns})
+    tied.head.weight = tied.embedding.weight  # whose two uses are split in different dimensions
+    uneven = Transformer(plan={"head": columns})
+    uneven.head = nn.Linear(8, 5)
+
     def on_rank() -> None:
         assert_refused(
             (ConfigError, StrategyError),
             {
                 "module": (of(Transformer(plan={"blocks.0": columns})), "'blocks.0' (Block): Colwise"),
                 "ignored": (of(Tokens(), ignored=("head",)), "'head.weight' is both in FSDPConfig(ignored"),
-                "tied": (of(Tied()), "one parameter", "different ways"),
-                "uneven": (
-                    of(Uneven()),
-                    "tensor_parallel=2 does not divide dimension 0 of 'line.weight'",
-                    "[5, 6]",
-                ),
+                "tied": (of(tied), "one parameter", "different ways"),
+                "uneven": (of(uneven), "=2 does not divide dimension 0 of 'head.weight'", "[5, 8]"),
             },
         )
 

@@ -11,7 +11,7 @@ from tests.support.ranks import on_two_ranks
 from tests.support.tasks import quiet
 from torch import nn
 
-from drivetrain import Engine, FSDPConfig
+from drivetrain import FSDPConfig
 from drivetrain.strategies.ddp import DDP
 from drivetrain.strategies.fsdp.strategy import FSDP
 
@@ -31,7 +31,6 @@ def made_of(task: nn.Module) -> Any:
 
 
 def goes_on(config: FSDPConfig, precision: str) -> Any:
-    """Trains, and does everything else with the same task."""
     torch.manual_seed(1)
     task, calls = Small(), []
     task.blocks[0].register_forward_hook(lambda *_: calls.append(1))
@@ -77,17 +76,3 @@ def test_gather_at_end_false_leaves_shards_which_are_then_refused() -> None:
     text = refused(shards_left)
     assert "StrategyError: this Small has only a shard of 'embedding.weight'" in text
     assert "Small.from_checkpoint(path)" in text
-
-
-def test_engine_leaves_an_ordinary_module() -> None:
-    def own_loop() -> bool:
-        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-        before = made_of(net)
-        engine = Engine(FSDP(world_size=2), devices=2)
-        model, optimizer = engine.prepare(net, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-        engine.backward(model(torch.ones(2, 4)).square().mean())
-        engine.step(optimizer)
-        engine.teardown()
-        return made_of(net) == before and bool(net(torch.ones(2, 4)).isfinite().all())
-
-    assert on_two_ranks(own_loop) == [True, True]

@@ -41,8 +41,6 @@ LAST = CheckpointConfig(by=None, best=0)
 
 
 class Layer(nn.Module):
-    """A layer that is quick to compile."""
-
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.line, self.dropout = nn.Linear(SIZE, SIZE), nn.Dropout(dropout)
@@ -166,22 +164,16 @@ def test_copy_of_a_compiled_task_computes_with_its_own_weights() -> None:
     assert before == compiled() > 0
 
 
-def test_checkpoint_of_a_compiled_run_has_plain_names_and_is_resumed(tmp_path: Path) -> None:
-    eager = {"backend": "eager"}
-    quiet(max_epochs=1, compile=eager, run_dir=tmp_path, checkpoint=LAST).fit(deep(), TRAINING)
-    assert set(load_file(tmp_path / "model.safetensors")) == set(deep().state_dict())
-    task = deep()
-    resumed = quiet(max_epochs=2, run_dir=tmp_path, checkpoint=LAST).fit(task, TRAINING, resume="auto")
-    assert resumed.progress.updates == 8
-    assert weights(task) == fit(False, validate_every=None)[0]
-
-
-def test_checkpoint_of_a_compiled_submodule_has_plain_names_and_is_resumed_without(tmp_path: Path) -> None:
+@pytest.mark.parametrize("whole_run", [True, False])
+def test_checkpoint_of_a_compiled_run_or_submodule_has_plain_names_and_is_resumed_without(
+    whole_run: bool, tmp_path: Path
+) -> None:
     def trained(name: str, compiled: bool, epochs: int, resume: str | None = None) -> Any:
         task = Regression()
-        if compiled:
+        if compiled and not whole_run:
             task.line = torch.compile(task.line, backend="eager")  # type: ignore[assignment]
-        trainer = quiet(max_epochs=epochs, run_dir=tmp_path / name, checkpoint=LAST)
+        compile = {"backend": "eager"} if compiled and whole_run else False
+        trainer = quiet(max_epochs=epochs, run_dir=tmp_path / name, checkpoint=LAST, compile=compile)
         trainer.fit(task, pairs(), resume=resume)
         return [each.tolist() for each in task.parameters()]
 
@@ -212,10 +204,8 @@ def run_by_default(directory: Path) -> tuple[float, float, bool]:
 
 @pytest.mark.landing
 def test_default_backend_is_near_plain_torch_and_resumes_bit_for_bit(tmp_path: Path) -> None:
-    """The run is left in its second epoch, when it has already seen the first one's short batch, which the
-    resumed run has not.
-    """
-    # In a process of its own, as torch's compiler leaves threads and variables of the environment behind.
+    # The run is left in its second epoch, after a short batch that the resumed run has not seen. In a process
+    # of its own, as torch's compiler leaves threads and variables of the environment behind.
     ((plain, found, same),) = run_distributed(run_by_default, tmp_path, world_size=1)
     assert found == pytest.approx(plain, rel=1e-5)
     assert same
@@ -266,8 +256,6 @@ def test_several_processes_compile_their_blocks_without_a_break() -> None:
 
 
 class Reads(Blocks):
-    """Has a forward that depends on a value."""
-
     def __init__(self) -> None:
         super().__init__(Layer, SIZE, OptimizerConfig("sgd", lr=0.1))
 
