@@ -46,8 +46,6 @@ def test_stops_after_patience_evaluations_without_improvement(drive):
 def test_an_improvement_must_exceed_the_threshold(drive):
     for mode, threshold_mode, first, too_little, enough in (
         ("min", "abs", 1.0, 0.91, 0.89),
-        ("max", "abs", 1.0, 1.09, 1.11),
-        ("min", "rel", 10.0, 9.1, 8.9),
         ("max", "rel", 10.0, 10.9, 11.1),
         # With a negative best value a plain factor would turn the threshold's sense around.
         ("min", "rel", -10.0, -10.9, -11.1),

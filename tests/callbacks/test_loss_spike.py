@@ -99,9 +99,15 @@ def test_rollback_equals_a_run_without_the_data(
 
 
 def test_rollback_in_a_run_by_steps_makes_up_for_the_updates(tmp_path: Path) -> None:
-    result = rolling(tmp_path, max_epochs=None, max_steps=20).fit(task(), data(19))
+    result = rolling(tmp_path / "last", max_epochs=None, max_steps=20).fit(task(), data(19))
     assert result.progress.updates == 20
     assert result.progress.samples == 24 * SIZE, "the spike came in the last update, which was not the last"
+    validated: list[int] = []
+    note = LambdaCallback(on_evaluation_end=lambda run: validated.append(run.progress.updates))
+    options: Any = {"max_epochs": None, "max_steps": 20, "validate_every": "2 steps"}
+    rolling(tmp_path, note, **options).fit(task(), data(13), data(count=2))  # from 14 back to 12
+    assert {*validated} == {*range(2, 21, 2)}
+    assert validated.count(16) == 1
 
 
 def two_epochs(run_dir: Path, dies_at: int = -1) -> None:

@@ -156,6 +156,10 @@ def test_metrics_timing_and_milestones_of_a_run(tmp_path: Path) -> None:
     assert set(parts) == {"data", "compute", "evaluation", "save"}
     assert all(seconds > 0 for seconds in parts.values())
     assert result.progress.seconds > 0
+    more = LambdaCallback(on_checkpoint_loaded=lambda run: parts.update(run.timing))
+    parts.clear()
+    quiet(max_epochs=3, **{**options, "callbacks": [more]}).fit(Regression(), pairs(), resume="auto")
+    assert all(parts[each] > 0 for each in ("data", "compute", "evaluation"))
 
 
 # The names of values.

@@ -17,20 +17,10 @@ from tests.support.tasks import Regression, pairs, quiet
 
 from drivetrain import DeviceStats
 
-OF_HOST = {
-    "cpu_percent": 12.0,
-    "memory_percent": 34.0,
-    "swap_percent": 5.0,
-    "process_cpu_percent": 90.0,
-    "process_memory_bytes": 1000.0,
-    "disk_free_bytes": 2000.0,
-}
-RATES = {
-    "disk_read_bytes_per_second",
-    "disk_written_bytes_per_second",
-    "network_sent_bytes_per_second",
-    "network_received_bytes_per_second",
-}
+OF_HOST = {"cpu_percent": 12.0, "memory_percent": 34.0, "swap_percent": 5.0, "process_cpu_percent": 90.0}
+OF_HOST |= {"process_memory_bytes": 1000.0, "disk_free_bytes": 2000.0}
+RATES = {"disk_read", "disk_written", "network_sent", "network_received"}
+RATES = {f"{each}_bytes_per_second" for each in RATES}
 
 
 def values(metrics: Any) -> dict[str, float]:
