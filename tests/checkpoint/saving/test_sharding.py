@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 
 import pytest
 import torch
@@ -192,11 +193,13 @@ def test_managers_agree_on_the_checkpoint_before_a_shard_that_one_rank_finds_dam
     file.write_bytes(file.read_bytes()[:-1] + b"\1")
     with pytest.raises(DamagedCheckpointError, match=file.name):
         DirectoryCheckpointIO().load(str(file.parent))
+    for each in (tmp_path / "update-00000001").glob("model-00002*"):  # good in itself, with its own hashes
+        shutil.copy(each, file.parent)
     first, second = on_two_ranks(resume, str(tmp_path))
     assert first[:2] == second[:2] == ("update-00000001", [1.0])
     assert (len(first[2]), second[2]) == (1, [])
     assert "was set aside as" in first[2][0]
-    assert file.name in first[2][0]
+    assert "model-00002-of-00002.hashes.json" in first[2][0]
 
 
 def test_an_error_on_one_rank_is_an_error_on_all_and_leaves_nothing(tmp_path):
