@@ -57,22 +57,12 @@ ONES = torch.ones(3, 2)
 def test_the_number_of_samples_is_the_first_dimension_of_the_first_tensor() -> None:
     packed = pack_sequence([torch.ones(4), torch.ones(2), torch.ones(1)])
     three = (
-        ONES,
-        torch.nn.Parameter(ONES),
-        {"features": ONES, "label": torch.zeros(3)},
-        {"scale": torch.tensor(2.0), "features": ONES},
-        {"name": ["a", "b"], "features": ONES},
-        {"image": {"left": ONES}},
-        (ONES, torch.zeros(3)),
-        [[ONES], 1],
-        Pair(ONES, torch.zeros(3)),
-        Sample(ONES),
-        OrderedDict(features=ONES),
-        Encoding({"features": ONES}, encoder="x"),
-        Graph(torch.ones(7, 2), graphs=3),
-        packed,
-        (packed, torch.zeros(3)),
-    )
+        ONES, torch.nn.Parameter(ONES), {"features": ONES, "label": torch.zeros(3)}, (ONES, torch.zeros(3)),
+        {"scale": torch.tensor(2.0), "features": ONES}, {"name": ["a", "b"], "features": ONES},
+        {"image": {"left": ONES}}, [[ONES], 1], Pair(ONES, torch.zeros(3)), Sample(ONES),
+        OrderedDict(features=ONES), Encoding({"features": ONES}, encoder="x"),
+        Graph(torch.ones(7, 2), graphs=3), packed, (packed, torch.zeros(3)),
+    )  # fmt: skip
     assert [batch_size(each) for each in three] == [3] * len(three)
     assert batch_size(torch.ones(0, 2)) == 0
     unknown: tuple[Any, ...] = (torch.tensor(1.0), {}, ["a", "b"], "text", 7, Sample)

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -75,6 +76,11 @@ def test_a_worker_that_is_gone_lacks_room_or_never_answers_is_named_and_is_no_ba
     for act, options, message in (
         (lacks_room, {}, "in worker 0.*: RuntimeError: unable.*Enlarge /dev/shm"),
         (lambda: time.sleep(1000), {"timeout": 2}, "timed out after 2 seconds"),
+        (
+            lambda: None,
+            {"collate_fn": lambda _: threading.Lock()},
+            "exit code 1: .* a batch could not be sent",
+        ),
     ):
         data = DataLoader(Odd(act), batch_size=2, num_workers=1, **options)
         with pytest.raises(DataError, match=message):

@@ -61,18 +61,13 @@ def trained():
 @pytest.mark.parametrize(
     ("name", "options", "dtype"),
     [
-        ("sgd", {}, torch.float32),
-        ("sgd", {"momentum": 0.9, "nesterov": True}, torch.bfloat16),
-        ("adamw", {"amsgrad": True, "betas": (0.8, 0.95)}, torch.float32),
-        ("nadam", {}, torch.float32),
-        ("rmsprop", {"centered": True, "momentum": 0.5}, torch.float32),
-        ("adafactor", {}, torch.float32),
-        ("muon", {}, torch.bfloat16),
-        ("asgd", {}, torch.float32),
-        ("rprop", {}, torch.float32),
+        ("sgd", {}, torch.float32), ("sgd", {"momentum": 0.9, "nesterov": True}, torch.bfloat16),
+        ("adamw", {"amsgrad": True, "betas": (0.8, 0.95)}, torch.float32), ("adafactor", {}, torch.float32),
+        ("nadam", {}, torch.float32), ("rmsprop", {"centered": True, "momentum": 0.5}, torch.float32),
+        ("muon", {}, torch.bfloat16), ("asgd", {}, torch.float32), ("rprop", {}, torch.float32),
         ("sparseadam", {"parameters": "table.*", "groups": []}, torch.float32),  # its counter is no tensor
     ],
-)
+)  # fmt: skip
 def test_state_of_an_optimizer_resumes_bit_for_bit(name, options, dtype):
     options = {"lr": 1e-2, "groups": [ParameterGroup("head.*", lr_scale=0.5)], **options}
     net = Net().to(dtype)
