@@ -1,8 +1,4 @@
-"""Writes the corpus: small checkpoints of the present format version, which every later drivetrain must read.
-
-Run once for each new format version, from the repository's root: ``python -m tests.checkpoint.make_corpus``.
-What is there is never written again: it is what that version wrote.
-"""
+"""``python -m tests.checkpoint.make_corpus``, once for each format version: what it writes is read always."""
 
 import sys
 from pathlib import Path

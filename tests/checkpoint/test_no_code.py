@@ -1,8 +1,4 @@
-"""No file can make us run code: nothing on a load path unpickles, evaluates or imports by name.
-
-The source is walked, all of the package, because nearly all of it lies on a load path: a run takes its state
-over in every part. What a walk cannot see is tried by `test_hostile.py`.
-"""
+"""No file can make us run code: nothing unpickles, evaluates or imports by name. See `test_hostile.py`."""
 
 import ast
 from pathlib import Path
