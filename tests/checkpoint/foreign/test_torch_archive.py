@@ -134,6 +134,7 @@ SENSELESS = {
         *(tensor(shape=5), tensor(offset=1), tensor(shape=60000, stride=0), tensor(stride=2))
     ],
     "16 bytes for 5 numbers": [tensor(size=5)],
+    "16 bytes for 3 numbers": [tensor(size=3, shape=3)],
     "it lacks file/data/7": [tensor(key=b"7")],
     "is not to a storage": [tensor(key=b"../../x")],
     "before seeing STOP": [b"\x80\x02}"],
@@ -179,3 +180,5 @@ def test_other_files_are_told(path, tmp_path):
     assert not (tmp_path / "it ran").exists()
     rewritten(path, lambda name, data: data, zipfile.ZIP_DEFLATED)
     refused(path, "compressed")
+    rewritten(path, lambda name, data: b"big" if name.endswith("byteorder") else data)
+    refused(path, "not little-endian")

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tests.checkpoint.make_corpus import CORPUS
 
 from drivetrain.checkpoint import DirectoryCheckpointIO, Snapshot
 from drivetrain.checkpoint.inspection import compare as comparison
@@ -60,6 +61,10 @@ def test_how_far_apart_tensors_are(differences, monkeypatch):
     second[7] += 2.0
     found = measured(first, second)
     assert (found.max_abs, found.relative) == (2.0, pytest.approx(2.0 / first.norm().item()))
+
+
+def test_tensors_that_other_numbers_of_processes_have_saved_are_the_same():
+    assert list(compare(*(str(CORPUS / "v4" / f"sharded-by-{size}") for size in (1, 4))).tensors) == []
 
 
 def test_time_and_purpose_are_no_differences_and_settings_of_optimizers_are(differences):

@@ -130,9 +130,13 @@ def test_each_process_writes_its_share_and_nothing_twice(written, tmp_path):
 
     def replicated(path):
         tensors = {f"w{number}": torch.full((100,), float(number)) for number in range(8)}
-        DirectoryCheckpointIO(ranks=Ranks.of_job()).save(path, Snapshot({"model": tensors}))
+        own = {f"s{number}": torch.full((3,), float(Ranks.of_job().rank)) for number in range(4)}
+        snapshot = Snapshot({"model": tensors, "state": own}, {"state": {}})
+        DirectoryCheckpointIO(ranks=Ranks.of_job()).save(path, snapshot)
 
     on_two_ranks(replicated, str(tmp_path / "c"))
+    state = DirectoryCheckpointIO().load(str(tmp_path / "c")).tensors["state"]
+    assert torch.stack(list(state.values())).count_nonzero() == 0  # what differs between ranks is rank 0's
     records = read_manifest(str(tmp_path / "c")).tensors["model"].values()
     assert sorted(record.first for record in records) == [0, 0, 0, 0, 1, 1, 1, 1]
     assert {record.count for record in records} == {1}
