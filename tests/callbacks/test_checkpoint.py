@@ -83,17 +83,6 @@ def test_every_saves_when_the_interval_ends_also_after_a_resume(
         assert saved(folder) == sorted({*due, at, 10})
 
 
-def test_an_interval_counts_updates_and_goes_on_in_a_longer_run(tmp_path: Path) -> None:
-    # Five batches of two samples make three updates: samples 4, 8, 10, and 14, 18, 20.
-    policy = CheckpointConfig(every="6 samples", keep_last=99, by=None)
-    run(tmp_path / "parts", policy, gradient_accumulation_steps=2)
-    assert saved(tmp_path / "parts") == [2, 4, 5, 6]
-    policy = CheckpointConfig(every="4 steps", keep_last=99, by=None)
-    run(tmp_path, policy, max_epochs=1)
-    run(tmp_path, policy, max_epochs=3, resume="auto")
-    assert saved(tmp_path) == [4, 5, 8, 12, 15]
-
-
 def test_keep_last_keeps_as_many_resume_points_and_at_least_the_newest(tmp_path: Path) -> None:
     for keep_last, there in ((0, [10]), (1, [10]), (2, [9, 10]), (4, [3, 6, 9, 10])):
         addresses: list[str] = []

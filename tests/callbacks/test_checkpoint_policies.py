@@ -196,8 +196,7 @@ def test_names_have_values_and_nothing_is_looked_up_by_them(tmp_path: Path) -> N
     assert names == [f"update-000000{each}" for each in values]
     assert Path(result.best_checkpoint).name == names[1]
     assert fit(tmp_path, named, max_epochs=4, resume="auto").progress.updates == 20
-    (tmp_path / "checkpoints" / names[1]).rename(tmp_path / "moved")  # as a user who renames one
-    (tmp_path / "moved").rename(tmp_path / "checkpoints" / "my-favourite")
+    (tmp_path / "checkpoints" / names[1]).rename(tmp_path / "checkpoints" / "my-favourite")  # by a user
     with heard() as told:
         found = CheckpointManager(str(tmp_path / "checkpoints"), named)
         assert found.best() == str(tmp_path / "checkpoints" / "my-favourite")

@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.support.outcome import weights
-from tests.support.tasks import Duel, Regression, duels, pairs, quiet, variant
-from torchmetrics import MeanAbsoluteError
+from tests.support.tasks import Duel, Regression, duels, pairs, quiet
 
 from drivetrain import CheckpointConfig, LambdaCallback, OptimizerConfig
 
@@ -119,15 +118,3 @@ def test_evaluation_loads_weights_first_and_writes_its_values(tmp_path: Path, ve
     for data in (pairs(4), {"a": pairs(4), "b": pairs(6)}):  # the second replaces the first
         values = evaluate(Regression(), data, save_to=target)
         assert json.loads(target.read_text()) == values
-
-
-def test_named_loaders_give_named_metrics_each_by_itself() -> None:
-    task = variant(metrics=lambda self: {"error": MeanAbsoluteError()})()
-    loaders = {"near": pairs(4), "far": pairs(6, seed=9)}
-    values = quiet().validate(task, loaders)
-    assert set(values) == {f"validation/{name}/{of}" for name in loaders for of in ("loss", "error")}
-    for name, data in loaders.items():
-        alone = quiet().validate(task, data)
-        for of in ("loss", "error"):
-            assert values[f"validation/{name}/{of}"] == alone[f"validation/{of}"]
-    assert set(quiet().test(Regression(), loaders)) == {"test/near/loss", "test/far/loss"}
