@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.support.host_syncs import HostSyncs
 from tests.support.refusals import assert_refused
-from tests.support.tasks import Duel, Regression, duels, pairs, quiet
+from tests.support.tasks import Duel, Regression, duels, pairs, quiet, variant
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -179,6 +179,15 @@ def test_each_yield_is_an_update_and_the_body_goes_on_with_the_new_weights() -> 
         second.step()
     for name, value in task.state_dict().items():
         assert torch.allclose(value, hand.state_dict()[name], rtol=1e-5, atol=1e-6), name
+
+
+def test_evaluation_draws_by_the_number_of_its_batch_and_not_by_what_ran_before() -> None:
+    seen: list[float] = []
+    note = LambdaCallback(on_log=lambda run: seen.extend(v for k, v in run.logged.items() if k[:3] == "val"))
+    task = variant(validation_step=lambda self, batch: {"loss": torch.rand(())})()
+    quiet(max_epochs=2, callbacks=[note]).fit(task, pairs(), pairs(4))
+    assert len(seen) == 2
+    assert seen[0] == seen[1]
 
 
 def test_refusals_of_the_engine() -> None:

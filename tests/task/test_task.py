@@ -126,9 +126,7 @@ def test_every_step_follows_from_forward_and_loss() -> None:
     assert torch.equal(task.predict_step(batch), task(batch[0]))
     task.training_step(batch).loss.backward()
     assert all(parameter.grad is not None for parameter in task.parameters())
-    assert (
-        PLAIN.loss({"loss": ONE}, None) is PLAIN.loss(SimpleNamespace(loss=ONE), None) is ONE
-    )  # a model's own
+    assert PLAIN.loss({"loss": ONE}, None) is PLAIN.loss(SimpleNamespace(loss=ONE), None) is ONE
     own = variant(validation_step=lambda self, batch: {"loss": torch.tensor(7.0)})
     assert quiet().test(own(), pairs()) == {"test/loss": 7.0}  # the test step follows the validation step
 
