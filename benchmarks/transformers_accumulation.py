@@ -34,7 +34,6 @@ NAMES = {
     "gpt2": "GPT-2",
     "llama": "Llama",
     "t5": "T5",
-    "bart": "BART",
     "vit": "ViT",
     "whisper": "Whisper",
 }

@@ -144,7 +144,6 @@ def test_no_error_and_no_upload_shows_a_token(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_refusals(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is refused before the fit begins; a checkpoint that is no whole one leaves nothing behind."""
     run_dir = tmp_path / "run"
 
     def resumed(token: str | None = None) -> None:

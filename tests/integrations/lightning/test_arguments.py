@@ -150,7 +150,6 @@ def test_refusals() -> None:
         ({"val_check_interval": 10, "accumulate_grad_batches": 4}, "multiple of accumulate_grad_batches=4"),
         ({"callbacks": scheduler, "accumulate_grad_batches": 4}, "one of the two"),
         ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "both"}, "gradient_clip_algorithm='both'"),
-        ({"deterministic": "warn"}, "warn_only=True"),
         ({"strategy": "dpp"}, "Did you mean 'dp'"),
         ({**table.ROWS["sync_batchnorm"].needs, "sync_batchnorm": True}, "sync_batchnorm"),
         ({"gpus": 2}, "no argument 'gpus'"),

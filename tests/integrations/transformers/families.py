@@ -15,6 +15,10 @@ WORDS = 99
 _SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
 _ENCODER: dict[str, Any] = {"vocab_size": WORDS, "num_labels": 3, "max_position_embeddings": 32, **_SIZES}
 _ENCODER |= dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+_BART: dict[str, Any] = {"vocab_size": WORDS, "d_model": 16, "max_position_embeddings": 32}
+for _part in ("encoder", "decoder"):
+    _BART |= {f"{_part}_layers": 2, f"{_part}_attention_heads": 2, f"{_part}_ffn_dim": 16}
+_BART |= dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
 _VISION = {"image_size": 8, "patch_size": 4, **_SIZES}
 _IDS = {"eos_token_id": 2, "bos_token_id": 0, "pad_token_id": 1}
 _TEXT = {"vocab_size": WORDS, "max_position_embeddings": 16, **_SIZES, **_IDS}
@@ -64,6 +68,10 @@ def spoken(generator: torch.Generator, length: int) -> Sample:
     return {"input_values": torch.randn(80, generator=generator), "labels": words(generator, length)}
 
 
+def transcribed(generator: torch.Generator, length: int) -> Sample:
+    return {"input_features": torch.randn(8, 16, generator=generator), "labels": words(generator, length)}
+
+
 def unmasked(batch: Mapping[str, Tensor]) -> float:
     return float((batch["labels"] != -100).sum())
 
@@ -109,6 +117,13 @@ def _wav2vec2() -> Any:
     return made
 
 
+def _whisper() -> Any:
+    sizes = {"num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 32}
+    ids = {"decoder_start_token_id": 0, "begin_suppress_tokens": None, "suppress_tokens": None, **_IDS}
+    config = transformers.WhisperConfig(**_BART, **sizes, **ids)
+    return transformers.WhisperForConditionalGeneration(config)
+
+
 def _llama() -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_TEXT, num_key_value_heads=2))
 
@@ -122,6 +137,7 @@ FAMILIES: dict[str, Family] = {
     "t5": Family(_t5, translated, unmasked),
     "vit": Family(_vit, pictured, samples),
     "wav2vec2": Family(_wav2vec2, spoken, samples),
+    "whisper": Family(_whisper, transcribed, unmasked),
 }
 
 

@@ -116,7 +116,6 @@ def test_refusals(tmp_path: Path) -> None:
         ({"learnin_rate": 1e-3}, "'learning_rate'"),
         ({"eval_strategy": "step"}, "Did you mean 'steps'"),
         ({"learning_rate": "5e-5"}, "give a number"),
-        ({"sharded_ddp": "simple"}, "sharded_ddp='simple'"),
         ({"evaluation_strategy": "epoch", "eval_strategy": "steps"}, "former name of eval_strategy"),
         ({"report_to": ["wandb"]}, "no logger here"),
         ({"load_best_model_at_end": True}, "validations"),

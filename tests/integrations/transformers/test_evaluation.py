@@ -93,7 +93,6 @@ def test_refusals() -> None:
 
     cases: dict[str, Any] = {
         "another structure": (lambda: arrays.add({"a": np.zeros((1, 2)), "b": np.zeros(1)}), "have 2 arrays"),
-        "a name": (made(include_for_metrics=("losses",)), "include_for_metrics"),
         "a parameter": (
             made(compute_metrics=Kept(), batch_eval_metrics=True),
             "the parameter compute_result",

@@ -87,7 +87,6 @@ OTHERS = [pytest.param(each, marks=pytest.mark.nightly) for each in ("bert, tags
 def test_losses_rates_metrics_and_predictions_equal_those_of_transformers(
     family: str, tmp_path: Path
 ) -> None:
-    """Check that losses, rates, metrics, predictions and weights are those of transformers' Trainer."""
     data, held_out = even(family, 8), even(family, 7)
     found = []
     options: dict[str, Any] = {"max_steps": 8, "logging_steps": 2, "warmup_steps": 2}
@@ -220,8 +219,6 @@ def test_an_overridden_evaluate_is_what_a_fit_calls_and_ranks_by(tmp_path: Path)
 
 
 def test_refusals(tmp_path: Path) -> None:
-    """Each says what to use instead; most are refused at construction."""
-
     def overriding(name: str, method: Any = lambda self: None, **options: Any) -> Any:
         return lambda: trainer(tmp_path, type("Scripted", (hf.Trainer,), {name: method}), **options)
 
@@ -235,9 +232,8 @@ def test_refusals(tmp_path: Path) -> None:
     def loads(self: Any) -> Any:
         return torch.utils.data.DataLoader(Stream(), batch_size=2, collate_fn=padded)
 
-    made, bert = trainer(tmp_path), model(CLASSES)
+    made = trainer(tmp_path)
     other = torch.optim.SGD(model(CLASSES).parameters(), lr=0.1)
-    generates = arguments(tmp_path, transformers.Seq2SeqTrainingArguments, predict_with_generate=True)
     share = {"max_steps": -1, "num_train_epochs": 1, "logging_steps": 0.5}
     seq2seq = trainer(tmp_path, hf.Seq2SeqTrainer, "t5", eval_dataset=rows("t5", 2))
     theirs = tmp_path / "theirs"
@@ -254,7 +250,6 @@ def test_refusals(tmp_path: Path) -> None:
         "a trial": (lambda: made.train(trial={}), "trial"),
         "no data": (lambda: trainer(tmp_path, eval_strategy="epoch"), "without an eval_dataset"),
         "generation": (lambda: generator(tmp_path, hf.Trainer), "Seq2SeqTrainer"),
-        "no generation": (lambda: hf.Seq2SeqTrainer(bert, generates, padded), "cannot generate"),
         "beams": (lambda: seq2seq.evaluate(num_beams=2), "predict_with_generate=True"),
         "a step without backward": (lambda: forgets().train(), "ran no backward"),
         "a share of a stream": (lambda: streams().train(), "logging_steps=0.5 is a share", "Give max_steps"),
