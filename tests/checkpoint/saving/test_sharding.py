@@ -8,10 +8,11 @@ import pytest
 import torch
 from tests.support.messages import heard
 from tests.support.ranks import on_two_ranks
+from tests.support.refusals import assert_refused
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.nn import functional as F
 
 from drivetrain.checkpoint import CheckpointConfig, CheckpointManager, DirectoryCheckpointIO, Snapshot
@@ -19,7 +20,7 @@ from drivetrain.checkpoint.saving.io import read_manifest, verify
 from drivetrain.checkpoint.storage.filesystem import DamagedCheckpointError, LocalFileSystem
 from drivetrain.checkpoint.weights.module_state import load_module_state, module_state
 from drivetrain.core.errors import CheckpointError
-from drivetrain.distributed.ranks import Ranks
+from drivetrain.distributed.ranks import ALONE, Ranks
 from drivetrain.engine.own_loop_checkpoint import like_module, optimizer_state, restore_optimizer_state
 
 if not torch.distributed.is_gloo_available():
@@ -175,6 +176,37 @@ def test_a_reader_takes_only_its_own_bytes(tmp_path):
         own = found.pop(f"model-{rank + 1:05d}-of-00002.safetensors")
         assert share < own < share + 500  # the header is read too
         assert set(found) == {"manifest.json", f"model-{rank + 1:05d}-of-00002.hashes.json"}
+
+
+def test_shards_that_would_be_saved_or_read_wrong_are_refused(tmp_path):
+    def act(directory):
+        ranks, mesh, whole = Ranks.of_job(), init_device_mesh("cpu", (2,)), torch.ones(4, 4)
+        good = f"{directory}/good"
+
+        def save(tensor, path=f"{directory}/c", ranks=ranks):
+            DirectoryCheckpointIO(ranks=ranks).save(path, Snapshot({"model": {"w": tensor}}))
+
+        def held(local, placement):
+            return DTensor.from_local(local, mesh, [placement], run_check=False, shape=(4, 4), stride=(4, 1))
+
+        save(rows(1), good)
+        other = distribute_tensor(whole, mesh, [Shard(0)])
+        mixed = held(whole.chunk(2, ranks.rank)[0], Shard(ranks.rank))
+        assert_refused(
+            CheckpointError,
+            {
+                "cut otherwise by a rank": (lambda: save(mixed), "Shard it the same way on every rank"),
+                "partial": (lambda: save(held(whole, Partial())), "Partial", "redistribute"),
+                "by one process": (lambda: save(other, ranks=ALONE), "but only one process saves it"),
+                "of another shape": (
+                    lambda: DirectoryCheckpointIO(ranks=ranks).load(good, like=lambda *_: other),
+                    "[64, 64] in the checkpoint",
+                ),
+            },
+        )
+
+    on_two_ranks(act, str(tmp_path))
+    assert os.listdir(tmp_path) == ["good"]
 
 
 def test_managers_agree_on_the_checkpoint_before_a_shard_that_one_rank_finds_damaged(tmp_path):
