@@ -75,9 +75,7 @@ SCHEDULES: list[dict[str, Any]] = [
     BY_EPOCHS,
     BY_STEPS,
     BOTH,
-    {"gradient_accumulation_steps": {0: 1, 4: 3, 9: 2}},
     {"gradient_accumulation_steps": {0: 1, "7 samples": 2, "30 samples": 3}},
-    {"batch_size": {0: 2, "1 epoch": 5, "2 epochs": 3}},
     {"batch_size": {0: 2, "9 samples": 3, "40 samples": 7}},
     {"batch_size": {0: 1, 3: 2, 12: 3}, "limit_train_batches": 7},
 ]
