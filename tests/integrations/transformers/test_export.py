@@ -58,7 +58,6 @@ def assert_same_tensors(folder: Path, theirs: Path) -> None:
 
 
 def assert_loads_as(folder: Path, right: Any, name: str) -> None:
-    """Check that `from_pretrained` takes every tensor, finds each, and that the outputs are bitwise equal."""
     found, report = type(right).from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()), report
     given = padded(rows(data_of(name), 3))
@@ -208,6 +207,10 @@ def test_a_checkpoint_of_an_adapter_holds_it_alone_and_resumes_bitwise(base: Pat
     torch.testing.assert_close(dict(again.state_dict()), straight, rtol=0, atol=0)
     fit(adapted(base), tmp_path / "whole", updates=1, checkpoint=CheckpointConfig(parameters="all"))
     assert set(load_weights(tmp_path / "whole" / "checkpoints" / "update-00000001")) == set(straight)
+    made(CLASSES).bert.save_pretrained(tmp_path / "body")  # the head's first values are new ones
+    headed = fit(adapted(tmp_path / "body"), tmp_path / "headed")
+    again = hf.TransformersTask.from_checkpoint(tmp_path / "headed")
+    torch.testing.assert_close(dict(again.state_dict()), headed, rtol=0, atol=0)
 
 
 def test_resume_on_another_base_names_both(base: Path, tmp_path: Path) -> None:
