@@ -71,7 +71,9 @@ CHECKED = ["frozen_and_tied", "parameters_may_be_unfrozen", "resume_is_bitwise"]
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", OPTIONS)
 def test_fsdp_options_conform(name: str) -> None:
-    more = [*(CHECKS if name == "ignored" else CHECKED), "same_as_the_big_batch"]
+    # A task with other names than those ignored has its turn with hybrid shards.
+    all_but_one = [each for each in CHECKS if each != "generator_steps"]
+    more = [*(all_but_one if name == "ignored" else CHECKED), "same_as_the_big_batch"]
     check_strategy(of(**OPTIONS[name]), checks=more)
 
 
