@@ -82,16 +82,12 @@ OUTPUT = {
 }
 
 
-class Import(NamedTuple):
-    """A module of ours that a file names: in an import anywhere in it, or as a text in a table."""
-
+class Import(NamedTuple):  # in an import anywhere in the file, or as a text in a table
     module: str
     kind: str  # "top", "types" or "local"; "text"
 
 
-class Source:
-    """A file, parsed once for all tests."""
-
+class Source:  # a file, parsed once for all tests
     def __init__(self, path: Path) -> None:
         self.path = path
         self.place = path.relative_to(PACKAGE).as_posix()
@@ -155,8 +151,7 @@ def test_the_root_holds_the_layers_and_folders_are_small(sources: list[Source]) 
 
 def test_the_picture_of_the_layers_shows_the_imports(
     imports: dict[Source, list[Import]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`python docs/site/draw_layers.py` draws it."""
+) -> None:  # `python docs/site/draw_layers.py` draws it
     found: dict[str, set[str]] = {layer: set() for layer in LAYERS}
     for source, named in imports.items():
         there = {each.module.partition(".")[0] for each in named if each.kind != "text"}

@@ -21,8 +21,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 QUIET: dict[str, Any] = {"loggers": (), "progress_bar": False}
 
 
-def printed(name: str, *arguments: object) -> str:
-    """Run an example in a process of its own, and return what it printed."""
+def printed(name: str, *arguments: object) -> str:  # in a process of its own
     command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=False)
     assert done.returncode == 0, done.stderr
@@ -42,7 +41,6 @@ def environment_is_set() -> None:
 
 @pytest.fixture
 def examples(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Import the examples by their names, and forget them afterwards."""
     names = ("digits", "distill", "prune", "quantize")
     monkeypatch.syspath_prepend(str(EXAMPLES))
     yield
@@ -84,8 +82,7 @@ def task_of(kind: str, teacher: str = "") -> tuple[TaskModule, list[Callback]]:
 
 def trained(
     kind: str, strategy: str, batch_size: int, steps: int, teacher: str = ""
-) -> dict[str, np.ndarray[Any, Any]]:
-    """Train, and return the whole weights and buffers."""
+) -> dict[str, np.ndarray[Any, Any]]:  # train, and return the whole weights and buffers
     task, callbacks = task_of(kind, teacher)
     part = example("digits").DigitsData().parts[1]
     found: dict[str, np.ndarray[Any, Any]] = {}
@@ -103,8 +100,7 @@ def trained(
 
 
 @pytest.fixture
-def teacher(tmp_path: Path, examples: None) -> str:
-    """The run of a teacher."""
+def teacher(tmp_path: Path, examples: None) -> str:  # the run of a teacher
     torch.manual_seed(1)
     part = example("digits").DigitsData().parts[1]
     trainer = Trainer(max_epochs=1, run_dir=tmp_path / "teacher", **QUIET)

@@ -48,16 +48,13 @@ SLOW |= {"write-a-strategy.md", "write-an-inexact-strategy.md"}
 """Pages whose blocks start many processes, or compile."""
 
 
-class Block(NamedTuple):
-    """A fenced block: its language, its text, and the line of the page where the text begins."""
-
+class Block(NamedTuple):  # `line`: of the page, where the text begins
     language: str
     text: str
     line: int
 
     @property
-    def file(self) -> str | None:
-        """The name of the file that the block is to be written to."""
+    def file(self) -> str | None:  # the name of the file that the block is to be written to
         match = re.match(r"# file: (\S+)\n", self.text)
         return match[1] if match and self.language == "python" else None
 
@@ -71,8 +68,7 @@ def named(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-def changed() -> list[Path]:
-    """The pages that PAGES names; without it, README.md and those that have changed."""
+def changed() -> list[Path]:  # the pages that PAGES names; without it, README.md and those that have changed
     if os.environ.get("PAGES", "all") != "all":
         return [ROOT / each for each in os.environ["PAGES"].split()]
     commands = [["git", "status", "--porcelain", "--no-renames"]] if shutil.which("git") else []
@@ -96,8 +92,7 @@ def run_python(page: Path, block: Block, namespace: dict[str, Any]) -> str:
     return printed.getvalue()
 
 
-def run_console(block: Block, directory: Path) -> str:
-    """Run the lines of a block that call `drivetrain`, in the directory that a `cd` before them names."""
+def run_console(block: Block, directory: Path) -> str:  # in the directory that a `cd` before names
     printed = io.StringIO()
     for line in re.sub(r"\\\n", " ", block.text).splitlines():
         words = shlex.split(line, comments=True)
@@ -110,8 +105,7 @@ def run_console(block: Block, directory: Path) -> str:
     return printed.getvalue()
 
 
-def masked(text: str) -> list[str]:
-    """Lines in which every number is one sign, as is every run of spaces and dashes: columns move."""
+def masked(text: str) -> list[str]:  # numbers are one sign, as runs of spaces and dashes: columns move
     text = re.sub(r"-?\d[\d,]*(\.\d+)?(e[-+]?\d+)?", "#", text)
     text = re.sub(r"\b(device|on) (cuda:#|mps)\b", r"\1 cpu", text)
     lines = [re.sub(r"[ \-]{2,}", " ", line).strip() for line in text.splitlines()]
@@ -165,8 +159,6 @@ def environment_is_set() -> None:
 
 @pytest.fixture
 def run_pages(environment_is_set: None, own_registries: None, tmp_path: Path) -> Any:
-    """Runs pages one after another, and fails with the traceback of each that does not do what it says."""
-
     def run(pages: list[Path]) -> None:
         wrong = []
         for page in pages:
@@ -200,9 +192,7 @@ def test_the_blocks_of_slow_pages_run(run_pages: Any) -> None:
     run_pages(slow)
 
 
-class Scalar(nn.Module):
-    """What the docstrings' examples call `model`: gives its batch's loss."""
-
+class Scalar(nn.Module):  # what the docstrings' examples call `model`: gives its batch's loss
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Linear(3, 1)
@@ -212,8 +202,7 @@ class Scalar(nn.Module):
         return loss
 
 
-def test_the_examples_of_docstrings_run() -> None:
-    """They are excerpts, which name a model and a loader."""
+def test_the_examples_of_docstrings_run() -> None:  # they are excerpts, which name a model and a loader
     run = 0
     for file in (ROOT / "package").rglob("*.py"):
         source = file.read_text(encoding="utf-8")
@@ -291,8 +280,7 @@ def test_the_page_of_transformers_names_has_all_and_names_what_exists() -> None:
 # The site.
 
 
-def build_site(docs: Path, to: Path) -> subprocess.CompletedProcess[str]:
-    """Build the site as `make docs` does."""
+def build_site(docs: Path, to: Path) -> subprocess.CompletedProcess[str]:  # as `make docs`
     command = ["mkdocs", "build", "--config-file", str(docs / "mkdocs.yml"), "--site-dir", str(to)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     command = [sys.executable, "-m", *command]

@@ -32,15 +32,13 @@ def run(*command: object, cwd: Path) -> str:
     return finished.stdout
 
 
-def found(pattern: str, text: str) -> re.Match[str]:
-    """The only place where the pattern matches."""
+def found(pattern: str, text: str) -> re.Match[str]:  # the only place where the pattern matches
     matches = list(re.finditer(pattern, text))
     assert len(matches) == 1, f"{pattern!r} matches {len(matches)} times in:\n{text}"
     return matches[0]
 
 
-def class_source(text: str, name: str) -> str:
-    """The lines of a class, as they are written."""
+def class_source(text: str, name: str) -> str:  # the lines of a class, as they are written
     (node,) = (each for each in ast.parse(text).body if isinstance(each, ast.ClassDef) and each.name == name)
     return "\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno])
 

@@ -31,8 +31,7 @@ sys.stdout.write(nbformat.writes(notebook))
 """
 
 
-def executed(path: Path, directory: Path) -> dict[str, Any]:
-    """Run a notebook in a kernel of its own, in a directory, and return it with its outputs."""
+def executed(path: Path, directory: Path) -> dict[str, Any]:  # in a kernel of its own
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     here = {name: str(directory / name) for name in ("IPYTHONDIR", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR")}
     done = subprocess.run(
@@ -71,8 +70,7 @@ def as_seen(outputs: list[dict[str, Any]], directory: Path) -> list[dict[str, An
     return [each for each in kept if each.get("text") != []]
 
 
-def shown(text: str) -> str:
-    """Return what is left on a terminal: of a line that was written again and again, the last."""
+def shown(text: str) -> str:  # of a line that was written again, the last
     text = re.sub(r"\n\r[^\n]*?\x1b\[A", "", text.replace("\r\n", "\n"))  # a bar below a bar
     text = text.replace("\x1b[A", "")
     lines = [[part for part in line.split("\r") if part.strip()] for line in text.split("\n")]
@@ -87,8 +85,7 @@ def printed(cell: dict[str, Any]) -> str:
     return "\n".join("".join(each) for each in parts)
 
 
-def in_meaning(text: str) -> list[str]:
-    """Return lines without their numbers, and without the unit of a time or a speed."""
+def in_meaning(text: str) -> list[str]:  # without numbers and units of time
     return [re.sub(r"# (s|ms|min)\b", "# s", line) for line in masked(text)]
 
 

@@ -20,9 +20,7 @@ FSDP_YAML = PROGRAMS / "fsdp.yaml"
 LIMIT = 300.0
 
 
-class Ended(NamedTuple):
-    """How a program has ended: its code, what it has written, and the lines of its errors."""
-
+class Ended(NamedTuple):  # its code, what it has written, and the lines of its errors
     code: int
     out: str
     errors: list[str]
@@ -88,15 +86,13 @@ def _send_again(pid: int, send: Callable[[], None], number: signal.Signals) -> N
                 time.sleep(0.05)
 
 
-def _is_pending(pid: int, number: int) -> bool:
-    """Whether the system has not given a signal to a process yet."""
+def _is_pending(pid: int, number: int) -> bool:  # whether the system has not given a signal to a process yet
     status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     pending = next(line.split()[1] for line in status.splitlines() if line.startswith("ShdPnd:"))
     return bool(int(pending, 16) >> (number - 1) & 1)
 
 
-def stacks(ended: Ended) -> dict[str, str]:
-    """The stacks of all ranks, from where the last lines say that they are; by file."""
+def stacks(ended: Ended) -> dict[str, str]:  # by file
     told = next(each for each in ended.errors if "the stacks of all ranks are in " in each)
     directory = Path(told.partition("the stacks of all ranks are in ")[2])
     assert directory.parent.name == "failures"

@@ -23,9 +23,7 @@ HOOKS = (
 )
 
 
-class Asks(Callback):
-    """Asks to stop in a hook, once an update is reached, on some ranks."""
-
+class Asks(Callback):  # asks to stop in a hook, once an update is reached, on some ranks
     def __init__(self, hook: str, update: int, ranks: set[int]) -> None:
         self.update, self.ranks = update, ranks
         self.asked_at: int | None = None

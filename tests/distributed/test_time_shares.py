@@ -13,9 +13,7 @@ from drivetrain.distributed.time_shares import TimeShares
 def test_samples_are_taken_at_random_distances_so_that_no_rhythm_of_updates_hides_a_part() -> None:
     distances: list[float] = []
 
-    class Done:
-        """Never set, until it was asked 20 times."""
-
+    class Done:  # never set, until it was asked 20 times
         def wait(self, seconds: float) -> bool:
             distances.append(seconds)
             return len(distances) == 20

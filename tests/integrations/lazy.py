@@ -4,9 +4,7 @@ import importlib
 from typing import Any
 
 
-class Lazy:
-    """A module by its name; reading a name of it imports it."""
-
+class Lazy:  # a module by its name; reading a name of it imports it
     def __init__(self, name: str) -> None:
         self._name = name
 

@@ -19,7 +19,6 @@ MakeStrategy = Callable[[int], Strategy]
 
 
 def updates(job: Job) -> None:
-    """Check that a clipped fit with accumulation equals one process: a sixth of "same_as_the_big_batch"."""
     options: dict[str, Any] = {"max_grad_norm": 0.3, "max_epochs": 1}
     alone = job.fit(True, Tokens("sgd", schedule="cosine"), job.sequences(True), **options)
     data = job.sequences(False, 2)
@@ -30,7 +29,6 @@ def updates(job: Job) -> None:
 
 
 def conforms(make: MakeStrategy, *checks: str, precision: str = "32", tolerance: float = 1e-6) -> None:
-    """Run checks on two ranks: "updates" and those of the public suite."""
     with tempfile.TemporaryDirectory() as scratch:
         on_two_ranks(_checked, make, scratch, checks, precision, tolerance)
 

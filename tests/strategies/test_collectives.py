@@ -18,9 +18,7 @@ from drivetrain.strategies.fsdp.strategy import FSDP
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 
 
-class Counting(Callback):
-    """Counts the collectives of the updates from one to another, and the numbers that they carry."""
-
+class Counting(Callback):  # collectives of some updates, and their numbers
     def __init__(self, first: int, last: int) -> None:
         self.first, self.last = first, last
         self.seen: Counter[str] = Counter()
@@ -43,8 +41,7 @@ class Counting(Callback):
                     self.numbers[kind] += sum(torch.Size(shape).numel() for shape in shapes)
 
 
-def count(make: Any, data: Any, config: FSDPConfig | None = None, **options: Any) -> Any:
-    """The collectives of two updates, and their numbers."""
+def count(make: Any, data: Any, config: FSDPConfig | None = None, **options: Any) -> Any:  # of two updates
     counting = Counting(2, 4)
     strategy = DDP(world_size=2) if config is None else FSDP(config, world_size=2)
     options = {"max_steps": 4, "log_every": "100 steps", "callbacks": [counting], **options}
@@ -98,8 +95,7 @@ def count_fsdp(sharding: str, **options: Any) -> Any:
     return count(deep, list(torch.randn(50, 2, 12)), FSDPConfig(sharding=sharding), **options)
 
 
-def assert_gathered_once(found: Any, times: int, clipped: bool = False) -> None:
-    """Check an update: each part gathered a number of times (the head once), and reduced once."""
+def assert_gathered_once(found: Any, times: int, clipped: bool = False) -> None:  # the head once
     # gloo scatters what it has reduced in an all-reduce; a norm takes one more, without dimensions.
     seen, numbers = found
     assert seen == {"all_gather": 2 * (3 * times + 1), "all_reduce": 2 * (4 + clipped)}

@@ -68,9 +68,7 @@ def test_static_graph_is_learned_again_with_parameters_that_are_unfrozen() -> No
     on_two_ranks(compare)
 
 
-class Partly(TaskModule):
-    """Uses one of its two layers; which one, a batch decides if it is asked to."""
-
+class Partly(TaskModule):  # uses one of its two layers; which one, a batch decides if it is asked to
     def __init__(self, alternate: bool = False) -> None:
         super().__init__()
         self.used, self.idle = nn.Linear(2, 1), nn.Linear(2, 1)

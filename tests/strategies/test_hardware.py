@@ -32,8 +32,7 @@ def test_tpu_chips_are_told_from_googles_other_devices(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def intel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with two Intel GPUs and no other, as far as it is asked."""
+def intel(monkeypatch: pytest.MonkeyPatch) -> None:  # two Intel GPUs
     monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
     monkeypatch.setattr(torch.xpu, "device_count", lambda: 2)
     monkeypatch.setattr(torch.xpu, "current_device", lambda: 0)
@@ -60,8 +59,7 @@ def test_intel_gpu_trains_in_one_process() -> None:
 
 
 @pytest.fixture
-def mac(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with Metal and no CUDA GPU, as far as it is asked."""
+def mac(monkeypatch: pytest.MonkeyPatch) -> None:  # Metal alone
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name in TWO:

@@ -52,8 +52,7 @@ def halved(kind: Any, batch_size: int, accumulation: int = 1, size: float = 3.0,
     return [*task.line.weight.flatten().tolist(), *task.line.bias.tolist()], seen, norms
 
 
-def exact() -> tuple[Tensor, float]:
-    """The weights after six updates in float64, and how far those of float16 may be from them."""
+def exact() -> tuple[Tensor, float]:  # six updates in float64
     # Products of float16 are added in float32. So a gradient 2 mean(r x) of residuals r = w x + b - y is off
     # by at most 3 roundings of |w| |x| + |b| (weights, features and products) and 3 of |r|. A plain step of
     # a small rate does not enlarge what is off already.

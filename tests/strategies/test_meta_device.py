@@ -84,7 +84,6 @@ def whole(task: nn.Module) -> dict[str, Tensor]:
 
 
 def trained(kind: type[TaskModule], config: FSDPConfig, precision: str) -> str:
-    """What differs after two updates between a task from the meta device and the same from the CPU."""
     world_size = torch.distributed.get_world_size()
     states = []
     for device in ("meta", "cpu"):

@@ -28,9 +28,7 @@ ZERO3 = DeepSpeedConfig(
 needs_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 
 
-class Curve(TaskModule):
-    """A task whose loss looks at a parameter that may be divided again by then."""
-
+class Curve(TaskModule):  # a task whose loss looks at a parameter that may be divided again by then
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -45,8 +43,7 @@ class Curve(TaskModule):
         return {"loss": F.mse_loss(outputs, batch[1]), "norm": norm}
 
 
-def example(page: str, name: str) -> type[Callback]:
-    """A callback of a page's, with the lines of its block that stand before a Trainer is made."""
+def example(page: str, name: str) -> type[Callback]:  # a callback of a page's
     text = (ROOT / page).read_text(encoding="utf-8")
     (block,) = [each for each in re.findall(r"```python\n(.*?)```", text, re.S) if f"class {name}(" in each]
     namespace: dict[str, Any] = {"__name__": "page"}
@@ -55,9 +52,7 @@ def example(page: str, name: str) -> type[Callback]:
     return kind
 
 
-class Noted(Callback):
-    """Everything that is logged, in order; one value of its own is computed from what this process has."""
-
+class Noted(Callback):  # all that is logged, in order
     def __init__(self) -> None:
         self.values: list[tuple[str, float]] = []
 

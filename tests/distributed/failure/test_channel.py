@@ -311,8 +311,7 @@ def test_a_rank_0_that_cannot_be_reached_is_an_error(alone: None) -> None:
         pass
 
 
-def raised(error: BaseException) -> BaseException:
-    """The error, with a traceback that ends in this very file."""
+def raised(error: BaseException) -> BaseException:  # the error, with a traceback that ends in this very file
     try:
         raise error
     except BaseException as found:

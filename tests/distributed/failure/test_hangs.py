@@ -55,8 +55,7 @@ def test_a_rank_that_sleeps_or_whose_data_does_not_come_ends_all_and_is_named() 
 # What moves in a run, and how a run counts in which nothing moves: no test waits for a limit.
 
 
-def seen(look: Callable[[], Any]) -> Any:
-    """What another thread sees of this one."""
+def seen(look: Callable[[], Any]) -> Any:  # what another thread sees of this one
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(look()))
     thread.start()

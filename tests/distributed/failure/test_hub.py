@@ -28,9 +28,7 @@ def hello(rank: int) -> dict[str, Any]:
     return {"rank": rank, "machine": machine(), "pid": os.getpid(), "stacks": (0, -1)}
 
 
-class Job:
-    """A hub and what two ranks say to it, as their channels would."""
-
+class Job:  # a hub and what two ranks say to it, as their channels would
     def __init__(self, limit: float | None = None) -> None:
         self.now, self.taken = 0.0, 0
         self.lines: list[Line] = []
@@ -71,8 +69,7 @@ class Job:
         )
         return next(each for each in found if each["kind"] == kind)
 
-    def tick(self, count: int, *states: dict[str, Any]) -> None:
-        """Pass ticks, before each of which every rank says how it is."""
+    def tick(self, count: int, *states: dict[str, Any]) -> None:  # before each, every rank says how it is
         for _ in range(count):
             for rank, state in enumerate(states):
                 if self.hub.cause is None:
@@ -80,8 +77,7 @@ class Job:
             self.now += 1.001 * TICK
             self.turn()
 
-    def closes(self, connection: socket.socket) -> bool:
-        """Whether the hub closes a connection within the time that it gives to strangers."""
+    def closes(self, connection: socket.socket) -> bool:  # within the time that strangers have
         connection.setblocking(False)
         for _ in range(10):
             with contextlib.suppress(BlockingIOError):
@@ -105,8 +101,7 @@ class Job:
 
 
 @pytest.fixture
-def alone() -> Iterator[Job]:
-    """A hub that no rank has joined yet."""
+def alone() -> Iterator[Job]:  # a hub that no rank has joined yet
     job = Job()
     yield job
     job.close()

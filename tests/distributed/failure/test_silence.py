@@ -23,9 +23,7 @@ def ticks(silence: Silence, number: int) -> list[str | None]:
 
 
 @pytest.fixture
-def near(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Silence]:
-    """Makes a silence of a process of this machine, which is seen to do what a function of the tick says."""
-
+def near(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Silence]:  # of a process of this machine
     def make(seen: Callable[[int], Activity], timeout: float = 1.0) -> Silence:
         silence = Silence(machine(), 1, timeout)
         monkeypatch.setattr(module, "activity", lambda pid: seen(silence.ticks))

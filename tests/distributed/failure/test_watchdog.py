@@ -27,15 +27,12 @@ def test_a_process_that_hangs_is_ended_with_its_stacks_and_a_code_of_its_own() -
     assert "stuck_in_a_collective" in undescribed
 
 
-class Watched:
-    """A watchdog of ten seconds without its thread, and what it sees."""
-
+class Watched:  # a watchdog of ten seconds without its thread, and what it sees
     def __init__(self) -> None:
         self.progress, self.phase = 0, Phase.WORKS
         self.watchdog = Watchdog(10.0, lambda: self.progress, str, phase=lambda: self.phase)
 
-    def hangs_after(self, seconds: int) -> bool:
-        """Whether it takes exactly so many seconds without progress for a hang."""
+    def hangs_after(self, seconds: int) -> bool:  # no sooner
         return [self.watchdog._is_hang(1.0) for _ in range(seconds)] == [False] * (seconds - 1) + [True]
 
 

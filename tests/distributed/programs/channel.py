@@ -50,7 +50,6 @@ def describe():
 
 
 def settle():
-    """Wait until each rank has heard that the other is at update 7, and so that it waits in a collective."""
     if rank == 0:
         hub = channel._hub
         until(lambda: [each.where for each in hub._peers.values()] == ["update 7"] * 2)
@@ -64,8 +63,7 @@ def act():
     exec(options["act"], globals())
 
 
-def note(holds):
-    """Make a file when something holds, whatever the main thread does."""
+def note(holds):  # make a file when something holds, whatever the main thread does
     threading.Thread(target=lambda: (until(holds), Path("noted").touch()), daemon=True).start()
 
 

@@ -25,7 +25,6 @@ def until(path):
 
 
 def joins(before=lambda: None, after=lambda: None):
-    """Form a process group; rank 1 does something before or after."""
     if rank == 1:
         before()
     join(2, "cpu")
@@ -34,8 +33,7 @@ def joins(before=lambda: None, after=lambda: None):
     torch.distributed.all_reduce(torch.ones(1))
 
 
-def begins():
-    """Begin a run and end it, as every run does; a group that one rank closes at once may not form."""
+def begins():  # begin a run and end it, as every run does; a group that one rank closes at once may not form
     member = join(2, "cpu")
     member.ranks.all_gather(rank)
     leave(member)

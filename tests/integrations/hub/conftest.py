@@ -11,17 +11,14 @@ import pytest
 TOKEN = "hf_markerTokenThatMustNeverBeSeen"
 
 
-class Hub:
-    """A server in a program of its own; its repositories stay when it is killed."""
-
+class Hub:  # a server in a program of its own; its repositories stay when it is killed
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.port = 0
         self.start()
         self.address = f"http://127.0.0.1:{self.port}"
 
-    def start(self) -> None:
-        """Start the server, at the port that it had before, and wait until it says its port."""
+    def start(self) -> None:  # at the port that it had before
         program = [sys.executable, str(Path(__file__).with_name("server.py"))]
         self.process = subprocess.Popen(
             [*program, str(self.folder), str(self.port), TOKEN], stdout=subprocess.PIPE
@@ -42,7 +39,6 @@ class Hub:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A Hub, at which the client of this process and of its children looks."""
     folder = tmp_path / "hub"
     folder.mkdir()
     quiet = {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "NO_PROXY": "127.0.0.1"}

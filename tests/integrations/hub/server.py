@@ -31,9 +31,7 @@ class RefusedError(Exception):
         self.status, self.code = status, code
 
 
-class Repository:
-    """A repository: branches that name commits, commits that hold a tree of files."""
-
+class Repository:  # a repository: branches that name commits, commits that hold a tree of files
     def __init__(self, name: str) -> None:
         self.path = FOLDER / "repositories" / f"{name.replace('/', '--')}.json"
         if not self.path.exists():

@@ -34,9 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>':DeprecationW
 REPOSITORY = "org/line"
 
 
-class Wide(TaskModule):
-    """A task whose weights do not fit into one packet."""
-
+class Wide(TaskModule):  # a task whose weights do not fit into one packet
     def __init__(self, width: int = 1024, token: str = "") -> None:
         super().__init__()
         torch.manual_seed(3)
@@ -240,8 +238,7 @@ def wait_for(condition: Any) -> None:
 @pytest.mark.real("kills a server within an upload")
 def test_training_goes_on_when_the_server_dies_within_an_upload(
     hub: Hub, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The next save completes; neither the failure nor anything that is written shows the token."""
+) -> None:  # the next save completes; neither the failure nor anything that is written shows the token
     (hub.folder / "stall").touch()
     publish = Publish(REPOSITORY, "checkpoint")
     run = trainer(tmp_path / "run", publish, epochs=3, log_every="1 step")

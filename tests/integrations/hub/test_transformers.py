@@ -24,8 +24,7 @@ pytestmark = [
 ]
 
 
-def reviews() -> Any:
-    """A set as `load_dataset("org/reviews")` returns it."""
+def reviews() -> Any:  # a set as `load_dataset("org/reviews")` returns it
     import datasets
 
     listed = [{"input_ids": each["input_ids"].tolist(), "label": 1} for each in rows("bert, classes", 1) * 4]

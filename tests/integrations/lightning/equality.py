@@ -40,8 +40,7 @@ def made(kind: Any) -> Any:
     return kind()
 
 
-def data_of(module: Any) -> tuple[Any, ...]:
-    """Return what Lightning's `fit` is given after the module: the loaders."""
+def data_of(module: Any) -> tuple[Any, ...]:  # the loaders
     evaluated = modules.loader(9, 1) if is_overridden(module, "validation_step") else None
     if evaluated is not None and "dataloader_idx" in inspect.signature(module.validation_step).parameters:
         evaluated = {"near": evaluated, "far": modules.loader(6, 2)}
@@ -89,8 +88,7 @@ def both(kind: Any, theirs: dict[str, Any], ours: dict[str, Any] | None = None) 
     return one, other, logged, under_ours(other, **(theirs if ours is None else ours))[0]
 
 
-def differences(first: dict[str, list[float]], second: dict[str, list[float]]) -> dict[str, Any]:
-    """Return the names whose values differ by more than 1e-6."""
+def differences(first: dict[str, list[float]], second: dict[str, list[float]]) -> dict[str, Any]:  # over 1e-6
     found: dict[str, Any] = {}
     for name in first.keys() | second.keys():
         one, other = first.get(name, []), second.get(name, [])

@@ -27,9 +27,7 @@ def body(hidden: int = 8) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, hidden), nn.ReLU(), nn.Linear(hidden, 2))
 
 
-class Classifier(LightningModule):
-    """The module of the first page of most tutorials."""
-
+class Classifier(LightningModule):  # the module of the first page of most tutorials
     def __init__(self, hidden: int = 8, lr: float = 0.1):
         super().__init__()
         self.save_hyperparameters()
@@ -67,9 +65,7 @@ class Classifier(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
-class Template(LightningModule):
-    """As the hydra template: partial optimizers, mean metrics, the best value, a plateau."""
-
+class Template(LightningModule):  # the hydra template: a plateau, the best value
     def __init__(self, net: nn.Module | None = None):
         super().__init__()
         self.net = net or body()
@@ -119,9 +115,7 @@ class Template(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **options}}
 
 
-class OneCycle(LightningModule):
-    """A schedule by step over the planned length, dropout, outputs collected over an evaluation."""
-
+class OneCycle(LightningModule):  # by step over the planned length; outputs collected
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
@@ -153,9 +147,7 @@ class OneCycle(LightningModule):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
-class WarmUp(LightningModule):
-    """A warm-up by hand in `optimizer_step`, clipping by hand, norms of gradients."""
-
+class WarmUp(LightningModule):  # a warm-up by hand in `optimizer_step`, clipping by hand, norms of gradients
     def __init__(self):
         super().__init__()
         self.net = body()
@@ -196,9 +188,7 @@ class WarmUp(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "frequency": 2}}
 
 
-class GAN(LightningModule):
-    """Two optimizers in manual optimization, with toggling and schedules; one steps every second batch."""
-
+class GAN(LightningModule):  # manual, with schedules; one optimizer steps every second batch
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False
@@ -241,9 +231,7 @@ class GAN(LightningModule):
         return [first, second], schedules
 
 
-class Skipping(LightningModule):
-    """A step that returns None for some batches; several sets to validate on, whose batches are changed."""
-
+class Skipping(LightningModule):  # returns None for some batches; several sets to validate on
     def __init__(self):
         super().__init__()
         self.net = body()
@@ -269,9 +257,7 @@ class Skipping(LightningModule):
         return [torch.optim.Adagrad(self.parameters(), lr=0.1)]
 
 
-class Finetuning(LightningModule):
-    """A frozen backbone that joins in later, with a rate of its own; `configure_model` makes the head."""
-
+class Finetuning(LightningModule):  # a frozen backbone joins in later
     def __init__(self):
         super().__init__()
         self.backbone = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU()).requires_grad_(False)
@@ -374,9 +360,7 @@ class Counting(Classifier):
         self.log("summed", float(len(batch[0])), reduce_fx="sum", on_epoch=True)
 
 
-class Divided(LightningDataModule):
-    """Divides the batch among the processes, as the hydra template does, and changes batches."""
-
+class Divided(LightningDataModule):  # as the hydra template, by the processes
     def setup(self, stage):
         self.stages = [*getattr(self, "stages", []), stage]
         self.size = 8 // self.trainer.world_size

@@ -48,15 +48,12 @@ def numbers(count: int = 10, size: int = 2, **options: Any) -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.arange(count)), batch_size=size, **options)
 
 
-def data_of(**loaders: Any) -> Any:
-    """A data module with these loaders, such as `train=numbers()`."""
+def data_of(**loaders: Any) -> Any:  # a data module with these loaders, such as `train=numbers()`
     methods = {f"{name}_dataloader": lambda self, each=each: each for name, each in loaders.items()}
     return type("Data", (lightning.LightningDataModule,), methods)()
 
 
-def noting(package: Any) -> Any:
-    """A data module of one of Lightning's two packages that writes down its calls."""
-
+def noting(package: Any) -> Any:  # of one of Lightning's packages
     class Data(package.LightningDataModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
@@ -148,7 +145,6 @@ def sampled(kind: str) -> Any:
 
 
 def _seen(devices: int) -> dict[str, list[list[int]]]:
-    """By the kind of sampler: the samples of each of two epochs that this rank trains on."""
     found = {}
     for kind in KINDS:
         epochs: list[list[int]] = [[]]

@@ -141,8 +141,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def padded(rows: list[Sample]) -> Sample:
-    """A batch: sequences filled up on the right, labels with -100."""
+def padded(rows: list[Sample]) -> Sample:  # a batch: sequences filled up on the right, labels with -100
     batch = {}
     for name in rows[0]:
         columns = [each[name] for each in rows]

@@ -26,9 +26,7 @@ class OwnBackward(Trainer):
         return loss.detach()
 
 
-class ByAccelerator(Trainer):
-    """Runs backward by the accelerator, and reports another value."""
-
+class ByAccelerator(Trainer):  # runs backward by the accelerator, and reports another value
     def training_step(self, model: Any, inputs: Any) -> Any:
         loss = self.compute_loss(model, inputs)
         self.accelerator.backward(loss)
@@ -68,9 +66,7 @@ class CopiedEvaluation(Trainer):
     prediction_step = transformers.Trainer.prediction_step
 
 
-class Answering(Trainer):
-    """Evaluates in the shape of transformers' question answering example."""
-
+class Answering(Trainer):  # evaluates in the shape of transformers' question answering example
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None) -> dict[str, float]:
         loader = self.get_eval_dataloader(eval_dataset)
         output = self.evaluation_loop(loader, description="Evaluation", ignore_keys=ignore_keys)
@@ -84,9 +80,7 @@ class Answering(Trainer):
 STEPS = (Wrapping, OwnBackward, ByAccelerator, OwnLoss, CopiedStep, CopiedLoss, CopiedEvaluation)
 
 
-def editing(kind: Any) -> Any:
-    """A class that adds the gradients at a neighbouring point, and clears those of the embeddings."""
-
+def editing(kind: Any) -> Any:  # adds the gradients at a neighbouring point
     class Editing(kind):
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
             loss = super().training_step(model, inputs, num_items_in_batch)

@@ -53,7 +53,6 @@ def test_the_installed_release_has_no_option_without_a_row_and_the_page_is_curre
 
 
 def _seen(mapping: Mapping[str, Any]) -> list[str]:
-    """All that a conversion makes, as text, and the level of the messages."""
     mapped = from_training_arguments(mapping)
     options = mapped.trainer_options
     made: dict[str, Any] = {**vars(mapped), "report": None}

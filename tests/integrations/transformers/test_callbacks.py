@@ -21,9 +21,7 @@ FAMILY = "llama"
 TIMES = re.compile("runtime|per_second")
 
 
-def noting(seen: list[Any]) -> Any:
-    """A callback of transformers that notes every event with the step and the names of its objects."""
-
+def noting(seen: list[Any]) -> Any:  # of one of Lightning's packages
     def noter(event: str) -> Any:
         def note(self: Any, args: Any, state: Any, control: Any, **given: Any) -> None:
             values = {**given.get("logs", {}), **given.get("metrics", {})}
@@ -48,8 +46,7 @@ def task(**options: Any) -> Any:
     return hf.TransformersTask(model(FAMILY), **{"optimizer": OptimizerConfig("sgd", lr=0.1), **options})
 
 
-def even(count: int) -> Any:
-    """Samples of one length: all updates have the same weight."""
+def even(count: int) -> Any:  # samples of one length: all updates have the same weight
     return rows(FAMILY, 4 * count)[::4]
 
 
@@ -97,9 +94,7 @@ def test_the_events_and_the_history_are_those_of_transformers(tmp_path: Path) ->
         assert one == pytest.approx(expected, rel=1e-5)
 
 
-def setting(event: str, flag: str, step: int) -> Any:
-    """A callback that sets a flag of the control in an event at a step, and notes in `done` what is done."""
-
+def setting(event: str, flag: str, step: int) -> Any:  # sets a flag at a step, and notes what is done
     def note(self: Any, name: str, state: Any) -> None:
         self.done.append((name.removeprefix("on_"), state.global_step))
 

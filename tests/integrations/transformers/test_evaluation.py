@@ -33,7 +33,6 @@ class Kept:
 
 
 def evaluated(family: str, data: Any, **options: Any) -> tuple[dict[str, float], Any]:
-    """The values of a validation, and what `compute_metrics` was given."""
     kept = Kept()
     values = quiet().validate(hf.TransformersTask(model(family), compute_metrics=kept, **options), data)
     return values, kept.given[-1]

@@ -36,8 +36,7 @@ SGD = OptimizerConfig("sgd", lr=0.1)
 ONLY = CheckpointConfig(every="1 step", keep_last=None)
 
 
-def made(name: str) -> Any:
-    """A model of a family, or one whose files have other tensors than it has: tied ones, stacked experts."""
+def made(name: str) -> Any:  # stored: a file with other tensors
     torch.manual_seed(3)
     if name == "llama, tied":
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, tie_word_embeddings=True))

@@ -31,8 +31,7 @@ FEW = (BERT, "gpt2", "t5", "vit", "wav2vec2")
 OTHERS = tuple(name for name in FAMILIES if name not in FEW)
 
 
-def task(family: str, **options: Any) -> Any:
-    """A task of a family with plain gradient descent, whose update shows the gradient."""
+def task(family: str, **options: Any) -> Any:  # an update shows the gradient
     return hf.TransformersTask(model(family), **{"optimizer": OptimizerConfig("sgd", lr=0.5), **options})
 
 
@@ -160,9 +159,7 @@ def test_compute_loss_func_gets_labels_of_any_name_and_the_number_of_items() -> 
     assert values["validation/labels"] == sum(int(each["kind"]) for each in samples)
 
 
-def renamed(**options: Any) -> tuple[Any, Any]:
-    """A task whose labels have a name that only the user's loss reads, and samples."""
-
+def renamed(**options: Any) -> tuple[Any, Any]:  # labels that only the user's loss reads
     def loss(outputs: Any, labels: Any, num_items_in_batch: Any) -> Any:
         return torch.nn.functional.cross_entropy(outputs.logits, labels)
 
@@ -195,9 +192,7 @@ def word_tokenizer(directory: Path) -> Any:
     return transformers.BertTokenizer(str(directory / "vocab.txt"))
 
 
-def keeping(seen: list[Any], **options: Any) -> Any:
-    """A task that notes its batches."""
-
+def keeping(seen: list[Any], **options: Any) -> Any:  # a task that notes its batches
     class Kept(hf.TransformersTask):  # type: ignore[name-defined,misc]
         def training_step(self, batch: Any) -> Any:
             seen.append(batch)
@@ -344,7 +339,6 @@ def test_refusals() -> None:
 
 
 def trained(strategy: str, directory: Path) -> dict[str, tuple[Any, ...]]:
-    """By family, after a resume: values, weights, and the classes that FSDP shards."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # T5's blocks return views
     devices, size = ("auto", 4) if strategy == "cpu" else (2, 2)
     found = {}

@@ -27,8 +27,7 @@ transformers = Lazy("transformers")
 CLASSES = "bert, classes"
 
 
-def even(family: str, count: int) -> Any:
-    """Samples of one length: transformers' mean of batch means is then the mean over all items."""
+def even(family: str, count: int) -> Any:  # of one length: transformers' mean of means is then the mean
     return rows(family, 4 * count)[::4]
 
 
@@ -42,8 +41,7 @@ def arguments(folder: Path | str, kind: Any = None, **options: Any) -> Any:
 
 def trainer(
     folder: Path | str, kind: Any = None, family: str = CLASSES, data: Any = None, **options: Any
-) -> Any:
-    """A Trainer of a class over a tiny model; options of the arguments go there."""
+) -> Any:  # a Trainer of a class over a tiny model; options of the arguments go there
     own = {"data_collator": padded, "train_dataset": rows(family, 16) if data is None else data}
     names = ("model_init", "callbacks", "optimizers", "optimizer_cls_and_kwargs", "compute_metrics")
     names += ("eval_dataset", "train_dataset", "compute_loss_func", "preprocess_logits_for_metrics")

@@ -41,7 +41,6 @@ def replicated(world_size: int) -> Accelerate:
 
 
 def plugin(**options: Any) -> AccelerateConfig:
-    """With FSDP; made in the process that uses it, because the plugin notes itself in the environment."""
     made = FullyShardedDataParallelPlugin(fsdp_version=2, **options)
     return AccelerateConfig(options={"fsdp_plugin": made})
 

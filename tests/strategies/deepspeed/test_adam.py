@@ -29,8 +29,7 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reaso
 
 def weights_after(
     run_dir: str, stage: int, offload: str | None, stop: int | None = None, resume: str = "auto"
-) -> Tensor:
-    """Of two epochs of six updates, as far as they were not made there before."""
+) -> Tensor:  # of two epochs of six updates, as far as they were not made there before
     config = {
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.8, 0.9], "weight_decay": 0.1}}
     }

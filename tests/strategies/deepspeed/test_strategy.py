@@ -151,8 +151,7 @@ def test_deepspeed_task_from_the_meta_device_has_the_values_of_one_that_was_made
     run_distributed(_from_meta)
 
 
-def own_loop(strategy: Any, batch_size: int, directory: str | None = None) -> Tensor:
-    """Outputs and norms after a loop of one's own; with a directory, also left, and gone back to."""
+def own_loop(strategy: Any, batch_size: int, directory: str | None = None) -> Tensor:  # outputs and norms
     torch.manual_seed(0)
     engine, one, norms = Engine(strategy=strategy), torch.ones(1, 4), []
     model, optimizer = engine.prepare(Plain().net, lambda each: torch.optim.AdamW(each, lr=1e-2))
@@ -190,8 +189,7 @@ def test_engine_under_deepspeed_makes_the_updates_of_one_process(tmp_path: Path)
         assert all(each.dtype == torch.float32 for each in stored.values())
 
 
-def extended(optimizer: Any = None, **parts: Any) -> Regression:
-    """A task with parameters that no step uses."""
+def extended(optimizer: Any = None, **parts: Any) -> Regression:  # a task with parameters that no step uses
     task = Regression(optimizer)
     for name, each in parts.items():
         setattr(task, name, each)

@@ -127,8 +127,7 @@ def fitted(task: TaskModule, strategy: Strategy, data: Any, **options: Any) -> d
     return whole(task)
 
 
-def differing(**options: Any) -> str:
-    """The weights that are not those of one process after an epoch of clipped updates of four samples."""
+def differing(**options: Any) -> str:  # from one process, after an epoch
     strategy = split(torch.distributed.get_world_size())
     data = sentences(4 // strategy.data_size)
     counts = [Throughput(), Throughput()]

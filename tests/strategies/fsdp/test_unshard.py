@@ -19,9 +19,7 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reaso
 BATCHES = [torch.arange(number, number + 8).reshape(2, 4) for number in range(4)]
 
 
-def made_of(task: nn.Module) -> Any:
-    """All that a module has but its values."""
-
+def made_of(task: nn.Module) -> Any:  # all that a module has but its values
     def hooks(module: nn.Module) -> list[int]:
         return [len(value) for name, value in vars(module).items() if name.endswith("_hooks")]
 

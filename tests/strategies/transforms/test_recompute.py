@@ -155,9 +155,7 @@ def test_compiled_recomputation_is_that_of_one_forward() -> None:
     assert fit(Drawing, True, **options) == fit(Drawing, None, **options)
 
 
-class InPlace(nn.Sequential):
-    """Writes over results that "selective" keeps."""
-
+class InPlace(nn.Sequential):  # writes over results that "selective" keeps
     def __init__(self) -> None:
         lines = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
         super().__init__(lines[0], nn.ReLU(inplace=True), lines[1], nn.SiLU(inplace=True))
