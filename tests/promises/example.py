@@ -13,9 +13,7 @@ from drivetrain import OptimizerConfig, TaskModule
 QUIET: dict[str, Any] = {"loggers": (), "progress_bar": False}
 
 
-class Line(TaskModule):
-    """Learns a sum of four numbers."""
-
+class Line(TaskModule):  # learns a sum of four numbers
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
@@ -32,17 +30,14 @@ class Line(TaskModule):
         return OptimizerConfig("adamw", lr=0.05, schedule="cosine")
 
 
-def samples(count: int) -> list[dict[str, Tensor]]:
-    """Numbered samples for `Line`."""
+def samples(count: int) -> list[dict[str, Tensor]]:  # numbered samples for `Line`
     x = torch.randn(count, 4, generator=torch.Generator().manual_seed(0))
     return [{"x": row, "y": row.sum(), "number": torch.tensor(number)} for number, row in enumerate(x)]
 
 
-def batches(count: int, size: int, **options: Any) -> DataLoader[Any]:
-    """A loader of so many samples."""
+def batches(count: int, size: int, **options: Any) -> DataLoader[Any]:  # a loader of so many samples
     return DataLoader(samples(count), batch_size=size, **options)  # type: ignore[arg-type]
 
 
-def weights(task: TaskModule) -> Tensor:
-    """All parameters in one vector."""
+def weights(task: TaskModule) -> Tensor:  # all parameters in one vector
     return torch.cat([each.detach().flatten() for each in task.parameters()])

@@ -12,9 +12,7 @@ from torch import Tensor
 from drivetrain import LambdaCallback, Run, Trainer
 
 
-class Noting(Line):
-    """Notes the numbers of the samples that it is trained on."""
-
+class Noting(Line):  # notes the numbers of the samples that it is trained on
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[int] = []

@@ -14,9 +14,7 @@ from drivetrain import CheckpointError, Trainer
 from drivetrain.checkpoint import DirectoryCheckpointIO
 
 
-class Evil:
-    """Makes a file in whatever process unpickles it."""
-
+class Evil:  # makes a file in whatever process unpickles it
     def __init__(self, made: Path) -> None:
         self.made = made
 

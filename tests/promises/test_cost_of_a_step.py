@@ -13,8 +13,7 @@ from drivetrain import Trainer
 PACKAGE = str(drivetrain.__path__[0])
 
 
-def calls(updates: int) -> Counter[str]:
-    """The calls of the package's functions in a fit, by name."""
+def calls(updates: int) -> Counter[str]:  # the calls of the package's functions in a fit, by name
     found: Counter[str] = Counter()
 
     def count(frame: FrameType, event: str, argument: Any) -> None:

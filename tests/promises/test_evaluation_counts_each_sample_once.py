@@ -12,9 +12,7 @@ from torch import Tensor
 from drivetrain import OverAll, Trainer
 
 
-class Judged(Line):
-    """Judges the numbers of the samples."""
-
+class Judged(Line):  # judges the numbers of the samples
     def metrics(self) -> dict[str, Any]:
         return {"numbers": OverAll(lambda outputs, them: {"count": len(them), "sum": float(them.sum())})}
 

@@ -15,9 +15,7 @@ from drivetrain import OptimizerConfig, TaskModule, Trainer
 WORDS, PADDING = 7, -1
 
 
-class Text(TaskModule):
-    """Predicts the next word. A loss is a mean over the words that are not padding."""
-
+class Text(TaskModule):  # predicts the next word. A loss is a mean over the words that are not padding
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -52,8 +50,7 @@ def trained(batch_size: int, accumulated: int, **options: Any) -> Tensor:
     return weights(task)
 
 
-def by_hand() -> Tensor:
-    """The same in plain torch: the mean over all words of eight texts, with clipping."""
+def by_hand() -> Tensor:  # the same in plain torch: the mean over all words of eight texts, with clipping
     task, data = Text(), torch.stack([each["words"] for each in texts()])
     optimizer = torch.optim.SGD(task.parameters(), lr=0.5, momentum=0.9)
     for batch in (*data.split(8), *data.split(8)):

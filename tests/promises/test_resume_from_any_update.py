@@ -19,9 +19,7 @@ from drivetrain import CheckpointConfig, LambdaCallback, Run, Trainer
 UPDATES = 8
 
 
-class Augmented(Dataset[dict[str, Tensor]]):
-    """Samples that are augmented by all generators there are."""
-
+class Augmented(Dataset[dict[str, Tensor]]):  # samples that are augmented by all generators there are
     def __init__(self) -> None:
         self.samples = samples(14)
 
@@ -33,9 +31,7 @@ class Augmented(Dataset[dict[str, Tensor]]):
         return {**self.samples[number], "x": self.samples[number]["x"] + 0.1 * noise}
 
 
-class Mixing(Line):
-    """Draws in its step too."""
-
+class Mixing(Line):  # draws in its step too
     def training_step(self, batch: Mapping[str, Tensor]) -> Any:
         return super().training_step({**batch, "x": batch["x"] * (random.random() + float(np.random.rand()))})
 

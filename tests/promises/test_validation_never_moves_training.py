@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from drivetrain import Trainer
 
 
+# Has dropout, a batch norm and randomness of Python's; a validation draws from all of them.
 class Sensitive(Line):
-    """Has dropout, a batch norm and randomness of Python's; a validation draws from all of them."""
-
     def __init__(self) -> None:
         super().__init__(dropout=0.3)
         self.net.insert(1, nn.BatchNorm1d(8))
