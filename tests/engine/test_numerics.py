@@ -14,23 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from drivetrain import (
-    CheckpointConfig,
-    DataError,
-    LambdaCallback,
-    NonFiniteError,
-    OptimizerConfig,
-    StrategyError,
-    TaskModule,
-    Trainer,
-)
+from drivetrain import CheckpointConfig, LambdaCallback, OptimizerConfig, TaskModule
+from drivetrain.core.errors import DataError, NonFiniteError, StrategyError
 from drivetrain.strategies.deepspeed.strategy import DeepSpeed
 from drivetrain.strategies.single import SingleDevice
 from drivetrain.task.optim.build import build_schedule
 
-SPLITS = [(4, 2), (2, 4), (1, 8)]
-"""Batch size and micro-batches per window; each makes a window of 8 samples."""
-
+SPLITS = [(4, 2), (2, 4), (1, 8)]  # batch size and micro-batches per window: of 8 samples each
 UPDATERS = {
     "sgd": (OptimizerConfig("sgd", lr=0.5, momentum=0.9), None),
     "adamw": (OptimizerConfig("adamw", lr=0.05, schedule="cosine", warmup_steps=1), None),
@@ -89,9 +79,8 @@ def test_a_micro_batch_without_a_token_contributes_nothing() -> None:
     results = []
     for data in (samples, [each for number, each in enumerate(samples) if number != 3]):
         task = NextToken(OptimizerConfig("sgd", lr=0.5))
-        (step,) = quiet(max_epochs=1, gradient_accumulation_steps=8).steps(
-            task, DataLoader(data, batch_size=1)
-        )
+        trainer = quiet(max_epochs=1, gradient_accumulation_steps=8)
+        (step,) = trainer.steps(task, DataLoader(data, batch_size=1))
         results.append((weights(task), step.loss))
     assert results[0] == results[1]
 
@@ -212,7 +201,7 @@ def test_max_grad_value_sums_the_entries_of_a_sparse_gradient_first() -> None:
 def test_max_grad_value_is_refused_by_a_strategy_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SingleDevice, "no_value_clipping", DeepSpeed.no_value_clipping)
     with pytest.raises(StrategyError, match="max_grad_value with strategy 'single': DeepSpeed's optim"):
-        Trainer(strategy="cpu", max_grad_value=1.0)
+        quiet(max_grad_value=1.0)
 
 
 class Means(TaskModule):  # returns a planted loss, and a planted value beside it
@@ -234,10 +223,8 @@ class Means(TaskModule):  # returns a planted loss, and a planted value beside i
 
 
 def planted(losses: Sequence[float], sizes: Sequence[int] | None = None) -> list[dict[str, Tensor]]:
-    return [
-        {"loss": torch.full((2,), loss), "weight": torch.tensor([float(size)])}
-        for loss, size in zip(losses, sizes or [1] * len(losses), strict=True)
-    ]
+    both = zip(losses, sizes or [1] * len(losses), strict=True)
+    return [{"loss": torch.full((2,), loss), "weight": torch.tensor([float(size)])} for loss, size in both]
 
 
 def test_logged_values_are_weighted_means() -> None:
@@ -279,11 +266,9 @@ def test_a_loss_of_nan_is_found_in_an_interval_that_is_never_full_and_when_steps
 
 
 def test_a_loss_of_nan_is_never_saved_in_a_checkpoint(tmp_path: Path) -> None:
-    policy = CheckpointConfig(every="1 step")
+    options = {"checkpoint": CheckpointConfig(every="1 step"), "run_dir": tmp_path}
     with pytest.raises(NonFiniteError, match="update 2 "):
-        quiet(max_epochs=1, log_every=None, checkpoint=policy, run_dir=tmp_path).fit(
-            Means(), planted([1.0, 1.0, math.nan, 1.0, 1.0])
-        )
+        quiet(max_epochs=1, log_every=None, **options).fit(Means(), planted([1.0, 1.0, math.nan, 1.0, 1.0]))
     saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("update-*"))
     assert saved == ["update-00000001", "update-00000002"]
     assert not (tmp_path / "model.safetensors").exists()

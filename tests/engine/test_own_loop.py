@@ -28,15 +28,11 @@ def own_loop(engine: Engine, data: Any, micro_batches: int = 1) -> nn.Module:
     """The documented loop over an `nn.Module`, with token weights and accumulation."""
     task = NextToken(OptimizerConfig("sgd"))
     model, optimizer = engine.prepare(task, lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.9))
-    waiting = 0
-    for batch in engine.prepare_data(data):
+    batches = engine.prepare_data(data)
+    for number, batch in enumerate(batches, 1):
         engine.backward(task.loss(model(batch["tokens"]), batch), weight=task.loss_weight(batch))
-        waiting += 1
-        if waiting == micro_batches:
+        if number % micro_batches == 0 or number == len(batches):
             engine.step(optimizer, max_grad_norm=1.0)
-            waiting = 0
-    if waiting:
-        engine.step(optimizer, max_grad_norm=1.0)
     return task
 
 
@@ -102,10 +98,8 @@ def test_refusals_in_your_own_loop_and_its_precision() -> None:
 
 
 def whole(module: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: (each.full_tensor() if hasattr(each, "full_tensor") else each).detach().clone()
-        for name, each in module.state_dict().items()
-    }
+    full = lambda each: each.full_tensor() if hasattr(each, "full_tensor") else each  # noqa: E731
+    return {name: full(each).detach().clone() for name, each in module.state_dict().items()}
 
 
 def loop(strategy: str, world_size: int, batch_size: int) -> Any:
@@ -167,9 +161,8 @@ def running_means(strategy: str) -> list[float]:
     norm, engine = nn.BatchNorm1d(3), Engine(strategy, devices=2)
     model, optimizer = engine.prepare(norm, sgd)
     for update in range(2):
-        engine.backward(
-            model(torch.tensor([[0.0], [2.0]]) + torch.ones(3) * (engine.ranks.rank + update)).sum()
-        )
+        samples = torch.tensor([[0.0], [2.0]]) + torch.ones(3) * (engine.ranks.rank + update)
+        engine.backward(model(samples).sum())
         engine.step(optimizer)
     model.eval()(torch.ones(2, 3))
     engine.teardown()
@@ -184,9 +177,7 @@ def test_buffers_of_all_ranks_are_rank_0s_at_each_forward() -> None:
 def saved_or_loaded(strategy: str, path: str, save: bool) -> dict[str, list[float]]:
     torch.manual_seed(0 if save else 1)
     engine = Engine(strategy, devices=1 if strategy == "cpu" else 2)
-    model, optimizer = engine.prepare(
-        nn.Sequential(nn.Linear(4, 2)), lambda params: torch.optim.AdamW(params, lr=0.1)
-    )
+    model, optimizer = engine.prepare(nn.Sequential(nn.Linear(4, 2)), torch.optim.AdamW)
     if save:
         engine.backward(model(torch.ones(2, 4)).square().mean())
         engine.step(optimizer)
@@ -221,9 +212,8 @@ def network() -> nn.Module:
 class Loop:  # a loop with dropout over shuffled data, which can be left and gone on with anywhere
     def __init__(self, data: Any, precision: str = "32") -> None:
         self.engine = Engine("cpu", precision, seed=3)
-        self.model, self.optimizer = self.engine.prepare(
-            network(), lambda params: torch.optim.AdamW(params, lr=0.05)
-        )
+        adamw = lambda params: torch.optim.AdamW(params, lr=0.05)  # noqa: E731
+        self.model, self.optimizer = self.engine.prepare(network(), adamw)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.data = self.engine.prepare_data(data)
         self.seen: list[list[float]] = []
@@ -295,8 +285,7 @@ def test_several_modules_and_optimizers_are_saved_by_name(tmp_path: Path) -> Non
 
 
 def test_refusals_of_save_and_load_leave_nothing_behind(tmp_path: Path) -> None:
-    path, engine = str(tmp_path / "saved"), Engine("cpu")
-    network_there = str(tmp_path / "network")
+    path, network_there, engine = str(tmp_path / "saved"), str(tmp_path / "network"), Engine("cpu")
     alone = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     cases: dict[str, tuple[Any, ...]] = {
         "optimizer alone": (lambda: engine.save(path, optimizer=alone), "give the model too"),

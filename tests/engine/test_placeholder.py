@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from drivetrain import CheckpointConfig, LambdaCallback, OptimizerConfig, TaskModule
 
-SIZE = 48
-"""Six rounds of two batches of four."""
+SIZE = 48  # six rounds of two batches of four
 
 
 class Numbers(Dataset[dict[str, Tensor]]):  # samples with their numbers; those of `bad` cannot be read
@@ -101,8 +100,8 @@ def resumed(kind: type[Normed], run_dir: Path, options: dict[str, Any]) -> tuple
     data = Numbers(bad=() if kind is Weighed else (25,))
     tasks = [kind() for _ in range(2)]
     fitted(tasks[0], data, run_dir=run_dir / "whole", checkpoint=policy, **options)
-    saved = sorted((run_dir / "whole" / "checkpoints").glob("update-*"))
-    middle = str(saved[len(saved) // 2 - 1])  # before the update that has a placeholder
+    saved = sorted(map(str, (run_dir / "whole" / "checkpoints").glob("update-*")))
+    middle = saved[len(saved) // 2 - 1]  # before the update that has a placeholder
     fitted(tasks[1], data, run_dir=run_dir / "resumed", checkpoint=policy, resume=middle, **options)
     states = [{name: each.tolist() for name, each in task.state_dict().items()} for task in tasks]
     return states, int(tasks[0].body[0].num_batches_tracked)
@@ -112,7 +111,7 @@ def resumed(kind: type[Normed], run_dir: Path, options: dict[str, Any]) -> tuple
     ("kind", "options"),
     [(Normed, {"micro_batch": 4}), (Weighed, {}), (Yielding, {"gradient_accumulation_steps": 3})],
 )
-def test_placeholder_leaves_buffers_alone_so_that_a_resume_is_exact(
+def test_placeholder_leaves_buffers_alone_so_a_resume_is_exact(
     kind: Any, options: Any, tmp_path: Path
 ) -> None:
     """Rank 0, whose buffers are saved, has nothing to learn from in the fourth round."""

@@ -105,22 +105,17 @@ def test_calls_and_optimizers_that_differ_between_ranks_are_named_and_others_are
 def different(what: str, strategy: str) -> None:
     """A fit whose rank 1 has another task or rate."""
     rank = torch.distributed.get_rank()
-    task = changed(
-        Regression(OptimizerConfig("sgd", lr=0.1 * (1 + rank)) if what == "rate" else None),
-        what if rank else "",
-    )
+    optimizer = OptimizerConfig("sgd", lr=0.1 * (1 + rank)) if what == "rate" else None
+    task = changed(Regression(optimizer), what if rank else "")
     quiet(max_epochs=1, strategy=strategy, devices=2).fit(task, pairs(8))
 
 
-@pytest.mark.parametrize(
-    ("what", "strategy", "words"),
-    [
-        ("shape", "fsdp", "'line.weight' is float32[1, 4] on rank 0"),
-        ("rate", "ddp", "a different model: lr of group 0"),
-    ],
-)
-def test_fit_refuses_ranks_that_differ(what: str, strategy: str, words: str) -> None:
-    with pytest.raises(RuntimeError, match=re.escape(words)):
+WORDS = {"shape": "'line.weight' is float32[1, 4] on rank 0", "rate": "a different model: lr of group 0"}
+
+
+@pytest.mark.parametrize(("what", "strategy"), [("shape", "fsdp"), ("rate", "ddp")])
+def test_fit_refuses_ranks_that_differ(what: str, strategy: str) -> None:
+    with pytest.raises(RuntimeError, match=re.escape(WORDS[what])):
         run_distributed(different, what, strategy)
 
 

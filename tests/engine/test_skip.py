@@ -17,15 +17,8 @@ from tests.support.tasks import quiet
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
-from drivetrain import (
-    CheckpointConfig,
-    ConfigError,
-    NonFiniteError,
-    OptimizerConfig,
-    StrategyError,
-    TaskModule,
-    Trainer,
-)
+from drivetrain import CheckpointConfig, OptimizerConfig, TaskModule, Trainer
+from drivetrain.core.errors import ConfigError, NonFiniteError, StrategyError
 from drivetrain.engine.buffers import KeptBuffers
 from drivetrain.engine.skip import all_finite
 from drivetrain.run.nonfinite import IN_A_ROW, check_on_nonfinite
@@ -33,8 +26,8 @@ from drivetrain.strategies import STRATEGIES, Strategy
 from drivetrain.strategies.single import SingleDevice
 
 BAD = (NAN, INFINITE, GRADIENT, ONLY_LOSS, INPUT)
+# Two windows of one batch each, then a bad one, and so on.
 MARKS = [mark for bad in BAD for mark in (GOOD, GOOD, bad)] + [GOOD, GOOD]
-"""Two windows of one batch each, then a bad one, and so on."""
 SKIPPED = {index: [] for index, mark in enumerate(MARKS) if mark != GOOD}
 
 
@@ -103,11 +96,8 @@ def test_skipping_goes_on_as_if_the_bad_batches_had_not_been_there(tmp_path: Pat
 
 def test_a_resumed_run_skips_alike(tmp_path: Path) -> None:
     data = marked(in_batches(MARKS), 4, shuffle=True)
-    options = {
-        "max_epochs": None,
-        "checkpoint": CheckpointConfig(every="2 steps", best=0, by=None),
-        "loggers": ("csv", "jsonl"),
-    }
+    policy = CheckpointConfig(every="2 steps", best=0, by=None)
+    options = {"max_epochs": None, "checkpoint": policy, "loggers": ("csv", "jsonl")}
     for directory, stops in (("whole", (14,)), ("parts", (5, 14))):
         for steps in stops:
             trainer = skipping(max_steps=steps, run_dir=tmp_path / directory, **options)
@@ -124,10 +114,8 @@ class Rivals(TaskModule):  # two networks with a batch norm; in the third step t
     def training_step(self, batch: Any) -> Any:
         self.steps += 1
         for name, network in (("one", self.one), ("two", self.two)):
-            yield (
-                name,
-                network(batch).square().mean() * (torch.nan if self.steps == 3 and name == self.bad else 1),
-            )
+            factor = torch.nan if self.steps == 3 and name == self.bad else 1
+            yield name, network(batch).square().mean() * factor
 
     def configure_optimizers(self) -> Any:
         return dict.fromkeys(("one", "two"), OptimizerConfig("sgd", lr=0.1))
@@ -148,8 +136,7 @@ def test_a_large_gradient_is_finite_also_if_it_is_complex_or_sparse() -> None:
     twice = (torch.eye(2) * torch.nan).to_sparse()
     (found,) = all_finite([large, torch.tensor([1.0, -torch.inf]), nan, twice, torch.eye(2).to_sparse()])
     assert found.tolist() == [True, False, False, False, True]
-    many = torch.full((2,), complex(3e38, 3e38)), torch.tensor([complex(1, torch.nan)]).conj()
-    (found,) = all_finite(many)
+    (found,) = all_finite((torch.full((2,), 3e38 + 3e38j), torch.tensor([complex(1, torch.nan)]).conj()))
     assert found.tolist() == [True, False]
 
 
@@ -210,11 +197,8 @@ ATTEMPTS: dict[str, Callable[[Buffered], object]] = {
 
 
 def state(module: nn.Module) -> list[tuple[str, list[float] | None]]:
-    return [
-        (f"{prefix}.{name}", None if buffer is None else buffer.flatten().tolist())
-        for prefix, owner in module.named_modules()
-        for name, buffer in owner._buffers.items()
-    ]
+    buffers = [(f"{p}.{name}", b) for p, o in module.named_modules() for name, b in o._buffers.items()]
+    return [(name, None if buffer is None else buffer.flatten().tolist()) for name, buffer in buffers]
 
 
 @pytest.mark.parametrize("attempt", ATTEMPTS.values(), ids=list(ATTEMPTS))

@@ -117,16 +117,14 @@ MAKERS: dict[str, Any] = {
 
 
 def giving(kind: str) -> Regression:
-    """A task that predicts an object of a type, by its name in `MAKERS`."""
     return variant(predict_step=lambda self, batch: MAKERS[kind](self(batch[0])))()
 
 
 def same(left: Any, right: Any) -> bool:
     """Whether types and values are equal; in another size of batch some processors add in another order."""
     if isinstance(left, Tensor) or type(left) is not type(right):
-        return (
-            isinstance(right, Tensor) and torch.allclose(left, right, 1e-6, 1e-6) and not left.requires_grad
-        )
+        close = isinstance(right, Tensor) and torch.allclose(left, right, 1e-6, 1e-6)
+        return close and not left.requires_grad
     one, other = opened(left), opened(right)
     if one is None or other is None:
         return bool(left == right)

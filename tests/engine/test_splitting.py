@@ -54,7 +54,7 @@ class FailsInBackward(Regression):  # as `Small`, when gradients have been added
         return loss
 
 
-class SmallNextToken(NextToken):  # as `Small`, on sequences
+class SmallNextToken(NextToken):
     def forward(self, tokens: Tensor) -> Tensor:
         if len(tokens) > 3:
             lacks_memory()
@@ -192,16 +192,15 @@ def test_micro_batch_of_a_number_splits_without_searching() -> None:
     assert task.tried == [3, 3, 2, 3, 3, 2] + [3, 3, 2, 3, 2] * 2
 
 
-def notes_of(call: Any) -> str:
+def notes_of(task: Any, data: Any, **options: Any) -> str:
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        call()
+        quiet(max_epochs=1, **options).fit(task, data)
     return "\n".join(caught.value.__notes__)
 
 
 def test_out_of_memory_errors_have_advice_that_leaves_out_what_is_done_already() -> None:
-    notes = notes_of(lambda: quiet(max_epochs=1, micro_batch="auto").fit(Small(fits=0), pairs(8, 4)))
-    assert "not even a micro-batch of one sample" in notes
-    notes = notes_of(lambda: quiet(max_epochs=1, gradient_accumulation_steps=2).fit(Small(), pairs(10, 5)))
+    assert "not even a micro-batch of one" in notes_of(Small(fits=0), pairs(8, 4), micro_batch="auto")
+    notes = notes_of(Small(), pairs(10, 5), gradient_accumulation_steps=2)
     assert "rank 0 ran out of memory in training, after update 0 with batches of 5, 5 samples" in notes
     assert "Trainer(micro_batch='auto')" in notes
 
@@ -270,9 +269,8 @@ def in_the_pool(function: Any, *arguments: Any) -> list[Any]:
 
 
 def test_all_ranks_repeat_the_update_of_one_that_ran_out_of_memory() -> None:
-    whole, parts = (
-        in_the_pool(on_ranks, size, fits, False) for size, fits in ((None, (99, 99)), ("auto", (99, 2)))
-    )
+    whole = in_the_pool(on_ranks, None, (99, 99), False)
+    parts = in_the_pool(on_ranks, "auto", (99, 2), False)
     for (task, metrics, progress), (right, right_metrics, right_progress) in zip(parts, whole, strict=True):
         same(task, right)
         assert metrics == pytest.approx(right_metrics, rel=1e-5)

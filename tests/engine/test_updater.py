@@ -22,7 +22,6 @@ def rates(task: TaskModule, resume: str | None = None, **options: Any) -> list[f
 
 
 def made(schedule: Any, **options: Any) -> Any:
-
     def factory(parameters: list[nn.Parameter]) -> Any:
         optimizer = torch.optim.SGD(parameters, lr=0.8, momentum=0.5)
         return optimizer, schedule(optimizer, **options)
@@ -97,8 +96,8 @@ def test_plateau_schedule_goes_on_after_a_resume(tmp_path: Path) -> None:
 
 
 def test_refusals_of_configure_optimizers(tmp_path: Path) -> None:
-    def fit(configured: Any) -> Any:
-        task = variant(configure_optimizers=lambda self: configured)()
+    def fit(given: Any) -> Any:
+        task = given if isinstance(given, TaskModule) else variant(configure_optimizers=lambda self: given)()
         return lambda: quiet(max_epochs=1).fit(task, pairs())
 
     early = variant(configure_optimizers=lambda self: torch.optim.SGD(self.parameters(), lr=0.1))()
@@ -111,15 +110,11 @@ def test_refusals_of_configure_optimizers(tmp_path: Path) -> None:
     quiet(max_epochs=1, **options).fit(Regression(halving), pairs())
     misspelt = Duel({"discriminator": OptimizerConfig("sgd"), "generater": OptimizerConfig("sgd")})
     cases: dict[str, tuple[Any, ...]] = {
-        "built early": (
-            lambda: quiet(max_epochs=1).fit(early, pairs()),
-            "too early",
-            "lambda params: torch.optim.SGD(params",
-        ),
+        "built early": (fit(early), "too early", "lambda params: torch.optim.SGD(params"),
         "nothing": (fit({}), "empty mapping"),
         "a text by name": (fit({"line": "adamw"}), "'line'", "OptimizerConfig"),
         "plateau": (fit(made(ReduceLROnPlateau)), "schedule='reduce_on_plateau'"),
-        "no such submodule": (lambda: quiet(max_epochs=1).fit(misspelt, pairs()), "'generater'"),
+        "no such submodule": (fit(misspelt), "'generater'"),
         "another kind of schedule in the checkpoint": (resumed, "schedule"),
     }
     assert_refused((ConfigError, CheckpointError), cases)

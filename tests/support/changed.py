@@ -1,8 +1,4 @@
-"""Run the nightly tests of what a change touches: `make test-for CHANGE=REVISION`.
-
-Nightly tests run on no landing, so a change runs by hand those of the folders that it touches, before it
-lands.
-"""
+"""Run the nightly tests of what a change touches, which no landing runs: `make test-for CHANGE=REVISION`."""
 
 import subprocess
 import sys
@@ -11,10 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "package/drivetrain"
-
-XLA = "xla"
-"""Stands for the whole of `make xla`."""
-
+XLA = "xla"  # stands for the whole of `make xla`
+# From a folder to the nightly tests that a change there needs; changed tests are always among them.
 SETS: dict[str, tuple[str, ...]] = {
     f"{PACKAGE}/core": ("tests/core", "tests/campaigns"),
     f"{PACKAGE}/distributed": ("tests/distributed", "tests/campaigns", "tests/test_notebooks.py"),
@@ -36,35 +30,27 @@ SETS: dict[str, tuple[str, ...]] = {
     "benchmarks": ("tests/benchmarks",),
     "Makefile": (XLA,),
 }
-"""From a folder to the nightly tests that a change there needs; changed tests are always among them."""
 
 
 def sets_of(files: Iterable[str]) -> list[str]:
-    """Return what has to run for changed files, in order, once each.
-
-    Args:
-        files: Their paths from the root of the project.
-    """
+    """Return what has to run for changed files (paths from the root), in order, once each."""
     found: set[str] = set()
     for file in files:
         for folder, sets in SETS.items():
             if file == folder or file.startswith(f"{folder}/"):
                 found.update(sets)
         parts = file.split("/")
-        if parts[0] == "tests" and len(parts) > 2 and parts[1] == "xla":
-            found.add(XLA)
-        elif parts[0] == "tests" and len(parts) > 2:
-            found.add(f"tests/{parts[1]}")
+        if parts[0] == "tests" and len(parts) > 2:
+            found.add(XLA if parts[1] == "xla" else f"tests/{parts[1]}")
     return sorted(found)
 
 
 def main() -> int:
     """Run them; return the exit code of the first that fails."""
     (change,) = sys.argv[1:]
-    listed = subprocess.run(
-        ["git", "diff", "--name-only", change], cwd=ROOT, capture_output=True, text=True, check=True
+    sets = sets_of(
+        subprocess.check_output(["git", "diff", "--name-only", change], cwd=ROOT, text=True).split()
     )
-    sets = sets_of(listed.stdout.split())
     paths = [each for each in sets if each != XLA and (ROOT / each).exists()]
     print(f"nightly tests for the change since {change}: {' '.join(sets) or 'none'}", flush=True)
     codes = []

@@ -7,14 +7,10 @@ from drivetrain.run.hooks import HOOKS
 
 
 class Line:
-    """A line of the drawing: a hook, or a loop or condition with what is indented below it.
-
-    Args:
-        text: The line; what stands to the right of it is a remark.
-    """
+    """A line of the drawing: a hook, or a loop or condition with what is indented below it."""
 
     def __init__(self, text: str) -> None:
-        self.text = re.split(r"\s{2,}", text.strip())[0]
+        self.text = re.split(r"\s{2,}", text.strip())[0]  # to the right of it stands a remark
         self.is_hook = self.text in HOOKS
         self.inner: list[Line] = []
 

@@ -5,38 +5,25 @@ import os
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+# What is counted; "look" is `FileSystem.kind` and `FileSystem.entries`.
 Operation: TypeAlias = Literal[
     "look", "open", "read", "create", "write", "finish", "make directory", "sync", "rename", "delete"
 ]
-"""What is counted; "look" is `FileSystem.kind` and `FileSystem.entries`."""
-
 FaultKind: TypeAlias = Literal[
-    "kill",
-    "power cut",
-    "ENOSPC",
-    "EACCES",
-    "EIO",
-    "full disk",
-    "lost answer",
-    "short write",
-    "lying write",
-    "flip",
-    "drop",
-    "truncate",
-]
-
+    "kill", "power cut", "ENOSPC", "EACCES", "EIO", "full disk",
+    "lost answer", "short write", "lying write", "flip", "drop", "truncate",
+]  # fmt: skip
+_CHANGES: frozenset[Operation] = frozenset(
+    ("create", "write", "finish", "make directory", "sync", "rename", "delete")
+)
 OPERATIONS: dict[FaultKind, frozenset[Operation]] = {
-    "kill": frozenset(
-        ("open", "read", "create", "write", "finish", "make directory", "sync", "rename", "delete")
-    ),
-    "power cut": frozenset(("create", "write", "finish", "make directory", "sync", "rename", "delete")),
-    "ENOSPC": frozenset(("create", "write", "finish", "make directory", "sync", "rename")),
+    "kill": _CHANGES | {"open", "read"},
+    "power cut": _CHANGES,
+    "ENOSPC": _CHANGES - {"delete"},
     "EACCES": frozenset(("look", "open", "create", "make directory", "rename", "delete")),
-    "EIO": frozenset(
-        ("look", "open", "read", "create", "write", "finish", "make directory", "sync", "rename", "delete")
-    ),
+    "EIO": _CHANGES | {"look", "open", "read"},
     "full disk": frozenset(("create", "write", "finish", "make directory")),
-    "lost answer": frozenset(("finish", "make directory", "sync", "rename", "delete")),
+    "lost answer": _CHANGES - {"create", "write"},
     "short write": frozenset(("write",)),
     "lying write": frozenset(("write",)),
     "flip": frozenset(("write", "read")),
@@ -64,43 +51,25 @@ class Killed(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is to go wrong, and where.
+    """What is to go wrong, and where."""
 
-    Attributes:
-        operation: The number of the operation, counted from 1; the fault happens at the first from there on
-            that it suits.
-        kind: One of `OPERATIONS`.
-        seed: Decides which bit, how many bytes, and what a power cut keeps.
-    """
-
-    operation: int
+    operation: int  # its number, from 1; the fault happens at the first from there on that it suits
     kind: FaultKind
-    seed: int = 0
+    seed: int = 0  # decides which bit, how many bytes, and what a power cut keeps
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One operation that was asked for.
-
-    Attributes:
-        operation: What.
-        path: On what; of a renaming the old name.
-        fault: What happened to it; None for nothing, and for what fails because an earlier fault lasts.
-    """
+    """One operation that was asked for."""
 
     operation: Operation
-    path: str
-    fault: FaultKind | None = None
+    path: str  # of a renaming the old name
+    fault: FaultKind | None = None  # None also for what fails because an earlier fault lasts
 
 
 def suits(kind: FaultKind, operation: Operation, renames: bool) -> bool:
-    """Whether a fault of this kind can happen at this operation.
-
-    Args:
-        kind: Of the fault.
-        operation: Where.
-        renames: As in `FileSystem`. An object store knows neither directories nor power cuts of ours.
-    """
+    """Whether a fault of this kind can happen at this operation."""
+    # An object store knows neither directories nor power cuts of ours.
     if not renames and (kind == "power cut" or operation in ("sync", "make directory")):
         return False
     return operation in OPERATIONS[kind]

@@ -18,25 +18,18 @@ T = TypeVar("T")
 
 
 class FaultyFileSystem:
-    """A file system on which operations fail.
+    """A file system on which operations fail: each fault happens once.
 
     Args:
-        inner: Does what is asked.
-        faults: What is to go wrong, each once.
         root: The directory under which everything happens; needed for a power cut, after which it is put
             into the state that a machine could find after a restart.
-
-    Attributes:
-        steps: What was asked for so far, in order; the number of a fault's operation counts these.
     """
 
     def __init__(self, inner: FileSystem, *faults: Fault, root: str | None = None) -> None:
-        self.inner = inner
-        self.renames = inner.renames
-        self.steps: list[Step] = []
+        self.inner, self.renames = inner, inner.renames
+        self.steps: list[Step] = []  # the number of a fault's operation counts these
         self._faults = sorted(faults, key=lambda fault: fault.operation)
-        self._dead = False
-        self._full = False
+        self._dead = self._full = False
         self._lock = threading.Lock()  # a save in the background comes from another thread
         self._twin: _Twin | None = None
         if any(fault.kind == "power cut" for fault in faults):
@@ -161,10 +154,7 @@ class FaultyFileSystem:
 
 class _FaultySink:
     def __init__(self, files: FaultyFileSystem, path: str, inner: Sink, twin: Sink | None) -> None:
-        self._files = files
-        self._path = path
-        self._inner = inner
-        self._twin = twin
+        self._files, self._path, self._inner, self._twin = files, path, inner, twin
 
     def write(self, data: memoryview) -> int:
         fault = self._files.meet("write", self._path)
@@ -233,10 +223,7 @@ class _FaultySink:
 
 class _FaultySource:
     def __init__(self, files: FaultyFileSystem, path: str, inner: Source) -> None:
-        self._files = files
-        self._path = path
-        self._inner = inner
-        self.size = inner.size
+        self._files, self._path, self._inner, self.size = files, path, inner, inner.size
 
     def read_into(self, target: memoryview) -> int:
         fault = self._files.meet("read", self._path)
@@ -262,8 +249,7 @@ class _Twin(MemoryDisk):
 
     def __init__(self, inner: FileSystem, root: str) -> None:
         super().__init__()
-        self._inner = inner
-        self._top = root
+        self._inner, self._top = inner, root
         if inner.kind(root) == "directory":
             self.make_directory(root)
             _copy(inner, self, root)

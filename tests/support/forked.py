@@ -28,17 +28,7 @@ _server: tuple[subprocess.Popen[bytes], str] | None = None
 
 
 class Forked:
-    """A program that runs; the part of `subprocess.Popen` that tests use.
-
-    Args:
-        arguments: The program's file and its arguments.
-        cwd: Where it runs.
-        env: Its environment.
-
-    Attributes:
-        pid: Its process, which leads a session of its own.
-        returncode: Its exit code, negative for a signal; None while it runs.
-    """
+    """A program that runs, in a session of its own; the part of `subprocess.Popen` that tests use."""
 
     def __init__(self, arguments: Sequence[str], cwd: Path, env: Mapping[str, str]) -> None:
         out, err = os.pipe(), os.pipe()
@@ -56,11 +46,7 @@ class Forked:
         self.returncode: int | None = None
 
     def communicate(self, timeout: float) -> tuple[str, str]:
-        """What it has written, once all its processes have ended.
-
-        Raises:
-            subprocess.TimeoutExpired: It runs for longer.
-        """
+        """What it has written, once all its processes have ended."""
         deadline = time.monotonic() + timeout
         found: dict[int, bytes] = dict.fromkeys(self._ends, b"")
         with selectors.DefaultSelector() as selector:
@@ -87,17 +73,7 @@ class Forked:
 def run_forked(
     arguments: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 90.0
 ) -> subprocess.CompletedProcess[str]:
-    """A program as `subprocess.run` runs it, with what it has written as text.
-
-    Args:
-        arguments: The program's file and its arguments.
-        cwd: Where it runs.
-        env: Its environment; None for this process's.
-        timeout: Seconds after which its whole session is killed.
-
-    Raises:
-        subprocess.TimeoutExpired: It took longer.
-    """
+    """A program as `subprocess.run` runs it; after the timeout its whole session is killed."""
     process = Forked(arguments, cwd, os.environ if env is None else env)
     try:
         out, err = process.communicate(timeout)
@@ -240,14 +216,7 @@ def _told(error: BaseException) -> int:
 
 
 class _Copy:
-    """A rank that a program starts: the same program, with another environment.
-
-    Args:
-        command: Its command, which is the program's own.
-        cwd: Where it runs.
-        env: Its environment.
-        stdin: Nothing.
-    """
+    """A rank that a program starts: the same program, with another environment."""
 
     def __init__(self, command: Sequence[str], cwd: str, env: Mapping[str, str], stdin: int) -> None:
         sys.stdout.flush()

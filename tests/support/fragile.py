@@ -28,23 +28,13 @@ def marked(marks: Sequence[int], batch_size: int = 1, **options: Any) -> DataLoa
 
 
 class Fragile(TaskModule):
-    """A small model with a batch norm, whose running means a bad batch would spoil.
-
-    Args:
-        optimizer: What `configure_optimizers` returns.
-    """
+    """A small model with a batch norm, whose running means a bad batch would spoil."""
 
     def __init__(self, optimizer: Any = None) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.net = nn.Sequential(
-            nn.Linear(FEATURES, 8),
-            nn.BatchNorm1d(8),
-            nn.Dropout(0.2),
-            nn.Tanh(),
-            nn.Linear(8, 8),
-            nn.Linear(8, 1),
-        )
+        first = nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Tanh()
+        self.net = nn.Sequential(*first, nn.Linear(8, 8), nn.Linear(8, 1))
         self.optimizer = optimizer
 
     def forward(self, features: Tensor, mark: Tensor) -> Tensor:
@@ -100,27 +90,17 @@ def _tensors(tree: Any, name: str = "") -> dict[str, Tensor]:
 
 
 class LeftBehind(Callback):
-    """Notes what each skipped update has changed: by its number, the names of what is not as it was.
-
-    Attributes:
-        changed: By the number of the window, for those that were skipped.
-        applied: Of each window, whether its update was made.
-        losses: Of each window.
-    """
+    """Notes of each window its loss, whether its update was made, and what a skipped one has changed."""
 
     def __init__(self) -> None:
-        self.changed: dict[int, list[str]] = {}
+        self.changed: dict[int, list[str]] = {}  # by the number of the window
         self.applied: list[bool] = []
         self.losses: list[float] = []
 
     def _state(self, run: Run) -> dict[str, Any]:
         optimizers = {name: each.optimizer.state_dict() for name, each in run.engine.updaters.items()}
-        everything = {
-            "model": run.task.state_dict(),
-            "optimizers": optimizers,
-            "strategy": run.engine.strategy.state_dict(),
-        }
-        return deepcopy(bits(_tensors(everything)))
+        model, strategy = run.task.state_dict(), run.engine.strategy.state_dict()
+        return deepcopy(bits(_tensors({"model": model, "optimizers": optimizers, "strategy": strategy})))
 
     def on_step_start(self, run: Run) -> None:
         self._before = self._state(run)
@@ -129,9 +109,8 @@ class LeftBehind(Callback):
         assert run.step is not None
         after = self._state(run)
         if not run.step.applied:
-            names = {*after, *self._before}
-            self.changed[len(self.applied)] = [
-                name for name in sorted(names) if after.get(name) != self._before.get(name)
-            ]
+            names = sorted({*after, *self._before})
+            changed = [name for name in names if after.get(name) != self._before.get(name)]
+            self.changed[len(self.applied)] = changed
         self.applied.append(run.step.applied)
         self.losses.append(float(run.step.rows[0][1].reshape(-1)[0]))

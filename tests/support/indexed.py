@@ -17,12 +17,7 @@ SIZE, SEED = 11, 5
 
 
 class Augmented(Dataset[Tensor]):
-    """The index and noise from all of the host's generators; notes in a file what is fetched.
-
-    Args:
-        note: The file, if any.
-        fails: At which index to fail, and how.
-    """
+    """The index and noise from all of the host's generators; notes in a file what is fetched."""
 
     def __init__(self, note: Path | None = None, fails: tuple[int, BaseException] | None = None) -> None:
         self.note, self.fails = note, fails

@@ -30,7 +30,6 @@ class _Change:
     node: _Node
 
     def apply(self, names: dict[str, _Node]) -> None:
-        """Make it."""
         if self.old is not None:
             names.pop(self.old, None)
         if self.new is not None:
@@ -46,13 +45,11 @@ class _Directory:
     pending: list[_Change] = field(default_factory=list)
 
     def change(self, old: str | None, new: str | None, node: _Node) -> None:
-        """Change the names, not yet durably."""
         change = _Change(old, new, node)
         change.apply(self.names)
         self.pending.append(change)
 
     def sync(self) -> None:
-        """Make the names durable."""
         self.durable = dict(self.names)
         self.pending.clear()
 
@@ -151,12 +148,7 @@ class MemoryDisk:
         parent.change(name, None, node)
 
     def cut_power(self, chance: random.Random) -> None:
-        """Lose what is not durable, or keep it, or tear it, as `chance` decides among what POSIX allows.
-
-        In each directory any of the changes since it was synced may have reached the medium: none, all, the
-        first few, or some in the middle. A file that was not finished may be empty, cut short, or full of
-        zeros, for its length is often written before its content.
-        """
+        """Lose what is not durable, or keep it, or tear it, as `chance` decides among what POSIX allows."""
         self._forget(self._root, chance)
 
     def _forget(self, directory: _Directory, chance: random.Random) -> None:
@@ -190,11 +182,7 @@ class MemoryDisk:
 
 
 class MemoryObjects:
-    """An object store in memory: whole objects by key, and nothing else.
-
-    An object appears when it is finished, in place of one that had its key. Directories are what keys have in
-    common. Nothing is renamed but by copying and deleting, and only single objects are.
-    """
+    """An object store in memory: whole objects by key, which appear when finished, and nothing else."""
 
     renames = False
 
@@ -286,7 +274,7 @@ class _ObjectSink:
 
 
 def _survivors(changes: list[_Change], chance: random.Random) -> list[_Change]:
-    """Which of the changes that were not made durable have reached the medium all the same."""
+    """Which of a directory's changes since it was synced have reached the medium all the same."""
     fate = chance.choice(("none", "all", "first", "some"))
     if fate == "first":
         return changes[: chance.randint(0, len(changes))]
@@ -294,7 +282,7 @@ def _survivors(changes: list[_Change], chance: random.Random) -> list[_Change]:
 
 
 def _torn(content: bytes, chance: random.Random) -> bytes:
-    """What a power cut leaves of a file's content that was not made durable."""
+    """What a power cut leaves of an unfinished file: its length is often written before its content."""
     length = chance.randint(0, len(content))
     return chance.choice((b"", content[:length], content[:length] + bytes(len(content) - length), content))
 

@@ -13,15 +13,11 @@ from drivetrain.checkpoint import DirectoryCheckpointIO, Snapshot, pack, resolve
 
 def bits(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
     """Tensors as their bytes, so that equality is of every bit (also of NaN, and of the sign of zero)."""
-    return {
-        # As bytes, for numpy has neither bfloat16 nor float8.
-        name: (
-            each.dtype,
-            tuple(each.shape),
-            each.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes(),
-        )
-        for name, each in tensors.items()
-    }
+    found = {}
+    for name, each in tensors.items():
+        flat = each.detach().cpu().reshape(-1).contiguous()  # as bytes: numpy has no bfloat16, nor float8
+        found[name] = each.dtype, tuple(each.shape), flat.view(torch.uint8).numpy().tobytes()
+    return found
 
 
 def weights(module: nn.Module) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
@@ -46,16 +42,13 @@ def state_of(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def outcome(run_dir: Path) -> dict[str, Any]:
-    """The last checkpoint of a run but for wall times, its log files, its finished weights, and what it keeps
-    as its best.
-    """
+    """The last checkpoint of a run but for times, its log files and weights, and what it keeps as best."""
     found = state_of(DirectoryCheckpointIO().load(resolve(run_dir)))
     for name in ("metrics.csv", "metrics.jsonl", "model.safetensors"):
         found[name] = (run_dir / name).read_bytes()
     index = json.loads((run_dir / "checkpoints" / "index.json").read_text(encoding="utf-8"))
-    found["kept"] = [
-        (each["update"], each["metrics"], each["resume"], each["keeper"]) for each in _entries(index)
-    ]
+    kept = ("update", "metrics", "resume", "keeper")
+    found["kept"] = [tuple(each[name] for name in kept) for each in _entries(index)]
     return found
 
 

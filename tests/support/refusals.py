@@ -10,9 +10,7 @@ def assert_refused(
 ) -> None:
     """Call each case and list all that are not refused, or without the words that help.
 
-    Args:
-        error: The class of the errors, or several of which each will do.
-        cases: By a name that says what is wrong: the call, then the words, in any order and case.
+    `cases` are by a name that says what is wrong: the call, then the words, in any order and case.
     """
     wrong = []
     for name, (call, *words) in cases.items():

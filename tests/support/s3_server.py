@@ -35,16 +35,9 @@ ERRORS = {
 
 @dataclass
 class State:
-    """What all requests have in common.
+    """What all requests have in common."""
 
-    Attributes:
-        port: Of the server that does the work.
-        rules: What is to go wrong.
-        requests: What came since this was last asked.
-        lock: For all of it.
-    """
-
-    port: int = 0
+    port: int = 0  # of the server that does the work
     rules: list[dict[str, Any]] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -139,9 +132,8 @@ class Front(BaseHTTPRequestHandler):
     def forward(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", STATE.port)
         try:
-            headers = {
-                k: v for k, v in self.headers.items() if k.lower() not in ("transfer-encoding", "expect")
-            }
+            unsent = ("transfer-encoding", "expect")
+            headers = {k: v for k, v in self.headers.items() if k.lower() not in unsent}
             headers["Content-Length"] = str(len(body))
             connection.request(self.command, self.path, body, headers)
             answer = connection.getresponse()
@@ -149,9 +141,7 @@ class Front(BaseHTTPRequestHandler):
         finally:
             connection.close()
 
-    def answer(
-        self, status: int, headers: list[tuple[str, str]], content: bytes, cut: int | None = None
-    ) -> None:
+    def answer(self, status: int, headers: Any, content: bytes, cut: int | None = None) -> None:
         self.send_response(status)
         told = None
         for name, value in headers:

@@ -16,9 +16,8 @@ BLOCKS = 3
 
 def quiet(**options: Any) -> Trainer:
     """A Trainer that writes and shows nothing unless told to."""
-    return Trainer(
-        **{"strategy": "cpu", "checkpoint": False, "loggers": (), "progress_bar": False, **options}
-    )
+    silent = {"strategy": "cpu", "checkpoint": False, "loggers": (), "progress_bar": False}
+    return Trainer(**{**silent, **options})
 
 
 def pairs(count: int = 10, batch_size: int = 2, seed: int = 0, **options: Any) -> DataLoader[Any]:
@@ -30,12 +29,7 @@ def pairs(count: int = 10, batch_size: int = 2, seed: int = 0, **options: Any) -
 
 
 class Regression(TaskModule):
-    """A line, with dropout when asked for.
-
-    Args:
-        optimizer: The configuration, or any other thing that `configure_optimizers` may return.
-        dropout: The probability.
-    """
+    """A line, with dropout when asked for; `optimizer` is what `configure_optimizers` returns."""
 
     def __init__(self, optimizer: Any = None, dropout: float = 0.0) -> None:
         super().__init__()
@@ -67,11 +61,7 @@ VOCABULARY = 11
 
 
 class NextToken(TaskModule):
-    """A bigram model on padded sequences: a mean over the tokens that are no padding.
-
-    Args:
-        optimizer: What `configure_optimizers` returns.
-    """
+    """A bigram model on padded sequences: a mean over the tokens that are no padding."""
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__()
@@ -113,11 +103,7 @@ def ragged(count: int = 22, length: int = 9) -> list[dict[str, Tensor]]:
 
 
 class Duel(TaskModule):
-    """Two networks against one another, each with its own optimizer.
-
-    Args:
-        optimizers: The configurations by name.
-    """
+    """Two networks against one another, each with its own optimizer."""
 
     def __init__(self, optimizers: Mapping[str, OptimizerConfig] | None = None) -> None:
         super().__init__()
@@ -149,10 +135,8 @@ class Duel(TaskModule):
 def duels(count: int = 11) -> list[dict[str, Tensor]]:
     """Samples for `Duel`; the noise is data, so that it does not depend on the size of the batches."""
     generator = torch.Generator().manual_seed(2)
-    return [
-        {"real": torch.randn(FEATURES, generator=generator), "noise": torch.randn(2, generator=generator)}
-        for _ in range(count)
-    ]
+    drawn = [torch.randn(FEATURES + 2, generator=generator).split((FEATURES, 2)) for _ in range(count)]
+    return [{"real": real, "noise": noise} for real, noise in drawn]
 
 
 class Blocks(TaskModule):

@@ -132,9 +132,7 @@ class Killer(Callback):
 
 
 def kill_at_file_event(event: str, part: str, number: int) -> None:
-    """Kill this process when it is about to do something to a file: the `number`-th time that a path of
-    `event` (as `sys.addaudithook` names it) contains `part`.
-    """
+    """Kill this process when it meets an event of `sys.addaudithook` with such a path for the n-th time."""
     left = number
 
     def hook(name: str, arguments: tuple[Any, ...]) -> None:
@@ -148,12 +146,7 @@ def kill_at_file_event(event: str, part: str, number: int) -> None:
 
 
 def train(
-    directory: Path,
-    attempt: int,
-    *,
-    workers: int = 0,
-    asynchronous: bool = False,
-    kill: Mapping[str, Any] | None = None,
+    directory: Path, attempt: int, *, workers: int = 0, asynchronous: bool = False, kill: Any = None
 ) -> None:
     """One attempt of the run in `directory`: it goes on from the newest checkpoint, and may be killed."""
     torch.set_num_threads(1)
@@ -194,21 +187,13 @@ def train(
 
 
 class Trials:
-    """The client of the server.
-
-    Args:
-        process: The server.
-    """
+    """The client of the server."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
     def run(self, directory: Path, attempt: int, **options: Any) -> int:
-        """One attempt, to its end: 0 when it finished, -9 when it was killed.
-
-        Raises:
-            AssertionError: It failed; shows what it printed.
-        """
+        """One attempt, to its end: 0 when it finished, -9 when it was killed; else shows what it printed."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         specification = {"directory": str(directory), "attempt": attempt, "options": options}

@@ -49,20 +49,14 @@ def counts() -> dict[str, int]:
 
 
 class Counts(Callback):
-    """Notes what torch_xla did in each update.
-
-    Attributes:
-        updates: By update, since the one before.
-    """
+    """Notes what torch_xla did in each update, since the one before."""
 
     def __init__(self) -> None:
         self.updates: list[dict[str, int]] = []
         self._before: dict[str, int] = {}
 
     def on_step_start(self, run: Any) -> None:
-        """Note what was done before."""
         self._before = counts()
 
     def on_step_end(self, run: Any) -> None:
-        """Note what was done since."""
         self.updates.append({name: value - self._before[name] for name, value in counts().items()})

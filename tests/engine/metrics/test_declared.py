@@ -72,9 +72,7 @@ def makers() -> dict[str, Callable[[], Any]]:
         "a wrapper with a counter": lambda: Running(accuracy(), window=3),
         "a wrapper in a collection": lambda: collection({"a": MinMaxMetric(accuracy()), "b": accuracy()}),
         "no library's": Largest,
-        "of all samples at once": lambda: OverAll(
-            lambda outputs, target: float(outputs[target % 2 == 0, 0].sum())
-        ),
+        "of all samples at once": lambda: OverAll(lambda out, target: float(out[target % 2 == 0, 0].sum())),
     }
 
 
@@ -228,15 +226,11 @@ class Weighed(Regression):
 
 def seen(**options: Any) -> list[list[float]]:
     """How many samples the metrics have seen in training and in validation, of 21 in six batches."""
-    batches = [
-        (torch.ones(count, 4), torch.ones(count, 1), torch.full((count, 1), weight))
-        for count, weight in enumerate([0.0, 1.0, 1.0, 0.0, 1.0, 0.0], 1)
-    ]
-    found = []
+    made = lambda n, weight: (torch.ones(n, 4), torch.ones(n, 1), torch.full((n, 1), weight))  # noqa: E731
+    batches = [made(count, float(count in (2, 3, 5))) for count in range(1, 7)]
+    found, options = [], {"max_epochs": 1, "log_every": "1 epoch", **options}
     for accumulation in (1, 2):
-        trainer = quiet(
-            max_epochs=1, log_every="1 epoch", gradient_accumulation_steps=accumulation, **options
-        )
+        trainer = quiet(gradient_accumulation_steps=accumulation, **options)
         metrics = trainer.fit(Weighed(), batches, batches).metrics
         found.append([metrics["train/seen"], metrics["validation/seen"]])
     return found

@@ -26,26 +26,21 @@ def add(buffer: MetricBuffer, update: int, values: Returned, weight: Any = 1.0) 
     buffer.add([(names, scalars, weight)], update)
 
 
-def buffer_of(*rows: tuple[Returned, Any]) -> MetricBuffer:
-    """A buffer with these values and weights, from update 0 on."""
+def buffer_of(*rows: tuple[Returned, Any]) -> MetricBuffer:  # with these values and weights, from update 0 on
     buffer = MetricBuffer()
     for update, (values, weight) in enumerate(rows):
         add(buffer, update, values, weight)
     return buffer
 
 
-def mean(pairs: list[tuple[float, float]]) -> float:
-    """The weighted mean, summed without any rounding."""
+def mean(pairs: list[tuple[float, float]]) -> float:  # the weighted mean, summed without any rounding
     return math.fsum(v * w for v, w in pairs) / math.fsum(w for _, w in pairs)
 
 
 def made(count: int, seed: int = 0) -> list[tuple[Returned, float]]:
     """Values as float32 holds them, with ragged weights."""
     source = random.Random(seed)
-
-    def value() -> float:
-        return float(np.float32(source.uniform(-5, 5)))
-
+    value = lambda: float(np.float32(source.uniform(-5, 5)))  # noqa: E731
     return [({"loss": value(), "accuracy": value()}, float(source.randint(1, 900))) for _ in range(count)]
 
 
@@ -105,10 +100,7 @@ def test_refusals_of_what_cannot_be_optimised_or_logged() -> None:
         "a text": ({"loss": one, "name": "good"}, "'name'", "a str"),
         "loss twice by name": (StepOutput({"loss": nan}, metrics={"loss": one}), "'loss' twice"),
     }
-    cases: dict[str, tuple[Any, ...]] = {
-        name: (lambda output=output: read_output(output), *words)
-        for name, (output, *words) in outputs.items()
-    }
+    cases = {name: (lambda o=output: read_output(o), *words) for name, (output, *words) in outputs.items()}
     assert_refused(ConfigError, cases)
 
 
@@ -134,9 +126,8 @@ def test_means_are_exact_however_long_the_interval(count: int) -> None:
 
 
 def test_names_that_come_and_go_are_means_over_where_they_were() -> None:
-    means = buffer_of(
-        ({"loss": 1.0}, 2.0), ({"loss": 4.0, "penalty": 10.0}, 1.0), ({"penalty": 20.0, "loss": 7.0}, 3.0)
-    ).means()
+    second, third = ({"loss": 4.0, "penalty": 10.0}, 1.0), ({"penalty": 20.0, "loss": 7.0}, 3.0)
+    means = buffer_of(({"loss": 1.0}, 2.0), second, third).means()
     assert means == {"loss": (2 + 4 + 21) / 6, "penalty": (10 + 60) / 4}
     assert list(means) == ["loss", "penalty"]
 
@@ -204,9 +195,8 @@ def test_a_loss_that_is_not_finite_is_an_error_that_names_its_first_update(bad: 
 
 def test_every_bad_value_is_named_with_where_it_began() -> None:
     buffer = buffer_of(({"loss": 1.0, "norm": torch.inf}, 1.0), ({"loss": torch.nan, "norm": torch.inf}, 1.0))
-    with pytest.raises(
-        NonFiniteError, match=r"at update 0 .*: 'loss' \(from update 1\), 'norm' \(from update 0\)"
-    ):
+    both = r"at update 0 .*: 'loss' \(from update 1\), 'norm' \(from update 0\)"
+    with pytest.raises(NonFiniteError, match=both):
         buffer.means()
     buffer = MetricBuffer()  # also where the names changed
     add(buffer, 3, {"loss": torch.nan})

@@ -41,15 +41,11 @@ def test_a_function_of_scikit_learn_gets_its_arguments_by_name() -> None:
 
 def test_any_other_function_gets_outputs_and_target_as_arrays_or_tensors() -> None:
     given: list[Any] = []
-
-    def note(*inputs: Any) -> float:
-        given[:] = inputs
-        return 0.0
-
     half = torch.ones(2, 3, dtype=torch.bfloat16)
     for tensors in (False, True):
-        updated(OverAll(note, tensors=tensors), (half, {"y": (3, np.float32(0.5), [1, 2])})).compute()
-        outputs, target = given
+        metric = OverAll(lambda *inputs: given.append(inputs) or 0.0, tensors=tensors)
+        updated(metric, (half, {"y": (3, np.float32(0.5), [1, 2])})).compute()
+        outputs, target = given.pop()
         assert type(outputs) is (Tensor if tensors else np.ndarray)
         assert outputs.shape == (2, 3)
         assert str(outputs.dtype).endswith("float32")  # NumPy has no bfloat16
@@ -88,7 +84,6 @@ def test_above_a_limit_of_memory_the_function_gets_maps_of_files(memory: int) ->
 
 
 def test_an_update_copies_on_the_device_and_keeps_no_more_than_the_rows() -> None:
-    """A copy to the host in it would wait for the device in each step."""
     outputs, target = torch.ones(4, 2, requires_grad=True), torch.zeros(4)
     metric = OverAll(lambda o, t: float(o.sum() + t.sum()), transform=lambda o, t: (o[:, 1], t))
     with Counting() as counting:
@@ -99,11 +94,6 @@ def test_an_update_copies_on_the_device_and_keeps_no_more_than_the_rows() -> Non
     assert not state[0].requires_grad
     assert state[0].untyped_storage().nbytes() == 16  # the column alone
     assert metric.compute() == 4
-
-
-class Computes:
-    def compute(self) -> float:
-        return 0.0
 
 
 def test_refusals_of_over_all() -> None:
@@ -119,7 +109,7 @@ def test_refusals_of_over_all() -> None:
         "names": (compute(*((each, ones(2)) for each in names)), "'0/low', '0/top'"),
         "bool": (padded(torch.bool, -100), "bool cannot hold the padding -100"),
         "a text": (compute((ones(1), "text")), "a str", "transform="),
-        "a class": (lambda: OverAll(Computes), "not the class Computes"),
+        "a class": (lambda: OverAll(Ordered), "not the class Ordered"),
     }
     assert_refused((ConfigError, DataError), cases)
 
@@ -131,9 +121,7 @@ def ordered(outputs: Any, target: Any) -> dict[str, float]:
 
 class Ordered(Regression):
     def __init__(self, function: Any = ordered, still: bool = False, **options: Any) -> None:
-        super().__init__(
-            OptimizerConfig("sgd", lr=1e-30) if still else None
-        )  # whose weights stay what they are
+        super().__init__(OptimizerConfig("sgd", lr=1e-30) if still else None)  # too little to change a weight
         self.metric = OverAll(function, **options)
 
     def metrics(self) -> Mapping[str, Any]:
@@ -210,11 +198,9 @@ def test_training_on_ranks_computes_over_the_samples_of_all() -> None:
     assert found == [in_log_points(8, 8, 2)] * 2
 
 
-def trained(
-    directory: Path, steps: int, resume: Any = None, every: int = 4, **options: Any
-) -> dict[str, float]:
-    saved = {"checkpoint": True, "run_dir": directory}
-    trainer = quiet(max_steps=steps, log_every=f"{every} steps", **saved, **options)
+def trained(directory: Path, steps: int, resume: Any = None, every: int = 4, **options: Any) -> Any:
+    options = {"checkpoint": True, "run_dir": directory, **options}
+    trainer = quiet(max_steps=steps, log_every=f"{every} steps", **options)
     return chosen(trainer.fit(Ordered(), pairs(20, 2), resume=resume).metrics, "train/all")
 
 
