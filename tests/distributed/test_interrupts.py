@@ -8,9 +8,7 @@ from tests.distributed.running import run_all
 
 from drivetrain.distributed.interrupts import Interrupts
 
-pytestmark = pytest.mark.skipif(
-    sys.platform == "win32", reason="needs signals that a process can send itself"
-)
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs signals to itself")
 
 
 @pytest.mark.real("processes send themselves signals")

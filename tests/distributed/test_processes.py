@@ -18,9 +18,7 @@ def asked() -> tuple[int, int, int]:
     return drivetrain.rank(), drivetrain.local_rank(), drivetrain.world_size()
 
 
-def test_rank_and_world_size_are_the_launchers_before_there_is_a_process_group(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rank_and_world_size_are_the_launchers_before_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked() == (0, 0, 1)
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)

@@ -17,10 +17,8 @@ from drivetrain.strategies.ddp import DDP
 from drivetrain.testing.distributed import run_distributed
 
 needs_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
-HOOKS = (
-    *("on_step_start", "on_step_end", "on_log", "on_evaluation_end", "on_epoch_start", "on_epoch_end"),
-    "on_save",
-)
+HOOKS = ["on_step_start", "on_step_end", "on_log", "on_evaluation_end", "on_epoch_start", "on_epoch_end"]
+HOOKS += ["on_save"]
 
 
 class Asks(Callback):  # asks to stop in a hook, once an update is reached, on some ranks

@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.distributed.running import run_all, stacks
@@ -35,7 +36,7 @@ LAST = "note(lambda: channel._hub._peers[0].state == 'left') if rank == 0 else u
 LATE = f"{LAST}\nif rank == 1: raise ValueError('late')"
 FIRST = "if rank == 0: note(lambda: channel._hub._aside); raise RuntimeError('gloo: connection reset')\n"
 FIRST += "until(Path('noted').exists); raise KeyError(5)"
-BOOM = "raise ValueError('boom')"
+BOOM, DEBUG = "raise ValueError('boom')", {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
 
 
 def on(rank: int, act: str) -> dict[str, object]:
@@ -95,23 +96,16 @@ def test_an_end_without_a_failure_is_silent() -> None:
     """Whoever ends first, after a pause, while a rank cannot answer, and after the program's own Ctrl-C."""
     taken = "try: wait()\nexcept KeyboardInterrupt: time.sleep(6)"  # longer than one may be left unheard
     unwritten = 'assert not Path("run").exists(), "nothing is written without a failure"'
-    found = run_all(
-        "channel.py",
-        {
-            "rank 1 last": {"last": LAST},
-            "rank 0 last": {"last": "rank or until(lambda: channel._hub._peers[1].state == 'left')"},
-            "pause": {
-                "act": "until(lambda: beats > 12)",
-                "who": [1],
-                "hang_timeout": 600.0,
-                "after": unwritten,
-            },
-            "rank 0 computes": {"who": [0], "act": BUSY, "silence": 0.1},
-            "rank 1 computes": {"who": [1], "act": BUSY, "silence": 0.1},
-            "torch's debug mode": {"join": DDP, "variables": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}},
-            "Ctrl-C": {"act": taken, "interrupt": signal.SIGINT, "whole_group": True},
-        },
-    )
+    cases: dict[str, Any] = {
+        "rank 1 last": {"last": LAST},
+        "rank 0 last": {"last": "rank or until(lambda: channel._hub._peers[1].state == 'left')"},
+        "pause": {"act": "until(lambda: beats > 12)", "who": [1], "hang_timeout": 600.0, "after": unwritten},
+        "rank 0 computes": {"who": [0], "act": BUSY, "silence": 0.1},
+        "rank 1 computes": {"who": [1], "act": BUSY, "silence": 0.1},
+        "torch's debug mode": {"join": DDP, "variables": DEBUG},
+        "Ctrl-C": {"act": taken, "interrupt": signal.SIGINT, "whole_group": True},
+    }
+    found = run_all("channel.py", cases)
     for name, ended in found.items():
         out = sorted(ended.out.splitlines())
         assert (name, ended.code, out, ended.errors) == (name, 0, ["rank 0 ended", "rank 1 ended"], [])
@@ -119,13 +113,11 @@ def test_an_end_without_a_failure_is_silent() -> None:
 
 @real
 def test_a_hang_ends_with_the_name_of_the_rank_that_is_behind() -> None:
-    found = run_all(
-        "channel.py",
-        {
-            "skips a collective": {"skips": [0], "hang_timeout": 6.0},
-            "sleeps": {"who": [1], "act": "threading.Event().wait()", "hang_timeout": 6.0},
-        },
-    )
+    cases = {
+        "skips a collective": {"skips": [0], "hang_timeout": 6.0},
+        "sleeps": {"who": [1], "act": "threading.Event().wait()", "hang_timeout": 6.0},
+    }
+    found = run_all("channel.py", cases)
     assert [each.code for each in found.values()] == [75, 75]
     skips, sleeps = found.values()
     assert re.fullmatch(
@@ -150,15 +142,13 @@ HELD += BUSY.replace("+ 3", "+ 8")
 
 @real
 def test_the_stacks_of_all_ranks_are_saved_also_of_one_that_cannot_write_them() -> None:
-    found = run_all(
-        "channel.py",
-        {
-            "boom": {"who": [1], "act": BOOM},
-            "stopped": {"who": [1], "act": STOPPED},
-            "held": {"act": HELD},
-            "gone": {"who": [1], "act": "kill(signal.SIGKILL)"},
-        },
-    )
+    cases = {
+        "boom": {"who": [1], "act": BOOM},
+        "stopped": {"who": [1], "act": STOPPED},
+        "held": {"act": HELD},
+        "gone": {"who": [1], "act": "kill(signal.SIGKILL)"},
+    }
+    found = run_all("channel.py", cases)
     assert {each.code for each in found.values()} == {1}
     written = {name: stacks(each) for name, each in found.items()}
     assert all(sorted(each) == ["rank0.txt", "rank1.txt"] for each in written.values())
@@ -170,10 +160,8 @@ def test_the_stacks_of_all_ranks_are_saved_also_of_one_that_cannot_write_them() 
     for name in ("stopped", "held"):
         assert written[name]["rank1.txt"].startswith("rank 1, asked by rank 0 because it did not answer")
         assert "in act" in written[name]["rank1.txt"], name
-    assert re.search(
-        r"RankFailure: rank 1 failed first, last heard of at update 7: it is stopped \(by SIGSTOP",
-        found["stopped"].errors[-1],
-    )
+    told = r"RankFailure: rank 1 failed first, last heard of at update 7: it is stopped \(by SIGSTOP"
+    assert re.search(told, found["stopped"].errors[-1])
     assert "No stacks: the rank has ended" in gone["rank1.txt"]
     assert "in all_reduce" in gone["rank0.txt"]
     for each in found.values():
@@ -185,20 +173,13 @@ LAST_WORD = "import atexit\nif rank == 1: atexit.register(lambda: sys.stderr.wri
 
 @real
 def test_rank_0_has_the_last_word_with_the_traceback_of_the_cause() -> None:
-    found = run_all(
-        "channel.py",
-        {
-            "main thread does not come back": {"act": f"if rank == 1: {BOOM}\ntime.sleep(600)"},
-            "last word": {
-                "act": f"if rank == 1: {BOOM}\nuntil(channel._decided.is_set); raise OSError('timed out')",
-                "join": LAST_WORD,
-            },
-            "debug mode": {
-                "act": "distributed.all_reduce(torch.ones(2 + rank))",
-                "variables": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
-            },
-        },
-    )
+    spoken = f"if rank == 1: {BOOM}\nuntil(channel._decided.is_set); raise OSError('timed out')"
+    cases = {
+        "main thread does not come back": {"act": f"if rank == 1: {BOOM}\ntime.sleep(600)"},
+        "last word": {"act": spoken, "join": LAST_WORD},
+        "debug mode": {"act": "distributed.all_reduce(torch.ones(2 + rank))", "variables": DEBUG},
+    }
+    found = run_all("channel.py", cases)
     assert [(each.code, each.out) for each in found.values()] == [(1, "")] * 3, found
     stuck, spoken, torchs = (each.errors for each in found.values())
     block = stuck[stuck.index("drivetrain: on rank 1:") :]
@@ -211,14 +192,12 @@ def test_rank_0_has_the_last_word_with_the_traceback_of_the_cause() -> None:
 
 @real
 def test_an_interrupt_ends_all_ranks_and_shows_one_traceback() -> None:
-    found = run_all(
-        "channel.py",
-        {
-            "Ctrl-C": {"act": "wait()", "interrupt": signal.SIGINT, "whole_group": True},
-            "while rank 0 waits": {"act": "wait()", "who": [1], "interrupt": signal.SIGINT},
-            "SIGTERM": {"act": "wait()", "interrupt": signal.SIGTERM},
-        },
-    )
+    cases = {
+        "Ctrl-C": {"act": "wait()", "interrupt": signal.SIGINT, "whole_group": True},
+        "while rank 0 waits": {"act": "wait()", "who": [1], "interrupt": signal.SIGINT},
+        "SIGTERM": {"act": "wait()", "interrupt": signal.SIGTERM},
+    }
+    found = run_all("channel.py", cases)
     for name in ("Ctrl-C", "while rank 0 waits"):
         assert found[name].code == -signal.SIGINT
         assert found[name].errors[-1].endswith("KeyboardInterrupt")
@@ -289,9 +268,8 @@ def test_a_channel_outlives_a_look_that_fails(alone: None, capfd: pytest.Capture
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("drivetrain.distributed.failure.channel.Silence", Failing)
-        first, second = together(
-            HashStore(), act, describe=lambda: str(broken()), progress=broken, signs=broken
-        )
+        all_broken = {"describe": lambda: str(broken()), "progress": broken, "signs": broken}
+        first, second = together(HashStore(), act, **all_broken)
     assert isinstance(second, ValueError)
     assert isinstance(first, RankFailure)
     assert "rank 1 failed first" in str(first)

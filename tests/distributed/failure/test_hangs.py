@@ -97,9 +97,7 @@ def test_the_body_of_a_loop_has_no_limit() -> None:
         assert seen(session._watchdog(1.0, runs[0])._phase) == Phase.OUTSIDE
 
 
-def test_a_wait_for_a_save_or_a_removal_in_the_background_has_longer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_for_a_save_or_a_removal_has_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     main, found = threading.get_ident(), []
     behind = Background()
     behind.start(lambda: found.append(comes_to(Phase.OPAQUE, main)))

@@ -1,7 +1,4 @@
-"""Rank 0's part of the failure channel names the right cause, whatever is sent to its port.
-
-The tests drive a hub without its thread, by a clock that only they move.
-"""
+"""Rank 0's part of the failure channel, without its thread and by a clock that only the tests move."""
 
 import contextlib
 import os
@@ -64,9 +61,8 @@ class Job:  # a hub and what two ranks say to it, as their channels would
 
     def hears(self, rank: int, kind: str) -> dict[str, Any]:
         found: list[dict[str, Any]] = []
-        self.until(
-            lambda: found.extend(self.lines[rank].receive() or ()) or any(e["kind"] == kind for e in found)
-        )
+        line = self.lines[rank]
+        self.until(lambda: found.extend(line.receive() or ()) or any(e["kind"] == kind for e in found))
         return next(each for each in found if each["kind"] == kind)
 
     def tick(self, count: int, *states: dict[str, Any]) -> None:  # before each, every rank says how it is

@@ -12,9 +12,7 @@ import pytest
 from drivetrain.distributed.failure import silence as module
 from drivetrain.distributed.failure.silence import PATIENCE, Activity, Silence, activity, machine
 
-pytestmark = pytest.mark.skipif(
-    machine() is None, reason="needs Linux, where it can be seen what a process does"
-)
+pytestmark = pytest.mark.skipif(machine() is None, reason="needs Linux, where processes can be seen")
 LIMIT = 5 * PATIENCE
 
 

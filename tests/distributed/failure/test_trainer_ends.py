@@ -45,14 +45,12 @@ def test_the_first_cause_is_the_last_line_with_its_place() -> None:
 
 def test_a_second_interrupt_ends_all_ranks_at_once() -> None:
     twice = {"act": "wait()", "interrupt": signal.SIGINT, "again": True}
-    found = run_all(
-        "training.py",
-        {
-            "of all ranks": {"where": "save", "strategy": "fsdp", "whole_group": True, **twice},
-            "while rank 0 waits": {"where": "epoch end", **twice},
-            "after the body of rank 0": {"where": "body", **twice},
-        },
-    )
+    cases = {
+        "of all ranks": {"where": "save", "strategy": "fsdp", "whole_group": True, **twice},
+        "while rank 0 waits": {"where": "epoch end", **twice},
+        "after the body of rank 0": {"where": "body", **twice},
+    }
+    found = run_all("training.py", cases)
     for name, ended in found.items():
         assert (name, ended.code, ended.out) == (name, -signal.SIGINT, ""), ended.errors
         assert any(each.endswith("KeyboardInterrupt") for each in ended.errors)

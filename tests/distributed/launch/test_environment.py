@@ -10,9 +10,8 @@ def environment(names: str, *values: object) -> dict[str, str]:
     return dict(zip(names.split(), map(str, values), strict=True))
 
 
-TORCHRUN = environment(
-    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT", 3, 4, 1, 2, "node0", 29500
-)
+NAMES = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
+TORCHRUN = environment(NAMES, 3, 4, 1, 2, "node0", 29500)
 SLURM = environment(
     "SLURM_JOB_ID SLURM_STEP_ID SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_STEP_NUM_NODES SLURM_LOCALID"
     " SLURM_STEP_NODELIST",

@@ -37,14 +37,9 @@ def outcomes(text: str) -> list[dict[str, Any]]:
 
 
 def launch(*words: str, **variables: str) -> list[dict[str, Any]]:
-    done = subprocess.run(
-        [sys.executable, "-m", *words, PROGRAM],
-        capture_output=True,
-        text=True,
-        env={**undisturbed(), **variables},
-        timeout=LIMIT,
-        check=False,
-    )
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": LIMIT, "check": False}
+    command, environment = [sys.executable, "-m", *words, PROGRAM], {**undisturbed(), **variables}
+    done = subprocess.run(command, env=environment, **options)
     assert done.returncode == 0, done.stderr
     found = outcomes(done.stdout)
     assert len({each.pop("value") for each in found}) == 1

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,15 +34,9 @@ def test_a_program_becomes_all_ranks_however_it_was_started(way: str) -> None:
     text = Path("program.py").read_text(encoding="utf-8")
     words = {"script": ["program.py"], "module": ["-m", "program"], "command": ["-c", text]}[way]
     environment = {name: value for name, value in os.environ.items() if name not in (*JOB, "OMP_NUM_THREADS")}
-    done = subprocess.run(
-        [sys.executable, *words, "--rate", "0.1"],
-        input="typed",
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=LIMIT,
-        check=False,
-    )
+    options = {"capture_output": True, "text": True, "timeout": LIMIT, "check": False}
+    words = [sys.executable, *words, "--rate", "0.1"]
+    done = subprocess.run(words, input="typed", env=environment, **options)
     assert (done.returncode, done.stderr) == (0, ""), "the end of all ranks is silent"
     share = max(1, len(os.sched_getaffinity(0)) // 2) if hasattr(os, "sched_getaffinity") else None
     lines = sorted(line.split() for line in done.stdout.splitlines())
@@ -100,23 +95,17 @@ def test_a_program_that_cannot_be_run_again_is_told_so(monkeypatch: pytest.Monke
     monkeypatch.setattr(sys.modules["drivetrain.distributed.launch.programs"], "_ran_alone", False)
     monkeypatch.setattr(sys.modules["__main__"], "__file__", "<stdin>", raising=False)  # none under xdist
     monkeypatch.setattr(sys, "argv", ["-"])
-    assert_refused(
-        StrategyError,
-        {
-            "a program from standard input": (
-                lambda: ensure_ranks(2),
-                "devices=2 needs 2 processes, but this program cannot be run again",
-                "standard input",
-                "then fork the process; Trainer.steps and Engine cannot",
-            ),
-            "several machines": (
-                lambda: ensure_ranks(4, 2),
-                "needs a launcher",
-                "drivetrain launch --nodes 2",
-                "srun",
-            ),
-        },
+    told = ("devices=2 needs 2 processes, but this program cannot be run again", "standard input")
+    cases: dict[str, Any] = {
+        "standard input": (lambda: ensure_ranks(2), *told, "then fork the process; Train")
+    }
+    cases["machines"] = (
+        lambda: ensure_ranks(4, 2),
+        "needs a launcher",
+        "drivetrain launch --nodes 2",
+        "srun",
     )
+    assert_refused(StrategyError, cases)
     assert ensure_ranks(1).world_size == 1
 
 

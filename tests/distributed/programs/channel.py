@@ -1,8 +1,4 @@
-"""Two ranks with a failure channel, which do something before the eighth of twelve collectives.
-
-The options are `act`, code that the ranks `who` run there; `skips`, ranks that leave that collective out;
-`join`, `last`, `after`, code before the channel, at its end and after it; its `hang_timeout`, its `silence`.
-"""
+"""Two ranks with a failure channel, which do what the options say before the eighth of twelve collectives."""
 
 import json
 import os

@@ -1,7 +1,4 @@
-"""A loop of one's own on two ranks, in which something happens before the fifth update.
-
-The options are `act`, code that the ranks `who` run there, and `around`, how the loop is called.
-"""
+"""A loop of one's own on two ranks, of which the ranks `who` run `act` before the fifth update."""
 
 import json
 import os

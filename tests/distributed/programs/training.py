@@ -1,8 +1,4 @@
-"""A training on several ranks, some of which act at a place of it.
-
-The options are `where` and `act`, code that the ranks `who` run there; the `strategy`, `devices`, `workers`
-of the data, and `hang_timeout`.
-"""
+"""A training on several ranks, of which the ranks `who` run `act` at the place `where`."""
 
 import json
 import os
