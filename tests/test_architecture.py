@@ -1,6 +1,4 @@
-"""The house keeps its order: thirteen layers and the integrations above them, imports that only go down, no
-circle, and a light import.
-"""
+"""The layers: imports that only go down, no circle, and a light import."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from tests.support.site import site_script
@@ -149,14 +147,12 @@ def test_the_root_holds_the_layers_and_folders_are_small(sources: list[Source]) 
     assert not [folder for folder in folders if len(list(folder.glob("*.py"))) > 22]
 
 
-def test_the_picture_of_the_layers_shows_the_imports(
-    imports: dict[Source, list[Import]], monkeypatch: pytest.MonkeyPatch
-) -> None:  # `python docs/site/draw_layers.py` draws it
+def test_the_picture_of_the_layers_shows_the_imports(imports: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[str, set[str]] = {layer: set() for layer in LAYERS}
     for source, named in imports.items():
         there = {each.module.partition(".")[0] for each in named if each.kind != "text"}
         found.setdefault(source.name.partition(".")[0], set()).update(there)
-    drawer = site_script("draw_layers")
+    drawer = site_script("draw_layers")  # `python docs/site/draw_layers.py` draws it
     assert [*drawer.LAYERS][::-1] == LAYERS
     monkeypatch.setattr(drawer, "layers_imported", lambda layer: {*LAYERS} & found[layer] - {layer})
     assert drawer.PICTURE.read_text(encoding="utf-8") == drawer.draw()
@@ -171,11 +167,8 @@ def test_imports_only_go_down_and_heavy_ones_are_in_functions(imports: dict[Sour
             for each in found:
                 there = each.module.partition(".")[0]
                 below = there in ORDER and ORDER.index(there) <= ORDER.index(layer)
-                same = (
-                    there != layer
-                    or layer != "integrations"
-                    or each.module.split(".")[1] == rest.split(".")[0]
-                )
+                own = each.module.split(".")[1:2] == rest.split(".")[:1]
+                same = there != layer or layer != "integrations" or own
                 if not (below and same) and not (there == "integrations" and each.kind == "text"):
                     wrong.append(f"{source.name} imports {each.module or 'a name of the package itself'}")
         for node in source.tree.body:
@@ -214,21 +207,15 @@ def test_no_object_reads_another_ones_private_attributes(sources: list[Source]) 
     wrong, used = [], set[str]()
     for source in sources:
         classes = [node for node in source.nodes if isinstance(node, ast.ClassDef)]
-        stored = (node for owner in classes for node in ast.walk(owner) if isinstance(node, ast.Attribute))
-        # Another object of the same class is no stranger.
-        own = {each.name for each in classes} | {
-            each.attr for each in stored if isinstance(each.ctx, ast.Store)
-        }
+        inner = (node for owner in classes for node in ast.walk(owner) if isinstance(node, ast.Attribute))
+        stored = {each.attr for each in inner if isinstance(each.ctx, ast.Store)}
+        own = {each.name for each in classes} | stored  # another object of the same class is no stranger
         for node in source.nodes:
-            if isinstance(node, ast.Attribute) and re.match(
-                r"_(?!_|foreach_)", node.attr
-            ):  # torch._foreach_add
+            if isinstance(node, ast.Attribute) and re.match(r"_(?!_|foreach_)", node.attr):
                 used.add(node.attr)
                 holder = ast.unparse(node.value)
-                if (
-                    holder not in ("self", "cls", "super()", *own)
-                    and node.attr not in PRIVATE | NOT_PRIVATE | own
-                ):
+                known = node.attr in PRIVATE | NOT_PRIVATE | own
+                if not known and holder not in ("self", "cls", "super()", *own):
                     wrong.append(f"{source.place}, line {node.lineno}: {ast.unparse(node)}")
     assert not wrong, "\n".join(wrong)
     assert not PRIVATE - used, "rows that no file needs"
@@ -243,9 +230,8 @@ def test_messages_go_through_the_logger(sources: list[Source]) -> None:
         found = {place for place, calls in called.items() if calls & {*names.split()}}
         strangers = [each for each in found if not each.startswith(allowed)]
         assert not strangers, f"{names} in these files: use drivetrain.core.messages.logger"
-        assert not [row for row in allowed if not any(each.startswith(row) for each in found)], (
-            "unneeded rows"
-        )
+        unneeded = [row for row in allowed if not any(each.startswith(row) for each in found)]
+        assert not unneeded
 
 
 def test_lazy_packages_export_what_type_checkers_see(sources: list[Source]) -> None:
@@ -278,14 +264,9 @@ bare = {name for name in sys.modules if name.startswith("drivetrain.")}
 [getattr(drivetrain, name) for name in drivetrain.__all__]
 print((bare, {name.split(".")[0] for name in set(sys.modules) - before}))
 """
-UNASKED = {
-    "callbacks.progress_bar",
-    "callbacks.summary",
-    "checkpoint.saving.manager",
-    "checkpoint.storage.remote",
-}
-UNASKED |= {"checkpoint.weights.warm_start", "distributed.group", "engine.own_loop_checkpoint", "loggers.csv"}
-UNASKED |= {"run.checkpoint", "trainer.checkpoints", "trainer.plan.plan"}
+UNASKED = {"callbacks.progress_bar", "callbacks.summary", "checkpoint.saving.manager", "loggers.csv"}
+UNASKED |= {"checkpoint.storage.remote", "checkpoint.weights.warm_start", "distributed.group"}
+UNASKED |= {"engine.own_loop_checkpoint", "run.checkpoint", "trainer.checkpoints", "trainer.plan.plan"}
 
 
 @pytest.mark.heavy("a new interpreter, which imports torch")

@@ -80,22 +80,18 @@ def task_of(kind: str, teacher: str = "") -> tuple[TaskModule, list[Callback]]:
     return task, []
 
 
-def trained(
-    kind: str, strategy: str, batch_size: int, steps: int, teacher: str = ""
-) -> dict[str, np.ndarray[Any, Any]]:  # train, and return the whole weights and buffers
+def trained(kind: str, strategy: str, batch_size: int, steps: int, teacher: str = "") -> dict[str, Any]:
     task, callbacks = task_of(kind, teacher)
     part = example("digits").DigitsData().parts[1]
-    found: dict[str, np.ndarray[Any, Any]] = {}
+    found: dict[str, Any] = {}  # the whole weights and buffers
 
     def keep(run: Any) -> None:
         found.update({name: each.numpy().copy() for name, each in run.full_state_dict().items()})
 
     callbacks.append(LambdaCallback(on_fit_end=keep))
     devices = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    trainer = Trainer(
-        max_steps=steps, strategy=strategy, devices=devices, callbacks=callbacks, checkpoint=False, **QUIET
-    )
-    trainer.fit(task, DataLoader(part, batch_size=batch_size))
+    options = {"strategy": strategy, "devices": devices, "callbacks": callbacks, "checkpoint": False, **QUIET}
+    Trainer(max_steps=steps, **options).fit(task, DataLoader(part, batch_size=batch_size))
     return found
 
 
@@ -140,9 +136,8 @@ def test_a_run_stopped_between_two_masks_resumes_bitwise(kind: str, teacher: str
                 run.stop("there")
 
         callbacks.append(LambdaCallback(on_step_end=stop_there))
-        Trainer(max_steps=12, callbacks=callbacks, run_dir=tmp_path / name, **QUIET).fit(
-            task, data, resume="auto"
-        )
+        trainer = Trainer(max_steps=12, callbacks=callbacks, run_dir=tmp_path / name, **QUIET)
+        trainer.fit(task, data, resume="auto")
 
     fit("whole", -1)
     fit("parts", 5)

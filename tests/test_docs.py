@@ -1,12 +1,8 @@
 """The documentation is code under test: blocks run, tables have what there is, the site has no warnings.
 
-In a page, blocks marked `python` run one after another in one namespace and in a directory of their own; one
-that begins with `# file: name.py` is written there instead, before anything runs. A block marked `output` is
-what the Python block before it prints; digits may differ, and a line `...` stands for any lines. In blocks
-marked `console`, lines that begin with `drivetrain` are run. The blocks of docstrings run too.
-
-`make test` runs README.md and the pages that have changed: those not committed, and those since the revision
-in the variable CHANGE. `make test-landing` runs all. The variable PAGES names others: docs/how-to/data.md.
+The blocks `python` of a page run in one namespace; `# file: name.py` is written before, and not run.
+An `output` is what the block before it prints; digits may differ, and a line `...` stands for any lines.
+`make test` runs README.md and changed pages, also since the revision CHANGE; PAGES names others.
 """
 
 import ast
@@ -76,9 +72,7 @@ def changed() -> list[Path]:  # the pages that PAGES names; without it, README.m
         commands.append(["git", "diff", "--name-status", "--no-renames", os.environ["CHANGE"]])
     found = {README}
     for command in commands:
-        listed = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, check=False
-        )  # 128 without git
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         found |= {ROOT / line.split()[-1] for line in listed.stdout.splitlines()}
     return [page for page in PAGES if page in found]
 
@@ -239,9 +233,7 @@ def test_every_page_is_on_the_map_and_names_no_place_of_one_machine() -> None:
     assert not wrong
 
 
-def test_public_names_commands_schedules_and_precisions_are_in_the_guides(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_public_names_commands_and_tables_are_in_the_guides(capsys: pytest.CaptureFixture[str]) -> None:
     described = "\n".join(page.read_text(encoding="utf-8") for page in REFERENCE.glob("*.md"))
     names = {each.rpartition(".")[2] for each in re.findall(r"^::: ([\w.]+)$", described, re.M)}
     public = set(drivetrain.__all__) - {"__version__"}

@@ -62,12 +62,8 @@ def test_digits_of_make_demo_reaches_97_percent_resumes_and_names_its_files(tmp_
     named = re.findall(r"(?m)^ *([\d,]+)  (\S+)$", printed)
     made = {str(p.relative_to(run_dir)): p.stat().st_size for p in run_dir.rglob("*") if p.is_file()}
     assert {name: int(size.replace(",", "")) for size, name in named} == made
-    for kind in (
-        r"model\.safetensors",
-        r"metrics\.csv",
-        r"events\.out\..*",
-        r"checkpoints/.*/manifest\.json",
-    ):
+    kinds = (r"model\.safetensors", r"metrics\.csv", r"events\.out\..*", r"checkpoints/.*/manifest\.json")
+    for kind in kinds:
         assert any(re.fullmatch(kind, name) for name in made), kind
     assert [path.name for path in earlier.iterdir()] == ["mine.txt"]
 

@@ -1,7 +1,4 @@
-"""The tutorials are notebooks: they run from top to bottom, and print what is stored as their output.
-
-`python -m tests.test_notebooks` runs them and stores their outputs.
-"""
+"""The tutorials print what they store; `python -m tests.test_notebooks` runs them and stores it."""
 
 import json
 import os
@@ -112,14 +109,9 @@ def test_the_map_names_each_notebook_which_has_outputs_and_no_place_of_a_machine
         outputs = [each["output_type"] for cell in cells for each in cell.get("outputs", ())]
         wrong += [] if outputs and "error" not in outputs else [f"{path.name}: outputs"]
         for cell in cells:
-            links = (
-                re.findall(r"\]\(([^)\s#]+)", "".join(cell["source"]))
-                if cell["cell_type"] == "markdown"
-                else []
-            )
-            wrong += [
-                each for each in links if not re.match(r"[a-z]+:", each) and not (path.parent / each).exists()
-            ]
+            prose = "".join(cell["source"]) if cell["cell_type"] == "markdown" else ""
+            links = re.findall(r"\]\((?![a-z]+:)([^)\s#]+)", prose)
+            wrong += [each for each in links if not (path.parent / each).exists()]
         wrong += re.findall(r"(?:/home|/Users|/root|/work|/tmp|/mnt)/[\w./-]*", source)
     assert not wrong
 

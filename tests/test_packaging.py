@@ -22,9 +22,8 @@ def test_the_wheel_has_every_module_the_metadata_and_the_command(tmp_path: Path)
     for name in ("setup.cfg", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     words = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(target), str(source)]
-    subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", *words], check=True, capture_output=True, timeout=3600
-    )
+    command = [sys.executable, "-m", "pip", "wheel", *words]
+    subprocess.run(command, check=True, capture_output=True, timeout=3600)
     (built,) = target.glob("*.whl")
     with zipfile.ZipFile(built) as wheel:
         names = wheel.namelist()

@@ -1,8 +1,4 @@
-"""The public names and their signatures, compared with a stored snapshot: a change of them is made on
-purpose.
-
-`python tests/test_public_api.py` writes the snapshot.
-"""
+"""The public API as stored in public_api.txt, which `python tests/test_public_api.py` writes."""
 
 import inspect
 from pathlib import Path
@@ -38,8 +34,7 @@ def _members(kind: type) -> list[str]:
     return lines
 
 
-def describe() -> str:
-    """Every public name with its signature and, for classes, its public members."""
+def describe() -> str:  # every public name with its signature and, for classes, its public members
     lines = []
     for name in sorted(drivetrain.__all__):
         if name == "__version__":
@@ -53,9 +48,7 @@ def describe() -> str:
 
 def test_the_public_names_are_those_of_the_snapshot() -> None:
     stored = SNAPSHOT.read_text(encoding="utf-8")
-    assert describe() == stored, (
-        "the public API changed; if that is meant, run python tests/test_public_api.py"
-    )
+    assert describe() == stored, "if the change is meant, run python tests/test_public_api.py"
 
 
 def test_every_public_name_is_loaded_and_documented() -> None:
