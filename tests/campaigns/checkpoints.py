@@ -1,7 +1,4 @@
-"""The fault campaign: checkpoints under faults of every kind at every operation, and the score.
-
-Run as `python -m tests.campaigns.checkpoints`. It ends with exit code 1 if anything happened that should not.
-"""
+"""The fault campaign: checkpoints under faults of every kind at every operation, and the score."""
 
 import argparse
 import os
@@ -35,8 +32,7 @@ class Score:
     asides: Counter[str] = field(default_factory=Counter)
     failures: list[Outcome] = field(default_factory=list)
 
-    def add(self, outcome: Outcome) -> None:
-        """Count one trial."""
+    def add(self, outcome: Outcome) -> None:  # count one trial
         self.trials += 1
         self.loads += outcome.loads
         self.wrong += len(outcome.wrong)
@@ -47,8 +43,7 @@ class Score:
             self.failures.append(outcome)
         self.asides.update(outcome.asides)
 
-    def __str__(self) -> str:
-        """A table, with a line for each failure from which it can be repeated."""
+    def __str__(self) -> str:  # a table, with a line for each failure from which it can be repeated
         lines = [f"{'fault':<14}{'happened':>10}{'newest':>10}{'earlier':>10}{'failed':>10}"]
         counters = (self.faults, self.newest, self.earlier)
         for kind in [*sorted(self.faults), "all"]:
@@ -95,10 +90,7 @@ def run_campaign(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
-    parser = argparse.ArgumentParser(
-        description="Save, kill, damage, resume; check that nothing is lost or wrong."
-    )
+    parser = argparse.ArgumentParser(description="Save, kill, damage, resume: nothing is lost or wrong.")
     add = parser.add_argument
     add("--faults", type=int, default=1200, help="how many faults to let happen (default: %(default)s)")
     add("--seed", type=int, default=0, help="of everything that is drawn (default: %(default)s)")

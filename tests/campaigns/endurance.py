@@ -1,7 +1,4 @@
-"""Whether long runs, and many runs in one process, leave anything behind: memory, threads, files, objects.
-
-Run as `python -m tests.campaigns.endurance`; it ends with exit code 1 if something grew.
-"""
+"""Whether long runs, and many runs in one process, leave anything behind: memory, threads, files, objects."""
 
 import argparse
 import gc
@@ -26,18 +23,13 @@ from torchmetrics import MeanAbsoluteError
 from drivetrain import Callback, CheckpointConfig, EarlyStopping, OptimizerConfig, Throughput, Trainer
 
 UPDATES, FITS = 5000, 20
-ALLOWED = 0.01
-"""The relative growth that is allowed, from when all has been done once; memory may double."""
-_SAMPLES = 50
-"""How often a run is looked at."""
-_BLOCKS = 100_000
-"""What the growth of blocks is relative to, as Python's own caches take some hundreds late."""
+ALLOWED = 0.01  # the relative growth that is allowed, from when all has been done once; memory may double
+_SAMPLES = 50  # how often a run is looked at
+_BLOCKS = 100_000  # what the growth of blocks is relative to, as Python's own caches take some hundreds late
 _blocks_before = [0]
 
 
-class Measure(NamedTuple):
-    """What a process has at a moment; of objects, tensors and blocks what has come since `apart` began."""
-
+class Measure(NamedTuple):  # of a process; objects, tensors and blocks since `apart` began
     memory: int
     threads: int
     descriptors: int
@@ -47,8 +39,7 @@ class Measure(NamedTuple):
     blocks: int
 
 
-def measure() -> Measure:
-    """Look at this process, once its garbage is collected."""
+def measure() -> Measure:  # look at this process, once its garbage is collected
     shared_cache.free_dead_references()  # type: ignore[no-untyped-call]  # torch does so once they are 128
     gc.collect()
     blocks = sys.getallocatedblocks() - _blocks_before[0]
@@ -63,8 +54,7 @@ def measure() -> Measure:
 
 
 @contextmanager
-def apart() -> Iterator[None]:
-    """Count nothing that is there now, beside which what is left behind would not be seen."""
+def apart() -> Iterator[None]:  # count nothing that is there now, beside which the rest would not be seen
     gc.collect()
     gc.freeze()
     _blocks_before[0] = sys.getallocatedblocks()
@@ -86,14 +76,11 @@ def _entries(directory: str) -> int:
 
 
 @dataclass
-class Course:
-    """What was measured, one after the other."""
-
+class Course:  # what was measured, one after the other
     what: str
     measures: list[Measure]
 
-    def growth(self) -> dict[str, float]:
-        """Compare medians of the fifth after the first, when all was done once, and of the last."""
+    def growth(self) -> dict[str, float]:  # from the fifth after the first, once all was done, to the last
         part = max(1, round(len(self.measures) * 0.2))
         found = {}
         for name in Measure._fields:
@@ -103,8 +90,7 @@ class Course:
         return found
 
     @property
-    def grown(self) -> list[str]:
-        """What has grown by more than is allowed."""
+    def grown(self) -> list[str]:  # what has grown by more than is allowed
         return [name for name, by in self.growth().items() if by > (1.0 if name == "memory" else ALLOWED)]
 
     def __str__(self) -> str:
@@ -116,9 +102,7 @@ class Course:
         return "\n".join(lines)
 
 
-class Watch(Callback):
-    """Measures every so many updates, a multiple of the log interval, within which values pile up."""
-
+class Watch(Callback):  # every so many updates, a multiple of the log interval: values pile up
     def __init__(self, every: int) -> None:
         self.every = every
         self.measures: list[Measure] = []
@@ -133,9 +117,7 @@ class Measured(Regression):
         return {"error": MeanAbsoluteError()}
 
 
-def _fit(
-    directory: Path, updates: int, every: int, workers: int, asynchronous: bool, *callbacks: Any
-) -> None:
+def _fit(folder: Path, updates: int, every: int, workers: int, asynchronous: bool, *callbacks: Any) -> None:
     trainer = Trainer(
         max_steps=updates,
         strategy="cpu",
@@ -145,7 +127,7 @@ def _fit(
         loggers=("tensorboard", "csv", "jsonl"),
         callbacks=[Throughput(), EarlyStopping("validation/loss", patience=10**6), *callbacks],
         max_grad_norm=1.0,
-        run_dir=directory,
+        run_dir=folder,
     )
     task = Measured(OptimizerConfig("adamw", lr=1e-3, schedule="cosine"), dropout=0.1)
     trainer.fit(task, pairs(400, 8, shuffle=True, num_workers=workers), pairs(400, 8))
@@ -176,7 +158,6 @@ def many_fits(directory: Path, fits: int = FITS, workers: int = 0, asynchronous:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(description="Train for long, and often, and see that nothing grows.")
     parser.add_argument("--updates", type=int, default=UPDATES, help="of one long run; 0 for none")
     parser.add_argument("--fits", type=int, default=FITS, help="one after the other; 0 for none")

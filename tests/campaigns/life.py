@@ -1,8 +1,4 @@
-"""The life of a run's checkpoints, with faults, and what must be true of it whatever the faults.
-
-What a checkpoint holds follows from its update, so that any that is loaded can be compared, bit for bit, with
-what was saved.
-"""
+"""The life of a run's checkpoints, with faults, and what must be true of it whatever the faults."""
 
 import re
 from dataclasses import dataclass, field
@@ -21,8 +17,7 @@ from drivetrain.checkpoint.storage.filesystem import FileSystem
 from drivetrain.core.errors import CheckpointError
 from drivetrain.distributed.ranks import ALONE, Ranks
 
-STOPS = (3, 5)
-"""The updates at which a process of the run ends, and the next one begins."""
+STOPS = (3, 5)  # the updates at which a process of the run ends, and the next one begins
 
 LOSSES = (0.5, 0.1, 0.4, 0.3, 0.05)
 """What the updates, from 1, are ranked by: the second is best for long, and is kept while others go."""
@@ -31,8 +26,7 @@ _DAMAGE: frozenset[FaultKind] = frozenset(("flip", "lying write", "drop", "trunc
 _UPDATE = re.compile(r"update-(\d{8})")
 
 
-def content(update: int) -> Snapshot:
-    """What is saved at an update."""
+def content(update: int) -> Snapshot:  # what is saved at an update
     generator = torch.Generator().manual_seed(update)
     weight = torch.randn(16, 16, generator=generator)
     bits = torch.randint(-(2**62), 2**62, (40,), generator=generator)
@@ -64,9 +58,7 @@ def differences(snapshot: Snapshot) -> str | None:
     objects = {name: value for name, value in snapshot.objects.items() if name in saved.objects}
     if (objects, snapshot.progress, snapshot.metrics) != (saved.objects, saved.progress, saved.metrics):
         return f"the objects, the progress or the metrics of update {update} differ"
-    there, here = (
-        {group: list(named) for group, named in each.tensors.items()} for each in (snapshot, saved)
-    )
+    there, here = ({group: list(t) for group, t in each.tensors.items()} for each in (snapshot, saved))
     if there != here:
         return f"update {update} has other tensors"
     for group, named in saved.tensors.items():
@@ -79,9 +71,7 @@ def differences(snapshot: Snapshot) -> str | None:
 
 
 @dataclass
-class Life:
-    """What happens to one directory of checkpoints: processes save and load there, and faults strike."""
-
+class Life:  # what happens to one directory of checkpoints: processes save and load there, and faults strike
     directory: str
     asynchronous: bool = False
     ranks: Ranks = ALONE
@@ -96,8 +86,7 @@ class Life:
     steps: list[Step] = field(default_factory=list)
 
     @property
-    def config(self) -> CheckpointConfig:
-        """The policy of its manager."""
+    def config(self) -> CheckpointConfig:  # the policy of its manager
         return CheckpointConfig(keep_last=2, best=1, by="loss", asynchronous=self.asynchronous)
 
     def live(self, files: FaultyFileSystem) -> bool:
@@ -118,8 +107,7 @@ class Life:
             finally:
                 self.steps.extend(files.struck())
 
-    def damaged(self, steps: list[Step]) -> set[int]:
-        """The updates whose checkpoints faults have altered, or made look altered; 0 for the index."""
+    def damaged(self, steps: list[Step]) -> set[int]:  # 0 for the index
         found: set[int] = set()
         for step in steps:
             lost = step.fault == "EIO" and step.operation in ("look", "open", "read")
@@ -129,7 +117,6 @@ class Life:
         return found
 
     def check_load(self, found: tuple[str, Snapshot] | None) -> int:
-        """Compare what was loaded with what was saved."""
         if found is None:
             return 0
         self.loads += 1
@@ -195,8 +182,7 @@ class Life:
         if not re.search(r"\bE[A-Z]+\b|damaged|missing|not what was written", text):
             self.complaints.append(f"an error does not say why: {text}")
 
-    def end(self, files: FileSystem) -> None:
-        """Start a last process on a sound file system, and check everything."""
+    def end(self, files: FileSystem) -> None:  # on a sound file system
         wanted = _kept(self.acknowledged) & _kept(self.attempted)
         expected = newest_complete(files, self.directory, self)
         with heard(texts=self.warnings):

@@ -28,8 +28,7 @@ _OPERATIONS = 60
 """Where faults strike; a second process, which writes its share only, does about as many things."""
 
 
-def _ended(life: Life, case: str) -> Outcome:
-    """Check what is there after a life."""
+def _ended(life: Life, case: str) -> Outcome:  # check what is there after a life
     try:
         life.end(LOCAL)
     except Exception:  # a trial that breaks is a finding, and the others are to go on

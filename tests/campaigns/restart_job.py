@@ -1,7 +1,4 @@
-"""The training that is interrupted: it writes down every update, and at its end a hash of the weights.
-
-Run as `python tests/campaigns/restart_job.py DIRECTORY STRATEGY EVERY WORKERS`, which imports no other test.
-"""
+"""The training that is interrupted: it writes down every update, and at its end a hash of the weights."""
 
 import hashlib
 import json
@@ -20,13 +17,10 @@ from drivetrain import Callback, CheckpointConfig, OptimizerConfig, TaskModule, 
 from drivetrain.distributed.launch.environment import detect
 from drivetrain.distributed.processes import rank
 
-SAMPLES, BATCH, EPOCHS = 160, 4, 3
-"""Of the data, of an update over all processes, and of the run."""
+SAMPLES, BATCH, EPOCHS = 160, 4, 3  # of the data, of an update over all processes, and of the run
 
 
-class Noisy(TaskModule):
-    """Two layers with dropout, so that the random streams matter, and a schedule."""
-
+class Noisy(TaskModule):  # two layers with dropout, so that the random streams matter, and a schedule
     def __init__(self) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):

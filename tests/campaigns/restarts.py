@@ -1,8 +1,4 @@
-"""Runs that are interrupted again and again: by signals, which they obey, and by kills, which they survive.
-
-Run as `python -m tests.campaigns.restarts --signals 20` or `--kills 100`. It ends with exit code 1 if
-anything was lost, repeated or wrong.
-"""
+"""Runs that are interrupted again and again: by signals, which they obey, and by kills."""
 
 import argparse
 import json
@@ -26,16 +22,13 @@ from tests.campaigns.restart_job import BATCH, EPOCHS, SAMPLES
 from drivetrain.core.errors import EXIT_REQUEUE
 
 STRATEGIES = ("single", "ddp", "fsdp")
-_LONGEST = 600.0
-"""Seconds that a program may take."""
-_SPREAD = 1.5
-"""Seconds after the begin of training within which a fault comes; some come before."""
+Process = subprocess.Popen[str]
+_LONGEST = 600.0  # seconds that a program may take
+_SPREAD = 1.5  # seconds after the begin of training within which a fault comes; some come before
 
 
 @dataclass
-class Score:
-    """What was survived, and what it has cost."""
-
+class Score:  # what was survived, and what it has cost
     runs: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     counted: int = 0
@@ -67,43 +60,36 @@ class Score:
 
 
 @dataclass
-class Job:
-    """One run, over all the programs that it takes."""
-
+class Job:  # one run, over all the programs that it takes
     directory: Path
     strategy: str
     every: str = "1 epoch"
     workers: int = 0
 
-    def start(self, *launcher: str) -> subprocess.Popen[str]:
-        """Begin a program of it, by itself or by the words of a launcher."""
+    def start(self, *launcher: str) -> Process:  # by itself or by the words of a launcher
         self.directory.mkdir(parents=True, exist_ok=True)
         program = str(Path(__file__).with_name("restart_job.py"))
         words = [program, str(self.directory), self.strategy, self.every, str(self.workers)]
         command = ["-m", "drivetrain", "launch", *launcher, *words] if launcher else ["-W", "error", *words]
         with (self.directory / "output").open("a", encoding="utf-8") as output:
-            streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "text": True}
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            return subprocess.Popen(
-                [sys.executable, *command], start_new_session=True, env=environment, **streams
-            )
+            options: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "text": True}
+            options.update(start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            return subprocess.Popen([sys.executable, *command], **options)
 
     @property
-    def weights(self) -> str | None:
-        """What it has learned, as a hash; None before its end."""
+    def weights(self) -> str | None:  # what it has learned, as a hash; None before its end
         file = self.directory / "done"
         return file.read_text(encoding="ascii") if file.exists() else None
 
     @property
-    def output(self) -> str:
-        """The last lines that its programs have written."""
+    def output(self) -> str:  # the last lines that its programs have written
         return "\n".join((self.directory / "output").read_text(encoding="utf-8").splitlines()[-15:])
 
     def attempts(self) -> list[list[list[dict[str, Any]]]]:
         """What was written down: for each attempt, in their order, the rows of each process."""
         found: dict[str, list[list[dict[str, Any]]]] = {}
         for each in sorted(self.directory.glob("witness-*.jsonl")):
-            # A process that is killed while it writes leaves half a line.
+            # a process that is killed while it writes leaves half a line.
             rows = [json.loads(line) for line in each.read_text("utf-8").splitlines() if line.endswith("}")]
             found.setdefault(each.name.split("-")[1], []).append(rows)
         return [found[each] for each in sorted(found, key=float)]
@@ -164,9 +150,9 @@ def _group(process: int) -> int | None:
     return None
 
 
-def _signal(job: Job, process: subprocess.Popen[str], chance: random.Random, score: Score) -> None:
+def _signal(job: Job, process: Process, chance: random.Random, score: Score) -> None:
     """Send one signal, to one process or to all, and see that the program ends as it should."""
-    is_training = _wait_until_training(job, process, time.time(), chance)
+    is_training = _until_training(job, process, time.time(), chance)
     if process.poll() is not None:
         return
     number = chance.choice((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2))
@@ -186,9 +172,7 @@ def _signal(job: Job, process: subprocess.Popen[str], chance: random.Random, sco
         score.failures.append(f"{number.name} to {whom}: exit code {code} in place of {right}\n{job.output}")
 
 
-def _wait_until_training(
-    job: Job, process: subprocess.Popen[str], since: float, chance: random.Random
-) -> bool:
+def _until_training(job: Job, process: Process, since: float, chance: random.Random) -> bool:
     """Wait for a random moment; return whether training had begun. One in six comes before."""
     deadline = since + (chance.uniform(0.0, 4.0) if chance.random() < 1 / 6 else _LONGEST)
     while not job.updates_since(since) and process.poll() is None:
@@ -199,8 +183,7 @@ def _wait_until_training(
     return True
 
 
-def _children(pid: int) -> list[int]:
-    """The ranks that one process has started."""
+def _children(pid: int) -> list[int]:  # the ranks that one process has started
     found = []
     for each in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -226,11 +209,11 @@ def run_kills(number: int, seed: int, directory: Path, strategy: str) -> Score:
     return score
 
 
-def _kill(job: Job, process: subprocess.Popen[str], chance: random.Random, score: Score, number: int) -> str:
+def _kill(job: Job, process: Process, chance: random.Random, score: Score, number: int) -> str:
     """Kill one process after the other under one launcher, perhaps that too; how many to start then."""
     killed = time.time()
     while process.poll() is None:
-        _wait_until_training(job, process, killed, chance)
+        _until_training(job, process, killed, chance)
         again = job.updates_since(killed)
         if score.faults and again:
             score.recoveries.append(again[0][0] - killed)
@@ -255,10 +238,7 @@ def _kill(job: Job, process: subprocess.Popen[str], chance: random.Random, score
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
-    parser = argparse.ArgumentParser(
-        description="Interrupt runs; see that nothing is lost, repeated or wrong."
-    )
+    parser = argparse.ArgumentParser(description="Interrupt runs: nothing is lost, repeated or wrong.")
     add = parser.add_argument
     add("--signals", type=int, default=0, help="signals at random moments, for each strategy")
     add("--kills", type=int, default=0, help="SIGKILLs under `drivetrain launch`; not for single")

@@ -54,11 +54,10 @@ def test_kills_lose_no_sample_and_no_second_of_the_ledger(number: int, tmp_path:
 
 
 LONG = "--updates 5000 --fits 20"
+MANY = tiers("--updates 500 --fits 5", LONG, f"{LONG} --workers 2", f"{LONG} --asynchronous")
 
 
-@pytest.mark.parametrize(
-    "options", tiers("--updates 500 --fits 5", LONG, f"{LONG} --workers 2", f"{LONG} --asynchronous")
-)
+@pytest.mark.parametrize("options", MANY)
 def test_long_runs_and_many_runs_do_not_grow(options: str) -> None:
     with unconfigured():  # pytest keeps each message until the test has ended
         assert endurance.main(options.split()) == 0

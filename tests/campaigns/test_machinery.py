@@ -34,16 +34,12 @@ def test_a_faulty_file_system_is_sound_but_for_its_faults(tmp_path: Path) -> Non
         check_file_system(storage, "/files")
 
 
-class Hoarder(MemoryDisk):
-    """Deletes nothing."""
-
+class Hoarder(MemoryDisk):  # deletes nothing
     def delete(self, path: str) -> None:
         pass
 
 
-class Swapper(MemoryDisk):
-    """Keeps the second checkpoint's name, with the content of the first: every hash in it is right."""
-
+class Swapper(MemoryDisk):  # the second checkpoint has the first's content: every hash is right
     def rename(self, old: str, new: str) -> None:
         if new.endswith("update-00000002"):
             for name in self.entries(old):

@@ -23,9 +23,7 @@ Manner: TypeAlias = Literal["foreground", "background"]
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """What a trial is made of; `str` gives a text from which `parse` makes it again."""
-
+class Case:  # what a trial is made of; `str` gives a text from which `parse` makes it again
     storage: Storage
     manner: Manner
     faults: tuple[Fault, ...]
@@ -35,8 +33,7 @@ class Case:
         return "/".join((self.storage, self.manner, *told))
 
     @classmethod
-    def parse(cls, text: str) -> Case:
-        """Read what `str` gave."""
+    def parse(cls, text: str) -> Case:  # read what `str` gave
         found: Any = re.fullmatch(r"(disk|objects)/(foreground|background)((?:/\d+:[^:/]+:\d+)*)", text)
         told = [each.split(":") for each in found[3].split("/")[1:]] if found else []
         if not found or not {kind for _, kind, _ in told} <= OPERATIONS.keys():
@@ -45,9 +42,7 @@ class Case:
 
 
 @dataclass(slots=True)
-class Outcome:
-    """What came of a trial."""
-
+class Outcome:  # what came of a trial
     case: str
     struck: list[str] = field(default_factory=list)
     loads: int = 0
@@ -57,13 +52,11 @@ class Outcome:
     complaints: list[str] = field(default_factory=list)
 
     @property
-    def is_good(self) -> bool:
-        """Whether nothing happened that should not."""
+    def is_good(self) -> bool:  # whether nothing happened that should not
         return not self.wrong and not self.complaints
 
 
 def run_case(case: Case, directory: str, files: FileSystem | None = None) -> Outcome:
-    """Make one trial."""
     files = files or _storage(case.storage)
     life = Life(directory, asynchronous=case.manner == "background")
     try:
@@ -77,8 +70,7 @@ def run_case(case: Case, directory: str, files: FileSystem | None = None) -> Out
     return outcome_of(life, str(case))
 
 
-def outcome_of(life: Life, case: str) -> Outcome:
-    """What came of a life."""
+def outcome_of(life: Life, case: str) -> Outcome:  # what came of a life
     asides = [_without_names(text) for text in life.warnings]
     kinds = [str(step.fault) for step in life.steps]
     return Outcome(case, kinds, life.loads, life.wrong, life.passed_over == 0, asides, life.complaints)
